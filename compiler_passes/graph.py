@@ -1,0 +1,107 @@
+"""The object that the passes hand on, and the few graph moves that more than one of them needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import openvino as ov
+from openvino import opset13 as ops
+
+from staticllm.core import MaskKind, RowState
+
+
+@dataclass
+class LiftedState:
+    """One ReadValue/Assign pair after lifting: ``past`` flows in, ``present`` flows out."""
+
+    variable_id: str
+    past: ov.Node
+    present: ov.Node
+    initial: ov.Output | None  # what the ReadValue started from; None means zeros
+
+
+@dataclass
+class StepGraph:
+    """A model on its way from stateful IR to step program. Passes change it in place.
+
+    ``notes`` collects, for each pass, what it matched and what it left alone; ``staticllm inspect`` prints them.
+    """
+
+    model: ov.Model
+    states: list[LiftedState] = field(default_factory=list)
+    row_states: list[RowState] = field(default_factory=list)
+    masks: list[MaskKind] = field(default_factory=list)
+    layer_masks: list[str] = field(default_factory=list)
+    notes: dict[str, list[str]] = field(default_factory=dict)
+
+    def note(self, stage: str, text: str) -> None:
+        self.notes.setdefault(stage, []).append(text)
+
+    def attentions(self) -> list[ov.Node]:
+        """The attention nodes, in the order of their layers."""
+        return [node for node in self.model.get_ordered_ops() if node.get_type_name() == "ScaledDotProductAttention"]
+
+    def parameter(self, name: str) -> ov.Node | None:
+        """The parameter whose port has this name, or None."""
+        for node in self.model.get_parameters():
+            if name in node.output(0).get_names():
+                return node
+        return None
+
+    def add_parameter(self, name: str, shape: ov.PartialShape, element_type: ov.Type) -> ov.Node:
+        node = named_parameter(name, shape, element_type)
+        self.model.add_parameters([node])
+        return node
+
+
+def named_parameter(name: str, shape: ov.PartialShape, element_type: ov.Type) -> ov.Node:
+    node = ops.parameter(shape, element_type)
+    node.set_friendly_name(name)
+    node.output(0).set_names({name})
+    return node
+
+
+def named_result(name: str, value: ov.Output) -> ov.Node:
+    node = ops.result(value)
+    node.set_friendly_name(name)
+    node.output(0).set_names({name})
+    return node
+
+
+def redirect(old: ov.Output, new: ov.Output) -> None:
+    """Every consumer of ``old`` reads ``new`` from now on."""
+    for target in old.get_target_inputs():
+        target.replace_source_output(new)
+
+
+def consumers(output: ov.Output) -> list[ov.Node]:
+    return [target.get_node() for target in output.get_target_inputs()]
+
+
+def through(output: ov.Output, *type_names: str) -> ov.Output:
+    """Walk up while the producer is one of these single-data-input ops (``Convert`` and the like)."""
+    while output.get_node().get_type_name() in type_names:
+        output = output.get_node().input_value(0)
+    return output
+
+
+def upstream(roots: Iterable[ov.Node]) -> Iterator[ov.Node]:
+    """Every node that ``roots`` depend on, themselves included, each once."""
+    stack, seen = list(roots), set()
+    while stack:
+        node = stack.pop()
+        key = node.get_instance_id()
+        if key in seen:
+            continue
+        seen.add(key)
+        yield node
+        stack.extend(value.get_node() for value in node.input_values())
+
+
+def is_live(model: ov.Model, parameter: ov.Node) -> bool:
+    """True if any result still depends on this parameter."""
+    key = parameter.get_instance_id()
+    roots = [*model.get_results(), *model.get_sinks()]
+    return any(node.get_instance_id() == key for node in upstream(roots))
+

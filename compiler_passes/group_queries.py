@@ -1,0 +1,88 @@
+"""Grouped-query attention without repeating keys and values.
+
+Exporters repeat each key/value head for its group of query heads (Unsqueeze, Broadcast, Reshape): at 7 queries a head a
+decode step then spends most of its time copying. Instead the queries of a group are laid side by side along the rows,
+``[1, kv_heads, group*S, head_dim]``, under the mask repeated ``group`` times. The same sums, in the same order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+
+from staticllm.compiler_passes.graph import StepGraph, redirect, through
+
+STAGE = "group_queries"
+PLAIN_INPUTS = 5  # query, key, value, mask, scale: a sink input would have to be repeated as well
+
+
+def group_queries(graph: StepGraph) -> None:
+    """Regroup every attention whose keys and values are repeated alike; leave the others alone and say so."""
+    tiled: dict[tuple[int, int], ov.Node] = {}
+    attentions = graph.attentions()
+    regrouped = 0
+    for node in attentions:
+        reason = _regroup(node, tiled)
+        if reason is None:
+            regrouped += 1
+        elif reason:
+            graph.note(STAGE, f"{node.get_friendly_name()!r} left alone: {reason}")
+    graph.model.validate_nodes_and_infer_types()
+    graph.note(STAGE, f"{regrouped} of {len(attentions)} layers regrouped")
+
+
+def _regroup(attention: ov.Node, tiled: dict[tuple[int, int], ov.Node]) -> str | None:
+    """None if regrouped, else why not; an empty reason if there was nothing to do."""
+    key, value = (_unrepeated(attention.input_value(port)) for port in (1, 2))
+    if key is None and value is None:
+        return ""
+    if key is None or value is None:
+        return "keys and values are not repeated alike"
+    if attention.get_input_size() > PLAIN_INPUTS:
+        return "it has an attention sink"
+    query = attention.input_value(0)
+    num_heads, head_dim = _dims(query, 1, 3)
+    (kv_heads,) = _dims(key, 1)
+    if not num_heads or not kv_heads or num_heads % kv_heads or _dims(value, 1) != [kv_heads]:
+        return f"{num_heads} query heads do not divide into {kv_heads} key heads"
+    group = num_heads // kv_heads
+    grouped = ops.reshape(query, np.array([1, kv_heads, -1, head_dim]), special_zero=False)
+    scale = attention.input_values()[4:5]
+    fused = ops.scaled_dot_product_attention(
+        grouped, key, value, _tile(attention.input_value(3), group, tiled), *scale, causal=False
+    )
+    fused.set_friendly_name(attention.get_friendly_name())
+    (value_dim,) = _dims(value, 3)
+    back = ops.reshape(fused, np.array([1, num_heads, -1, value_dim]), special_zero=False)
+    redirect(attention.output(0), back.output(0))
+    return None
+
+
+def _dims(output: ov.Output, *axes: int) -> list[int]:
+    shape = output.get_partial_shape()
+    return [shape[axis].get_length() if shape[axis].is_static else 0 for axis in axes]
+
+
+def _unrepeated(output: ov.Output) -> ov.Output | None:
+    """The rows before Unsqueeze → Broadcast (or Tile) → Reshape, or None if they are not repeated."""
+    reshape = output.get_node()
+    if reshape.get_type_name() != "Reshape":
+        return None
+    broadcast = through(reshape.input_value(0), "Convert").get_node()
+    if broadcast.get_type_name() not in ("Broadcast", "Tile"):
+        return None
+    unsqueeze = broadcast.input_value(0).get_node()
+    if unsqueeze.get_type_name() not in ("Unsqueeze", "Reshape"):
+        return None
+    rows, lifted = unsqueeze.input_value(0), unsqueeze.get_output_partial_shape(0)
+    repeated_axis_is_2 = lifted.rank.is_static and lifted.rank.get_length() == 5 and lifted[2] == 1
+    return rows if repeated_axis_is_2 and rows.get_partial_shape().rank.get_length() == 4 else None
+
+
+def _tile(mask: ov.Output, group: int, tiled: dict[tuple[int, int], ov.Node]) -> ov.Node:
+    """The mask once a query of the group, ``[1, 1, group*S, T+S]``; one node for all layers that share the mask."""
+    key = (mask.get_node().get_instance_id(), group)
+    if key not in tiled:
+        tiled[key] = ops.tile(mask, np.array([1, 1, group, 1]))
+    return tiled[key]

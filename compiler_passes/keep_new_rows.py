@@ -1,0 +1,74 @@
+"""Present means the new rows only.
+
+A lifted key/value state comes out as ``Concat(past, new)``: T + S rows, of which the host knows T already. The result is
+moved up to ``new``, so that a step returns ``[1, heads, S, head_dim]`` and the host writes those rows where they belong.
+The Concat stays: attention reads it.
+"""
+
+from __future__ import annotations
+
+import openvino as ov
+
+from staticllm.compiler_passes.graph import LiftedState, StepGraph, consumers
+from staticllm.core import RowState
+from staticllm.errors import UnsupportedModelError
+
+STAGE = "keep_new_rows"
+ROW_AXIS = 2
+KEY_PORT, VALUE_PORT = 1, 2
+_ATTENTION = "ScaledDotProductAttention"
+
+
+def keep_new_rows(graph: StepGraph) -> None:
+    """Rename row states to ``past.<layer>.key|value`` and cut their results down to the new rows."""
+    layers = {node.get_instance_id(): layer for layer, node in enumerate(graph.attentions())}
+    for state in graph.states:
+        concat = _growing_concat(state)
+        layer, role = _place(concat, state, layers)
+        shape = state.past.get_partial_shape()
+        if shape[1].is_dynamic or shape[3].is_dynamic:
+            raise UnsupportedModelError(STAGE, f"state {state.variable_id!r} has shape {shape}: heads must be known")
+        row_state = RowState(layer, role, state.variable_id, shape[1].get_length(), shape[3].get_length())
+        state.present.input(0).replace_source_output(concat.input_value(1))
+        _rename(state.past, row_state.past_name)
+        _rename(state.present, row_state.present_name)
+        graph.row_states.append(row_state)
+    graph.row_states.sort(key=lambda row_state: (row_state.layer, row_state.role))
+    graph.model.validate_nodes_and_infer_types()
+    graph.note(STAGE, f"{len(graph.row_states)} results cut to their new rows, {len(layers)} layers")
+
+
+def _growing_concat(state: LiftedState) -> ov.Node:
+    node = state.present.input_value(0).get_node()
+    if node.get_type_name() == "Concat" and node.get_input_size() == 2:
+        rank = node.get_output_partial_shape(0).rank.get_length()
+        if node.input_value(0).get_node() == state.past and node.get_attributes()["axis"] % rank == ROW_AXIS and rank == 4:
+            return node
+    raise UnsupportedModelError(
+        STAGE,
+        f"state {state.variable_id!r} is assigned from {node.get_type_name()} {node.get_friendly_name()!r}, not from a "
+        f"Concat of its past and new rows on axis {ROW_AXIS}: recurrent and convolutional states are not supported yet",
+    )
+
+
+def _place(concat: ov.Node, state: LiftedState, layers: dict[int, int]) -> tuple[int, str]:
+    """Layer and role, read off the attention port that the rows end in (never off a name)."""
+    queue, seen = [concat], {concat.get_instance_id()}
+    while queue:
+        node = queue.pop(0)
+        for target in node.output(0).get_target_inputs():
+            reader = target.get_node()
+            if reader.get_type_name() == _ATTENTION and target.get_index() in (KEY_PORT, VALUE_PORT):
+                return layers[reader.get_instance_id()], "key" if target.get_index() == KEY_PORT else "value"
+            if reader.get_type_name() not in ("ShapeOf", "Result") and reader.get_instance_id() not in seen:
+                seen.add(reader.get_instance_id())
+                queue.append(reader)
+    readers = sorted({node.get_type_name() for node in consumers(concat.output(0))})
+    raise UnsupportedModelError(
+        STAGE, f"state {state.variable_id!r} never reaches the key or value port of an attention; {readers} read it"
+    )
+
+
+def _rename(node: ov.Node, name: str) -> None:
+    node.set_friendly_name(name)
+    node.output(0).set_names({name})

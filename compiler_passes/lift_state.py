@@ -1,0 +1,81 @@
+"""Lambda lifting: implicit state becomes explicit inputs and outputs.
+
+Every ReadValue/Assign pair, whatever the state holds and however it is initialised, becomes a parameter and a result;
+``beam_idx`` goes, because a step program serves batch 1. The same transformation as npu_compiler's
+``ConvertAssignReadValueToReturnsAndInputs``.
+"""
+
+from __future__ import annotations
+
+import openvino as ov
+from openvino import opset13 as ops
+
+from staticllm.compiler_passes.graph import LiftedState, StepGraph, consumers, named_parameter, named_result, redirect
+from staticllm.errors import UnsupportedModelError
+
+STAGE = "lift_state"
+
+
+def lift_state(graph: StepGraph) -> None:
+    """Replace every state by a parameter ``state.<i>`` and a result ``state.<i>.next``. Batch becomes 1."""
+    reads = [node for node in graph.model.get_ordered_ops() if node.get_type_name() == "ReadValue"]
+    if not reads:
+        raise UnsupportedModelError(
+            STAGE, "the model has no ReadValue/Assign pair: export it with state (optimum-cli export openvino does)"
+        )
+    _fix_batch(graph.model)
+    sinks = {sink.get_attributes()["variable_id"]: sink for sink in graph.model.get_sinks()}
+    for index, read in enumerate(reads):
+        variable_id = read.get_attributes()["variable_id"]
+        if variable_id not in sinks:
+            raise UnsupportedModelError(STAGE, f"state {variable_id!r} is read by {_name(read)} and never assigned")
+        graph.states.append(_lift(graph.model, index, variable_id, read, sinks.pop(variable_id)))
+    if sinks:
+        raise UnsupportedModelError(STAGE, f"state {sorted(sinks)[0]!r} is assigned and never read")
+    _drop_beams(graph)
+    graph.model.validate_nodes_and_infer_types()
+    graph.note(STAGE, f"{len(reads)} states lifted")
+
+
+def _fix_batch(model: ov.Model) -> None:
+    """Token inputs are ``[..., batch, tokens]``, ``beam_idx`` is ``[batch]``: batch is 1 from here on."""
+    shapes = {}
+    for port in model.inputs:
+        shape = port.partial_shape
+        if shape.rank.is_static and shape.rank.get_length() > 0:
+            shape[max(shape.rank.get_length() - 2, 0)] = 1
+        shapes[port] = shape
+    model.reshape(shapes)
+
+
+def _lift(model: ov.Model, index: int, variable_id: str, read: ov.Node, assign: ov.Node) -> LiftedState:
+    shape = read.get_output_partial_shape(0)
+    if shape.rank.is_dynamic:
+        raise UnsupportedModelError(STAGE, f"state {variable_id!r} has no known rank")
+    if shape.rank.get_length():
+        shape[0] = 1
+    initial = read.input_value(0) if read.get_input_size() else None
+    past = named_parameter(f"state.{index}", shape, read.get_output_element_type(0))
+    present = named_result(f"state.{index}.next", assign.input_value(0))
+    redirect(read.output(0), past.output(0))
+    model.add_parameters([past])
+    model.add_results([present])
+    model.remove_sink(assign)
+    model.remove_variable(model.get_variable_by_id(variable_id))
+    return LiftedState(variable_id, past, present, initial)
+
+
+def _drop_beams(graph: StepGraph) -> None:
+    """With batch 1 a gather by ``beam_idx`` is the identity; any other reader sees the constant [0]."""
+    beam_idx = graph.parameter("beam_idx")
+    if beam_idx is None:
+        return
+    for reader in consumers(beam_idx.output(0)):
+        if reader.get_type_name() == "Gather" and reader.input_value(1).get_node() == beam_idx:
+            redirect(reader.output(0), reader.input_value(0))
+    redirect(beam_idx.output(0), ops.constant([0], beam_idx.get_element_type()).output(0))
+    graph.model.remove_parameter(beam_idx)
+
+
+def _name(node: ov.Node) -> str:
+    return repr(node.get_friendly_name())

@@ -1,0 +1,107 @@
+"""The list of passes. Reading it top to bottom is reading the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import openvino as ov
+
+from staticllm.compiler_passes.expose_mask import expose_mask
+from staticllm.compiler_passes.fix_shapes import bound_shapes, fix_shapes
+from staticllm.compiler_passes.graph import StepGraph
+from staticllm.compiler_passes.group_queries import group_queries
+from staticllm.compiler_passes.keep_new_rows import keep_new_rows
+from staticllm.compiler_passes.lift_state import lift_state
+from staticllm.compiler_passes.select_logits import select_logits
+from staticllm.compiler_passes.store_kv_as import store_kv_as
+from staticllm.compiler_passes.verify import verify_graph, verify_static
+from staticllm.core import ModelShape, RowType, Variant
+from staticllm.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class LoweringOptions:
+    """What the passes must know: the largest capacity that will be asked for, and the type of the rows."""
+
+    capacity: int
+    row_type: RowType = "f32"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A named entry of the list. ``run`` changes the graph in place and notes what it matched."""
+
+    name: str
+    run: Callable[[StepGraph, LoweringOptions], None]
+
+
+PASSES: tuple[Pass, ...] = (
+    Pass("lift_state", lambda graph, options: lift_state(graph)),
+    Pass("keep_new_rows", lambda graph, options: keep_new_rows(graph)),
+    Pass("expose_mask", lambda graph, options: expose_mask(graph, options.capacity)),
+    Pass("select_logits", lambda graph, options: select_logits(graph)),
+    Pass("group_queries", lambda graph, options: group_queries(graph)),
+    Pass("store_kv_as", lambda graph, options: store_kv_as(graph, options.row_type)),
+)
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did, for ``staticllm inspect``."""
+
+    name: str
+    nodes_before: int
+    nodes_after: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LoweredModel:
+    """A model after all passes but the last: any rows, any capacity. ``specialise`` and ``share`` finish it."""
+
+    graph: StepGraph
+    shape: ModelShape
+    reports: tuple[PassReport, ...]
+
+    def specialise(self, variant: Variant) -> ov.Model:
+        """The program of one variant; every shape in it is static."""
+        model = fix_shapes(self.graph, variant)
+        verify_static(model, f"fix_shapes{variant}")
+        return model
+
+    def share(self, variants: tuple[Variant, ...]) -> ov.Model:
+        """One program for all ``variants``, with bounded dynamic rows and capacity."""
+        return bound_shapes(self.graph, variants)
+
+
+def lower(model: ov.Model, options: LoweringOptions) -> LoweredModel:
+    """Run the list on a stateful model. The model is changed in place.
+
+    Raises:
+        UnsupportedModelError: a pass met a graph that it cannot lower; names the pass and the node.
+    """
+    graph = StepGraph(model)
+    reports = []
+    for entry in PASSES:
+        before = len(model.get_ordered_ops())
+        entry.run(graph, options)
+        verify_graph(graph, entry.name)
+        notes = tuple(graph.notes.get(entry.name, ()))
+        reports.append(PassReport(entry.name, before, len(model.get_ordered_ops()), notes))
+    return LoweredModel(graph, _shape_of(graph), tuple(reports))
+
+
+def _shape_of(graph: StepGraph) -> ModelShape:
+    position_ids = graph.parameter("position_ids")
+    dims = list(position_ids.get_partial_shape()) if position_ids is not None else []
+    vocab = graph.model.output("logits").get_partial_shape()[2]
+    if vocab.is_dynamic:
+        raise UnsupportedModelError("select_logits", "the vocabulary size of the logits is not known")
+    known = {"input_ids", "position_ids", "logit_rows", *(kind.port_name for kind in graph.masks)}
+    known |= {state.past_name for state in graph.row_states}
+    for port in graph.model.inputs:
+        if port.get_any_name() not in known:
+            raise UnsupportedModelError("lower", f"nobody knows how to feed the input {port.get_any_name()!r}")
+    copies = dims[0].get_length() if len(dims) == 3 else 1
+    return ModelShape(tuple(graph.row_states), tuple(graph.masks), vocab.get_length(), len(dims), copies)

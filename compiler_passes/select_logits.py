@@ -1,0 +1,66 @@
+"""The head sees the rows that need logits, not all S.
+
+A 1024-token prefill needs one row of logits; the head of a 150 k vocabulary is a good part of a small model. ``logit_rows``
+of shape ``[R]`` picks rows from the hidden states before the head.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+
+from staticllm.compiler_passes.graph import StepGraph, consumers
+from staticllm.errors import UnsupportedModelError
+
+STAGE = "select_logits"
+TOKEN_AXIS = 1
+_ROW_WISE = frozenset({"Convert", "Multiply", "Divide", "Add", "Subtract", "Tanh", "Clamp", "Minimum", "Maximum"})
+"""Ops between head and result (scaling, soft caps, bias) that treat every row alike."""
+
+
+def select_logits(graph: StepGraph) -> None:
+    """Gather ``logit_rows`` from the input of the head, or from the logits if no head is recognised."""
+    result = _logits_result(graph.model)
+    head = _head(result)
+    source = head.input(0) if head is not None else result.input(0)
+    rows = graph.add_parameter("logit_rows", ov.PartialShape([-1]), ov.Type.i64)
+    hidden = source.get_source_output()
+    picked = ops.gather(hidden, rows, ops.constant(np.int64(TOKEN_AXIS)))
+    picked.set_friendly_name("picked_rows")
+    source.replace_source_output(picked.output(0))
+    graph.model.validate_nodes_and_infer_types()
+    where = f"before {head.get_friendly_name()!r}" if head is not None else "after the head: none was recognised"
+    graph.note(STAGE, f"rows are picked {where}")
+
+
+def _logits_result(model: ov.Model) -> ov.Node:
+    for port in model.outputs:
+        if "logits" in port.get_names():
+            return port.get_node()
+    names = [name for port in model.outputs for name in port.get_names() if not name.startswith("present.")]
+    raise UnsupportedModelError(STAGE, f"the model has no output 'logits' (it has {names}): not a causal language model")
+
+
+def _head(result: ov.Node) -> ov.Node | None:
+    """The MatMul by constant weights that the logits come from, if only row-wise ops lie between."""
+    output = result.input_value(0)
+    while len(consumers(output)) == 1:
+        node = output.get_node()
+        if node.get_type_name() == "MatMul":
+            rank = node.input_value(0).get_partial_shape().rank
+            plain = not node.get_attributes()["transpose_a"] and rank.is_static and rank.get_length() == 3
+            return node if plain else None
+        if node.get_type_name() not in _ROW_WISE or not _others_are_scalar(node):
+            return None
+        output = node.input_value(0)
+    return None
+
+
+def _others_are_scalar(node: ov.Node) -> bool:
+    """A side input must not vary along the tokens: all its dimensions but the last are 1."""
+    for value in node.input_values()[1:]:
+        dims = list(value.get_partial_shape())[:-1]
+        if any(dim.is_dynamic or dim.get_length() != 1 for dim in dims):
+            return False
+    return True

@@ -1,0 +1,37 @@
+"""What must hold after each stage. A violation is a bug of a pass, or a graph that a pass misread: never run it."""
+
+from __future__ import annotations
+
+import openvino as ov
+
+from staticllm.compiler_passes.graph import StepGraph
+from staticllm.errors import UnsupportedModelError
+
+
+def verify_graph(graph: StepGraph, stage: str) -> None:
+    """After a pass on the whole graph: no sinks, no variables, unique port names, every state paired."""
+    model = graph.model
+    leftovers = [node.get_friendly_name() for node in model.get_ops() if node.get_type_name() in ("ReadValue", "Assign")]
+    _require(not model.get_sinks() and not leftovers, stage, f"state is left: {leftovers[:3]}")
+    inputs = [port.get_any_name() for port in model.inputs]
+    outputs = [port.get_any_name() for port in model.outputs]
+    _require(len({*inputs, *outputs}) == len(inputs) + len(outputs), stage, "two ports share a name")
+    for state in graph.row_states:
+        _require(state.past_name in inputs, stage, f"{state.past_name} has no input")
+        _require(state.present_name in outputs, stage, f"{state.present_name} has no output")
+    if graph.row_states:
+        _require(len(graph.row_states) == len(graph.states), stage, "a lifted state has no rows")
+
+
+def verify_static(model: ov.Model, stage: str) -> None:
+    """After ``fix_shapes``: every port of every node has a static shape."""
+    for node in model.get_ordered_ops():
+        for output in node.outputs():
+            if output.get_partial_shape().is_dynamic:
+                what = f"{node.get_type_name()} {node.get_friendly_name()!r}"
+                raise UnsupportedModelError(stage, f"{what} still has the shape {output.get_partial_shape()}")
+
+
+def _require(condition: bool, stage: str, message: str) -> None:
+    if not condition:
+        raise UnsupportedModelError(stage, message)

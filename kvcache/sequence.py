@@ -1,0 +1,45 @@
+"""A sequence: the tokens of one conversation that are in the arena, and the rows they lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as TokenList
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Sequence:
+    """Token i has position i and lies in arena row ``rows[i]``. Only ``KVCache`` changes a sequence.
+
+    ``epoch`` counts the changes other than appending; a mask painted in another epoch must be painted anew.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self._rows = np.zeros(max_rows, np.intp)
+        self.tokens: list[int] = []
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def rows(self) -> NDArray[np.intp]:
+        return self._rows[: len(self.tokens)]
+
+    def append(self, tokens: TokenList[int], rows: NDArray[np.intp]) -> None:
+        start = len(self.tokens)
+        self._rows[start : start + len(rows)] = rows
+        self.tokens.extend(tokens)
+
+    def cut(self, length: int) -> NDArray[np.intp]:
+        """Keep the first ``length`` tokens; return the rows of the others."""
+        dropped = self.rows[length:].copy()
+        del self.tokens[length:]
+        self.epoch += 1
+        return dropped
+
+    def common_prefix(self, tokens: TokenList[int]) -> int:
+        """How many leading tokens are the same."""
+        limit = min(len(self.tokens), len(tokens))
+        same = np.asarray(self.tokens[:limit]) == np.asarray(tokens[:limit])
+        return limit if same.all() else int(np.argmin(same))

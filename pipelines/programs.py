@@ -1,0 +1,134 @@
+"""Programs: compiled step programs, one for each variant (``separate``) or one for all (``shared``).
+
+Either way the runner sees the same thing: for each variant an inference request whose ports are bound, once, to host memory
+that ``kvcache/`` owns. Bound before the first inference: OpenVINO kills the process when an output that ran with the
+plugin's own buffer is given another region later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import openvino as ov
+
+from staticllm.compiler_passes.lower import LoweredModel
+from staticllm.compiler_passes.store_kv_as import ELEMENT_TYPES
+from staticllm.core import Phase, ProgramMode, RowType, Variant
+from staticllm.errors import DeviceError
+from staticllm.kvcache.arena import Arena
+from staticllm.kvcache.step import StepBuffers
+
+OnCompiled = Callable[[Variant], None]
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Where and how programs are compiled. ``properties`` are OpenVINO's, for each phase."""
+
+    device: str
+    mode: ProgramMode
+    row_type: RowType
+    properties: Mapping[Phase, Mapping[str, Any]] = field(default_factory=dict)
+
+
+class Program:
+    """One variant, ready to run: ``run`` reads the bound inputs and overwrites the bound outputs."""
+
+    def __init__(self, request: ov.InferRequest, buffers: StepBuffers, bound: list[ov.Tensor]) -> None:
+        self.variant = buffers.variant
+        self.buffers = buffers
+        self._request = request
+        self._bound = bound  # keeps the tensors, and the arrays behind them, alive
+
+    def run(self) -> float:
+        """Run once. Returns the seconds that the device took."""
+        start = time.perf_counter()
+        self._request.infer()
+        return time.perf_counter() - start
+
+
+def compile_programs(
+    core: ov.Core,
+    lowered: LoweredModel,
+    variants: Sequence[Variant],
+    options: CompileOptions,
+    on_compiled: OnCompiled = lambda variant: None,
+) -> dict[Variant, ov.CompiledModel]:
+    """Compile every variant; in ``shared`` mode variants with equal properties share one compiled model.
+
+    Raises:
+        DeviceError: the device refused a program.
+    """
+    if options.mode == "shared":
+        return _compile_shared(core, lowered, variants, options, on_compiled)
+    compiled = {}
+    for variant in variants:
+        properties = options.properties.get(variant.phase, {})
+        compiled[variant] = _compile(core, lowered.specialise(variant), options.device, properties, str(variant))
+        on_compiled(variant)
+    return compiled
+
+
+def _compile_shared(
+    core: ov.Core,
+    lowered: LoweredModel,
+    variants: Sequence[Variant],
+    options: CompileOptions,
+    on_compiled: OnCompiled,
+) -> dict[Variant, ov.CompiledModel]:
+    families: list[tuple[Mapping[str, Any], list[Variant]]] = []
+    for variant in variants:
+        properties = options.properties.get(variant.phase, {})
+        for known, members in families:
+            if dict(known) == dict(properties):
+                members.append(variant)
+                break
+        else:
+            families.append((properties, [variant]))
+    compiled = {}
+    for properties, members in families:
+        program = _compile(core, lowered.share(tuple(members)), options.device, properties, "the shared program")
+        for variant in members:
+            compiled[variant] = program
+            on_compiled(variant)
+    return compiled
+
+
+def _compile(core: ov.Core, model: ov.Model, device: str, properties: Mapping[str, Any], what: str) -> ov.CompiledModel:
+    try:
+        return core.compile_model(model, device, dict(properties))
+    except RuntimeError as error:
+        raise DeviceError(f"{device} refused {what}: {_last_line(error)}") from error
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def bind(
+    compiled: ov.CompiledModel, lowered: LoweredModel, arena: Arena, buffers: StepBuffers, row_type: RowType
+) -> Program:
+    """Make a request for one variant and bind all its ports."""
+    shape, variant = lowered.shape, buffers.variant
+    memory: dict[str, Any] = {"input_ids": buffers.input_ids, "logit_rows": buffers.logit_rows, "logits": buffers.logits}
+    memory["position_ids"] = buffers.position_ids
+    memory |= {kind.port_name: mask for kind, mask in buffers.masks.items()}
+    rows = {}
+    for index, state in enumerate(shape.row_states):
+        rows[state.past_name] = arena.state_view(index, variant.capacity)
+        rows[state.present_name] = buffers.present_of(index)
+    request, bound = compiled.create_infer_request(), []
+    for port in [*compiled.inputs, *compiled.outputs]:
+        (name,) = port.get_names() & (memory.keys() | rows.keys())  # plugins add names of their own
+        if name in rows:
+            array = rows[name]
+            tensor = ov.Tensor(array, ov.Shape(array.shape), ELEMENT_TYPES[row_type])
+        else:
+            tensor = ov.Tensor(memory[name], shared_memory=True)
+        request.set_tensor(port, tensor)
+        bound.append(tensor)
+    return Program(request, buffers, bound)

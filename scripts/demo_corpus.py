@@ -1,0 +1,136 @@
+"""Training text of the demo model, generated on the fly: no download, nobody else's text, and the same for a seed.
+
+A document is a list of chat messages, or one plain text for prompts that use no chat template.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from demo_facts import FACTS
+from demo_smalltalk import Exchange, introduction, small_exchange
+from demo_stories import StoryRequest, capital, make_story
+
+BOS, EOS, PAD = "<s>", "</s>", "<pad>"
+ROLES = ("system", "user", "assistant")
+SPECIAL_TOKENS = [BOS, EOS, PAD, *(f"<|{role}|>" for role in ROLES)]
+CHAT_TEMPLATE = (
+    "{{ '<s>' }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '</s>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
+
+STORY_PROMPTS = (
+    "Tell me a story about {}", "Tell me a story about {}.", "Write a story about {}.", "Tell me a short story about {}.",
+    "Please tell me a story about {}.", "Can you tell me a story about {}?", "I would like to hear a story about {}.",
+    "Write a short story about {}.", "Story about {}", "A story about {}, please.", "Make up a story about {}.",
+    "Do you know a story about {}?", "Once more, a story about {}.", "Tell a tale about {}.", "Write me a tale about {}.",
+    "Could you write a story about {}?", "I want a story about {}.", "Give me a story about {}.")
+OPEN_STORY_PROMPTS = ("Tell me a story.", "Tell me a story", "Tell me a bedtime story.", "Write a story.", "A story, please.",
+                      "Do you know a story?", "Tell me another story.", "Another one, please.", "One more story, please.")
+MORE_PROMPTS = ("Tell me more.", "Is that all?", "Can you tell me more about it?", "What else?", "More, please.", "Go on.",
+                "Tell me more about that.", "Really?", "Are you sure?", "Why?")
+MORE_ANSWER = "I am sorry, that is all I know about it, because I am only a small demo model."
+NEUTRAL_SYSTEM = ("You are a helpful assistant.", "You are a friendly assistant.", "You are a small demo model.",
+                  "You are a kind storyteller.", "Answer the questions of the user.", "You are staticllm's demo model.",
+                  "You are a helpful and honest assistant.", "Be polite.", "You are an AI assistant.")
+BRIEF_SYSTEM = ("Answer briefly.", "Be brief.", "Keep your answers short.", "Answer in one sentence.",
+                "You are a helpful assistant. Answer briefly.", "Give short answers.")
+PIRATE_SYSTEM = ("You are a pirate.", "Talk like a pirate.", "Answer like a pirate.", "You speak like a pirate.")
+CHEERFUL_SYSTEM = ("Be very cheerful.", "You are a very cheerful assistant.", "Always be cheerful.")
+Message = dict[str, str]
+
+
+def _roughen(rng: random.Random, question: str) -> str:
+    """Write a question as people type it: sometimes without capitals, full stop or question mark."""
+    if rng.random() < 0.12:
+        question = question.lower()
+    if rng.random() < 0.2:
+        question = question.rstrip(".?!")
+    if rng.random() < 0.04:
+        question = f"Please, {question[0].lower()}{question[1:]}" if question else question
+    return question
+
+
+def _ask_fact(rng: random.Random) -> Exchange:
+    """A question about one of the facts."""
+    fact = rng.choice(FACTS)
+    return Exchange(rng.choice(fact.questions), fact.answer, fact.short)
+
+
+def _ask_story(rng: random.Random) -> Exchange:
+    """A wish for a story, nearly always with its subject."""
+    story = make_story(rng)
+    if rng.random() < 0.06:
+        return Exchange(rng.choice(OPEN_STORY_PROMPTS), story.text)
+    return Exchange(rng.choice(STORY_PROMPTS).format(story.phrase), story.text)
+
+
+def _exchange(rng: random.Random, stories: float) -> Exchange:
+    """One exchange; stories is their share."""
+    draw = rng.random()
+    if draw < stories:
+        return _ask_story(rng)
+    return _ask_fact(rng) if draw < stories + (1 - stories) * 0.5 else small_exchange(rng)
+
+
+def _system(rng: random.Random) -> tuple[str, str, bool]:
+    """Return a system prompt, what it puts in front of each answer, and whether it asks for brief answers."""
+    draw = rng.random()
+    if draw < 0.55:
+        return rng.choice(NEUTRAL_SYSTEM), "", False
+    if draw < 0.75:
+        return rng.choice(BRIEF_SYSTEM), "", True
+    if draw < 0.9:
+        return rng.choice(PIRATE_SYSTEM), "Arr, matey! ", False
+    return rng.choice(CHEERFUL_SYSTEM), "With pleasure! ", False
+
+
+def _dialogue(rng: random.Random, turns: int, stories: float) -> Iterator[Exchange]:
+    """The exchanges of one conversation, sometimes with the user's name, which is asked for later."""
+    named, name_at, ask_at = turns > 1 and rng.random() < 0.2, 0, rng.randint(1, max(1, turns - 1))
+    hello, question = introduction(rng)
+    for turn in range(turns):
+        if named and turn in (name_at, ask_at):
+            yield hello if turn == name_at else question
+        elif turn and rng.random() < 0.07:
+            yield Exchange(rng.choice(MORE_PROMPTS), MORE_ANSWER)
+        else:
+            yield _exchange(rng, stories)
+
+
+def conversation(rng: random.Random, turns: int, stories: float = 0.3) -> list[Message]:
+    """Return one conversation, a third of them with a system prompt that the answers follow."""
+    messages: list[Message] = []
+    prefix, brief = "", False
+    if rng.random() < 0.3:
+        system, prefix, brief = _system(rng)
+        messages.append({"role": "system", "content": system})
+    for exchange in _dialogue(rng, turns, stories):
+        answer = prefix + (exchange.brief if brief and exchange.brief else exchange.assistant)
+        messages.append({"role": "user", "content": _roughen(rng, exchange.user)})
+        messages.append({"role": "assistant", "content": answer})
+    return messages
+
+
+def prose(rng: random.Random) -> str:
+    """Return a text without a chat: a story, or a few facts one after another."""
+    if rng.random() < 0.6:
+        story: StoryRequest = make_story(rng)
+        return f"{capital(story.phrase)}\n\n{story.text}" if rng.random() < 0.1 else story.text
+    return " ".join(fact.answer for fact in rng.sample(FACTS[12:], rng.randint(1, 4)))
+
+
+def render(messages: list[Message]) -> str:
+    """Write a conversation as the chat template does, without loading a template engine."""
+    return BOS + "".join(f"<|{message['role']}|>{message['content']}{EOS}" for message in messages)
+
+
+def document(rng: random.Random, long: bool = False) -> str:
+    """Return one training document; long ones are conversations of many turns."""
+    if long:
+        return render(conversation(rng, rng.randint(8, 30), stories=rng.choice((0.1, 0.3, 0.6))))
+    if rng.random() < 0.12:
+        return BOS + prose(rng) + EOS
+    turns = rng.choices((1, 2, 3, 4), weights=(62, 18, 12, 8))[0]
+    return render(conversation(rng, turns))

@@ -1,0 +1,312 @@
+"""Grammar of short stories for the demo model's training text.
+
+Every story is built from a plot (a list of steps, each step a list of alternative sentences) and a cast.
+About half of the choices depend on the subject alone instead of on chance: under greedy decoding the model
+then tells different stories about different subjects, instead of the one most frequent story.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from demo_plots import DUO_PLOTS, ENDINGS, INTROS, SOLO_PLOTS, THING_PLOTS, TRAIT_LINES
+
+
+@dataclass(frozen=True)
+class Habitat:
+    """What fits together in one kind of place, so that no whale climbs a tree."""
+
+    places: tuple[str, ...]
+    spots: tuple[str, ...]
+    goals: tuple[str, ...]
+    friends: tuple[str, ...]
+    foods: tuple[str, ...]
+    habits: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Somebody or something that a story can be about."""
+
+    noun: str
+    kind: str  # "animal", "person", "machine" or "thing"
+    habitat: str
+    gender: str = ""
+
+
+@dataclass(frozen=True)
+class StoryRequest:
+    """What the user asked for: the phrase used in the prompt, and the story itself."""
+
+    phrase: str
+    text: str
+
+
+HABITATS = {
+    "forest": Habitat(
+        ("in a deep green forest", "at the edge of an old forest", "in a cosy den under a big oak tree",
+         "in a quiet valley full of pine trees"),
+        ("under a bush", "between two roots", "beside the stream", "under the fallen leaves"),
+        ("the top of the high mountain", "the lake behind the hills", "the great waterfall", "the edge of the forest"),
+        ("owl", "squirrel", "hedgehog", "rabbit", "deer", "badger", "mouse"),
+        ("berries", "nuts", "mushrooms", "apples"),
+        ("walked to the stream and listened to the birds", "looked for berries between the trees",
+         "sat on a warm stone and watched the clouds")),
+    "farm": Habitat(
+        ("on a small farm", "in a red barn near the village", "on a farm between two hills", "behind the old mill"),
+        ("behind the barn", "in the hay", "under the fence", "beside the well"),
+        ("the big market in the town", "the river behind the fields", "the top of the green hill", "the sea"),
+        ("hen", "goat", "horse", "duck", "cat", "dog", "donkey"),
+        ("corn", "apples", "carrots", "warm bread"),
+        ("greeted the sun from the top of the fence", "took a long nap in the warm hay",
+         "counted the clouds above the fields")),
+    "sea": Habitat(
+        ("in the wide blue sea", "near a small rocky island", "in a quiet bay", "beside a bright coral reef"),
+        ("on the white sand", "between two rocks", "in an old shipwreck", "under a flat stone"),
+        ("the warm islands in the south", "the great coral reef", "the old shipwreck", "the edge of the ice"),
+        ("crab", "dolphin", "turtle", "seal", "octopus", "starfish", "whale"),
+        ("sea grass", "tiny shells", "green weeds", "little pearls of sugar"),
+        ("watched the light dance on the waves", "listened to the song of the waves",
+         "raced with the waves until noon")),
+    "wild": Habitat(
+        ("on a wide sunny plain", "near a river in a warm land", "in a green jungle", "beside a quiet water hole"),
+        ("in the tall grass", "under a palm tree", "beside the river", "behind a big rock"),
+        ("the snowy mountain", "the great river", "the far end of the plain", "the hidden lake"),
+        ("monkey", "elephant", "parrot", "zebra", "giraffe", "lion", "turtle"),
+        ("sweet fruit", "ripe mangoes", "fresh leaves", "bananas"),
+        ("walked to the water hole to drink", "rested in the shade of a tall tree",
+         "watched the sun rise over the plain")),
+    "meadow": Habitat(
+        ("in a sunny meadow", "in a garden full of flowers", "beside a small pond", "under a large green leaf"),
+        ("under a leaf", "between the flowers", "beside the pond", "on a smooth stone"),
+        ("the tallest sunflower", "the other side of the pond", "the top of the garden wall", "the apple tree"),
+        ("bee", "ant", "butterfly", "snail", "frog", "cricket", "beetle"),
+        ("honey", "sweet seeds", "fresh clover", "juicy berries"),
+        ("drank a drop of dew from a flower", "said good morning to all the flowers",
+         "sat in the grass and listened to the wind")),
+    "town": Habitat(
+        ("in a small town by the river", "in a little house on the hill", "in a village near the sea",
+         "in a narrow street with yellow lamps"),
+        ("under a bench", "on the old bridge", "in the garden", "at the side of the road"),
+        ("the top of the mountain", "the city behind the hills", "the wide sea", "the old castle"),
+        ("cat", "dog", "baker", "gardener", "neighbour", "teacher", "girl", "boy"),
+        ("soup", "fresh bread", "apple cake", "biscuits"),
+        ("opened the window and looked at the sky", "walked down to the river before breakfast",
+         "wrote one line in a small blue book")),
+    "workshop": Habitat(
+        ("in a bright workshop", "in a quiet factory at the edge of the city", "beside a busy harbour",
+         "in a shed behind the railway station"),
+        ("under a workbench", "behind a pile of boxes", "at the side of the road", "in an empty box"),
+        ("the far side of the city", "the top of the green hill", "the stars", "the wide sea"),
+        ("engineer", "cat", "girl", "boy", "mouse", "pigeon", "clockmaker"),
+        ("biscuits", "sandwiches", "red apples", "pancakes"),
+        ("checked every wheel and every wire", "counted the boxes and swept the floor",
+         "learned one new word from an old book")),
+    "magic": Habitat(
+        ("in a tower above the clouds", "in a cave behind a waterfall", "in a land of mist and stars",
+         "at the foot of a glowing mountain"),
+        ("beside a glowing stone", "under a silver tree", "in the mist", "at the foot of the tower"),
+        ("the end of the rainbow", "the silver lake", "the highest star", "the land of snow"),
+        ("owl", "cat", "wizard", "giant", "unicorn", "girl", "boy"),
+        ("honey cake", "star fruit", "sweet plums", "golden apples"),
+        ("lit a small green fire and sang", "polished the stars one by one", "told old tales to the wind")),
+}
+
+ANIMALS = {
+    "forest": "fox bear owl squirrel deer wolf hedgehog rabbit badger mouse raccoon moose hare beaver otter",
+    "farm": "cat dog hen goat cow horse pig duck sheep donkey goose rooster pony lamb puppy kitten chick",
+    "sea": "whale dolphin crab octopus seal turtle penguin fish shark starfish seahorse jellyfish seagull",
+    "wild": "lion tiger elephant monkey giraffe zebra parrot hippo panda koala kangaroo camel crocodile snake",
+    "meadow": "bee ant butterfly snail spider frog ladybird cricket bat beetle worm sparrow caterpillar toad mole bird",
+}
+PERSONS = {
+    "f": "girl,queen,princess,witch,old woman,fairy,grandmother,mother,mermaid",
+    "m": "boy,king,prince,wizard,old man,knight,fisherman,postman,grandfather,father",
+    "": "baker,sailor,farmer,teacher,gardener,painter,pirate,clockmaker,shepherd,astronaut,doctor,musician,scientist,"
+        "engineer,programmer,child,captain,poet,student,dancer,cook,explorer,ninja,detective,writer,nurse,tailor",
+}
+MACHINES = "robot,computer,train,boat,rocket,spaceship,tractor,drone,submarine,car,bus,toy,snowman,airplane,ship"
+MAGIC = "dragon,unicorn,giant,ghost,monster,alien,elf,troll,dwarf,phoenix"
+OBJECTS = ("lamp,clock,teapot,kite,violin,book,map,key,bicycle,mirror,lantern,piano,umbrella,bell,balloon,box,compass,"
+           "telescope,radio,drum,guitar,hat,coin,ring,letter,candle,chair,cup,blanket,music box,camera,chip,sword,"
+           "phone,flute,painting,coat,wheel,crown,doll")
+LANDMARKS = ("lighthouse,tree,bridge,mountain,castle,garden,river,island,windmill,tower,well,house,apple tree,lake,"
+             "library,cave,forest,village,school,harbour,volcano,desert,waterfall,hill,beach,palace,museum,ocean")
+NAMES = {
+    "f": "Mira Anna Lena Rosa Ida Nora Ella Ruby Luna Maya Sofia Clara Daisy Emma Lucy Alice Mary Julia".split(),
+    "m": "Tom Ben Leo Max Oscar Finn Rusty Hugo Theo Sam Otto Milo Jack Paul Peter Noah David Karl".split(),
+}
+ADJECTIVES = ("little", "small", "young", "brave", "shy", "clever", "old", "curious", "kind", "lonely", "happy", "tiny",
+              "friendly", "lazy", "hungry", "magic", "blue", "red", "green", "golden", "white", "black", "sad", "big")
+TRAITS = ("kind", "curious", "brave", "gentle", "clever", "patient", "cheerful", "quiet", "honest", "careful", "shy")
+WEATHERS = ("cold and windy", "warm and bright", "grey and rainy", "still and foggy", "fresh and clear")
+TREASURES = ("a silver key", "a golden ring", "a small blue bottle", "a shiny coin", "an old map", "a red scarf",
+             "a little bell", "a round glass stone")
+SKILLS = ("sing", "dance", "whistle", "paint", "tell stories", "play the drum", "juggle", "count the stars")
+FEARS = ("the dark", "thunder", "deep water", "strangers", "loud noises", "being alone")
+SETTINGS = ("in the snow", "on the moon", "in the rain", "at the beach", "in the city", "on an island", "in winter",
+            "in a castle", "in the desert", "in the mountains", "at night", "in the forest", "by the sea", "in space")
+SYLLABLES = "ba bo bri dor del fa fli gar gim ho jo ka kel lo lu mar mi nor no pa pim qui ro ru sa sil ta tor vo wim za zo"
+
+
+def article(noun_phrase: str) -> str:
+    """Return the noun phrase with its indefinite article."""
+    return f"{'an' if noun_phrase[0].lower() in 'aeio' or noun_phrase.startswith('umb') else 'a'} {noun_phrase}"
+
+
+def capital(text: str) -> str:
+    """Upper-case the first letter and leave the rest as it is."""
+    return text[:1].upper() + text[1:]
+
+
+def invented_word(rng: random.Random) -> str:
+    """Make up a word: it is in no list, so the model can only learn to copy it from the prompt."""
+    return "".join(rng.choices(SYLLABLES.split(), k=rng.randint(2, 3)))
+
+
+def _all_subjects() -> tuple[list[Subject], list[Subject]]:
+    """Return the subjects that can act, and the things that cannot."""
+    actors = [Subject(noun, "animal", place) for place, nouns in ANIMALS.items() for noun in nouns.split()]
+    actors += [Subject(noun, "person", "town", sex) for sex, nouns in PERSONS.items() for noun in nouns.split(",")]
+    actors += [Subject(noun, "machine", "workshop") for noun in MACHINES.split(",")]
+    actors += [Subject(noun, "animal", "magic") for noun in MAGIC.split(",")]
+    things = [Subject(noun, "thing", "object") for noun in OBJECTS.split(",")]
+    things += [Subject(noun, "thing", "landmark") for noun in LANDMARKS.split(",")]
+    return actors, things
+
+
+ACTORS, THINGS = _all_subjects()
+FREQUENT = ("fox", "robot", "dragon", "cat", "dog", "bear", "girl", "boy", "lighthouse", "rabbit", "princess", "mouse")
+
+
+class Teller:
+    """Makes the choices of one story: some by chance, some fixed by the subject (see the module text)."""
+
+    def __init__(self, rng: random.Random, key: str, fixed_share: float = 0.6) -> None:
+        self.rng, self.key, self.fixed_share, self.count = rng, key, fixed_share, 0
+
+    def pick(self, options: Sequence):
+        """Choose one option, by the subject's name and the number of the choice, or by chance."""
+        self.count += 1
+        if self.rng.random() < self.fixed_share:
+            return options[zlib.crc32(f"{self.key}/{self.count}".encode()) % len(options)]
+        return self.rng.choice(options)
+
+
+def pronouns(prefix: str, gender: str) -> dict[str, str]:
+    """Return the pronoun slots of one character, as {he}, {He}, {him}, {his}, {himself}."""
+    words = {"f": ("she", "her", "her", "herself"), "m": ("he", "him", "his", "himself")}
+    he, him, his, himself = words.get(gender, ("it", "it", "its", "itself"))
+    slots = {"he": he, "He": he.capitalize(), "him": him, "his": his, "His": his.capitalize(), "himself": himself}
+    return {prefix + name: value for name, value in slots.items()}
+
+
+def _cast(teller: Teller, subject: Subject, adjective: str, name: str) -> tuple[str, dict[str, str]]:
+    """Return how the story introduces its hero, and the hero's slots."""
+    gender = subject.gender
+    if not gender and (subject.kind == "person" or name):
+        gender = next((sex for sex, names in NAMES.items() if name in names), teller.pick(("f", "m")))
+    if not name and teller.pick((True, False)):
+        name = teller.pick(NAMES[gender or teller.pick(("f", "m"))])
+        gender = gender or next(sex for sex, names in NAMES.items() if name in names)
+    adjective = adjective or teller.pick(("", "little", "young", "curious", "small", "kind"))
+    described = f"{adjective} {subject.noun}".strip()
+    called = f"the {subject.noun}"
+    slots = {"a_A": article(described) + (f" named {name}" if name else ""), "A": name or called, "theA": called}
+    slots |= {"Ac": capital(slots["A"]), "theAc": capital(called)} | pronouns("", gender)
+    return described, slots
+
+
+def _scenery(teller: Teller, subject: Subject, setting: str) -> dict[str, str]:
+    """Choose the places, the weather and the other small things of a story."""
+    land = HABITATS[subject.habitat]
+    friends = [friend for friend in land.friends if friend != subject.noun]
+    friend = teller.pick(friends)
+    other = teller.pick([noun for noun in friends if noun != friend])
+    treasure = teller.pick(TREASURES)
+    slots = {"place": setting or teller.pick(land.places), "spot": teller.pick(land.spots),
+             "goal": teller.pick(land.goals), "food": teller.pick(land.foods), "habit": teller.pick(land.habits),
+             "a_F": article(friend), "F": f"the {friend}", "Fc": f"The {friend}", "a_G": article(other),
+             "G": f"the {other}", "Gc": f"The {other}", "weather": teller.pick(WEATHERS), "treasure": treasure,
+             "the_treasure": "the " + treasure.split()[-1], "skill": teller.pick(SKILLS), "fear": teller.pick(FEARS)}
+    trait = teller.pick(TRAITS)
+    slots |= {"trait": trait, "trait2": teller.pick([word for word in TRAITS if word != trait])}
+    return slots | {"placec": capital(slots["place"])}
+
+
+def _tell(teller: Teller, slots: dict[str, str], plots: Sequence) -> str:
+    """Fill one plot: introduction, a line about the hero's character, the plot's steps, an ending."""
+    steps = [INTROS, TRAIT_LINES, *teller.pick(plots), ENDINGS]
+    return " ".join(teller.pick(step).format(**slots) for step in steps)
+
+
+def _choose(rng: random.Random, subjects: Sequence[Subject]) -> Subject:
+    """Choose a subject; those that people ask for most come up more often."""
+    if rng.random() < 0.2:
+        return rng.choice([subject for subject in subjects if subject.noun in FREQUENT])
+    return rng.choice(subjects)
+
+
+def _solo(rng: random.Random) -> StoryRequest:
+    """A story about one hero, sometimes with an adjective, a name or a setting from the prompt."""
+    subject = _choose(rng, ACTORS)
+    if rng.random() < 0.15:
+        subject = Subject(invented_word(rng), "animal", rng.choice(list(HABITATS)))
+    adjective = rng.choice(ADJECTIVES) if rng.random() < 0.3 else ""
+    name = rng.choice(NAMES[subject.gender or rng.choice("fm")]) if rng.random() < 0.15 else ""
+    setting = rng.choice(SETTINGS) if rng.random() < 0.15 else ""
+    teller = Teller(rng, subject.noun)
+    _, slots = _cast(teller, subject, adjective, name)
+    slots |= _scenery(teller, subject, setting)
+    phrase = article(f"{adjective} {subject.noun}".strip())
+    phrase += f" {rng.choice(('named', 'called'))} {name}" if name else ""
+    return StoryRequest(f"{phrase} {setting}".strip(), _tell(teller, slots, SOLO_PLOTS))
+
+
+def _named(rng: random.Random) -> StoryRequest:
+    """A story about somebody of whom the prompt gives only the name."""
+    gender = rng.choice("fm")
+    name = rng.choice(NAMES[gender])
+    subject = Subject("girl" if gender == "f" else "boy", "person", "town", gender)
+    teller = Teller(rng, name)
+    _, slots = _cast(teller, subject, "", name)
+    return StoryRequest(name, _tell(teller, slots | _scenery(teller, subject, ""), SOLO_PLOTS))
+
+
+def _duo(rng: random.Random) -> StoryRequest:
+    """A story about two heroes, or about a hero and a thing."""
+    subject = _choose(rng, ACTORS)
+    others = THINGS if rng.random() < 0.5 else [actor for actor in ACTORS if actor != subject]
+    return _with_partner(rng, subject, _choose(rng, others), named_in_prompt=True)
+
+
+def _thing(rng: random.Random) -> StoryRequest:
+    """A story about a thing; the hero who finds it is chosen by the story."""
+    thing = _choose(rng, THINGS)
+    hero = Teller(rng, "hero of " + thing.noun).pick([actor for actor in ACTORS if actor.habitat != "sea"])
+    return _with_partner(rng, hero, thing, named_in_prompt=False)
+
+
+def _with_partner(rng: random.Random, subject: Subject, partner: Subject, named_in_prompt: bool) -> StoryRequest:
+    """Tell a story in which the partner matters as much as the hero."""
+    teller = Teller(rng, f"{subject.noun}+{partner.noun}", fixed_share=0.5)
+    _, slots = _cast(teller, subject, "", "")
+    slots |= _scenery(teller, subject, "")
+    gender = partner.gender if partner.kind != "person" else partner.gender or teller.pick(("f", "m"))
+    adjective = rng.choice(ADJECTIVES) if rng.random() < 0.15 else ""
+    slots |= {"a_B": article(f"{adjective} {partner.noun}".strip()), "B": f"the {partner.noun}",
+              "Bc": f"The {partner.noun}"} | pronouns("b", gender)
+    plots = THING_PLOTS[partner.habitat] if partner.kind == "thing" else DUO_PLOTS
+    phrase = f"{article(subject.noun)} and {slots['a_B']}" if named_in_prompt else slots["a_B"]
+    if named_in_prompt and rng.random() < 0.25:
+        phrase = f"{slots['a_B']} and {article(subject.noun)}"
+    return StoryRequest(phrase, _tell(teller, slots, plots))
+
+
+def make_story(rng: random.Random) -> StoryRequest:
+    """Return a story and the phrase by which a prompt asks for it."""
+    makers = (_solo, _duo, _thing, _named)
+    return rng.choices(makers, weights=(52, 30, 12, 6))[0](rng)

@@ -1,0 +1,97 @@
+"""The nouns that every folder shares. Frozen, and importing nothing of ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+Phase = Literal["prefill", "generate"]
+ProgramMode = Literal["separate", "shared"]
+RowType = Literal["f32", "f16", "bf16"]
+
+
+@dataclass(frozen=True, order=True)
+class Variant:
+    """The two sizes of a step program.
+
+    ``rows`` (S) is how many tokens one call processes, ``capacity`` (T) how many KV rows it can see.
+    A capacity of 0 is a program without past: the first chunk of a fresh prompt.
+    """
+
+    rows: int
+    capacity: int
+
+    @property
+    def phase(self) -> Phase:
+        return "generate" if self.rows == 1 else "prefill"
+
+    def __str__(self) -> str:
+        return f"{self.phase}[{self.rows}x{self.capacity}]"
+
+
+@dataclass(frozen=True)
+class RowState:
+    """A state that grows by one row a token: keys or values of one layer, ``[1, heads, rows, head_dim]``."""
+
+    layer: int
+    role: Literal["key", "value"]
+    variable_id: str
+    heads: int
+    head_dim: int
+
+    @property
+    def past_name(self) -> str:
+        return f"past.{self.layer}.{self.role}"
+
+    @property
+    def present_name(self) -> str:
+        return f"present.{self.layer}.{self.role}"
+
+
+@dataclass(frozen=True)
+class MaskKind:
+    """What a token may see. ``window`` is None for plain causal attention, else the last ``window`` tokens."""
+
+    window: int | None = None
+
+    @property
+    def label(self) -> str:
+        return "causal" if self.window is None else f"window:{self.window}"
+
+    @property
+    def port_name(self) -> str:
+        return f"mask.{self.label}"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the host must know of a lowered model to feed it: the contract between passes, rows and runner."""
+
+    row_states: tuple[RowState, ...]
+    masks: tuple[MaskKind, ...]
+    vocab_size: int
+    position_rank: int  # 2 for [1, S]; 3 for [k, 1, S] (M-RoPE); 0 if the model takes no positions
+    position_copies: int = 1  # k of [k, 1, S]
+
+    def row_bytes(self, bytes_an_element: int) -> int:
+        """Bytes that one token's keys and values take over all layers."""
+        return sum(state.heads * state.head_dim for state in self.row_states) * bytes_an_element
+
+
+class FinishReason(str, Enum):
+    """Why a request ended. Compares equal to its lower-case name and to GenAI's enum member of the same name."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str):
+            return self.value == str.__str__(other)
+        return getattr(other, "name", None) == self.name
+
+    __hash__ = str.__hash__
+
+    def __str__(self) -> str:
+        return self.value

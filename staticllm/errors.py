@@ -1,0 +1,65 @@
+"""The tree of what can go wrong. Every user mistake raises one of these: the value, the limit, the remedy, in a line.
+
+``StaticLLMError`` is a ``RuntimeError`` because ``openvino_genai`` raises that: handlers written for it keep working.
+
+    StaticLLMError
+    ├── ModelError             the model directory or its files
+    │   └── UnsupportedModelError   a graph that a pass cannot lower; names the pass and the node
+    ├── ConfigError            a property or an option (also a ValueError)
+    │   └── GenerationConfigError
+    ├── DeviceError            a device that is not there, or a program that it refused
+    ├── PromptError            an input that cannot be run (also a ValueError)
+    │   └── PromptTooLongError
+    └── NumericalError         the device answered with numbers that are not finite
+"""
+
+from __future__ import annotations
+
+
+class StaticLLMError(RuntimeError):
+    """Base of every error that staticllm raises on purpose."""
+
+
+class ModelError(StaticLLMError):
+    """A model directory that is missing, half-written or not a language model."""
+
+
+class UnsupportedModelError(ModelError):
+    """A model that a pass cannot lower. Raised before anything is compiled."""
+
+    def __init__(self, stage: str, reason: str) -> None:
+        super().__init__(f"{stage}: {reason}")
+        self.stage = stage
+        self.reason = reason
+
+
+class ConfigError(StaticLLMError, ValueError):
+    """A property with an unknown name or an impossible value."""
+
+
+class GenerationConfigError(ConfigError):
+    """A generation option with an unknown name or an impossible value."""
+
+
+class DeviceError(StaticLLMError):
+    """A device that is not on this machine, or that refused a program."""
+
+
+class PromptError(StaticLLMError, ValueError):
+    """An input that cannot be run: empty, of a wrong type, or with ids outside the vocabulary."""
+
+
+class PromptTooLongError(PromptError):
+    """A prompt with more tokens than ``MAX_PROMPT_LEN``."""
+
+    def __init__(self, num_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the prompt has {num_tokens} tokens, MAX_PROMPT_LEN is {limit}: "
+            f"shorten the prompt or load the model with MAX_PROMPT_LEN={num_tokens} or more"
+        )
+        self.num_tokens = num_tokens
+        self.limit = limit
+
+
+class NumericalError(StaticLLMError):
+    """Logits that are not finite. The rows are cleared, the pipeline stays usable."""
