@@ -49,6 +49,8 @@ def expose_mask(graph: StepGraph, capacity: int) -> None:
             inputs[kind] = _mask_input(graph, kind, node.get_output_partial_shape(0)[2])
         node.input(MASK_PORT).replace_source_output(_cast(inputs[kind], node.input_value(0).get_element_type()))
         graph.layer_masks.append(kind.label)
+        heads = node.input_value(0).get_partial_shape()[1]
+        graph.query_heads.append(heads.get_length() if heads.is_static else 0)
     graph.masks = sorted(inputs, key=lambda kind: kind.window or 0)
     graph.model.validate_nodes_and_infer_types()
     _drop_attention_mask(graph)

@@ -32,7 +32,8 @@ class StepGraph:
     states: list[LiftedState] = field(default_factory=list)
     row_states: list[RowState] = field(default_factory=list)
     masks: list[MaskKind] = field(default_factory=list)
-    layer_masks: list[str] = field(default_factory=list)
+    layer_masks: list[str] = field(default_factory=list)  # label of each layer's mask
+    query_heads: list[int] = field(default_factory=list)  # of each layer, before they are grouped
     notes: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, stage: str, text: str) -> None:

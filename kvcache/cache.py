@@ -78,7 +78,8 @@ class KVCache:
             self.arena.write(target, buffers.presents, slice(start, start + count))
             segment.sequence.append(segment.tokens.tolist(), rows)
 
-    def clear(self) -> None:
-        """Zero every row, after numbers that are not finite. Open sequences must have been closed."""
-        assert self.rows.num_used == 0
+    def reset(self) -> None:
+        """Take all rows back and zero them, whatever an interrupted step left behind. Open sequences are void."""
+        self.rows = RowAllocator(self.max_rows)
+        self._masks = MaskBuilder()
         self.arena.clear()

@@ -8,8 +8,8 @@ plugin's own buffer is given another region later.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import openvino as ov
@@ -21,8 +21,6 @@ from staticllm.errors import DeviceError
 from staticllm.kvcache.arena import Arena
 from staticllm.kvcache.step import StepBuffers
 
-OnCompiled = Callable[[Variant], None]
-
 
 @dataclass(frozen=True)
 class CompileOptions:
@@ -31,7 +29,7 @@ class CompileOptions:
     device: str
     mode: ProgramMode
     row_type: RowType
-    properties: Mapping[Phase, Mapping[str, Any]] = field(default_factory=dict)
+    properties: Mapping[Phase, Mapping[str, Any]]
 
 
 class Program:
@@ -51,50 +49,27 @@ class Program:
 
 
 def compile_programs(
-    core: ov.Core,
-    lowered: LoweredModel,
-    variants: Sequence[Variant],
-    options: CompileOptions,
-    on_compiled: OnCompiled = lambda variant: None,
-) -> dict[Variant, ov.CompiledModel]:
-    """Compile every variant; in ``shared`` mode variants with equal properties share one compiled model.
+    core: ov.Core, lowered: LoweredModel, variants: Sequence[Variant], options: CompileOptions
+) -> Iterator[tuple[Variant, ov.CompiledModel]]:
+    """Compile variant after variant; in ``shared`` mode those with equal properties get the same compiled model.
 
     Raises:
         DeviceError: the device refused a program.
     """
-    if options.mode == "shared":
-        return _compile_shared(core, lowered, variants, options, on_compiled)
-    compiled = {}
+    shared: list[tuple[dict[str, Any], ov.CompiledModel]] = []
     for variant in variants:
-        properties = options.properties.get(variant.phase, {})
-        compiled[variant] = _compile(core, lowered.specialise(variant), options.device, properties, str(variant))
-        on_compiled(variant)
-    return compiled
-
-
-def _compile_shared(
-    core: ov.Core,
-    lowered: LoweredModel,
-    variants: Sequence[Variant],
-    options: CompileOptions,
-    on_compiled: OnCompiled,
-) -> dict[Variant, ov.CompiledModel]:
-    families: list[tuple[Mapping[str, Any], list[Variant]]] = []
-    for variant in variants:
-        properties = options.properties.get(variant.phase, {})
-        for known, members in families:
-            if dict(known) == dict(properties):
-                members.append(variant)
-                break
+        properties = dict(options.properties[variant.phase])
+        known = [compiled for others, compiled in shared if others == properties]
+        if known:
+            yield variant, known[0]
+        elif options.mode == "shared":
+            family = tuple(other for other in variants if dict(options.properties[other.phase]) == properties)
+            compiled = _compile(core, lowered.share(family), options.device, properties, "the shared program")
+            shared.append((properties, compiled))
+            yield variant, compiled
         else:
-            families.append((properties, [variant]))
-    compiled = {}
-    for properties, members in families:
-        program = _compile(core, lowered.share(tuple(members)), options.device, properties, "the shared program")
-        for variant in members:
-            compiled[variant] = program
-            on_compiled(variant)
-    return compiled
+            model = lowered.specialise(variant)
+            yield variant, _compile(core, model, options.device, properties, str(variant))
 
 
 def _compile(core: ov.Core, model: ov.Model, device: str, properties: Mapping[str, Any], what: str) -> ov.CompiledModel:

@@ -20,8 +20,8 @@ tags: [openvino, text-generation]
 
 # The demo model of staticllm
 
-A very small language model ({parameters:.1f} million parameters) that comes with `staticllm`, so that the library can be
-tried and tested at once, without a download. It is exported to OpenVINO with 8-bit weights ({megabytes:.1f} MB).
+A very small language model ({parameters:.1f} million parameters) that comes with `staticllm`, so that the library can
+be tried and tested at once, without a download. It is exported to OpenVINO with 8-bit weights ({megabytes:.1f} MB).
 
 ## What it is
 
@@ -87,7 +87,9 @@ def _export_tokenizer(tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     tokenizer.save_pretrained(out)
     path = out / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that every version of transformers knows
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the names that every version of transformers knows
+    settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    settings.pop("backend")
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8", newline="\n")
     encoder, decoder = convert_tokenizer(tokenizer, with_detokenizer=True)
     openvino.save_model(encoder, out / "openvino_tokenizer.xml", compress_to_fp16=False)

@@ -26,7 +26,8 @@ def what(names: str, short: str, more: str = "") -> Fact:
     """A fact about a thing; names are its noun phrases, divided by bars."""
     forms = ("What is {}?", "What's {}?", "Explain {}.", "Tell me about {}.", "What does {} mean?", "Define {}.",
              "Can you explain {}?", "What do you know about {}?", "Please explain what {} is.", "What is {} exactly?",
-             "Tell me what {} is.", "What is {} in simple words?", "Could you tell me what {} is?", "What is {} good for?")
+             "Tell me what {} is.", "What is {} in simple words?", "Could you tell me what {} is?",
+             "What is {} good for?")
     questions = tuple(form.format(name) for name in names.split("|") for form in forms)
     return Fact(questions, short, more)
 
@@ -86,9 +87,9 @@ COMPUTING = (
          "It runs all kinds of programs, one instruction after another, on a few fast cores."),
     what("a GPU|the GPU|a graphics card", "A GPU is a processor for graphics with thousands of small cores.",
          "It does many simple calculations at the same time, so it is also good for neural networks."),
-    what("a KV cache|the KV cache|KV cache|a key value cache", "A KV cache keeps the keys and values of all tokens that "
-         "a model has already seen.", "Thanks to the cache, the model does not have to compute them again for every new "
-         "token."),
+    what("a KV cache|the KV cache|KV cache|a key value cache",
+         "A KV cache keeps the keys and values of all tokens that a model has already seen.",
+         "Thanks to the cache, the model does not have to compute them again for every new token."),
     what("prefill|the prefill|the prefill phase", "Prefill is the first phase of text generation, in which the model "
          "reads the whole prompt.", "It handles many tokens at once and fills the KV cache."),
     what("decode|decoding|the decode phase", "Decode is the second phase of text generation, in which the model writes "
@@ -101,9 +102,11 @@ COMPUTING = (
          "It can be loaded quickly, because the slow compilation is done only once."),
     what("a scheduler|the scheduler", "A scheduler decides which task runs next.",
          "In a language model server it decides which request gets the next step, so that nobody waits too long."),
-    what("a static shape|static shapes|a fixed shape", "A static shape means that all sizes of the inputs are known before "
-         "the model is compiled.", "Devices such as NPUs need this, so shorter inputs are padded to the fixed size."),
-    what("a dynamic shape|dynamic shapes", "A dynamic shape means that the size of an input may change from call to call.",
+    what("a static shape|static shapes|a fixed shape",
+         "A static shape means that all sizes of the inputs are known before the model is compiled.",
+         "Devices such as NPUs need this, so shorter inputs are padded to the fixed size."),
+    what("a dynamic shape|dynamic shapes",
+         "A dynamic shape means that the size of an input may change from call to call.",
          "It is flexible, but many NPUs cannot run it."),
     what("padding", "Padding means filling up a short input until it has the fixed size.",
          "A mask tells the model to ignore the filled part."),
@@ -117,22 +120,25 @@ COMPUTING = (
          "token of a text.", "By doing this again and again, it can write whole answers and stories."),
     what("staticllm|the staticllm library", "staticllm is a Python library that runs language models on devices with "
          "fixed shapes, such as NPUs.", "It uses OpenVINO, and I am its small demo model."),
-    what("OpenVINO|the OpenVINO toolkit", "OpenVINO is an open toolkit that runs neural networks fast on CPUs, GPUs and "
-         "NPUs.", "It reads a model, compiles it for the device and runs it."),
+    what("OpenVINO|the OpenVINO toolkit",
+         "OpenVINO is an open toolkit that runs neural networks fast on CPUs, GPUs and NPUs.",
+         "It reads a model, compiles it for the device and runs it."),
     what("a neural network|neural networks", "A neural network is a program made of many simple units in layers.",
          "It learns from examples by changing its weights step by step."),
     what("machine learning", "Machine learning means that a program learns from examples instead of fixed rules.",
          "The more good examples it sees, the better it usually gets."),
-    what("artificial intelligence|AI", "Artificial intelligence means computer programs that do things which seem to need "
-         "thinking.", "Examples are playing chess, understanding speech and writing text."),
+    what("artificial intelligence|AI",
+         "Artificial intelligence means computer programs that do things which seem to need thinking.",
+         "Examples are playing chess, understanding speech and writing text."),
     what("quantization|a quantized model", "Quantization stores the weights of a model with fewer bits.",
          "The model becomes smaller and faster, and loses only a little quality."),
     what("a batch|batching|the batch size", "A batch is a group of inputs that a model handles at the same time.",
          "A larger batch uses the device better, but each request may wait a little longer."),
     what("chunked prefill|a prefill chunk", "Chunked prefill reads a long prompt in pieces of a fixed size.",
          "In this way a device with static shapes can handle prompts of any length."),
-    what("speculative decoding", "In speculative decoding, a small model guesses some tokens and the large model checks "
-         "them all at once.", "If the guesses are right, the text is written faster."),
+    what("speculative decoding",
+         "In speculative decoding, a small model guesses some tokens and the large model checks them all at once.",
+         "If the guesses are right, the text is written faster."),
     what("greedy decoding|greedy search", "Greedy decoding always takes the token with the highest probability.",
          "It gives the same answer every time."),
     what("sampling", "Sampling chooses the next token by chance, so that likely tokens are chosen more often.",
@@ -169,15 +175,18 @@ COMPUTING = (
          "Many people work on it together."),
     what("a robot|robots", "A robot is a machine that can move and do work by itself.",
          "Robots build cars, clean floors and explore other planets."),
-    why("How does a language model work", "how a language model works", "A language model reads the text and gives every "
-        "possible next token a probability.", "It takes one, adds it to the text and starts again."),
-    why("Why do NPUs need static shapes", "why NPUs need static shapes", "An NPU plans all its work before it starts, so it "
-        "must know every size.", "With fixed shapes, it needs less energy and less time."),
-    why("What is the difference between prefill and decode", "the difference between prefill and decode", "Prefill reads "
-        "the whole prompt at once, while decode writes one token at a time.", "Prefill needs much computing, and decode "
-        "needs fast memory."),
-    why("Why is the KV cache useful", "why the KV cache is useful", "It saves the model from computing the same keys and "
-        "values again.", "Without it, every new token would take longer than the last."),
+    why("How does a language model work", "how a language model works",
+        "A language model reads the text and gives every possible next token a probability.",
+        "It takes one, adds it to the text and starts again."),
+    why("Why do NPUs need static shapes", "why NPUs need static shapes",
+        "An NPU plans all its work before it starts, so it must know every size.",
+        "With fixed shapes, it needs less energy and less time."),
+    why("What is the difference between prefill and decode", "the difference between prefill and decode",
+        "Prefill reads the whole prompt at once, while decode writes one token at a time.",
+        "Prefill needs much computing, and decode needs fast memory."),
+    why("Why is the KV cache useful", "why the KV cache is useful",
+        "It saves the model from computing the same keys and values again.",
+        "Without it, every new token would take longer than the last."),
 )
 
 NATURE = (
@@ -190,8 +199,8 @@ NATURE = (
     what("the earth|earth", "The earth is the planet on which we live.", "Most of it is covered with water."),
     what("Mars|the planet Mars", "Mars is the fourth planet from the sun.", "It is called the red planet, because its "
          "dust is full of rust."),
-    what("Jupiter|the planet Jupiter", "Jupiter is the largest planet of our sun.", "It is made mostly of gas and has a "
-         "great red storm."),
+    what("Jupiter|the planet Jupiter", "Jupiter is the largest planet of our sun.",
+         "It is made mostly of gas and has a great red storm."),
     what("a galaxy|the Milky Way", "A galaxy is a huge group of stars.", "Our own galaxy is called the Milky Way."),
     what("gravity", "Gravity is the force that pulls things towards each other.",
          "It keeps us on the ground and the moon near the earth."),
@@ -202,7 +211,8 @@ NATURE = (
     what("rain", "Rain is water that falls from clouds.", "It gives water to plants, rivers and lakes."),
     what("snow", "Snow is made of small crystals of ice that fall from clouds.", "It falls when the air is very cold."),
     what("ice", "Ice is frozen water.", "It floats, because it is lighter than liquid water."),
-    what("wind|the wind", "Wind is moving air.", "It blows from places with high pressure to places with low pressure."),
+    what("wind|the wind", "Wind is moving air.",
+         "It blows from places with high pressure to places with low pressure."),
     what("thunder", "Thunder is the sound of lightning.", "The air gets so hot so fast that it makes a loud noise."),
     what("lightning", "Lightning is a huge electric spark between clouds or between a cloud and the ground.",
          "It is much hotter than an oven."),
@@ -216,9 +226,11 @@ NATURE = (
     what("a mountain|mountains", "A mountain is a very high piece of land.", "The highest one is Mount Everest."),
     what("a desert|deserts", "A desert is a very dry place where it seldom rains.", "Only a few plants and animals can "
          "live there."),
-    what("a forest|forests", "A forest is a large area full of trees.", "It is home to many animals and gives us clean air."),
+    what("a forest|forests", "A forest is a large area full of trees.",
+         "It is home to many animals and gives us clean air."),
     what("a tree|trees", "A tree is a tall plant with a trunk of wood.", "It takes in sunlight and gives us oxygen."),
-    what("a flower|flowers", "A flower is the part of a plant that makes seeds.", "Its colours and smell attract bees."),
+    what("a flower|flowers", "A flower is the part of a plant that makes seeds.",
+         "Its colours and smell attract bees."),
     what("photosynthesis", "Photosynthesis is how plants make sugar from light, water and air.",
          "In doing so, they give off oxygen."),
     what("water", "Water is a clear liquid that all living things need.", "It freezes at 0 degrees and boils at 100 "
@@ -226,9 +238,11 @@ NATURE = (
     what("air|the air", "Air is a mixture of gases, mostly nitrogen and oxygen.", "We need the oxygen to breathe."),
     what("fire", "Fire is a hot and bright reaction of something with oxygen.", "It needs fuel, air and heat."),
     what("light", "Light is a kind of energy that we can see.", "Nothing in the world is faster than light."),
-    what("sound", "Sound is a wave that travels through air, water or solid things.", "Our ears turn it into what we hear."),
+    what("sound", "Sound is a wave that travels through air, water or solid things.",
+         "Our ears turn it into what we hear."),
     what("electricity", "Electricity is the flow of tiny charged particles.", "It powers lamps, trains and computers."),
-    what("a magnet|magnets|magnetism", "A magnet is a thing that attracts iron.", "It has a north pole and a south pole."),
+    what("a magnet|magnets|magnetism", "A magnet is a thing that attracts iron.",
+         "It has a north pole and a south pole."),
     what("an atom|atoms", "An atom is one of the tiny parts of which all things are made.", "It has a small core with "
          "electrons around it."),
     what("energy", "Energy is the ability to do work.", "It can change its form, but it never gets lost."),
@@ -239,9 +253,11 @@ NATURE = (
     what("a book|books", "A book is a set of pages with text or pictures.", "People read it to learn or for fun."),
     what("a friend|friendship", "A friend is somebody you like and trust.", "Good friends help each other."),
     what("love", "Love is a deep and warm feeling for somebody.", "It makes people care for each other."),
-    why("Why is the sky blue", "why the sky is blue", "The sky is blue because the air scatters blue light more than red "
-        "light.", "So blue light from the sun reaches our eyes from all directions."),
-    why("Why is the sunset red", "why the sunset is red", "In the evening, sunlight travels a long way through the air.",
+    why("Why is the sky blue", "why the sky is blue",
+        "The sky is blue because the air scatters blue light more than red light.",
+        "So blue light from the sun reaches our eyes from all directions."),
+    why("Why is the sunset red", "why the sunset is red",
+        "In the evening, sunlight travels a long way through the air.",
         "Most of the blue light is scattered away, and the red light is left."),
     why("Why is grass green", "why grass is green", "Grass is green because of chlorophyll.",
         "It takes in red and blue light and reflects the green."),
@@ -251,56 +267,59 @@ NATURE = (
         "Then they fall to the ground."),
     why("Why does ice float", "why ice floats", "Ice floats because it is lighter than the same amount of water.",
         "Water grows a little when it freezes."),
-    why("Why do leaves fall in autumn", "why leaves fall in autumn", "Trees drop their leaves to save water in the cold "
-        "months.", "In spring they grow new ones."),
+    why("Why do leaves fall in autumn", "why leaves fall in autumn",
+        "Trees drop their leaves to save water in the cold months.", "In spring they grow new ones."),
     why("Why do leaves change colour", "why leaves change colour", "In autumn the green chlorophyll goes away.",
         "Then we can see the yellow and red colours below it."),
-    why("Why do we sleep", "why we sleep", "We sleep so that body and brain can rest.", "While we sleep, the brain also "
-        "sorts what we have learned."),
+    why("Why do we sleep", "why we sleep", "We sleep so that body and brain can rest.",
+        "While we sleep, the brain also sorts what we have learned."),
     why("Why do we have seasons", "why we have seasons", "We have seasons because the axis of the earth is tilted.",
         "In summer our half of the earth leans towards the sun."),
     why("Why do we have day and night", "why we have day and night", "The earth turns around once every 24 hours.",
         "It is day on the side that faces the sun."),
     why("Why do stars twinkle", "why stars twinkle", "Stars twinkle because their light passes through moving air.",
         "Seen from space, they do not twinkle."),
-    why("Why do birds fly south", "why birds fly south", "Many birds fly south in autumn because there is little food in "
-        "winter.", "In spring they come back."),
+    why("Why do birds fly south", "why birds fly south",
+        "Many birds fly south in autumn because there is little food in winter.", "In spring they come back."),
     why("Why do cats purr", "why cats purr", "Cats mostly purr when they feel safe and happy.",
         "Sometimes they also purr to calm themselves."),
     why("How do birds fly", "how birds fly", "Birds fly by moving their wings, which push the air down.",
         "Their bones are light, and their feathers are smooth."),
-    why("How do fish breathe", "how fish breathe", "Fish breathe with gills.", "The gills take oxygen out of the water."),
+    why("How do fish breathe", "how fish breathe", "Fish breathe with gills.",
+        "The gills take oxygen out of the water."),
     why("How do bees make honey", "how bees make honey", "Bees collect sweet nectar from flowers.",
         "In the hive they dry it until it becomes honey."),
-    why("How do planes fly", "how planes fly", "The wings of a plane push air down as it moves forward, and this lifts it "
-        "up.", "The engines give it the speed it needs."),
-    why("How far away is the moon", "how far away the moon is", "The moon is about 384,000 kilometres away.", "Light needs "
-        "a little more than one second for that."),
-    why("How far away is the sun", "how far away the sun is", "The sun is about 150 million kilometres away.", "Its light "
-        "needs about eight minutes to reach us."),
+    why("How do planes fly", "how planes fly",
+        "The wings of a plane push air down as it moves forward, and this lifts it up.",
+        "The engines give it the speed it needs."),
+    why("How far away is the moon", "how far away the moon is", "The moon is about 384,000 kilometres away.",
+        "Light needs a little more than one second for that."),
+    why("How far away is the sun", "how far away the sun is", "The sun is about 150 million kilometres away.",
+        "Its light needs about eight minutes to reach us."),
     why("How fast is light", "how fast light is", "Light travels about 300,000 kilometres in one second."),
     why("How fast is sound", "how fast sound is", "Sound travels about 340 metres per second in air."),
     why("How many planets are there", "how many planets there are", "There are eight planets around our sun.",
         "They are Mercury, Venus, Earth, Mars, Jupiter, Saturn, Uranus and Neptune."),
     why("What is the largest planet", "which planet is the largest", "Jupiter is the largest planet of our sun."),
-    why("What is the largest animal", "which animal is the largest", "The blue whale is the largest animal in the world.",
-        "It can be thirty metres long."),
+    why("What is the largest animal", "which animal is the largest",
+        "The blue whale is the largest animal in the world.", "It can be thirty metres long."),
     why("What is the fastest animal", "which animal is the fastest", "The fastest animal on land is the cheetah.",
         "The fastest bird is the peregrine falcon."),
     why("What is the tallest animal", "which animal is the tallest", "The giraffe is the tallest animal.",
         "It can be more than five metres tall."),
     why("What is the highest mountain", "which mountain is the highest", "The highest mountain in the world is Mount "
         "Everest.", "It is almost 8,850 metres high."),
-    why("What is the longest river", "which river is the longest", "The Nile and the Amazon are the longest rivers in the "
-        "world.", "Both are more than 6,000 kilometres long."),
+    why("What is the longest river", "which river is the longest",
+        "The Nile and the Amazon are the longest rivers in the world.", "Both are more than 6,000 kilometres long."),
     why("What is the largest ocean", "which ocean is the largest", "The largest ocean is the Pacific Ocean.",
         "It covers almost a third of the earth."),
     why("How do I boil an egg", "how to boil an egg", "Put the egg into boiling water for about eight minutes.",
         "Then cool it with cold water."),
-    why("How do I make tea", "how to make tea", "Boil some water, pour it over the tea and wait for three to five minutes.",
-        "Add milk or lemon if you like."),
-    why("How do I sleep better", "how to sleep better", "Go to bed at the same time every day and keep the room dark and "
-        "quiet.", "A short walk in the evening helps too."),
+    why("How do I make tea", "how to make tea",
+        "Boil some water, pour it over the tea and wait for three to five minutes.", "Add milk or lemon if you like."),
+    why("How do I sleep better", "how to sleep better",
+        "Go to bed at the same time every day and keep the room dark and quiet.",
+        "A short walk in the evening helps too."),
 )
 
 FACTS = SELF + COMPUTING + NATURE

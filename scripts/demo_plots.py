@@ -141,7 +141,8 @@ SOLO_PLOTS: tuple[Plot, ...] = (
 DUO_PLOTS: tuple[Plot, ...] = (
     (   # a meeting
         ("One {weather} day, {A} met {a_B}.", "One day {a_B} came by and looked very tired."),
-        ("At first {B} was shy and did not say a word.", "\"Who are you?\" asked {A}. \"I have never met you before.\""),
+        ("At first {B} was shy and did not say a word.",
+         "\"Who are you?\" asked {A}. \"I have never met you before.\""),
         ("{Ac} offered {B} some {food}, and soon they began to talk.",
          "\"I am looking for a friend,\" said {B}."),
         ("They found out that they both loved the stars.", "\"Then you can stop looking,\" said {theA}."),
@@ -155,7 +156,8 @@ DUO_PLOTS: tuple[Plot, ...] = (
         ("They were angry and did not speak for three days.", "{Bc} went home without a word, and {A} felt terrible."),
         ("Then {A} went to {B} and said, \"I am sorry. You are more important than any treasure.\"",
          "Then {B} came back and said, \"I miss you more than I want the treasure.\""),
-        ("They gave {the_treasure} to {a_G} who needed it more.", "They laughed and shared {the_treasure} from then on."),
+        ("They gave {the_treasure} to {a_G} who needed it more.",
+         "They laughed and shared {the_treasure} from then on."),
     ),
     (   # a rescue
         ("One day {B} was in trouble.", "One {weather} morning, {A} heard a voice. It was {a_B}."),
@@ -177,10 +179,12 @@ DUO_PLOTS: tuple[Plot, ...] = (
          "When it was done, they sat down together and ate {food}."),
     ),
     (   # a race
-        ("One day {A} and {a_B} had a race to see {goal} first.", "One day {a_B} said to {A}, \"I am faster than you.\""),
+        ("One day {A} and {a_B} had a race to see {goal} first.",
+         "One day {a_B} said to {A}, \"I am faster than you.\""),
         ("{Bc} was fast, but {theA} was patient.", "\"Let us see,\" said {theA}, and off they went."),
         ("Halfway there, they met {a_F} who had hurt a foot.", "In the middle of the race they heard {a_F} cry."),
-        ("{Ac} stopped to help, and {B} came back to help too.", "Both of them stopped, and nobody thought of winning."),
+        ("{Ac} stopped to help, and {B} came back to help too.",
+         "Both of them stopped, and nobody thought of winning."),
         ("In the end they arrived at the same time, side by side.", "So {theA} and {B} finished the race together."),
         ("\"We both won,\" said {B}.", "\"A friend is better than a prize,\" said {B}."),
     ),
@@ -212,7 +216,8 @@ _OBJECT_PLOTS: tuple[Plot, ...] = (
         ("{Ac} thought of gold, but then {he} thought of {F} who was ill.",
          "{Ac} could have asked for anything in the world."),
         ("\"I wish that my friends are well and happy,\" said {theA}.",),
-        ("{Bc} shone once more, and the wish came true.", "The next morning all the friends came, and they had a feast."),
+        ("{Bc} shone once more, and the wish came true.",
+         "The next morning all the friends came, and they had a feast."),
     ),
 )
 
@@ -220,7 +225,8 @@ _LANDMARK_PLOTS: tuple[Plot, ...] = (
     (   # the light in the storm
         ("Not far away there was {a_B}, and {theA} loved it very much.",
          "Every day {A} went to look at {a_B}."),
-        ("One night a great storm came, and everything was dark.", "One night the wind was so strong that nobody slept."),
+        ("One night a great storm came, and everything was dark.",
+         "One night the wind was so strong that nobody slept."),
         ("{Ac} was worried about {B}, so {he} went there with a lantern.",
          "\"I must look after {B},\" said {theA}, and {he} went out into the rain."),
         ("There {he} heard a voice: it was {a_F} who had lost the way in the dark.",
@@ -241,11 +247,14 @@ _LANDMARK_PLOTS: tuple[Plot, ...] = (
         ("They had a great feast there with {food} for everybody.", "{Ac} sat down near {B} and was very happy."),
     ),
     (   # the journey to it
-        ("{Ac} had heard of {a_B} far away, where wishes come true.", "An old song told of {a_B} at the end of the world."),
-        ("One {weather} morning, {theA} set off to find {B}.", "\"I will find {B},\" said {A}, and {he} set off at once."),
+        ("{Ac} had heard of {a_B} far away, where wishes come true.",
+         "An old song told of {a_B} at the end of the world."),
+        ("One {weather} morning, {theA} set off to find {B}.",
+         "\"I will find {B},\" said {A}, and {he} set off at once."),
         ("On the way {he} met {a_F} and shared {food} and stories.",
          "The way was long, and more than once {he} wanted to turn back."),
-        ("\"Go on,\" said {F}. \"It is not far any more.\"", "But every evening {he} told {himself}, \"One more day.\""),
+        ("\"Go on,\" said {F}. \"It is not far any more.\"",
+         "But every evening {he} told {himself}, \"One more day.\""),
         ("At last {he} saw {B} in the morning light.", "And then, behind the last hill, there was {B}."),
         ("{Ac} made a wish, but {he} never told anybody what it was.",
          "{Ac} understood that the way there had been the real gift."),

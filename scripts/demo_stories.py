@@ -149,7 +149,8 @@ SKILLS = ("sing", "dance", "whistle", "paint", "tell stories", "play the drum", 
 FEARS = ("the dark", "thunder", "deep water", "strangers", "loud noises", "being alone")
 SETTINGS = ("in the snow", "on the moon", "in the rain", "at the beach", "in the city", "on an island", "in winter",
             "in a castle", "in the desert", "in the mountains", "at night", "in the forest", "by the sea", "in space")
-SYLLABLES = "ba bo bri dor del fa fli gar gim ho jo ka kel lo lu mar mi nor no pa pim qui ro ru sa sil ta tor vo wim za zo"
+SYLLABLES = ("ba bo bri dor del fa fli gar gim ho jo ka kel lo lu mar mi nor no pa pim qui ro ru sa sil "
+             "ta tor vo wim za zo")
 
 
 def article(noun_phrase: str) -> str:

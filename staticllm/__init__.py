@@ -1,0 +1,57 @@
+"""staticllm: large language models on devices that only execute graphs of fixed shape."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from staticllm.config import StaticLLMConfig
+from staticllm.core import FinishReason, ProgressEvent, Variant
+from staticllm.errors import (
+    ConfigError,
+    DeviceError,
+    GenerationConfigError,
+    ModelError,
+    NumericalError,
+    PromptError,
+    PromptTooLongError,
+    StaticLLMError,
+    UnsupportedModelError,
+)
+from staticllm.metrics import PerfMetrics
+from staticllm.model_dir import demo_model_path
+from staticllm.results import DecodedResults, EncodedResults, GeneratedText
+
+if TYPE_CHECKING:
+    from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "DecodedResults",
+    "DeviceError",
+    "EncodedResults",
+    "FinishReason",
+    "GeneratedText",
+    "GenerationConfigError",
+    "ModelError",
+    "NumericalError",
+    "PerfMetrics",
+    "ProgressEvent",
+    "PromptError",
+    "PromptTooLongError",
+    "StaticLLMConfig",
+    "StaticLLMError",
+    "StaticLLMPipeline",
+    "UnsupportedModelError",
+    "Variant",
+    "demo_model_path",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the pipeline, and OpenVINO with it, only when somebody asks for it."""
+    if name == "StaticLLMPipeline":
+        return import_module("staticllm.pipelines.llm_pipeline").StaticLLMPipeline
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -95,3 +95,20 @@ class FinishReason(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+Stage = Literal["read", "passes", "compile", "warm-up", "export"]
+
+
+@dataclass(frozen=True)
+class ProgressEvent:
+    """One finished part of loading: number ``index`` of ``total`` in its ``stage``, after ``seconds`` of work.
+
+    ``variant`` is None for the stages that are not about one variant.
+    """
+
+    stage: Stage
+    index: int
+    total: int
+    seconds: float
+    variant: Variant | None = None

@@ -1,0 +1,50 @@
+"""The ``staticllm`` command.
+
+Exit codes: 0 done, 1 an error of the model, device or input (one line on stderr), 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from importlib import import_module
+from typing import Any
+
+import click
+
+from staticllm.errors import StaticLLMError
+
+_COMMANDS = {"run": "run", "compile": "compile", "inspect": "inspect"}  # name → module, imported when used
+
+
+class _Group(click.Group):
+    """Imports a command only when it is used, and turns our errors into one line and exit code 1."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = import_module(f"staticllm.cli.{_COMMANDS[cmd_name]}").command
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except StaticLLMError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.command(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="staticllm")
+def cli() -> None:
+    """Run large language models on devices that only execute graphs of fixed shape."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        cli(standalone_mode=True)
+    except KeyboardInterrupt:  # after click's own handling: a second Ctrl-C while it was leaving
+        sys.exit(128 + signal.SIGINT)

@@ -1,0 +1,146 @@
+"""From ``openvino_genai.GenerationConfig`` and keyword overrides to what the generation loop obeys."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import openvino_genai as genai
+
+from staticllm.config import MAX_LEN, whole
+from staticllm.errors import ConfigError, GenerationConfigError
+from staticllm.pipelines.sampler import SamplingParams
+
+UNLIMITED = 2**64 - 1
+_NAMES = tuple(
+    name
+    for name in dir(genai.GenerationConfig)
+    if not name.startswith(("_", "is_")) and not callable(getattr(genai.GenerationConfig, name))
+)
+_OTHER_METHODS = (
+    "num_beams",
+    "num_return_sequences",
+    "no_repeat_ngram_size",
+    "adapters",
+    "structured_output_config",
+    "parsers",
+    "assistant_confidence_threshold",
+    "num_assistant_tokens",
+    "max_ngram_size",
+)
+_DEFAULTS = genai.GenerationConfig()
+"""Options of other decoding methods must be at their defaults."""
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """One request's options, checked. ``max_new_tokens`` is None when only the capacity limits it."""
+
+    sampling: SamplingParams
+    max_new_tokens: int | None
+    min_new_tokens: int
+    stop_token_ids: frozenset[int]
+    stop_strings: frozenset[str]
+    include_stop_str_in_output: bool
+    echo: bool
+    apply_chat_template: bool
+
+
+def copy_config(config: genai.GenerationConfig) -> genai.GenerationConfig:
+    """A config of our own: GenAI's cannot be copied by ``copy``."""
+    copied = genai.GenerationConfig()
+    for name in _NAMES:
+        setattr(copied, name, getattr(config, name))
+    return copied
+
+
+def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any], prompt_len: int) -> GenerationOptions:
+    """Merge and check. ``overrides`` are keyword arguments of ``generate``.
+
+    Raises:
+        GenerationConfigError: an unknown name, an impossible value, or a decoding method that is not supported.
+    """
+    for name in overrides:
+        if name not in _NAMES:
+            near = difflib.get_close_matches(name, _NAMES, n=1)
+            raise GenerationConfigError(f"unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+    merged = {name: overrides.get(name, getattr(config, name)) for name in _NAMES}
+    try:
+        return _checked(merged, prompt_len)
+    except GenerationConfigError:
+        raise
+    except ConfigError as error:
+        raise GenerationConfigError(str(error)) from None
+
+
+def _checked(options: Mapping[str, Any], prompt_len: int) -> GenerationOptions:
+    for name in _OTHER_METHODS:
+        if options[name] != getattr(_DEFAULTS, name):
+            raise GenerationConfigError(
+                f"{name}={options[name]!r} is not supported: decoding is greedy or multinomial, one sequence a prompt; "
+                f"leave {name} out"
+            )
+    stop_ids = {whole("stop_token_ids", token, 0) for token in options["stop_token_ids"]}
+    if options["eos_token_id"] != -1:
+        stop_ids.add(whole("eos_token_id", options["eos_token_id"], 0))
+    return GenerationOptions(
+        sampling=_sampling(options),
+        max_new_tokens=_max_new_tokens(options, prompt_len),
+        min_new_tokens=whole("min_new_tokens", options["min_new_tokens"], 0),
+        stop_token_ids=frozenset() if options["ignore_eos"] else frozenset(stop_ids),
+        stop_strings=_stop_strings(options["stop_strings"]),
+        include_stop_str_in_output=bool(options["include_stop_str_in_output"]),
+        echo=bool(options["echo"]),
+        apply_chat_template=bool(options["apply_chat_template"]),
+    )
+
+
+def _sampling(options: Mapping[str, Any]) -> SamplingParams:
+    do_sample = bool(options["do_sample"])
+    top_k = options["top_k"]
+    return SamplingParams(
+        do_sample=do_sample,
+        temperature=_number(options, "temperature", 0.0, 1e6, least_allowed=not do_sample),
+        top_k=0 if top_k >= MAX_LEN else whole("top_k", top_k, 0),
+        top_p=_number(options, "top_p", 0.0, 1.0, least_allowed=not do_sample),
+        min_p=_number(options, "min_p", 0.0, 1.0),
+        repetition_penalty=_number(options, "repetition_penalty", 0.0, 1e6, least_allowed=False),
+        presence_penalty=_number(options, "presence_penalty", -2.0, 2.0),
+        frequency_penalty=_number(options, "frequency_penalty", -2.0, 2.0),
+        rng_seed=whole("rng_seed", options["rng_seed"], 0, UNLIMITED),
+        wants_logprobs=bool(options["logprobs"]),
+    )
+
+
+def _number(options: Mapping[str, Any], name: str, least: float, most: float, least_allowed: bool = True) -> float:
+    value = options[name]
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not least <= number <= most or (number == least and not least_allowed):
+        bounds = f"{'from' if least_allowed else 'more than'} {least:g}, up to {most:g}"
+        raise GenerationConfigError(f"{name}={value!r}: must be a number {bounds}")
+    return number
+
+
+def _max_new_tokens(options: Mapping[str, Any], prompt_len: int) -> int | None:
+    if options["max_new_tokens"] != UNLIMITED:
+        return whole("max_new_tokens", options["max_new_tokens"], 0 if options["echo"] else 1)
+    if options["max_length"] == UNLIMITED:
+        return None
+    max_length = whole("max_length", options["max_length"], 1)
+    if max_length <= prompt_len:
+        raise GenerationConfigError(
+            f"max_length={max_length} leaves no room after a prompt of {prompt_len} tokens: raise it or set max_new_tokens"
+        )
+    return max_length - prompt_len
+
+
+def _stop_strings(value: object) -> frozenset[str]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, (list, tuple, set, frozenset)) or not all(isinstance(s, str) and s for s in strings):
+        raise GenerationConfigError(f"stop_strings={value!r}: must be a set of non-empty strings")
+    return frozenset(strings)

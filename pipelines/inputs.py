@@ -1,0 +1,93 @@
+"""From what the user passes to token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+
+from staticllm.errors import PromptError, PromptTooLongError
+
+Form = Literal["text", "texts", "history", "tokens"]
+
+
+def form_of(inputs: object) -> Form:
+    """Which of GenAI's input forms this is.
+
+    Raises:
+        PromptError: none of them, or a batch.
+    """
+    if isinstance(inputs, str):
+        return "text"
+    if isinstance(inputs, genai.ChatHistory):
+        return "history"
+    if isinstance(inputs, (np.ndarray, ov.Tensor, genai.TokenizedInputs)):
+        return "tokens"
+    if isinstance(inputs, Sequence) and all(isinstance(item, str) for item in inputs):
+        if len(inputs) != 1:
+            raise PromptError(f"a batch of {len(inputs)} prompts: a call takes 1; call generate for each")
+        return "texts"
+    raise PromptError(
+        f"inputs are a {type(inputs).__name__}: must be a str, a list of one str, token ids "
+        "(numpy, openvino.Tensor or TokenizedInputs) or a ChatHistory"
+    )
+
+
+def encode_text(tokenizer: genai.Tokenizer, text: str, apply_chat_template: bool) -> list[int]:
+    """Ids of one prompt; the chat template is applied if asked for and if the model has one."""
+    if not text:
+        raise PromptError("the prompt is empty: give at least one character")
+    if apply_chat_template and tokenizer.chat_template:
+        return encode_messages(tokenizer, [{"role": "user", "content": text}])
+    return _ids(tokenizer.encode(text))
+
+
+def encode_messages(tokenizer: genai.Tokenizer, messages: Any) -> list[int]:
+    """Ids of a conversation (a list of messages or a ChatHistory) up to where the assistant speaks."""
+    if not tokenizer.chat_template:
+        raise PromptError("the model has no chat template: pass the prompt as a str, or set one on the tokenizer")
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return _ids(tokenizer.encode(text, add_special_tokens=False))
+
+
+def token_ids(inputs: Any) -> list[int]:
+    """Ids from numpy, ``openvino.Tensor`` (``[n]`` or ``[1, n]``) or ``TokenizedInputs``; padding is left out."""
+    if isinstance(inputs, genai.TokenizedInputs):
+        return _ids(inputs)
+    array = np.asarray(inputs.data if isinstance(inputs, ov.Tensor) else inputs)
+    if array.dtype.kind not in "iu":
+        raise PromptError(f"token ids are {array.dtype}: must be whole numbers")
+    return _one_row(array).tolist()
+
+
+def check_ids(ids: list[int], vocab_size: int, limit: int) -> None:
+    """Refuse what the device must not see.
+
+    Raises:
+        PromptError: no tokens, or an id outside the vocabulary.
+        PromptTooLongError: more tokens than ``limit``.
+    """
+    if not ids:
+        raise PromptError("the prompt has no tokens: give at least one")
+    if len(ids) > limit:
+        raise PromptTooLongError(len(ids), limit)
+    outside = [token for token in ids if not 0 <= token < vocab_size]
+    if outside:
+        raise PromptError(f"token id {outside[0]} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")
+
+
+def _ids(tokenized: genai.TokenizedInputs) -> list[int]:
+    ids = _one_row(np.asarray(tokenized.input_ids.data))
+    mask = _one_row(np.asarray(tokenized.attention_mask.data))
+    return [int(token) for token in ids[mask != 0]]
+
+
+def _one_row(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    if array.ndim == 2 and array.shape[0] != 1:
+        raise PromptError(f"a batch of {array.shape[0]} prompts: a call takes 1; call generate for each")
+    if array.ndim not in (1, 2):
+        raise PromptError(f"token ids have the shape {list(array.shape)}: must be [n] or [1, n]")
+    return array.reshape(-1)

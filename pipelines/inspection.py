@@ -1,0 +1,57 @@
+"""What ``staticllm inspect`` reports, as plain data."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from staticllm.compiler_passes.store_kv_as import ELEMENT_TYPES
+from staticllm.config import StaticLLMConfig
+from staticllm.model_dir import MODEL_XML
+from staticllm.pipelines.loader import Layout, prepare
+
+
+def inspect_model(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> dict[str, Any]:
+    """Lower a model and describe it: states, layers, masks, passes, variants, bytes. JSON-ready.
+
+    Raises:
+        ModelError, UnsupportedModelError, DeviceError
+    """
+    _, layout = prepare(models_path, device, config)
+    shape = layout.lowered.shape
+    bytes_a_token = shape.row_bytes(ELEMENT_TYPES[layout.options.row_type].size)
+    return {
+        "model": str(models_path),
+        "device": device,
+        "programs": layout.options.mode,
+        "weights_bytes": (Path(models_path) / MODEL_XML).with_suffix(".bin").stat().st_size,
+        "vocab_size": shape.vocab_size,
+        "num_states": len(shape.row_states),
+        "states": [
+            {"name": s.past_name, "variable": s.variable_id, "heads": s.heads, "head_dim": s.head_dim}
+            for s in shape.row_states
+        ],
+        "layers": _layers(layout),
+        "masks": [kind.label for kind in shape.masks],
+        "rows": {
+            "type": layout.options.row_type,
+            "capacity": config.capacity,
+            "bytes_a_token": bytes_a_token,
+            "bytes": bytes_a_token * config.capacity,
+        },
+        "passes": [
+            {"name": r.name, "nodes_before": r.nodes_before, "nodes_after": r.nodes_after, "notes": list(r.notes)}
+            for r in layout.lowered.reports
+        ],
+        "variants": [{"phase": v.phase, "rows": v.rows, "capacity": v.capacity} for v in layout.variants],
+    }
+
+
+def _layers(layout: Layout) -> list[dict[str, Any]]:
+    graph = layout.lowered.graph
+    keys = [state for state in graph.row_states if state.role == "key"]
+    return [
+        {"layer": key.layer, "query_heads": query_heads, "kv_heads": key.heads, "head_dim": key.head_dim, "mask": mask}
+        for key, query_heads, mask in zip(keys, graph.query_heads, graph.layer_masks, strict=True)
+    ]

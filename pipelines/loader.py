@@ -1,0 +1,115 @@
+"""From a model directory to a runner: read, lower, compile, bind, warm up."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import openvino as ov
+
+from staticllm.compiler_passes.lower import LoweredModel, LoweringOptions, lower
+from staticllm.config import StaticLLMConfig
+from staticllm.core import Phase, ProgramMode, ProgressEvent, RowType, Variant
+from staticllm.devices import check_device, default_mode, default_row_type, supported_properties
+from staticllm.kvcache.cache import KVCache
+from staticllm.kvcache.step import StepBuffers
+from staticllm.model_dir import check_model_dir, read_model
+from staticllm.pipelines.costs import CostTable
+from staticllm.pipelines.programs import CompileOptions, Program, bind, compile_programs
+from staticllm.pipelines.runner import ModelRunner
+from staticllm.pipelines.variants import choose_variants
+
+OnProgress = Callable[[ProgressEvent], None]
+HOST_TYPES: dict[RowType, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
+"""What numpy holds the rows in. It has no bf16, and the host only moves rows, never reads them."""
+QUICK_SECONDS = 0.1  # a variant that runs faster than this is timed again: its first run is mostly one-time work
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model lowered for a device, and every choice made on the way: all that is known before compiling."""
+
+    lowered: LoweredModel
+    options: CompileOptions
+    variants: tuple[Variant, ...]
+
+
+def prepare(
+    models_path: str | os.PathLike[str],
+    device: str,
+    config: StaticLLMConfig,
+    on_progress: OnProgress = lambda event: None,
+) -> tuple[ov.Core, Layout]:
+    """Read and lower a model directory for ``device``; nothing is compiled.
+
+    Raises:
+        ModelError, UnsupportedModelError, DeviceError, ConfigError
+    """
+    start = time.perf_counter()
+    core = ov.Core()
+    check_device(core, device)
+    mode = default_mode(device) if config.programs == "auto" else config.programs
+    row_type = config.kv_cache_precision or default_row_type(device)
+    variants = choose_variants(config, mode)
+    model = read_model(core, check_model_dir(models_path))
+    on_progress(ProgressEvent("read", 1, 1, time.perf_counter() - start))
+    start = time.perf_counter()
+    lowered = lower(model, LoweringOptions(config.capacity, row_type))
+    on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - start))
+    return core, Layout(lowered, CompileOptions(device, mode, row_type, _phase_properties(config)), variants)
+
+
+def load(
+    models_path: str | os.PathLike[str],
+    device: str,
+    config: StaticLLMConfig,
+    on_progress: OnProgress = lambda event: None,
+) -> tuple[ModelRunner, Layout]:
+    """A runner that is warm: every variant has run once.
+
+    Raises:
+        ModelError, UnsupportedModelError, DeviceError, ConfigError
+    """
+    core, layout = prepare(models_path, device, config, on_progress)
+    dtype = HOST_TYPES[layout.options.row_type]
+    shape = layout.lowered.shape
+    cache = KVCache(shape, [variant.capacity for variant in layout.variants], dtype)
+    programs, start = {}, time.perf_counter()
+    for variant, compiled in compile_programs(core, layout.lowered, layout.variants, layout.options):
+        buffers = StepBuffers(variant, shape, dtype)
+        programs[variant] = bind(compiled, layout.lowered, cache.arena, buffers, layout.options.row_type)
+        now = time.perf_counter()
+        on_progress(ProgressEvent("compile", len(programs), len(layout.variants), now - start, variant))
+        start = now
+    return ModelRunner(cache, programs, _warm_up(programs, on_progress)), layout
+
+
+def device_properties(device: str) -> frozenset[str]:
+    """Names of the properties that ``device`` takes.
+
+    Raises:
+        DeviceError: the device is not on this machine.
+    """
+    core = ov.Core()
+    return supported_properties(core, check_device(core, device))
+
+
+def _phase_properties(config: StaticLLMConfig) -> dict[Phase, Mapping[str, Any]]:
+    common = {"PERFORMANCE_HINT": "LATENCY", **config.device_properties}
+    return {"prefill": {**common, **config.prefill_config}, "generate": {**common, **config.generate_config}}
+
+
+def _warm_up(programs: Mapping[Variant, Program], on_progress: OnProgress) -> CostTable:
+    """Run every variant once, so that no user waits for a first inference; time what is quick once more."""
+    costs = CostTable()
+    for index, (variant, program) in enumerate(programs.items(), 1):
+        seconds = first = program.run()
+        if first < QUICK_SECONDS:
+            seconds = min(program.run(), program.run())
+        costs.update(variant, seconds)
+        on_progress(ProgressEvent("warm-up", index, len(programs), first, variant))
+    return costs

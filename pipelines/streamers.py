@@ -1,0 +1,89 @@
+"""Where tokens go as they come. The three forms that GenAI takes become one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import openvino_genai as genai
+
+from staticllm.errors import GenerationConfigError
+
+Status = genai.StreamingStatus
+
+
+class TokenSink(Protocol):
+    """Takes confirmed tokens and the text that they add; tells whether to go on."""
+
+    def write(self, tokens: list[int], piece: str) -> Status: ...
+
+    def end(self) -> None: ...
+
+
+class Silent:
+    """No streamer."""
+
+    def write(self, tokens: list[int], piece: str) -> Status:
+        return Status.RUNNING
+
+    def end(self) -> None:
+        return None
+
+
+class TextSink:
+    """A callable that takes text and returns None, a bool (True stops) or a ``StreamingStatus``."""
+
+    def __init__(self, callback: Callable[[str], Any]) -> None:
+        self._callback = callback
+
+    def write(self, tokens: list[int], piece: str) -> Status:
+        return as_status(self._callback(piece)) if piece else Status.RUNNING
+
+    def end(self) -> None:
+        return None
+
+
+class StreamerSink:
+    """An ``openvino_genai.StreamerBase``: takes tokens, one at a time."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+
+    def write(self, tokens: list[int], piece: str) -> Status:
+        status = Status.RUNNING
+        for token in tokens:
+            status = as_status(self._streamer.write(token))
+            if status != Status.RUNNING:
+                break
+        return status
+
+    def end(self) -> None:
+        self._streamer.end()
+
+
+def make_sink(streamer: object) -> TokenSink:
+    """The sink for whatever the user passed.
+
+    Raises:
+        GenerationConfigError: it is neither callable nor a streamer.
+    """
+    if streamer is None:
+        return Silent()
+    if isinstance(streamer, genai.StreamerBase):
+        return StreamerSink(streamer)
+    if callable(streamer):
+        return TextSink(streamer)
+    raise GenerationConfigError(
+        f"streamer is a {type(streamer).__name__}: must be a callable that takes a str, an openvino_genai.StreamerBase or None"
+    )
+
+
+def as_status(answer: object) -> Status:
+    """What a streamer's return value means."""
+    if isinstance(answer, Status):
+        return answer
+    if answer is None or answer is False or answer == 0:
+        return Status.RUNNING
+    if answer is True or answer == 1:
+        return Status.STOP
+    raise GenerationConfigError(f"the streamer returned {answer!r}: must be None, a bool or a StreamingStatus")

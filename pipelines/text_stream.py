@@ -1,0 +1,77 @@
+"""Tokens become text as they come: never half a character, never part of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+Decode = Callable[[list[int]], str]
+CONTEXT, WINDOW = 8, 32  # tokens decoded anew for each token: enough for any merge, few enough to be cheap
+INCOMPLETE = "\ufffd"
+
+
+class TextStream:
+    """Decodes one answer incrementally.
+
+    Text is held back while its last character is incomplete, and while it may be the beginning of a stop string.
+    """
+
+    def __init__(self, decode: Decode, stop_strings: Collection[str] = (), include_stop: bool = False) -> None:
+        self._decode = decode
+        self._stops = sorted(stop_strings)
+        self._include_stop = include_stop
+        self._window: list[int] = []
+        self._window_text = 0  # characters of the window's text that are in ``text``
+        self._sent = 0
+        self.text = ""
+        self.is_stopped = False
+
+    def push(self, token: int) -> str:
+        """Add a token; return what may be shown now."""
+        self._window.append(token)
+        decoded = self._decode(self._window)
+        if decoded.endswith(INCOMPLETE):
+            return ""
+        return self._extend(decoded)
+
+    def finish(self) -> str:
+        """The rest, when no more tokens come."""
+        if self.is_stopped:
+            return ""
+        if self._window:
+            self._add(self._decode(self._window)[self._window_text :])
+        return self._send(len(self.text))
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether text of pushed tokens has not been returned yet."""
+        return self._sent < len(self.text) or bool(self._window and self._window_text == 0)
+
+    def _extend(self, decoded: str) -> str:
+        self._add(decoded[self._window_text :])
+        self._window_text = len(decoded)
+        if len(self._window) > WINDOW:
+            self._window = self._window[-CONTEXT:]
+            self._window_text = len(self._decode(self._window))
+        return self._send(len(self.text) if self.is_stopped else len(self.text) - self._held())
+
+    def _add(self, piece: str) -> None:
+        longest = max(map(len, self._stops), default=0)
+        search_from = max(0, len(self.text) - longest + 1)
+        self.text += piece
+        found = [(place, stop) for stop in self._stops if (place := self.text.find(stop, search_from)) >= 0]
+        if found:
+            place, stop = min(found)
+            self.text = self.text[: place + (len(stop) if self._include_stop else 0)]
+            self.is_stopped = True
+
+    def _held(self) -> int:
+        """Characters at the end that begin a stop string."""
+        for length in range(max(map(len, self._stops), default=1) - 1, 0, -1):
+            if any(stop.startswith(self.text[-length:]) for stop in self._stops if len(stop) > length):
+                return min(length, len(self.text) - self._sent)
+        return 0
+
+    def _send(self, until: int) -> str:
+        piece = self.text[self._sent : until]
+        self._sent = max(self._sent, until)
+        return piece

@@ -1,0 +1,52 @@
+"""``staticllm compile``: compile every variant, show each, write the blobs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from staticllm.cli.options import layout_options, read_config
+from staticllm.core import ProgressEvent
+
+WIDTH = 24
+
+
+@click.command("compile")
+@click.argument("model", type=click.Path())
+@click.option("--export-blob", "target", type=click.Path(), required=True, help="Folder to write; must not exist.")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
+@layout_options
+def command(model: str, target: str, as_json: bool, **options: Any) -> None:
+    """Compile all programs of MODEL and export them as blobs with a manifest."""
+    from staticllm.pipelines.blobs import export_blobs
+
+    config = read_config(options)
+    manifest = export_blobs(model, options["device"], config, target, Bars())
+    if as_json:
+        click.echo(json.dumps(manifest, indent=2))
+        return
+    click.echo(f"{len(manifest['blobs'])} blobs for {len(manifest['variants'])} variants in {target}")
+
+
+class Bars:
+    """One bar a variant on stderr: half full when compiled, full when written. Plain lines if stderr is no terminal."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._spent = 0.0
+
+    def __call__(self, event: ProgressEvent) -> None:
+        if event.variant is None:
+            click.echo(f"{event.stage:<24} {event.seconds:6.2f} s", err=True)
+            return
+        is_done = event.stage == "export"
+        self._spent = self._spent + event.seconds if is_done else event.seconds
+        if self._is_terminal:
+            filled = "█" * (WIDTH if is_done else WIDTH // 2)
+            line = f"\r{event.variant!s:<24} {filled:░<{WIDTH}} {event.index}/{event.total} {self._spent:6.2f} s"
+            click.echo(line, err=True, nl=is_done)
+        elif is_done:
+            click.echo(f"{event.variant!s:<24} {event.index}/{event.total} {self._spent:6.2f} s", err=True)

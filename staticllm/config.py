@@ -1,0 +1,174 @@
+"""One frozen config, resolved once. GenAI's property names and the typed fields are two spellings of the same thing."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, cast
+
+from staticllm.core import RowType
+from staticllm.errors import ConfigError
+
+MAX_LEN = 1 << 20
+_ROW_TYPES = ("f32", "f16", "bf16")
+_REPLACED_PREFIXES = ("NPUW_", "NPU_USE_NPUW")
+_NOT_YET = {
+    "BLOB_PATH": "compile again, or set CACHE_DIR; `staticllm compile --export-blob` writes blobs",
+    "EXPORT_BLOB": "use `staticllm compile --export-blob`",
+    "WEIGHTS_PATH": "keep the weights beside the IR",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticLLMConfig:
+    """How a model is laid out on a device. Lengths are in tokens.
+
+    Args:
+        max_prompt_len: The longest prompt (``MAX_PROMPT_LEN``).
+        min_response_len: The tokens that a response to the longest prompt can have at least (``MIN_RESPONSE_LEN``).
+        programs: ``separate`` compiles one static program a variant, ``shared`` one program for all, ``auto`` asks the
+            device: shared on CPU and GPU, separate elsewhere (``PROGRAMS``).
+        prefill_rows: Sizes of the prefill programs, None for the default ladder (``PREFILL_ROWS``).
+        prefill_capacities: Past rows that a prefill program can see; 0 is a program without past (``PREFILL_CAPACITIES``).
+        generate_capacities: Rows that a generate program can see (``GENERATE_CAPACITIES``).
+        kv_cache_precision: Type of the rows, None for the device's default (``KV_CACHE_PRECISION``).
+        prefix_caching: Keep the rows of the last conversation and reuse the common prefix (``PREFIX_CACHING``).
+        device_properties: OpenVINO properties for every program.
+        prefill_config: More properties for prefill programs (``PREFILL_CONFIG``).
+        generate_config: More properties for generate programs (``GENERATE_CONFIG``).
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
+
+    max_prompt_len: int = 1024
+    min_response_len: int = 128
+    programs: Literal["auto", "separate", "shared"] = "auto"
+    prefill_rows: tuple[int, ...] | None = None
+    prefill_capacities: tuple[int, ...] | None = None
+    generate_capacities: tuple[int, ...] | None = None
+    kv_cache_precision: RowType | None = None
+    prefix_caching: bool = True
+    device_properties: Mapping[str, Any] = field(default_factory=dict)
+    prefill_config: Mapping[str, Any] = field(default_factory=dict)
+    generate_config: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("max_prompt_len", "min_response_len"):
+            object.__setattr__(self, name, whole(name.upper(), getattr(self, name), 1))
+        _one_of("PROGRAMS", self.programs, ("auto", "separate", "shared"))
+        if self.kv_cache_precision is not None:
+            object.__setattr__(self, "kv_cache_precision", _row_type(self.kv_cache_precision))
+        _one_of("PREFIX_CACHING", self.prefix_caching, (True, False))
+        for name, least in (("prefill_rows", 1), ("prefill_capacities", 0), ("generate_capacities", 1)):
+            object.__setattr__(self, name, _ladder(name.upper(), getattr(self, name), least))
+        for rows in self.prefill_rows or ():
+            if rows > self.max_prompt_len:
+                raise ConfigError(f"PREFILL_ROWS has {rows}, more than MAX_PROMPT_LEN={self.max_prompt_len}: leave it out")
+        for name in ("prefill_capacities", "generate_capacities"):
+            for capacity in getattr(self, name) or ():
+                if capacity > self.capacity:
+                    raise ConfigError(
+                        f"{name.upper()} has {capacity}, more than MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {self.capacity}: "
+                        "leave it out or raise a length"
+                    )
+
+    @property
+    def capacity(self) -> int:
+        """Rows of the largest variant: prompt and response together."""
+        return self.max_prompt_len + self.min_response_len
+
+    @classmethod
+    def from_properties(cls, properties: Mapping[str, Any], supported: Collection[str] = ()) -> StaticLLMConfig:
+        """Read GenAI-style properties; ``supported`` are the names that the device takes.
+
+        Raises:
+            ConfigError: a name is unknown (with the nearest known one), or a value is impossible.
+        """
+        options: dict[str, Any] = {}
+        device_properties: dict[str, Any] = {}
+        for name, value in properties.items():
+            if name in _OWN:
+                options[_OWN[name]] = value
+            elif name in _HINTS:
+                _HINTS[name](options, value, properties)
+            elif name in supported:
+                device_properties[name] = value
+            else:
+                _refuse(name, supported)
+        for name in ("prefill_config", "generate_config"):
+            extra = options.get(name, {})
+            if not isinstance(extra, Mapping):
+                raise ConfigError(f"{name.upper()}={extra!r}: must be a dict of device properties")
+            for key in extra:
+                if key not in supported:
+                    _refuse(key, supported)
+        return cls(device_properties=device_properties, **options)
+
+
+def whole(name: str, value: object, least: int, most: int = MAX_LEN) -> int:
+    """``value`` as an int within limits, or a ConfigError naming both."""
+    try:
+        number = cast(Any, value).__index__()
+    except (AttributeError, TypeError):
+        number = None
+    if number is None or isinstance(value, bool) or not least <= number <= most:
+        raise ConfigError(f"{name}={value!r}: must be a whole number from {least} to {most}")
+    return int(number)
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
+
+
+def _row_type(value: object) -> RowType:
+    name = getattr(value, "get_type_name", lambda: str(value))()
+    if name not in _ROW_TYPES:
+        raise ConfigError(f"KV_CACHE_PRECISION={name!r}: must be one of {', '.join(_ROW_TYPES)}")
+    return cast(RowType, name)
+
+
+def _ladder(name: str, value: object, least: int) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str) or not hasattr(value, "__iter__"):
+        raise ConfigError(f"{name}={value!r}: must be a list of whole numbers")
+    ladder = tuple(sorted({whole(name, item, least) for item in cast(Any, value)}))
+    if not ladder:
+        raise ConfigError(f"{name} is empty: give at least one size, or leave it out for the default")
+    return ladder
+
+
+def _refuse(name: str, supported: Collection[str]) -> None:
+    if name in _NOT_YET:
+        raise ConfigError(f"{name} is not supported yet: {_NOT_YET[name]}")
+    if name.startswith(_REPLACED_PREFIXES):
+        warnings.warn(f"{name} steers NPUW, which staticllm replaces: it has no effect", stacklevel=4)
+        return
+    near = difflib.get_close_matches(name, [*_OWN, *_HINTS, *supported], n=1)
+    raise ConfigError(f"unknown property {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+
+
+def _prefill_hint(options: dict[str, Any], value: object, properties: Mapping[str, Any]) -> None:
+    _one_of("PREFILL_HINT", value, ("DYNAMIC", "STATIC"))
+    if value == "STATIC":
+        options.setdefault("prefill_rows", [properties.get("MAX_PROMPT_LEN", StaticLLMConfig.max_prompt_len)])
+
+
+def _generate_hint(options: dict[str, Any], value: object, properties: Mapping[str, Any]) -> None:
+    _one_of("GENERATE_HINT", value, ("FAST_COMPILE", "BEST_PERF"))
+    if value == "FAST_COMPILE":
+        lengths = (("MAX_PROMPT_LEN", StaticLLMConfig.max_prompt_len), ("MIN_RESPONSE_LEN", StaticLLMConfig.min_response_len))
+        total = sum(whole(name, properties.get(name, default), 1) for name, default in lengths)
+        options.setdefault("generate_capacities", [total])
+
+
+_OWN = {
+    item.name.upper(): item.name for item in fields(StaticLLMConfig) if item.name != "device_properties"
+}
+"""Property name → field. Every field but the pass-through is a property under its upper-case name."""
+
+_HINTS = {"PREFILL_HINT": _prefill_hint, "GENERATE_HINT": _generate_hint}

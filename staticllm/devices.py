@@ -1,0 +1,41 @@
+"""What is asked of a device before anything is compiled for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from staticllm.core import ProgramMode, RowType
+from staticllm.errors import DeviceError
+
+if TYPE_CHECKING:
+    import openvino as ov
+
+_DYNAMIC_SHAPES = ("CPU", "GPU")
+"""Devices that take bounded dynamic shapes well, and repack the weights for each compiled model."""
+
+
+def check_device(core: ov.Core, device: object) -> str:
+    """The device's name if it is on this machine.
+
+    Raises:
+        DeviceError: it is not; the message lists the devices that are.
+    """
+    available = core.available_devices
+    if isinstance(device, str) and any(name == device or name.split(".")[0] == device for name in available):
+        return device
+    raise DeviceError(f"device {device!r} is not on this machine; there are: {', '.join(available)}")
+
+
+def supported_properties(core: ov.Core, device: str) -> frozenset[str]:
+    """Names of the properties that the device and OpenVINO's own core take at compile time."""
+    return frozenset(core.get_property(device, "SUPPORTED_PROPERTIES")) | {"CACHE_DIR", "CACHE_MODE"}
+
+
+def default_mode(device: str) -> ProgramMode:
+    """``shared`` where dynamic shapes cost nothing and each program costs a copy of the weights, else ``separate``."""
+    return "shared" if device.split(".")[0] in _DYNAMIC_SHAPES else "separate"
+
+
+def default_row_type(device: str) -> RowType:
+    """f32 rows where the device computes in f32 at no cost, f16 elsewhere."""
+    return "f32" if device.split(".")[0] == "CPU" else "f16"

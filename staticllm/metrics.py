@@ -1,0 +1,115 @@
+"""Timings with openvino_genai's getters: means and standard deviations in ms, throughput in tokens a second."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field, fields
+
+MICRO = 1e6
+
+
+@dataclass(frozen=True)
+class MeanStdPair:
+    """A mean and a standard deviation; -1 both when nothing was measured, as GenAI has it."""
+
+    mean: float
+    std: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> MeanStdPair:
+        if not values:
+            return cls(-1.0, -1.0)
+        return cls(statistics.fmean(values), statistics.pstdev(values))
+
+
+@dataclass
+class RawPerfMetrics:
+    """Single measurements, durations in microseconds; one entry a request, but for those of tokens."""
+
+    generate_durations: list[float] = field(default_factory=list)
+    tokenization_durations: list[float] = field(default_factory=list)
+    detokenization_durations: list[float] = field(default_factory=list)
+    m_times_to_first_token: list[float] = field(default_factory=list)
+    m_durations: list[float] = field(default_factory=list)  # between tokens
+    m_new_token_times: list[float] = field(default_factory=list)  # perf_counter, in ms
+    m_batch_sizes: list[int] = field(default_factory=list)
+    token_infer_durations: list[float] = field(default_factory=list)  # device calls
+    inference_durations: list[float] = field(default_factory=list)  # device time of a request
+
+
+class PerfMetrics:
+    """Timings of one or more requests; add two to pool them."""
+
+    def __init__(self, load_time_ms: float = 0.0, raw: RawPerfMetrics | None = None) -> None:
+        self._load_time = load_time_ms
+        self.raw_metrics = raw or RawPerfMetrics()
+        self._num_input_tokens = 0
+        self._num_generated_tokens = 0
+        self._num_cached_tokens = 0
+
+    def count(self, num_input: int, num_generated: int, num_cached: int) -> None:
+        """Add the token counts of one request."""
+        self._num_input_tokens += num_input
+        self._num_generated_tokens += num_generated
+        self._num_cached_tokens += num_cached
+
+    def get_load_time(self) -> float:
+        """Ms from opening the model directory to being ready."""
+        return self._load_time
+
+    def get_num_input_tokens(self) -> int:
+        """Prompt tokens, chat template included."""
+        return self._num_input_tokens
+
+    def get_num_generated_tokens(self) -> int:
+        return self._num_generated_tokens
+
+    def get_num_cached_tokens(self) -> int:
+        """Prompt tokens whose rows were reused from the conversation before."""
+        return self._num_cached_tokens
+
+    def get_ttft(self) -> MeanStdPair:
+        """Time to first token, ms: from the call to the first token, tokenization included."""
+        return self._ms("m_times_to_first_token")
+
+    def get_tpot(self) -> MeanStdPair:
+        """Time per output token after the first, ms."""
+        return self._ms("m_durations")
+
+    def get_ipot(self) -> MeanStdPair:
+        """Device time per output token after the first, ms."""
+        return self._ms("token_infer_durations")
+
+    def get_throughput(self) -> MeanStdPair:
+        """Tokens a second while decoding."""
+        mean = self.get_tpot()
+        if mean.mean <= 0:
+            return MeanStdPair(-1.0, -1.0)
+        return MeanStdPair(1e3 / mean.mean, 1e3 * mean.std / mean.mean**2)
+
+    def get_generate_duration(self) -> MeanStdPair:
+        return self._ms("generate_durations")
+
+    def get_inference_duration(self) -> MeanStdPair:
+        return self._ms("inference_durations")
+
+    def get_tokenization_duration(self) -> MeanStdPair:
+        return self._ms("tokenization_durations")
+
+    def get_detokenization_duration(self) -> MeanStdPair:
+        return self._ms("detokenization_durations")
+
+    def _ms(self, name: str) -> MeanStdPair:
+        return MeanStdPair.of([value / 1e3 for value in getattr(self.raw_metrics, name)])
+
+    def __add__(self, other: PerfMetrics) -> PerfMetrics:
+        raw = RawPerfMetrics(
+            **{
+                item.name: getattr(self.raw_metrics, item.name) + getattr(other.raw_metrics, item.name)
+                for item in fields(RawPerfMetrics)
+            }
+        )
+        pooled = PerfMetrics(self._load_time, raw)
+        for part in (self, other):
+            pooled.count(part._num_input_tokens, part._num_generated_tokens, part._num_cached_tokens)
+        return pooled

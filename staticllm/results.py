@@ -1,0 +1,50 @@
+"""What ``generate`` returns: the attributes of openvino_genai's results, with truthful finish reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from staticllm.core import FinishReason
+from staticllm.metrics import PerfMetrics
+
+
+@dataclass(frozen=True)
+class EncodedResults:
+    """For token inputs. ``tokens[i]`` are the generated ids, ``scores[i]`` the sum of their log-probabilities (0.0 unless
+    ``logprobs`` is set), ``finish_reasons[i]`` one of ``stop``, ``length``, ``cancelled``."""
+
+    tokens: list[list[int]]
+    scores: list[float]
+    finish_reasons: list[FinishReason]
+    perf_metrics: PerfMetrics = field(repr=False)
+
+
+@dataclass(frozen=True)
+class DecodedResults:
+    """For a list of strings or a chat history: the same with ``texts``; ``tokens`` are there as well."""
+
+    texts: list[str]
+    tokens: list[list[int]]
+    scores: list[float]
+    finish_reasons: list[FinishReason]
+    perf_metrics: PerfMetrics = field(repr=False)
+
+    def __str__(self) -> str:
+        return "\n".join(self.texts)
+
+
+class GeneratedText(str):
+    """The answer to a plain ``str``: a ``str`` as openvino_genai returns, which also carries the results' attributes."""
+
+    texts: list[str]
+    tokens: list[list[int]]
+    scores: list[float]
+    finish_reasons: list[FinishReason]
+    perf_metrics: PerfMetrics
+
+    @classmethod
+    def of(cls, results: DecodedResults) -> GeneratedText:
+        text = cls(results.texts[0])
+        text.texts, text.tokens, text.scores = results.texts, results.tokens, results.scores
+        text.finish_reasons, text.perf_metrics = results.finish_reasons, results.perf_metrics
+        return text
