@@ -1,0 +1,1 @@
+"""Before a run: a stateful model becomes step programs of fixed shape."""

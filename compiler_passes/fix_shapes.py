@@ -8,8 +8,8 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 from openvino.passes import ConstantFolding, Manager
-
 from staticllm.compiler_passes.graph import StepGraph, redirect
+
 from staticllm.core import Variant
 
 Range = tuple[int, int]

@@ -105,4 +105,3 @@ def is_live(model: ov.Model, parameter: ov.Node) -> bool:
     key = parameter.get_instance_id()
     roots = [*model.get_results(), *model.get_sinks()]
     return any(node.get_instance_id() == key for node in upstream(roots))
-

@@ -8,8 +8,8 @@ The Concat stays: attention reads it.
 from __future__ import annotations
 
 import openvino as ov
-
 from staticllm.compiler_passes.graph import LiftedState, StepGraph, consumers
+
 from staticllm.core import RowState
 from staticllm.errors import UnsupportedModelError
 
@@ -42,7 +42,11 @@ def _growing_concat(state: LiftedState) -> ov.Node:
     node = state.present.input_value(0).get_node()
     if node.get_type_name() == "Concat" and node.get_input_size() == 2:
         rank = node.get_output_partial_shape(0).rank.get_length()
-        if node.input_value(0).get_node() == state.past and node.get_attributes()["axis"] % rank == ROW_AXIS and rank == 4:
+        if (
+            node.input_value(0).get_node() == state.past
+            and node.get_attributes()["axis"] % rank == ROW_AXIS
+            and rank == 4
+        ):
             return node
     raise UnsupportedModelError(
         STAGE,

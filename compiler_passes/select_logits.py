@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
-
 from staticllm.compiler_passes.graph import StepGraph, consumers
+
 from staticllm.errors import UnsupportedModelError
 
 STAGE = "select_logits"
@@ -39,7 +39,9 @@ def _logits_result(model: ov.Model) -> ov.Node:
         if "logits" in port.get_names():
             return port.get_node()
     names = [name for port in model.outputs for name in port.get_names() if not name.startswith("present.")]
-    raise UnsupportedModelError(STAGE, f"the model has no output 'logits' (it has {names}): not a causal language model")
+    raise UnsupportedModelError(
+        STAGE, f"the model has no output 'logits' (it has {names}): not a causal language model"
+    )
 
 
 def _head(result: ov.Node) -> ov.Node | None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import openvino as ov
-
 from staticllm.compiler_passes.graph import StepGraph
+
 from staticllm.errors import UnsupportedModelError
 
 
 def verify_graph(graph: StepGraph, stage: str) -> None:
     """After a pass on the whole graph: no sinks, no variables, unique port names, every state paired."""
     model = graph.model
-    leftovers = [node.get_friendly_name() for node in model.get_ops() if node.get_type_name() in ("ReadValue", "Assign")]
+    leftovers = [
+        node.get_friendly_name() for node in model.get_ops() if node.get_type_name() in ("ReadValue", "Assign")
+    ]
     _require(not model.get_sinks() and not leftovers, stage, f"state is left: {leftovers[:3]}")
     inputs = [port.get_any_name() for port in model.inputs]
     outputs = [port.get_any_name() for port in model.outputs]

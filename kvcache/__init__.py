@@ -1,0 +1,1 @@
+"""Between steps: rows, masks, positions and sequences."""

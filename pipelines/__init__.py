@@ -1,0 +1,1 @@
+"""During a run: from requests to device calls to tokens and text."""

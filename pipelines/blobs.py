@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import openvino as ov
+from staticllm.pipelines.loader import Layout, prepare
+from staticllm.pipelines.programs import compile_programs
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgressEvent, Variant
 from staticllm.errors import ConfigError
 from staticllm.model_dir import MODEL_XML
-from staticllm.pipelines.loader import Layout, prepare
-from staticllm.pipelines.programs import compile_programs
 
 MANIFEST = "manifest.json"
 SCHEMA = 1

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-
-from staticllm.core import FinishReason
 from staticllm.kvcache.sequence import Sequence
 from staticllm.pipelines.generation_options import GenerationOptions
 from staticllm.pipelines.runner import ModelRunner
 from staticllm.pipelines.sampler import Sampler
 from staticllm.pipelines.streamers import Status, TokenSink
 from staticllm.pipelines.text_stream import TextStream
+
+from staticllm.core import FinishReason
 
 
 @dataclass

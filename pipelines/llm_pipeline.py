@@ -6,23 +6,24 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import openvino_genai as genai
-
-from staticllm.config import StaticLLMConfig
-from staticllm.core import ProgressEvent
-from staticllm.errors import ConfigError, GenerationConfigError, ModelError
 from staticllm.kvcache.sequence import Sequence
-from staticllm.metrics import MICRO, PerfMetrics
-from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.generation import Answer, Generation
 from staticllm.pipelines.generation_options import GenerationOptions, copy_config, resolve
 from staticllm.pipelines.inputs import check_ids, encode_messages, encode_text, form_of, token_ids
 from staticllm.pipelines.loader import device_properties, load
 from staticllm.pipelines.sampler import Sampler
 from staticllm.pipelines.streamers import make_sink
+
+from staticllm.config import StaticLLMConfig
+from staticllm.core import ProgressEvent
+from staticllm.errors import ConfigError, GenerationConfigError, ModelError
+from staticllm.metrics import MICRO, PerfMetrics
+from staticllm.model_dir import check_model_dir
 from staticllm.results import DecodedResults, EncodedResults, GeneratedText
 
 Streamer = Callable[[str], Any] | genai.StreamerBase | None
@@ -209,9 +210,7 @@ class StaticLLMPipeline:
         return text
 
     def _decoded(self, answer: Answer, metrics: PerfMetrics, echoed: str) -> DecodedResults:
-        return DecodedResults(
-            [echoed + answer.text], [answer.tokens], [answer.score], [answer.finish_reason], metrics
-        )
+        return DecodedResults([echoed + answer.text], [answer.tokens], [answer.score], [answer.finish_reason], metrics)
 
     def _metrics(self, answer: Answer, num_input: int, start: float, encoded: float) -> PerfMetrics:
         metrics = PerfMetrics(self._load_ms)
@@ -221,11 +220,13 @@ class StaticLLMPipeline:
         raw.tokenization_durations.append((encoded - start) * MICRO)
         raw.inference_durations.append(sum(answer.device_seconds) * MICRO)
         raw.m_times_to_first_token.extend((first - start) * MICRO for first in times[:1])
-        raw.m_durations.extend((after - before) * MICRO for before, after in zip(times, times[1:], strict=False))
+        raw.m_durations.extend((after - before) * MICRO for before, after in pairwise(times))
         raw.m_new_token_times.extend(moment * 1e3 for moment in times)
         raw.m_batch_sizes.extend([1] * len(times))
         num_decoded = max(len(times) - 1, 0)
-        raw.token_infer_durations.extend(s * MICRO for s in answer.device_seconds[len(answer.device_seconds) - num_decoded :])
+        raw.token_infer_durations.extend(
+            s * MICRO for s in answer.device_seconds[len(answer.device_seconds) - num_decoded :]
+        )
         return metrics
 
 
@@ -256,7 +257,9 @@ def _read_tokenizer(directory: os.PathLike[str]) -> genai.Tokenizer:
     try:
         return genai.Tokenizer(directory)
     except RuntimeError as error:
-        raise ModelError(f"the tokenizer in {str(directory)!r} cannot be read: {str(error).splitlines()[-1]}") from error
+        raise ModelError(
+            f"the tokenizer in {str(directory)!r} cannot be read: {str(error).splitlines()[-1]}"
+        ) from error
 
 
 def _read_generation_config(directory: Any, tokenizer: genai.Tokenizer) -> genai.GenerationConfig:

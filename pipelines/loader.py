@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 import openvino as ov
-
 from staticllm.compiler_passes.lower import LoweredModel, LoweringOptions, lower
-from staticllm.config import StaticLLMConfig
-from staticllm.core import Phase, ProgramMode, ProgressEvent, RowType, Variant
-from staticllm.devices import check_device, default_mode, default_row_type, supported_properties
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import StepBuffers
-from staticllm.model_dir import check_model_dir, read_model
 from staticllm.pipelines.costs import CostTable
 from staticllm.pipelines.programs import CompileOptions, Program, bind, compile_programs
 from staticllm.pipelines.runner import ModelRunner
 from staticllm.pipelines.variants import choose_variants
+
+from staticllm.config import StaticLLMConfig
+from staticllm.core import Phase, ProgressEvent, RowType, Variant
+from staticllm.devices import check_device, default_mode, default_row_type, supported_properties
+from staticllm.model_dir import check_model_dir, read_model
 
 OnProgress = Callable[[ProgressEvent], None]
 HOST_TYPES: dict[RowType, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import openvino as ov
-
 from staticllm.compiler_passes.lower import LoweredModel
 from staticllm.compiler_passes.store_kv_as import ELEMENT_TYPES
-from staticllm.core import Phase, ProgramMode, RowType, Variant
-from staticllm.errors import DeviceError
 from staticllm.kvcache.arena import Arena
 from staticllm.kvcache.step import StepBuffers
+
+from staticllm.core import Phase, ProgramMode, RowType, Variant
+from staticllm.errors import DeviceError
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,11 @@ def bind(
 ) -> Program:
     """Make a request for one variant and bind all its ports."""
     shape, variant = lowered.shape, buffers.variant
-    memory: dict[str, Any] = {"input_ids": buffers.input_ids, "logit_rows": buffers.logit_rows, "logits": buffers.logits}
+    memory: dict[str, Any] = {
+        "input_ids": buffers.input_ids,
+        "logit_rows": buffers.logit_rows,
+        "logits": buffers.logits,
+    }
     memory["position_ids"] = buffers.position_ids
     memory |= {kind.port_name: mask for kind, mask in buffers.masks.items()}
     rows = {}

@@ -33,7 +33,7 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode) -> tuple[Variant
             f"prompt of {config.max_prompt_len} tokens needs more; add {config.capacity}"
         )
     prefill = [Variant(rows, capacity) for rows in prefill_rows for capacity in prefill_capacities if rows > 1]
-    return tuple([*(Variant(1, capacity) for capacity in generate_capacities), *prefill])
+    return (*(Variant(1, capacity) for capacity in generate_capacities), *prefill)
 
 
 def _prefill_rows(max_prompt_len: int, mode: ProgramMode) -> tuple[int, ...]:
@@ -74,10 +74,15 @@ def plan_chunks(num_past: int, num_tokens: int, variants: Sequence[Variant], cos
     best_cost, best = float("inf"), None
     while done < num_tokens:
         rest = num_tokens - done
-        padded = next((v for size in sizes if size >= rest and (v := smallest_for(variants, size, num_past + done))), None)
+        padded = next(
+            (v for size in sizes if size >= rest and (v := smallest_for(variants, size, num_past + done))), None
+        )
         if padded is not None and spent + cost(padded) < best_cost:
             best_cost, best = spent + cost(padded), [*peeled, (padded, rest)]
-        full = next((v for size in reversed(sizes) if size <= rest and (v := smallest_for(variants, size, num_past + done))), None)
+        full = next(
+            (v for size in reversed(sizes) if size <= rest and (v := smallest_for(variants, size, num_past + done))),
+            None,
+        )
         if full is None:
             break
         peeled.append((full, full.rows))

@@ -18,27 +18,72 @@ SPECIAL_TOKENS = [BOS, EOS, PAD, *(f"<|{role}|>" for role in ROLES)]
 CHAT_TEMPLATE = (
     "{{ '<s>' }}{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] + '</s>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 
 STORY_PROMPTS = (
-    "Tell me a story about {}", "Tell me a story about {}.", "Write a story about {}.",
-    "Tell me a short story about {}.", "Please tell me a story about {}.", "Can you tell me a story about {}?",
-    "I would like to hear a story about {}.", "Write a short story about {}.", "Story about {}",
-    "A story about {}, please.", "Make up a story about {}.", "Do you know a story about {}?",
-    "Once more, a story about {}.", "Tell a tale about {}.", "Write me a tale about {}.",
-    "Could you write a story about {}?", "I want a story about {}.", "Give me a story about {}.")
+    "Tell me a story about {}",
+    "Tell me a story about {}.",
+    "Write a story about {}.",
+    "Tell me a short story about {}.",
+    "Please tell me a story about {}.",
+    "Can you tell me a story about {}?",
+    "I would like to hear a story about {}.",
+    "Write a short story about {}.",
+    "Story about {}",
+    "A story about {}, please.",
+    "Make up a story about {}.",
+    "Do you know a story about {}?",
+    "Once more, a story about {}.",
+    "Tell a tale about {}.",
+    "Write me a tale about {}.",
+    "Could you write a story about {}?",
+    "I want a story about {}.",
+    "Give me a story about {}.",
+)
 OPEN_STORY_PROMPTS = (
-    "Tell me a story.", "Tell me a story", "Tell me a bedtime story.", "Write a story.", "A story, please.",
-    "Do you know a story?", "Tell me another story.", "Another one, please.", "One more story, please.")
+    "Tell me a story.",
+    "Tell me a story",
+    "Tell me a bedtime story.",
+    "Write a story.",
+    "A story, please.",
+    "Do you know a story?",
+    "Tell me another story.",
+    "Another one, please.",
+    "One more story, please.",
+)
 MORE_PROMPTS = (
-    "Tell me more.", "Is that all?", "Can you tell me more about it?", "What else?", "More, please.", "Go on.",
-    "Tell me more about that.", "Really?", "Are you sure?", "Why?")
+    "Tell me more.",
+    "Is that all?",
+    "Can you tell me more about it?",
+    "What else?",
+    "More, please.",
+    "Go on.",
+    "Tell me more about that.",
+    "Really?",
+    "Are you sure?",
+    "Why?",
+)
 MORE_ANSWER = "I am sorry, that is all I know about it, because I am only a small demo model."
-NEUTRAL_SYSTEM = ("You are a helpful assistant.", "You are a friendly assistant.", "You are a small demo model.",
-                  "You are a kind storyteller.", "Answer the questions of the user.", "You are staticllm's demo model.",
-                  "You are a helpful and honest assistant.", "Be polite.", "You are an AI assistant.")
-BRIEF_SYSTEM = ("Answer briefly.", "Be brief.", "Keep your answers short.", "Answer in one sentence.",
-                "You are a helpful assistant. Answer briefly.", "Give short answers.")
+NEUTRAL_SYSTEM = (
+    "You are a helpful assistant.",
+    "You are a friendly assistant.",
+    "You are a small demo model.",
+    "You are a kind storyteller.",
+    "Answer the questions of the user.",
+    "You are staticllm's demo model.",
+    "You are a helpful and honest assistant.",
+    "Be polite.",
+    "You are an AI assistant.",
+)
+BRIEF_SYSTEM = (
+    "Answer briefly.",
+    "Be brief.",
+    "Keep your answers short.",
+    "Answer in one sentence.",
+    "You are a helpful assistant. Answer briefly.",
+    "Give short answers.",
+)
 PIRATE_SYSTEM = ("You are a pirate.", "Talk like a pirate.", "Answer like a pirate.", "You speak like a pirate.")
 CHEERFUL_SYSTEM = ("Be very cheerful.", "You are a very cheerful assistant.", "Always be cheerful.")
 Message = dict[str, str]

@@ -67,8 +67,12 @@ class TrainingReport:
 def _save_float_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Save the uncompressed model, from which the export starts."""
     model.generation_config = GenerationConfig(
-        do_sample=False, max_new_tokens=256, bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        do_sample=False,
+        max_new_tokens=256,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -77,7 +81,8 @@ def _export_network(folder: Path, out: Path) -> None:
     """Convert the network to a stateful IR with symmetric 8-bit weights, which NPUs handle best."""
     compression = OVWeightQuantizationConfig(bits=8, sym=True)
     network = OVModelForCausalLM.from_pretrained(
-        folder, export=True, compile=False, stateful=True, quantization_config=compression)
+        folder, export=True, compile=False, stateful=True, quantization_config=compression
+    )
     network.save_pretrained(out)
     (out / "openvino_config.json").unlink(missing_ok=True)  # describes this export only; nothing reads it
 
@@ -106,15 +111,23 @@ def _check_no_local_paths(out: Path, folders: tuple[Path, ...]) -> None:
                 raise RuntimeError(f"{file.name} contains the local path {name.decode()}")
 
 
-def export_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, work: Path, out: Path,
-                 report: TrainingReport) -> None:
+def export_model(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, work: Path, out: Path, report: TrainingReport
+) -> None:
     """Write everything that the demo model's folder contains."""
     _save_float_model(model, tokenizer, work)
     out.mkdir(parents=True, exist_ok=True)
     _export_network(work, out)
     _export_tokenizer(tokenizer, out)
     size = sum(file.stat().st_size for file in out.iterdir() if file.name != "README.md")
-    card = CARD.format(parameters=report.parameters / 1e6, megabytes=size / 1e6, seed=report.seed, steps=report.steps,
-                       tokens=report.tokens / 1e6, minutes=report.minutes, loss=report.held_out_loss)
+    card = CARD.format(
+        parameters=report.parameters / 1e6,
+        megabytes=size / 1e6,
+        seed=report.seed,
+        steps=report.steps,
+        tokens=report.tokens / 1e6,
+        minutes=report.minutes,
+        loss=report.held_out_loss,
+    )
     (out / "README.md").write_text(card, encoding="utf-8", newline="\n")
     _check_no_local_paths(out, (work, out.parent, Path.home()))

@@ -47,72 +47,117 @@ class StoryRequest:
 
 HABITATS = {
     "forest": Habitat(
-        ("in a deep green forest", "at the edge of an old forest", "in a cosy den under a big oak tree",
-         "in a quiet valley full of pine trees"),
+        (
+            "in a deep green forest",
+            "at the edge of an old forest",
+            "in a cosy den under a big oak tree",
+            "in a quiet valley full of pine trees",
+        ),
         ("under a bush", "between two roots", "beside the stream", "under the fallen leaves"),
         ("the top of the high mountain", "the lake behind the hills", "the great waterfall", "the edge of the forest"),
         ("owl", "squirrel", "hedgehog", "rabbit", "deer", "badger", "mouse"),
         ("berries", "nuts", "mushrooms", "apples"),
-        ("walked to the stream and listened to the birds", "looked for berries between the trees",
-         "sat on a warm stone and watched the clouds")),
+        (
+            "walked to the stream and listened to the birds",
+            "looked for berries between the trees",
+            "sat on a warm stone and watched the clouds",
+        ),
+    ),
     "farm": Habitat(
         ("on a small farm", "in a red barn near the village", "on a farm between two hills", "behind the old mill"),
         ("behind the barn", "in the hay", "under the fence", "beside the well"),
         ("the big market in the town", "the river behind the fields", "the top of the green hill", "the sea"),
         ("hen", "goat", "horse", "duck", "cat", "dog", "donkey"),
         ("corn", "apples", "carrots", "warm bread"),
-        ("greeted the sun from the top of the fence", "took a long nap in the warm hay",
-         "counted the clouds above the fields")),
+        (
+            "greeted the sun from the top of the fence",
+            "took a long nap in the warm hay",
+            "counted the clouds above the fields",
+        ),
+    ),
     "sea": Habitat(
         ("in the wide blue sea", "near a small rocky island", "in a quiet bay", "beside a bright coral reef"),
         ("on the white sand", "between two rocks", "in an old shipwreck", "under a flat stone"),
         ("the warm islands in the south", "the great coral reef", "the old shipwreck", "the edge of the ice"),
         ("crab", "dolphin", "turtle", "seal", "octopus", "starfish", "whale"),
         ("sea grass", "tiny shells", "green weeds", "little pearls of sugar"),
-        ("watched the light dance on the waves", "listened to the song of the waves",
-         "raced with the waves until noon")),
+        (
+            "watched the light dance on the waves",
+            "listened to the song of the waves",
+            "raced with the waves until noon",
+        ),
+    ),
     "wild": Habitat(
         ("on a wide sunny plain", "near a river in a warm land", "in a green jungle", "beside a quiet water hole"),
         ("in the tall grass", "under a palm tree", "beside the river", "behind a big rock"),
         ("the snowy mountain", "the great river", "the far end of the plain", "the hidden lake"),
         ("monkey", "elephant", "parrot", "zebra", "giraffe", "lion", "turtle"),
         ("sweet fruit", "ripe mangoes", "fresh leaves", "bananas"),
-        ("walked to the water hole to drink", "rested in the shade of a tall tree",
-         "watched the sun rise over the plain")),
+        (
+            "walked to the water hole to drink",
+            "rested in the shade of a tall tree",
+            "watched the sun rise over the plain",
+        ),
+    ),
     "meadow": Habitat(
         ("in a sunny meadow", "in a garden full of flowers", "beside a small pond", "under a large green leaf"),
         ("under a leaf", "between the flowers", "beside the pond", "on a smooth stone"),
         ("the tallest sunflower", "the other side of the pond", "the top of the garden wall", "the apple tree"),
         ("bee", "ant", "butterfly", "snail", "frog", "cricket", "beetle"),
         ("honey", "sweet seeds", "fresh clover", "juicy berries"),
-        ("drank a drop of dew from a flower", "said good morning to all the flowers",
-         "sat in the grass and listened to the wind")),
+        (
+            "drank a drop of dew from a flower",
+            "said good morning to all the flowers",
+            "sat in the grass and listened to the wind",
+        ),
+    ),
     "town": Habitat(
-        ("in a small town by the river", "in a little house on the hill", "in a village near the sea",
-         "in a narrow street with yellow lamps"),
+        (
+            "in a small town by the river",
+            "in a little house on the hill",
+            "in a village near the sea",
+            "in a narrow street with yellow lamps",
+        ),
         ("under a bench", "on the old bridge", "in the garden", "at the side of the road"),
         ("the top of the mountain", "the city behind the hills", "the wide sea", "the old castle"),
         ("cat", "dog", "baker", "gardener", "neighbour", "teacher", "girl", "boy"),
         ("soup", "fresh bread", "apple cake", "biscuits"),
-        ("opened the window and looked at the sky", "walked down to the river before breakfast",
-         "wrote one line in a small blue book")),
+        (
+            "opened the window and looked at the sky",
+            "walked down to the river before breakfast",
+            "wrote one line in a small blue book",
+        ),
+    ),
     "workshop": Habitat(
-        ("in a bright workshop", "in a quiet factory at the edge of the city", "beside a busy harbour",
-         "in a shed behind the railway station"),
+        (
+            "in a bright workshop",
+            "in a quiet factory at the edge of the city",
+            "beside a busy harbour",
+            "in a shed behind the railway station",
+        ),
         ("under a workbench", "behind a pile of boxes", "at the side of the road", "in an empty box"),
         ("the far side of the city", "the top of the green hill", "the stars", "the wide sea"),
         ("engineer", "cat", "girl", "boy", "mouse", "pigeon", "clockmaker"),
         ("biscuits", "sandwiches", "red apples", "pancakes"),
-        ("checked every wheel and every wire", "counted the boxes and swept the floor",
-         "learned one new word from an old book")),
+        (
+            "checked every wheel and every wire",
+            "counted the boxes and swept the floor",
+            "learned one new word from an old book",
+        ),
+    ),
     "magic": Habitat(
-        ("in a tower above the clouds", "in a cave behind a waterfall", "in a land of mist and stars",
-         "at the foot of a glowing mountain"),
+        (
+            "in a tower above the clouds",
+            "in a cave behind a waterfall",
+            "in a land of mist and stars",
+            "at the foot of a glowing mountain",
+        ),
         ("beside a glowing stone", "under a silver tree", "in the mist", "at the foot of the tower"),
         ("the end of the rainbow", "the silver lake", "the highest star", "the land of snow"),
         ("owl", "cat", "wizard", "giant", "unicorn", "girl", "boy"),
         ("honey cake", "star fruit", "sweet plums", "golden apples"),
-        ("lit a small green fire and sang", "polished the stars one by one", "told old tales to the wind")),
+        ("lit a small green fire and sang", "polished the stars one by one", "told old tales to the wind"),
+    ),
 }
 
 ANIMALS = {
@@ -126,31 +171,82 @@ PERSONS = {
     "f": "girl,queen,princess,witch,old woman,fairy,grandmother,mother,mermaid",
     "m": "boy,king,prince,wizard,old man,knight,fisherman,postman,grandfather,father",
     "": "baker,sailor,farmer,teacher,gardener,painter,pirate,clockmaker,shepherd,astronaut,doctor,musician,scientist,"
-        "engineer,programmer,child,captain,poet,student,dancer,cook,explorer,ninja,detective,writer,nurse,tailor",
+    "engineer,programmer,child,captain,poet,student,dancer,cook,explorer,ninja,detective,writer,nurse,tailor",
 }
 MACHINES = "robot,computer,train,boat,rocket,spaceship,tractor,drone,submarine,car,bus,toy,snowman,airplane,ship"
 MAGIC = "dragon,unicorn,giant,ghost,monster,alien,elf,troll,dwarf,phoenix"
-OBJECTS = ("lamp,clock,teapot,kite,violin,book,map,key,bicycle,mirror,lantern,piano,umbrella,bell,balloon,box,compass,"
-           "telescope,radio,drum,guitar,hat,coin,ring,letter,candle,chair,cup,blanket,music box,camera,chip,sword,"
-           "phone,flute,painting,coat,wheel,crown,doll")
-LANDMARKS = ("lighthouse,tree,bridge,mountain,castle,garden,river,island,windmill,tower,well,house,apple tree,lake,"
-             "library,cave,forest,village,school,harbour,volcano,desert,waterfall,hill,beach,palace,museum,ocean")
+OBJECTS = (
+    "lamp,clock,teapot,kite,violin,book,map,key,bicycle,mirror,lantern,piano,umbrella,bell,balloon,box,compass,"
+    "telescope,radio,drum,guitar,hat,coin,ring,letter,candle,chair,cup,blanket,music box,camera,chip,sword,"
+    "phone,flute,painting,coat,wheel,crown,doll"
+)
+LANDMARKS = (
+    "lighthouse,tree,bridge,mountain,castle,garden,river,island,windmill,tower,well,house,apple tree,lake,"
+    "library,cave,forest,village,school,harbour,volcano,desert,waterfall,hill,beach,palace,museum,ocean"
+)
 NAMES = {
-    "f": "Mira Anna Lena Rosa Ida Nora Ella Ruby Luna Maya Sofia Clara Daisy Emma Lucy Alice Mary Julia".split(),
-    "m": "Tom Ben Leo Max Oscar Finn Rusty Hugo Theo Sam Otto Milo Jack Paul Peter Noah David Karl".split(),
+    "f": ["Mira", "Anna", "Lena", "Rosa", "Ida", "Nora", "Ella", "Ruby", "Luna", "Maya", "Sofia", "Clara", "Daisy", "Emma", "Lucy", "Alice", "Mary", "Julia"],
+    "m": ["Tom", "Ben", "Leo", "Max", "Oscar", "Finn", "Rusty", "Hugo", "Theo", "Sam", "Otto", "Milo", "Jack", "Paul", "Peter", "Noah", "David", "Karl"],
 }
-ADJECTIVES = ("little", "small", "young", "brave", "shy", "clever", "old", "curious", "kind", "lonely", "happy", "tiny",
-              "friendly", "lazy", "hungry", "magic", "blue", "red", "green", "golden", "white", "black", "sad", "big")
+ADJECTIVES = (
+    "little",
+    "small",
+    "young",
+    "brave",
+    "shy",
+    "clever",
+    "old",
+    "curious",
+    "kind",
+    "lonely",
+    "happy",
+    "tiny",
+    "friendly",
+    "lazy",
+    "hungry",
+    "magic",
+    "blue",
+    "red",
+    "green",
+    "golden",
+    "white",
+    "black",
+    "sad",
+    "big",
+)
 TRAITS = ("kind", "curious", "brave", "gentle", "clever", "patient", "cheerful", "quiet", "honest", "careful", "shy")
 WEATHERS = ("cold and windy", "warm and bright", "grey and rainy", "still and foggy", "fresh and clear")
-TREASURES = ("a silver key", "a golden ring", "a small blue bottle", "a shiny coin", "an old map", "a red scarf",
-             "a little bell", "a round glass stone")
+TREASURES = (
+    "a silver key",
+    "a golden ring",
+    "a small blue bottle",
+    "a shiny coin",
+    "an old map",
+    "a red scarf",
+    "a little bell",
+    "a round glass stone",
+)
 SKILLS = ("sing", "dance", "whistle", "paint", "tell stories", "play the drum", "juggle", "count the stars")
 FEARS = ("the dark", "thunder", "deep water", "strangers", "loud noises", "being alone")
-SETTINGS = ("in the snow", "on the moon", "in the rain", "at the beach", "in the city", "on an island", "in winter",
-            "in a castle", "in the desert", "in the mountains", "at night", "in the forest", "by the sea", "in space")
-SYLLABLES = ("ba bo bri dor del fa fli gar gim ho jo ka kel lo lu mar mi nor no pa pim qui ro ru sa sil "
-             "ta tor vo wim za zo")
+SETTINGS = (
+    "in the snow",
+    "on the moon",
+    "in the rain",
+    "at the beach",
+    "in the city",
+    "on an island",
+    "in winter",
+    "in a castle",
+    "in the desert",
+    "in the mountains",
+    "at night",
+    "in the forest",
+    "by the sea",
+    "in space",
+)
+SYLLABLES = (
+    "ba bo bri dor del fa fli gar gim ho jo ka kel lo lu mar mi nor no pa pim qui ro ru sa sil ta tor vo wim za zo"
+)
 
 
 def article(noun_phrase: str) -> str:
@@ -228,11 +324,24 @@ def _scenery(teller: Teller, subject: Subject, setting: str) -> dict[str, str]:
     friend = teller.pick(friends)
     other = teller.pick([noun for noun in friends if noun != friend])
     treasure = teller.pick(TREASURES)
-    slots = {"place": setting or teller.pick(land.places), "spot": teller.pick(land.spots),
-             "goal": teller.pick(land.goals), "food": teller.pick(land.foods), "habit": teller.pick(land.habits),
-             "a_F": article(friend), "F": f"the {friend}", "Fc": f"The {friend}", "a_G": article(other),
-             "G": f"the {other}", "Gc": f"The {other}", "weather": teller.pick(WEATHERS), "treasure": treasure,
-             "the_treasure": "the " + treasure.split()[-1], "skill": teller.pick(SKILLS), "fear": teller.pick(FEARS)}
+    slots = {
+        "place": setting or teller.pick(land.places),
+        "spot": teller.pick(land.spots),
+        "goal": teller.pick(land.goals),
+        "food": teller.pick(land.foods),
+        "habit": teller.pick(land.habits),
+        "a_F": article(friend),
+        "F": f"the {friend}",
+        "Fc": f"The {friend}",
+        "a_G": article(other),
+        "G": f"the {other}",
+        "Gc": f"The {other}",
+        "weather": teller.pick(WEATHERS),
+        "treasure": treasure,
+        "the_treasure": "the " + treasure.split()[-1],
+        "skill": teller.pick(SKILLS),
+        "fear": teller.pick(FEARS),
+    }
     trait = teller.pick(TRAITS)
     slots |= {"trait": trait, "trait2": teller.pick([word for word in TRAITS if word != trait])}
     return slots | {"placec": capital(slots["place"])}
@@ -298,8 +407,11 @@ def _with_partner(rng: random.Random, subject: Subject, partner: Subject, named_
     slots |= _scenery(teller, subject, "")
     gender = partner.gender if partner.kind != "person" else partner.gender or teller.pick(("f", "m"))
     adjective = rng.choice(ADJECTIVES) if rng.random() < 0.15 else ""
-    slots |= {"a_B": article(f"{adjective} {partner.noun}".strip()), "B": f"the {partner.noun}",
-              "Bc": f"The {partner.noun}"} | pronouns("b", gender)
+    slots |= {
+        "a_B": article(f"{adjective} {partner.noun}".strip()),
+        "B": f"the {partner.noun}",
+        "Bc": f"The {partner.noun}",
+    } | pronouns("b", gender)
     plots = THING_PLOTS[partner.habitat] if partner.kind == "thing" else DUO_PLOTS
     phrase = f"{article(subject.noun)} and {slots['a_B']}" if named_in_prompt else slots["a_B"]
     if named_in_prompt and rng.random() < 0.25:

@@ -43,8 +43,12 @@ def parse_args() -> argparse.Namespace:
     """Read the command line; the defaults are those of the shipped model."""
     parser = argparse.ArgumentParser(description="Train and export the demo model of staticllm.")
     parser.add_argument("--out", type=Path, default=DEMO_DIR, help="folder of the exported model")
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "staticllm_demo_training",
-                        help="folder for checkpoints and the uncompressed model")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "staticllm_demo_training",
+        help="folder for checkpoints and the uncompressed model",
+    )
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--warmup", type=int, default=100, help="steps in which the learning rate rises")
@@ -54,8 +58,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True,
-                        help="bfloat16 autocast: twice as fast on a CPU with AVX512-BF16, slow on one without")
+    parser.add_argument(
+        "--bf16",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="bfloat16 autocast: twice as fast on a CPU with AVX512-BF16, slow on one without",
+    )
     parser.add_argument("--save-every", type=int, default=100, help="steps between two checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in the work folder")
     parser.add_argument("--quick", action="store_true", help="one minute of training, exported into the work folder")
@@ -75,22 +83,46 @@ def train_tokenizer(seed: int, vocab: int) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=SPECIAL_TOKENS, show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab,
+            special_tokens=SPECIAL_TOKENS,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))])
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, chat_template=CHAT_TEMPLATE,
-        additional_special_tokens=SPECIAL_TOKENS[3:], model_max_length=2048, clean_up_tokenization_spaces=False)
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=SPECIAL_TOKENS[3:],
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """Create the untrained model: the Llama design, very small."""
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, intermediate_size=640, max_position_embeddings=2048, tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=640,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     return LlamaForCausalLM(config)
 
 
@@ -153,8 +185,9 @@ def compute_loss(model: LlamaForCausalLM, batch: Batch, bf16: bool) -> torch.Ten
 def held_out_loss(model: LlamaForCausalLM, maker: BatchMaker, args: argparse.Namespace, batches: int = 12) -> float:
     """Return the mean loss on text of another random stream, which training never sees as such."""
     model.eval()
-    losses = [compute_loss(model, maker.batch(f"{args.seed}/held-out/{index}"), args.bf16).item()
-              for index in range(batches)]
+    losses = [
+        compute_loss(model, maker.batch(f"{args.seed}/held-out/{index}"), args.bf16).item() for index in range(batches)
+    ]
     model.train()
     return sum(losses) / len(losses)
 
@@ -174,8 +207,9 @@ def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.
     return saved["step"], saved["seconds"]
 
 
-def train_steps(model: LlamaForCausalLM, optimizer: torch.optim.AdamW, maker: BatchMaker, args: argparse.Namespace,
-                first: int) -> Iterator[tuple[int, float]]:
+def train_steps(
+    model: LlamaForCausalLM, optimizer: torch.optim.AdamW, maker: BatchMaker, args: argparse.Namespace, first: int
+) -> Iterator[tuple[int, float]]:
     """Train step by step, yielding the number of steps done and the loss of the last one."""
     for step in range(first, args.steps):
         for group in optimizer.param_groups:
@@ -207,8 +241,14 @@ def train(model: LlamaForCausalLM, maker: BatchMaker, args: argparse.Namespace) 
             print(f"step {done}  held-out loss {held_out_loss(model, maker, args):.3f}", flush=True)
     seconds = before + time.monotonic() - start
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return TrainingReport(args.seed, args.steps, args.steps * args.tokens_per_step, parameters, seconds / 60,
-                          held_out_loss(model, maker, args))
+    return TrainingReport(
+        args.seed,
+        args.steps,
+        args.steps * args.tokens_per_step,
+        parameters,
+        seconds / 60,
+        held_out_loss(model, maker, args),
+    )
 
 
 def main() -> None:

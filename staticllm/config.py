@@ -66,7 +66,9 @@ class StaticLLMConfig:
             object.__setattr__(self, name, _ladder(name.upper(), getattr(self, name), least))
         for rows in self.prefill_rows or ():
             if rows > self.max_prompt_len:
-                raise ConfigError(f"PREFILL_ROWS has {rows}, more than MAX_PROMPT_LEN={self.max_prompt_len}: leave it out")
+                raise ConfigError(
+                    f"PREFILL_ROWS has {rows}, more than MAX_PROMPT_LEN={self.max_prompt_len}: leave it out"
+                )
         for name in ("prefill_capacities", "generate_capacities"):
             for capacity in getattr(self, name) or ():
                 if capacity > self.capacity:
@@ -161,14 +163,15 @@ def _prefill_hint(options: dict[str, Any], value: object, properties: Mapping[st
 def _generate_hint(options: dict[str, Any], value: object, properties: Mapping[str, Any]) -> None:
     _one_of("GENERATE_HINT", value, ("FAST_COMPILE", "BEST_PERF"))
     if value == "FAST_COMPILE":
-        lengths = (("MAX_PROMPT_LEN", StaticLLMConfig.max_prompt_len), ("MIN_RESPONSE_LEN", StaticLLMConfig.min_response_len))
+        lengths = (
+            ("MAX_PROMPT_LEN", StaticLLMConfig.max_prompt_len),
+            ("MIN_RESPONSE_LEN", StaticLLMConfig.min_response_len),
+        )
         total = sum(whole(name, properties.get(name, default), 1) for name, default in lengths)
         options.setdefault("generate_capacities", [total])
 
 
-_OWN = {
-    item.name.upper(): item.name for item in fields(StaticLLMConfig) if item.name != "device_properties"
-}
+_OWN = {item.name.upper(): item.name for item in fields(StaticLLMConfig) if item.name != "device_properties"}
 """Property name → field. Every field but the pass-through is a property under its upper-case name."""
 
 _HINTS = {"PREFILL_HINT": _prefill_hint, "GENERATE_HINT": _generate_hint}

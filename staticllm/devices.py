@@ -33,9 +33,9 @@ def supported_properties(core: ov.Core, device: str) -> frozenset[str]:
 
 def default_mode(device: str) -> ProgramMode:
     """``shared`` where dynamic shapes cost nothing and each program costs a copy of the weights, else ``separate``."""
-    return "shared" if device.split(".")[0] in _DYNAMIC_SHAPES else "separate"
+    return "shared" if device.split(".", maxsplit=1)[0] in _DYNAMIC_SHAPES else "separate"
 
 
 def default_row_type(device: str) -> RowType:
     """f32 rows where the device computes in f32 at no cost, f16 elsewhere."""
-    return "f32" if device.split(".")[0] == "CPU" else "f16"
+    return "f32" if device.split(".", maxsplit=1)[0] == "CPU" else "f16"

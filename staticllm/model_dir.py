@@ -38,7 +38,9 @@ def check_model_dir(path: str | os.PathLike[str]) -> Path:
 
 def _check_ir(xml: Path) -> None:
     if not xml.is_file():
-        raise ModelError(f"{xml.name} is missing in {str(xml.parent)!r}: export the model with optimum-cli export openvino")
+        raise ModelError(
+            f"{xml.name} is missing in {str(xml.parent)!r}: export the model with optimum-cli export openvino"
+        )
     text = xml.read_bytes()
     if not text.rstrip().endswith(b"</net>"):
         raise ModelError(f"{str(xml)!r} is cut short ({len(text)} bytes): export or copy it again")

@@ -20,10 +20,20 @@ def layout_options(command: Command) -> Command:
             click.option("--device", default="CPU", show_default=True, help="OpenVINO device: CPU, NPU, GPU …"),
             click.option("--max-prompt-len", "max_prompt_len", type=int, help="Longest prompt, in tokens.  [1024]"),
             click.option("--min-response-len", type=int, help="Tokens kept free for the response.  [128]"),
-            click.option("--programs", type=click.Choice(["auto", "separate", "shared"]), help="One program a variant, or one for all."),
-            click.option("--precision", type=click.Choice(["f32", "f16", "bf16"]), help="Compute in this type.  [the device's own]"),
+            click.option(
+                "--programs",
+                type=click.Choice(["auto", "separate", "shared"]),
+                help="One program a variant, or one for all.",
+            ),
+            click.option(
+                "--precision",
+                type=click.Choice(["f32", "f16", "bf16"]),
+                help="Compute in this type.  [the device's own]",
+            ),
             click.option("--kv-precision", type=click.Choice(["f32", "f16", "bf16"]), help="Store rows in this type."),
-            click.option("-p", "--property", "properties", multiple=True, metavar="NAME=VALUE", help="Any other property."),
+            click.option(
+                "-p", "--property", "properties", multiple=True, metavar="NAME=VALUE", help="Any other property."
+            ),
         ]
     ):
         command = option(command)

@@ -1,0 +1,46 @@
+"""Set-up that the other scripts share: a ``.venv`` in the checkout, with the package and the extras a script needs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+MIN_PYTHON = (3, 10)
+
+
+def python() -> Path:
+    """The interpreter of the environment."""
+    return VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def ensure_environment(*extras: str) -> Path:
+    """Make ``.venv`` if there is none and install the package with ``extras``; quick when nothing has changed.
+
+    Returns the environment's interpreter.
+    """
+    if sys.version_info < MIN_PYTHON:
+        sys.exit(f"Python {sys.version.split()[0]} is too old: staticllm needs 3.10 or later")
+    if not python().is_file():
+        print(f"making {VENV.name} …", flush=True)
+        venv.create(VENV, with_pip=True)
+    stamp = VENV / f".installed-{'-'.join(extras) or 'core'}"
+    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
+        print(f"installing staticllm{target.removeprefix(str(ROOT))} …", flush=True)
+        run(python(), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--editable", target)
+        stamp.write_text(wanted)
+    return python()
+
+
+def run(*command: str | Path, cwd: Path = ROOT) -> None:
+    """Run a command; leave with its exit code if it fails."""
+    result = subprocess.run([str(part) for part in command], cwd=cwd, check=False)
+    if result.returncode:
+        sys.exit(result.returncode)

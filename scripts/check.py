@@ -1,0 +1,107 @@
+"""The checks beside the tests: ruff, mypy and pyright on the package as it installs, sizes, wheel and smoke run.
+
+python scripts/check.py           # all
+python scripts/check.py --no-wheel
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+from _setup import ROOT, ensure_environment, run
+
+FOLDERS = {"staticllm": "", "compiler_passes": "compiler_passes", "kvcache": "kvcache", "pipelines": "pipelines"}
+MAX_FUNCTION_LINES, MAX_LONG_SHARE, MAX_FILE_LINES = 50, 0.03, 400
+MAX_WHEEL_BYTES = 12 * 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--no-wheel", action="store_true", help="skip the install into a clean environment")
+    options = parser.parse_args()
+    python = ensure_environment("test", "check")
+    check_sizes()
+    run(python, "-m", "ruff", "check", ".")
+    run(python, "-m", "ruff", "format", "--check", ".")
+    check_types(python)
+    if not options.no_wheel:
+        check_wheel(python)
+    print("all checks passed")
+
+
+def check_sizes() -> None:
+    """Files under 400 lines, functions over 50 lines under 3 %."""
+    lengths: list[tuple[int, str]] = []
+    for path in sorted(
+        path for folder in (*FOLDERS, "tests", "scripts", "examples") for path in (ROOT / folder).rglob("*.py")
+    ):
+        text = path.read_text(encoding="utf-8")
+        num_lines = len(text.splitlines())
+        if num_lines > MAX_FILE_LINES:
+            sys.exit(f"{path.relative_to(ROOT)} has {num_lines} lines, at most {MAX_FILE_LINES}: split it")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert node.end_lineno is not None
+                lengths.append(
+                    (node.end_lineno - node.lineno + 1, f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+                )
+    long = [entry for entry in lengths if entry[0] > MAX_FUNCTION_LINES]
+    share = len(long) / len(lengths)
+    print(f"{len(lengths)} functions, {len(long)} over {MAX_FUNCTION_LINES} lines ({share:.1%})")
+    if share >= MAX_LONG_SHARE:
+        sys.exit(f"too many long functions: {long}")
+
+
+def check_types(python: Path) -> None:
+    """Type-check a copy in installed shape: by path, each mapped file would have two names."""
+    with tempfile.TemporaryDirectory() as scratch:
+        package = Path(scratch) / "staticllm"
+        for folder, place in FOLDERS.items():
+            shutil.copytree(
+                ROOT / folder,
+                package / place,
+                dirs_exist_ok=True,
+                ignore=shutil.ignore_patterns("__pycache__", "*.bin"),
+            )
+        shutil.copy(ROOT / "pyproject.toml", scratch)
+        where = Path(scratch)
+        run(python, "-m", "mypy", "--config-file", "pyproject.toml", "-p", "staticllm", cwd=where)
+        (where / "pyrightconfig.json").write_text('{"include": ["staticllm"], "reportMissingModuleSource": false}')
+        run(python, "-m", "pyright", "--pythonpath", python, cwd=where)
+
+
+def check_wheel(python: Path) -> None:
+    """Build the wheel, install it into a clean environment, run it outside the checkout."""
+    with tempfile.TemporaryDirectory() as scratch:
+        where = Path(scratch)
+        run(python, "-m", "build", "--wheel", "--outdir", where)
+        (wheel,) = where.glob("*.whl")
+        print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB")
+        if wheel.stat().st_size > MAX_WHEEL_BYTES:
+            sys.exit(f"{wheel.name} is larger than {MAX_WHEEL_BYTES / 2**20:.0f} MiB")
+        venv.create(where / "clean", with_pip=True)
+        clean = where / "clean" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+        run(clean, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel, cwd=where)
+        smoke = subprocess.run(
+            [str(clean), "-m", "staticllm", "run", "What is an NPU?", "-n", "24", "--stats"],
+            cwd=where,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            check=False,
+        )
+        print(smoke.stdout, smoke.stderr)
+        if smoke.returncode or len(smoke.stdout.split()) < 5:
+            sys.exit("the smoke run of the installed wheel failed")
+
+
+if __name__ == "__main__":
+    main()

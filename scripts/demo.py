@@ -1,0 +1,21 @@
+"""Everything a fresh machine needs, then the main job: the embedded model answers, as programs of fixed shape.
+
+python scripts/demo.py
+"""
+
+from __future__ import annotations
+
+from _setup import ensure_environment, run
+
+PROMPTS = ("Tell me a story about a fox.", "What is an NPU?")
+
+
+def main() -> None:
+    python = ensure_environment()
+    for prompt in PROMPTS:
+        print(f"\n> {prompt}", flush=True)
+        run(python, "-m", "staticllm", "run", prompt, "--stats")
+
+
+if __name__ == "__main__":
+    main()

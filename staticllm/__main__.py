@@ -1,0 +1,5 @@
+"""``python -m staticllm``."""
+
+from staticllm.cli import main
+
+main()
