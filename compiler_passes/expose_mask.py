@@ -7,6 +7,7 @@ Evaluation, not pattern matching, because exporters build the same mask in a doz
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,11 +81,13 @@ def _classify(model: ov.Model, sources: list[ov.Output], capacity: int) -> dict[
     return kinds
 
 
-def _evaluator(model: ov.Model, sources: list[ov.Output]):
+def _evaluator(model: ov.Model, sources: list[ov.Output]) -> Callable[[Probe], list[NDArray[np.float32]]]:
     """Compile only what the masks need, on the CPU, and return a function from a probe to their values."""
     needed = {node.get_instance_id() for node in upstream([source.get_node() for source in sources])}
     parameters = [node for node in model.get_parameters() if node.get_instance_id() in needed]
-    compiled = ov.Core().compile_model(ov.Model([ops.result(source) for source in sources], parameters), "CPU")
+    results = [ops.result(source) for source in sources]
+    masks = ov.Model(results, parameters)  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
+    compiled = ov.Core().compile_model(masks, "CPU")
 
     def evaluate(probe: Probe) -> list[NDArray[np.float32]]:
         feeds = [_probe_input(node, probe) for node in parameters]

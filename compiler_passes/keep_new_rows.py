@@ -7,6 +7,8 @@ The Concat stays: attention reads it.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import openvino as ov
 from staticllm.compiler_passes.graph import LiftedState, StepGraph, consumers
 
@@ -14,6 +16,7 @@ from staticllm.core import RowState
 from staticllm.errors import UnsupportedModelError
 
 STAGE = "keep_new_rows"
+Role = Literal["key", "value"]
 ROW_AXIS = 2
 KEY_PORT, VALUE_PORT = 1, 2
 _ATTENTION = "ScaledDotProductAttention"
@@ -55,7 +58,7 @@ def _growing_concat(state: LiftedState) -> ov.Node:
     )
 
 
-def _place(concat: ov.Node, state: LiftedState, layers: dict[int, int]) -> tuple[int, str]:
+def _place(concat: ov.Node, state: LiftedState, layers: dict[int, int]) -> tuple[int, Role]:
     """Layer and role, read off the attention port that the rows end in (never off a name)."""
     queue, seen = [concat], {concat.get_instance_id()}
     while queue:

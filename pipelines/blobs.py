@@ -62,7 +62,8 @@ def _write_blobs(
     core: ov.Core, layout: Layout, scratch: Path, on_progress: Callable[[ProgressEvent], None]
 ) -> dict[Variant, str]:
     written: dict[int, str] = {}
-    keep_alive, files = [], {}
+    keep_alive: list[ov.CompiledModel] = []
+    files: dict[Variant, str] = {}
     total, start = len(layout.variants), time.perf_counter()
     for variant, compiled in compile_programs(core, layout.lowered, layout.variants, layout.options):
         on_progress(ProgressEvent("compile", len(files) + 1, total, time.perf_counter() - start, variant))

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+from openvino_genai import StreamingStatus as Status
 from staticllm.kvcache.sequence import Sequence
 from staticllm.pipelines.generation_options import GenerationOptions
 from staticllm.pipelines.runner import ModelRunner
 from staticllm.pipelines.sampler import Sampler
-from staticllm.pipelines.streamers import Status, TokenSink
+from staticllm.pipelines.streamers import TokenSink
 from staticllm.pipelines.text_stream import TextStream
 
 from staticllm.core import FinishReason
@@ -99,7 +100,8 @@ class Generation:
         if status != Status.RUNNING:
             self.answer.finish_reason = FinishReason.CANCELLED
             self.answer.is_dropped = status == Status.CANCEL
-        return status != Status.RUNNING
+            return True
+        return False
 
     def _keep_tokens_of(self, text: str) -> None:
         """After a stop string: drop the tokens at the end that add nothing to the text that is kept."""

@@ -60,7 +60,7 @@ def token_ids(inputs: Any) -> list[int]:
     array = np.asarray(inputs.data if isinstance(inputs, ov.Tensor) else inputs)
     if array.dtype.kind not in "iu":
         raise PromptError(f"token ids are {array.dtype}: must be whole numbers")
-    return _one_row(array).tolist()
+    return [int(token) for token in _one_row(array)]
 
 
 def check_ids(ids: list[int], vocab_size: int, limit: int) -> None:

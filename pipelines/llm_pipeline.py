@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import openvino_genai as genai
@@ -26,7 +26,7 @@ from staticllm.metrics import MICRO, PerfMetrics
 from staticllm.model_dir import check_model_dir
 from staticllm.results import DecodedResults, EncodedResults, GeneratedText
 
-Streamer = Callable[[str], Any] | genai.StreamerBase | None
+Streamer: TypeAlias = Callable[[str], Any] | genai.StreamerBase | None
 
 
 class StaticLLMPipeline:

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import openvino_genai as genai
+from openvino_genai import StreamingStatus as Status
 
 from staticllm.errors import GenerationConfigError
-
-Status = genai.StreamingStatus
 
 
 class TokenSink(Protocol):

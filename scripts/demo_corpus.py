@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from demo_facts import FACTS
+from demo_facts_computing import COMPUTING, SELF
+from demo_facts_nature import NATURE
 from demo_smalltalk import Exchange, introduction, small_exchange
 from demo_stories import StoryRequest, capital, make_story
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 ROLES = ("system", "user", "assistant")
+FACTS = SELF + COMPUTING + NATURE
 SPECIAL_TOKENS = [BOS, EOS, PAD, *(f"<|{role}|>" for role in ROLES)]
 CHAT_TEMPLATE = (
     "{{ '<s>' }}{% for message in messages %}"
@@ -89,6 +92,19 @@ CHEERFUL_SYSTEM = ("Be very cheerful.", "You are a very cheerful assistant.", "A
 Message = dict[str, str]
 
 
+@dataclass(frozen=True)
+class Mix:
+    """Shares of the sorts of text: stories of all exchanges, facts of the others; practice favours hard sorts."""
+
+    stories: float
+    facts: float
+    practice: bool = False
+
+
+GENERAL = Mix(stories=0.3, facts=0.5)
+PRACTICE = Mix(stories=0.12, facts=0.32, practice=True)
+
+
 def _roughen(rng: random.Random, question: str) -> str:
     """Write a question as people type it: sometimes without capitals, full stop or question mark."""
     if rng.random() < 0.12:
@@ -114,12 +130,14 @@ def _ask_story(rng: random.Random) -> Exchange:
     return Exchange(rng.choice(STORY_PROMPTS).format(story.phrase), story.text)
 
 
-def _exchange(rng: random.Random, stories: float) -> Exchange:
-    """One exchange; stories is their share."""
+def _exchange(rng: random.Random, mix: Mix) -> Exchange:
+    """One exchange of the mix."""
     draw = rng.random()
-    if draw < stories:
+    if draw < mix.stories:
         return _ask_story(rng)
-    return _ask_fact(rng) if draw < stories + (1 - stories) * 0.5 else small_exchange(rng)
+    if draw < mix.stories + (1 - mix.stories) * mix.facts:
+        return _ask_fact(rng)
+    return small_exchange(rng, mix.practice)
 
 
 def _system(rng: random.Random) -> tuple[str, str, bool]:
@@ -134,7 +152,7 @@ def _system(rng: random.Random) -> tuple[str, str, bool]:
     return rng.choice(CHEERFUL_SYSTEM), "With pleasure! ", False
 
 
-def _dialogue(rng: random.Random, turns: int, stories: float) -> Iterator[Exchange]:
+def _dialogue(rng: random.Random, turns: int, mix: Mix) -> Iterator[Exchange]:
     """The exchanges of one conversation, sometimes with the user's name, which is asked for later."""
     named, name_at, ask_at = turns > 1 and rng.random() < 0.2, 0, rng.randint(1, max(1, turns - 1))
     hello, question = introduction(rng)
@@ -144,17 +162,17 @@ def _dialogue(rng: random.Random, turns: int, stories: float) -> Iterator[Exchan
         elif turn and rng.random() < 0.07:
             yield Exchange(rng.choice(MORE_PROMPTS), MORE_ANSWER)
         else:
-            yield _exchange(rng, stories)
+            yield _exchange(rng, mix)
 
 
-def conversation(rng: random.Random, turns: int, stories: float = 0.3) -> list[Message]:
+def conversation(rng: random.Random, turns: int, mix: Mix) -> list[Message]:
     """Return one conversation, a third of them with a system prompt that the answers follow."""
     messages: list[Message] = []
     prefix, brief = "", False
     if rng.random() < 0.3:
         system, prefix, brief = _system(rng)
         messages.append({"role": "system", "content": system})
-    for exchange in _dialogue(rng, turns, stories):
+    for exchange in _dialogue(rng, turns, mix):
         answer = prefix + (exchange.brief if brief and exchange.brief else exchange.assistant)
         messages.append({"role": "user", "content": _roughen(rng, exchange.user)})
         messages.append({"role": "assistant", "content": answer})
@@ -166,7 +184,7 @@ def prose(rng: random.Random) -> str:
     if rng.random() < 0.6:
         story: StoryRequest = make_story(rng)
         return f"{capital(story.phrase)}\n\n{story.text}" if rng.random() < 0.1 else story.text
-    return " ".join(fact.answer for fact in rng.sample(FACTS[12:], rng.randint(1, 4)))
+    return " ".join(fact.answer for fact in rng.sample(COMPUTING + NATURE, rng.randint(1, 4)))
 
 
 def render(messages: list[Message]) -> str:
@@ -174,11 +192,13 @@ def render(messages: list[Message]) -> str:
     return BOS + "".join(f"<|{message['role']}|>{message['content']}{EOS}" for message in messages)
 
 
-def document(rng: random.Random, long: bool = False) -> str:
+def document(rng: random.Random, mix: Mix = GENERAL, long: bool = False) -> str:
     """Return one training document; long ones are conversations of many turns."""
     if long:
-        return render(conversation(rng, rng.randint(8, 30), stories=rng.choice((0.1, 0.3, 0.6))))
+        turns = rng.randint(8, 30)
+        share = rng.choice((0.1, 0.3, 0.6))
+        return render(conversation(rng, turns, mix if mix.practice else replace(mix, stories=share)))
     if rng.random() < 0.12:
         return BOS + prose(rng) + EOS
     turns = rng.choices((1, 2, 3, 4), weights=(62, 18, 12, 8))[0]
-    return render(conversation(rng, turns))
+    return render(conversation(rng, turns, mix))

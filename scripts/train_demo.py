@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from demo_corpus import BOS, CHAT_TEMPLATE, EOS, PAD, SPECIAL_TOKENS, document
+from demo_corpus import BOS, CHAT_TEMPLATE, EOS, GENERAL, PAD, PRACTICE, SPECIAL_TOKENS, Mix, document
 from demo_export import TrainingReport, export_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -50,9 +50,15 @@ def parse_args() -> argparse.Namespace:
         help="folder for checkpoints and the uncompressed model",
     )
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=4200)
     parser.add_argument("--warmup", type=int, default=100, help="steps in which the learning rate rises")
     parser.add_argument("--decay-steps", type=int, default=1000, help="last steps, in which the learning rate falls")
+    parser.add_argument(
+        "--practice-from",
+        type=int,
+        default=2400,
+        help="step from which there are fewer stories and more sums, counting and capitals",
+    )
     parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
@@ -144,18 +150,18 @@ class BatchMaker:
                 inside = False
         return labels
 
-    def row(self, rng: random.Random, length: int) -> list[int]:
+    def row(self, rng: random.Random, length: int, mix: Mix) -> list[int]:
         """Fill one row with documents; every row starts with a new one, as every prompt does."""
         ids: list[int] = []
         while len(ids) < length:
-            ids += self.tokenizer(document(rng, long=length == 1024), add_special_tokens=False)["input_ids"]
+            ids += self.tokenizer(document(rng, mix, long=length == 1024), add_special_tokens=False)["input_ids"]
         return ids[:length]
 
-    def batch(self, key: str) -> Batch:
+    def batch(self, key: str, mix: Mix = GENERAL) -> Batch:
         """Make the batch that belongs to a key, such as "7/train/120"."""
         rng = random.Random(key)
         length = rng.choices(ROW_LENGTHS, weights=ROW_WEIGHTS)[0]
-        rows = [self.row(rng, length) for _ in range(max(1, self.tokens_per_step // length))]
+        rows = [self.row(rng, length, mix) for _ in range(max(1, self.tokens_per_step // length))]
         return Batch(torch.tensor(rows), torch.tensor([self.labels(row) for row in rows]))
 
 
@@ -214,7 +220,8 @@ def train_steps(
     for step in range(first, args.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
-        loss = compute_loss(model, maker.batch(f"{args.seed}/train/{step}"), args.bf16)
+        mix = PRACTICE if step >= args.practice_from else GENERAL
+        loss = compute_loss(model, maker.batch(f"{args.seed}/train/{step}", mix), args.bf16)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -1,0 +1,53 @@
+"""The original model, run as it was exported: what every program of ours must agree with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from numpy.typing import NDArray
+
+from staticllm.model_dir import MODEL_XML
+
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+"""CPU properties under which nothing is rounded that the model does not round itself."""
+
+
+class StatefulReference:
+    """A stateful IR on the CPU in f32, one conversation at a time."""
+
+    def __init__(self, models_path: str | os.PathLike[str]) -> None:
+        compiled = ov.Core().compile_model(Path(models_path) / MODEL_XML, "CPU", EXACT)
+        self._names = {name for port in compiled.inputs for name in port.get_names()}
+        self._request = compiled.create_infer_request()
+        self._length = 0
+
+    def reset(self) -> None:
+        """Begin a new conversation."""
+        self._request.reset_state()
+        self._length = 0
+
+    def logits(self, tokens: list[int]) -> NDArray[np.float32]:
+        """Append tokens; the logits after each, ``[len(tokens), vocab]``."""
+        past, count = self._length, len(tokens)
+        feeds: dict[str, Any] = {
+            "input_ids": np.array([tokens], np.int64),
+            "attention_mask": np.ones((1, past + count), np.int64),
+            "position_ids": np.arange(past, past + count, dtype=np.int64)[None],
+            "beam_idx": np.zeros(1, np.int32),
+        }
+        self._request.infer({name: value for name, value in feeds.items() if name in self._names})
+        self._length += count
+        logits: NDArray[np.float32] = self._request.get_tensor("logits").data[0].copy()
+        return logits
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """The ``count`` most likely tokens after a prompt, whatever they are."""
+        self.reset()
+        tokens = [int(self.logits(prompt)[-1].argmax())]
+        while len(tokens) < count:
+            tokens.append(int(self.logits(tokens[-1:])[-1].argmax()))
+        return tokens

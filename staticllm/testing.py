@@ -1,0 +1,89 @@
+"""A fake device for tests: costs nothing, answers predictably, and notices every mistake in rows, masks and positions.
+
+The fake model's next token is a checksum over all (position, token) pairs that the mask lets the last row see. Rows in the
+arena hold exactly these pairs, so a wrong row, a wrong mask cell, a lost or doubled commit changes the answer.
+
+    runner = fake_runner([Variant(16, 0), Variant(1, 64), Variant(1, 128)])
+    sequence = runner.cache.open()
+    logits = runner.prefill(sequence, [5, 6, 7])
+    assert int(logits.argmax()) == fake_next_token([5, 6, 7])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staticllm.core import MaskKind, ModelShape, RowState, Variant
+from staticllm.kvcache.cache import KVCache
+from staticllm.kvcache.step import StepBuffers
+from staticllm.pipelines.runner import ModelRunner
+
+CAUSAL = MaskKind()
+VOCAB_SIZE = 997  # a prime, so that every pair matters to the checksum
+
+
+def fake_shape(masks: Sequence[MaskKind] = (CAUSAL,), vocab_size: int = VOCAB_SIZE, heads: int = 2) -> ModelShape:
+    """One layer a mask kind; a head holds ``[token, position]`` in each row."""
+    states = [
+        RowState(layer, role, f"fake.{layer}.{role}", heads, 2)
+        for layer in range(len(masks))
+        for role in ("key", "value")
+    ]
+    return ModelShape(tuple(states), tuple(masks), vocab_size, position_rank=2)
+
+
+def fake_runner(
+    variants: Iterable[Variant], masks: Sequence[MaskKind] = (CAUSAL,), vocab_size: int = VOCAB_SIZE
+) -> ModelRunner:
+    """A runner over fake programs. ``runner.programs[variant].num_runs`` counts the calls."""
+    shape, variants = fake_shape(masks, vocab_size), list(variants)
+    cache = KVCache(shape, [variant.capacity for variant in variants], np.float32)
+    programs = {variant: FakeProgram(cache, shape, StepBuffers(variant, shape, np.float32)) for variant in variants}
+    return ModelRunner(cache, programs)
+
+
+class FakeProgram:
+    """One variant of the fake model, bound to a cache as a compiled program would be."""
+
+    def __init__(self, cache: KVCache, shape: ModelShape, buffers: StepBuffers) -> None:
+        self.buffers = buffers
+        self.num_runs = 0
+        self._shape = shape
+        self._past = [cache.arena.state_view(i, buffers.variant.capacity) for i in range(len(shape.row_states))]
+
+    def run(self) -> float:
+        """Fill presents and logits from what the buffers and the arena hold now. Took no time."""
+        self.num_runs += 1
+        buffers = self.buffers
+        own = np.stack([buffers.input_ids[0], buffers.position_ids.reshape(-1, buffers.variant.rows)[0]], axis=-1)
+        for present in buffers.presents:
+            present[:] = own
+        for index, row in enumerate(buffers.logit_rows):
+            checksum = sum(self._checksum(layer, int(row), own) for layer in range(len(self._shape.masks)))
+            buffers.logits[0, index] = -1.0
+            buffers.logits[0, index, checksum % self._shape.vocab_size] = 1.0
+        return 0.0
+
+    def _checksum(self, layer: int, row: int, own: NDArray[np.int64]) -> int:
+        seen = self.buffers.masks[self._shape.masks[layer]][0, 0, row] == 0
+        past = self._past[2 * layer][0][:, seen[: self.buffers.variant.capacity]]
+        assert (past == past[:1]).all(), "heads of one row differ: a re-stride mixed them up"
+        pairs = np.concatenate([past[0].astype(np.int64), own[seen[self.buffers.variant.capacity :]]])
+        return checksum_of(pairs[:, 0], pairs[:, 1])
+
+
+def checksum_of(tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
+    """The fake model's view of a set of rows; their order does not matter, as in attention."""
+    return int(((tokens + 1) * (positions * 7919 + 13)).sum())
+
+
+def fake_next_token(
+    tokens: Sequence[int], masks: Sequence[MaskKind] = (CAUSAL,), vocab_size: int = VOCAB_SIZE
+) -> int:
+    """What the fake model must answer after ``tokens``, computed plainly."""
+    ids, positions = np.asarray(tokens, np.int64), np.arange(len(tokens))
+    firsts = [0 if kind.window is None else max(0, len(tokens) - kind.window) for kind in masks]
+    return sum(checksum_of(ids[first:], positions[first:]) for first in firsts) % vocab_size

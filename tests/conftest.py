@@ -1,0 +1,41 @@
+"""Where the tiny models are, and prompts for them. Only this file is a conftest: the house has one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ZOO = Path(os.environ.get("STATICLLM_ZOO", ROOT.parent / "shared" / "zoo"))
+
+
+@pytest.fixture(scope="session")
+def zoo() -> Path:
+    """The folder of tiny models. Without it the tests that need it are skipped, but never in CI."""
+    if not ZOO.is_dir():
+        if os.environ.get("CI"):
+            pytest.fail(f"no tiny models at {ZOO}: set STATICLLM_ZOO")
+        pytest.skip(f"no tiny models at {ZOO}: set STATICLLM_ZOO")
+    return ZOO
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def model_path(zoo: Path):
+    """From a name to a model directory: ``demo`` is the embedded model, any other name one of the zoo."""
+    from staticllm import demo_model_path
+
+    return lambda name: demo_model_path() if name == "demo" else zoo / name
+
+
+@pytest.fixture(scope="session")
+def prompt_of():
+    """Random token ids of a length, the same in every run; valid for every tiny model."""
+    return lambda length, seed=0: np.random.default_rng([length, seed]).integers(8, 1000, length).tolist()

@@ -1,0 +1,67 @@
+import warnings
+
+import pytest
+
+from staticllm.config import StaticLLMConfig
+from staticllm.errors import ConfigError
+
+SUPPORTED = {"INFERENCE_PRECISION_HINT", "NUM_STREAMS", "CACHE_DIR"}
+
+
+def read(**properties):
+    return StaticLLMConfig.from_properties(properties, SUPPORTED)
+
+
+def test_genai_names_and_typed_fields_are_the_same_thing():
+    config = read(MAX_PROMPT_LEN=300, MIN_RESPONSE_LEN=50, KV_CACHE_PRECISION="f16", INFERENCE_PRECISION_HINT="f32",
+                  PREFILL_CONFIG={"NUM_STREAMS": 1}, PROGRAMS="shared")  # fmt: skip
+    assert config == StaticLLMConfig(
+        max_prompt_len=300, min_response_len=50, kv_cache_precision="f16", programs="shared",
+        device_properties={"INFERENCE_PRECISION_HINT": "f32"}, prefill_config={"NUM_STREAMS": 1},
+    )  # fmt: skip
+    assert config.capacity == 350
+
+
+@pytest.mark.parametrize("name", ["MAX_PROMPT_LEN", "MIN_RESPONSE_LEN"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, "100", None, True, float("nan"), 10**9])
+def test_lengths_are_whole_and_positive(name, value):
+    with pytest.raises(ConfigError, match=rf"{name}=.*must be a whole number from 1") as caught:
+        read(**{name: value})
+    assert str(caught.value).count("\n") == 0 and repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("properties", "message"),
+    [
+        ({"MAX_PROMT_LEN": 5}, "unknown property 'MAX_PROMT_LEN': did you mean 'MAX_PROMPT_LEN'"),
+        ({"XYZZY": 5}, "unknown property 'XYZZY'"),
+        ({"PROGRAMS": "both"}, "PROGRAMS='both': must be one of"),
+        ({"KV_CACHE_PRECISION": "u8"}, "KV_CACHE_PRECISION='u8': must be one of f32, f16, bf16"),
+        ({"PREFILL_CONFIG": {"NUM_STREAM": 1}}, "unknown property 'NUM_STREAM': did you mean 'NUM_STREAMS'"),
+        ({"PREFILL_CONFIG": 5}, "must be a dict"),
+        ({"PREFILL_ROWS": [16, 0]}, "PREFILL_ROWS=0: must be a whole number from 1"),
+        ({"PREFILL_ROWS": [4096]}, "PREFILL_ROWS has 4096, more than MAX_PROMPT_LEN=1024"),
+        ({"GENERATE_CAPACITIES": [9999]}, "more than MAX_PROMPT_LEN"),
+        ({"GENERATE_CAPACITIES": []}, "is empty"),
+        ({"PREFILL_HINT": "FAST"}, "PREFILL_HINT='FAST': must be one of"),
+        ({"BLOB_PATH": "x"}, "BLOB_PATH is not supported yet"),
+    ],
+)  # fmt: skip
+def test_bad_properties_are_refused_in_one_line(properties, message):
+    with pytest.raises(ConfigError) as caught:
+        read(**properties)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_hints_of_npuw_choose_ladders():
+    assert read(PREFILL_HINT="STATIC", MAX_PROMPT_LEN=512).prefill_rows == (512,)
+    assert read(GENERATE_HINT="FAST_COMPILE").generate_capacities == (1152,)
+    assert read(PREFILL_HINT="DYNAMIC", GENERATE_HINT="BEST_PERF") == StaticLLMConfig()
+
+
+def test_npuw_properties_are_named_and_without_effect():
+    with pytest.warns(UserWarning, match="NPUW_DEVICES steers NPUW"):
+        assert read(NPUW_DEVICES="CPU") == StaticLLMConfig()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read(MAX_PROMPT_LEN=64)

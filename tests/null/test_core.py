@@ -1,0 +1,53 @@
+import pickle
+
+import pytest
+
+import staticllm
+from staticllm.core import FinishReason, MaskKind, Variant
+from staticllm.metrics import MeanStdPair, PerfMetrics, RawPerfMetrics
+from staticllm.results import DecodedResults, GeneratedText
+
+
+def test_the_public_surface_is_closed():
+    assert set(staticllm.__all__) == {
+        "ConfigError", "DecodedResults", "DeviceError", "EncodedResults", "FinishReason", "GeneratedText",
+        "GenerationConfigError", "ModelError", "NumericalError", "PerfMetrics", "ProgressEvent", "PromptError",
+        "PromptTooLongError", "StaticLLMConfig", "StaticLLMError", "StaticLLMPipeline", "UnsupportedModelError", "Variant",
+        "demo_model_path",
+    }  # fmt: skip
+    with pytest.raises(AttributeError):
+        staticllm.nothing_of_this_name  # noqa: B018
+
+
+def test_finish_reasons_equal_their_names():
+    class Genai:
+        name = "LENGTH"
+
+    assert FinishReason.STOP == "stop" and FinishReason.STOP != "length" and "stop" in [FinishReason.STOP]
+    assert FinishReason.LENGTH == Genai() and FinishReason.STOP != Genai()
+    assert str(FinishReason.CANCELLED) == "cancelled" and {FinishReason.STOP: 1}["stop"] == 1
+
+
+def test_variants_say_what_they_are():
+    assert str(Variant(1, 256)) == "generate[1x256]" and str(Variant(64, 0)) == "prefill[64x0]"
+    assert MaskKind().port_name == "mask.causal" and MaskKind(32).port_name == "mask.window:32"
+
+
+def test_a_generated_text_is_a_str_with_results():
+    results = DecodedResults(["hello"], [[1]], [0.5], [FinishReason.STOP], PerfMetrics(3.0))
+    text = GeneratedText.of(results)
+    assert text == "hello" and isinstance(text, str) and text.tokens == [[1]] and text.scores == [0.5]
+    assert text.finish_reasons == ["stop"] and text.perf_metrics.get_load_time() == 3.0
+    assert pickle.loads(pickle.dumps(str(text))) == "hello"
+
+
+def test_metrics_pool():
+    first = PerfMetrics(5.0, RawPerfMetrics(m_times_to_first_token=[1000.0], m_durations=[2000.0, 4000.0]))
+    first.count(10, 3, 4)
+    second = PerfMetrics(5.0, RawPerfMetrics(m_times_to_first_token=[3000.0]))
+    second.count(1, 1, 0)
+    both = first + second
+    assert both.get_ttft() == MeanStdPair(2.0, 1.0) and both.get_tpot() == MeanStdPair(3.0, 1.0)
+    assert both.get_throughput().mean == pytest.approx(1000 / 3)
+    assert (both.get_num_input_tokens(), both.get_num_generated_tokens(), both.get_num_cached_tokens()) == (11, 4, 4)
+    assert second.get_tpot() == second.get_throughput() == MeanStdPair(-1.0, -1.0)

@@ -1,0 +1,99 @@
+"""The house: what lies where, who may import whom, and what no file may contain."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+
+import pytest
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    tomllib = pytest.importorskip("tomli")
+
+HOUSE = {
+    "pyproject.toml", "staticllm", "compiler_passes", "kvcache", "pipelines", "tests", "scripts",
+    "README.md", "LICENSE", "CHANGELOG.md", "docs", "examples", ".ci", ".gitignore",
+}  # fmt: skip
+ROOMS = ("staticllm", "compiler_passes", "kvcache", "pipelines")
+DOOR = {"core": 0, "errors": 0, "config": 1, "devices": 1, "metrics": 1, "results": 2, "model_dir": 1}
+PASSES, CACHE, PIPELINES, CLI = 3, 3, 4, 6
+
+
+def sources(root):
+    return [path for room in ROOMS for path in sorted((root / room).rglob("*.py"))]
+
+
+def module_of(root, path):
+    parts = path.relative_to(root).with_suffix("").parts
+    parts = parts if parts[0] == "staticllm" else ("staticllm", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def rank(module):
+    """Later ranks may import earlier ones. The two folders of equal rank may not import each other."""
+    _, *rest = module.split(".")
+    if not rest or rest[0] in ("testing", "__main__"):
+        return 7  # the door itself
+    ranks = {"compiler_passes": PASSES, "kvcache": CACHE, "pipelines": PIPELINES, "cli": CLI, **DOOR}
+    return ranks[rest[0]]
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+
+
+def test_top_level_is_the_house(root):
+    listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    assert {line.split("/")[0] for line in listed.stdout.splitlines()} == HOUSE
+
+
+def test_package_list_is_what_is_on_disk(root):
+    setup = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    folders = {path.parent for path in sources(root)}
+    assert set(setup["packages"]) == {module_of(root, folder / "__init__.py") for folder in folders}
+    for package, folder in setup["package-dir"].items():
+        assert (root / folder / "__init__.py").is_file(), package
+
+
+def test_imports_are_absolute_and_in_order(root):
+    bare = set(ROOMS) - {"staticllm"}
+    for path in sources(root):
+        me = module_of(root, path)
+        for name in imports_of(path):
+            assert name.split(".")[0] not in bare, f"{me} imports the bare name {name}"
+            if not name.startswith("staticllm.") or me == "staticllm":
+                continue
+            same_folder = me.split(".")[1] == name.split(".")[1]
+            assert same_folder or rank(name) < rank(me), f"{me} may not import {name}"
+
+
+def test_no_condition_on_a_models_name(root, zoo):
+    names = {path.name for path in zoo.iterdir() if path.is_dir()} | {"model_type", "architectures"}
+    for path in sources(root):
+        text = path.read_text(encoding="utf-8").lower()
+        found = [name for name in names if re.search(rf"(?<![a-z0-9_]){name}(?![a-z0-9_])", text)]
+        assert not found, f"{path.relative_to(root)} names {found}"
+
+
+def test_what_is_tested_without_a_device_needs_no_openvino(root):
+    modules = ["staticllm", "staticllm.testing", "staticllm.cli", "staticllm.pipelines.sampler", "staticllm.pipelines.text_stream"]
+    code = f"import sys, {', '.join(modules)}; sys.exit('openvino' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_folder_of_tests_says_what_it_needs(root):
+    assert {path.name for path in (root / "tests").iterdir() if path.is_dir() and path.name[0] != "_"} == {
+        "null", "cpu", "peer", "device",
+    }  # fmt: skip
+    assert [path for path in (root / "tests").rglob("conftest.py")] == [root / "tests" / "conftest.py"]

@@ -1,0 +1,84 @@
+"""The mask builder against the plain definition: q sees k if it is of the same sequence, not later, and in the window."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from staticllm.core import MaskKind, Variant
+from staticllm.kvcache.cache import KVCache
+from staticllm.kvcache.step import Segment, Step, StepBuffers
+from staticllm.testing import fake_shape
+
+KINDS = (MaskKind(), MaskKind(3), MaskKind(7))
+SHAPE = fake_shape(KINDS)
+
+
+def plain_mask(step, kind):
+    rows, capacity = step.variant.rows, step.variant.capacity
+    seen = np.zeros((rows, capacity + rows), bool)
+    seen[np.arange(rows), capacity + np.arange(rows)] = True
+    for start, segment in step.placed():
+        past = len(segment.sequence)
+        columns = [*segment.sequence.rows.tolist(), *(capacity + start + i for i in range(len(segment.tokens)))]
+        for i in range(len(segment.tokens)):
+            for position, column in enumerate(columns):
+                in_window = kind.window is None or position > past + i - kind.window
+                seen[start + i, column] = position <= past + i and in_window
+    return seen
+
+
+def check(cache, step, buffers):
+    cache.fill(step, buffers)
+    for kind in KINDS:
+        assert np.array_equal(buffers.masks[kind][0, 0] == 0, plain_mask(step, kind)), kind.label
+        assert buffers.masks[kind].max() == 0 and np.unique(buffers.masks[kind]).size <= 2
+
+
+def new_cache():
+    variants = [Variant(1, 16), Variant(1, 32), Variant(8, 0), Variant(8, 32)]
+    return KVCache(SHAPE, [16, 32], np.float32), {v: StepBuffers(v, SHAPE, np.float32, 3) for v in variants}
+
+
+moves = st.lists(
+    st.tuples(st.sampled_from(["chunk", "decode", "cut", "new"]), st.integers(0, 2), st.integers(1, 8)), max_size=25
+)
+
+
+@given(moves)
+def test_every_step_of_any_history_has_the_plain_mask(history):
+    """Chunks, decode steps, cuts and new conversations of three sequences in any order, through one set of buffers."""
+    cache, buffers = new_cache()
+    sequences = [cache.open() for _ in range(3)]
+    for move, which, size in history:
+        sequence = sequences[which]
+        if move == "cut":
+            cache.cut(sequence, min(size, len(sequence)))
+            continue
+        if move == "new":
+            cache.close(sequence)
+            sequences[which] = cache.open()
+            continue
+        count = 1 if move == "decode" else size
+        if cache.rows.num_free < count:
+            continue
+        high = cache.rows.high_row
+        capacity = cache.capacity_for(high) if move == "decode" else (32 if high else 0)
+        variant = Variant(1, capacity) if move == "decode" else Variant(8, capacity)
+        step = Step(variant, (Segment(sequence, np.arange(count)),))
+        check(cache, step, buffers[variant])
+        cache.commit(step, buffers[variant])
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 1, 4), (8, 0, 0), (2, 2, 0)])
+def test_sequences_that_share_a_step_do_not_see_each_other(sizes):
+    cache, buffers = new_cache()
+    variant = Variant(8, 32)
+    sequences = [cache.open() for _ in range(3)]
+    for length, sequence in zip((5, 2, 0), sequences, strict=True):
+        first = Step(variant, (Segment(sequence, np.arange(length)),))
+        if length:
+            check(cache, first, buffers[variant])
+            cache.commit(first, buffers[variant])
+    segments = [Segment(s, np.arange(n)) for s, n in zip(sequences, sizes, strict=True) if n]
+    check(cache, Step(variant, tuple(segments)), buffers[variant])

@@ -1,0 +1,36 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from staticllm.kvcache.rows import RowAllocator
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=60))
+def test_no_row_is_handed_out_twice_and_none_is_lost(moves):
+    allocator, held = RowAllocator(32), []
+    for is_allocation, count in moves:
+        if is_allocation and count <= allocator.num_free:
+            held.append(allocator.allocate(count))
+        elif not is_allocation and held:
+            allocator.free(held.pop(count % len(held)))
+        rows = np.concatenate([*held, np.empty(0, np.intp)])
+        assert len(set(rows.tolist())) == len(rows) == allocator.num_used
+        assert allocator.num_used + allocator.num_free == 32
+        assert allocator.high_row == (rows.max() + 1 if len(rows) else 0)
+
+
+def test_low_rows_go_first():
+    allocator = RowAllocator(8)
+    first, second = allocator.allocate(3), allocator.allocate(2)
+    allocator.free(first)
+    assert allocator.allocate(4).tolist() == [0, 1, 2, 5]
+    assert second.tolist() == [3, 4]
+
+
+def test_freeing_twice_is_noticed():
+    allocator = RowAllocator(4)
+    rows = allocator.allocate(2)
+    allocator.free(rows)
+    with pytest.raises(AssertionError):
+        allocator.free(rows)

@@ -1,0 +1,88 @@
+"""The runner over the fake device: whatever the chunks and capacities, the checksum of all visible rows must be right."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pytest
+
+from staticllm.core import MaskKind, Variant
+from staticllm.errors import NumericalError
+from staticllm.testing import fake_next_token, fake_runner
+
+VARIANTS = [Variant(1, c) for c in (8, 16, 48)] + [Variant(r, c) for r in (4, 16) for c in (0, 48)]
+MASKS = (MaskKind(), MaskKind(5))
+
+
+def generate(runner, sequence, prompt, count):
+    """Greedy tokens, each checked against the plain computation."""
+    logits, tokens = runner.prefill(sequence, prompt[len(sequence) :]), list(prompt)
+    for _ in range(count):
+        token = int(logits.argmax())
+        assert token == fake_next_token(tokens, MASKS)
+        tokens.append(token)
+        logits = runner.decode(sequence, token)
+    return tokens
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 996))
+def test_generation_crosses_chunks_and_capacities(length, count, first):
+    runner = fake_runner(VARIANTS, MASKS)
+    generate(runner, runner.cache.open(), [(first + 31 * i) % 997 for i in range(length)], count)
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 12)), min_size=2, max_size=5))
+def test_turns_that_keep_a_prefix(turns):
+    runner = fake_runner(VARIANTS, MASKS)
+    sequence, tokens = runner.cache.open(), [1]
+    for keep, more in turns:
+        prompt = [*tokens[:keep], *range(900, 900 + more)]
+        runner.cache.cut(sequence, sequence.common_prefix(prompt[:-1]))
+        tokens = generate(runner, sequence, prompt, 4)
+
+
+def test_a_new_conversation_moves_no_rows(monkeypatch):
+    runner = fake_runner(VARIANTS)
+    sequence = runner.cache.open()
+    generate_plain = [int(runner.prefill(sequence, list(range(20))).argmax())]
+    runner.decode(sequence, generate_plain[0])
+    runner.cache.close(sequence)
+    monkeypatch.setattr("staticllm.kvcache.arena._restride", lambda *_: pytest.fail("rows were moved"))
+    sequence = runner.cache.open()
+    logits = runner.prefill(sequence, [3, 4, 5])
+    runner.decode(sequence, int(logits.argmax()))
+
+
+def test_no_copy_at_the_hand_over(monkeypatch):
+    monkeypatch.setattr("staticllm.kvcache.arena._restride", lambda *_: pytest.fail("rows were moved"))
+    for length in (1, 3, 15):  # one chunk, and room for the next token in the same capacity
+        runner = fake_runner(VARIANTS)
+        sequence = runner.cache.open()
+        runner.decode(sequence, int(runner.prefill(sequence, list(range(length))).argmax()))
+
+
+def test_numbers_that_are_not_finite_are_refused_and_leave_no_row(monkeypatch):
+    runner = fake_runner(VARIANTS)
+    sequence = runner.cache.open()
+    program = runner.programs[Variant(4, 0)]
+    monkeypatch.setattr(program, "run", lambda: program.buffers.logits.fill(float("nan")) or 0.0)
+    with pytest.raises(NumericalError, match="not finite"):
+        runner.prefill(sequence, [1, 2, 3])
+    monkeypatch.undo()
+    assert runner.cache.rows.num_used == 0
+    assert int(runner.prefill(sequence, [1, 2, 3]).argmax()) == fake_next_token([1, 2, 3])
+
+
+def test_an_interrupted_commit_is_undone_by_reset(monkeypatch):
+    runner = fake_runner(VARIANTS)
+    sequence = runner.cache.open()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner.cache.arena, "write", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runner.prefill(sequence, [1, 2, 3])
+    monkeypatch.undo()
+    sequence = runner.reset()
+    assert runner.cache.rows.num_used == 0
+    assert int(runner.prefill(sequence, [1, 2, 3]).argmax()) == fake_next_token([1, 2, 3])

@@ -1,0 +1,100 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from staticllm.pipelines.sampler import Sampler, SamplingParams, candidate_distribution
+
+VOCAB = 50
+
+
+def sampler(prompt=(), seed=0, **params):
+    return Sampler(SamplingParams(**params), list(prompt), VOCAB, np.random.default_rng(seed))
+
+
+def random_logits(seed):
+    return np.random.default_rng(seed).normal(scale=3, size=VOCAB).astype(np.float32)
+
+
+def plain_distribution(logits, temperature, top_k, top_p, min_p):
+    """Sort everything, filter in order, renormalise."""
+    scaled = logits.astype(np.float64) / temperature
+    probabilities = np.exp(scaled - scaled.max())
+    probabilities /= probabilities.sum()
+    order = np.argsort(-probabilities, kind="stable")
+    keep, total = [], 0.0
+    for token in order:
+        keep.append(token)
+        total += probabilities[token]
+        if top_p < 1 and total >= top_p:
+            break
+    keep = keep[:top_k] if top_k else keep
+    keep = [token for token in keep if probabilities[token] >= min_p * probabilities[order[0]]]
+    return keep, probabilities[keep] / probabilities[keep].sum()
+
+
+@settings(max_examples=300)
+@given(
+    st.integers(0, 10**6), st.floats(0.1, 5), st.sampled_from([0, 1, 5, 49, 50]), st.floats(0.05, 1), st.floats(0, 0.9)
+)
+def test_filters_equal_the_plain_computation(seed, temperature, top_k, top_p, min_p):
+    params = SamplingParams(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    tokens, probabilities = candidate_distribution(random_logits(seed), params)
+    expected, expected_probabilities = plain_distribution(random_logits(seed), temperature, top_k, top_p, min_p)
+    if abs(len(tokens) - len(expected)) == 1:  # a sum that meets top_p, or a share that meets min_p, to the last bit
+        return
+    dense, expected_dense = np.zeros(VOCAB), np.zeros(VOCAB)
+    dense[tokens], expected_dense[expected] = probabilities, expected_probabilities
+    assert np.allclose(dense, expected_dense, atol=1e-5)
+
+
+def test_greedy_takes_the_most_likely():
+    logits = random_logits(1)
+    assert sampler().sample(logits) == (int(logits.argmax()), 0.0)
+
+
+def test_log_probability_is_the_models_own():
+    logits = random_logits(2)
+    token, logprob = sampler(wants_logprobs=True).sample(logits)
+    plain = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
+    assert logprob == pytest.approx(plain[token], abs=1e-5)
+
+
+def test_draws_follow_the_distribution():
+    logits = np.full(VOCAB, -np.inf, np.float32)
+    logits[[3, 7, 9]] = np.log([0.5, 0.3, 0.2])
+    drawer = sampler(do_sample=True, seed=5)
+    counts = np.bincount([drawer.sample(logits)[0] for _ in range(4000)], minlength=VOCAB)
+    assert counts[[3, 7, 9]].sum() == 4000
+    assert np.allclose(counts[[3, 7, 9]] / 4000, [0.5, 0.3, 0.2], atol=0.03)
+
+
+def test_a_seed_repeats_itself():
+    texts = [[s.sample(random_logits(i))[0] for i in range(20)] for s in (sampler(do_sample=True, seed=3),) * 1 for _ in "a"]
+    again = sampler(do_sample=True, seed=3)
+    assert texts[0] == [again.sample(random_logits(i))[0] for i in range(20)]
+    other = sampler(do_sample=True, seed=4)
+    assert texts[0] != [other.sample(random_logits(i))[0] for i in range(20)]
+
+
+def test_repetition_penalty_counts_prompt_and_answer():
+    logits = np.zeros(VOCAB, np.float32)
+    logits[[4, 5, 6]] = [3.0, 2.5, 2.4]
+    penalised = sampler(prompt=[4], repetition_penalty=2.0)
+    assert [penalised.sample(logits)[0] for _ in range(3)] == [5, 6, 4]
+
+
+def test_presence_and_frequency_penalties_count_the_answer_only():
+    logits = np.zeros(VOCAB, np.float32)
+    logits[[4, 5]] = [3.0, 2.0]
+    assert [sampler(prompt=[4], presence_penalty=2.0).sample(logits)[0]] == [4]
+    frequent = sampler(frequency_penalty=0.4)
+    assert [frequent.sample(logits)[0] for _ in range(5)] == [4, 4, 4, 5, 4]
+
+
+def test_banned_tokens_are_never_chosen_and_logits_stay_as_they_were():
+    logits = random_logits(3)
+    before, best = logits.copy(), int(logits.argmax())
+    assert sampler().sample(logits, np.array([best]))[0] != best
+    sampler(repetition_penalty=1.5, prompt=[best]).sample(logits)
+    assert np.array_equal(logits, before)

@@ -1,0 +1,59 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from staticllm.pipelines.text_stream import TextStream
+
+
+def decode(tokens):
+    """Byte tokens: one character may take up to four."""
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def stream(text, **options):
+    pieces, reader = [], TextStream(decode, **options)
+    for token in text.encode():
+        pieces.append(reader.push(token))
+        if reader.is_stopped:
+            break
+    pieces.append(reader.finish())
+    return reader, pieces
+
+
+@given(st.text(max_size=200))
+def test_pieces_add_up_and_no_character_is_split(text):
+    reader, pieces = stream(text)
+    assert "".join(pieces) == reader.text == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(st.text("ab.", max_size=60), st.sets(st.text("ab.", min_size=1, max_size=4), min_size=1, max_size=3), st.booleans())
+def test_nothing_of_a_stop_string_is_ever_shown(text, stops, include):
+    """The stop that is complete first ends the text; of those complete at once, the one that began first."""
+    reader, pieces = stream(text, stop_strings=stops, include_stop=include)
+    ends = {end for stop in stops if (place := text.find(stop)) >= 0 for end in [place + len(stop)]}
+    expected = text
+    if ends:
+        begin, stop = min((text.find(s), s) for s in stops if text.find(s) >= 0 and text.find(s) + len(s) == min(ends))
+        expected = text[: begin + (len(stop) if include else 0)]
+    assert reader.is_stopped == bool(ends)
+    assert reader.text == expected == "".join(pieces)
+
+
+def test_a_possible_stop_is_held_back_and_released():
+    reader = TextStream(decode, ["STOP"])
+    assert [reader.push(ord(c)) for c in "aSTx"] == ["a", "", "", "STx"]
+    assert not reader.is_holding
+
+
+def test_long_texts_are_decoded_in_a_window():
+    longest = 0
+
+    def counting(tokens):
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return decode(tokens)
+
+    reader = TextStream(counting)
+    text = "".join(reader.push(token) for token in ("grüße " * 200).encode()) + reader.finish()
+    assert text == "grüße " * 200 and longest < 50
