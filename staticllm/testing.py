@@ -55,7 +55,7 @@ class FakeProgram:
         self._past = [cache.arena.state_view(i, buffers.variant.capacity) for i in range(len(shape.row_states))]
 
     def run(self) -> float:
-        """Fill presents and logits from what the buffers and the arena hold now. Took no time."""
+        """Fill presents and logits from what the buffers and the arena hold now. Pretends to have taken 1 ms a row."""
         self.num_runs += 1
         buffers = self.buffers
         own = np.stack([buffers.input_ids[0], buffers.position_ids.reshape(-1, buffers.variant.rows)[0]], axis=-1)
@@ -65,7 +65,7 @@ class FakeProgram:
             checksum = sum(self._checksum(layer, int(row), own) for layer in range(len(self._shape.masks)))
             buffers.logits[0, index] = -1.0
             buffers.logits[0, index, checksum % self._shape.vocab_size] = 1.0
-        return 0.0
+        return (8 + buffers.variant.rows) * 1e-3
 
     def _checksum(self, layer: int, row: int, own: NDArray[np.int64]) -> int:
         seen = self.buffers.masks[self._shape.masks[layer]][0, 0, row] == 0

@@ -1,0 +1,222 @@
+"""Each pass alone: the graph after it computes what the graph before it computed, in f32, on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import openvino as ov
+import pytest
+
+from staticllm.compiler_passes.expose_mask import expose_mask, visible_cells
+from staticllm.compiler_passes.fix_shapes import bound_shapes, fix_shapes
+from staticllm.compiler_passes.graph import StepGraph
+from staticllm.compiler_passes.group_queries import group_queries
+from staticllm.compiler_passes.keep_new_rows import keep_new_rows
+from staticllm.compiler_passes.lift_state import lift_state
+from staticllm.compiler_passes.lower import PASSES, LoweringOptions, lower
+from staticllm.compiler_passes.select_logits import select_logits
+from staticllm.compiler_passes.store_kv_as import store_kv_as
+from staticllm.compiler_passes.verify import verify_graph, verify_static
+from staticllm.core import Variant
+from staticllm.errors import UnsupportedModelError
+from staticllm.kvcache.step import HIDDEN
+from staticllm.pipelines.reference import EXACT, StatefulReference
+
+MODELS = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"]  # grouped and not, windows, learned positions
+PAST, NEW = 40, 6
+core = ov.Core()
+
+
+@pytest.fixture(params=MODELS)
+def model(request, zoo):
+    return core.read_model(zoo / request.param / "openvino_model.xml")
+
+
+def lowered_until(model, stage):
+    """A graph on which every pass before ``stage`` has run."""
+    graph = StepGraph(model)
+    for entry in PASSES:
+        if entry.name == stage:
+            return graph
+        entry.run(graph, LoweringOptions(256))
+    return graph
+
+
+def evaluate(model, feeds):
+    """Outputs by name. ``feeds`` may hold more than the model takes."""
+    compiled = core.compile_model(model, "CPU", EXACT)
+    names = {next(iter(port.get_names() & feeds.keys())) for port in compiled.inputs}
+    results = compiled({name: feeds[name] for name in names})
+    return {name: value for port, value in results.to_dict().items() for name in port.get_names()}
+
+
+def feeds_for(graph, seed=0):
+    """Random rows and tokens after ``PAST`` tokens, and every port that any stage has."""
+    rng = np.random.default_rng(seed)
+    feeds = {
+        "input_ids": rng.integers(3, 1000, (1, NEW)),
+        "attention_mask": np.ones((1, PAST + NEW), np.int64),
+        "position_ids": np.arange(PAST, PAST + NEW)[None],
+        "logit_rows": np.array([NEW - 1]),
+    }
+    for kind in graph.masks:
+        seen = visible_cells(PAST, NEW, kind.window)
+        feeds[kind.port_name] = np.where(seen, 0, HIDDEN).astype(np.float32)[None, None]
+    for index, state in enumerate(graph.states):
+        shape = [dim.get_length() if dim.is_static else PAST for dim in state.past.get_partial_shape()]
+        feeds[f"state.{index}"] = rng.normal(size=shape).astype(np.float32)
+    return feeds
+
+
+def rename_rows(graph, feeds):
+    """The same feeds under the names that ``keep_new_rows`` gives, and the map of results."""
+    by_variable = {state.variable_id: index for index, state in enumerate(graph.states)}
+    pairs = [(by_variable[state.variable_id], state) for state in graph.row_states]
+    return {**feeds, **{state.past_name: feeds[f"state.{index}"] for index, state in pairs}}, pairs
+
+
+def same(actual, expected):
+    assert actual.shape == expected.shape
+    assert np.abs(actual - expected).max() <= 1e-5 * max(1.0, float(np.ptp(expected)))
+
+
+def test_lift_state_turns_every_state_into_a_parameter_and_a_result(model, zoo, request):
+    reference = StatefulReference(zoo / request.node.callspec.params["model"])
+    num_states = len(model.get_variables())
+    graph = StepGraph(model)
+    lift_state(graph)
+    verify_graph(graph, "lift_state")
+    assert len(graph.states) == num_states and not model.get_variables()
+    assert "beam_idx" not in {name for port in model.inputs for name in port.get_names()}
+    tokens, states = list(range(20, 20 + PAST + NEW)), {}
+    feeds = {f"state.{i}": np.zeros([d.get_length() if d.is_static else 0 for d in s.past.get_partial_shape()], np.float32)
+             for i, s in enumerate(graph.states)}  # fmt: skip
+    for first, last in ((0, PAST), (PAST, PAST + NEW)):
+        feeds |= {
+            "input_ids": np.array([tokens[first:last]]),
+            "attention_mask": np.ones((1, last), np.int64),
+            "position_ids": np.arange(first, last)[None],
+        }
+        states = evaluate(graph.model, feeds)
+        same(states["logits"][0], reference.logits(tokens[first:last]))
+        feeds |= {f"state.{i}": states[f"state.{i}.next"] for i in range(num_states)}
+
+
+def test_keep_new_rows_returns_what_was_appended(model):
+    graph = lowered_until(model, "keep_new_rows")
+    feeds = feeds_for(graph)
+    before = evaluate(graph.model.clone(), feeds)
+    keep_new_rows(graph)
+    verify_graph(graph, "keep_new_rows")
+    feeds, pairs = rename_rows(graph, feeds)
+    after = evaluate(graph.model, feeds)
+    same(after["logits"], before["logits"])
+    for index, state in pairs:
+        same(after[state.present_name], before[f"state.{index}.next"][:, :, PAST:])
+    assert [(s.layer, s.role) for s in graph.row_states] == [
+        (layer, role) for layer in range(len(graph.attentions())) for role in ("key", "value")
+    ]
+
+
+def test_expose_mask_sees_what_the_model_saw(model):
+    graph = lowered_until(model, "expose_mask")
+    feeds, _ = rename_rows(graph, feeds_for(graph))
+    before = evaluate(graph.model.clone(), feeds)
+    expose_mask(graph, 256)
+    verify_graph(graph, "expose_mask")
+    after = evaluate(graph.model, feeds | feeds_for(graph))
+    same(after["logits"], before["logits"])
+    assert graph.parameter("attention_mask") is None
+
+
+def test_expose_mask_finds_windows(zoo):
+    for name, expected in (("gemma2", ["window:32", "causal"] * 2), ("llama", ["causal"] * 3)):
+        graph = lowered_until(core.read_model(zoo / name / "openvino_model.xml"), "select_logits")
+        assert graph.layer_masks == expected
+    graph = lowered_until(core.read_model(zoo / "gemma2" / "openvino_model.xml"), "expose_mask")
+    expose_mask(graph, 16)
+    assert graph.layer_masks == ["causal"] * 4, "a window longer than the capacity hides nothing"
+
+
+def test_select_logits_returns_the_rows_asked_for(model):
+    graph = lowered_until(model, "select_logits")
+    feeds, _ = rename_rows(graph, feeds_for(graph))
+    before = evaluate(graph.model.clone(), feeds)["logits"]
+    select_logits(graph)
+    verify_graph(graph, "select_logits")
+    for rows in ([NEW - 1], [0, 3]):
+        same(evaluate(graph.model, feeds | {"logit_rows": np.array(rows)})["logits"], before[:, rows])
+    assert "before" in graph.notes["select_logits"][0], "the head was not recognised"
+
+
+def test_group_queries_computes_the_same_attention(model, request):
+    graph = lowered_until(model, "group_queries")
+    feeds, _ = rename_rows(graph, feeds_for(graph))
+    before = evaluate(graph.model.clone(), feeds)
+    group_queries(graph)
+    verify_graph(graph, "group_queries")
+    after = evaluate(graph.model, feeds)
+    for name, value in before.items():
+        same(after[name], value)
+    is_grouped = graph.query_heads[0] != graph.row_states[0].heads
+    assert (graph.notes["group_queries"][-1].split()[0] != "0") == is_grouped
+
+
+@pytest.mark.parametrize(("row_type", "tolerance"), [("f32", 1e-5), ("f16", 2e-2)])
+def test_store_kv_as_changes_the_type_of_rows_only(model, row_type, tolerance):
+    graph = lowered_until(model, "store_kv_as")
+    feeds, _ = rename_rows(graph, feeds_for(graph))
+    before = evaluate(graph.model.clone(), feeds)
+    store_kv_as(graph, row_type)
+    verify_graph(graph, "store_kv_as")
+    stored = {name: value.astype(np.float16) for name, value in feeds.items() if name.startswith("past.")}
+    after = evaluate(graph.model, feeds | (stored if row_type == "f16" else {}))
+    assert np.abs(after["logits"] - before["logits"]).max() <= tolerance * np.ptp(before["logits"])
+    for state in graph.row_states:
+        assert after[state.present_name].dtype == (np.float16 if row_type == "f16" else np.float32)
+
+
+@pytest.mark.parametrize("capacity", [PAST, 0])
+def test_fix_shapes_and_bound_shapes_change_no_number(model, capacity):
+    graph = lowered_until(model, "fix_shapes")
+    feeds, _ = rename_rows(graph, feeds_for(graph))
+    if capacity == 0:
+        feeds = {name: value[:, :, :0] if name.startswith("past.") else value for name, value in feeds.items()}
+        feeds |= {kind.port_name: feeds[kind.port_name][..., PAST:] for kind in graph.masks}
+    before = evaluate(graph.model.clone(), feeds)
+    static = fix_shapes(graph, Variant(NEW, capacity))
+    verify_static(static, "fix_shapes")
+    assert any(name.startswith("past.") for port in static.inputs for name in port.get_names()) == bool(capacity)
+    bounded = bound_shapes(graph, [Variant(1, 0), Variant(NEW + 5, 2 * PAST)])
+    for program in (static, bounded):
+        after = evaluate(program, feeds)
+        for name, value in before.items():
+            same(after[name], value)
+
+
+def test_a_pass_that_cannot_names_itself_and_the_node(zoo):
+    def refusal(name):
+        with pytest.raises(UnsupportedModelError) as caught:
+            lower(core.read_model(zoo / name / "openvino_model.xml"), LoweringOptions(256))
+        assert "\n" not in str(caught.value)
+        return caught.value
+
+    assert refusal("bloom").stage == "expose_mask" and "ALiBi" in refusal("bloom").reason
+    assert refusal("lfm2").stage == "keep_new_rows" and "conv" in refusal("lfm2").reason
+
+
+def test_every_pass_is_in_the_list_and_has_a_file(root):
+    files = {path.stem for path in (root / "compiler_passes").glob("*.py")}
+    assert {entry.name for entry in PASSES} | {"fix_shapes", "graph", "lower", "verify", "__init__"} == files
+
+
+def test_the_verifier_notices_a_missing_result(zoo):
+    graph = lowered_until(core.read_model(zoo / "llama" / "openvino_model.xml"), "fix_shapes")
+    graph.model.remove_result(graph.model.output("present.0.key").get_node())
+    with pytest.raises(UnsupportedModelError, match=r"present\.0\.key has no output"):
+        verify_graph(graph, "test")
+
+
+def test_the_verifier_notices_a_dynamic_shape(zoo):
+    graph = lowered_until(core.read_model(zoo / "llama" / "openvino_model.xml"), "fix_shapes")
+    with pytest.raises(UnsupportedModelError, match="still has the shape"):
+        verify_static(bound_shapes(graph, [Variant(1, 16), Variant(2, 32)]), "test")
