@@ -1,4 +1,4 @@
-"""Chat in a window: python chat_window.py [MODEL_DIR]. Enter sends, Escape stops the answer."""
+"""Chat in a window: python chat_window.py [MODEL_DIR]. The model lives in a worker thread, the widgets in the main one."""
 
 import queue
 import sys
@@ -14,8 +14,6 @@ COLOURS = {"user": "#1d4ed8", "assistant": "#1f2937", "error": "#b91c1c"}
 
 
 class ChatWindow:
-    """The widgets live in the main thread, the model in a worker thread; two queues carry text between them."""
-
     def __init__(self, root: tk.Tk, model_dir: str | None = None) -> None:
         self.root = root
         self.prompts: queue.Queue[str | None] = queue.Queue()  # to the worker; None ends it
@@ -45,27 +43,32 @@ class ChatWindow:
         self.stop_button.pack(side="left")
         self.root.bind("<Return>", lambda event: self.send_button.invoke())  # does nothing while it is disabled
         self.root.bind("<Escape>", lambda event: self.stop_button.invoke())
-        self.history = ScrolledText(frame, font=FONT, wrap="word", padx=16, pady=8, spacing2=4, state="disabled")
-        self.history.configure(background="white", relief="flat")
+        self.history = ScrolledText(frame, font=FONT, wrap="word", padx=16, background="white", state="disabled")
         self.history.pack(fill="both", expand=True)
         for tag, colour in COLOURS.items():
             self.history.tag_configure(tag, foreground=colour)
-        self.history.tag_configure("name", font=(*FONT, "bold"), spacing1=12, spacing3=4)
+        self.history.tag_configure("user", font=(*FONT, "bold"), spacing1=12, spacing3=6)
+
+    def run(self) -> None:
+        try:
+            self.root.mainloop()  # until the window is closed
+        finally:
+            self.stopping.set()
+            self.prompts.put(None)
+            self.worker.join()
 
     def send(self) -> None:
         if prompt := self.entry.get().strip():
             self.entry.delete(0, "end")
-            self.show("You\n", "user", "name")
-            self.show(f"{prompt}\n", "user")
-            self.show("Assistant\n", "assistant", "name")
+            self.show(f"\n{prompt}\n", "user")
             self.send_button.configure(state="disabled")
             self.stop_button.configure(state="normal")
             self.stopping.clear()
             self.prompts.put(prompt)
 
-    def show(self, text: str, *tags: str) -> None:
+    def show(self, text: str, tag: str) -> None:
         self.history.configure(state="normal")
-        self.history.insert("end", text, tags)
+        self.history.insert("end", text, tag)
         self.history.configure(state="disabled")
         self.history.see("end")
 
@@ -81,26 +84,22 @@ class ChatWindow:
                 self.stop_button.configure(state="disabled")
         self.root.after(30, self._poll)
 
-    def _work(self, model_dir: str | None) -> None:  # in the worker, as all that follows: no widget is touched
+    def _work(self, model_dir: str | None) -> None:  # this and what follows runs in the worker and touches no widget
         try:
             pipe = staticllm.StaticLLMPipeline(model_dir or staticllm.demo_model_path(), on_progress=self._on_progress)
-            pipe.start_chat()
-            self.events.put(("ready", "Ready"))
-            for prompt in iter(self.prompts.get, None):
-                self.events.put(("ready", self._answer(pipe, prompt)))
         except Exception as error:
-            self.events.put(("error", f"{error}\n"))
+            self.events.put(("error", f"\n{error}"))
             self.events.put(("status", "The model could not be loaded"))
-
-    def _answer(self, pipe: "staticllm.StaticLLMPipeline", prompt: str) -> str:
-        try:
-            answer = pipe.generate(prompt, streamer=self._on_text)
-        except Exception as error:
-            self.events.put(("error", f"{error}\n"))
-            pipe.start_chat()  # most likely the conversation has become too long
-            return "The conversation starts anew"
-        self.events.put(("assistant", "\n"))
-        return f"{answer.perf_metrics.get_num_generated_tokens()} tokens, ended by {answer.finish_reasons[0]}"
+            return
+        pipe.start_chat()
+        self.events.put(("ready", "Ready"))
+        for prompt in iter(self.prompts.get, None):
+            try:
+                pipe.generate(prompt, streamer=self._on_text)
+            except Exception as error:
+                self.events.put(("error", f"\n{error}"))
+                pipe.start_chat()  # anew: most likely the conversation has become too long
+            self.events.put(("ready", "Ready"))
 
     def _on_text(self, text: str) -> bool:
         self.events.put(("assistant", text))
@@ -111,20 +110,9 @@ class ChatWindow:
         if self.stopping.is_set():  # the window was closed
             raise SystemExit
 
-    def close(self) -> None:
-        """End the worker; when this returns, no thread is left."""
-        self.stopping.set()
-        self.prompts.put(None)
-        self.worker.join()
-
 
 def main() -> None:
-    root = tk.Tk()
-    window = ChatWindow(root, *sys.argv[1:2])
-    try:
-        root.mainloop()  # until the window is closed
-    finally:
-        window.close()
+    ChatWindow(tk.Tk(), *sys.argv[1:2]).run()
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def load(
     programs, start = {}, time.perf_counter()
     for variant, compiled in compile_programs(core, layout.lowered, layout.variants, layout.options):
         buffers = StepBuffers(variant, shape, dtype)
-        programs[variant] = bind(compiled, layout.lowered, cache.arena, buffers, layout.options.row_type)
+        programs[variant] = bind(compiled, shape, cache.arena, buffers, layout.options.row_type)
         now = time.perf_counter()
         on_progress(ProgressEvent("compile", len(programs), len(layout.variants), now - start, variant))
         start = now

@@ -18,7 +18,7 @@ from staticllm.compiler_passes.store_kv_as import ELEMENT_TYPES
 from staticllm.kvcache.arena import Arena
 from staticllm.kvcache.step import StepBuffers
 
-from staticllm.core import Phase, ProgramMode, RowType, Variant
+from staticllm.core import ModelShape, Phase, ProgramMode, RowType, Variant
 from staticllm.errors import DeviceError
 
 
@@ -35,11 +35,15 @@ class CompileOptions:
 class Program:
     """One variant, ready to run: ``run`` reads the bound inputs and overwrites the bound outputs."""
 
-    def __init__(self, request: ov.InferRequest, buffers: StepBuffers, bound: list[ov.Tensor]) -> None:
+    def __init__(self, compiled: ov.CompiledModel, buffers: StepBuffers, tensors: Mapping[str, ov.Tensor]) -> None:
         self.variant = buffers.variant
         self.buffers = buffers
-        self._request = request
-        self._bound = bound  # keeps the tensors, and the arrays behind them, alive
+        self.compiled = compiled
+        self._request = compiled.create_infer_request()
+        self._tensors = tensors  # keeps them, and the arrays behind them, alive
+        for port in (*compiled.inputs, *compiled.outputs):
+            (name,) = port.get_names() & tensors.keys()  # plugins add names of their own
+            self._request.set_tensor(port, tensors[name])
 
     def run(self) -> float:
         """Run once. Returns the seconds that the device took."""
@@ -85,29 +89,22 @@ def _last_line(error: Exception) -> str:
 
 
 def bind(
-    compiled: ov.CompiledModel, lowered: LoweredModel, arena: Arena, buffers: StepBuffers, row_type: RowType
+    compiled: ov.CompiledModel, shape: ModelShape, arena: Arena, buffers: StepBuffers, row_type: RowType
 ) -> Program:
-    """Make a request for one variant and bind all its ports."""
-    shape, variant = lowered.shape, buffers.variant
-    memory: dict[str, Any] = {
+    """Make a program of one variant whose ports are the host's own memory."""
+    arrays: dict[str, Any] = {
         "input_ids": buffers.input_ids,
+        "position_ids": buffers.position_ids,
         "logit_rows": buffers.logit_rows,
         "logits": buffers.logits,
+        **{kind.port_name: mask for kind, mask in buffers.masks.items()},
     }
-    memory["position_ids"] = buffers.position_ids
-    memory |= {kind.port_name: mask for kind, mask in buffers.masks.items()}
-    rows = {}
+    tensors = {name: ov.Tensor(array, shared_memory=True) for name, array in arrays.items()}
     for index, state in enumerate(shape.row_states):
-        rows[state.past_name] = arena.state_view(index, variant.capacity)
-        rows[state.present_name] = buffers.present_of(index)
-    request, bound = compiled.create_infer_request(), []
-    for port in [*compiled.inputs, *compiled.outputs]:
-        (name,) = port.get_names() & (memory.keys() | rows.keys())  # plugins add names of their own
-        if name in rows:
-            array = rows[name]
-            tensor = ov.Tensor(array, ov.Shape(array.shape), ELEMENT_TYPES[row_type])
-        else:
-            tensor = ov.Tensor(memory[name], shared_memory=True)
-        request.set_tensor(port, tensor)
-        bound.append(tensor)
-    return Program(request, buffers, bound)
+        rows = {
+            state.past_name: arena.state_view(index, buffers.variant.capacity),
+            state.present_name: buffers.present_of(index),
+        }
+        for name, array in rows.items():  # numpy has no bf16: the type is said, not read off the array
+            tensors[name] = ov.Tensor(array, ov.Shape(array.shape), ELEMENT_TYPES[row_type])
+    return Program(compiled, buffers, tensors)

@@ -103,6 +103,7 @@ class Mix:
 
 GENERAL = Mix(stories=0.3, facts=0.5)
 PRACTICE = Mix(stories=0.12, facts=0.32, practice=True)
+BALANCED = Mix(stories=0.25, facts=0.4, practice=True)
 
 
 def _roughen(rng: random.Random, question: str) -> str:

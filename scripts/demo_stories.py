@@ -11,8 +11,9 @@ import random
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from demo_plots import DUO_PLOTS, ENDINGS, INTROS, SOLO_PLOTS, THING_PLOTS, TRAIT_LINES
+from demo_plots import DUO_PLOTS, ENDINGS, INTROS, SOLO_PLOTS, THING_PLOTS, TRAIT_LINES, Plot
 from demo_words import (
     ADJECTIVES,
     ANIMALS,
@@ -31,6 +32,8 @@ from demo_words import (
     TREASURES,
     WEATHERS,
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Teller:
     def __init__(self, rng: random.Random, key: str, fixed_share: float = 0.6) -> None:
         self.rng, self.key, self.fixed_share, self.count = rng, key, fixed_share, 0
 
-    def pick(self, options: Sequence):
+    def pick(self, options: Sequence[T]) -> T:
         """Choose one option, by the subject's name and the number of the choice, or by chance."""
         self.count += 1
         if self.rng.random() < self.fixed_share:
@@ -149,7 +152,7 @@ def _scenery(teller: Teller, subject: Subject, setting: str) -> dict[str, str]:
     return slots | {"placec": capital(slots["place"])}
 
 
-def _tell(teller: Teller, slots: dict[str, str], plots: Sequence) -> str:
+def _tell(teller: Teller, slots: dict[str, str], plots: Sequence[Plot]) -> str:
     """Fill one plot: introduction, a line about the hero's character, the plot's steps, an ending."""
     steps = [INTROS, TRAIT_LINES, *teller.pick(plots), ENDINGS]
     return " ".join(teller.pick(step).format(**slots) for step in steps)

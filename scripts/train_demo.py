@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from demo_corpus import BOS, CHAT_TEMPLATE, EOS, GENERAL, PAD, PRACTICE, SPECIAL_TOKENS, Mix, document
+from demo_corpus import BALANCED, BOS, CHAT_TEMPLATE, EOS, GENERAL, PAD, PRACTICE, SPECIAL_TOKENS, Mix, document
 from demo_export import TrainingReport, export_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 DEMO_DIR = Path(__file__).resolve().parent.parent / "staticllm" / "demo_model"
 ROW_LENGTHS, ROW_WEIGHTS = (256, 512, 1024), (60, 25, 15)
+MIXES = ((0, GENERAL), (2400, PRACTICE), (3200, BALANCED))  # from which step on there is which mix of text
 IGNORE = -100  # the label that the loss function leaves out
 
 
@@ -50,15 +51,9 @@ def parse_args() -> argparse.Namespace:
         help="folder for checkpoints and the uncompressed model",
     )
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=4200)
+    parser.add_argument("--steps", type=int, default=4400)
     parser.add_argument("--warmup", type=int, default=100, help="steps in which the learning rate rises")
     parser.add_argument("--decay-steps", type=int, default=1000, help="last steps, in which the learning rate falls")
-    parser.add_argument(
-        "--practice-from",
-        type=int,
-        default=2400,
-        help="step from which there are fewer stories and more sums, counting and capitals",
-    )
     parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
@@ -70,7 +65,7 @@ def parse_args() -> argparse.Namespace:
         default=True,
         help="bfloat16 autocast: twice as fast on a CPU with AVX512-BF16, slow on one without",
     )
-    parser.add_argument("--save-every", type=int, default=100, help="steps between two checkpoints")
+    parser.add_argument("--save-every", type=int, default=200, help="steps between two checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in the work folder")
     parser.add_argument("--quick", action="store_true", help="one minute of training, exported into the work folder")
     args = parser.parse_args()
@@ -173,6 +168,11 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     return args.lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
+def mix_at(step: int) -> Mix:
+    """Return the mix of a step: what is hard to learn comes more often once the grammar of the stories is known."""
+    return [mix for first, mix in MIXES if step >= first][-1]
+
+
 def make_optimizer(model: LlamaForCausalLM, args: argparse.Namespace) -> torch.optim.AdamW:
     """Create AdamW, with weight decay for the matrices only."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
@@ -220,8 +220,7 @@ def train_steps(
     for step in range(first, args.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
-        mix = PRACTICE if step >= args.practice_from else GENERAL
-        loss = compute_loss(model, maker.batch(f"{args.seed}/train/{step}", mix), args.bf16)
+        loss = compute_loss(model, maker.batch(f"{args.seed}/train/{step}", mix_at(step)), args.bf16)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -1,0 +1,108 @@
+"""The whole product against the original stateful IR: greedy tokens equal, in f32 with f32 rows, computed here and now."""
+
+from __future__ import annotations
+
+import numpy as np
+import psutil
+import pytest
+
+from staticllm import StaticLLMPipeline
+from staticllm.pipelines.reference import StatefulReference
+
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+MODELS = ["llama", "qwen2", "qwen3", "mistral", "demo"]
+LENGTHS = [1, 5, 40, 300, 900]
+NUM_NEW = 64
+
+
+def pipeline(path, mode, **properties):
+    return StaticLLMPipeline(path, "CPU", PROGRAMS=mode, **EXACT, **properties)
+
+
+@pytest.fixture(scope="module")
+def references(model_path):
+    known = {}
+    return lambda name: known.setdefault(name, StatefulReference(model_path(name)))
+
+
+@pytest.mark.parametrize("mode", ["separate", "shared"])
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_equal_the_stateful_models(name, mode, model_path, references, prompt_of):
+    pipe = pipeline(model_path(name), mode)
+    for length in LENGTHS:
+        prompt = prompt_of(length)
+        result = pipe.generate(np.array([prompt]), max_new_tokens=NUM_NEW, ignore_eos=True)
+        assert result.tokens[0] == references(name).greedy(prompt, NUM_NEW), f"prompt of {length} tokens"
+        assert result.finish_reasons == ["length"]
+
+
+@pytest.mark.parametrize("mode", ["separate", "shared"])
+def test_small_chunks_and_capacities_change_no_token(mode, model_path, references, prompt_of):
+    """Chunks of 16, and generation that crosses two capacities."""
+    pipe = pipeline(
+        model_path("qwen3"), mode, MAX_PROMPT_LEN=100, MIN_RESPONSE_LEN=28, PREFILL_ROWS=[16], GENERATE_CAPACITIES=[48, 64, 128]
+    )
+    prompt = prompt_of(40)
+    result = pipe.generate(np.array(prompt), max_new_tokens=60, ignore_eos=True)
+    assert result.tokens[0] == references("qwen3").greedy(prompt, 60)
+
+
+@pytest.mark.parametrize("mode", ["separate", "shared"])
+def test_windows_change_no_token(mode, zoo, prompt_of):
+    pipe, prompt = pipeline(zoo / "gemma2", mode, MAX_PROMPT_LEN=256), prompt_of(100)
+    result = pipe.generate(np.array(prompt), max_new_tokens=48, ignore_eos=True)
+    assert result.tokens[0] == StatefulReference(zoo / "gemma2").greedy(prompt, 48)
+
+
+def test_a_reused_prefix_changes_no_token(model_path, references, prompt_of):
+    pipe = pipeline(model_path("llama"), "shared")
+    base = prompt_of(200)
+    for prompt in (base, [*base, *prompt_of(30, seed=1)], [*base[:120], *prompt_of(9, seed=2)], base[:50]):
+        result = pipe.generate(np.array(prompt), max_new_tokens=24, ignore_eos=True)
+        assert result.tokens[0] == references("llama").greedy(prompt, 24)
+        if prompt is not base:
+            assert result.perf_metrics.get_num_cached_tokens() >= min(len(prompt) - 1, 120)
+
+
+def test_f16_rows_stay_close(model_path, references, prompt_of):
+    pipe = StaticLLMPipeline(model_path("demo"), "CPU", INFERENCE_PRECISION_HINT="f32", KV_CACHE_PRECISION="f16")
+    prompt = pipe.get_tokenizer().encode("Tell me a story about a fox.").input_ids.data[0].tolist()
+    result = pipe.generate(np.array(prompt), max_new_tokens=32, ignore_eos=True)
+    assert result.tokens[0] == references("demo").greedy(prompt, 32)
+
+
+def test_separate_programs_have_only_static_shapes(model_path):
+    """Asserted on the compiled models' ports, not on intentions."""
+    pipe = pipeline(model_path("llama"), "separate")
+    programs = pipe._runner.programs.values()
+    compiled = {id(program.compiled): program.compiled for program in programs}
+    assert len(compiled) == len(programs)
+    for program in programs:
+        for port in (*program.compiled.inputs, *program.compiled.outputs):
+            assert port.partial_shape.is_static, (program.variant, port)
+    assert len({id(p.compiled) for p in pipeline(model_path("llama"), "shared")._runner.programs.values()}) == 1
+
+
+def test_row_memory_is_allocated_once(model_path, prompt_of):
+    pipe = pipeline(model_path("demo"), "shared")
+    arena, shape = pipe._runner.cache.arena, pipe._layout.lowered.shape
+    assert arena.num_bytes == shape.row_bytes(4) * 1152
+    storages = [(group.storage.ctypes.data, group.storage.nbytes) for group in arena.groups]
+    process = psutil.Process()
+
+    def run(seed):
+        pipe.generate(np.array(prompt_of(1000, seed)), max_new_tokens=152, ignore_eos=True)
+        return process.memory_info().rss
+
+    run(0)
+    before = run(1)
+    after = [run(seed) for seed in range(2, 5)][-1]
+    assert storages == [(group.storage.ctypes.data, group.storage.nbytes) for group in arena.groups]
+    assert after - before < arena.num_bytes / 4, "the process grew while generating"
+
+
+def test_generation_ends_where_the_rows_end(model_path, prompt_of):
+    pipe = pipeline(model_path("llama"), "shared", MAX_PROMPT_LEN=32, MIN_RESPONSE_LEN=16)
+    result = pipe.generate(np.array(prompt_of(32)), ignore_eos=True)
+    assert len(result.tokens[0]) == 17 and result.finish_reasons == ["length"]
+    assert len(pipe.generate(np.array(prompt_of(8)), ignore_eos=True).tokens[0]) == 41
