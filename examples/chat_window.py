@@ -43,7 +43,9 @@ class ChatWindow:
         self.stop_button.pack(side="left")
         self.root.bind("<Return>", lambda event: self.send_button.invoke())  # does nothing while it is disabled
         self.root.bind("<Escape>", lambda event: self.stop_button.invoke())
-        self.history = ScrolledText(frame, font=FONT, wrap="word", padx=16, background="white", state="disabled")
+        self.history = ScrolledText(
+            frame, font=FONT, wrap="word", padx=16, pady=8, spacing2=3, bg="white", state="disabled"
+        )
         self.history.pack(fill="both", expand=True)
         for tag, colour in COLOURS.items():
             self.history.tag_configure(tag, foreground=colour)
@@ -63,6 +65,7 @@ class ChatWindow:
             self.show(f"\n{prompt}\n", "user")
             self.send_button.configure(state="disabled")
             self.stop_button.configure(state="normal")
+            self.status.configure(text="Answering …")
             self.stopping.clear()
             self.prompts.put(prompt)
 
@@ -97,8 +100,8 @@ class ChatWindow:
             try:
                 pipe.generate(prompt, streamer=self._on_text)
             except Exception as error:
-                self.events.put(("error", f"\n{error}"))
-                pipe.start_chat()  # anew: most likely the conversation has become too long
+                self.events.put(("error", f"\n{error}\nThe conversation starts anew."))
+                pipe.start_chat()
             self.events.put(("ready", "Ready"))
 
     def _on_text(self, text: str) -> bool:

@@ -1,0 +1,310 @@
+"""Every mistake gets one line with the value, the limit and the remedy; nothing is lost, the pipeline stays usable."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+import pytest
+from openvino import opset13 as ops
+
+from staticllm import (
+    ConfigError,
+    DeviceError,
+    GenerationConfigError,
+    ModelError,
+    PromptError,
+    PromptTooLongError,
+    StaticLLMConfig,
+    StaticLLMError,
+    StaticLLMPipeline,
+    UnsupportedModelError,
+)
+
+GREEDY = {"max_new_tokens": 6, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def pipe(zoo):
+    return StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=64, MIN_RESPONSE_LEN=32, INFERENCE_PRECISION_HINT="f32")
+
+
+@pytest.fixture(autouse=True)
+def stays_usable(request):
+    """After every test that used the pipeline, it still answers as before, and no row is lost."""
+    if "pipe" not in request.fixturenames:
+        yield
+        return
+    pipe, prompt = request.getfixturevalue("pipe"), np.array([5, 6, 7])
+    before = pipe.generate(prompt, **GREEDY).tokens
+    yield
+    assert pipe.generate(prompt, **GREEDY).tokens == before
+    assert pipe._runner.cache.rows.num_used == len(pipe._sequence)
+
+
+def one_line(error):
+    text = str(error.value)
+    assert text and "\n" not in text and isinstance(error.value, (StaticLLMError, RuntimeError))
+    return text
+
+
+@pytest.fixture
+def copy_of(zoo, tmp_path):
+    """A writable copy of a tiny model."""
+
+    def make(name):
+        shutil.copytree(zoo / name, tmp_path / name)
+        for path in (tmp_path / name).iterdir():
+            path.chmod(0o644)
+        (tmp_path / name).chmod(0o755)
+        return tmp_path / name
+
+    return make
+
+
+# -- model directories
+
+
+def test_missing_directory():
+    with pytest.raises(ModelError) as error:
+        StaticLLMPipeline("/no/such/model")
+    assert "/no/such/model" in one_line(error)
+
+
+@pytest.mark.parametrize("name", ["openvino_model.xml", "openvino_tokenizer.xml", "openvino_detokenizer.xml"])
+def test_missing_file(copy_of, name):
+    path = copy_of("llama")
+    (path / name).unlink()
+    with pytest.raises(ModelError) as error:
+        StaticLLMPipeline(path)
+    assert name in one_line(error) and "optimum-cli" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["openvino_model.xml", "openvino_model.bin", "openvino_tokenizer.bin"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
+def test_half_written_file(copy_of, name, share):
+    path = copy_of("llama")
+    data = (path / name).read_bytes()
+    (path / name).write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(ModelError) as error:
+        StaticLLMPipeline(path)
+    assert name.split(".")[0] in one_line(error)
+
+
+def test_garbage_in_the_model(copy_of):
+    path = copy_of("llama")
+    (path / "openvino_model.xml").write_text("this is not a model </net>")
+    with pytest.raises(ModelError) as error:
+        StaticLLMPipeline(path)
+    assert "cannot read" in one_line(error)
+
+
+def save(model, path):
+    ov.save_model(model, path / "openvino_model.xml")
+    return path
+
+
+def test_model_without_state(copy_of):
+    path = copy_of("llama")
+    ids = ops.parameter([-1, -1], ov.Type.i64, name="input_ids")
+    ids.output(0).set_names({"input_ids"})
+    logits = ops.convert(ops.unsqueeze(ids, ops.constant(2)), "f32")
+    logits.output(0).set_names({"logits"})
+    with pytest.raises(UnsupportedModelError) as error:
+        StaticLLMPipeline(save(ov.Model([logits], [ids], "stateless"), path))
+    assert "no ReadValue/Assign" in one_line(error)
+
+
+def test_model_that_is_no_language_model(copy_of):
+    path = copy_of("llama")
+    image = ops.parameter([1, 3, 8, 8], ov.Type.f32, name="image")
+    image.output(0).set_names({"image"})
+    with pytest.raises(ModelError) as error:
+        StaticLLMPipeline(save(ov.Model([ops.relu(image)], [image], "vision"), path))
+    assert "not a causal language model" in one_line(error) and "image" in str(error.value)
+
+
+def test_model_that_no_pass_knows(zoo):
+    with pytest.raises(UnsupportedModelError) as error:
+        StaticLLMPipeline(zoo / "granitemoehybrid")
+    assert "keep_new_rows" in one_line(error) and "conv" in str(error.value)
+
+
+# -- devices and properties
+
+
+def test_device_that_is_not_there(zoo):
+    missing = "NPU" if "NPU" not in ov.Core().available_devices else "GPU.7"
+    for device in (missing, "TOASTER", "", None, 5):
+        with pytest.raises(DeviceError) as error:
+            StaticLLMPipeline(zoo / "llama", device)
+        assert "there are: CPU" in one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("properties", "word"),
+    [
+        ({"MAX_PROMPT_LEN": -1}, "MAX_PROMPT_LEN=-1"),
+        ({"MIN_RESPONSE_LEN": 0}, "MIN_RESPONSE_LEN=0"),
+        ({"MAX_PROMPT_LEN": 12.5}, "12.5"),
+        ({"max_prompt_len": 5}, "unknown property"),
+        ({"INFERENCE_PRECISION": "f32"}, "did you mean 'INFERENCE_PRECISION_HINT'"),
+        ({"GENERATE_CONFIG": {"NOPE": 1}}, "'NOPE'"),
+        ({"INFERENCE_PRECISION_HINT": "f33"}, "refused"),
+    ],
+)  # fmt: skip
+def test_bad_properties(zoo, properties, word):
+    with pytest.raises((ConfigError, DeviceError)) as error:
+        StaticLLMPipeline(zoo / "llama", "CPU", **properties)
+    assert word in one_line(error)
+
+
+def test_config_and_properties_at_once(zoo):
+    with pytest.raises(ConfigError) as error:
+        StaticLLMPipeline(zoo / "llama", config=StaticLLMConfig(), MAX_PROMPT_LEN=5)
+    assert "give one of them" in one_line(error)
+
+
+# -- prompts
+
+
+@pytest.mark.parametrize(
+    ("inputs", "word"),
+    [
+        ("", "empty"),
+        ([""], "empty"),
+        (np.array([], np.int64), "no tokens"),
+        (np.array([[5, 1024]]), "1024 is outside the vocabulary: ids go from 0 to 1023"),
+        (np.array([-1]), "-1 is outside"),
+        (np.array([1.5]), "float64"),
+        (np.zeros((3, 4), np.int64), "a batch of 3"),
+        (np.zeros((1, 1, 4), np.int64), "shape [1, 1, 4]"),
+        (["a", "b", "c"], "a batch of 3 prompts: a call takes 1"),
+        ([], "a batch of 0"),
+        (5, "a int"),
+        (None, "NoneType"),
+        ([1, 2], "a list"),
+    ],
+)
+def test_bad_prompts(pipe, inputs, word):
+    with pytest.raises(PromptError) as error:
+        pipe.generate(inputs, max_new_tokens=3)
+    assert word in one_line(error)
+
+
+def test_prompt_longer_than_the_capacity(pipe):
+    with pytest.raises(PromptTooLongError) as error:
+        pipe.generate(np.full(65, 7), max_new_tokens=3)
+    assert "65 tokens, MAX_PROMPT_LEN is 64" in one_line(error) and "MAX_PROMPT_LEN=65" in str(error.value)
+    assert (error.value.num_tokens, error.value.limit) == (65, 64)
+    assert len(pipe.generate(np.full(64, 7), max_new_tokens=3, ignore_eos=True).tokens[0]) == 3
+
+
+# -- generation options
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": -3}, "max_new_tokens=-3"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5"),
+        ({"min_new_tokens": -1}, "min_new_tokens=-1"),
+        ({"max_tokens": 5}, "unknown option 'max_tokens'"),
+        ({"do_sample": True, "temperature": 0}, "temperature=0"),
+        ({"do_sample": True, "temperature": "hot"}, "temperature='hot'"),
+        ({"do_sample": True, "top_p": 1.5}, "top_p=1.5"),
+        ({"do_sample": True, "top_k": -1}, "top_k=-1"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0"),
+        ({"presence_penalty": 3}, "presence_penalty=3"),
+        ({"num_beams": 4}, "num_beams=4 is not supported"),
+        ({"stop_strings": [""]}, "non-empty strings"),
+        ({"max_length": 2}, "max_length=2 leaves no room after a prompt of 3"),
+        ({"streamer": 5}, "streamer is a int"),
+        ({"generation_config": 5}, "generation_config is a int"),
+        ({"generation_config": {"top_q": 5}}, "unknown option 'top_q': did you mean 'top_"),
+    ],
+)
+def test_bad_generation_options(pipe, options, word):
+    with pytest.raises(GenerationConfigError) as error:
+        pipe.generate(np.array([5, 6, 7]), **options)
+    assert word in one_line(error)
+
+
+def test_a_bad_default_config_leaves_the_old_one(pipe):
+    bad = genai.GenerationConfig()
+    bad.num_beams = 4
+    with pytest.raises(GenerationConfigError):
+        pipe.set_generation_config(bad)
+    assert pipe.get_generation_config().num_beams == 1
+
+
+# -- streamers and threads
+
+
+class Failed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_an_exception_in_the_users_streamer_reaches_the_caller(pipe, fails_at):
+    pieces = []
+
+    def streamer(piece):
+        pieces.append(piece)
+        if len(pieces) == fails_at:
+            raise Failed("mine")
+
+    with pytest.raises(Failed, match="mine"):
+        pipe.generate("hello", streamer=streamer, max_new_tokens=20, ignore_eos=True)
+    assert len(pieces) == fails_at
+
+
+def test_an_exception_in_a_streamer_object_reaches_the_caller(pipe):
+    class Streamer(genai.StreamerBase):
+        def write(self, token):
+            raise Failed(token)
+
+        def end(self):
+            pass
+
+    with pytest.raises(Failed):
+        pipe.generate(np.array([5, 6, 7]), streamer=Streamer(), max_new_tokens=5)
+
+
+def test_a_streamer_that_returns_nonsense(pipe):
+    with pytest.raises(GenerationConfigError) as error:
+        pipe.generate("hello", streamer=lambda piece: "go on", max_new_tokens=20, ignore_eos=True)
+    assert "'go on'" in one_line(error)
+
+
+def test_an_exception_in_a_chat_forgets_the_turn(pipe):
+    def streamer(piece):
+        raise Failed
+
+    pipe.start_chat()
+    with pytest.raises(Failed):
+        pipe.generate("hello", streamer=streamer, max_new_tokens=20, ignore_eos=True)
+    turn = pipe.generate("hello", max_new_tokens=6, ignore_eos=True)
+    pipe.finish_chat()
+    assert turn == pipe.generate("hello", max_new_tokens=6, ignore_eos=True)
+
+
+def test_two_threads_get_their_own_right_answers(pipe):
+    prompts = [np.arange(3, 40), np.arange(500, 520)]
+    alone = [pipe.generate(prompt, max_new_tokens=30, ignore_eos=True).tokens for prompt in prompts]
+    answers = [[], []]
+
+    def work(index):
+        for _ in range(5):
+            answers[index].append(pipe.generate(prompts[index], max_new_tokens=30, ignore_eos=True).tokens)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert answers == [[alone[0]] * 5, [alone[1]] * 5]

@@ -1,0 +1,223 @@
+"""``StaticLLMPipeline`` as a desktop app uses it."""
+
+from __future__ import annotations
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+import pytest
+
+from staticllm import DecodedResults, EncodedResults, GeneratedText, StaticLLMConfig, StaticLLMPipeline
+from staticllm.pipelines.reference import StatefulReference
+
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def pipe(zoo):
+    return StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=256, **EXACT)
+
+
+@pytest.fixture(scope="module")
+def greedy(zoo):
+    return StatefulReference(zoo / "llama").greedy(PROMPT, 40)
+
+
+def tokens(pipe, **options):
+    return pipe.generate(np.array(PROMPT), **options).tokens[0]
+
+
+def test_every_form_of_input_gives_the_same_answer(pipe):
+    tokenizer, history = pipe.get_tokenizer(), genai.ChatHistory()
+    history.append({"role": "user", "content": "hello"})
+    text = tokenizer.apply_chat_template(history, add_generation_prompt=True)
+    tokenized = tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenized.input_ids.data
+    forms = {
+        GeneratedText: ["hello"],
+        DecodedResults: [["hello"], history],
+        EncodedResults: [ids, ids[0], ids.astype(np.int32), ov.Tensor(ids), tokenized],
+    }
+    answers = set()
+    for kind, inputs in forms.items():
+        for item in inputs:
+            result = pipe.generate(item, max_new_tokens=8, ignore_eos=True)
+            assert type(result) is kind
+            assert result.perf_metrics.get_num_input_tokens() == ids.size
+            answers.add(tuple(result.tokens[0]))
+    assert len(answers) == 1
+    assert pipe.generate("hello", max_new_tokens=8, ignore_eos=True) == tokenizer.decode(list(answers.pop()))
+
+
+def test_padding_of_tokenized_inputs_is_left_out(pipe):
+    padded = genai.TokenizedInputs(ov.Tensor(np.array([[2, 2, *PROMPT]])), ov.Tensor(np.array([[0, 0, 1, 1, 1]])))
+    assert pipe.generate(padded, max_new_tokens=5).tokens[0] == tokens(pipe, max_new_tokens=5)
+
+
+def test_the_orders_of_arguments_that_genai_takes(zoo):
+    path, tokenizer = zoo / "llama", genai.Tokenizer(zoo / "llama")
+    small = {"MAX_PROMPT_LEN": 32, "MIN_RESPONSE_LEN": 16}
+    pipes = [
+        StaticLLMPipeline(path, "CPU", small),
+        StaticLLMPipeline(str(path), tokenizer, "CPU", small),
+        StaticLLMPipeline(path, tokenizer, "CPU", **small),
+        StaticLLMPipeline(path, config=StaticLLMConfig(max_prompt_len=32, min_response_len=16), tokenizer=tokenizer),
+    ]
+    assert {pipe.config.capacity for pipe in pipes} == {48}
+    assert len({tuple(tokens(pipe, max_new_tokens=4)) for pipe in pipes}) == 1
+
+
+def test_lengths_and_reasons(pipe, greedy):
+    for count in (1, 2, 40):
+        result = pipe.generate(np.array(PROMPT), max_new_tokens=count)
+        assert result.tokens[0] == greedy[:count] and result.finish_reasons == ["length"]
+    assert tokens(pipe, max_length=len(PROMPT) + 4) == greedy[:4]
+    stopped = pipe.generate(np.array(PROMPT), max_new_tokens=40, stop_token_ids={greedy[3]})
+    assert stopped.tokens[0] == greedy[:4] and stopped.finish_reasons == ["stop"]
+    assert tokens(pipe, max_new_tokens=6, stop_token_ids={greedy[3]}, ignore_eos=True) == greedy[:6]
+    forced = tokens(pipe, max_new_tokens=40, min_new_tokens=8, stop_token_ids={greedy[3]})
+    assert greedy[3] not in forced[:8] and forced[:3] == greedy[:3]
+    assert tokens(pipe, max_new_tokens=0, echo=True) == PROMPT
+    assert tokens(pipe, max_new_tokens=2, echo=True) == PROMPT + greedy[:2]
+
+
+def test_stop_strings(pipe):
+    options = {"max_new_tokens": 12, "apply_chat_template": False, "ignore_eos": True}
+    whole = pipe.generate("hello world", **options)
+    stop = whole[5:8]
+    pieces = []
+    result = pipe.generate(["hello world"], streamer=pieces.append, stop_strings={stop}, **options)
+    assert result.texts == [whole[: whole.index(stop)]] == ["".join(pieces)]
+    assert result.finish_reasons == ["stop"]
+    included = pipe.generate("hello world", stop_strings=stop, include_stop_str_in_output=True, **options)
+    assert included == whole[: whole.index(stop) + len(stop)]
+    received = []
+
+    class Streamer(genai.StreamerBase):
+        def write(self, token):
+            received.append(token)
+            return genai.StreamingStatus.RUNNING
+
+        def end(self):
+            received.append("end")
+
+    result = pipe.generate(["hello world"], streamer=Streamer(), stop_strings={stop}, **options)
+    assert received == [*result.tokens[0], "end"] and len(result.tokens[0]) < 12
+
+
+def test_streamed_text_is_the_text(pipe):
+    pieces = []
+    text = pipe.generate("hello", streamer=pieces.append, max_new_tokens=60, ignore_eos=True)
+    assert "".join(pieces) == text == text.texts[0] and len(pieces) > 5
+    assert text == pipe.get_tokenizer().decode(text.tokens[0])
+
+
+def test_genais_own_text_streamer(pipe):
+    pieces = []
+    streamer = genai.TextStreamer(pipe.get_tokenizer(), lambda piece: pieces.append(piece))
+    text = pipe.generate("hello", streamer=streamer, max_new_tokens=30, ignore_eos=True)
+    assert "".join(pieces) == text
+
+
+@pytest.mark.parametrize(
+    "status", [True, genai.StreamingStatus.STOP, genai.StreamingStatus.CANCEL, 1], ids=["true", "stop", "cancel", "one"]
+)
+def test_a_streamer_can_stop(pipe, status):
+    pieces = []
+
+    def streamer(piece):
+        pieces.append(piece)
+        return status if len(pieces) == 3 else None
+
+    result = pipe.generate(["hello"], streamer=streamer, max_new_tokens=100, ignore_eos=True)
+    assert result.finish_reasons == ["cancelled"] and len(pieces) == 3
+    assert result.texts[0].startswith("".join(pieces))
+
+
+def test_genai_configs_are_taken_and_left_as_they_are(pipe, greedy):
+    config = genai.GenerationConfig()
+    config.max_new_tokens = 5
+    config.ignore_eos = True
+    assert tokens(pipe, generation_config=config) == greedy[:5]
+    assert tokens(pipe, generation_config=config, max_new_tokens=7) == greedy[:7] and config.max_new_tokens == 5
+    assert tokens(pipe, generation_config={"max_new_tokens": 3}) == greedy[:3]
+    before = pipe.get_generation_config()
+    pipe.set_generation_config(config)
+    assert tokens(pipe) == greedy[:5] and pipe.get_generation_config().eos_token_id == 1
+    config.max_new_tokens = 9
+    assert tokens(pipe) == greedy[:5], "the pipeline keeps a copy"
+    pipe.set_generation_config(before)
+
+
+def test_sampling_repeats_with_a_seed_and_varies_without(pipe):
+    options = {"max_new_tokens": 20, "do_sample": True, "temperature": 1.5, "ignore_eos": True}
+    assert tokens(pipe, rng_seed=7, **options) == tokens(pipe, rng_seed=7, **options)
+    assert tokens(pipe, rng_seed=7, **options) != tokens(pipe, rng_seed=8, **options)
+    assert tokens(pipe, **options) != tokens(pipe, **options)
+    assert tokens(pipe, top_k=1, **options) == tokens(pipe, max_new_tokens=20, ignore_eos=True)
+
+
+def test_scores_are_sums_of_log_probabilities(pipe, zoo, greedy):
+    reference = StatefulReference(zoo / "llama")
+    logits = reference.logits(PROMPT + greedy[:7])[len(PROMPT) - 1 :].astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = sum(logprobs[i, token] for i, token in enumerate(greedy[:8]))
+    result = pipe.generate(np.array(PROMPT), max_new_tokens=8, logprobs=1)
+    assert result.scores == [pytest.approx(expected, abs=1e-3)]
+    assert pipe.generate(np.array(PROMPT), max_new_tokens=8).scores == [0.0]
+
+
+def test_a_chat_remembers_and_prefills_only_what_is_new(pipe):
+    pipe.start_chat("You are terse.")
+    first = pipe.generate("hello", max_new_tokens=8)
+    second = pipe.generate("and again", max_new_tokens=8)
+    pipe.finish_chat()
+    history = genai.ChatHistory(
+        [
+            {"role": "system", "content": "You are terse."},
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": str(first)},
+            {"role": "user", "content": "and again"},
+        ]
+    )
+    assert pipe.generate(history, max_new_tokens=8).texts == [second]
+    metrics = second.perf_metrics
+    assert first.perf_metrics.get_num_input_tokens() <= metrics.get_num_cached_tokens() < metrics.get_num_input_tokens()
+
+
+def test_a_cancelled_turn_is_forgotten_and_a_stopped_one_is_not(pipe):
+    def turn(status):
+        pipe.start_chat()
+        pipe.generate("hello", streamer=lambda piece: status, max_new_tokens=30, ignore_eos=True)
+        kept = len(pipe._history)
+        pipe.finish_chat()
+        return kept
+
+    assert (turn(genai.StreamingStatus.CANCEL), turn(genai.StreamingStatus.STOP)) == (0, 2)
+
+
+def test_metrics_tell_what_happened(pipe):
+    result = pipe.generate(np.array([9, *PROMPT]), max_new_tokens=12, ignore_eos=True)
+    metrics = result.perf_metrics
+    assert (metrics.get_num_input_tokens(), metrics.get_num_generated_tokens()) == (4, 12)
+    assert 0 < metrics.get_tpot().mean < metrics.get_generate_duration().mean
+    assert 0 < metrics.get_ipot().mean <= metrics.get_tpot().mean
+    assert 0 < metrics.get_ttft().mean <= metrics.get_generate_duration().mean
+    assert metrics.get_throughput().mean == pytest.approx(1e3 / metrics.get_tpot().mean)
+    assert 0 < metrics.get_inference_duration().mean <= metrics.get_generate_duration().mean
+    assert metrics.get_load_time() > 10
+    raw = metrics.raw_metrics
+    assert (len(raw.m_new_token_times), len(raw.m_durations), len(raw.token_infer_durations)) == (12, 11, 11)
+
+
+def test_progress_is_reported_for_every_variant(zoo):
+    events = []
+    pipe = StaticLLMPipeline(zoo / "llama", "CPU", on_progress=events.append, MAX_PROMPT_LEN=64, PROGRAMS="separate")
+    variants = list(pipe._runner.programs)
+    assert [event.stage for event in events[:2]] == ["read", "passes"]
+    for stage in ("compile", "warm-up"):
+        mine = [event for event in events if event.stage == stage]
+        assert [event.variant for event in mine] == variants
+        assert [event.index for event in mine] == list(range(1, len(variants) + 1))
+        assert all(event.total == len(variants) and event.seconds > 0 for event in mine)
