@@ -4,6 +4,7 @@ import queue
 import sys
 import threading
 import tkinter as tk
+from itertools import groupby
 from tkinter import ttk
 from tkinter.scrolledtext import ScrolledText
 
@@ -25,14 +26,12 @@ class ChatWindow:
         self._poll()
 
     def _build(self) -> None:
-        self.root.title("staticllm chat")
         if self.root.tk.call("tk", "windowingsystem") == "x11":
             ttk.Style().theme_use("clam")  # the default there is from the 1990s
-        frame = ttk.Frame(self.root, padding=12)
-        frame.pack(fill="both", expand=True)
-        self.status = ttk.Label(frame, text="Loading the model …", foreground="#4b5563")
+        self.root.configure(padx=12, pady=12, background=ttk.Style().lookup("TFrame", "background"))
+        self.status = ttk.Label(self.root, text="Loading the model …", foreground="#4b5563")
         self.status.pack(side="bottom", anchor="w")
-        bar = ttk.Frame(frame)
+        bar = ttk.Frame(self.root)
         bar.pack(side="bottom", fill="x", pady=10)
         self.entry = ttk.Entry(bar, font=FONT)
         self.entry.pack(side="left", fill="both", expand=True)
@@ -43,9 +42,7 @@ class ChatWindow:
         self.stop_button.pack(side="left")
         self.root.bind("<Return>", lambda event: self.send_button.invoke())  # does nothing while it is disabled
         self.root.bind("<Escape>", lambda event: self.stop_button.invoke())
-        self.history = ScrolledText(
-            frame, font=FONT, wrap="word", padx=16, pady=8, spacing2=3, bg="white", state="disabled"
-        )
+        self.history = ScrolledText(self.root, font=FONT, wrap="word", padx=16, pady=8, bg="white", state="disabled")
         self.history.pack(fill="both", expand=True)
         for tag, colour in COLOURS.items():
             self.history.tag_configure(tag, foreground=colour)
@@ -76,12 +73,13 @@ class ChatWindow:
         self.history.see("end")
 
     def _poll(self) -> None:
-        for _ in range(self.events.qsize()):
-            kind, text = self.events.get()
+        news = [self.events.get() for _ in range(self.events.qsize())]
+        for kind, events in groupby(news, key=lambda event: event[0]):
+            texts = [text for _, text in events]
             if kind in COLOURS:
-                self.show(text, kind)
+                self.show("".join(texts), kind)  # a call a token would be slow: laying out the text takes time
             else:
-                self.status.configure(text=text)
+                self.status.configure(text=texts[-1])
             if kind == "ready":
                 self.send_button.configure(state="normal")
                 self.stop_button.configure(state="disabled")
@@ -115,7 +113,7 @@ class ChatWindow:
 
 
 def main() -> None:
-    ChatWindow(tk.Tk(), *sys.argv[1:2]).run()
+    ChatWindow(tk.Tk(className="Chat"), *sys.argv[1:2]).run()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,206 @@
+"""The command line as a user has it: child processes, pipes, a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+STATICLLM = [sys.executable, "-m", "staticllm"]
+ENVIRONMENT = {**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": ""}
+
+
+def staticllm(*arguments, stdin=""):
+    return subprocess.run(
+        [*STATICLLM, *map(str, arguments)],
+        input=stdin, capture_output=True, text=True, encoding="utf-8", timeout=60, env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama(zoo):
+    return zoo / "llama"
+
+
+def test_run_prints_the_answer_and_stats(llama):
+    done = staticllm("run", "hello", "-m", llama, "-n", 12, "--stats")
+    assert done.returncode == 0 and done.stdout.strip()
+    assert "12 generated (length)" in done.stderr and "TTFT" in done.stderr and "TPOT" in done.stderr
+
+
+def test_run_takes_stdin_and_says_the_same(llama):
+    from_stdin, from_argument = staticllm("run", "-m", llama, "-n", 12, stdin="hello"), staticllm("run", "hello", "-m", llama, "-n", 12)
+    assert from_stdin.returncode == 0 and from_stdin.stdout == from_argument.stdout
+
+
+def test_run_json(llama):
+    report = json.loads(staticllm("run", "hello", "-m", llama, "-n", 5, "--json").stdout)
+    assert report["generated_tokens"] == 5 and report["finish_reason"] == "length" and report["text"]
+
+
+def test_the_embedded_model_is_the_default():
+    done = staticllm("run", "What is an NPU?", "-n", 24)
+    assert done.returncode == 0 and len(done.stdout.split()) > 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "word"),
+    [
+        (["run", "hi", "-m", "/no/such/model"], 1, "no model directory"),
+        (["run", "hi", "--device", "TOASTER"], 1, "there are: CPU"),
+        (["run", "hi", "-p", "NONSENSE"], 1, "NAME=VALUE"),
+        (["run", "hi", "-p", "NONSENSE=5"], 1, "unknown property 'NONSENSE'"),
+        (["run", "hi", "--max-prompt-len", "0"], 1, "MAX_PROMPT_LEN=0"),
+        (["run", "hi", "-n", "0"], 1, "max_new_tokens=0"),
+        (["run", ""], 1, "empty"),
+        (["run", "hi", "--colour"], 2, "No such option"),
+        (["ruin"], 2, "No such command"),
+        (["compile", "/no/such/model", "--export-blob", "/no/such/folder/x"], 1, "does not exist"),
+        (["inspect", "/no/such/model"], 1, "no model directory"),
+    ],
+)
+def test_mistakes_get_one_line_and_a_code(arguments, code, word):
+    done = staticllm(*arguments)
+    assert done.returncode == code and word in done.stderr and "Traceback" not in done.stderr
+    assert code == 2 or len(done.stderr.strip().splitlines()) == 1
+
+
+def test_inspect(zoo):
+    report = json.loads(staticllm("inspect", zoo / "gemma2", "--json").stdout)
+    assert report["num_states"] == 8 and report["masks"] == ["causal", "window:32"]
+    assert report["layers"][0] == {"layer": 0, "query_heads": 4, "kv_heads": 2, "head_dim": 16, "mask": "window:32"}
+    assert report["rows"]["bytes"] == 8 * 2 * 16 * 4 * 1152
+    assert report["weights_bytes"] == (zoo / "gemma2" / "openvino_model.bin").stat().st_size
+    assert {"phase": "generate", "rows": 1, "capacity": 256} in report["variants"]
+    text = staticllm("inspect", zoo / "gemma2")
+    assert text.returncode == 0
+    for word in ("window:32", "lift_state", "4 of 4 layers regrouped", "1x256", "MiB"):
+        assert word in text.stdout
+
+
+@pytest.mark.parametrize("mode", ["separate", "shared"])
+def test_compile_exports_blobs_that_the_device_imports(llama, tmp_path, mode):
+    import openvino as ov
+
+    target = tmp_path / "blobs"
+    done = staticllm("compile", llama, "--export-blob", target, "--programs", mode, "--max-prompt-len", 64)
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((target / "manifest.json").read_text())
+    num_variants = len(manifest["variants"])
+    assert len(manifest["blobs"]) == (1 if mode == "shared" else num_variants)
+    assert sum(line.startswith(("generate[", "prefill[")) for line in done.stderr.splitlines()) == num_variants
+    for name in manifest["blobs"]:
+        imported = ov.Core().import_model((target / name).read_bytes(), "CPU")
+        assert "logits" in {name for port in imported.outputs for name in port.get_names()}
+    assert set(manifest["model"]) == {"openvino_model.xml", "openvino_model.bin"}
+    again = staticllm("compile", llama, "--export-blob", target)
+    assert again.returncode == 1 and "exists already" in again.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["blobs"], "nothing half-written is left"
+
+
+def test_a_closed_pipe_ends_it_quietly(llama):
+    child = subprocess.Popen(
+        [*STATICLLM, "run", "hello", "-m", str(llama), "-n", "1000"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert child.stdout is not None and child.stderr is not None
+    assert len(child.stdout.read(20)) == 20
+    child.stdout.close()
+    child.wait(30)
+    assert child.stderr.read() == b""
+    child.stderr.close()
+
+
+def test_tokens_appear_as_they_come(llama):
+    child = subprocess.Popen(
+        [*STATICLLM, "run", "hello", "-m", str(llama), "-n", "900", "--raw"],
+        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert child.stdout is not None
+    moments = []
+    while os.read(child.stdout.fileno(), 65536):
+        moments.append(time.monotonic())
+    child.wait(30)
+    child.stdout.close()
+    assert child.returncode == 0 and len(moments) > 20
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pseudo-terminals are POSIX")
+class TestChat:
+    @pytest.fixture
+    def terminal(self, llama):
+        import pty
+        import select
+        import signal
+
+        class Terminal:
+            def __init__(self):
+                self.end, child_end = pty.openpty()
+                self.child = subprocess.Popen(
+                    [*STATICLLM, "run", "-m", str(llama), "-n", "1000"],
+                    stdin=child_end, stdout=child_end, stderr=child_end, start_new_session=True, env=ENVIRONMENT,
+                )  # fmt: skip
+                os.close(child_end)
+
+            def type(self, text):
+                os.write(self.end, text.encode())
+
+            def interrupt(self):
+                self.child.send_signal(signal.SIGINT)
+
+            def read_until(self, word, seconds=30):
+                text, deadline = "", time.monotonic() + seconds
+                while word not in text and time.monotonic() < deadline:
+                    if select.select([self.end], [], [], 0.2)[0]:
+                        try:
+                            text += os.read(self.end, 65536).decode(errors="replace")
+                        except OSError:
+                            break
+                assert word in text, text
+                return text
+
+            def read_some(self, count):
+                text, deadline = b"", time.monotonic() + 30
+                while len(text) < count and time.monotonic() < deadline:
+                    text += os.read(self.end, 65536)
+                return text
+
+            def leaves(self):
+                try:
+                    return self.child.wait(20)
+                finally:
+                    os.close(self.end)
+
+        terminal = Terminal()
+        terminal.read_until("> ")
+        yield terminal
+        terminal.child.kill()
+        terminal.child.wait()
+
+    def test_turns_and_ctrl_d(self, terminal):
+        terminal.type("hello\n")
+        terminal.read_until("\r\n> ")
+        terminal.type("\x04")
+        assert terminal.leaves() == 0
+
+    def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(self, terminal):
+        terminal.type("hello\n")
+        terminal.read_some(30)
+        terminal.interrupt()
+        terminal.read_until("\r\n> ")
+        terminal.type("again\n")
+        terminal.read_some(30)
+        terminal.interrupt()
+        terminal.read_until("\r\n> ")
+        terminal.type("\x04")
+        assert terminal.leaves() == 0
+
+    def test_ctrl_c_twice_leaves(self, terminal):
+        terminal.interrupt()
+        terminal.read_until("again to leave")
+        terminal.interrupt()
+        assert terminal.leaves() == 0

@@ -1,0 +1,26 @@
+"""On a real accelerator: ``STATICLLM_DEVICE=NPU python scripts/test.py tests/device``. Skipped where none is named."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from staticllm import StaticLLMPipeline
+from staticllm.pipelines.reference import StatefulReference
+
+DEVICE = os.environ.get("STATICLLM_DEVICE", "")
+
+
+@pytest.mark.skipif(not DEVICE, reason="STATICLLM_DEVICE names no device")
+@pytest.mark.parametrize("mode", ["separate", "shared"])
+def test_the_device_says_what_the_model_says(mode, model_path, prompt_of):
+    """An accelerator computes in f16 or so: the first tokens must agree, near-ties may fork later."""
+    reference = StatefulReference(model_path("demo"))
+    pipe = StaticLLMPipeline(model_path("demo"), DEVICE, PROGRAMS=mode, MAX_PROMPT_LEN=256)
+    tokenizer = pipe.get_tokenizer()
+    for prompt in ("What is an NPU?", "Tell me a story about a fox."):
+        ids = tokenizer.encode(prompt).input_ids.data[0].tolist()
+        answer = pipe.generate(np.array(ids), max_new_tokens=16, ignore_eos=True)
+        assert answer.tokens[0] == reference.greedy(ids, 16)

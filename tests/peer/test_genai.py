@@ -1,0 +1,88 @@
+"""Side by side with ``openvino_genai.LLMPipeline``: the same call, the same words."""
+
+from __future__ import annotations
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+import pytest
+
+from staticllm import StaticLLMPipeline
+
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+MODELS = ["llama", "qwen2", "qwen3", "mistral", "demo"]
+
+
+@pytest.fixture(scope="module")
+def pair(zoo):
+    return StaticLLMPipeline(zoo / "llama", "CPU", **EXACT), genai.LLMPipeline(zoo / "llama", "CPU", **EXACT)
+
+
+def both(pair, ids, **options):
+    ours, theirs = pair
+    ids = np.array([ids])
+    return ours.generate(ids, **options), theirs.generate(ov.Tensor(ids), **options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_equal_on_the_cpu(name, model_path, prompt_of):
+    pair = (
+        StaticLLMPipeline(model_path(name), "CPU", **EXACT),
+        genai.LLMPipeline(model_path(name), "CPU", **EXACT),
+    )
+    for length in (1, 5, 40, 300, 900):
+        ours, theirs = both(pair, prompt_of(length), max_new_tokens=64, ignore_eos=True)
+        assert ours.tokens == theirs.tokens, f"prompt of {length} tokens"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 1.2},
+        {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.7},
+        {"min_new_tokens": 9, "stop_token_ids": {353}},
+        {"stop_token_ids": {353}},
+        {"stop_token_ids": {353}, "ignore_eos": True},
+    ],
+)
+def test_options_mean_the_same(pair, options):
+    ours, theirs = both(pair, [5, 6, 7], max_new_tokens=24, logprobs=1, **options)
+    assert ours.tokens == theirs.tokens
+    assert ours.scores == [pytest.approx(theirs.scores[0], abs=1e-2)]
+    assert ours.finish_reasons == theirs.finish_reasons
+
+
+def test_text_in_every_form_is_the_same(pair):
+    ours, theirs = pair
+    for prompt in ("hello world", "One, two", "naïve café"):
+        for options in ({}, {"apply_chat_template": False}):
+            assert ours.generate(prompt, max_new_tokens=16, **options) == theirs.generate(prompt, max_new_tokens=16, **options)
+
+
+def test_a_conversation_is_the_same():
+    """On the embedded model, whose answers are sentences: three turns, each built on the answer before."""
+    from staticllm import demo_model_path
+
+    ours = StaticLLMPipeline(demo_model_path(), "CPU", **EXACT)
+    theirs = genai.LLMPipeline(demo_model_path(), "CPU", **EXACT)
+    histories = genai.ChatHistory(), genai.ChatHistory()
+    for question in ("Hello!", "What is an NPU?", "Tell me a story about a fox."):
+        answers = []
+        for pipe, history in zip((ours, theirs), histories, strict=True):
+            history.append({"role": "user", "content": question})
+            answers.append(pipe.generate(history, max_new_tokens=48).texts[0])
+            history.append({"role": "assistant", "content": answers[-1]})
+        assert answers[0] == answers[1]
+
+
+def test_static_programs_say_what_npuw_says(zoo, prompt_of):
+    """The incumbent itself, NPUW, on the CPU: our separate programs against its prefill and generate models."""
+    lengths = {"MAX_PROMPT_LEN": 128, "MIN_RESPONSE_LEN": 64}
+    on_cpu = {"NPUW_DEVICES": "CPU", "NPUW_ONLINE_PIPELINE": "NONE", "INFERENCE_PRECISION_HINT": "f32"}
+    npuw = genai.LLMPipeline(zoo / "llama", "NPU", **lengths, **on_cpu)
+    ours = StaticLLMPipeline(zoo / "llama", "CPU", PROGRAMS="separate", **lengths, **EXACT)
+    for length in (5, 40, 100):
+        first, second = both((ours, npuw), prompt_of(length), max_new_tokens=16, ignore_eos=True)
+        assert first.tokens == second.tokens
