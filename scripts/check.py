@@ -20,6 +20,7 @@ from _setup import ROOT, ensure_environment, run
 
 FOLDERS = {"staticllm": "", "compiler_passes": "compiler_passes", "kvcache": "kvcache", "pipelines": "pipelines"}
 MAX_FUNCTION_LINES, MAX_LONG_SHARE, MAX_FILE_LINES = 50, 0.03, 400
+GENERATED = ("docs/cli.md", "docs/properties.md")
 MAX_WHEEL_BYTES = 12 * 2**20
 
 
@@ -31,6 +32,7 @@ def main() -> None:
     check_sizes()
     run(python, "-m", "ruff", "check", ".")
     run(python, "-m", "ruff", "format", "--check", ".")
+    run(python, "-m", "cogapp", "--check", "--check-fail-msg=run: python -m cogapp -r docs/*.md", *GENERATED)
     check_types(python)
     if not options.no_wheel:
         check_wheel(python)

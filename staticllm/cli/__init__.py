@@ -34,6 +34,9 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except StaticLLMError as error:
             raise click.ClickException(str(error)) from error
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            ctx.exit(128 + signal.SIGINT)
 
 
 @click.command(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -273,6 +273,7 @@ def test_empty_message_is_not_sent(driver: Driver) -> None:
     assert driver.text == ""
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # SystemExit while loading
 @pytest.mark.parametrize("moment", ["loading", "idle", "answering"])
 def test_closing_leaves_no_thread(open_window: Callable[[Path | str], Driver], model_dir: Path, moment: str) -> None:
     driver = open_window(model_dir)

@@ -78,6 +78,14 @@ def test_imports_are_absolute_and_in_order(root):
             assert same_folder or rank(name) < rank(me), f"{me} may not import {name}"
 
 
+def test_every_module_is_on_the_page_that_describes_them(root):
+    page = (root / "docs" / "structure.md").read_text(encoding="utf-8")
+    for path in sources(root):
+        _, *rest = path.relative_to(root).parts
+        if path.name != "__init__.py":
+            assert f"| `{'/'.join(rest)}` |" in page, f"docs/structure.md does not describe {path.relative_to(root)}"
+
+
 def test_no_condition_on_a_models_name(root, zoo):
     names = {path.name for path in zoo.iterdir() if path.is_dir()} | {"model_type", "architectures"}
     for path in sources(root):
