@@ -63,7 +63,7 @@ def token_ids(inputs: Any) -> list[int]:
     return [int(token) for token in _one_row(array)]
 
 
-def check_ids(ids: list[int], vocab_size: int, limit: int) -> None:
+def check_ids(ids: list[int], vocab_size: int, limit: int, is_chat: bool = False) -> None:
     """Refuse what the device must not see.
 
     Raises:
@@ -73,7 +73,7 @@ def check_ids(ids: list[int], vocab_size: int, limit: int) -> None:
     if not ids:
         raise PromptError("the prompt has no tokens: give at least one")
     if len(ids) > limit:
-        raise PromptTooLongError(len(ids), limit)
+        raise PromptTooLongError(len(ids), limit, is_chat)
     outside = [token for token in ids if not 0 <= token < vocab_size]
     if outside:
         raise PromptError(f"token id {outside[0]} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")

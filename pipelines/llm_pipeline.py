@@ -37,7 +37,7 @@ class StaticLLMPipeline:
         device: ``CPU``, ``NPU``, ``GPU`` … as OpenVINO names it. A ``Tokenizer`` may stand before it, as in GenAI.
         config: A mapping of properties, or a ``StaticLLMConfig``.
         tokenizer: Instead of the one in ``models_path``.
-        on_progress: Called with a ``ProgressEvent`` after each part of loading.
+        on_progress: Called with a ``ProgressEvent`` after each part of loading; what it raises aborts the loading.
         properties: GenAI's and OpenVINO's properties: ``MAX_PROMPT_LEN``, ``INFERENCE_PRECISION_HINT`` …
 
     Raises:
@@ -65,8 +65,7 @@ class StaticLLMPipeline:
         self._config = _resolve_config(device, config, properties)
         self._tokenizer = tokenizer or _read_tokenizer(directory)
         self._generation_config = _read_generation_config(directory, self._tokenizer)
-        self._runner, self._layout = load(directory, device, self._config, on_progress)
-        self._vocab_size = self._layout.lowered.shape.vocab_size
+        self._runner, self._shape = load(directory, device, self._config, on_progress)
         self._sequence = self._runner.cache.open()
         self._history: list[dict[str, str]] | None = None
         self._rng = np.random.default_rng(0)
@@ -145,8 +144,8 @@ class StaticLLMPipeline:
         """
         resolve(config, {}, 0)
         copied = copy_config(config)
-        if copied.eos_token_id == -1:
-            copied.set_eos_token_id(self._tokenizer.get_eos_token_id())
+        if copied.eos_token_id == -1 and self._generation_config.eos_token_id != -1:
+            copied.set_eos_token_id(self._generation_config.eos_token_id)
         self._generation_config = copied
 
     def _base_config(self, config: object, overrides: dict[str, Any]) -> tuple[genai.GenerationConfig, dict[str, Any]]:
@@ -173,19 +172,19 @@ class StaticLLMPipeline:
         assert self._history is not None
         turn = [*self._history, {"role": "user", "content": text}]
         ids = encode_messages(self._tokenizer, turn)
-        answer, metrics = self._answer(ids, base, overrides, sink, start)
+        answer, metrics = self._answer(ids, base, overrides, sink, start, is_chat=True)
         if not answer.is_dropped:
             self._history = [*turn, {"role": "assistant", "content": answer.text}]
         return self._decoded(answer, metrics, "")
 
     def _answer(
-        self, ids: list[int], base: Any, overrides: dict[str, Any], sink: Any, start: float
+        self, ids: list[int], base: Any, overrides: dict[str, Any], sink: Any, start: float, is_chat: bool = False
     ) -> tuple[Answer, PerfMetrics]:
         encoded = time.perf_counter()
-        check_ids(ids, self._vocab_size, self._config.max_prompt_len)
+        check_ids(ids, self._shape.vocab_size, self._config.max_prompt_len, is_chat)
         options = resolve(base, overrides, len(ids))
         sequence = self._reuse(ids)
-        sampler = Sampler(options.sampling, ids, self._vocab_size, self._rng_for(options))
+        sampler = Sampler(options.sampling, ids, self._shape.vocab_size, self._rng_for(options))
         generation = Generation(self._runner, sequence, options, sampler, self._decode, sink)
         try:
             answer = generation.run(ids)
@@ -268,6 +267,6 @@ def _read_generation_config(directory: Any, tokenizer: genai.Tokenizer) -> genai
         config = genai.GenerationConfig(path) if path.is_file() else genai.GenerationConfig()
     except RuntimeError as error:
         raise ModelError(f"{str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
-    if config.eos_token_id == -1:
+    if config.eos_token_id == -1 and tokenizer.get_eos_token_id() != -1:
         config.set_eos_token_id(tokenizer.get_eos_token_id())
     return config

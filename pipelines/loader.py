@@ -19,7 +19,7 @@ from staticllm.pipelines.runner import ModelRunner
 from staticllm.pipelines.variants import choose_variants
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import Phase, ProgressEvent, RowType, Variant
+from staticllm.core import ModelShape, Phase, ProgressEvent, RowType, Variant
 from staticllm.devices import check_device, default_mode, default_row_type, supported_properties
 from staticllm.model_dir import check_model_dir, read_model
 
@@ -68,8 +68,8 @@ def load(
     device: str,
     config: StaticLLMConfig,
     on_progress: OnProgress = lambda event: None,
-) -> tuple[ModelRunner, Layout]:
-    """A runner that is warm: every variant has run once.
+) -> tuple[ModelRunner, ModelShape]:
+    """A runner that is warm: every variant has run once. The graph, and with it the weights as read, is let go.
 
     Raises:
         ModelError, UnsupportedModelError, DeviceError, ConfigError
@@ -85,7 +85,7 @@ def load(
         now = time.perf_counter()
         on_progress(ProgressEvent("compile", len(programs), len(layout.variants), now - start, variant))
         start = now
-    return ModelRunner(cache, programs, _warm_up(programs, on_progress)), layout
+    return ModelRunner(cache, programs, _warm_up(programs, on_progress)), shape
 
 
 def device_properties(device: str) -> frozenset[str]:

@@ -85,4 +85,7 @@ def as_status(answer: object) -> Status:
         return Status.RUNNING
     if answer is True or answer == 1:
         return Status.STOP
-    raise GenerationConfigError(f"the streamer returned {answer!r}: must be None, a bool or a StreamingStatus")
+    raise GenerationConfigError(
+        f"the streamer returned {answer!r}: must return None, a bool or a StreamingStatus; "
+        "wrap what returns something else, as in lambda text: print(text, end='')"
+    )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 Decode = Callable[[list[int]], str]
 CONTEXT, WINDOW = 8, 32  # tokens decoded anew for each token: enough for any merge, few enough to be cheap
 INCOMPLETE = "\ufffd"
+MAX_UNFINISHED = 3  # a character of UTF-8 has four bytes: more than three that decode to nothing will never be one
 
 
 class TextStream:
@@ -29,9 +30,8 @@ class TextStream:
         """Add a token; return what may be shown now."""
         self._window.append(token)
         decoded = self._decode(self._window)
-        if decoded.endswith(INCOMPLETE):
-            return ""
-        return self._extend(decoded)
+        unfinished = len(decoded) - len(decoded.rstrip(INCOMPLETE))
+        return self._extend(decoded[: len(decoded) - min(unfinished, MAX_UNFINISHED)])
 
     def finish(self) -> str:
         """The rest, when no more tokens come."""
@@ -43,16 +43,23 @@ class TextStream:
 
     @property
     def is_holding(self) -> bool:
-        """Whether text of pushed tokens has not been returned yet."""
-        return self._sent < len(self.text) or bool(self._window and self._window_text == 0)
+        """Whether text is held back because it may begin a stop string."""
+        return self._sent < len(self.text)
 
     def _extend(self, decoded: str) -> str:
         self._add(decoded[self._window_text :])
-        self._window_text = len(decoded)
+        self._window_text = max(self._window_text, len(decoded))
         if len(self._window) > WINDOW:
-            self._window = self._window[-CONTEXT:]
-            self._window_text = len(self._decode(self._window))
+            self._shorten_window()
         return self._send(len(self.text) if self.is_stopped else len(self.text) - self._held())
+
+    def _shorten_window(self) -> None:
+        """Forget all but the last tokens, if what they decode to ends in the same way with and without the others."""
+        unread = self._decode(self._window)[self._window_text :]
+        shorter = self._decode(self._window[-CONTEXT:])
+        if shorter.endswith(unread):
+            self._window = self._window[-CONTEXT:]
+            self._window_text = len(shorter) - len(unread)
 
     def _add(self, piece: str) -> None:
         longest = max(map(len, self._stops), default=0)

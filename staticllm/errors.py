@@ -50,12 +50,15 @@ class PromptError(StaticLLMError, ValueError):
 
 
 class PromptTooLongError(PromptError):
-    """A prompt with more tokens than ``MAX_PROMPT_LEN``."""
+    """A prompt, or a conversation, with more tokens than ``MAX_PROMPT_LEN``."""
 
-    def __init__(self, num_tokens: int, limit: int) -> None:
+    def __init__(self, num_tokens: int, limit: int, is_chat: bool = False) -> None:
+        what, remedy = "prompt", "shorten the prompt"
+        if is_chat:
+            what, remedy = "conversation", "begin a new one (start_chat), bound its answers (max_new_tokens)"
         super().__init__(
-            f"the prompt has {num_tokens} tokens, MAX_PROMPT_LEN is {limit}: "
-            f"shorten the prompt or load the model with MAX_PROMPT_LEN={num_tokens} or more"
+            f"the {what} has {num_tokens} tokens, MAX_PROMPT_LEN is {limit}: "
+            f"{remedy} or load the model with MAX_PROMPT_LEN={num_tokens} or more"
         )
         self.num_tokens = num_tokens
         self.limit = limit

@@ -80,9 +80,7 @@ def checksum_of(tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
     return int(((tokens + 1) * (positions * 7919 + 13)).sum())
 
 
-def fake_next_token(
-    tokens: Sequence[int], masks: Sequence[MaskKind] = (CAUSAL,), vocab_size: int = VOCAB_SIZE
-) -> int:
+def fake_next_token(tokens: Sequence[int], masks: Sequence[MaskKind] = (CAUSAL,), vocab_size: int = VOCAB_SIZE) -> int:
     """What the fake model must answer after ``tokens``, computed plainly."""
     ids, positions = np.asarray(tokens, np.int64), np.arange(len(tokens))
     firsts = [0 if kind.window is None else max(0, len(tokens) - kind.window) for kind in masks]

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 an error of the model, device or input (one line on stderr
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from importlib import import_module
@@ -47,6 +48,9 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a console that lacks a character shows a substitute, not a traceback
+            stream.reconfigure(errors="replace")
     try:
         cli(standalone_mode=True)
     except KeyboardInterrupt:  # after click's own handling: a second Ctrl-C while it was leaving

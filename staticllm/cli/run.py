@@ -38,7 +38,7 @@ def command(prompt: str | None, model: str | None, **options: Any) -> None:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 
     if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read()
+        prompt = sys.stdin.read().strip("\r\n")
     pipe = StaticLLMPipeline(model or demo_model_path(), options["device"], config=read_properties(options))
     generation = _generation(options)
     if prompt is None:

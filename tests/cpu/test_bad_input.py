@@ -29,7 +29,9 @@ GREEDY = {"max_new_tokens": 6, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def pipe(zoo):
-    return StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=64, MIN_RESPONSE_LEN=32, INFERENCE_PRECISION_HINT="f32")
+    return StaticLLMPipeline(
+        zoo / "llama", "CPU", MAX_PROMPT_LEN=64, MIN_RESPONSE_LEN=32, INFERENCE_PRECISION_HINT="f32"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -245,7 +247,7 @@ def test_a_bad_default_config_leaves_the_old_one(pipe):
 # -- streamers and threads
 
 
-class Failed(Exception):
+class Failed(Exception):  # noqa: N818
     pass
 
 
@@ -291,6 +293,15 @@ def test_an_exception_in_a_chat_forgets_the_turn(pipe):
     turn = pipe.generate("hello", max_new_tokens=6, ignore_eos=True)
     pipe.finish_chat()
     assert turn == pipe.generate("hello", max_new_tokens=6, ignore_eos=True)
+
+
+def test_a_chat_that_is_full_says_so(pipe):
+    pipe.start_chat()
+    pipe.generate("hello", max_new_tokens=60, ignore_eos=True)
+    with pytest.raises(PromptTooLongError) as error:
+        pipe.generate("hello again", max_new_tokens=3)
+    pipe.finish_chat()
+    assert "the conversation has" in one_line(error) and "start_chat" in str(error.value)
 
 
 def test_two_threads_get_their_own_right_answers(pipe):

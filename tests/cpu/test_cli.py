@@ -33,7 +33,10 @@ def test_run_prints_the_answer_and_stats(llama):
 
 
 def test_run_takes_stdin_and_says_the_same(llama):
-    from_stdin, from_argument = staticllm("run", "-m", llama, "-n", 12, stdin="hello"), staticllm("run", "hello", "-m", llama, "-n", 12)
+    from_stdin, from_argument = (
+        staticllm("run", "-m", llama, "-n", 12, stdin="hello"),
+        staticllm("run", "hello", "-m", llama, "-n", 12),
+    )
     assert from_stdin.returncode == 0 and from_stdin.stdout == from_argument.stdout
 
 

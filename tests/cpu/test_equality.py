@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import psutil
 import pytest
+from staticllm.pipelines.reference import StatefulReference
 
 from staticllm import StaticLLMPipeline
-from staticllm.pipelines.reference import StatefulReference
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 MODELS = ["llama", "qwen2", "qwen3", "mistral", "demo"]
@@ -40,7 +40,12 @@ def test_greedy_tokens_equal_the_stateful_models(name, mode, model_path, referen
 def test_small_chunks_and_capacities_change_no_token(mode, model_path, references, prompt_of):
     """Chunks of 16, and generation that crosses two capacities."""
     pipe = pipeline(
-        model_path("qwen3"), mode, MAX_PROMPT_LEN=100, MIN_RESPONSE_LEN=28, PREFILL_ROWS=[16], GENERATE_CAPACITIES=[48, 64, 128]
+        model_path("qwen3"),
+        mode,
+        MAX_PROMPT_LEN=100,
+        MIN_RESPONSE_LEN=28,
+        PREFILL_ROWS=[16],
+        GENERATE_CAPACITIES=[48, 64, 128],
     )
     prompt = prompt_of(40)
     result = pipe.generate(np.array(prompt), max_new_tokens=60, ignore_eos=True)
@@ -85,7 +90,7 @@ def test_separate_programs_have_only_static_shapes(model_path):
 
 def test_row_memory_is_allocated_once(model_path, prompt_of):
     pipe = pipeline(model_path("demo"), "shared")
-    arena, shape = pipe._runner.cache.arena, pipe._layout.lowered.shape
+    arena, shape = pipe._runner.cache.arena, pipe._shape
     assert arena.num_bytes == shape.row_bytes(4) * 1152
     storages = [(group.storage.ctypes.data, group.storage.nbytes) for group in arena.groups]
     process = psutil.Process()

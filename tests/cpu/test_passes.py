@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import openvino as ov
 import pytest
-
 from staticllm.compiler_passes.expose_mask import expose_mask, visible_cells
 from staticllm.compiler_passes.fix_shapes import bound_shapes, fix_shapes
 from staticllm.compiler_passes.graph import StepGraph
@@ -16,10 +15,11 @@ from staticllm.compiler_passes.lower import PASSES, LoweringOptions, lower
 from staticllm.compiler_passes.select_logits import select_logits
 from staticllm.compiler_passes.store_kv_as import store_kv_as
 from staticllm.compiler_passes.verify import verify_graph, verify_static
-from staticllm.core import Variant
-from staticllm.errors import UnsupportedModelError
 from staticllm.kvcache.step import HIDDEN
 from staticllm.pipelines.reference import EXACT, StatefulReference
+
+from staticllm.core import Variant
+from staticllm.errors import UnsupportedModelError
 
 MODELS = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"]  # grouped and not, windows, learned positions
 PAST, NEW = 40, 6

@@ -6,9 +6,9 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
+from staticllm.pipelines.reference import StatefulReference
 
 from staticllm import DecodedResults, EncodedResults, GeneratedText, StaticLLMConfig, StaticLLMPipeline
-from staticllm.pipelines.reference import StatefulReference
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 PROMPT = [5, 6, 7]
@@ -115,7 +115,7 @@ def test_streamed_text_is_the_text(pipe):
 
 def test_genais_own_text_streamer(pipe):
     pieces = []
-    streamer = genai.TextStreamer(pipe.get_tokenizer(), lambda piece: pieces.append(piece))
+    streamer = genai.TextStreamer(pipe.get_tokenizer(), pieces.append)
     text = pipe.generate("hello", streamer=streamer, max_new_tokens=30, ignore_eos=True)
     assert "".join(pieces) == text
 

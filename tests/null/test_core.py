@@ -24,7 +24,7 @@ def test_finish_reasons_equal_their_names():
         name = "LENGTH"
 
     assert FinishReason.STOP == "stop" and FinishReason.STOP != "length" and "stop" in [FinishReason.STOP]
-    assert FinishReason.LENGTH == Genai() and FinishReason.STOP != Genai()
+    assert Genai() == FinishReason.LENGTH and Genai() != FinishReason.STOP
     assert str(FinishReason.CANCELLED) == "cancelled" and {FinishReason.STOP: 1}["stop"] == 1
 
 

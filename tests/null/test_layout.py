@@ -95,7 +95,13 @@ def test_no_condition_on_a_models_name(root, zoo):
 
 
 def test_what_is_tested_without_a_device_needs_no_openvino(root):
-    modules = ["staticllm", "staticllm.testing", "staticllm.cli", "staticllm.pipelines.sampler", "staticllm.pipelines.text_stream"]
+    modules = [
+        "staticllm",
+        "staticllm.testing",
+        "staticllm.cli",
+        "staticllm.pipelines.sampler",
+        "staticllm.pipelines.text_stream",
+    ]
     code = f"import sys, {', '.join(modules)}; sys.exit('openvino' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -104,4 +110,4 @@ def test_every_folder_of_tests_says_what_it_needs(root):
     assert {path.name for path in (root / "tests").iterdir() if path.is_dir() and path.name[0] != "_"} == {
         "null", "cpu", "peer", "device",
     }  # fmt: skip
-    assert [path for path in (root / "tests").rglob("conftest.py")] == [root / "tests" / "conftest.py"]
+    assert list((root / "tests").rglob("conftest.py")) == [root / "tests" / "conftest.py"]

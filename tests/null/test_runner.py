@@ -1,9 +1,8 @@
 """The runner over the fake device: whatever the chunks and capacities, the checksum of all visible rows must be right."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-import pytest
 
 from staticllm.core import MaskKind, Variant
 from staticllm.errors import NumericalError

@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from staticllm.pipelines.sampler import Sampler, SamplingParams, candidate_distribution
 
 VOCAB = 50
@@ -70,7 +69,9 @@ def test_draws_follow_the_distribution():
 
 
 def test_a_seed_repeats_itself():
-    texts = [[s.sample(random_logits(i))[0] for i in range(20)] for s in (sampler(do_sample=True, seed=3),) * 1 for _ in "a"]
+    texts = [
+        [s.sample(random_logits(i))[0] for i in range(20)] for s in (sampler(do_sample=True, seed=3),) * 1 for _ in "a"
+    ]
     again = sampler(do_sample=True, seed=3)
     assert texts[0] == [again.sample(random_logits(i))[0] for i in range(20)]
     other = sampler(do_sample=True, seed=4)

@@ -1,6 +1,5 @@
 from hypothesis import given
 from hypothesis import strategies as st
-
 from staticllm.pipelines.text_stream import TextStream
 
 
@@ -27,7 +26,9 @@ def test_pieces_add_up_and_no_character_is_split(text):
         assert not any("\ufffd" in piece for piece in pieces)
 
 
-@given(st.text("ab.", max_size=60), st.sets(st.text("ab.", min_size=1, max_size=4), min_size=1, max_size=3), st.booleans())
+@given(
+    st.text("ab.", max_size=60), st.sets(st.text("ab.", min_size=1, max_size=4), min_size=1, max_size=3), st.booleans()
+)
 def test_nothing_of_a_stop_string_is_ever_shown(text, stops, include):
     """The stop that is complete first ends the text; of those complete at once, the one that began first."""
     reader, pieces = stream(text, stop_strings=stops, include_stop=include)
@@ -44,6 +45,20 @@ def test_a_possible_stop_is_held_back_and_released():
     reader = TextStream(decode, ["STOP"])
     assert [reader.push(ord(c)) for c in "aSTx"] == ["a", "", "", "STx"]
     assert not reader.is_holding
+
+
+def test_bytes_that_are_no_text_are_shown_and_not_kept_for_ever():
+    reader = TextStream(decode)
+    pieces = [reader.push(0xFF) for _ in range(100)]
+    assert len("".join(pieces)) >= 97 and len(reader._window) < 50
+    assert "".join(pieces) + reader.finish() == "\ufffd" * 100
+
+
+@given(st.binary(max_size=120))
+def test_any_bytes_add_up(data):
+    reader = TextStream(decode)
+    pieces = [reader.push(byte) for byte in data]
+    assert "".join(pieces) + reader.finish() == decode(list(data)) == reader.text
 
 
 def test_long_texts_are_decoded_in_a_window():

@@ -1,12 +1,12 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from staticllm.pipelines.costs import CostTable
+from staticllm.pipelines.variants import choose_variants, plan_chunks
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.costs import CostTable
-from staticllm.pipelines.variants import choose_variants, plan_chunks
 
 lengths = st.integers(1, 3000)
 
@@ -52,7 +52,9 @@ def test_padding_is_weighed_against_another_call_by_measured_cost(seconds, expec
 
 
 def test_ladders_of_the_user():
-    config = StaticLLMConfig(max_prompt_len=100, min_response_len=28, prefill_rows=(8, 100), generate_capacities=(64, 128))
+    config = StaticLLMConfig(
+        max_prompt_len=100, min_response_len=28, prefill_rows=(8, 100), generate_capacities=(64, 128)
+    )
     assert {str(v) for v in choose_variants(config, "separate")} == {
         "generate[1x64]", "generate[1x128]", "prefill[8x0]", "prefill[8x128]", "prefill[100x0]", "prefill[100x128]",
     }  # fmt: skip

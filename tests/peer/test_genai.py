@@ -58,7 +58,9 @@ def test_text_in_every_form_is_the_same(pair):
     ours, theirs = pair
     for prompt in ("hello world", "One, two", "naïve café"):
         for options in ({}, {"apply_chat_template": False}):
-            assert ours.generate(prompt, max_new_tokens=16, **options) == theirs.generate(prompt, max_new_tokens=16, **options)
+            assert ours.generate(prompt, max_new_tokens=16, **options) == theirs.generate(
+                prompt, max_new_tokens=16, **options
+            )
 
 
 def test_a_conversation_is_the_same():
