@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
-from openvino.passes import ConstantFolding, Manager
 from staticllm.compiler_passes.graph import StepGraph, redirect
 
 from staticllm.core import Variant
@@ -23,7 +22,6 @@ def fix_shapes(graph: StepGraph, variant: Variant) -> ov.Model:
         _drop_past(model)
     rows, capacity = (variant.rows, variant.rows), (variant.capacity, variant.capacity)
     model.reshape({port: _shape(port, rows, capacity) for port in model.inputs})
-    _fold(model)
     return model
 
 
@@ -33,7 +31,6 @@ def bound_shapes(graph: StepGraph, variants: Sequence[Variant]) -> ov.Model:
     rows = (min(v.rows for v in variants), max(v.rows for v in variants))
     capacity = (min(v.capacity for v in variants), max(v.capacity for v in variants))
     model.reshape({port: _shape(port, rows, capacity) for port in model.inputs})
-    _fold(model)
     return model
 
 
@@ -77,10 +74,3 @@ def _no_rows(parameter: ov.Node) -> ov.Node:
     shape = parameter.get_partial_shape()
     shape[2] = 0
     return ops.constant(np.zeros(shape.to_shape()), parameter.get_element_type())
-
-
-def _fold(model: ov.Model) -> None:
-    manager = Manager()
-    manager.register_pass(ConstantFolding())
-    manager.run_passes(model)
-    model.validate_nodes_and_infer_types()

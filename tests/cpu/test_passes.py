@@ -193,6 +193,23 @@ def test_fix_shapes_and_bound_shapes_change_no_number(model, capacity):
             same(after[name], value)
 
 
+def test_compressed_weights_stay_compressed(model):
+    """Folding constants in a pass would turn int8 weights into f32: five times the memory, and the reads, of a model."""
+
+    def small_constants(model):
+        constants = (node for node in model.get_ops() if node.get_type_name() == "Constant")
+        return sorted(
+            tuple(node.get_output_shape(0)) for node in constants
+            if node.get_element_type() in (ov.Type.f16, ov.Type.i8, ov.Type.u8) and np.prod(node.get_output_shape(0)) > 256
+        )  # fmt: skip
+
+    before = small_constants(model)
+    lowered = lower(model, LoweringOptions(256))
+    assert before and len(before) > 10
+    for program in (lowered.specialise(Variant(8, 32)), lowered.share((Variant(1, 32), Variant(8, 32)))):
+        assert small_constants(program) == before
+
+
 def test_a_pass_that_cannot_names_itself_and_the_node(zoo):
     def refusal(name):
         with pytest.raises(UnsupportedModelError) as caught:
