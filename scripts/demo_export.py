@@ -31,6 +31,7 @@ be tried and tested at once, without a download. It is exported to OpenVINO with
   things and language models, counts, does small sums, and keeps up a little conversation. Try `Tell me a story about a
   fox`, `What is an NPU?` or `Count from 3 to 8`.
 - English only. Roles: system, user, assistant. Best with greedy decoding.
+- It has seen texts of at most 1,024 tokens; in longer conversations its answers fall apart.
 
 ## What it is not
 

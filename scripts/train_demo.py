@@ -1,7 +1,7 @@
 """Train the small demo model of staticllm from scratch and export it to OpenVINO.
 
     pip install "staticllm[train]"      # torch, transformers, tokenizers, optimum, optimum-intel, nncf
-    python scripts/train_demo.py        # writes staticllm/demo_model, about half an hour on two CPU cores
+    python scripts/train_demo.py        # writes staticllm/demo_model, about 40 minutes on two CPU cores
     python scripts/train_demo.py --quick    # one minute, into the work folder, only to try the script
 
 The text comes from demo_corpus.py, which makes it up from a seed: nothing is downloaded. The batch of a step depends
