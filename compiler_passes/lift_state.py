@@ -52,7 +52,7 @@ def _lift(model: ov.Model, index: int, variable_id: str, read: ov.Node, assign: 
     shape = read.get_output_partial_shape(0)
     if shape.rank.is_dynamic:
         raise UnsupportedModelError(STAGE, f"state {variable_id!r} has no known rank")
-    if shape.rank.get_length():
+    if shape.rank.get_length() and shape[0].is_dynamic:  # the batch
         shape[0] = 1
     initial = read.input_value(0) if read.get_input_size() else None
     past = named_parameter(f"state.{index}", shape, read.get_output_element_type(0))

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import openvino as ov
-from staticllm.pipelines.loader import Layout, prepare
-from staticllm.pipelines.programs import compile_programs
+from staticllm.pipelines.loader import Layout, compile_layout, prepare
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgressEvent, Variant
@@ -61,21 +60,18 @@ def export_blobs(
 def _write_blobs(
     core: ov.Core, layout: Layout, scratch: Path, on_progress: Callable[[ProgressEvent], None]
 ) -> dict[Variant, str]:
-    written: dict[int, str] = {}
-    keep_alive: list[ov.CompiledModel] = []
+    is_shared, total = layout.options.mode == "shared", len(layout.variants)
+    blobs: list[tuple[ov.CompiledModel, str]] = []
     files: dict[Variant, str] = {}
-    total, start = len(layout.variants), time.perf_counter()
-    for variant, compiled in compile_programs(core, layout.lowered, layout.variants, layout.options):
-        on_progress(ProgressEvent("compile", len(files) + 1, total, time.perf_counter() - start, variant))
+    for variant, compiled in compile_layout(core, layout, on_progress):
         start = time.perf_counter()
-        if id(compiled) not in written:
-            name = "shared" if layout.options.mode == "shared" else f"{variant.phase}-{variant.rows}x{variant.capacity}"
-            written[id(compiled)] = f"{name}-{len(written)}.blob" if layout.options.mode == "shared" else f"{name}.blob"
-            keep_alive.append(compiled)  # an id is only unique among living objects
-            (scratch / written[id(compiled)]).write_bytes(compiled.export_model().getbuffer())
-        files[variant] = written[id(compiled)]
+        known = [name for other, name in blobs if other is compiled]
+        name = f"shared-{len(blobs)}" if is_shared else f"{variant.phase}-{variant.rows}x{variant.capacity}"
+        files[variant] = known[0] if known else f"{name}.blob"
+        if not known:
+            blobs.append((compiled, files[variant]))
+            (scratch / files[variant]).write_bytes(compiled.export_model().getbuffer())
         on_progress(ProgressEvent("export", len(files), total, time.perf_counter() - start, variant))
-        start = time.perf_counter()
     return files
 
 

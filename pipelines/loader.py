@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,14 +78,25 @@ def load(
     dtype = HOST_TYPES[layout.options.row_type]
     shape = layout.lowered.shape
     cache = KVCache(shape, [variant.capacity for variant in layout.variants], dtype)
-    programs, start = {}, time.perf_counter()
-    for variant, compiled in compile_programs(core, layout.lowered, layout.variants, layout.options):
+    programs = {}
+    for variant, compiled in compile_layout(core, layout, on_progress):
         buffers = StepBuffers(variant, shape, dtype)
         programs[variant] = bind(compiled, shape, cache.arena, buffers, layout.options.row_type)
-        now = time.perf_counter()
-        on_progress(ProgressEvent("compile", len(programs), len(layout.variants), now - start, variant))
-        start = now
     return ModelRunner(cache, programs, _warm_up(programs, on_progress)), shape
+
+
+def compile_layout(
+    core: ov.Core, layout: Layout, on_progress: OnProgress
+) -> Iterator[tuple[Variant, ov.CompiledModel]]:
+    """Compile variant after variant, and say so before and after each."""
+    programs = compile_programs(core, layout.lowered, layout.variants, layout.options)
+    total = len(layout.variants)
+    for index, variant in enumerate(layout.variants, 1):
+        on_progress(ProgressEvent("compile", index, total, 0.0, variant, is_done=False))
+        start = time.perf_counter()
+        compiled = next(programs)
+        on_progress(ProgressEvent("compile", index, total, time.perf_counter() - start, variant))
+        yield variant, compiled
 
 
 def device_properties(device: str) -> frozenset[str]:

@@ -54,8 +54,8 @@ class Program:
 
 def compile_programs(
     core: ov.Core, lowered: LoweredModel, variants: Sequence[Variant], options: CompileOptions
-) -> Iterator[tuple[Variant, ov.CompiledModel]]:
-    """Compile variant after variant; in ``shared`` mode those with equal properties get the same compiled model.
+) -> Iterator[ov.CompiledModel]:
+    """Compile the variants in their order; in ``shared`` mode those with equal properties get the same compiled model.
 
     Raises:
         DeviceError: the device refused a program.
@@ -65,15 +65,14 @@ def compile_programs(
         properties = dict(options.properties[variant.phase])
         known = [compiled for others, compiled in shared if others == properties]
         if known:
-            yield variant, known[0]
+            yield known[0]
         elif options.mode == "shared":
             family = tuple(other for other in variants if dict(options.properties[other.phase]) == properties)
             compiled = _compile(core, lowered.share(family), options.device, properties, "the shared program")
             shared.append((properties, compiled))
-            yield variant, compiled
+            yield compiled
         else:
-            model = lowered.specialise(variant)
-            yield variant, _compile(core, model, options.device, properties, str(variant))
+            yield _compile(core, lowered.specialise(variant), options.device, properties, str(variant))
 
 
 def _compile(core: ov.Core, model: ov.Model, device: str, properties: Mapping[str, Any], what: str) -> ov.CompiledModel:

@@ -102,9 +102,10 @@ Stage = Literal["read", "passes", "compile", "warm-up", "export"]
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """One finished part of loading: number ``index`` of ``total`` in its ``stage``, after ``seconds`` of work.
+    """One part of loading: number ``index`` of ``total`` in its ``stage``, finished after ``seconds`` of work.
 
-    ``variant`` is None for the stages that are not about one variant.
+    ``variant`` is None for the stages that are not about one variant. A part that may take minutes (compiling a variant) is
+    also announced before it starts: then ``is_done`` is False and ``seconds`` 0.
     """
 
     stage: Stage
@@ -112,3 +113,4 @@ class ProgressEvent:
     total: int
     seconds: float
     variant: Variant | None = None
+    is_done: bool = True

@@ -32,7 +32,10 @@ def command(model: str, target: str, as_json: bool, **options: Any) -> None:
 
 
 class Bars:
-    """One bar a variant on stderr: half full when compiled, full when written. Plain lines if stderr is no terminal."""
+    """One bar a variant on stderr: empty while it compiles, half full when compiled, full when written.
+
+    Plain lines if stderr is no terminal.
+    """
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
@@ -42,11 +45,11 @@ class Bars:
         if event.variant is None:
             click.echo(f"{event.stage:<24} {event.seconds:6.2f} s", err=True)
             return
-        is_done = event.stage == "export"
-        self._spent = self._spent + event.seconds if is_done else event.seconds
+        is_written = event.stage == "export"
+        self._spent = event.seconds + (self._spent if is_written else 0.0)
         if self._is_terminal:
-            filled = "█" * (WIDTH if is_done else WIDTH // 2)
+            filled = "█" * (WIDTH if is_written else WIDTH // 2 if event.is_done else 0)
             line = f"\r{event.variant!s:<24} {filled:░<{WIDTH}} {event.index}/{event.total} {self._spent:6.2f} s"
-            click.echo(line, err=True, nl=is_done)
-        elif is_done:
+            click.echo(line, err=True, nl=is_written)
+        elif is_written:
             click.echo(f"{event.variant!s:<24} {event.index}/{event.total} {self._spent:6.2f} s", err=True)

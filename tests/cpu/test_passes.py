@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import openvino as ov
 import pytest
+from openvino import opset6
+from openvino import opset13 as ops
+from openvino.op.util import Variable, VariableInfo
 from staticllm.compiler_passes.expose_mask import expose_mask, visible_cells
 from staticllm.compiler_passes.fix_shapes import bound_shapes, fix_shapes
 from staticllm.compiler_passes.graph import StepGraph
@@ -99,6 +102,48 @@ def test_lift_state_turns_every_state_into_a_parameter_and_a_result(model, zoo, 
         states = evaluate(graph.model, feeds)
         same(states["logits"][0], reference.logits(tokens[first:last]))
         feeds |= {f"state.{i}": states[f"state.{i}.next"] for i in range(num_states)}
+
+
+@pytest.mark.parametrize("name", ["bloom", "granitemoehybrid", "lfm2"])
+def test_lift_state_takes_states_that_later_passes_refuse(name, zoo):
+    """Biases, convolutions and recurrent states: lifted and fed back by hand, they continue as the model does."""
+    reference, graph = StatefulReference(zoo / name), StepGraph(core.read_model(zoo / name / "openvino_model.xml"))
+    lift_state(graph)
+    compiled = core.compile_model(graph.model, "CPU", EXACT)
+    zeros = [[d.get_length() if d.is_static else 0 for d in s.past.get_partial_shape()] for s in graph.states]
+    states = {f"state.{i}": np.zeros(shape, np.float32) for i, shape in enumerate(zeros)}
+    position = 0
+    for tokens in ([9, 8, 7, 6, 5], [40], [41]):
+        position += len(tokens)
+        feeds = {"input_ids": np.array([tokens]), "attention_mask": np.ones((1, position), np.int64), **states}
+        result = {name: value for port, value in compiled(feeds).to_dict().items() for name in port.get_names()}
+        same(result["logits"][0], reference.logits(tokens))
+        states = {name: result[f"{name}.next"].copy() for name in states}
+
+
+@pytest.mark.parametrize("is_initialised", [True, False])
+def test_lift_state_takes_any_state(is_initialised):
+    """A counter that is no cache at all: shape [3], added to in every call, from a constant or from nothing."""
+    info = VariableInfo()
+    info.data_shape, info.data_type, info.variable_id = ov.PartialShape([3]), ov.Type.f32, "counter"
+    variable = Variable(info)
+    start = np.array([1, 2, 3], np.float32)
+    x = ops.parameter([1, 3], ov.Type.f32, name="x")
+    x.output(0).set_names({"x"})
+    read = opset6.read_value(ops.constant(start), variable) if is_initialised else opset6.read_value(variable)
+    total = ops.add(read, ops.squeeze(x, ops.constant(0)))
+    result = ops.result(ops.multiply(total, ops.constant(np.float32(2))))
+    result.output(0).set_names({"y"})
+    graph = StepGraph(ov.Model([result], [opset6.assign(total, variable)], [x], "counter"))
+    lift_state(graph)
+    verify_graph(graph, "lift_state")
+    (state,) = graph.states
+    assert state.past.get_partial_shape() == ov.PartialShape([3])
+    assert (state.initial is None) != is_initialised
+    if state.initial is not None:
+        assert np.array_equal(state.initial.get_node().data, start)
+    out = evaluate(graph.model, {"x": np.ones((1, 3), np.float32), "state.0": start})
+    assert np.array_equal(out["state.0.next"], start + 1) and np.array_equal(out["y"], 2 * (start + 1))
 
 
 def test_keep_new_rows_returns_what_was_appended(model):

@@ -217,7 +217,9 @@ def test_progress_is_reported_for_every_variant(zoo):
     variants = list(pipe._runner.programs)
     assert [event.stage for event in events[:2]] == ["read", "passes"]
     for stage in ("compile", "warm-up"):
-        mine = [event for event in events if event.stage == stage]
+        mine = [event for event in events if event.stage == stage and event.is_done]
         assert [event.variant for event in mine] == variants
         assert [event.index for event in mine] == list(range(1, len(variants) + 1))
         assert all(event.total == len(variants) and event.seconds > 0 for event in mine)
+    announced = [event.variant for event in events if not event.is_done]
+    assert announced == variants, "a compilation is announced before its minutes begin"
