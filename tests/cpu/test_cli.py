@@ -203,7 +203,9 @@ class TestChat:
         assert terminal.leaves() == 0
 
     def test_ctrl_c_twice_leaves(self, terminal):
-        time.sleep(1)  # a signal between Python's writing the prompt and its waiting for keys is only seen at the next key
+        time.sleep(
+            1
+        )  # a signal between Python's writing the prompt and its waiting for keys is only seen at the next key
         terminal.interrupt()
         terminal.read_until("again to leave")
         time.sleep(1)
