@@ -12,29 +12,30 @@ from staticllm.compiler_passes.graph import StepGraph, redirect
 from staticllm.core import Variant
 
 Range = tuple[int, int]
-NUM_LOGIT_ROWS = 1  # R: one sequence a step needs one row of logits
 
 
-def fix_shapes(graph: StepGraph, variant: Variant) -> ov.Model:
+def fix_shapes(graph: StepGraph, variant: Variant, max_sequences: int = 1) -> ov.Model:
     """A copy of the model at exactly ``(rows, capacity)``. With capacity 0 the past ports are gone."""
     model = graph.model.clone()
     if variant.capacity == 0:
         _drop_past(model)
     rows, capacity = (variant.rows, variant.rows), (variant.capacity, variant.capacity)
-    model.reshape({port: _shape(port, rows, capacity) for port in model.inputs})
+    num_logits = (min(variant.rows, max_sequences), min(variant.rows, max_sequences))
+    model.reshape({port: _shape(port, rows, capacity, num_logits) for port in model.inputs})
     return model
 
 
-def bound_shapes(graph: StepGraph, variants: Sequence[Variant]) -> ov.Model:
+def bound_shapes(graph: StepGraph, variants: Sequence[Variant], max_sequences: int = 1) -> ov.Model:
     """A copy of the model whose dynamic dimensions are bounded by the largest of ``variants``."""
     model = graph.model.clone()
     rows = (min(v.rows for v in variants), max(v.rows for v in variants))
     capacity = (min(v.capacity for v in variants), max(v.capacity for v in variants))
-    model.reshape({port: _shape(port, rows, capacity) for port in model.inputs})
+    num_logits = (min(rows[0], max_sequences), min(rows[1], max_sequences))
+    model.reshape({port: _shape(port, rows, capacity, num_logits) for port in model.inputs})
     return model
 
 
-def _shape(port: ov.Output, rows: Range, capacity: Range) -> ov.PartialShape:
+def _shape(port: ov.Output, rows: Range, capacity: Range, num_logits: Range) -> ov.PartialShape:
     """The contract of the ports, by name: the names were given by the passes before."""
     name = port.get_any_name()
     shape = port.get_partial_shape()
@@ -44,7 +45,7 @@ def _shape(port: ov.Output, rows: Range, capacity: Range) -> ov.PartialShape:
         shape[2] = ov.Dimension(*rows)
         shape[3] = ov.Dimension(rows[0] + capacity[0], rows[1] + capacity[1])
     elif name == "logit_rows":
-        shape[0] = ov.Dimension(NUM_LOGIT_ROWS)
+        shape[0] = ov.Dimension(*num_logits)
     else:  # input_ids [1, S], position_ids [..., S]
         shape[shape.rank.get_length() - 1] = ov.Dimension(*rows)
     return shape

@@ -36,6 +36,14 @@ class KVCache:
         """A new, empty sequence. Costs nothing: stale rows are hidden by the mask, not zeroed."""
         return Sequence(self.max_rows)
 
+    def fork(self, sequence: Sequence, length: int) -> Sequence:
+        """A new sequence that begins with the first ``length`` tokens of another. Their rows are stored once."""
+        assert length <= len(sequence)
+        forked, rows = self.open(), sequence.rows[:length]
+        self.rows.share(rows)
+        forked.append(sequence.tokens[:length], rows)
+        return forked
+
     def cut(self, sequence: Sequence, length: int) -> None:
         """Forget all tokens of a sequence but the first ``length``."""
         if length < len(sequence):

@@ -7,14 +7,16 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
+Rows = NDArray[np.intp]
+
 
 class RowAllocator:
-    """Hands out row indices ``0 .. max_rows - 1``, lowest first, and takes them back."""
+    """Hands out row indices ``0 .. max_rows - 1``, lowest first. A row may have several holders: a shared prefix."""
 
     def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
         self._free = list(range(max_rows))  # a sorted list is a heap
-        self._used = np.zeros(max_rows, bool)
+        self._holders = np.zeros(max_rows, np.int32)
 
     @property
     def num_free(self) -> int:
@@ -27,19 +29,24 @@ class RowAllocator:
     @property
     def high_row(self) -> int:
         """One more than the highest row in use; 0 if none is."""
-        used = np.flatnonzero(self._used)
+        used = np.flatnonzero(self._holders)
         return int(used[-1]) + 1 if used.size else 0
 
-    def allocate(self, count: int) -> NDArray[np.intp]:
-        """``count`` rows, ascending. The caller has checked ``num_free``."""
+    def allocate(self, count: int) -> Rows:
+        """``count`` rows, ascending, held once. The caller has checked ``num_free``."""
         assert count <= self.num_free, f"{count} rows asked, {self.num_free} free"
         rows = np.array([heapq.heappop(self._free) for _ in range(count)], np.intp)
-        self._used[rows] = True
+        self._holders[rows] = 1
         return rows
 
-    def free(self, rows: NDArray[np.intp]) -> None:
-        """Take rows back. Freeing a free row is a bug."""
-        assert self._used[rows].all(), "a row is freed twice"
-        self._used[rows] = False
-        for row in rows.tolist():
+    def share(self, rows: Rows) -> None:
+        """One more holder for rows that are in use."""
+        assert (self._holders[rows] > 0).all(), "a free row is shared"
+        self._holders[rows] += 1
+
+    def free(self, rows: Rows) -> None:
+        """One holder less; rows without a holder are free again. Freeing a free row is a bug."""
+        assert (self._holders[rows] > 0).all(), "a row is freed twice"
+        self._holders[rows] -= 1
+        for row in rows[self._holders[rows] == 0].tolist():
             heapq.heappush(self._free, row)

@@ -50,7 +50,7 @@ class StepBuffers:
     ``logits [1, R, vocab]`` f32, ``presents``: for each group of states ``[n, heads, S, head_dim]``.
     """
 
-    def __init__(self, variant: Variant, shape: ModelShape, dtype: DTypeLike, num_logit_rows: int = 1) -> None:
+    def __init__(self, variant: Variant, shape: ModelShape, dtype: DTypeLike) -> None:
         rows, columns = variant.rows, variant.capacity + variant.rows
         self.variant = variant
         self.input_ids = np.zeros((1, rows), np.int64)
@@ -59,6 +59,7 @@ class StepBuffers:
         self.masks: dict[MaskKind, NDArray[np.float32]] = {
             kind: np.full((1, 1, rows, columns), HIDDEN, np.float32) for kind in shape.masks
         }
+        num_logit_rows = shape.num_logit_rows(variant)
         self.logit_rows = np.zeros(num_logit_rows, np.int64)
         self.logits = np.zeros((1, num_logit_rows, shape.vocab_size), np.float32)
         self._members = [members for members, _, _ in group_states(shape.row_states)]

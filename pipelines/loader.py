@@ -75,6 +75,11 @@ def load(
         ModelError, UnsupportedModelError, DeviceError, ConfigError
     """
     core, layout = prepare(models_path, device, config, on_progress)
+    return make_runner(core, layout, on_progress), layout.lowered.shape
+
+
+def make_runner(core: ov.Core, layout: Layout, on_progress: OnProgress = lambda event: None) -> ModelRunner:
+    """Compile, bind and warm up what ``prepare`` laid out."""
     dtype = HOST_TYPES[layout.options.row_type]
     shape = layout.lowered.shape
     cache = KVCache(shape, [variant.capacity for variant in layout.variants], dtype)
@@ -82,7 +87,7 @@ def load(
     for variant, compiled in compile_layout(core, layout, on_progress):
         buffers = StepBuffers(variant, shape, dtype)
         programs[variant] = bind(compiled, shape, cache.arena, buffers, layout.options.row_type)
-    return ModelRunner(cache, programs, _warm_up(programs, on_progress)), shape
+    return ModelRunner(cache, programs, _warm_up(programs, on_progress))
 
 
 def compile_layout(

@@ -48,16 +48,31 @@ class ModelRunner:
         chunks = plan_chunks(self.cache.rows.high_row, len(ids), self._variants, self.costs)
         start, logits = 0, None
         for variant, count in chunks:
-            logits = self._step(variant, Segment(sequence, ids[start : start + count]))
+            (logits,) = self._run(variant, [Segment(sequence, ids[start : start + count])])
             start += count
         assert logits is not None, "an empty prompt"
         return logits
 
     def decode(self, sequence: Sequence, token: int) -> Logits:
         """Run one token in the smallest variant that sees all rows. Returns the logits after it, ``[vocab]``."""
-        variant = smallest_for(self._variants, 1, self.cache.rows.high_row)
-        assert variant is not None
-        return self._step(variant, Segment(sequence, np.array([token], np.int64)))
+        return self.step([Segment(sequence, np.array([token], np.int64))])[0]
+
+    def step(self, segments: List[Segment]) -> list[Logits]:
+        """Run the next tokens of several sequences in one call, the cheapest that holds them.
+
+        Returns the logits after the last token of each segment; views, valid until the next call.
+        """
+        return self._run(self.variant_for(segments), segments)
+
+    def variant_for(self, segments: List[Segment]) -> Variant:
+        """The cheapest number of rows that holds these segments, at the smallest capacity that shows all rows in use."""
+        num_rows = sum(len(segment.tokens) for segment in segments)
+        is_fresh = not any(len(segment.sequence) for segment in segments)
+        num_past = 0 if is_fresh else self.cache.rows.high_row
+        sizes = sorted({variant.rows for variant in self._variants if variant.rows >= num_rows})
+        fitting = [v for size in sizes if (v := smallest_for(self._variants, size, num_past))]
+        assert fitting, f"no variant holds {num_rows} rows over {num_past}"
+        return min(fitting, key=self.costs)
 
     def can_decode(self) -> bool:
         """Whether a row is left for one more token."""
@@ -73,12 +88,12 @@ class ModelRunner:
         taken, self._device_seconds = self._device_seconds, []
         return taken
 
-    def _step(self, variant: Variant, segment: Segment) -> Logits:
-        program, step = self.programs[variant], Step(variant, (segment,))
+    def _run(self, variant: Variant, segments: List[Segment]) -> list[Logits]:
+        program, step = self.programs[variant], Step(variant, tuple(segments))
         self.cache.fill(step, program.buffers)
         seconds = program.run()
-        logits: Logits = program.buffers.logits[0, 0]
-        if not np.isfinite(logits.max()):
+        logits: Logits = program.buffers.logits[0, : len(segments)]
+        if not np.isfinite(logits.max(axis=-1)).all():
             raise NumericalError(
                 f"{variant} answered with logits that are not finite: try INFERENCE_PRECISION_HINT='f32' and "
                 "KV_CACHE_PRECISION='f32'"
@@ -86,4 +101,4 @@ class ModelRunner:
         self.cache.commit(step, program.buffers)
         self.costs.update(variant, seconds)
         self._device_seconds.append(seconds)
-        return logits
+        return list(logits)

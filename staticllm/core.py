@@ -73,6 +73,11 @@ class ModelShape:
     vocab_size: int
     position_rank: int  # 2 for [1, S]; 3 for [k, 1, S] (M-RoPE); 0 if the model takes no positions
     position_copies: int = 1  # k of [k, 1, S]
+    max_sequences: int = 1  # that may share a step
+
+    def num_logit_rows(self, variant: Variant) -> int:
+        """R: the rows of logits that one call returns, enough for each sequence that can share it."""
+        return min(variant.rows, self.max_sequences)
 
     def row_bytes(self, bytes_an_element: int) -> int:
         """Bytes that one token's keys and values take over all layers."""

@@ -25,21 +25,24 @@ CAUSAL = MaskKind()
 VOCAB_SIZE = 997  # a prime, so that every pair matters to the checksum
 
 
-def fake_shape(masks: Sequence[MaskKind] = (CAUSAL,), vocab_size: int = VOCAB_SIZE, heads: int = 2) -> ModelShape:
+def fake_shape(
+    masks: Sequence[MaskKind] = (CAUSAL,), vocab_size: int = VOCAB_SIZE, max_sequences: int = 1
+) -> ModelShape:
     """One layer a mask kind; a head holds ``[token, position]`` in each row."""
     states = [
-        RowState(layer, role, f"fake.{layer}.{role}", heads, 2)
-        for layer in range(len(masks))
-        for role in ("key", "value")
+        RowState(layer, role, f"fake.{layer}.{role}", 2, 2) for layer in range(len(masks)) for role in ("key", "value")
     ]
-    return ModelShape(tuple(states), tuple(masks), vocab_size, position_rank=2)
+    return ModelShape(tuple(states), tuple(masks), vocab_size, position_rank=2, max_sequences=max_sequences)
 
 
 def fake_runner(
-    variants: Iterable[Variant], masks: Sequence[MaskKind] = (CAUSAL,), vocab_size: int = VOCAB_SIZE
+    variants: Iterable[Variant],
+    masks: Sequence[MaskKind] = (CAUSAL,),
+    vocab_size: int = VOCAB_SIZE,
+    max_sequences: int = 1,
 ) -> ModelRunner:
     """A runner over fake programs. ``runner.programs[variant].num_runs`` counts the calls."""
-    shape, variants = fake_shape(masks, vocab_size), list(variants)
+    shape, variants = fake_shape(masks, vocab_size, max_sequences), list(variants)
     cache = KVCache(shape, [variant.capacity for variant in variants], np.float32)
     programs = {variant: FakeProgram(cache, shape, StepBuffers(variant, shape, np.float32)) for variant in variants}
     return ModelRunner(cache, programs)

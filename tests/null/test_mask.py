@@ -11,7 +11,7 @@ from staticllm.core import MaskKind, Variant
 from staticllm.testing import fake_shape
 
 KINDS = (MaskKind(), MaskKind(3), MaskKind(7))
-SHAPE = fake_shape(KINDS)
+SHAPE = fake_shape(KINDS, max_sequences=3)
 
 
 def plain_mask(step, kind):
@@ -37,7 +37,7 @@ def check(cache, step, buffers):
 
 def new_cache():
     variants = [Variant(1, 16), Variant(1, 32), Variant(8, 0), Variant(8, 32)]
-    return KVCache(SHAPE, [16, 32], np.float32), {v: StepBuffers(v, SHAPE, np.float32, 3) for v in variants}
+    return KVCache(SHAPE, [16, 32], np.float32), {v: StepBuffers(v, SHAPE, np.float32) for v in variants}
 
 
 moves = st.lists(

@@ -33,3 +33,13 @@ def test_freeing_twice_is_noticed():
     allocator.free(rows)
     with pytest.raises(AssertionError):
         allocator.free(rows)
+
+
+def test_a_shared_row_is_free_when_nobody_holds_it():
+    allocator = RowAllocator(4)
+    rows = allocator.allocate(3)
+    allocator.share(rows[:2])
+    allocator.free(rows)
+    assert allocator.num_used == 2 and allocator.high_row == 2
+    allocator.free(rows[:2])
+    assert allocator.num_used == 0
