@@ -22,7 +22,7 @@ class MaskBuilder:
     """Paints the masks of a step into its buffers, repainting only what changed for a decoding sequence."""
 
     def __init__(self) -> None:
-        self._painted: dict[Variant, tuple[Sequence, int, int]] = {}  # whose row, in which epoch, up to which token
+        self._painted: tuple[Variant, Sequence, int, int] | None = None  # a single row: whose, in which epoch, how far
 
     def paint(self, step: Step, buffers: StepBuffers) -> None:
         """Write every cell that differs from what the step needs."""
@@ -33,16 +33,20 @@ class MaskBuilder:
                 _paint_all(step, mask[0, 0], kind.window)
         if step.variant.rows == 1:
             sequence = step.segments[0].sequence
-            self._painted[step.variant] = (sequence, sequence.epoch, len(sequence))
+            self._painted = (step.variant, sequence, sequence.epoch, len(sequence))
 
     def _is_continuation(self, step: Step) -> bool:
+        if self._painted is None:
+            return False
         sequence = step.segments[0].sequence
-        owner, epoch, length = self._painted.get(step.variant, (None, 0, 0))
-        return owner is sequence and epoch == sequence.epoch and length <= len(sequence)
+        variant, owner, epoch, length = self._painted
+        same = variant == step.variant and owner is sequence and epoch == sequence.epoch
+        return same and length <= len(sequence)
 
     def _paint_continuation(self, step: Step, buffers: StepBuffers) -> None:
+        assert self._painted is not None
         sequence = step.segments[0].sequence
-        before, now = self._painted[step.variant][2], len(sequence)
+        before, now = self._painted[3], len(sequence)
         for kind, mask in buffers.masks.items():
             line = mask[0, 0, 0]
             line[sequence.rows[before:now]] = VISIBLE

@@ -10,7 +10,7 @@ from typing import Any
 import openvino_genai as genai
 from staticllm.pipelines.sampler import SamplingParams
 
-from staticllm.config import MAX_LEN, whole
+from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError
 
 UNLIMITED = 2**64 - 1
@@ -19,19 +19,33 @@ _NAMES = tuple(
     for name in dir(genai.GenerationConfig)
     if not name.startswith(("_", "is_")) and not callable(getattr(genai.GenerationConfig, name))
 )
-_OTHER_METHODS = (
-    "num_beams",
-    "num_return_sequences",
-    "no_repeat_ngram_size",
-    "adapters",
-    "structured_output_config",
-    "parsers",
-    "assistant_confidence_threshold",
-    "num_assistant_tokens",
-    "max_ngram_size",
+_SUPPORTED = frozenset(
+    [
+        "max_new_tokens",
+        "max_length",
+        "min_new_tokens",
+        "eos_token_id",
+        "stop_token_ids",
+        "stop_strings",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "echo",
+        "apply_chat_template",
+        "logprobs",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "rng_seed",
+    ]
 )
 _DEFAULTS = genai.GenerationConfig()
-"""Options of other decoding methods must be at their defaults."""
+
+"""Every other option belongs to a decoding method that is not here, and must be at its default."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +78,7 @@ def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any], prompt
     """
     for name in overrides:
         if name not in _NAMES:
-            near = difflib.get_close_matches(name, _NAMES, n=1)
+            near = difflib.get_close_matches(str(name), _NAMES, n=1)
             raise GenerationConfigError(f"unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
     merged = {name: overrides.get(name, getattr(config, name)) for name in _NAMES}
     try:
@@ -76,19 +90,25 @@ def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any], prompt
 
 
 def _checked(options: Mapping[str, Any], prompt_len: int) -> GenerationOptions:
-    for name in _OTHER_METHODS:
-        if options[name] != getattr(_DEFAULTS, name):
+    for name, value in options.items():
+        if name not in _SUPPORTED and value != getattr(_DEFAULTS, name):
             raise GenerationConfigError(
-                f"{name}={options[name]!r} is not supported: decoding is greedy or multinomial, one sequence a prompt; "
-                f"leave {name} out"
+                f"{name}={value!r} is not supported: decoding is greedy or multinomial, one sequence a prompt; "
+                f"leave {name} at {getattr(_DEFAULTS, name)!r}"
             )
+    if not isinstance(options["stop_token_ids"], (set, frozenset, list, tuple)):
+        raise GenerationConfigError(f"stop_token_ids={options['stop_token_ids']!r}: must be a set of token ids")
     stop_ids = {whole("stop_token_ids", token, 0) for token in options["stop_token_ids"]}
     if options["eos_token_id"] != -1:
         stop_ids.add(whole("eos_token_id", options["eos_token_id"], 0))
+    max_new_tokens = _max_new_tokens(options, prompt_len)
+    min_new_tokens = whole("min_new_tokens", options["min_new_tokens"], 0)
+    if max_new_tokens is not None and min_new_tokens > max_new_tokens:
+        raise GenerationConfigError(f"min_new_tokens={min_new_tokens} is more than max_new_tokens={max_new_tokens}")
     return GenerationOptions(
         sampling=_sampling(options),
-        max_new_tokens=_max_new_tokens(options, prompt_len),
-        min_new_tokens=whole("min_new_tokens", options["min_new_tokens"], 0),
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
         stop_token_ids=frozenset() if options["ignore_eos"] else frozenset(stop_ids),
         stop_strings=_stop_strings(options["stop_strings"]),
         include_stop_str_in_output=bool(options["include_stop_str_in_output"]),
@@ -103,10 +123,10 @@ def _sampling(options: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(
         do_sample=do_sample,
         temperature=_number(options, "temperature", 0.0, 1e6, least_allowed=not do_sample),
-        top_k=0 if top_k >= MAX_LEN else whole("top_k", top_k, 0),
+        top_k=whole("top_k", top_k, 0, UNLIMITED) % UNLIMITED,
         top_p=_number(options, "top_p", 0.0, 1.0, least_allowed=not do_sample),
         min_p=_number(options, "min_p", 0.0, 1.0),
-        repetition_penalty=_number(options, "repetition_penalty", 0.0, 1e6, least_allowed=False),
+        repetition_penalty=_number(options, "repetition_penalty", 1e-3, 1e3),
         presence_penalty=_number(options, "presence_penalty", -2.0, 2.0),
         frequency_penalty=_number(options, "frequency_penalty", -2.0, 2.0),
         rng_seed=whole("rng_seed", options["rng_seed"], 0, UNLIMITED),
@@ -128,10 +148,10 @@ def _number(options: Mapping[str, Any], name: str, least: float, most: float, le
 
 def _max_new_tokens(options: Mapping[str, Any], prompt_len: int) -> int | None:
     if options["max_new_tokens"] != UNLIMITED:
-        return whole("max_new_tokens", options["max_new_tokens"], 0 if options["echo"] else 1)
+        return whole("max_new_tokens", options["max_new_tokens"], 0 if options["echo"] else 1, UNLIMITED)
     if options["max_length"] == UNLIMITED:
         return None
-    max_length = whole("max_length", options["max_length"], 1)
+    max_length = whole("max_length", options["max_length"], 1, UNLIMITED)
     if max_length <= prompt_len:
         raise GenerationConfigError(
             f"max_length={max_length} leaves no room after a prompt of {prompt_len} tokens: raise it or set max_new_tokens"

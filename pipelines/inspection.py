@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from staticllm.compiler_passes.store_kv_as import ELEMENT_TYPES
+from staticllm.kvcache.step import buffer_bytes
 from staticllm.pipelines.loader import Layout, prepare
 
 from staticllm.config import StaticLLMConfig
@@ -41,6 +42,7 @@ def inspect_model(models_path: str | os.PathLike[str], device: str, config: Stat
             "bytes_a_token": bytes_a_token,
             "bytes": bytes_a_token * config.capacity,
         },
+        "buffers_bytes": buffer_bytes(layout.variants, shape, bytes_a_token),
         "passes": [
             {"name": r.name, "nodes_before": r.nodes_before, "nodes_after": r.nodes_after, "notes": list(r.notes)}
             for r in layout.lowered.reports

@@ -39,6 +39,7 @@ class Program:
         self.variant = buffers.variant
         self.buffers = buffers
         self.compiled = compiled
+        self.is_static = not any(port.partial_shape.is_dynamic for port in compiled.inputs)
         self._request = compiled.create_infer_request()
         self._tensors = tensors  # keeps them, and the arrays behind them, alive
         for port in (*compiled.inputs, *compiled.outputs):

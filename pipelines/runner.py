@@ -68,10 +68,14 @@ class ModelRunner:
         """The cheapest number of rows that holds these segments, at the smallest capacity that shows all rows in use."""
         num_rows = sum(len(segment.tokens) for segment in segments)
         is_fresh = not any(len(segment.sequence) for segment in segments)
-        num_past = 0 if is_fresh else self.cache.rows.high_row
-        sizes = sorted({variant.rows for variant in self._variants if variant.rows >= num_rows})
-        fitting = [v for size in sizes if (v := smallest_for(self._variants, size, num_past))]
-        assert fitting, f"no variant holds {num_rows} rows over {num_past}"
+        fitting = []
+        for size in sorted({variant.rows for variant in self._variants if variant.rows >= num_rows}):
+            without_past = Variant(size, 0)
+            if is_fresh and without_past in self.programs:
+                fitting.append(without_past)
+            elif variant := smallest_for(self._variants, size, self.cache.rows.high_row):
+                fitting.append(variant)
+        assert fitting, f"no variant holds {num_rows} rows over {self.cache.rows.high_row}"
         return min(fitting, key=self.costs)
 
     def can_decode(self) -> bool:

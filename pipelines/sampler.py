@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 Logits = NDArray[np.float32]
 IntArray = NDArray[np.intp]
+COLDEST = 1e-6  # a temperature below this is this: the most likely token and its ties
 
 
 @dataclass(frozen=True)
@@ -84,32 +85,30 @@ class Sampler:
 
 
 def candidate_distribution(logits: Logits, params: SamplingParams) -> tuple[IntArray, NDArray[np.float64]]:
-    """Tokens that may be drawn, most likely first, and their probabilities: temperature, top_p, top_k, min_p."""
-    scaled = logits / np.float32(params.temperature)
-    weights = np.exp(scaled - scaled.max())
-    total = float(weights.sum(dtype=np.float64))
-    candidates = _worth_sorting(weights, total, params)
-    probabilities = weights[candidates].astype(np.float64) / total
-    order = np.argsort(-probabilities, kind="stable")
-    candidates, probabilities = candidates[order], probabilities[order]
+    """Tokens that may be drawn, most likely first, and their probabilities: temperature, top_k, top_p of these, min_p."""
+    weights = np.exp((logits - logits.max()) / np.float32(max(params.temperature, COLDEST)))
+    candidates = _worth_sorting(weights, params)
+    order = np.argsort(-weights[candidates], kind="stable")
+    candidates = candidates[order][: params.top_k or None]
+    probabilities = weights[candidates].astype(np.float64)
+    is_all = not params.top_k or params.top_k >= len(weights)
+    probabilities /= weights.sum(dtype=np.float64) if is_all else probabilities.sum()
     keep = len(candidates)
     if params.top_p < 1.0:
         keep = min(keep, int(np.searchsorted(np.cumsum(probabilities), params.top_p)) + 1)
-    if params.top_k:
-        keep = min(keep, params.top_k)
     if params.min_p > 0.0:
         keep = min(keep, int(np.count_nonzero(probabilities >= params.min_p * probabilities[0])))
     candidates, probabilities = candidates[:keep], probabilities[:keep]
     return candidates, probabilities / probabilities.sum()
 
 
-def _worth_sorting(weights: Logits, total: float, params: SamplingParams) -> IntArray:
+def _worth_sorting(weights: Logits, params: SamplingParams) -> IntArray:
     """Sorting a vocabulary of 150 k costs more than the rest together: leave out what the filters cut for certain."""
     if params.top_k and params.top_k < len(weights):
         return np.argpartition(weights, len(weights) - params.top_k)[-params.top_k :]
     floor = 0.0
     if params.top_p < 1.0:  # all that is below this shares less than 1 - top_p
-        floor = (1.0 - params.top_p) * total / len(weights)
+        floor = (1.0 - params.top_p) * float(weights.sum(dtype=np.float64)) / len(weights)
     floor = max(floor, params.min_p * float(weights.max()) * 0.999)
     return np.flatnonzero(weights >= floor)
 

@@ -14,7 +14,10 @@ from staticllm.errors import ConfigError
 MAX_LEN = 1 << 20
 _ROW_TYPES = ("f32", "f16", "bf16")
 _REPLACED_PREFIXES = ("NPUW_", "NPU_USE_NPUW")
-_NOT_YET = {
+_NOT_HERE = {
+    "scheduler_config": "there is one sequence at a time; leave it out",
+    "ATTENTION_BACKEND": "attention runs in the step programs; leave it out",
+    "ENABLE_MMAP": "the IR is always mapped; leave it out",
     "BLOB_PATH": "compile again, or set CACHE_DIR; `staticllm compile --export-blob` writes blobs",
     "EXPORT_BLOB": "use `staticllm compile --export-blob`",
     "WEIGHTS_PATH": "keep the weights beside the IR",
@@ -51,9 +54,9 @@ class StaticLLMConfig:
     generate_capacities: tuple[int, ...] | None = None
     kv_cache_precision: RowType | None = None
     prefix_caching: bool = True
-    device_properties: Mapping[str, Any] = field(default_factory=dict)
-    prefill_config: Mapping[str, Any] = field(default_factory=dict)
-    generate_config: Mapping[str, Any] = field(default_factory=dict)
+    device_properties: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    prefill_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    generate_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("max_prompt_len", "min_response_len"):
@@ -62,6 +65,9 @@ class StaticLLMConfig:
         if self.kv_cache_precision is not None:
             object.__setattr__(self, "kv_cache_precision", _row_type(self.kv_cache_precision))
         _one_of("PREFIX_CACHING", self.prefix_caching, (True, False))
+        for name in ("device_properties", "prefill_config", "generate_config"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ConfigError(f"{name.upper()}={getattr(self, name)!r}: must be a dict of device properties")
         for name, least in (("prefill_rows", 1), ("prefill_capacities", 0), ("generate_capacities", 1)):
             object.__setattr__(self, name, _ladder(name.upper(), getattr(self, name), least))
         for rows in self.prefill_rows or ():
@@ -101,13 +107,19 @@ class StaticLLMConfig:
             else:
                 _refuse(name, supported)
         for name in ("prefill_config", "generate_config"):
-            extra = options.get(name, {})
-            if not isinstance(extra, Mapping):
-                raise ConfigError(f"{name.upper()}={extra!r}: must be a dict of device properties")
-            for key in extra:
-                if key not in supported:
-                    _refuse(key, supported)
+            if isinstance(extra := options.get(name), Mapping):
+                options[name] = _phase_properties(name.upper(), extra, supported)
         return cls(device_properties=device_properties, **options)
+
+
+def _phase_properties(name: str, extra: Mapping[str, Any], supported: Collection[str]) -> dict[str, Any]:
+    """The properties of one phase: only what a device takes. The type of the rows is not one phase's to choose."""
+    if "KV_CACHE_PRECISION" in extra:
+        raise ConfigError(f"KV_CACHE_PRECISION in {name}: both phases share the rows, give it beside {name}")
+    for key in extra:
+        if key not in supported:
+            _refuse(key, supported)
+    return {key: value for key, value in extra.items() if key in supported}
 
 
 def whole(name: str, value: object, least: int, most: int = MAX_LEN) -> int:
@@ -122,7 +134,7 @@ def whole(name: str, value: object, least: int, most: int = MAX_LEN) -> int:
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
+    if not any(value is item or (type(value) is type(item) and value == item) for item in allowed):
         raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
 
 
@@ -136,6 +148,7 @@ def _row_type(value: object) -> RowType:
 def _ladder(name: str, value: object, least: int) -> tuple[int, ...] | None:
     if value is None:
         return None
+    value = [value] if isinstance(value, int) else value
     if isinstance(value, str) or not hasattr(value, "__iter__"):
         raise ConfigError(f"{name}={value!r}: must be a list of whole numbers")
     ladder = tuple(sorted({whole(name, item, least) for item in cast(Any, value)}))
@@ -144,9 +157,11 @@ def _ladder(name: str, value: object, least: int) -> tuple[int, ...] | None:
     return ladder
 
 
-def _refuse(name: str, supported: Collection[str]) -> None:
-    if name in _NOT_YET:
-        raise ConfigError(f"{name} is not supported yet: {_NOT_YET[name]}")
+def _refuse(name: object, supported: Collection[str]) -> None:
+    if not isinstance(name, str):
+        raise ConfigError(f"unknown property {name!r}: names are strings")
+    if name in _NOT_HERE:
+        raise ConfigError(f"{name} is not supported: {_NOT_HERE[name]}")
     if name.startswith(_REPLACED_PREFIXES):
         warnings.warn(f"{name} steers NPUW, which staticllm replaces: it has no effect", stacklevel=4)
         return

@@ -96,6 +96,9 @@ class FinishReason(str, Enum):
             return self.value == str.__str__(other)
         return getattr(other, "name", None) == self.name
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     __hash__ = str.__hash__
 
     def __str__(self) -> str:

@@ -15,6 +15,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class StaticLLMError(RuntimeError):
     """Base of every error that staticllm raises on purpose."""
@@ -31,6 +33,9 @@ class UnsupportedModelError(ModelError):
         super().__init__(f"{stage}: {reason}")
         self.stage = stage
         self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.stage, self.reason)
 
 
 class ConfigError(StaticLLMError, ValueError):
@@ -62,6 +67,10 @@ class PromptTooLongError(PromptError):
         )
         self.num_tokens = num_tokens
         self.limit = limit
+        self._is_chat = is_chat
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.num_tokens, self.limit, self._is_chat)
 
 
 class NumericalError(StaticLLMError):

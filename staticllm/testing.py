@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from staticllm.core import MaskKind, ModelShape, RowState, Variant
 from staticllm.kvcache.cache import KVCache
-from staticllm.kvcache.step import StepBuffers
+from staticllm.kvcache.step import StepBuffers, make_buffers
 from staticllm.pipelines.runner import ModelRunner
 
 CAUSAL = MaskKind()
@@ -44,7 +44,8 @@ def fake_runner(
     """A runner over fake programs. ``runner.programs[variant].num_runs`` counts the calls."""
     shape, variants = fake_shape(masks, vocab_size, max_sequences), list(variants)
     cache = KVCache(shape, [variant.capacity for variant in variants], np.float32)
-    programs = {variant: FakeProgram(cache, shape, StepBuffers(variant, shape, np.float32)) for variant in variants}
+    buffers = make_buffers(variants, shape, np.float32)
+    programs = {variant: FakeProgram(cache, shape, buffers[variant]) for variant in variants}
     return ModelRunner(cache, programs)
 
 

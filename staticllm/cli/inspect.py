@@ -29,6 +29,7 @@ def _text(report: dict[str, Any]) -> str:
         f"weights   {_mib(report['weights_bytes'])}",
         f"states    {report['num_states']} in {len(layers)} layers, vocabulary {report['vocab_size']}",
         f"rows      {rows['type']}, {rows['bytes_a_token']} bytes a token, {_mib(rows['bytes'])} for {rows['capacity']} rows",
+        f"buffers   {_mib(report['buffers_bytes'])} for masks, logits and new rows",
         f"programs  {report['programs']} on {report['device']}",
         "variants  " + ", ".join(f"{v['rows']}x{v['capacity']}" for v in report["variants"]),
         "",

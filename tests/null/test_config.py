@@ -44,7 +44,7 @@ def test_lengths_are_whole_and_positive(name, value):
         ({"GENERATE_CAPACITIES": [9999]}, "more than MAX_PROMPT_LEN"),
         ({"GENERATE_CAPACITIES": []}, "is empty"),
         ({"PREFILL_HINT": "FAST"}, "PREFILL_HINT='FAST': must be one of"),
-        ({"BLOB_PATH": "x"}, "BLOB_PATH is not supported yet"),
+        ({"BLOB_PATH": "x"}, "BLOB_PATH is not supported: compile again"),
     ],
 )  # fmt: skip
 def test_bad_properties_are_refused_in_one_line(properties, message):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from staticllm.kvcache.cache import KVCache
-from staticllm.kvcache.step import Segment, Step, StepBuffers
+from staticllm.kvcache.step import Segment, Step, buffer_bytes, make_buffers
 
 from staticllm.core import MaskKind, Variant
 from staticllm.testing import fake_shape
@@ -37,7 +37,7 @@ def check(cache, step, buffers):
 
 def new_cache():
     variants = [Variant(1, 16), Variant(1, 32), Variant(8, 0), Variant(8, 32)]
-    return KVCache(SHAPE, [16, 32], np.float32), {v: StepBuffers(v, SHAPE, np.float32) for v in variants}
+    return KVCache(SHAPE, [16, 32], np.float32), make_buffers(variants, SHAPE, np.float32)
 
 
 moves = st.lists(
@@ -82,3 +82,14 @@ def test_sequences_that_share_a_step_do_not_see_each_other(sizes):
             cache.commit(first, buffers[variant])
     segments = [Segment(s, np.arange(n)) for s, n in zip(sequences, sizes, strict=True) if n]
     check(cache, Step(variant, tuple(segments)), buffers[variant])
+
+
+def test_buffers_take_the_bytes_that_are_reported():
+    variants = [Variant(1, 16), Variant(1, 64), Variant(8, 0), Variant(8, 64), Variant(8, 32)]
+    buffers = make_buffers(variants, SHAPE, np.float32)
+    arrays = {}
+    for each in buffers.values():
+        for array in (*each.masks.values(), each.logits, *each.presents):
+            address = array.ctypes.data
+            arrays[address] = max(arrays.get(address, 0), array.nbytes)
+    assert sum(arrays.values()) == buffer_bytes(variants, SHAPE, SHAPE.row_bytes(4))

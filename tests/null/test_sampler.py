@@ -21,13 +21,14 @@ def plain_distribution(logits, temperature, top_k, top_p, min_p):
     probabilities = np.exp(scaled - scaled.max())
     probabilities /= probabilities.sum()
     order = np.argsort(-probabilities, kind="stable")
+    order = order[:top_k] if top_k else order
+    share = probabilities[order].sum()
     keep, total = [], 0.0
     for token in order:
         keep.append(token)
-        total += probabilities[token]
+        total += probabilities[token] / share
         if top_p < 1 and total >= top_p:
             break
-    keep = keep[:top_k] if top_k else keep
     keep = [token for token in keep if probabilities[token] >= min_p * probabilities[order[0]]]
     return keep, probabilities[keep] / probabilities[keep].sum()
 

@@ -31,13 +31,15 @@ def test_default_ladders():
     ]
     shared = choose_variants(StaticLLMConfig(max_prompt_len=8192, min_response_len=128), "shared")
     assert sorted({v.rows for v in shared}) == [1, 16, 64, 256, 1024]
-    assert sorted({v.capacity for v in shared if v.rows > 1}) == [0, 1024, 4096, 8320]
+    assert sorted({v.capacity for v in shared if v.rows == 16}) == [0, 256, 512, 1024, 2048, 4096, 8192, 8320]
+    assert min(v.capacity for v in shared if v.rows == 1024 and v.capacity) == 1024
 
 
 def test_short_prompts_run_in_small_programs_and_long_ones_in_chunks():
     variants, costs = choose_variants(StaticLLMConfig(), "shared"), CostTable()
     assert plan_chunks(0, 5, variants, costs) == [(Variant(16, 0), 5)]
-    assert plan_chunks(900, 10, variants, costs) == [(Variant(16, 1152), 10)]
+    assert plan_chunks(900, 10, variants, costs) == [(Variant(16, 1024), 10)]
+    assert plan_chunks(250, 10, variants, costs) == [(Variant(16, 512), 10)], "the capacity that decoding will need"
     assert plan_chunks(0, 1000, variants, costs) == [(Variant(1024, 0), 1000)]
     assert plan_chunks(100, 1, variants, costs) == [(Variant(1, 256), 1)]
 
