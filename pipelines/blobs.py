@@ -44,7 +44,10 @@ def export_blobs(
     if not folder.resolve().parent.is_dir():
         raise ConfigError(f"the folder {str(folder.resolve().parent)!r} does not exist: make it first")
     core, layout = prepare(models_path, device, config, on_progress)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.resolve().parent))
+    try:
+        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.resolve().parent))
+    except OSError as error:
+        raise ConfigError(f"cannot write beside {str(folder)!r} ({error.strerror}): choose another path") from error
     try:
         files = _write_blobs(core, layout, scratch, on_progress)
         manifest = _manifest(Path(models_path), layout, files, scratch)

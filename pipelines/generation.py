@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from openvino_genai import StreamingStatus as Status
@@ -16,6 +17,7 @@ from staticllm.pipelines.streamers import TokenSink
 from staticllm.pipelines.text_stream import TextStream
 
 from staticllm.core import FinishReason
+from staticllm.metrics import MICRO, PerfMetrics
 
 
 @dataclass
@@ -28,7 +30,6 @@ class Answer:
     finish_reason: FinishReason = FinishReason.LENGTH
     is_dropped: bool = False  # StreamingStatus.CANCEL: a chat must forget the turn
     num_cached: int = 0
-    started: float = 0.0
     token_times: list[float] = field(default_factory=list)
     device_seconds: list[float] = field(default_factory=list)
 
@@ -53,18 +54,20 @@ class Generation:
         self._sink = sink
         self._stream = TextStream(decode, options.stop_strings, options.include_stop_str_in_output)
         self._unsent: list[int] = []
-        self._banned = np.array(sorted(options.stop_token_ids), np.intp)
+        vocab_size = runner.vocab_size
+        self._banned = np.array(sorted(token for token in options.stop_token_ids if token < vocab_size), np.intp)
+        self._limit: int | None = None
         self.answer = Answer()
 
     def run(self, prompt: list[int]) -> Answer:
         """Run to the end. ``prompt`` holds all its tokens, those already in the sequence included."""
         answer = self.answer
-        answer.started = time.perf_counter()
+        self._limit = self._options.max_tokens_after(len(prompt))
         answer.num_cached = len(self._sequence)
         self._runner.take_device_seconds()
         if self._options.echo:
             self._echo(prompt)
-        if self._options.max_new_tokens != 0:
+        if self._limit != 0:
             self._generate(prompt[len(self._sequence) :])
         self._finish()
         answer.device_seconds = self._runner.take_device_seconds()
@@ -111,8 +114,7 @@ class Generation:
         self._unsent = tokens[sent:]
 
     def _is_full(self) -> bool:
-        limit = self._options.max_new_tokens
-        return len(self.answer.tokens) == limit or not self._runner.can_decode()
+        return len(self.answer.tokens) == self._limit or not self._runner.can_decode()
 
     def _echo(self, prompt: list[int]) -> None:
         self._sink.write(prompt, self._decode(prompt))
@@ -124,3 +126,20 @@ class Generation:
             self._sink.write(self._unsent, rest)
         self.answer.text = self._stream.text
         self._sink.end()
+
+
+def metrics_of(answer: Answer, num_input: int, load_ms: float, started: float, encoded: float) -> PerfMetrics:
+    """GenAI's metrics of one request that began, and whose prompt was encoded, at these ``time.perf_counter`` moments."""
+    metrics = PerfMetrics(load_ms)
+    metrics.count(num_input, len(answer.tokens), answer.num_cached)
+    raw, times = metrics.raw_metrics, answer.token_times
+    raw.generate_durations.append((time.perf_counter() - started) * MICRO)
+    raw.tokenization_durations.append((encoded - started) * MICRO)
+    raw.inference_durations.append(sum(answer.device_seconds) * MICRO)
+    raw.m_times_to_first_token.extend((first - started) * MICRO for first in times[:1])
+    raw.m_durations.extend((after - before) * MICRO for before, after in pairwise(times))
+    raw.m_new_token_times.extend(moment * 1e3 for moment in times)
+    raw.m_batch_sizes.extend([1] * len(times))
+    num_prefill_calls = len(answer.device_seconds) - max(len(times) - 1, 0)
+    raw.token_infer_durations.extend(seconds * MICRO for seconds in answer.device_seconds[num_prefill_calls:])
+    return metrics

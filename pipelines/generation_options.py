@@ -44,22 +44,40 @@ _SUPPORTED = frozenset(
     ]
 )
 _DEFAULTS = genai.GenerationConfig()
-
 """Every other option belongs to a decoding method that is not here, and must be at its default."""
 
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """One request's options, checked. ``max_new_tokens`` is None when only the capacity limits it."""
+    """One request's options, checked. ``max_new_tokens`` and ``max_length`` are None when they do not limit it."""
 
     sampling: SamplingParams
     max_new_tokens: int | None
+    max_length: int | None
     min_new_tokens: int
     stop_token_ids: frozenset[int]
     stop_strings: frozenset[str]
     include_stop_str_in_output: bool
     echo: bool
     apply_chat_template: bool
+
+    def max_tokens_after(self, prompt_len: int) -> int | None:
+        """How many tokens may be generated after a prompt; None if only the capacity limits it."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        return None if self.max_length is None else self.max_length - prompt_len
+
+    def check_room(self, prompt_len: int) -> None:
+        """
+        Raises:
+            GenerationConfigError: ``max_length`` leaves no room after the prompt.
+        """
+        limit = self.max_tokens_after(prompt_len)
+        if limit is not None and limit < (0 if self.echo else 1):
+            raise GenerationConfigError(
+                f"max_length={self.max_length} leaves no room after a prompt of {prompt_len} tokens: "
+                "raise it or set max_new_tokens"
+            )
 
 
 def copy_config(config: genai.GenerationConfig) -> genai.GenerationConfig:
@@ -70,7 +88,7 @@ def copy_config(config: genai.GenerationConfig) -> genai.GenerationConfig:
     return copied
 
 
-def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any], prompt_len: int) -> GenerationOptions:
+def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> GenerationOptions:
     """Merge and check. ``overrides`` are keyword arguments of ``generate``.
 
     Raises:
@@ -82,14 +100,14 @@ def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any], prompt
             raise GenerationConfigError(f"unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
     merged = {name: overrides.get(name, getattr(config, name)) for name in _NAMES}
     try:
-        return _checked(merged, prompt_len)
+        return _checked(merged)
     except GenerationConfigError:
         raise
     except ConfigError as error:
         raise GenerationConfigError(str(error)) from None
 
 
-def _checked(options: Mapping[str, Any], prompt_len: int) -> GenerationOptions:
+def _checked(options: Mapping[str, Any]) -> GenerationOptions:
     for name, value in options.items():
         if name not in _SUPPORTED and value != getattr(_DEFAULTS, name):
             raise GenerationConfigError(
@@ -101,13 +119,14 @@ def _checked(options: Mapping[str, Any], prompt_len: int) -> GenerationOptions:
     stop_ids = {whole("stop_token_ids", token, 0) for token in options["stop_token_ids"]}
     if options["eos_token_id"] != -1:
         stop_ids.add(whole("eos_token_id", options["eos_token_id"], 0))
-    max_new_tokens = _max_new_tokens(options, prompt_len)
+    max_new_tokens = _limit(options, "max_new_tokens", 0 if options["echo"] else 1)
     min_new_tokens = whole("min_new_tokens", options["min_new_tokens"], 0)
     if max_new_tokens is not None and min_new_tokens > max_new_tokens:
         raise GenerationConfigError(f"min_new_tokens={min_new_tokens} is more than max_new_tokens={max_new_tokens}")
     return GenerationOptions(
         sampling=_sampling(options),
         max_new_tokens=max_new_tokens,
+        max_length=_limit(options, "max_length", 1),
         min_new_tokens=min_new_tokens,
         stop_token_ids=frozenset() if options["ignore_eos"] else frozenset(stop_ids),
         stop_strings=_stop_strings(options["stop_strings"]),
@@ -146,17 +165,9 @@ def _number(options: Mapping[str, Any], name: str, least: float, most: float, le
     return number
 
 
-def _max_new_tokens(options: Mapping[str, Any], prompt_len: int) -> int | None:
-    if options["max_new_tokens"] != UNLIMITED:
-        return whole("max_new_tokens", options["max_new_tokens"], 0 if options["echo"] else 1, UNLIMITED)
-    if options["max_length"] == UNLIMITED:
-        return None
-    max_length = whole("max_length", options["max_length"], 1, UNLIMITED)
-    if max_length <= prompt_len:
-        raise GenerationConfigError(
-            f"max_length={max_length} leaves no room after a prompt of {prompt_len} tokens: raise it or set max_new_tokens"
-        )
-    return max_length - prompt_len
+def _limit(options: Mapping[str, Any], name: str, least: int) -> int | None:
+    number = whole(name, options[name], least, UNLIMITED)
+    return None if number == UNLIMITED else number
 
 
 def _stop_strings(value: object) -> frozenset[str]:

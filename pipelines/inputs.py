@@ -40,6 +40,7 @@ def encode_text(tokenizer: genai.Tokenizer, text: str, apply_chat_template: bool
     """Ids of one prompt; the chat template is applied if asked for and if the model has one."""
     if not text:
         raise PromptError("the prompt is empty: give at least one character")
+    _check_text(text)
     if apply_chat_template and tokenizer.chat_template:
         return encode_messages(tokenizer, [{"role": "user", "content": text}])
     return _ids(tokenizer.encode(text))
@@ -47,10 +48,26 @@ def encode_text(tokenizer: genai.Tokenizer, text: str, apply_chat_template: bool
 
 def encode_messages(tokenizer: genai.Tokenizer, messages: Any) -> list[int]:
     """Ids of a conversation (a list of messages or a ChatHistory) up to where the assistant speaks."""
+    for message in messages if isinstance(messages, list) else ():
+        if not message["content"] and message["role"] == "user":
+            raise PromptError("the prompt is empty: give at least one character")
+        _check_text(message["content"])
     if not tokenizer.chat_template:
         raise PromptError("the model has no chat template: pass the prompt as a str, or set one on the tokenizer")
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    except (RuntimeError, UnicodeError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise PromptError(f"the chat template refuses the conversation: {lines[-1]}") from error
     return _ids(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        broken = text[error.start]
+        raise PromptError(f"the prompt has {broken!r} at {error.start}, half a character: not text in UTF-8") from error
 
 
 def token_ids(inputs: Any) -> list[int]:
@@ -82,6 +99,10 @@ def check_ids(ids: list[int], vocab_size: int, limit: int, is_chat: bool = False
 def _ids(tokenized: genai.TokenizedInputs) -> list[int]:
     ids = _one_row(np.asarray(tokenized.input_ids.data))
     mask = _one_row(np.asarray(tokenized.attention_mask.data))
+    if ids.shape != mask.shape or ids.dtype.kind not in "iu":
+        raise PromptError(
+            f"TokenizedInputs with {ids.size} ids of {ids.dtype} and a mask of {mask.size}: must be whole numbers, as many"
+        )
     return [int(token) for token in ids[mask != 0]]
 
 

@@ -5,24 +5,25 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import openvino_genai as genai
 from staticllm.kvcache.sequence import Sequence
-from staticllm.pipelines.generation import Answer, Generation
+from staticllm.pipelines.generation import Answer, Generation, metrics_of
 from staticllm.pipelines.generation_options import GenerationOptions, copy_config, resolve
-from staticllm.pipelines.inputs import check_ids, encode_messages, encode_text, form_of, token_ids
+from staticllm.pipelines.inputs import Form, check_ids, encode_messages, encode_text, form_of, token_ids
 from staticllm.pipelines.loader import device_properties, load
 from staticllm.pipelines.sampler import Sampler
-from staticllm.pipelines.streamers import make_sink
+from staticllm.pipelines.streamers import TokenSink, make_sink
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgressEvent
-from staticllm.errors import ConfigError, GenerationConfigError, ModelError
-from staticllm.metrics import MICRO, PerfMetrics
+from staticllm.errors import ConfigError, GenerationConfigError, ModelError, StaticLLMError
+from staticllm.metrics import PerfMetrics
 from staticllm.model_dir import check_model_dir
 from staticllm.results import DecodedResults, EncodedResults, GeneratedText
 
@@ -34,7 +35,8 @@ class StaticLLMPipeline:
 
     Args:
         models_path: A directory exported by optimum-intel: ``openvino_model.xml`` and the OpenVINO tokenizer.
-        device: ``CPU``, ``NPU``, ``GPU`` … as OpenVINO names it. A ``Tokenizer`` may stand before it, as in GenAI.
+        args: ``device, config`` or ``tokenizer, device, config``, as in GenAI.
+        device: ``CPU`` (the default), ``NPU``, ``GPU`` … as OpenVINO names it.
         config: A mapping of properties, or a ``StaticLLMConfig``.
         tokenizer: Instead of the one in ``models_path``.
         on_progress: Called with a ``ProgressEvent`` after each part of loading; what it raises aborts the loading.
@@ -51,25 +53,26 @@ class StaticLLMPipeline:
 
     def __init__(
         self,
-        models_path: str | os.PathLike[str],
-        device: str | genai.Tokenizer = "CPU",
+        models_path: str | bytes | os.PathLike[str],
         *args: Any,
+        device: str | None = None,
         config: Mapping[str, Any] | StaticLLMConfig | None = None,
         tokenizer: genai.Tokenizer | None = None,
-        on_progress: Callable[[ProgressEvent], None] = lambda event: None,
+        on_progress: Callable[[ProgressEvent], None] | None = None,
         **properties: Any,
     ) -> None:
         start = time.perf_counter()
-        device, tokenizer, config = _positional(device, args, tokenizer, config)
-        directory = check_model_dir(models_path)
+        device, config, tokenizer = _positional(args, device, config, tokenizer)
+        directory = check_model_dir(models_path, needs_tokenizer=tokenizer is None)
         self._config = _resolve_config(device, config, properties)
         self._tokenizer = tokenizer or _read_tokenizer(directory)
         self._generation_config = _read_generation_config(directory, self._tokenizer)
-        self._runner, self._shape = load(directory, device, self._config, on_progress)
+        self._runner, self._shape = load(directory, device, self._config, on_progress or (lambda event: None))
         self._sequence = self._runner.cache.open()
+        self._is_settled = True  # False while a call runs, and after one that an exception ended
         self._history: list[dict[str, str]] | None = None
         self._rng = np.random.default_rng(0)
-        self._lock = threading.RLock()
+        self._lock, self._owner = threading.Lock(), 0
         self._load_ms = (time.perf_counter() - start) * 1e3
 
     @property
@@ -105,27 +108,32 @@ class StaticLLMPipeline:
         """
         form, sink = form_of(inputs), make_sink(streamer)
         base, overrides = self._base_config(generation_config, kwargs)
-        start = time.perf_counter()
-        with self._lock:
-            early = resolve(base, overrides, 0)
-            if form == "text" and self._history is not None:
-                return GeneratedText.of(self._chat_turn(inputs, base, overrides, sink, start))
-            ids = self._encode(form, inputs, early.apply_chat_template)
-            answer, metrics = self._answer(ids, base, overrides, sink, start)
+        call = _Call(resolve(base, overrides), sink, time.perf_counter())
+        with self._exclusive():
+            turn = self._turn(form, inputs)
+            ids = encode_messages(self._tokenizer, turn) if turn else self._encode(form, inputs, call.options)
+            answer, metrics = self._answer(ids, call, is_chat=turn is not None)
+            if turn and not answer.is_dropped:
+                self._history = [*turn, {"role": "assistant", "content": answer.text}]
         if form == "tokens":
-            tokens = (ids if early.echo else []) + answer.tokens
+            tokens = (ids if call.options.echo else []) + answer.tokens
             return EncodedResults([tokens], [answer.score], [answer.finish_reason], metrics)
-        results = self._decoded(answer, metrics, self._decode(ids) if early.echo else "")
+        text = (self._decode(ids) if call.options.echo else "") + answer.text
+        results = DecodedResults([text], [answer.tokens], [answer.score], [answer.finish_reason], metrics)
         return GeneratedText.of(results) if form == "text" else results
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The same as ``generate``."""
+        return self.generate(*args, **kwargs)
+
     def start_chat(self, system_message: str = "") -> None:
-        """From now on ``generate(str)`` is a turn of one conversation."""
-        with self._lock:
+        """From now on ``generate`` of a ``str``, or of a list of one, is a turn of one conversation."""
+        with self._exclusive():
             self._history = [{"role": "system", "content": system_message}] if system_message else []
 
     def finish_chat(self) -> None:
         """Forget the conversation."""
-        with self._lock:
+        with self._exclusive():
             self._history = None
 
     def get_tokenizer(self) -> genai.Tokenizer:
@@ -142,11 +150,20 @@ class StaticLLMPipeline:
         Raises:
             GenerationConfigError: a value is impossible; the config before stays in force.
         """
-        resolve(config, {}, 0)
-        copied = copy_config(config)
-        if copied.eos_token_id == -1 and self._generation_config.eos_token_id != -1:
-            copied.set_eos_token_id(self._generation_config.eos_token_id)
-        self._generation_config = copied
+        resolve(config, {})
+        self._generation_config = self._complete(config)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """One call at a time. Other threads wait; the same thread, from within its streamer, would wait for itself."""
+        if self._owner == threading.get_ident():
+            raise StaticLLMError("generate is running in this thread: a streamer cannot call its own pipeline")
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = 0
 
     def _base_config(self, config: object, overrides: dict[str, Any]) -> tuple[genai.GenerationConfig, dict[str, Any]]:
         if isinstance(config, Mapping):
@@ -157,41 +174,43 @@ class StaticLLMPipeline:
             raise GenerationConfigError(
                 f"generation_config is a {type(config).__name__}: must be an openvino_genai.GenerationConfig or a dict"
             )
-        if config.eos_token_id == -1:  # GenAI as well fills in what the caller left open
-            overrides = {"eos_token_id": self._generation_config.eos_token_id, **overrides}
-        return config, overrides
+        return self._complete(config), overrides
 
-    def _encode(self, form: str, inputs: Any, apply_chat_template: bool) -> list[int]:
+    def _complete(self, config: genai.GenerationConfig) -> genai.GenerationConfig:
+        """A copy with what the caller left open taken from the model's own config, as GenAI does: where answers end."""
+        copied, own = copy_config(config), self._generation_config
+        if not copied.stop_token_ids:
+            copied.stop_token_ids = own.stop_token_ids
+        if copied.eos_token_id == -1 and own.eos_token_id != -1:
+            copied.set_eos_token_id(own.eos_token_id)
+        return copied
+
+    def _turn(self, form: Form, inputs: Any) -> list[dict[str, str]] | None:
+        """The conversation up to this prompt, if there is a conversation and the prompt is text."""
+        if self._history is None or form not in ("text", "texts"):
+            return None
+        text = inputs if form == "text" else inputs[0]
+        return [*self._history, {"role": "user", "content": text}]
+
+    def _encode(self, form: Form, inputs: Any, options: GenerationOptions) -> list[int]:
         if form == "tokens":
             return token_ids(inputs)
         if form == "history":
             return encode_messages(self._tokenizer, inputs)
-        return encode_text(self._tokenizer, inputs if form == "text" else inputs[0], apply_chat_template)
+        return encode_text(self._tokenizer, inputs if form == "text" else inputs[0], options.apply_chat_template)
 
-    def _chat_turn(self, text: str, base: Any, overrides: dict[str, Any], sink: Any, start: float) -> DecodedResults:
-        assert self._history is not None
-        turn = [*self._history, {"role": "user", "content": text}]
-        ids = encode_messages(self._tokenizer, turn)
-        answer, metrics = self._answer(ids, base, overrides, sink, start, is_chat=True)
-        if not answer.is_dropped:
-            self._history = [*turn, {"role": "assistant", "content": answer.text}]
-        return self._decoded(answer, metrics, "")
-
-    def _answer(
-        self, ids: list[int], base: Any, overrides: dict[str, Any], sink: Any, start: float, is_chat: bool = False
-    ) -> tuple[Answer, PerfMetrics]:
+    def _answer(self, ids: list[int], call: _Call, is_chat: bool) -> tuple[Answer, PerfMetrics]:
         encoded = time.perf_counter()
         check_ids(ids, self._shape.vocab_size, self._config.max_prompt_len, is_chat)
-        options = resolve(base, overrides, len(ids))
-        sequence = self._reuse(ids)
-        sampler = Sampler(options.sampling, ids, self._shape.vocab_size, self._rng_for(options))
-        generation = Generation(self._runner, sequence, options, sampler, self._decode, sink)
-        try:
-            answer = generation.run(ids)
-        except BaseException:  # Ctrl-C and the user's own exceptions too: no half-committed rows may stay
+        call.options.check_room(len(ids))
+        sampler = Sampler(call.options.sampling, ids, self._shape.vocab_size, self._rng_for(call.options))
+        if not self._is_settled:  # an exception, Ctrl-C or the user's own, may have come between any two statements
             self._sequence = self._runner.reset()
-            raise
-        return answer, self._metrics(answer, len(ids), start, encoded)
+        self._is_settled = False
+        sequence = self._reuse(ids)
+        answer = Generation(self._runner, sequence, call.options, sampler, self._decode, call.sink).run(ids)
+        self._is_settled = True
+        return answer, metrics_of(answer, len(ids), self._load_ms, call.started, encoded)
 
     def _reuse(self, ids: list[int]) -> Sequence:
         """The resident sequence, cut to the prefix that it shares with the prompt; the last token always runs."""
@@ -208,37 +227,32 @@ class StaticLLMPipeline:
         text: str = self._tokenizer.decode(tokens)
         return text
 
-    def _decoded(self, answer: Answer, metrics: PerfMetrics, echoed: str) -> DecodedResults:
-        return DecodedResults([echoed + answer.text], [answer.tokens], [answer.score], [answer.finish_reason], metrics)
 
-    def _metrics(self, answer: Answer, num_input: int, start: float, encoded: float) -> PerfMetrics:
-        metrics = PerfMetrics(self._load_ms)
-        metrics.count(num_input, len(answer.tokens), answer.num_cached)
-        raw, times = metrics.raw_metrics, answer.token_times
-        raw.generate_durations.append((time.perf_counter() - start) * MICRO)
-        raw.tokenization_durations.append((encoded - start) * MICRO)
-        raw.inference_durations.append(sum(answer.device_seconds) * MICRO)
-        raw.m_times_to_first_token.extend((first - start) * MICRO for first in times[:1])
-        raw.m_durations.extend((after - before) * MICRO for before, after in pairwise(times))
-        raw.m_new_token_times.extend(moment * 1e3 for moment in times)
-        raw.m_batch_sizes.extend([1] * len(times))
-        num_decoded = max(len(times) - 1, 0)
-        raw.token_infer_durations.extend(
-            s * MICRO for s in answer.device_seconds[len(answer.device_seconds) - num_decoded :]
-        )
-        return metrics
+@dataclass(frozen=True)
+class _Call:
+    """One call of ``generate``: its options, where its tokens go, and when it began (``time.perf_counter``)."""
+
+    options: GenerationOptions
+    sink: TokenSink
+    started: float
 
 
 def _positional(
-    device: Any, rest: tuple[Any, ...], tokenizer: Any, config: Any
-) -> tuple[str, genai.Tokenizer | None, Any]:
-    """GenAI's two orders: ``(path, device, config)`` and ``(path, tokenizer, device, config)``."""
-    given = [device, *rest]
-    if isinstance(given[0], genai.Tokenizer):
-        tokenizer, given = given[0], given[1:] or ["CPU"]
-    if len(given) > 2:
-        raise ConfigError(f"{len(rest) + 2} positional arguments: at most models_path, tokenizer, device and config")
-    return given[0], tokenizer, given[1] if len(given) == 2 else config
+    args: tuple[Any, ...], device: Any, config: Any, tokenizer: Any
+) -> tuple[str, Any, genai.Tokenizer | None]:
+    """GenAI's two orders: ``(path, device, config)`` and ``(path, tokenizer, device, config)``, by name or by place."""
+    rest = list(args)
+    if rest and isinstance(rest[0], genai.Tokenizer):
+        tokenizer = rest.pop(0)
+    if rest and device is None:
+        device = rest.pop(0)
+    if rest and config is None:
+        config = rest.pop(0)
+    if rest:
+        raise ConfigError(f"{len(args) + 1} positional arguments: at most models_path, tokenizer, device and config")
+    if tokenizer is not None and not isinstance(tokenizer, genai.Tokenizer):
+        raise ConfigError(f"tokenizer is a {type(tokenizer).__name__}: must be an openvino_genai.Tokenizer")
+    return "CPU" if device is None else device, config, tokenizer
 
 
 def _resolve_config(device: str, config: Any, properties: dict[str, Any]) -> StaticLLMConfig:

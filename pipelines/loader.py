@@ -20,7 +20,8 @@ from staticllm.pipelines.variants import choose_variants
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ModelShape, Phase, ProgressEvent, RowType, Variant
-from staticllm.devices import check_device, default_mode, default_row_type, supported_properties
+from staticllm.devices import check_device, default_mode, default_row_type, exact_if_asked, supported_properties
+from staticllm.errors import ConfigError
 from staticllm.model_dir import check_model_dir, read_model
 
 OnProgress = Callable[[ProgressEvent], None]
@@ -56,12 +57,12 @@ def prepare(
     mode = default_mode(device) if config.programs == "auto" else config.programs
     row_type = config.kv_cache_precision or default_row_type(device)
     variants = choose_variants(config, mode)
-    model = read_model(core, check_model_dir(models_path))
+    model = read_model(core, check_model_dir(models_path, needs_tokenizer=False))
     on_progress(ProgressEvent("read", 1, 1, time.perf_counter() - start))
     start = time.perf_counter()
     lowered = lower(model, LoweringOptions(config.capacity, row_type))
     on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - start))
-    return core, Layout(lowered, CompileOptions(device, mode, row_type, _phase_properties(config)), variants)
+    return core, Layout(lowered, CompileOptions(device, mode, row_type, _phase_properties(device, config)), variants)
 
 
 def load(
@@ -83,8 +84,13 @@ def make_runner(core: ov.Core, layout: Layout, on_progress: OnProgress = lambda 
     """Compile, bind and warm up what ``prepare`` laid out."""
     dtype = HOST_TYPES[layout.options.row_type]
     shape = layout.lowered.shape
-    cache = KVCache(shape, [variant.capacity for variant in layout.variants], dtype)
-    buffers = make_buffers(layout.variants, shape, dtype)
+    try:
+        cache = KVCache(shape, [variant.capacity for variant in layout.variants], dtype)
+        buffers = make_buffers(layout.variants, shape, dtype)
+    except MemoryError as error:
+        raise ConfigError(
+            f"not enough memory for the rows or masks ({error}): lower MAX_PROMPT_LEN or PREFILL_ROWS"
+        ) from None
     programs = {
         variant: bind(compiled, shape, cache.arena, buffers[variant], layout.options.row_type)
         for variant, compiled in compile_layout(core, layout, on_progress)
@@ -116,9 +122,10 @@ def device_properties(device: str) -> frozenset[str]:
     return supported_properties(core, check_device(core, device))
 
 
-def _phase_properties(config: StaticLLMConfig) -> dict[Phase, Mapping[str, Any]]:
+def _phase_properties(device: str, config: StaticLLMConfig) -> dict[Phase, Mapping[str, Any]]:
     common = {"PERFORMANCE_HINT": "LATENCY", **config.device_properties}
-    return {"prefill": {**common, **config.prefill_config}, "generate": {**common, **config.generate_config}}
+    phases: dict[Phase, Mapping[str, Any]] = {"prefill": config.prefill_config, "generate": config.generate_config}
+    return {phase: exact_if_asked(device, {**common, **extra}) for phase, extra in phases.items()}
 
 
 def _warm_up(programs: Mapping[Variant, Program], on_progress: OnProgress) -> CostTable:

@@ -78,6 +78,10 @@ class ModelRunner:
         assert fitting, f"no variant holds {num_rows} rows over {self.cache.rows.high_row}"
         return min(fitting, key=self.costs)
 
+    @property
+    def vocab_size(self) -> int:
+        return next(iter(self.programs.values())).buffers.logits.shape[-1]
+
     def can_decode(self) -> bool:
         """Whether a row is left for one more token."""
         return self.cache.rows.num_free > 0

@@ -26,9 +26,9 @@ def ensure_environment(*extras: str) -> Path:
     """
     if sys.version_info < MIN_PYTHON:
         sys.exit(f"Python {sys.version.split()[0]} is too old: staticllm needs 3.10 or later")
-    if not python().is_file():
+    if not python().is_file() or not has_pip():
         print(f"making {VENV.name} …", flush=True)
-        venv.create(VENV, with_pip=True)
+        make_environment(VENV)
     stamp = VENV / f".installed-{'-'.join(extras) or 'core'}"
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
     if not stamp.is_file() or stamp.read_text() != wanted:
@@ -37,6 +37,16 @@ def ensure_environment(*extras: str) -> Path:
         run(python(), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--editable", target)
         stamp.write_text(wanted)
     return python()
+
+
+def has_pip() -> bool:
+    """Whether the environment was made to the end: an interrupted creation leaves an interpreter without pip."""
+    return subprocess.run([str(python()), "-c", "import pip"], capture_output=True, check=False).returncode == 0
+
+
+def make_environment(place: Path) -> None:
+    """As ``python -m venv`` does it: linked where links work, since a copied interpreter may miss its library."""
+    venv.create(place, with_pip=True, symlinks=os.name != "nt", clear=True)
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> None:

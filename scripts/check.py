@@ -13,10 +13,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import venv
 from pathlib import Path
 
-from _setup import ROOT, ensure_environment, run
+from _setup import ROOT, ensure_environment, make_environment, run
 
 FOLDERS = {"staticllm": "", "compiler_passes": "compiler_passes", "kvcache": "kvcache", "pipelines": "pipelines"}
 MAX_FUNCTION_LINES, MAX_LONG_SHARE, MAX_FILE_LINES = 50, 0.03, 400
@@ -89,7 +88,7 @@ def check_wheel(python: Path) -> None:
         print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB")
         if wheel.stat().st_size > MAX_WHEEL_BYTES:
             sys.exit(f"{wheel.name} is larger than {MAX_WHEEL_BYTES / 2**20:.0f} MiB")
-        venv.create(where / "clean", with_pip=True)
+        make_environment(where / "clean")
         clean = where / "clean" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
         run(clean, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel, cwd=where)
         smoke = subprocess.run(

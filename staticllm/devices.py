@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from staticllm.core import ProgramMode, RowType
 from staticllm.errors import DeviceError
@@ -29,6 +30,17 @@ def check_device(core: ov.Core, device: object) -> str:
 def supported_properties(core: ov.Core, device: str) -> frozenset[str]:
     """Names of the properties that the device and OpenVINO's own core take at compile time."""
     return frozenset(core.get_property(device, "SUPPORTED_PROPERTIES")) | {"CACHE_DIR", "CACHE_MODE"}
+
+
+def exact_if_asked(device: str, properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Where f32 is asked for, f32 is meant: the CPU plugin would still quantize activations for int8 weights.
+
+    It costs about a seventh of the speed of a decode step, and is what makes tokens equal the stateful model's.
+    """
+    hint = properties.get("INFERENCE_PRECISION_HINT")
+    is_f32 = getattr(hint, "get_type_name", lambda: str(hint))() == "f32"
+    exact = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} if is_f32 and device.split(".", maxsplit=1)[0] == "CPU" else {}
+    return {**exact, **properties}
 
 
 def default_mode(device: str) -> ProgramMode:

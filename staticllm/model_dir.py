@@ -22,16 +22,19 @@ def demo_model_path() -> Path:
     return Path(__file__).parent / "demo_model"
 
 
-def check_model_dir(path: str | os.PathLike[str]) -> Path:
-    """The directory if a whole IR with tokenizer lies in it.
+def check_model_dir(path: str | bytes | os.PathLike[str], needs_tokenizer: bool = True) -> Path:
+    """The directory if a whole IR lies in it, with its tokenizer if it is needed.
 
     Raises:
         ModelError: something is missing or shorter than it must be; the message names the file.
     """
-    directory = Path(path)
+    try:
+        directory = Path(os.fsdecode(path))
+    except TypeError:
+        raise ModelError(f"models_path is a {type(path).__name__}: must be the path of a model directory") from None
     if not directory.is_dir():
         raise ModelError(f"no model directory at {str(directory)!r}")
-    for name in (MODEL_XML, *TOKENIZER_XML):
+    for name in (MODEL_XML, *(TOKENIZER_XML if needs_tokenizer else ())):
         _check_ir(directory / name)
     return directory
 

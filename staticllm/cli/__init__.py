@@ -5,9 +5,11 @@ Exit codes: 0 done, 1 an error of the model, device or input (one line on stderr
 
 from __future__ import annotations
 
+import errno
 import io
 import signal
 import sys
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -35,6 +37,12 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except StaticLLMError as error:
             raise click.ClickException(str(error)) from error
+        except OSError as error:
+            if error.filename is None:  # writing the answer failed: Python must not try again when it leaves
+                sys.stdout = io.TextIOWrapper(io.BytesIO())
+            if error.errno in (errno.EPIPE, errno.EINVAL):  # the reader has left; on Windows it is EINVAL
+                ctx.exit(1)
+            raise click.ClickException(f"{error.strerror}: {error.filename or 'standard output'}") from error
         except KeyboardInterrupt:
             click.echo(err=True)
             ctx.exit(128 + signal.SIGINT)
@@ -46,11 +54,21 @@ def cli() -> None:
     """Run large language models on devices that only execute graphs of fixed shape."""
 
 
+def _show_warning(message: Warning | str, *_: Any) -> None:
+    click.echo(f"Warning: {message}", err=True)
+
+
 def main() -> None:
     """Entry point of the console script."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a console that lacks a character shows a substitute, not a traceback
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # a character that a console lacks is shown as another, not as a traceback
             stream.reconfigure(errors="replace")
+    if isinstance(sys.stdin, io.TextIOWrapper) and not sys.stdin.isatty():
+        # a pipe on Windows would be read in the ANSI code page
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+    warnings.showwarning = _show_warning
     try:
         cli(standalone_mode=True)
     except KeyboardInterrupt:  # after click's own handling: a second Ctrl-C while it was leaving

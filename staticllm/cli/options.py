@@ -70,4 +70,7 @@ def _value(text: str) -> Any:
         return [_value(part) for part in text.split(",") if part]
     if text.lower() in ("true", "yes", "false", "no"):
         return text.lower() in ("true", "yes")
-    return int(text) if text.lstrip("-").isdigit() else text
+    try:
+        return int(text)
+    except ValueError:
+        return text

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from staticllm.cli.options import layout_options, read_properties
+from staticllm.errors import PromptTooLongError
 from staticllm.model_dir import demo_model_path
 
 if TYPE_CHECKING:
@@ -37,8 +38,10 @@ def command(prompt: str | None, model: str | None, **options: Any) -> None:
     """
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 
-    if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read().strip("\r\n")
+    if prompt is None and (sys.stdin is None or not sys.stdin.isatty()):
+        prompt = sys.stdin.read().strip("\r\n") if sys.stdin else ""
+    if options["raw"] and (prompt is None or options["system"]):
+        raise click.UsageError("--raw goes with a prompt and without --system: a chat needs the template")
     pipe = StaticLLMPipeline(model or demo_model_path(), options["device"], config=read_properties(options))
     generation = _generation(options)
     if prompt is None:
@@ -50,6 +53,8 @@ def command(prompt: str | None, model: str | None, **options: Any) -> None:
 def _generation(options: dict[str, Any]) -> dict[str, Any]:
     chosen = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "rng_seed"}
     generation = {name: options[key] for key, name in chosen.items() if options[key] is not None}
+    if generation.get("temperature") == 0:  # as everywhere else: greedy
+        generation = {}
     if generation:
         generation["do_sample"] = True
     return {**generation, "max_new_tokens": options["max_new_tokens"], "apply_chat_template": not options["raw"]}
@@ -103,10 +108,13 @@ class Chat:
         self._generation = generation
         self._with_stats = with_stats
         self._interrupts = 0
+        self._is_answering = False
+        self._system_message = ""
 
     def run(self, system_message: str) -> None:
         """Until Ctrl-D, or Ctrl-C twice."""
         click.echo("Ctrl-C stops an answer, twice leaves; so does Ctrl-D.", err=True)
+        self._system_message = system_message
         self._pipe.start_chat(system_message)
         before = signal.signal(signal.SIGINT, self._on_interrupt)
         try:
@@ -123,8 +131,6 @@ class Chat:
         self._interrupts += 1
         if self._interrupts > 1 or not self._is_answering:
             raise KeyboardInterrupt
-
-    _is_answering = False
 
     def _ask(self) -> str | None:
         while True:
@@ -145,6 +151,12 @@ class Chat:
         self._is_answering = True
         try:
             result = self._pipe.generate(text, self._generation, self._stream)
+        except PromptTooLongError as error:
+            click.echo(
+                f"The conversation is full ({error.num_tokens} tokens, {error.limit} fit): a new one begins.", err=True
+            )
+            self._pipe.start_chat(self._system_message)
+            return
         finally:
             self._is_answering = False
         click.echo()

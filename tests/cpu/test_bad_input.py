@@ -140,7 +140,7 @@ def test_model_that_no_pass_knows(zoo):
 
 def test_device_that_is_not_there(zoo):
     missing = "NPU" if "NPU" not in ov.Core().available_devices else "GPU.7"
-    for device in (missing, "TOASTER", "", None, 5):
+    for device in (missing, "TOASTER", "", 5):
         with pytest.raises(DeviceError) as error:
             StaticLLMPipeline(zoo / "llama", device)
         assert "there are: CPU" in one_line(error)
@@ -189,6 +189,8 @@ def test_config_and_properties_at_once(zoo):
         (5, "a int"),
         (None, "NoneType"),
         ([1, 2], "a list"),
+        ("a\ud800b", "half a character"),
+        (genai.TokenizedInputs(ov.Tensor(np.array([[5, 6]])), ov.Tensor(np.array([[1]]))), "2 ids"),
     ],
 )
 def test_bad_prompts(pipe, inputs, word):
@@ -308,6 +310,46 @@ def test_a_chat_that_is_full_says_so(pipe):
         pipe.generate("hello again", max_new_tokens=3)
     pipe.finish_chat()
     assert "the conversation has" in one_line(error) and "start_chat" in str(error.value)
+
+
+def test_a_streamer_cannot_call_its_own_pipeline(pipe):
+    for inner in (lambda: pipe.generate("x", max_new_tokens=1), pipe.start_chat, pipe.finish_chat):
+        with pytest.raises(StaticLLMError) as error:
+            pipe.generate("hello", streamer=lambda piece, inner=inner: inner(), max_new_tokens=20, ignore_eos=True)
+        assert "streamer cannot call" in one_line(error)
+
+
+@pytest.mark.parametrize("moment", ["fill", "commit", "cut"])
+def test_ctrl_c_at_any_moment_loses_no_row(pipe, moment, monkeypatch):
+    """An interrupt in the middle of the bookkeeping itself: the next call puts it right."""
+    pipe.generate(np.arange(5, 40), max_new_tokens=3)
+    original, calls = getattr(pipe._runner.cache, moment), []
+
+    def interrupted(*arguments):
+        original(*arguments)
+        calls.append(1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipe._runner.cache, moment, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pipe.generate(np.arange(7, 30), max_new_tokens=3)
+    monkeypatch.undo()
+    assert calls
+
+
+def test_a_template_that_fails_is_one_line(zoo):
+    broken = StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=32)
+    broken.get_tokenizer().set_chat_template("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(PromptError) as error:
+        broken.generate("hello")
+    assert "chat template" in one_line(error)
+
+
+@pytest.mark.parametrize("path", [None, 5, object()])
+def test_paths_that_are_none(path):
+    with pytest.raises(ModelError) as error:
+        StaticLLMPipeline(path)
+    assert "must be the path" in one_line(error)
 
 
 def test_two_threads_get_their_own_right_answers(pipe):

@@ -40,6 +40,23 @@ def test_run_takes_stdin_and_says_the_same(llama):
     assert from_stdin.returncode == 0 and from_stdin.stdout == from_argument.stdout
 
 
+def test_run_takes_bytes_that_are_no_text_and_full_disks(llama):
+    command = [*STATICLLM, "run", "-m", str(llama), "-n", "4"]
+    done = subprocess.run(command, input=b"abc\xff", capture_output=True, timeout=60, env=ENVIRONMENT, check=False)
+    assert done.returncode == 0 and done.stdout
+    if os.path.exists("/dev/full"):  # noqa: PTH110 - a device, not a path of ours
+        with open("/dev/full", "w") as full:  # noqa: PTH123
+            done = subprocess.run(
+                [*command, "x"], stdout=full, stderr=subprocess.PIPE, timeout=60, env=ENVIRONMENT, check=False
+            )
+        assert done.returncode == 1 and b"No space left" in done.stderr and b"Traceback" not in done.stderr
+
+
+def test_temperature_zero_is_greedy(llama):
+    runs = [staticllm("run", "hello", "-m", llama, "-n", 8, *extra).stdout for extra in ((), ("--temperature", 0))]
+    assert runs[0] == runs[1]
+
+
 def test_run_json(llama):
     report = json.loads(staticllm("run", "hello", "-m", llama, "-n", 5, "--json").stdout)
     assert report["generated_tokens"] == 5 and report["finish_reason"] == "length" and report["text"]
@@ -60,6 +77,9 @@ def test_the_embedded_model_is_the_default():
         (["run", "hi", "--max-prompt-len", "0"], 1, "MAX_PROMPT_LEN=0"),
         (["run", "hi", "-n", "0"], 1, "max_new_tokens=0"),
         (["run", ""], 1, "empty"),
+        (["run", "hi", "-p", "MAX_PROMPT_LEN=--5"], 1, "MAX_PROMPT_LEN='--5'"),
+        (["run", "hi", "--raw", "--system", "x"], 2, "--raw goes with a prompt"),
+        (["run", "hi", "-n", "2", "-p", "NPUW_DEVICES=CPU"], 0, "Warning: NPUW_DEVICES"),
         (["run", "hi", "--colour"], 2, "No such option"),
         (["ruin"], 2, "No such command"),
         (["compile", "/no/such/model", "--export-blob", "/no/such/folder/x"], 1, "does not exist"),
@@ -144,7 +164,7 @@ class TestChat:
             def __init__(self):
                 self.end, child_end = pty.openpty()
                 self.child = subprocess.Popen(
-                    [*STATICLLM, "run", "-m", str(llama), "-n", "1000"],
+                    [*STATICLLM, "run", "-m", str(llama), "-n", "1000", "-p", "MAX_PROMPT_LEN=900"],
                     stdin=child_end, stdout=child_end, stderr=child_end, start_new_session=True, env=ENVIRONMENT,
                 )  # fmt: skip
                 os.close(child_end)
@@ -187,6 +207,15 @@ class TestChat:
     def test_turns_and_ctrl_d(self, terminal):
         terminal.type("hello\n")
         terminal.read_until("\r\n> ")
+        terminal.type("\x04")
+        assert terminal.leaves() == 0
+
+    def test_a_full_conversation_begins_anew(self, terminal):
+        terminal.type("hello\n")
+        terminal.read_until("\r\n> ", 60)
+        terminal.type("hello again\n")
+        terminal.read_until("a new one begins")
+        terminal.read_until("> ")
         terminal.type("\x04")
         assert terminal.leaves() == 0
 

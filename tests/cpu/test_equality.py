@@ -61,6 +61,15 @@ def test_windows_change_no_token(mode, zoo, prompt_of):
     assert result.tokens[0] == StatefulReference(zoo / "gemma2").greedy(prompt, 48)
 
 
+def test_many_short_prompts_on_int8_weights(references, model_path, prompt_of):
+    """The embedded model is int8: f32 must mean f32 there too, whatever was asked before."""
+    pipe = pipeline(model_path("demo"), "shared")
+    for seed in range(30):
+        prompt = prompt_of(2 + seed % 27, seed=seed // 3)
+        result = pipe.generate(np.array(prompt), max_new_tokens=32, ignore_eos=True)
+        assert result.tokens[0] == references("demo").greedy(prompt, 32), f"prompt {seed}"
+
+
 def test_a_reused_prefix_changes_no_token(model_path, references, prompt_of):
     pipe = pipeline(model_path("llama"), "shared")
     base = prompt_of(200)

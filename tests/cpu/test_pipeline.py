@@ -62,10 +62,35 @@ def test_the_orders_of_arguments_that_genai_takes(zoo):
         StaticLLMPipeline(path, "CPU", small),
         StaticLLMPipeline(str(path), tokenizer, "CPU", small),
         StaticLLMPipeline(path, tokenizer, "CPU", **small),
+        StaticLLMPipeline(path, tokenizer, device="CPU", **small),
+        StaticLLMPipeline(str(path).encode(), device="CPU", config=small),
         StaticLLMPipeline(path, config=StaticLLMConfig(max_prompt_len=32, min_response_len=16), tokenizer=tokenizer),
     ]
     assert {pipe.config.capacity for pipe in pipes} == {48}
     assert len({tuple(tokens(pipe, max_new_tokens=4)) for pipe in pipes}) == 1
+
+
+def test_a_tokenizer_of_ones_own_needs_no_files(zoo, tmp_path, greedy):
+    for name in ("openvino_model.xml", "openvino_model.bin"):
+        (tmp_path / name).write_bytes((zoo / "llama" / name).read_bytes())
+    pipe = StaticLLMPipeline(tmp_path, tokenizer=genai.Tokenizer(zoo / "llama"), MAX_PROMPT_LEN=32, **EXACT)
+    assert tokens(pipe, max_new_tokens=5) == greedy[:5]
+
+
+def test_a_pipeline_can_be_called(pipe, greedy):
+    assert pipe(np.array(PROMPT), max_new_tokens=3).tokens[0] == greedy[:3]
+
+
+def test_properties_of_a_phase(zoo, greedy):
+    """As GenAI's users write them for NPUW: what steers NPUW is named, the rest goes to the device."""
+    phases = {"PREFILL_CONFIG": {"NPUW_DEVICES": "CPU", "NUM_STREAMS": 1}, "GENERATE_CONFIG": {"NUM_STREAMS": 1}}
+    with pytest.warns(UserWarning, match="NPUW_DEVICES"):
+        pipe = StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=32, **phases, **EXACT)
+    assert tokens(pipe, max_new_tokens=5) == greedy[:5]
+    differing = {"PREFILL_CONFIG": {"NUM_STREAMS": 1}, "GENERATE_CONFIG": {"INFERENCE_NUM_THREADS": 1}}
+    pipe = StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=32, **differing, **EXACT)
+    assert len({id(program.compiled) for program in pipe._runner.programs.values()}) == 2
+    assert tokens(pipe, max_new_tokens=5) == greedy[:5]
 
 
 def test_lengths_and_reasons(pipe, greedy):
@@ -184,6 +209,38 @@ def test_a_chat_remembers_and_prefills_only_what_is_new(pipe):
     assert pipe.generate(history, max_new_tokens=8).texts == [second]
     metrics = second.perf_metrics
     assert first.perf_metrics.get_num_input_tokens() <= metrics.get_num_cached_tokens() < metrics.get_num_input_tokens()
+
+
+def test_a_list_of_one_is_a_turn_and_an_echo_is_text(pipe):
+    pipe.start_chat()
+    first = pipe.generate(["hello"], max_new_tokens=6)
+    second = pipe.generate(["hello"], max_new_tokens=6, echo=True)
+    third = pipe.generate("hello", max_new_tokens=6)
+    pipe.finish_chat()
+    counts = [result.perf_metrics.get_num_input_tokens() for result in (first, second, third)]
+    assert counts[0] < counts[1] < counts[2]
+    assert isinstance(second, DecodedResults) and second.texts[0].startswith("user\nhello\nassistant")
+
+
+def test_the_hand_over_moves_no_row(zoo, prompt_of, monkeypatch):
+    """From the last chunk to the first decode step: at any length, fresh or after a prefix, the stride is right already."""
+    from staticllm.kvcache import arena
+
+    moved = []
+    restride = arena._restride
+    monkeypatch.setattr(arena, "_restride", lambda *arguments: moved.append(1) or restride(*arguments))
+    runner = StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=256, **EXACT)._runner
+    for length in (1, 9, 100, 250, 256):
+        sequence = runner.reset()
+        logits = runner.prefill(sequence, prompt_of(length))
+        moved.clear()
+        runner.decode(sequence, int(logits.argmax())) if length != 256 else None
+        assert not moved
+    sequence = runner.reset()
+    runner.prefill(sequence, prompt_of(20))
+    runner.prefill(sequence, prompt_of(40, seed=3))
+    runner.decode(sequence, 7)
+    assert not moved, "a second turn that fits the same capacity"
 
 
 def test_a_cancelled_turn_is_forgotten_and_a_stopped_one_is_not(pipe):

@@ -25,6 +25,7 @@ def test_finish_reasons_equal_their_names():
 
     assert FinishReason.STOP == "stop" and FinishReason.STOP != "length" and "stop" in [FinishReason.STOP]
     assert Genai() == FinishReason.LENGTH and Genai() != FinishReason.STOP
+    assert not Genai() != FinishReason.LENGTH and not FinishReason.STOP != "stop"  # noqa: SIM202 - it is != that is tested
     assert str(FinishReason.CANCELLED) == "cancelled" and {FinishReason.STOP: 1}["stop"] == 1
 
 
@@ -38,7 +39,13 @@ def test_a_generated_text_is_a_str_with_results():
     text = GeneratedText.of(results)
     assert text == "hello" and isinstance(text, str) and text.tokens == [[1]] and text.scores == [0.5]
     assert text.finish_reasons == ["stop"] and text.perf_metrics.get_load_time() == 3.0
-    assert pickle.loads(pickle.dumps(str(text))) == "hello"
+
+
+def test_errors_cross_processes():
+    for error in (staticllm.PromptTooLongError(5, 3, True), staticllm.UnsupportedModelError("stage", "reason")):
+        copied = pickle.loads(pickle.dumps(error))
+        assert str(copied) == str(error) and type(copied) is type(error)
+    assert hash(staticllm.StaticLLMConfig()) == hash(staticllm.StaticLLMConfig())
 
 
 def test_metrics_pool():

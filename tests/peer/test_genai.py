@@ -9,7 +9,7 @@ import pytest
 
 from staticllm import StaticLLMPipeline
 
-EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
 MODELS = ["llama", "qwen2", "qwen3", "mistral", "demo"]
 
 
@@ -52,6 +52,33 @@ def test_options_mean_the_same(pair, options):
     assert ours.tokens == theirs.tokens
     assert ours.scores == [pytest.approx(theirs.scores[0], abs=1e-2)]
     assert ours.finish_reasons == theirs.finish_reasons
+
+
+def test_sampling_draws_from_the_same_tokens(pair):
+    """Filters in the same order: over many draws of one token, the same set of tokens with about the same shares."""
+    options = {"do_sample": True, "temperature": 1.2, "top_k": 6, "top_p": 0.6, "max_new_tokens": 1, "ignore_eos": True}
+    shares = []
+    for pipe, ids in zip(pair, (np.array([[5, 6, 7]]), ov.Tensor(np.array([[5, 6, 7]]))), strict=True):
+        draws = [pipe.generate(ids, rng_seed=seed, **options).tokens[0][0] for seed in range(1, 401)]
+        shares.append(np.bincount(draws, minlength=1024) / len(draws))
+    assert np.array_equal(shares[0] > 0, shares[1] > 0)
+    assert np.abs(shares[0] - shares[1]).sum() / 2 < 0.12
+
+
+def test_stop_ids_of_the_model_hold_for_configs_of_the_user(zoo, tmp_path):
+    for path in (zoo / "llama").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 740], "pad_token_id": 2}')
+    config = genai.GenerationConfig()
+    config.max_new_tokens = 20
+    pipes = StaticLLMPipeline(tmp_path, "CPU", **EXACT), genai.LLMPipeline(tmp_path, "CPU", **EXACT)
+    for keywords in ({"max_new_tokens": 20}, {"generation_config": config}):
+        ours, theirs = both(pipes, [5, 6, 7], **keywords)
+        assert ours.tokens == theirs.tokens and ours.finish_reasons == ["stop"]
+    for pipe in pipes:
+        pipe.set_generation_config(config)
+        assert pipe.get_generation_config().stop_token_ids == {1, 740}
+    assert both(pipes, [5, 6, 7])[0].tokens == both(pipes, [5, 6, 7])[1].tokens
 
 
 def test_text_in_every_form_is_the_same(pair):
