@@ -134,7 +134,8 @@ def _warm_up(programs: Mapping[Variant, Program], on_progress: OnProgress) -> Co
     Each separate program is run. Of a shared one, every generate variant and each number of rows once, as long as a run is
     expected to stay under a second: there a first run costs a tenth more than the next (docs/design.md), not more.
     """
-    costs, seen = CostTable(), set()
+    costs = CostTable()
+    seen: set[tuple[int, Variant | int]] = set()
     for index, (variant, program) in enumerate(programs.items(), 1):
         family = (id(program.compiled), variant if variant.rows == 1 else variant.rows)
         first = 0.0

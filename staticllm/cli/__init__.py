@@ -54,7 +54,7 @@ def cli() -> None:
     """Run large language models on devices that only execute graphs of fixed shape."""
 
 
-def _show_warning(message: Warning | str, *_: Any) -> None:
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     click.echo(f"Warning: {message}", err=True)
 
 
