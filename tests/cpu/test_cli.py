@@ -162,6 +162,7 @@ class TestChat:
 
         class Terminal:
             def __init__(self):
+                self.unread = ""
                 self.end, child_end = pty.openpty()
                 self.child = subprocess.Popen(
                     [*STATICLLM, "run", "-m", str(llama), "-n", "1000", "-p", "MAX_PROMPT_LEN=900"],
@@ -176,21 +177,23 @@ class TestChat:
                 self.child.send_signal(signal.SIGINT)
 
             def read_until(self, word, seconds=30):
-                text, deadline = "", time.monotonic() + seconds
-                while word not in text and time.monotonic() < deadline:
+                """All up to and including ``word``; what came after it is kept for the next call."""
+                deadline = time.monotonic() + seconds
+                while word not in self.unread and time.monotonic() < deadline:
                     if select.select([self.end], [], [], 0.2)[0]:
                         try:
-                            text += os.read(self.end, 65536).decode(errors="replace")
+                            self.unread += os.read(self.end, 65536).decode(errors="replace")
                         except OSError:
                             break
-                assert word in text, text
-                return text
+                assert word in self.unread, self.unread
+                text, _, self.unread = self.unread.partition(word)
+                return text + word
 
             def read_some(self, count):
-                text, deadline = b"", time.monotonic() + 30
-                while len(text) < count and time.monotonic() < deadline:
-                    text += os.read(self.end, 65536)
-                return text
+                deadline = time.monotonic() + 30
+                while len(self.unread) < count and time.monotonic() < deadline:
+                    self.unread += os.read(self.end, 65536).decode(errors="replace")
+                self.unread = ""
 
             def leaves(self):
                 try:
