@@ -58,25 +58,23 @@ class ModelRunner:
         return self.step([Segment(sequence, np.array([token], np.int64))])[0]
 
     def step(self, segments: List[Segment]) -> list[Logits]:
-        """Run the next tokens of several sequences in one call, the cheapest that holds them.
+        """Run the next tokens of several sequences in one call, the smallest that holds them.
 
         Returns the logits after the last token of each segment; views, valid until the next call.
         """
         return self._run(self.variant_for(segments), segments)
 
     def variant_for(self, segments: List[Segment]) -> Variant:
-        """The cheapest number of rows that holds these segments, at the smallest capacity that shows all rows in use."""
+        """The fewest rows that hold these segments, at the smallest capacity that shows all rows in use."""
         num_rows = sum(len(segment.tokens) for segment in segments)
         is_fresh = not any(len(segment.sequence) for segment in segments)
-        fitting = []
         for size in sorted({variant.rows for variant in self._variants if variant.rows >= num_rows}):
             without_past = Variant(size, 0)
             if is_fresh and without_past in self.programs:
-                fitting.append(without_past)
-            elif variant := smallest_for(self._variants, size, self.cache.rows.high_row):
-                fitting.append(variant)
-        assert fitting, f"no variant holds {num_rows} rows over {self.cache.rows.high_row}"
-        return min(fitting, key=self.costs)
+                return without_past
+            if variant := smallest_for(self._variants, size, self.cache.rows.high_row):
+                return variant
+        raise AssertionError(f"no variant holds {num_rows} rows over {self.cache.rows.high_row}")
 
     @property
     def vocab_size(self) -> int:

@@ -73,3 +73,12 @@ def test_the_smallest_program_that_holds_the_step_runs():
     runner.step([Segment(sequence, np.array([5])) for sequence in sequences])
     ran = [variant for variant, program in runner.programs.items() if program.num_runs > before[variant]]
     assert ran == [Variant(4, 16)]
+
+
+def test_a_decode_step_runs_in_one_row_whatever_was_measured():
+    """A first run that packs the weights looks expensive; were it compared by cost, sixteen rows would seem cheaper."""
+    runner = new_runner()
+    sequence = runner.cache.open()
+    runner.prefill(sequence, [1, 2, 3])
+    runner.costs.update(Variant(1, 16), 99.0)
+    assert runner.variant_for([Segment(sequence, np.array([5]))]) == Variant(1, 16)
