@@ -14,8 +14,8 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
-from staticllm.compiler_passes.graph import StepGraph, is_live, upstream
 
+from staticllm.compiler_passes.graph import StepGraph, is_live, upstream
 from staticllm.core import MaskKind
 from staticllm.errors import UnsupportedModelError
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
+
 from staticllm.compiler_passes.graph import StepGraph, redirect, through
 
 STAGE = "group_queries"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Literal
 
 import openvino as ov
-from staticllm.compiler_passes.graph import LiftedState, StepGraph, consumers
 
+from staticllm.compiler_passes.graph import LiftedState, StepGraph, consumers
 from staticllm.core import RowState
 from staticllm.errors import UnsupportedModelError
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import openvino as ov
+
 from staticllm.compiler_passes.expose_mask import expose_mask
 from staticllm.compiler_passes.fix_shapes import bound_shapes, fix_shapes
 from staticllm.compiler_passes.graph import StepGraph
@@ -15,7 +16,6 @@ from staticllm.compiler_passes.lift_state import lift_state
 from staticllm.compiler_passes.select_logits import select_logits
 from staticllm.compiler_passes.store_kv_as import store_kv_as
 from staticllm.compiler_passes.verify import verify_graph, verify_static
-
 from staticllm.core import ModelShape, RowType, Variant
 from staticllm.errors import UnsupportedModelError
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
-from staticllm.compiler_passes.graph import StepGraph, consumers
 
+from staticllm.compiler_passes.graph import StepGraph, consumers
 from staticllm.errors import UnsupportedModelError
 
 STAGE = "select_logits"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import openvino as ov
 from openvino import opset13 as ops
-from staticllm.compiler_passes.graph import StepGraph, named_parameter, redirect
 
+from staticllm.compiler_passes.graph import StepGraph, named_parameter, redirect
 from staticllm.core import RowType
 
 STAGE = "store_kv_as"

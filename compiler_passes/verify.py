@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import openvino as ov
-from staticllm.compiler_passes.graph import StepGraph
 
+from staticllm.compiler_passes.graph import StepGraph
 from staticllm.errors import UnsupportedModelError
 
 

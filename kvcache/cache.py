@@ -7,13 +7,13 @@ from collections.abc import Sequence as List
 
 import numpy as np
 from numpy.typing import DTypeLike
+
+from staticllm.core import ModelShape
 from staticllm.kvcache.arena import Arena
 from staticllm.kvcache.mask import MaskBuilder
 from staticllm.kvcache.rows import RowAllocator
 from staticllm.kvcache.sequence import Sequence
 from staticllm.kvcache.step import Step, StepBuffers
-
-from staticllm.core import ModelShape
 
 PAD_TOKEN = 0  # idle rows hold it; nobody sees what becomes of them
 

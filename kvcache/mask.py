@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from staticllm.kvcache.sequence import Sequence
-from staticllm.kvcache.step import HIDDEN, Segment, Step, StepBuffers
 
 from staticllm.core import Variant
+from staticllm.kvcache.sequence import Sequence
+from staticllm.kvcache.step import HIDDEN, Segment, Step, StepBuffers
 
 VISIBLE = 0.0
 Mask = NDArray[np.float32]

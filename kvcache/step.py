@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
-from staticllm.kvcache.arena import group_states
-from staticllm.kvcache.sequence import Sequence
 
 from staticllm.core import MaskKind, ModelShape, Variant
+from staticllm.kvcache.arena import group_states
+from staticllm.kvcache.sequence import Sequence
 
 HIDDEN = float(np.finfo(np.float16).min)
 """What hides a key. Finite in every type a device may convert it to, and exp() of it is 0 in all of them."""

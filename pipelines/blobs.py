@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import openvino as ov
-from staticllm.pipelines.loader import Layout, compile_layout, prepare
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgressEvent, Variant
 from staticllm.errors import ConfigError
 from staticllm.model_dir import MODEL_XML
+from staticllm.pipelines.loader import Layout, compile_layout, prepare
 
 MANIFEST = "manifest.json"
 SCHEMA = 1

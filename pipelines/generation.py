@@ -9,15 +9,15 @@ from itertools import pairwise
 
 import numpy as np
 from openvino_genai import StreamingStatus as Status
+
+from staticllm.core import FinishReason
 from staticllm.kvcache.sequence import Sequence
+from staticllm.metrics import MICRO, PerfMetrics
 from staticllm.pipelines.generation_options import GenerationOptions
 from staticllm.pipelines.runner import ModelRunner
 from staticllm.pipelines.sampler import Sampler
 from staticllm.pipelines.streamers import TokenSink
 from staticllm.pipelines.text_stream import TextStream
-
-from staticllm.core import FinishReason
-from staticllm.metrics import MICRO, PerfMetrics
 
 
 @dataclass

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import openvino_genai as genai
-from staticllm.pipelines.sampler import SamplingParams
 
 from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError
+from staticllm.pipelines.sampler import SamplingParams
 
 UNLIMITED = 2**64 - 1
 _NAMES = tuple(

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from staticllm.compiler_passes.store_kv_as import ELEMENT_TYPES
-from staticllm.kvcache.step import buffer_bytes
-from staticllm.pipelines.loader import Layout, prepare
-
 from staticllm.config import StaticLLMConfig
+from staticllm.kvcache.step import buffer_bytes
 from staticllm.model_dir import MODEL_XML
+from staticllm.pipelines.loader import Layout, prepare
 
 
 def inspect_model(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> dict[str, Any]:

@@ -12,19 +12,19 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import openvino_genai as genai
+
+from staticllm.config import StaticLLMConfig
+from staticllm.core import ProgressEvent
+from staticllm.errors import ConfigError, GenerationConfigError, ModelError, StaticLLMError
 from staticllm.kvcache.sequence import Sequence
+from staticllm.metrics import PerfMetrics
+from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.generation import Answer, Generation, metrics_of
 from staticllm.pipelines.generation_options import GenerationOptions, copy_config, resolve
 from staticllm.pipelines.inputs import Form, check_ids, encode_messages, encode_text, form_of, token_ids
 from staticllm.pipelines.loader import device_properties, load
 from staticllm.pipelines.sampler import Sampler
 from staticllm.pipelines.streamers import TokenSink, make_sink
-
-from staticllm.config import StaticLLMConfig
-from staticllm.core import ProgressEvent
-from staticllm.errors import ConfigError, GenerationConfigError, ModelError, StaticLLMError
-from staticllm.metrics import PerfMetrics
-from staticllm.model_dir import check_model_dir
 from staticllm.results import DecodedResults, EncodedResults, GeneratedText
 
 Streamer: TypeAlias = Callable[[str], Any] | genai.StreamerBase | None

@@ -10,19 +10,19 @@ from typing import Any
 
 import numpy as np
 import openvino as ov
-from staticllm.compiler_passes.lower import LoweredModel, LoweringOptions, lower
-from staticllm.kvcache.cache import KVCache
-from staticllm.kvcache.step import make_buffers
-from staticllm.pipelines.costs import CostTable
-from staticllm.pipelines.programs import CompileOptions, Program, bind, compile_programs
-from staticllm.pipelines.runner import ModelRunner
-from staticllm.pipelines.variants import choose_variants
 
+from staticllm.compiler_passes.lower import LoweredModel, LoweringOptions, lower
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ModelShape, Phase, ProgressEvent, RowType, Variant
 from staticllm.devices import check_device, default_mode, default_row_type, exact_if_asked, supported_properties
 from staticllm.errors import ConfigError
+from staticllm.kvcache.cache import KVCache
+from staticllm.kvcache.step import make_buffers
 from staticllm.model_dir import check_model_dir, read_model
+from staticllm.pipelines.costs import CostTable
+from staticllm.pipelines.programs import CompileOptions, Program, bind, compile_programs
+from staticllm.pipelines.runner import ModelRunner
+from staticllm.pipelines.variants import choose_variants
 
 OnProgress = Callable[[ProgressEvent], None]
 HOST_TYPES: dict[RowType, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import openvino as ov
+
 from staticllm.compiler_passes.lower import LoweredModel
 from staticllm.compiler_passes.store_kv_as import ELEMENT_TYPES
-from staticllm.kvcache.arena import Arena
-from staticllm.kvcache.step import StepBuffers
-
 from staticllm.core import ModelShape, Phase, ProgramMode, RowType, Variant
 from staticllm.errors import DeviceError
+from staticllm.kvcache.arena import Arena
+from staticllm.kvcache.step import StepBuffers
 
 
 @dataclass(frozen=True)

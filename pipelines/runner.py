@@ -8,14 +8,14 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from staticllm.core import Variant
+from staticllm.errors import NumericalError
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.sequence import Sequence
 from staticllm.kvcache.step import Segment, Step, StepBuffers
 from staticllm.pipelines.costs import CostTable
 from staticllm.pipelines.variants import plan_chunks, smallest_for
-
-from staticllm.core import Variant
-from staticllm.errors import NumericalError
 
 Logits = NDArray[np.float32]
 

@@ -6,14 +6,14 @@ import dataclasses
 
 import numpy as np
 import pytest
-from staticllm.compiler_passes.lower import LoweringOptions, lower
-from staticllm.kvcache.step import Segment
-from staticllm.pipelines.loader import make_runner, prepare
-from staticllm.pipelines.reference import StatefulReference
 
+from staticllm.compiler_passes.lower import LoweringOptions, lower
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
+from staticllm.kvcache.step import Segment
 from staticllm.model_dir import read_model
+from staticllm.pipelines.loader import make_runner, prepare
+from staticllm.pipelines.reference import StatefulReference
 
 PACKED = Variant(8, 256)
 VARIANTS = (PACKED, Variant(64, 0), Variant(64, 256), Variant(1, 256))

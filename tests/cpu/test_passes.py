@@ -8,6 +8,7 @@ import pytest
 from openvino import opset6
 from openvino import opset13 as ops
 from openvino.op.util import Variable, VariableInfo
+
 from staticllm.compiler_passes.expose_mask import expose_mask, visible_cells
 from staticllm.compiler_passes.fix_shapes import bound_shapes, fix_shapes
 from staticllm.compiler_passes.graph import StepGraph
@@ -18,11 +19,10 @@ from staticllm.compiler_passes.lower import PASSES, LoweringOptions, lower
 from staticllm.compiler_passes.select_logits import select_logits
 from staticllm.compiler_passes.store_kv_as import store_kv_as
 from staticllm.compiler_passes.verify import verify_graph, verify_static
-from staticllm.kvcache.step import HIDDEN
-from staticllm.pipelines.reference import EXACT, StatefulReference
-
 from staticllm.core import Variant
 from staticllm.errors import UnsupportedModelError
+from staticllm.kvcache.step import HIDDEN
+from staticllm.pipelines.reference import EXACT, StatefulReference
 
 MODELS = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"]  # grouped and not, windows, learned positions
 PAST, NEW = 40, 6

@@ -6,9 +6,9 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
-from staticllm.pipelines.reference import StatefulReference
 
 from staticllm import DecodedResults, EncodedResults, GeneratedText, StaticLLMConfig, StaticLLMPipeline
+from staticllm.pipelines.reference import StatefulReference
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 PROMPT = [5, 6, 7]

@@ -6,9 +6,9 @@ import os
 
 import numpy as np
 import pytest
-from staticllm.pipelines.reference import StatefulReference
 
 from staticllm import StaticLLMPipeline
+from staticllm.pipelines.reference import StatefulReference
 
 DEVICE = os.environ.get("STATICLLM_DEVICE", "")
 

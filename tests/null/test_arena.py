@@ -1,9 +1,9 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from staticllm.kvcache.arena import Arena
 
 from staticllm.core import RowState
+from staticllm.kvcache.arena import Arena
 
 STATES = [RowState(0, "key", "a", 3, 4), RowState(0, "value", "b", 3, 4), RowState(1, "key", "c", 1, 6)]
 

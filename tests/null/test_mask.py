@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from staticllm.kvcache.cache import KVCache
-from staticllm.kvcache.step import Segment, Step, buffer_bytes, make_buffers
 
 from staticllm.core import MaskKind, Variant
+from staticllm.kvcache.cache import KVCache
+from staticllm.kvcache.step import Segment, Step, buffer_bytes, make_buffers
 from staticllm.testing import fake_shape
 
 KINDS = (MaskKind(), MaskKind(3), MaskKind(7))

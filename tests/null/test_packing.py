@@ -3,9 +3,9 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from staticllm.kvcache.step import Segment
 
 from staticllm.core import MaskKind, Variant
+from staticllm.kvcache.step import Segment
 from staticllm.testing import fake_next_token, fake_runner
 
 MASKS = (MaskKind(), MaskKind(6))

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from staticllm.pipelines.sampler import Sampler, SamplingParams, candidate_distribution
 
 VOCAB = 50

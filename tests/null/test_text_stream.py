@@ -1,5 +1,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
+
 from staticllm.pipelines.text_stream import TextStream
 
 

@@ -1,12 +1,12 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from staticllm.pipelines.costs import CostTable
-from staticllm.pipelines.variants import choose_variants, plan_chunks
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
+from staticllm.pipelines.costs import CostTable
+from staticllm.pipelines.variants import choose_variants, plan_chunks
 
 lengths = st.integers(1, 3000)
 
