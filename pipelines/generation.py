@@ -31,6 +31,7 @@ class Answer:
     is_dropped: bool = False  # StreamingStatus.CANCEL: a chat must forget the turn
     num_cached: int = 0
     token_times: list[float] = field(default_factory=list)
+    sampling_seconds: list[float] = field(default_factory=list)
     device_seconds: list[float] = field(default_factory=list)
 
 
@@ -77,9 +78,11 @@ class Generation:
         logits = self._runner.prefill(self._sequence, new_tokens)
         while True:
             is_early = len(self.answer.tokens) < self._options.min_new_tokens and self._banned.size > 0
+            start = time.perf_counter()
             token, logprob = self._sampler.sample(logits, self._banned if is_early else None)
             self.answer.tokens.append(token)
             self.answer.token_times.append(time.perf_counter())
+            self.answer.sampling_seconds.append(self.answer.token_times[-1] - start)
             self.answer.score += logprob
             if self._deliver(token) or self._is_full():
                 return
@@ -139,6 +142,7 @@ def metrics_of(answer: Answer, num_input: int, load_ms: float, started: float, e
     raw.m_times_to_first_token.extend((first - started) * MICRO for first in times[:1])
     raw.m_durations.extend((after - before) * MICRO for before, after in pairwise(times))
     raw.m_new_token_times.extend(moment * 1e3 for moment in times)
+    raw.sampling_durations.extend(seconds * MICRO for seconds in answer.sampling_seconds)
     raw.m_batch_sizes.extend([1] * len(times))
     num_prefill_calls = len(answer.device_seconds) - max(len(times) - 1, 0)
     raw.token_infer_durations.extend(seconds * MICRO for seconds in answer.device_seconds[num_prefill_calls:])

@@ -35,6 +35,9 @@ class RawPerfMetrics:
     m_batch_sizes: list[int] = field(default_factory=list)
     token_infer_durations: list[float] = field(default_factory=list)  # device calls
     inference_durations: list[float] = field(default_factory=list)  # device time of a request
+    sampling_durations: list[float] = field(default_factory=list)  # choosing a token
+    chat_template_durations: list[float] = field(default_factory=list)  # part of tokenization here, so always empty
+    grammar_compile_times: list[float] = field(default_factory=list)  # there are no grammars, so always empty
 
 
 class PerfMetrics:
@@ -98,6 +101,22 @@ class PerfMetrics:
 
     def get_detokenization_duration(self) -> MeanStdPair:
         return self._ms("detokenization_durations")
+
+    def get_sampling_duration(self) -> MeanStdPair:
+        """Ms to choose a token from its logits."""
+        return self._ms("sampling_durations")
+
+    def get_chat_template_duration(self) -> MeanStdPair:
+        """Nothing is measured: the template is part of the tokenization."""
+        return self._ms("chat_template_durations")
+
+    def get_grammar_compile_time(self) -> MeanStdPair:
+        """Nothing is measured: there are no grammars."""
+        return self._ms("grammar_compile_times")
+
+    def get_grammar_compiler_init_times(self) -> dict[str, float]:
+        """Empty: there are no grammars."""
+        return {}
 
     def _ms(self, name: str) -> MeanStdPair:
         return MeanStdPair.of([value / 1e3 for value in getattr(self.raw_metrics, name)])

@@ -8,8 +8,15 @@ from staticllm.core import FinishReason
 from staticllm.metrics import PerfMetrics
 
 
+class _Common:
+    """Attributes that GenAI's results have, and that have nothing to say here."""
+
+    extended_perf_metrics = None
+    parsed: tuple[object, ...] = ()
+
+
 @dataclass(frozen=True)
-class EncodedResults:
+class EncodedResults(_Common):
     """For token inputs. ``tokens[i]`` are the generated ids, ``scores[i]`` the sum of their log-probabilities (0.0 unless
     ``logprobs`` is set), ``finish_reasons[i]`` one of ``stop``, ``length``, ``cancelled``."""
 
@@ -20,7 +27,7 @@ class EncodedResults:
 
 
 @dataclass(frozen=True)
-class DecodedResults:
+class DecodedResults(_Common):
     """For a list of strings or a chat history: the same with ``texts``; ``tokens`` are there as well."""
 
     texts: list[str]
@@ -33,7 +40,7 @@ class DecodedResults:
         return "\n".join(self.texts)
 
 
-class GeneratedText(str):
+class GeneratedText(str, _Common):
     """The answer to a plain ``str``: a ``str`` as openvino_genai returns, which also carries the results' attributes."""
 
     texts: list[str]

@@ -54,6 +54,25 @@ def test_options_mean_the_same(pair, options):
     assert ours.finish_reasons == theirs.finish_reasons
 
 
+def test_results_have_the_attributes_of_genai(pair):
+    """Whatever an app reads off GenAI's results and metrics is there, and can be called."""
+    for ours, theirs in (
+        both(pair, [5, 6, 7], max_new_tokens=4),
+        [pipe.generate(["hello"], max_new_tokens=4) for pipe in pair],
+    ):
+        for name in (name for name in dir(theirs) if not name.startswith("_")):
+            assert hasattr(ours, name), name
+        for name in (name for name in dir(theirs.perf_metrics) if name.startswith("get_")):
+            getattr(ours.perf_metrics, name)()
+        for name in (name for name in dir(theirs.perf_metrics.raw_metrics) if not name.startswith("_")):
+            assert hasattr(ours.perf_metrics.raw_metrics, name), name
+
+
+def test_pipelines_have_the_methods_of_genai(pair):
+    ours, theirs = pair
+    assert {name for name in dir(theirs) if not name.startswith("_")} <= set(dir(ours))
+
+
 def test_sampling_draws_from_the_same_tokens(pair):
     """Filters in the same order: over many draws of one token, the same set of tokens with about the same shares."""
     options = {"do_sample": True, "temperature": 1.2, "top_k": 6, "top_p": 0.6, "max_new_tokens": 1, "ignore_eos": True}
