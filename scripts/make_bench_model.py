@@ -1,0 +1,118 @@
+"""Make the models that benchmarks run on: real shapes, random weights from a seed, nothing downloaded.
+
+    pip install "staticllm[train]"
+    python scripts/make_bench_model.py                 # a Qwen2-0.5B-shaped model, int8
+    python scripts/make_bench_model.py llama-1b        # a Llama-1B-shaped model, int4
+
+Prints the model's directory. Made once: a directory that is whole is left as it is. Benchmarks feed token ids, so the
+tokenizer is the demo model's, whatever the vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SEED = 0
+TOKENIZER = ("openvino_tokenizer", "openvino_detokenizer")
+DEMO_DIR = Path(__file__).resolve().parent.parent / "staticllm" / "demo_model"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A ``transformers`` architecture, its config, and the bits of its weights."""
+
+    architecture: str
+    bits: int
+    config: dict[str, Any]
+
+
+SHAPES = {
+    "qwen2-0.5b": Shape(
+        "Qwen2",
+        8,
+        {
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama-1b": Shape(
+        "Llama",
+        4,
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+def cache_dir() -> Path:
+    """Where the models are kept: ``STATICLLM_BENCH_DIR``, else the user's cache. Never the repository."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "staticllm" / "bench"
+    return Path(os.environ.get("STATICLLM_BENCH_DIR", default))
+
+
+def make(name: str) -> Path:
+    """The directory of a model, made if it is not there; all of it or nothing."""
+    target = cache_dir() / name
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=target.parent))
+    try:
+        export(SHAPES[name], scratch / "torch", scratch / "openvino")
+        (scratch / "openvino").rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def export(shape: Shape, torch_dir: Path, target: Path) -> None:
+    """Random weights, saved by transformers, exported and compressed by optimum-intel, as a user's model would be."""
+    import torch
+    import transformers
+    from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
+
+    torch.manual_seed(SEED)
+    config = getattr(transformers, f"{shape.architecture}Config")(**shape.config)
+    model = getattr(transformers, f"{shape.architecture}ForCausalLM")(config).to(torch.float16)
+    model.save_pretrained(torch_dir)
+    del model
+    compression = OVWeightQuantizationConfig(bits=shape.bits, **({"group_size": 128} if shape.bits == 4 else {}))
+    OVModelForCausalLM.from_pretrained(torch_dir, export=True, quantization_config=compression).save_pretrained(target)
+    for stem in TOKENIZER:
+        for suffix in (".xml", ".bin"):
+            shutil.copy(DEMO_DIR / f"{stem}{suffix}", target)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", nargs="?", default="qwen2-0.5b", choices=sorted(SHAPES))
+    try:
+        print(make(parser.parse_args().name))
+    except ImportError as error:
+        sys.exit(f"{error.name} is missing: pip install 'staticllm[train]'")
+
+
+if __name__ == "__main__":
+    main()
