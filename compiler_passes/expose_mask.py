@@ -17,6 +17,7 @@ from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph import StepGraph, is_live, upstream
 from staticllm.core import MaskKind
+from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
 
 STAGE = "expose_mask"
@@ -87,7 +88,7 @@ def _evaluator(model: ov.Model, sources: list[ov.Output]) -> Callable[[Probe], l
     parameters = [node for node in model.get_parameters() if node.get_instance_id() in needed]
     results = [ops.result(source) for source in sources]
     masks = ov.Model(results, parameters)  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
-    compiled = ov.Core().compile_model(masks, "CPU")
+    compiled = get_core().compile_model(masks, "CPU")
 
     def evaluate(probe: Probe) -> list[NDArray[np.float32]]:
         feeds = [_probe_input(node, probe) for node in parameters]

@@ -72,11 +72,10 @@ class GenerationOptions:
         Raises:
             GenerationConfigError: ``max_length`` leaves no room after the prompt.
         """
-        limit = self.max_tokens_after(prompt_len)
-        if limit is not None and limit < (0 if self.echo else 1):
+        if self.max_length is not None and self.max_length <= prompt_len:
             raise GenerationConfigError(
                 f"max_length={self.max_length} leaves no room after a prompt of {prompt_len} tokens: "
-                "raise it or set max_new_tokens"
+                "raise it, or leave it out and set max_new_tokens"
             )
 
 

@@ -48,6 +48,8 @@ def encode_text(tokenizer: genai.Tokenizer, text: str, apply_chat_template: bool
 
 def encode_messages(tokenizer: genai.Tokenizer, messages: Any) -> list[int]:
     """Ids of a conversation (a list of messages or a ChatHistory) up to where the assistant speaks."""
+    if not (messages if isinstance(messages, list) else messages.get_messages()):
+        raise PromptError("the chat history is empty: append a message of the user")
     for message in messages if isinstance(messages, list) else ():
         if not message["content"] and message["role"] == "user":
             raise PromptError("the prompt is empty: give at least one character")

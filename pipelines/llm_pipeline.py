@@ -242,9 +242,11 @@ def _positional(
 ) -> tuple[str, Any, genai.Tokenizer | None]:
     """GenAI's two orders: ``(path, device, config)`` and ``(path, tokenizer, device, config)``, by name or by place."""
     rest = list(args)
-    if rest and isinstance(rest[0], genai.Tokenizer):
-        tokenizer = rest.pop(0)
-    if rest and device is None:
+    if rest and (rest[0] is None or isinstance(rest[0], genai.Tokenizer)):
+        tokenizer = rest.pop(0) or tokenizer
+    if rest and not isinstance(rest[0], (Mapping, StaticLLMConfig)):
+        if device is not None:
+            raise ConfigError(f"the device is given twice: {rest[0]!r} by place and {device!r} by name")
         device = rest.pop(0)
     if rest and config is None:
         config = rest.pop(0)

@@ -14,7 +14,14 @@ import openvino as ov
 from staticllm.compiler_passes.lower import LoweredModel, LoweringOptions, lower
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ModelShape, Phase, ProgressEvent, RowType, Variant
-from staticllm.devices import check_device, default_mode, default_row_type, exact_if_asked, supported_properties
+from staticllm.devices import (
+    check_device,
+    default_mode,
+    default_row_type,
+    exact_if_asked,
+    get_core,
+    supported_properties,
+)
 from staticllm.errors import ConfigError
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import make_buffers
@@ -52,7 +59,7 @@ def prepare(
         ModelError, UnsupportedModelError, DeviceError, ConfigError
     """
     start = time.perf_counter()
-    core = ov.Core()
+    core = get_core()
     check_device(core, device)
     mode = default_mode(device) if config.programs == "auto" else config.programs
     row_type = config.kv_cache_precision or default_row_type(device)
@@ -118,7 +125,7 @@ def device_properties(device: str) -> frozenset[str]:
     Raises:
         DeviceError: the device is not on this machine.
     """
-    core = ov.Core()
+    core = get_core()
     return supported_properties(core, check_device(core, device))
 
 

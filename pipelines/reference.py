@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openvino as ov
 from numpy.typing import NDArray
 
+from staticllm.devices import get_core
 from staticllm.model_dir import MODEL_XML
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
@@ -20,7 +20,7 @@ class StatefulReference:
     """A stateful IR on the CPU in f32, one conversation at a time."""
 
     def __init__(self, models_path: str | os.PathLike[str]) -> None:
-        compiled = ov.Core().compile_model(Path(models_path) / MODEL_XML, "CPU", EXACT)
+        compiled = get_core().compile_model(Path(models_path) / MODEL_XML, "CPU", EXACT)
         self._names = {name for port in compiled.inputs for name in port.get_names()}
         self._request = compiled.create_infer_request()
         self._length = 0

@@ -85,8 +85,12 @@ class Sampler:
 
 
 def candidate_distribution(logits: Logits, params: SamplingParams) -> tuple[IntArray, NDArray[np.float64]]:
-    """Tokens that may be drawn, most likely first, and their probabilities: temperature, top_k, top_p of these, min_p."""
+    """Tokens that may be drawn and their probabilities: temperature, top_k, top_p of these, min_p. Filtered: likely first."""
     weights = np.exp((logits - logits.max()) / np.float32(max(params.temperature, COLDEST)))
+    if (
+        not params.top_k and params.top_p == 1.0 and params.min_p == 0.0
+    ):  # in any order: sorting would take most of the time
+        return np.arange(len(weights)), weights.astype(np.float64) / weights.sum(dtype=np.float64)
     candidates = _worth_sorting(weights, params)
     order = np.argsort(-weights[candidates], kind="stable")
     candidates = candidates[order][: params.top_k or None]

@@ -129,7 +129,8 @@ def whole(name: str, value: object, least: int, most: int = MAX_LEN) -> int:
     except (AttributeError, TypeError):
         number = None
     if number is None or isinstance(value, bool) or not least <= number <= most:
-        raise ConfigError(f"{name}={value!r}: must be a whole number from {least} to {most}")
+        limits = f"from {least} to {most}" if most <= MAX_LEN else f"of {least} or more"
+        raise ConfigError(f"{name}={value!r}: must be a whole number {limits}")
     return int(number)
 
 

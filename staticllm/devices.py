@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from staticllm.core import ProgramMode, RowType
@@ -13,6 +14,18 @@ if TYPE_CHECKING:
 
 _DYNAMIC_SHAPES = ("CPU", "GPU")
 """Devices that take bounded dynamic shapes well, and repack the weights for each compiled model."""
+
+
+@cache
+def get_core() -> ov.Core:
+    """The one ``openvino.Core`` of this process, never let go.
+
+    The CPU plugin registers a stack for signal handlers with each Core and, when Cores die in another order than they were
+    made, leaves a freed one registered: the next Ctrl-C then kills the process (OpenVINO 2026.4).
+    """
+    import openvino
+
+    return openvino.Core()
 
 
 def check_device(core: ov.Core, device: object) -> str:

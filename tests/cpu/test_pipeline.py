@@ -63,6 +63,7 @@ def test_the_orders_of_arguments_that_genai_takes(zoo):
         StaticLLMPipeline(str(path), tokenizer, "CPU", small),
         StaticLLMPipeline(path, tokenizer, "CPU", **small),
         StaticLLMPipeline(path, tokenizer, device="CPU", **small),
+        StaticLLMPipeline(path, None, "CPU", small),
         StaticLLMPipeline(str(path).encode(), device="CPU", config=small),
         StaticLLMPipeline(path, config=StaticLLMConfig(max_prompt_len=32, min_response_len=16), tokenizer=tokenizer),
     ]
