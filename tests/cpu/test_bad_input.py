@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -345,31 +342,6 @@ def test_ctrl_c_at_any_moment_loses_no_row(pipe, moment, monkeypatch):
         pipe.generate(np.arange(7, 30), max_new_tokens=3)
     monkeypatch.undo()
     assert calls
-
-
-SIGINT_AFTER_PIPELINES = """
-import os, signal, sys, time
-import openvino_genai
-from staticllm import StaticLLMPipeline, demo_model_path
-for _ in range(3):
-    pipe = StaticLLMPipeline(demo_model_path(), "CPU", MAX_PROMPT_LEN=64)
-    pipe.generate("hi", max_new_tokens=2)
-    del pipe
-try:
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(5)
-except KeyboardInterrupt:
-    print("interrupted")
-"""
-
-
-@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT to itself")
-def test_ctrl_c_after_pipelines_came_and_went():
-    """OpenVINO leaves a freed signal stack behind when Cores die out of order; then Ctrl-C would kill the process."""
-    done = subprocess.run(
-        [sys.executable, "-c", SIGINT_AFTER_PIPELINES], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "interrupted\n")
 
 
 def test_a_template_that_fails_is_one_line(zoo):
