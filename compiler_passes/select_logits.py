@@ -45,7 +45,7 @@ def _logits_result(model: ov.Model) -> ov.Node:
 
 
 def _head(result: ov.Node) -> ov.Node | None:
-    """The MatMul by constant weights that the logits come from, if only row-wise ops lie between."""
+    """The MatMul that the logits come from, if only row-wise ops lie between."""
     output = result.input_value(0)
     while len(consumers(output)) == 1:
         node = output.get_node()
