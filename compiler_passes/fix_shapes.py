@@ -14,23 +14,23 @@ from staticllm.core import Variant
 Range = tuple[int, int]
 
 
-def fix_shapes(graph: StepGraph, variant: Variant, max_sequences: int = 1) -> ov.Model:
-    """A copy of the model at exactly ``(rows, capacity)``. With capacity 0 the past ports are gone."""
+def fix_shapes(graph: StepGraph, variant: Variant) -> ov.Model:
+    """A copy of the model at exactly the sizes of ``variant``. With capacity 0 the past ports are gone."""
     model = graph.model.clone()
     if variant.capacity == 0:
         _drop_past(model)
     rows, capacity = (variant.rows, variant.rows), (variant.capacity, variant.capacity)
-    num_logits = (min(variant.rows, max_sequences), min(variant.rows, max_sequences))
+    num_logits = (variant.sequences, variant.sequences)
     model.reshape({port: _shape(port, rows, capacity, num_logits) for port in model.inputs})
     return model
 
 
-def bound_shapes(graph: StepGraph, variants: Sequence[Variant], max_sequences: int = 1) -> ov.Model:
+def bound_shapes(graph: StepGraph, variants: Sequence[Variant]) -> ov.Model:
     """A copy of the model whose dynamic dimensions are bounded by the largest of ``variants``."""
     model = graph.model.clone()
     rows = (min(v.rows for v in variants), max(v.rows for v in variants))
     capacity = (min(v.capacity for v in variants), max(v.capacity for v in variants))
-    num_logits = (min(rows[0], max_sequences), min(rows[1], max_sequences))
+    num_logits = (min(v.sequences for v in variants), max(v.sequences for v in variants))
     model.reshape({port: _shape(port, rows, capacity, num_logits) for port in model.inputs})
     return model
 

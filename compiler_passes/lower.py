@@ -22,11 +22,10 @@ from staticllm.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """What the passes must know: the largest capacity that will be asked for, the type of the rows, who may share a step."""
+    """What the passes must know: the largest capacity that will be asked for, and the type of the rows."""
 
     capacity: int
     row_type: RowType = "f32"
-    max_sequences: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,13 @@ class LoweredModel:
 
     def specialise(self, variant: Variant) -> ov.Model:
         """The program of one variant; every shape in it is static."""
-        model = fix_shapes(self.graph, variant, self.shape.max_sequences)
+        model = fix_shapes(self.graph, variant)
         verify_static(model, f"fix_shapes{variant}")
         return model
 
     def share(self, variants: tuple[Variant, ...]) -> ov.Model:
         """One program for all ``variants``, with bounded dynamic rows and capacity."""
-        return bound_shapes(self.graph, variants, self.shape.max_sequences)
+        return bound_shapes(self.graph, variants)
 
 
 def lower(model: ov.Model, options: LoweringOptions) -> LoweredModel:
@@ -90,10 +89,10 @@ def lower(model: ov.Model, options: LoweringOptions) -> LoweredModel:
         verify_graph(graph, entry.name)
         notes = tuple(graph.notes.get(entry.name, ()))
         reports.append(PassReport(entry.name, before, len(model.get_ordered_ops()), notes))
-    return LoweredModel(graph, _shape_of(graph, options.max_sequences), tuple(reports))
+    return LoweredModel(graph, _shape_of(graph), tuple(reports))
 
 
-def _shape_of(graph: StepGraph, max_sequences: int) -> ModelShape:
+def _shape_of(graph: StepGraph) -> ModelShape:
     position_ids = graph.parameter("position_ids")
     dims = list(position_ids.get_partial_shape()) if position_ids is not None else []
     vocab = graph.model.output("logits").get_partial_shape()[2]
@@ -105,4 +104,4 @@ def _shape_of(graph: StepGraph, max_sequences: int) -> ModelShape:
         if port.get_any_name() not in known:
             raise UnsupportedModelError("lower", f"nobody knows how to feed the input {port.get_any_name()!r}")
     copies = dims[0].get_length() if len(dims) == 3 else 1
-    return ModelShape(tuple(graph.row_states), tuple(graph.masks), vocab.get_length(), len(dims), copies, max_sequences)
+    return ModelShape(tuple(graph.row_states), tuple(graph.masks), vocab.get_length(), len(dims), copies)

@@ -94,6 +94,15 @@ class Arena:
         for view, present in zip(self._views, presents, strict=True):
             view[:, :, rows] = present[:, :, source]
 
+    def read(self, rows: slice | Array) -> tuple[Array, ...]:
+        """Copies of arena rows ``rows``, for each group ``[n, heads, len(rows), head_dim]``."""
+        return tuple(view[:, :, rows].copy() for view in self._views)
+
+    def move(self, sources: Array, targets: Array) -> None:
+        """Copy rows ``sources`` to rows ``targets``."""
+        for view in self._views:
+            view[:, :, targets] = view[:, :, sources]
+
     def clear(self) -> None:
         """Zero everything. Only needed after non-finite numbers: a hidden NaN still poisons a weighted sum."""
         for group in self.groups:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left
 from collections.abc import Sequence as List
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from staticllm.core import ModelShape
 from staticllm.kvcache.arena import Arena
@@ -16,6 +19,18 @@ from staticllm.kvcache.sequence import Sequence
 from staticllm.kvcache.step import Step, StepBuffers
 
 PAD_TOKEN = 0  # idle rows hold it; nobody sees what becomes of them
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """A sequence outside the arena: its tokens, and for each group of states their rows ``[n, heads, length, head_dim]``."""
+
+    tokens: tuple[int, ...]
+    rows: tuple[NDArray[Any], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.rows)
 
 
 class KVCache:
@@ -31,10 +46,14 @@ class KVCache:
         self.arena = Arena(shape.row_states, self.max_rows, dtype)
         self.rows = RowAllocator(self.max_rows)
         self._masks = MaskBuilder()
+        self.is_settled = True  # False while a commit runs, and after one that an exception ended
+        self._open: weakref.WeakSet[Sequence] = weakref.WeakSet()
 
     def open(self) -> Sequence:
         """A new, empty sequence. Costs nothing: stale rows are hidden by the mask, not zeroed."""
-        return Sequence(self.max_rows)
+        sequence = Sequence(self.max_rows)
+        self._open.add(sequence)
+        return sequence
 
     def fork(self, sequence: Sequence, length: int) -> Sequence:
         """A new sequence that begins with the first ``length`` tokens of another. Their rows are stored once."""
@@ -53,6 +72,30 @@ class KVCache:
         """Give all rows of a sequence back."""
         self.cut(sequence, 0)
 
+    def copy_out(self, sequence: Sequence) -> StoredRows:
+        """The rows of a sequence, copied out of the arena; the sequence stays."""
+        return StoredRows(tuple(sequence.tokens), self.arena.read(_as_index(sequence.rows)))
+
+    def bring_back(self, stored: StoredRows, length: int) -> Sequence:
+        """A new sequence in the arena that begins with the first ``length`` tokens of a stored one."""
+        sequence = self.open()
+        rows = self._allocate(length)
+        self.arena.write(_as_index(rows), stored.rows, slice(0, length))
+        sequence.append(stored.tokens[:length], rows)
+        return sequence
+
+    def compact(self) -> None:
+        """Move high rows into low free ones, if a smaller capacity then shows all of them."""
+        count = self.rows.num_used
+        if not count or self.capacity_for(self.rows.high_row) == self.capacity_for(count):
+            return
+        sources, targets = self.rows.move_down()
+        self.arena.move(sources, targets)
+        places = np.arange(self.max_rows)
+        places[sources] = targets
+        for sequence in self._open:
+            sequence.move(places)
+
     def capacity_for(self, num_rows: int) -> int:
         """The smallest capacity that shows ``num_rows`` rows."""
         return self.capacities[bisect_left(self.capacities, num_rows)]
@@ -63,6 +106,7 @@ class KVCache:
             self.arena.set_capacity(step.variant.capacity, self.rows.high_row)
         buffers.input_ids.fill(PAD_TOKEN)
         buffers.position_ids.fill(0)
+        buffers.logit_rows.fill(0)
         last_rows = []
         for start, segment in step.placed():
             count, first = len(segment.tokens), len(segment.sequence)
@@ -72,22 +116,38 @@ class KVCache:
         buffers.logit_rows[: len(last_rows)] = last_rows
         self._masks.paint(step, buffers)
 
-    def commit(self, step: Step, buffers: StepBuffers) -> None:
-        """Keep what a step computed: rows, tokens and positions, together. Grows the arena where the rows need it."""
-        for start, segment in step.placed():
+    def commit(self, step: Step, buffers: StepBuffers, keep: List[bool] | None = None) -> None:
+        """Keep what a step computed: rows, tokens and positions, together. ``keep`` leaves out segments that failed."""
+        self.is_settled = False
+        for (start, segment), is_kept in zip(step.placed(), keep or [True] * len(step.segments), strict=True):
+            if not is_kept:
+                continue
             count = len(segment.tokens)
-            used = self.rows.high_row
-            rows = self.rows.allocate(count)
-            needed = max(used, int(rows[-1]) + 1)
-            if needed > self.arena.capacity or not used:
-                self.arena.set_capacity(self.capacity_for(needed), used)
-            contiguous = int(rows[-1]) - int(rows[0]) + 1 == count
-            target = slice(int(rows[0]), int(rows[-1]) + 1) if contiguous else rows
-            self.arena.write(target, buffers.presents, slice(start, start + count))
+            rows = self._allocate(count)
+            self.arena.write(_as_index(rows), buffers.presents, slice(start, start + count))
             segment.sequence.append(segment.tokens.tolist(), rows)
+        self.is_settled = True
+
+    def _allocate(self, count: int) -> NDArray[np.intp]:
+        """Rows for ``count`` tokens. Grows the arena where they need it."""
+        used = self.rows.high_row
+        rows = self.rows.allocate(count)
+        needed = max(used, int(rows[-1]) + 1) if count else used
+        if needed > self.arena.capacity or not used:
+            self.arena.set_capacity(self.capacity_for(needed), used)
+        return rows
 
     def reset(self) -> None:
         """Take all rows back and zero them, whatever an interrupted step left behind. Open sequences are void."""
         self.rows = RowAllocator(self.max_rows)
         self._masks = MaskBuilder()
+        self._open = weakref.WeakSet()
         self.arena.clear()
+        self.is_settled = True
+
+
+def _as_index(rows: NDArray[np.intp]) -> slice | NDArray[np.intp]:
+    """A slice where the rows are contiguous: copying through one is several times faster."""
+    if rows.size and int(rows[-1]) - int(rows[0]) + 1 == rows.size and (rows[1:] > rows[:-1]).all():
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return rows

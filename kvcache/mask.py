@@ -31,6 +31,7 @@ class MaskBuilder:
         else:
             for kind, mask in buffers.masks.items():
                 _paint_all(step, mask[0, 0], kind.window)
+        self._painted = None  # all variants share the memory of their masks
         if step.variant.rows == 1:
             sequence = step.segments[0].sequence
             self._painted = (step.variant, sequence, sequence.epoch, len(sequence))

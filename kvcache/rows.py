@@ -17,6 +17,7 @@ class RowAllocator:
         self.max_rows = max_rows
         self._free = list(range(max_rows))  # a sorted list is a heap
         self._holders = np.zeros(max_rows, np.int32)
+        self.num_shared = 0  # rows with several holders
 
     @property
     def num_free(self) -> int:
@@ -43,10 +44,27 @@ class RowAllocator:
         """One more holder for rows that are in use."""
         assert (self._holders[rows] > 0).all(), "a free row is shared"
         self._holders[rows] += 1
+        self.num_shared += int(np.count_nonzero(self._holders[rows] == 2))
 
     def free(self, rows: Rows) -> None:
         """One holder less; rows without a holder are free again. Freeing a free row is a bug."""
         assert (self._holders[rows] > 0).all(), "a row is freed twice"
         self._holders[rows] -= 1
+        if self.num_shared:
+            self.num_shared -= int(np.count_nonzero(self._holders[rows] == 1))
         for row in rows[self._holders[rows] == 0].tolist():
             heapq.heappush(self._free, row)
+
+    def count_own(self, rows: Rows) -> int:
+        """How many of ``rows`` would be free without the holder who asks."""
+        return int(np.count_nonzero(self._holders[rows] == 1))
+
+    def move_down(self) -> tuple[Rows, Rows]:
+        """Exchange the highest used rows for the lowest free ones, so that no hole is left: (sources, targets)."""
+        used = np.flatnonzero(self._holders)
+        sources = used[used >= used.size]
+        targets = np.flatnonzero(self._holders[: used.size] == 0)
+        self._holders[targets] = self._holders[sources]
+        self._holders[sources] = 0
+        self._free = list(range(used.size, self.max_rows))
+        return sources, targets

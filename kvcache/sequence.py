@@ -7,6 +7,9 @@ from collections.abc import Sequence as TokenList
 import numpy as np
 from numpy.typing import NDArray
 
+HEAD = 8
+"""Most sequences differ within their first tokens: these are compared before the rest is touched."""
+
 
 class Sequence:
     """Token i has position i and lies in arena row ``rows[i]``. Only ``KVCache`` changes a sequence.
@@ -38,8 +41,16 @@ class Sequence:
         self.epoch += 1
         return dropped
 
-    def common_prefix(self, tokens: TokenList[int]) -> int:
-        """How many leading tokens are the same."""
-        limit = min(len(self.tokens), len(tokens))
-        same = np.asarray(self.tokens[:limit]) == np.asarray(tokens[:limit])
-        return limit if same.all() else int(np.argmin(same))
+    def move(self, places: NDArray[np.intp]) -> None:
+        """Row r lies in ``places[r]`` from now on."""
+        self._rows[: len(self.tokens)] = places[self.rows]
+        self.epoch += 1
+
+
+def common_prefix(mine: TokenList[int], other: TokenList[int]) -> int:
+    """How many leading tokens are the same."""
+    limit = min(len(mine), len(other))
+    if limit > HEAD and tuple(mine[:HEAD]) != tuple(other[:HEAD]):
+        limit = HEAD
+    same = np.asarray(mine[:limit]) == np.asarray(other[:limit])
+    return limit if same.all() else int(np.argmin(same))

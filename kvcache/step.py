@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterator
+from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from staticllm.core import MaskKind, ModelShape, Variant
+from staticllm.core import ModelShape, Variant
 from staticllm.kvcache.arena import group_states
 from staticllm.kvcache.sequence import Sequence
 
@@ -43,47 +45,44 @@ class Step:
             start += len(segment.tokens)
 
 
+class BufferPool:
+    """Host memory for the largest of all variants. They never run at once, so the buffers of each are fronts of it."""
+
+    def __init__(self, variants: Sized[Variant], shape: ModelShape, dtype: DTypeLike) -> None:
+        self.shape = shape
+        sizes = pool_sizes(variants)
+        self.ids = np.zeros(sizes.rows, np.int64)
+        self.positions = np.zeros(sizes.rows * max(shape.position_copies, 1), np.int64)
+        self.logit_rows = np.zeros(sizes.sequences, np.int64)
+        self.logits = np.zeros(sizes.sequences * shape.vocab_size, np.float32)
+        self.masks = {kind: np.full(sizes.mask_cells, HIDDEN, np.float32) for kind in shape.masks}
+        self.presents = [
+            np.zeros(len(members) * heads * sizes.rows * head_dim, dtype)
+            for members, heads, head_dim in group_states(shape.row_states)
+        ]
+
+
 class StepBuffers:
-    """The host memory of one variant's ports, allocated once; programs bind it, ``KVCache`` fills it.
+    """The host memory of one variant's ports; programs bind it, ``KVCache`` fills it.
 
     ``input_ids [1, S]`` and ``position_ids [..., S]`` int64, ``masks[kind] [1, 1, S, T+S]`` f32, ``logit_rows [R]`` int64,
     ``logits [1, R, vocab]`` f32, ``presents``: for each group of states ``[n, heads, S, head_dim]``.
-
-    Variants of equal rows never run at once: they share all of it (``make_buffers``), their masks being fronts of one array.
     """
 
-    def __init__(
-        self, variant: Variant, shape: ModelShape, dtype: DTypeLike, larger: StepBuffers | None = None
-    ) -> None:
+    def __init__(self, variant: Variant, pool: BufferPool) -> None:
         self.variant = variant
-        self._groups = group_states(shape.row_states)
-        if larger is None:
-            self._allocate(shape, dtype)
-        else:
-            self._share(larger)
-
-    def _allocate(self, shape: ModelShape, dtype: DTypeLike) -> None:
-        rows, num_logit_rows = self.variant.rows, shape.num_logit_rows(self.variant)
+        shape, rows, count = pool.shape, variant.rows, variant.sequences
         lead = {0: (1,), 2: (1,), 3: (shape.position_copies, 1)}[shape.position_rank]
-        self.input_ids = np.zeros((1, rows), np.int64)
-        self.position_ids = np.zeros((*lead, rows), np.int64)
-        self.masks: dict[MaskKind, NDArray[np.float32]] = {
-            kind: np.full((1, 1, rows, self.variant.capacity + rows), HIDDEN, np.float32) for kind in shape.masks
-        }
-        self.logit_rows = np.zeros(num_logit_rows, np.int64)
-        self.logits = np.zeros((1, num_logit_rows, shape.vocab_size), np.float32)
+        self._groups = group_states(shape.row_states)
+        self.input_ids = _front(pool.ids, 1, rows)
+        self.position_ids = _front(pool.positions, *lead, rows)
+        self.masks = {kind: _front(cells, 1, 1, rows, variant.capacity + rows) for kind, cells in pool.masks.items()}
+        self.logit_rows = _front(pool.logit_rows, count)
+        self.logits = _front(pool.logits, 1, count, shape.vocab_size)
         self.presents: list[NDArray[Any]] = [
-            np.zeros((len(members), heads, rows, head_dim), dtype) for members, heads, head_dim in self._groups
+            _front(present, len(members), heads, rows, head_dim)
+            for present, (members, heads, head_dim) in zip(pool.presents, self._groups, strict=True)
         ]
-
-    def _share(self, larger: StepBuffers) -> None:
-        rows, columns = self.variant.rows, self.variant.capacity + self.variant.rows
-        assert larger.variant.rows == rows and larger.variant.capacity >= self.variant.capacity
-        self.input_ids, self.position_ids = larger.input_ids, larger.position_ids
-        self.logit_rows, self.logits, self.presents = larger.logit_rows, larger.logits, larger.presents
-        self.masks = {
-            kind: mask.reshape(-1)[: rows * columns].reshape(1, 1, rows, columns) for kind, mask in larger.masks.items()
-        }
 
     def present_of(self, index: int) -> NDArray[Any]:
         """The new rows of state ``index``: ``[1, heads, S, head_dim]``."""
@@ -94,21 +93,29 @@ class StepBuffers:
         raise IndexError(index)
 
 
-def make_buffers(variants: Iterable[Variant], shape: ModelShape, dtype: DTypeLike) -> dict[Variant, StepBuffers]:
-    """Buffers for all variants; those with the same number of rows share the memory of the largest of them."""
-    largest: dict[int, StepBuffers] = {}
-    buffers = {}
-    for variant in sorted(variants, key=lambda variant: -variant.capacity):
-        buffers[variant] = StepBuffers(variant, shape, dtype, largest.get(variant.rows))
-        largest.setdefault(variant.rows, buffers[variant])
-    return buffers
+def _front(pool: NDArray[Any], *shape: int) -> NDArray[Any]:
+    return pool[: math.prod(shape)].reshape(shape)
 
 
-def buffer_bytes(variants: Iterable[Variant], shape: ModelShape, row_bytes: int) -> int:
-    """Bytes that ``make_buffers`` takes, without taking them. ``row_bytes`` are those of one token's keys and values."""
-    capacities: dict[int, int] = {}
-    for variant in variants:
-        capacities[variant.rows] = max(capacities.get(variant.rows, 0), variant.capacity)
-    masks = sum(rows * (rows + capacity) * 4 for rows, capacity in capacities.items()) * len(shape.masks)
-    logits = sum(shape.num_logit_rows(Variant(rows, 0)) * shape.vocab_size * 4 for rows in capacities)
-    return masks + logits + sum(rows * row_bytes for rows in capacities)
+@dataclass(frozen=True)
+class PoolSizes:
+    """The largest rows, sequences and mask cells of any variant."""
+
+    rows: int
+    sequences: int
+    mask_cells: int
+
+
+def pool_sizes(variants: Sized[Variant]) -> PoolSizes:
+    return PoolSizes(
+        max(variant.rows for variant in variants),
+        max(variant.sequences for variant in variants),
+        max(variant.rows * (variant.capacity + variant.rows) for variant in variants),
+    )
+
+
+def buffer_bytes(variants: Sized[Variant], shape: ModelShape, row_bytes: int) -> int:
+    """Bytes that a pool for ``variants`` takes, without taking them. ``row_bytes`` are those of one token's keys and values."""
+    sizes = pool_sizes(variants)
+    masks = sizes.mask_cells * 4 * len(shape.masks)
+    return masks + sizes.sequences * shape.vocab_size * 4 + sizes.rows * row_bytes

@@ -18,7 +18,7 @@ def form_of(inputs: object) -> Form:
     """Which of GenAI's input forms this is.
 
     Raises:
-        PromptError: none of them, or a batch.
+        PromptError: none of them.
     """
     if isinstance(inputs, str):
         return "text"
@@ -27,11 +27,11 @@ def form_of(inputs: object) -> Form:
     if isinstance(inputs, (np.ndarray, ov.Tensor, genai.TokenizedInputs)):
         return "tokens"
     if isinstance(inputs, Sequence) and all(isinstance(item, str) for item in inputs):
-        if len(inputs) != 1:
-            raise PromptError(f"a batch of {len(inputs)} prompts: a call takes 1; call generate for each")
+        if not inputs:
+            raise PromptError("the list of prompts is empty: give at least one str")
         return "texts"
     raise PromptError(
-        f"inputs are a {type(inputs).__name__}: must be a str, a list of one str, token ids "
+        f"inputs are a {type(inputs).__name__}: must be a str, a list of str, token ids "
         "(numpy, openvino.Tensor or TokenizedInputs) or a ChatHistory"
     )
 
@@ -43,7 +43,7 @@ def encode_text(tokenizer: genai.Tokenizer, text: str, apply_chat_template: bool
     _check_text(text)
     if apply_chat_template and tokenizer.chat_template:
         return encode_messages(tokenizer, [{"role": "user", "content": text}])
-    return _ids(tokenizer.encode(text))
+    return _real_ids(tokenizer.encode(text))[0]
 
 
 def encode_messages(tokenizer: genai.Tokenizer, messages: Any) -> list[int]:
@@ -61,7 +61,7 @@ def encode_messages(tokenizer: genai.Tokenizer, messages: Any) -> list[int]:
     except (RuntimeError, UnicodeError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise PromptError(f"the chat template refuses the conversation: {lines[-1]}") from error
-    return _ids(tokenizer.encode(text, add_special_tokens=False))
+    return _real_ids(tokenizer.encode(text, add_special_tokens=False))[0]
 
 
 def _check_text(text: str) -> None:
@@ -72,14 +72,14 @@ def _check_text(text: str) -> None:
         raise PromptError(f"the prompt has {broken!r} at {error.start}, half a character: not text in UTF-8") from error
 
 
-def token_ids(inputs: Any) -> list[int]:
-    """Ids from numpy, ``openvino.Tensor`` (``[n]`` or ``[1, n]``) or ``TokenizedInputs``; padding is left out."""
+def token_ids(inputs: Any) -> list[list[int]]:
+    """Ids of each prompt from numpy, ``openvino.Tensor`` (``[n]`` or ``[batch, n]``) or ``TokenizedInputs`` (without padding)."""
     if isinstance(inputs, genai.TokenizedInputs):
-        return _ids(inputs)
+        return _real_ids(inputs)
     array = np.asarray(inputs.data if isinstance(inputs, ov.Tensor) else inputs)
     if array.dtype.kind not in "iu":
         raise PromptError(f"token ids are {array.dtype}: must be whole numbers")
-    return [int(token) for token in _one_row(array)]
+    return [[int(token) for token in row] for row in _as_rows(array)]
 
 
 def check_ids(ids: list[int], vocab_size: int, limit: int, is_chat: bool = False) -> None:
@@ -98,19 +98,17 @@ def check_ids(ids: list[int], vocab_size: int, limit: int, is_chat: bool = False
         raise PromptError(f"token id {outside[0]} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")
 
 
-def _ids(tokenized: genai.TokenizedInputs) -> list[int]:
-    ids = _one_row(np.asarray(tokenized.input_ids.data))
-    mask = _one_row(np.asarray(tokenized.attention_mask.data))
+def _real_ids(tokenized: genai.TokenizedInputs) -> list[list[int]]:
+    ids = _as_rows(np.asarray(tokenized.input_ids.data))
+    mask = _as_rows(np.asarray(tokenized.attention_mask.data))
     if ids.shape != mask.shape or ids.dtype.kind not in "iu":
         raise PromptError(
             f"TokenizedInputs with {ids.size} ids of {ids.dtype} and a mask of {mask.size}: must be whole numbers, as many"
         )
-    return [int(token) for token in ids[mask != 0]]
+    return [[int(token) for token in row[seen != 0]] for row, seen in zip(ids, mask, strict=True)]
 
 
-def _one_row(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    if array.ndim == 2 and array.shape[0] != 1:
-        raise PromptError(f"a batch of {array.shape[0]} prompts: a call takes 1; call generate for each")
-    if array.ndim not in (1, 2):
-        raise PromptError(f"token ids have the shape {list(array.shape)}: must be [n] or [1, n]")
-    return array.reshape(-1)
+def _as_rows(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    if array.ndim not in (1, 2) or (array.ndim == 2 and not array.shape[0]):
+        raise PromptError(f"token ids have the shape {list(array.shape)}: must be [n] or [batch, n]")
+    return np.atleast_2d(array)

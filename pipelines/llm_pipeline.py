@@ -1,37 +1,59 @@
-"""``StaticLLMPipeline``: a drop-in for ``openvino_genai.LLMPipeline`` as a desktop app uses it."""
+"""``StaticLLMPipeline``: a drop-in for ``openvino_genai.LLMPipeline`` as a desktop app uses it, for many requests at once."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import openvino_genai as genai
+from openvino_genai import StreamingStatus as Status
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgressEvent
-from staticllm.errors import ConfigError, GenerationConfigError, ModelError, StaticLLMError
-from staticllm.kvcache.sequence import Sequence
-from staticllm.metrics import PerfMetrics
+from staticllm.errors import BusyError, GenerationConfigError, StaticLLMError
 from staticllm.model_dir import check_model_dir
-from staticllm.pipelines.generation import Answer, Generation, metrics_of
+from staticllm.pipelines.arguments import positional, read_generation_config, read_tokenizer, resolve_config
+from staticllm.pipelines.delivery import Answer, Delivery, metrics_of
+from staticllm.pipelines.engine import Engine
 from staticllm.pipelines.generation_options import GenerationOptions, copy_config, resolve
+from staticllm.pipelines.handle import GenerationHandle
 from staticllm.pipelines.inputs import Form, check_ids, encode_messages, encode_text, form_of, token_ids
-from staticllm.pipelines.loader import device_properties, load
+from staticllm.pipelines.loader import load, make_engine
+from staticllm.pipelines.outcome import Outcome, results_of
+from staticllm.pipelines.overflow import OverflowRule, overflow_rule, shorten
+from staticllm.pipelines.profiler import Stats
+from staticllm.pipelines.request import Request
 from staticllm.pipelines.sampler import Sampler
+from staticllm.pipelines.scheduling.planner import make_policy
+from staticllm.pipelines.scheduling.view import Policy
 from staticllm.pipelines.streamers import TokenSink, make_sink
-from staticllm.results import DecodedResults, EncodedResults, GeneratedText
+from staticllm.pipelines.text_stream import TextStream
 
 Streamer: TypeAlias = Callable[[str], Any] | genai.StreamerBase | None
 
 
+@dataclass(frozen=True)
+class Call:
+    """How one call wants its requests served. ``started`` and ``deadline`` are ``time.perf_counter`` moments."""
+
+    form: Form
+    options: GenerationOptions
+    overflow: OverflowRule
+    priority: int
+    deadline: float | None
+    started: float
+    is_chat: bool = False
+
+
 class StaticLLMPipeline:
-    """Runs a stateful OpenVINO LLM as programs of fixed shape.
+    """Runs a stateful OpenVINO LLM as programs of fixed shape, for many requests at once.
 
     Args:
         models_path: A directory exported by optimum-intel: ``openvino_model.xml`` and the OpenVINO tokenizer.
@@ -40,6 +62,8 @@ class StaticLLMPipeline:
         config: A mapping of properties, or a ``StaticLLMConfig``.
         tokenizer: Instead of the one in ``models_path``.
         on_progress: Called with a ``ProgressEvent`` after each part of loading; what it raises aborts the loading.
+        scheduler: Who runs next: a name, or an object with a method ``plan(view)`` (docs/scheduling.md). The config's
+            without one.
         properties: GenAI's and OpenVINO's properties: ``MAX_PROMPT_LEN``, ``INFERENCE_PRECISION_HINT`` …
 
     Raises:
@@ -48,7 +72,8 @@ class StaticLLMPipeline:
         DeviceError: the device is not on this machine, or refused a program.
         ConfigError: an unknown property or an impossible value.
 
-    Calls from several threads are served one after the other.
+    Any thread may call. Requests are served together by one thread that owns the device; ``close`` ends it, and so does
+    leaving a ``with`` block, dropping the pipeline or ending the process.
     """
 
     def __init__(
@@ -59,17 +84,20 @@ class StaticLLMPipeline:
         config: Mapping[str, Any] | StaticLLMConfig | None = None,
         tokenizer: genai.Tokenizer | None = None,
         on_progress: Callable[[ProgressEvent], None] | None = None,
+        scheduler: str | Policy | None = None,
         **properties: Any,
     ) -> None:
         start = time.perf_counter()
-        device, config, tokenizer = _positional(args, device, config, tokenizer)
+        device, config, tokenizer = positional(args, device, config, tokenizer)
         directory = check_model_dir(models_path, needs_tokenizer=tokenizer is None)
-        self._config = _resolve_config(device, config, properties)
-        self._tokenizer = tokenizer or _read_tokenizer(directory)
-        self._generation_config = _read_generation_config(directory, self._tokenizer)
-        self._runner, self._shape = load(directory, device, self._config, on_progress or (lambda event: None))
-        self._sequence = self._runner.cache.open()
-        self._is_settled = True  # False while a call runs, and after one that an exception ended
+        self._config = resolve_config(device, config, properties)
+        policy = make_policy(self._config.scheduler if scheduler is None else scheduler)
+        self._tokenizer = tokenizer or read_tokenizer(directory)
+        self._generation_config = read_generation_config(directory, self._tokenizer)
+        loaded = load(directory, device, self._config, on_progress or (lambda event: None))
+        self._shape = loaded.shape
+        self._engine: Engine = make_engine(loaded, self._config, policy)
+        self._finalizer = weakref.finalize(self, self._engine.close)
         self._history: list[dict[str, str]] | None = None
         self._rng = np.random.default_rng(0)
         self._lock, self._owner = threading.Lock(), 0
@@ -85,16 +113,21 @@ class StaticLLMPipeline:
         inputs: Any,
         generation_config: genai.GenerationConfig | Mapping[str, Any] | None = None,
         streamer: Streamer = None,
+        *,
+        overflow: str = "stop",
+        priority: int = 0,
         **kwargs: Any,
     ) -> Any:
-        """Generate one answer.
+        """Generate answers; several prompts run together.
 
         Args:
-            inputs: A ``str``, a list of one ``str``, token ids (numpy or ``openvino.Tensor``, ``[n]`` or ``[1, n]``;
+            inputs: A ``str``, a list of ``str``, token ids (numpy or ``openvino.Tensor``, ``[n]`` or ``[batch, n]``;
                 ``TokenizedInputs``) or a ``ChatHistory``.
             generation_config: Replaces the pipeline's own for this call.
-            streamer: A callable that takes text, or an ``openvino_genai.StreamerBase`` that takes tokens. Its exceptions
-                reach the caller; the pipeline stays usable.
+            streamer: A callable that takes text, or an ``openvino_genai.StreamerBase`` that takes tokens; for one prompt.
+                It runs in the thread that calls, its exceptions reach the caller, the pipeline stays usable.
+            overflow: What becomes of tokens beyond the rows: ``stop``, ``truncate_middle`` or ``shift``.
+            priority: Higher ones are served first.
             kwargs: Fields of ``GenerationConfig``, which win over both configs.
 
         Returns:
@@ -102,29 +135,62 @@ class StaticLLMPipeline:
             for token ids.
 
         Raises:
-            PromptError: an empty prompt, a batch, ids outside the vocabulary.
-            PromptTooLongError: more than ``MAX_PROMPT_LEN`` tokens.
+            PromptError: an empty prompt, ids outside the vocabulary.
+            PromptTooLongError: more than ``MAX_PROMPT_LEN`` tokens, and ``overflow`` is ``stop``.
             GenerationConfigError: an unknown option or an impossible value.
+            BusyError: ``MAX_WAITING`` requests wait.
         """
         form, sink = form_of(inputs), make_sink(streamer)
-        base, overrides = self._base_config(generation_config, kwargs)
-        call = _Call(resolve(base, overrides), sink, time.perf_counter())
-        with self._exclusive():
-            turn = self._turn(form, inputs)
-            ids = encode_messages(self._tokenizer, turn) if turn else self._encode(form, inputs, call.options)
-            answer, metrics = self._answer(ids, call, is_chat=turn is not None)
-            if turn and not answer.is_dropped:
-                self._history = [*turn, {"role": "assistant", "content": answer.text}]
-        if form == "tokens":
-            tokens = (ids if call.options.echo else []) + answer.tokens
-            return EncodedResults([tokens], [answer.score], [answer.finish_reason], metrics)
-        text = (self._decode(ids) if call.options.echo else "") + answer.text
-        results = DecodedResults([text], [answer.tokens], [answer.score], [answer.finish_reason], metrics)
-        return GeneratedText.of(results) if form == "text" else results
+        call = self._call(form, generation_config, kwargs, overflow, priority, None)
+        if self._history is not None and form in ("text", "texts"):
+            return self._take_turn(inputs, call, sink)
+        prompts = self._encode(inputs, call)
+        if len(prompts) == 1:
+            return results_of(form, [self._stream(self._begin(prompts[0], call), sink)], self._decode)
+        if streamer is not None:
+            raise GenerationConfigError(
+                f"a streamer for {len(prompts)} prompts: it could not tell them apart; submit each with a callback"
+            )
+        return results_of(form, self._run_together(prompts, call), self._decode)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The same as ``generate``."""
         return self.generate(*args, **kwargs)
+
+    def submit(
+        self,
+        inputs: Any,
+        generation_config: genai.GenerationConfig | Mapping[str, Any] | None = None,
+        *,
+        priority: int = 0,
+        deadline_ms: float | None = None,
+        overflow: str = "stop",
+        callback: Callable[[str], Any] | None = None,
+        **kwargs: Any,
+    ) -> GenerationHandle:
+        """Begin one answer and return at once. It takes no part in ``start_chat``: pass a ``ChatHistory`` for a chat.
+
+        Args:
+            inputs: One prompt, in any form that ``generate`` takes.
+            generation_config: As for ``generate``.
+            priority: Higher ones are served first.
+            deadline_ms: The answer ends so many ms from now, finished or not (finish reason ``deadline``).
+            overflow: As for ``generate``.
+            callback: Called with text as it comes, in a thread of its own; what it raises ends the request.
+            kwargs: Fields of ``GenerationConfig``.
+
+        Raises:
+            BusyError: ``MAX_WAITING`` requests wait.
+            PromptError, PromptTooLongError, GenerationConfigError: as for ``generate``.
+        """
+        call = self._call(form_of(inputs), generation_config, kwargs, overflow, priority, deadline_ms)
+        prompts = self._encode(inputs, call)
+        if len(prompts) != 1:
+            raise GenerationConfigError(f"submit takes one prompt, not {len(prompts)}: submit each")
+        handle = self._begin(prompts[0], call)
+        if callback is not None:
+            handle.call_back(callback)
+        return handle
 
     def start_chat(self, system_message: str = "") -> None:
         """From now on ``generate`` of a ``str``, or of a list of one, is a turn of one conversation."""
@@ -135,6 +201,25 @@ class StaticLLMPipeline:
         """Forget the conversation."""
         with self._exclusive():
             self._history = None
+
+    def stats(self) -> Stats:
+        """What the engine has done since it was loaded: latencies, shares of the device, padding, prefix hits, rows."""
+        return self._engine.profiler.stats()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for traces and measurements."""
+        return self._engine
+
+    def close(self, drain: bool = False) -> None:
+        """End the engine: cancel what runs, or with ``drain`` wait for it. Closing again does nothing."""
+        self._engine.close(drain)
+
+    def __enter__(self) -> StaticLLMPipeline:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def get_tokenizer(self) -> genai.Tokenizer:
         """The tokenizer, GenAI's own."""
@@ -155,15 +240,33 @@ class StaticLLMPipeline:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """One call at a time. Other threads wait; the same thread, from within its streamer, would wait for itself."""
+        """One turn of the chat at a time. Other threads wait; the same thread, from its streamer, would wait for itself."""
         if self._owner == threading.get_ident():
-            raise StaticLLMError("generate is running in this thread: a streamer cannot call its own pipeline")
+            raise StaticLLMError("a turn of the chat is running in this thread: its streamer cannot begin another")
         with self._lock:
             self._owner = threading.get_ident()
             try:
                 yield
             finally:
                 self._owner = 0
+
+    def _call(
+        self,
+        form: Form,
+        config: object,
+        overrides: dict[str, Any],
+        overflow: str,
+        priority: int,
+        deadline_ms: float | None,
+    ) -> Call:
+        started = time.perf_counter()
+        options = resolve(*self._base_config(config, overrides))
+        if not isinstance(priority, int):
+            raise GenerationConfigError(f"priority={priority!r}: must be a whole number")
+        if deadline_ms is not None and (not isinstance(deadline_ms, (int, float)) or not deadline_ms > 0):
+            raise GenerationConfigError(f"deadline_ms={deadline_ms!r}: must be milliseconds, more than 0")
+        deadline = None if deadline_ms is None else started + deadline_ms / 1e3
+        return Call(form, options, overflow_rule(overflow), priority, deadline, started)
 
     def _base_config(self, config: object, overrides: dict[str, Any]) -> tuple[genai.GenerationConfig, dict[str, Any]]:
         if isinstance(config, Mapping):
@@ -185,104 +288,112 @@ class StaticLLMPipeline:
             copied.set_eos_token_id(own.eos_token_id)
         return copied
 
-    def _turn(self, form: Form, inputs: Any) -> list[dict[str, str]] | None:
-        """The conversation up to this prompt, if there is a conversation and the prompt is text."""
-        if self._history is None or form not in ("text", "texts"):
-            return None
-        text = inputs if form == "text" else inputs[0]
-        return [*self._history, {"role": "user", "content": text}]
+    def _take_turn(self, inputs: Any, call: Call, sink: TokenSink) -> Any:
+        """One turn of ``start_chat``'s conversation."""
+        texts = [inputs] if call.form == "text" else list(inputs)
+        if len(texts) != 1:
+            raise GenerationConfigError(f"a chat takes one prompt a turn, not {len(texts)}: finish_chat first")
+        with self._exclusive():
+            turn = [*(self._history or []), {"role": "user", "content": texts[0]}]
+            ids = encode_messages(self._tokenizer, turn)
+            outcome = self._stream(self._begin(ids, replace(call, is_chat=True)), sink)
+            if not outcome.answer.is_dropped:
+                self._history = [*turn, {"role": "assistant", "content": outcome.answer.text}]
+        return results_of(call.form, [outcome], self._decode)
 
-    def _encode(self, form: Form, inputs: Any, options: GenerationOptions) -> list[int]:
-        if form == "tokens":
+    def _encode(self, inputs: Any, call: Call) -> list[list[int]]:
+        """Token ids of every prompt."""
+        if call.form == "tokens":
             return token_ids(inputs)
-        if form == "history":
-            return encode_messages(self._tokenizer, inputs)
-        return encode_text(self._tokenizer, inputs if form == "text" else inputs[0], options.apply_chat_template)
+        if call.form == "history":
+            return [encode_messages(self._tokenizer, inputs)]
+        texts = [inputs] if call.form == "text" else inputs
+        return [encode_text(self._tokenizer, text, call.options.apply_chat_template) for text in texts]
 
-    def _answer(self, ids: list[int], call: _Call, is_chat: bool) -> tuple[Answer, PerfMetrics]:
-        encoded = time.perf_counter()
-        check_ids(ids, self._shape.vocab_size, self._config.max_prompt_len, is_chat)
-        call.options.check_room(len(ids))
-        sampler = Sampler(call.options.sampling, ids, self._shape.vocab_size, self._rng_for(call.options))
-        if not self._is_settled:  # an exception, Ctrl-C or the user's own, may have come between any two statements
-            self._sequence = self._runner.reset()
-        self._is_settled = False
-        sequence = self._reuse(ids)
-        answer = Generation(self._runner, sequence, call.options, sampler, self._decode, call.sink).run(ids)
-        self._is_settled = True
-        return answer, metrics_of(answer, len(ids), self._load_ms, call.started, encoded)
+    def _begin(self, ids: list[int], call: Call) -> GenerationHandle:
+        """Check a prompt and hand it to the engine."""
+        limit, options, encoded = self._config.max_prompt_len, call.options, time.perf_counter()
+        ids = shorten(ids, limit, call.overflow)
+        check_ids(ids, self._shape.vocab_size, limit, call.is_chat)
+        options.check_room(len(ids))
+        request = Request(
+            tokens=list(ids),
+            options=options,
+            sampler=Sampler(options.sampling, ids, self._shape.vocab_size, self._rng_for(options)),
+            limit=options.max_tokens_after(len(ids)),
+            priority=call.priority,
+            deadline=call.deadline,
+            overflow=call.overflow,
+            watch=self._watch(options),
+            arrival=call.started,
+        )
 
-    def _reuse(self, ids: list[int]) -> Sequence:
-        """The resident sequence, cut to the prefix that it shares with the prompt; the last token always runs."""
-        shared = self._sequence.common_prefix(ids[:-1]) if self._config.prefix_caching else 0
-        self._runner.cache.cut(self._sequence, shared)
-        return self._sequence
+        def finish(answer: Answer) -> Outcome:
+            metrics = metrics_of(answer, request, self._load_ms, call.started, encoded)
+            return Outcome(answer, metrics, ids if options.echo else [])
+
+        def result(outcome: Outcome) -> Any:
+            return results_of(call.form, [outcome], self._decode)
+
+        is_done = request.limit == 0
+        handle = GenerationHandle(request, Delivery(self._decode, options, ids), finish, result, is_done)
+        if not is_done:
+            self._engine.submit(request)
+        return handle
+
+    def _stream(self, handle: GenerationHandle, sink: TokenSink) -> Outcome:
+        """Read one answer in this thread. Whatever interrupts the reading ends the request."""
+        try:
+            for piece in handle.pieces():
+                status = sink.write(piece.tokens, piece.text)
+                if status != Status.RUNNING:
+                    handle.stop(is_dropped=status == Status.CANCEL)
+            sink.end()
+            return handle.outcome()
+        except BaseException:
+            handle.cancel()
+            raise
+
+    def _run_together(self, prompts: list[list[int]], call: Call) -> list[Outcome]:
+        """Submit all prompts, as many at a time as may wait; an exception ends all of them."""
+        handles: list[GenerationHandle] = []
+        try:
+            for ids in prompts:
+                handles.append(self._begin_patiently(ids, call, handles))
+            return [handle.outcome() for handle in handles]
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+
+    def _begin_patiently(self, ids: list[int], call: Call, before: list[GenerationHandle]) -> GenerationHandle:
+        """Where the queue is full of this call's own prompts, wait for the first of them."""
+        while True:
+            try:
+                return self._begin(ids, call)
+            except BusyError:
+                unfinished = [handle for handle in before if not handle.is_done]
+                if not unfinished:
+                    raise
+                unfinished[0].outcome()
+
+    def _watch(self, options: GenerationOptions) -> Callable[[int], bool] | None:
+        """What tells the engine that a stop string has come; the reader cuts the text."""
+        if not options.stop_strings:
+            return None
+        stream = TextStream(self._decode, options.stop_strings)
+
+        def watch(token: int) -> bool:
+            stream.push(token)
+            return stream.is_stopped
+
+        return watch
 
     def _rng_for(self, options: GenerationOptions) -> np.random.Generator:
         """A seed starts its own stream, so that a call can be repeated; without one the pipeline's stream goes on."""
         seed = options.sampling.rng_seed
-        return np.random.default_rng(seed) if seed else self._rng
+        return np.random.default_rng(seed or self._rng.integers(1, 2**63))
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens)
         return text
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call of ``generate``: its options, where its tokens go, and when it began (``time.perf_counter``)."""
-
-    options: GenerationOptions
-    sink: TokenSink
-    started: float
-
-
-def _positional(
-    args: tuple[Any, ...], device: Any, config: Any, tokenizer: Any
-) -> tuple[str, Any, genai.Tokenizer | None]:
-    """GenAI's two orders: ``(path, device, config)`` and ``(path, tokenizer, device, config)``, by name or by place."""
-    rest = list(args)
-    if rest and (rest[0] is None or isinstance(rest[0], genai.Tokenizer)):
-        tokenizer = rest.pop(0) or tokenizer
-    if rest and not isinstance(rest[0], (Mapping, StaticLLMConfig)):
-        if device is not None:
-            raise ConfigError(f"the device is given twice: {rest[0]!r} by place and {device!r} by name")
-        device = rest.pop(0)
-    if rest and config is None:
-        config = rest.pop(0)
-    if rest:
-        raise ConfigError(f"{len(args) + 1} positional arguments: at most models_path, tokenizer, device and config")
-    if tokenizer is not None and not isinstance(tokenizer, genai.Tokenizer):
-        raise ConfigError(f"tokenizer is a {type(tokenizer).__name__}: must be an openvino_genai.Tokenizer")
-    return "CPU" if device is None else device, config, tokenizer
-
-
-def _resolve_config(device: str, config: Any, properties: dict[str, Any]) -> StaticLLMConfig:
-    supported = device_properties(device)
-    if isinstance(config, StaticLLMConfig):
-        if properties:
-            raise ConfigError(f"both a StaticLLMConfig and the property {next(iter(properties))!r}: give one of them")
-        return config
-    if config is not None and not isinstance(config, Mapping):
-        raise ConfigError(f"config is a {type(config).__name__}: must be a dict of properties or a StaticLLMConfig")
-    return StaticLLMConfig.from_properties({**(config or {}), **properties}, supported)
-
-
-def _read_tokenizer(directory: os.PathLike[str]) -> genai.Tokenizer:
-    try:
-        return genai.Tokenizer(directory)
-    except RuntimeError as error:
-        raise ModelError(
-            f"the tokenizer in {str(directory)!r} cannot be read: {str(error).splitlines()[-1]}"
-        ) from error
-
-
-def _read_generation_config(directory: Any, tokenizer: genai.Tokenizer) -> genai.GenerationConfig:
-    path = directory / "generation_config.json"
-    try:
-        config = genai.GenerationConfig(path) if path.is_file() else genai.GenerationConfig()
-    except RuntimeError as error:
-        raise ModelError(f"{str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
-    if config.eos_token_id == -1 and tokenizer.get_eos_token_id() != -1:
-        config.set_eos_token_id(tokenizer.get_eos_token_id())
-    return config

@@ -13,7 +13,7 @@ import openvino as ov
 
 from staticllm.compiler_passes.lower import LoweredModel, LoweringOptions, lower
 from staticllm.config import StaticLLMConfig
-from staticllm.core import ModelShape, Phase, ProgressEvent, RowType, Variant
+from staticllm.core import ModelShape, Phase, ProgramMode, ProgressEvent, RowType, Variant
 from staticllm.devices import (
     check_device,
     default_mode,
@@ -24,11 +24,14 @@ from staticllm.devices import (
 )
 from staticllm.errors import ConfigError
 from staticllm.kvcache.cache import KVCache
-from staticllm.kvcache.step import make_buffers
+from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.model_dir import check_model_dir, read_model
 from staticllm.pipelines.costs import CostTable
-from staticllm.pipelines.programs import CompileOptions, Program, bind, compile_programs
+from staticllm.pipelines.engine import Engine, EngineOptions
+from staticllm.pipelines.programs import BoundPrograms, CompileOptions, bind, compile_programs
 from staticllm.pipelines.runner import ModelRunner
+from staticllm.pipelines.scheduling.book import Limits
+from staticllm.pipelines.scheduling.view import Policy
 from staticllm.pipelines.variants import choose_variants
 
 OnProgress = Callable[[ProgressEvent], None]
@@ -47,6 +50,15 @@ class Layout:
     variants: tuple[Variant, ...]
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """A model that can run."""
+
+    runner: ModelRunner
+    shape: ModelShape
+    mode: ProgramMode
+
+
 def prepare(
     models_path: str | os.PathLike[str],
     device: str,
@@ -63,11 +75,11 @@ def prepare(
     check_device(core, device)
     mode = default_mode(device) if config.programs == "auto" else config.programs
     row_type = config.kv_cache_precision or default_row_type(device)
-    variants = choose_variants(config, mode)
     model = read_model(core, check_model_dir(models_path, needs_tokenizer=False))
     on_progress(ProgressEvent("read", 1, 1, time.perf_counter() - start))
     start = time.perf_counter()
-    lowered = lower(model, LoweringOptions(config.capacity, row_type))
+    lowered = lower(model, LoweringOptions(config.num_kv_rows(mode), row_type))
+    variants = choose_variants(config, mode, lowered.shape.is_packable)
     on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - start))
     return core, Layout(lowered, CompileOptions(device, mode, row_type, _phase_properties(device, config)), variants)
 
@@ -77,14 +89,22 @@ def load(
     device: str,
     config: StaticLLMConfig,
     on_progress: OnProgress = lambda event: None,
-) -> tuple[ModelRunner, ModelShape]:
+) -> Loaded:
     """A runner that is warm: every variant has run once. The graph, and with it the weights as read, is let go.
 
     Raises:
         ModelError, UnsupportedModelError, DeviceError, ConfigError
     """
     core, layout = prepare(models_path, device, config, on_progress)
-    return make_runner(core, layout, on_progress), layout.lowered.shape
+    return Loaded(make_runner(core, layout, on_progress), layout.lowered.shape, layout.options.mode)
+
+
+def make_engine(loaded: Loaded, config: StaticLLMConfig, policy: Policy) -> Engine:
+    """The engine of a loaded model; its thread starts with the first request."""
+    slots = config.num_slots(loaded.mode)
+    limits = Limits(slots, config.ttft_ms, config.tpot_ms)
+    options = EngineOptions(limits, config.capacity, config.max_waiting, config.num_parked_rows, config.prefix_caching)
+    return Engine(loaded.runner, policy, options)
 
 
 def make_runner(core: ov.Core, layout: Layout, on_progress: OnProgress = lambda event: None) -> ModelRunner:
@@ -93,15 +113,17 @@ def make_runner(core: ov.Core, layout: Layout, on_progress: OnProgress = lambda 
     shape = layout.lowered.shape
     try:
         cache = KVCache(shape, [variant.capacity for variant in layout.variants], dtype)
-        buffers = make_buffers(layout.variants, shape, dtype)
+        pool = BufferPool(layout.variants, shape, dtype)
     except MemoryError as error:
         raise ConfigError(
             f"not enough memory for the rows or masks ({error}): lower MAX_PROMPT_LEN or PREFILL_ROWS"
         ) from None
-    programs = {
-        variant: bind(compiled, shape, cache.arena, buffers[variant], layout.options.row_type)
-        for variant, compiled in compile_layout(core, layout, on_progress)
-    }
+    programs = BoundPrograms(
+        dict(compile_layout(core, layout, on_progress)),
+        lambda variant, compiled: bind(
+            compiled, shape, cache.arena, StepBuffers(variant, pool), layout.options.row_type
+        ),
+    )
     return ModelRunner(cache, programs, _warm_up(programs, on_progress))
 
 
@@ -135,19 +157,21 @@ def _phase_properties(device: str, config: StaticLLMConfig) -> dict[Phase, Mappi
     return {phase: exact_if_asked(device, {**common, **extra}) for phase, extra in phases.items()}
 
 
-def _warm_up(programs: Mapping[Variant, Program], on_progress: OnProgress) -> CostTable:
+def _warm_up(programs: BoundPrograms, on_progress: OnProgress) -> CostTable:
     """Run variants once, so that no user waits for a first inference; time what is quick once more.
 
-    Each separate program is run. Of a shared one, every generate variant and each number of rows once, as long as a run is
-    expected to stay under a second: there a first run costs a tenth more than the next (docs/design.md), not more.
+    Each separate program is run. Of a shared one, those that decode one sequence, and each number of rows once, as long as
+    a run is expected to stay under a second: there a first run costs a tenth more than the next (docs/design.md), not more.
     """
     costs = CostTable()
     seen: set[tuple[int, Variant | int]] = set()
-    for index, (variant, program) in enumerate(programs.items(), 1):
-        family = (id(program.compiled), variant if variant.rows == 1 else variant.rows)
+    for index, variant in enumerate(programs, 1):
+        family = (id(programs.compiled(variant)), variant if variant.rows == 1 else variant.rows)
         first = 0.0
-        if family not in seen and (not seen or costs(variant) < LONG_SECONDS or program.is_static):
+        is_static = programs.is_static(variant)
+        if is_static or (family not in seen and (not seen or costs(variant) < LONG_SECONDS)):
             seen.add(family)
+            program = programs[variant]
             first = program.run()
             is_worth_it = first < QUICK_SECONDS or variant.rows == 1  # the very first run of all packs the weights
             seconds = min(program.run(), program.run()) if is_worth_it else first

@@ -8,7 +8,7 @@ plugin's own buffer is given another region later.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,6 @@ class Program:
         self.variant = buffers.variant
         self.buffers = buffers
         self.compiled = compiled
-        self.is_static = not any(port.partial_shape.is_dynamic for port in compiled.inputs)
         self._request = compiled.create_infer_request()
         self._tensors = tensors  # keeps them, and the arrays behind them, alive
         for port in (*compiled.inputs, *compiled.outputs):
@@ -51,6 +50,37 @@ class Program:
         start = time.perf_counter()
         self._request.infer()
         return time.perf_counter() - start
+
+
+class BoundPrograms(Mapping[Variant, Program]):
+    """The programs of all variants. A variant of a shared program is bound when it runs first: most never do."""
+
+    def __init__(
+        self,
+        compiled: Mapping[Variant, ov.CompiledModel],
+        bind_one: Callable[[Variant, ov.CompiledModel], Program],
+    ) -> None:
+        self._compiled, self._bind = dict(compiled), bind_one
+        self._bound: dict[Variant, Program] = {}
+
+    def __getitem__(self, variant: Variant) -> Program:
+        program = self._bound.get(variant)
+        if program is None:
+            program = self._bound[variant] = self._bind(variant, self._compiled[variant])
+        return program
+
+    def __iter__(self) -> Iterator[Variant]:
+        return iter(self._compiled)
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    def compiled(self, variant: Variant) -> ov.CompiledModel:
+        return self._compiled[variant]
+
+    def is_static(self, variant: Variant) -> bool:
+        """Whether the program is this variant's alone."""
+        return not any(port.partial_shape.is_dynamic for port in self._compiled[variant].inputs)
 
 
 def compile_programs(

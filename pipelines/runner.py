@@ -15,7 +15,7 @@ from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.sequence import Sequence
 from staticllm.kvcache.step import Segment, Step, StepBuffers
 from staticllm.pipelines.costs import CostTable
-from staticllm.pipelines.variants import plan_chunks, smallest_for
+from staticllm.pipelines.variants import VariantIndex, plan_chunks
 
 Logits = NDArray[np.float32]
 
@@ -30,25 +30,22 @@ class Runnable(Protocol):
 
 
 class ModelRunner:
-    """A model's programs over one cache. Not thread-safe: one caller at a time.
-
-    ``device_seconds`` lists how long each call took, since ``take_device_seconds`` was called last.
-    """
+    """A model's programs over one cache. Not thread-safe: one caller at a time. ``seconds`` is what the last call took."""
 
     def __init__(self, cache: KVCache, programs: Mapping[Variant, Runnable], costs: CostTable | None = None) -> None:
         self.cache = cache
-        self.programs = dict(programs)
+        self.programs = programs
         self.costs = costs or CostTable()
-        self._variants = list(self.programs)
-        self._device_seconds: list[float] = []
+        self.index = VariantIndex(programs)
+        self.seconds = 0.0
 
     def prefill(self, sequence: Sequence, tokens: List[int]) -> Logits:
         """Run a prompt in the cheapest chunks. Returns the logits after its last token, ``[vocab]``."""
         ids = np.asarray(tokens, np.int64)
-        chunks = plan_chunks(self.cache.rows.high_row, len(ids), self._variants, self.costs)
+        chunks = plan_chunks(self.index, self.costs, len(ids), self.cache.rows.high_row, not len(sequence))
         start, logits = 0, None
         for variant, count in chunks:
-            (logits,) = self._run(variant, [Segment(sequence, ids[start : start + count])])
+            (logits,) = self._checked(variant, [Segment(sequence, ids[start : start + count])])
             start += count
         assert logits is not None, "an empty prompt"
         return logits
@@ -62,49 +59,45 @@ class ModelRunner:
 
         Returns the logits after the last token of each segment; views, valid until the next call.
         """
-        return self._run(self.variant_for(segments), segments)
+        variant = self.variant_for(segments)
+        assert variant is not None, f"no variant holds {len(segments)} segments"
+        return self._checked(variant, segments)
 
-    def variant_for(self, segments: List[Segment]) -> Variant:
+    def variant_for(self, segments: List[Segment]) -> Variant | None:
         """The fewest rows that hold these segments, at the smallest capacity that shows all rows in use."""
         num_rows = sum(len(segment.tokens) for segment in segments)
         is_fresh = not any(len(segment.sequence) for segment in segments)
-        for size in sorted({variant.rows for variant in self._variants if variant.rows >= num_rows}):
-            without_past = Variant(size, 0)
-            if is_fresh and without_past in self.programs:
-                return without_past
-            if variant := smallest_for(self._variants, size, self.cache.rows.high_row):
-                return variant
-        raise AssertionError(f"no variant holds {num_rows} rows over {self.cache.rows.high_row}")
+        return self.index.smallest(num_rows, len(segments), self.cache.rows.high_row, is_fresh)
 
-    @property
-    def vocab_size(self) -> int:
-        return next(iter(self.programs.values())).buffers.logits.shape[-1]
+    def run(self, variant: Variant, segments: List[Segment]) -> list[Logits]:
+        """Run one variant and keep the rows of every segment whose logits are finite; the others are told by their logits."""
+        program, step = self.programs[variant], Step(variant, tuple(segments))
+        self.cache.fill(step, program.buffers)
+        self.seconds = program.run()
+        logits: Logits = program.buffers.logits[0, : len(segments)]
+        is_finite = np.isfinite(logits.max(axis=-1)).tolist()
+        self.cache.commit(step, program.buffers, is_finite)
+        self.costs.update(variant, self.seconds)
+        return list(logits)
 
-    def can_decode(self) -> bool:
-        """Whether a row is left for one more token."""
-        return self.cache.rows.num_free > 0
+    def _checked(self, variant: Variant, segments: List[Segment]) -> list[Logits]:
+        """
+        Raises:
+            NumericalError: logits that are not finite.
+        """
+        outputs = self.run(variant, segments)
+        if not all(np.isfinite(logits.max()) for logits in outputs):
+            raise not_finite(variant)
+        return outputs
 
     def reset(self) -> Sequence:
         """Forget everything, whatever state an exception left behind. Returns a new, empty sequence."""
         self.cache.reset()
         return self.cache.open()
 
-    def take_device_seconds(self) -> list[float]:
-        """Seconds of each device call since the last time this was asked."""
-        taken, self._device_seconds = self._device_seconds, []
-        return taken
 
-    def _run(self, variant: Variant, segments: List[Segment]) -> list[Logits]:
-        program, step = self.programs[variant], Step(variant, tuple(segments))
-        self.cache.fill(step, program.buffers)
-        seconds = program.run()
-        logits: Logits = program.buffers.logits[0, : len(segments)]
-        if not np.isfinite(logits.max(axis=-1)).all():
-            raise NumericalError(
-                f"{variant} answered with logits that are not finite: try INFERENCE_PRECISION_HINT='f32' and "
-                "KV_CACHE_PRECISION='f32'"
-            )
-        self.cache.commit(step, program.buffers)
-        self.costs.update(variant, seconds)
-        self._device_seconds.append(seconds)
-        return list(logits)
+def not_finite(variant: Variant) -> NumericalError:
+    return NumericalError(
+        f"{variant} answered with logits that are not finite: try INFERENCE_PRECISION_HINT='f32' and "
+        "KV_CACHE_PRECISION='f32'"
+    )

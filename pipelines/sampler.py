@@ -34,6 +34,7 @@ class Sampler:
     def __init__(self, params: SamplingParams, prompt: list[int], vocab_size: int, rng: np.random.Generator) -> None:
         self._params = params
         self._rng = rng
+        self.vocab_size = vocab_size
         self._has_penalty = (
             params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )

@@ -1,45 +1,74 @@
-"""Which variants exist: ladders derived from the lengths, and the plan of a prompt's chunks over them."""
+"""Which variants exist: ladders derived from the lengths; the smallest that holds a call; the plan of a prompt's chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgramMode, Variant
 from staticllm.errors import ConfigError
 
 PREFILL_LADDER: dict[ProgramMode, tuple[int, ...]] = {"shared": (16, 64, 256), "separate": (64,)}
+MIXED_ROWS = (16, 32, 64, 128, 256)
+FEW_SEQUENCES, MORE_SEQUENCES = 4, 4
+"""A mixed call is there for few sequences, and for a full house and this many prompts more: unused logits cost time too."""
 LARGEST_CHUNK = 1024
 SMALLEST_CAPACITY = 256
 
 
-def choose_variants(config: StaticLLMConfig, mode: ProgramMode) -> tuple[Variant, ...]:
-    """All variants of a pipeline, small ones first.
+def choose_variants(config: StaticLLMConfig, mode: ProgramMode, is_packable: bool = True) -> tuple[Variant, ...]:
+    """All variants of a pipeline, those that decode first.
 
-    Prefill rows: 16, 64, 256, then the longest prompt or 1024 (64 and that when each program is a blob of its own).
-    Prefill capacities: 0 (no past), the total, and where a capacity costs no program of its own those of the generate
-    variants. Generate capacities: powers of two, then the total.
+    Capacities: powers of two, then what one sequence can have (``capacity``), then what all together can have (``kv_rows``;
+    with steps between where a capacity costs no program of its own).
+    Decoding: one row; packed, one row a sequence: 2, 4, 8 … up to ``max_num_seqs`` (the last alone when each is a blob).
+    Prefill: 16, 64, 256, then the longest prompt or 1024 rows (64 and that when each is a blob), of one sequence.
+    Mixed, rows of many sequences, whatever phase they are in: 16 … 256, only where it costs no program.
     """
-    prefill_rows = config.prefill_rows or _prefill_rows(config.max_prompt_len, mode)
-    generate_capacities = config.generate_capacities or _powers(SMALLEST_CAPACITY, 2, config.capacity)
-    prefill_capacities = config.prefill_capacities or _prefill_capacities(mode, generate_capacities)
-    if generate_capacities[-1] != config.capacity:
+    total, slots = config.num_kv_rows(mode), config.num_slots(mode) if is_packable else 1
+    if config.generate_capacities and config.generate_capacities[-1] != config.capacity:
         raise ConfigError(
-            f"GENERATE_CAPACITIES ends at {generate_capacities[-1]}: its last size must be "
+            f"GENERATE_CAPACITIES ends at {config.generate_capacities[-1]}: its last size must be "
             f"MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {config.capacity}"
         )
-    if config.max_prompt_len > prefill_rows[-1] and prefill_capacities[-1] < config.max_prompt_len:
+    capacities = config.generate_capacities or _powers(SMALLEST_CAPACITY, config.capacity)
+    capacities = (*capacities, *_beyond(config.capacity, total, mode))
+    sizes = [(1, 1), *((rows, rows) for rows in _packed_rows(slots, mode))]
+    packed_capacities = capacities if mode == "shared" else tuple(sorted({config.capacity, total}))
+    decoding = [
+        Variant(rows, capacity, sequences)
+        for rows, sequences in sizes
+        for capacity in (capacities if rows == 1 else packed_capacities)
+    ]
+    prefill = _prefill_variants(config, mode, capacities)
+    mixed = [
+        Variant(rows, capacity, sequences)
+        for rows in (MIXED_ROWS if slots > 1 and mode == "shared" else ())
+        for sequences in (FEW_SEQUENCES, slots + MORE_SEQUENCES)
+        for capacity in (0, *capacities)
+        if rows > sequences
+    ]
+    return tuple(dict.fromkeys((*decoding, *prefill, *mixed)))
+
+
+def _prefill_variants(config: StaticLLMConfig, mode: ProgramMode, capacities: tuple[int, ...]) -> list[Variant]:
+    total = capacities[-1]
+    rows = config.prefill_rows or _prefill_rows(config.max_prompt_len, mode)
+    chosen = config.prefill_capacities or ((0, *capacities) if mode == "shared" else (0, total))
+    if config.max_prompt_len > rows[-1] and chosen[-1] < config.max_prompt_len:
         raise ConfigError(
-            f"PREFILL_CAPACITIES ends at {prefill_capacities[-1]}: with chunks of {prefill_rows[-1]} the last chunk of a "
+            f"PREFILL_CAPACITIES ends at {chosen[-1]}: with chunks of {rows[-1]} the last chunk of a "
             f"prompt of {config.max_prompt_len} tokens needs more; add {config.capacity}"
         )
-    prefill = [
-        Variant(rows, capacity)
-        for rows in prefill_rows
-        for capacity in prefill_capacities
-        if rows > 1 and (config.prefill_capacities or capacity >= rows or capacity in (0, config.capacity))
+    if chosen[-1] == config.capacity:  # the rows of others lie beyond
+        chosen = (*chosen, total)
+    is_worth_it = config.prefill_capacities or mode == "separate"
+    return [
+        Variant(size, capacity)
+        for size in rows
+        for capacity in sorted(set(chosen))
+        if size > 1 and (is_worth_it or capacity >= size or capacity == 0)
     ]
-    return (*(Variant(1, capacity) for capacity in generate_capacities), *prefill)
 
 
 def _prefill_rows(max_prompt_len: int, mode: ProgramMode) -> tuple[int, ...]:
@@ -47,52 +76,80 @@ def _prefill_rows(max_prompt_len: int, mode: ProgramMode) -> tuple[int, ...]:
     return (*(rows for rows in PREFILL_LADDER[mode] if rows < largest), largest)
 
 
-def _prefill_capacities(mode: ProgramMode, generate_capacities: tuple[int, ...]) -> tuple[int, ...]:
-    return (0, *generate_capacities) if mode == "shared" else (0, generate_capacities[-1])
+def _packed_rows(slots: int, mode: ProgramMode) -> tuple[int, ...]:
+    if slots == 1:
+        return ()
+    return (slots,) if mode == "separate" else _powers(2, slots)
 
 
-def _powers(first: int, factor: int, total: int) -> tuple[int, ...]:
+def _beyond(capacity: int, total: int, mode: ProgramMode) -> tuple[int, ...]:
+    """Capacities above what one sequence can have."""
+    if total == capacity:
+        return ()
+    steps = _powers(SMALLEST_CAPACITY, total) if mode == "shared" else (total,)
+    halves = [step + step // 2 for step in steps[:-1]] if mode == "shared" else []
+    return tuple(sorted(step for step in {*steps, *halves} if capacity < step <= total))
+
+
+def _powers(first: int, total: int) -> tuple[int, ...]:
+    """``first`` and its doubles below ``total``, then ``total``."""
     ladder = []
     while first < total:
         ladder.append(first)
-        first *= factor
+        first *= 2
     return (*ladder, total)
 
 
-Cost = Callable[[Variant], float]
+class VariantIndex:
+    """The variants of a pipeline, ready to be asked which of them holds a call."""
+
+    def __init__(self, variants: Iterable[Variant]) -> None:
+        self.variants = tuple(variants)
+        self._ladders: dict[tuple[int, int], list[int]] = {}
+        for variant in sorted(self.variants):
+            self._ladders.setdefault((variant.rows, variant.sequences), []).append(variant.capacity)
+        self.sizes = tuple(sorted(self._ladders))  # (rows, sequences)
+        self.max_decoding = max(min(size) for size in self.sizes)  # sequences that can decode in one call
+
+    def smallest(self, num_rows: int, num_sequences: int, num_past: int, is_fresh: bool = False) -> Variant | None:
+        """The fewest rows, then sequences, then capacity that hold a call over ``num_past`` arena rows; None if nothing does.
+
+        ``is_fresh``: none of the sequences has a past, so that the arena need not be seen at all.
+        """
+        for rows, sequences in self.sizes:
+            if rows >= num_rows and sequences >= num_sequences:
+                variant = self.at(rows, sequences, num_past, is_fresh)
+                if variant is not None:
+                    return variant
+        return None
+
+    def at(self, rows: int, sequences: int, num_past: int, is_fresh: bool = False) -> Variant | None:
+        """The variant of exactly this size with the smallest capacity that will do."""
+        for capacity in self._ladders.get((rows, sequences), ()):
+            is_enough = capacity >= num_past if capacity else is_fresh or not num_past
+            if is_enough:
+                return Variant(rows, capacity, sequences)
+        return None
 
 
-def smallest_for(variants: Sequence[Variant], rows: int, num_past: int) -> Variant | None:
-    """Among variants of exactly ``rows``, the one of the smallest capacity that shows ``num_past`` rows."""
-    fitting = [v for v in variants if v.rows == rows and v.capacity >= num_past]
-    return min(fitting, key=lambda v: v.capacity, default=None)
-
-
-def _chunk_variant(variants: Sequence[Variant], rows: int, num_past: int, num_tokens: int) -> Variant | None:
-    """For a chunk: none of the past if there is none, else the capacity that the rows need after it, if there is one.
-
-    Decoding then goes on at the same capacity, and the arena is not re-strided at the hand-over.
-    """
-    roomy = smallest_for(variants, rows, num_past + min(num_tokens, rows)) if num_past else None
-    return roomy or smallest_for(variants, rows, num_past)
-
-
-def plan_chunks(num_past: int, num_tokens: int, variants: Sequence[Variant], cost: Cost) -> list[tuple[Variant, int]]:
-    """A cheap way to run ``num_tokens`` after ``num_past`` rows: (variant, tokens in it), in order.
+def plan_chunks(
+    index: VariantIndex, cost: Callable[[Variant], float], num_tokens: int, num_past: int, is_fresh: bool = False
+) -> list[tuple[Variant, int]]:
+    """A cheap way to run ``num_tokens`` of one sequence over ``num_past`` arena rows: (variant, tokens in it), in order.
 
     Peels full chunks off, the largest that fits first, and weighs at each point whether to run all the rest, padded, in one
     call instead: 20 tokens run in 64 rows, or in 16 and 16, or in 16 and four single steps.
     """
-    sizes = sorted({variant.rows for variant in variants})
+    sizes = [rows for rows, sequences in index.sizes if sequences == 1]
     peeled: list[tuple[Variant, int]] = []
     spent, done = 0.0, 0
     best_cost, best = float("inf"), None
     while done < num_tokens:
-        past, rest = num_past + done, num_tokens - done
-        padded = _first(_chunk_variant(variants, size, past, rest) for size in sizes if size >= rest)
+        past, rest, first = num_past + done, num_tokens - done, is_fresh and not done
+        padded = _first(index.at(size, 1, past, first) for size in sizes if size >= rest)
         if padded is not None and spent + cost(padded) < best_cost:
             best_cost, best = spent + cost(padded), [*peeled, (padded, rest)]
-        full = _first(_chunk_variant(variants, size, past, size) for size in reversed(sizes) if size <= rest)
+        full = _first(index.at(size, 1, past, first) for size in reversed(sizes) if size <= rest)
         if full is None:
             break
         peeled.append((full, full.rows))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from staticllm.config import StaticLLMConfig
 from staticllm.core import FinishReason, ProgressEvent, Variant
 from staticllm.errors import (
+    BusyError,
+    ClosedError,
     ConfigError,
     DeviceError,
     GenerationConfigError,
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BusyError",
+    "ClosedError",
     "ConfigError",
     "DecodedResults",
     "DeviceError",

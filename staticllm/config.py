@@ -8,14 +8,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast
 
-from staticllm.core import RowType
+from staticllm.core import ProgramMode, RowType
 from staticllm.errors import ConfigError
 
 MAX_LEN = 1 << 20
+MAX_SLOTS = 64
+SCHEDULERS = ("dynamic", "fcfs", "prefill_first", "decode_first", "chunked")
 _ROW_TYPES = ("f32", "f16", "bf16")
 _REPLACED_PREFIXES = ("NPUW_", "NPU_USE_NPUW")
 _NOT_HERE = {
-    "scheduler_config": "there is one sequence at a time; leave it out",
+    "scheduler_config": "use MAX_NUM_SEQS, KV_ROWS, MAX_WAITING and SCHEDULER",
     "ATTENTION_BACKEND": "attention runs in the step programs; leave it out",
     "ENABLE_MMAP": "the IR is always mapped; leave it out",
     "BLOB_PATH": "compile again, or set CACHE_DIR; `staticllm compile --export-blob` writes blobs",
@@ -37,7 +39,17 @@ class StaticLLMConfig:
         prefill_capacities: Past rows that a prefill program can see; 0 is a program without past (``PREFILL_CAPACITIES``).
         generate_capacities: Rows that a generate program can see (``GENERATE_CAPACITIES``).
         kv_cache_precision: Type of the rows, None for the device's default (``KV_CACHE_PRECISION``).
-        prefix_caching: Keep the rows of the last conversation and reuse the common prefix (``PREFIX_CACHING``).
+        prefix_caching: Keep the rows of conversations and reuse the longest common prefix (``PREFIX_CACHING``).
+        max_num_seqs: Requests that decode together, None for 16, or 4 where each program is a blob (``MAX_NUM_SEQS``).
+        kv_rows: Rows that all requests share, None for those of 4 longest sequences, or 2 where each program is a blob
+            (``KV_ROWS``).
+        parked_rows: Rows that may wait in host memory, of parked requests and of conversations kept for their prefix;
+            None for 16 longest sequences (``PARKED_ROWS``).
+        max_waiting: Requests that may wait; one more is refused with ``BusyError`` (``MAX_WAITING``).
+        scheduler: Who runs next: ``dynamic``, ``fcfs``, ``prefill_first``, ``decode_first`` or ``chunked``
+            (``SCHEDULER``, docs/scheduling.md).
+        ttft_ms: Target for the time to first token, ms; None for as soon as possible (``TTFT_MS``).
+        tpot_ms: Target for the time between two tokens, ms; None for a bound relative to a decode step (``TPOT_MS``).
         device_properties: OpenVINO properties for every program.
         prefill_config: More properties for prefill programs (``PREFILL_CONFIG``).
         generate_config: More properties for generate programs (``GENERATE_CONFIG``).
@@ -54,6 +66,13 @@ class StaticLLMConfig:
     generate_capacities: tuple[int, ...] | None = None
     kv_cache_precision: RowType | None = None
     prefix_caching: bool = True
+    max_num_seqs: int | None = None
+    kv_rows: int | None = None
+    parked_rows: int | None = None
+    max_waiting: int = 128
+    scheduler: Literal["dynamic", "fcfs", "prefill_first", "decode_first", "chunked"] = "dynamic"
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
     device_properties: Mapping[str, Any] = field(default_factory=dict, hash=False)
     prefill_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     generate_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -61,6 +80,7 @@ class StaticLLMConfig:
     def __post_init__(self) -> None:
         for name in ("max_prompt_len", "min_response_len"):
             object.__setattr__(self, name, whole(name.upper(), getattr(self, name), 1))
+        self._check_serving()
         _one_of("PROGRAMS", self.programs, ("auto", "separate", "shared"))
         if self.kv_cache_precision is not None:
             object.__setattr__(self, "kv_cache_precision", _row_type(self.kv_cache_precision))
@@ -83,10 +103,39 @@ class StaticLLMConfig:
                         "leave it out or raise a length"
                     )
 
+    def _check_serving(self) -> None:
+        for name, least in (("max_num_seqs", 1), ("kv_rows", 1), ("parked_rows", 0), ("max_waiting", 1)):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, whole(name.upper(), getattr(self, name), least, 1 << 24))
+        if self.max_num_seqs is not None and self.max_num_seqs > MAX_SLOTS:
+            raise ConfigError(f"MAX_NUM_SEQS={self.max_num_seqs}: a step holds at most {MAX_SLOTS} sequences; lower it")
+        if self.kv_rows is not None and self.kv_rows < self.capacity:
+            raise ConfigError(
+                f"KV_ROWS={self.kv_rows}: one sequence can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {self.capacity} rows; "
+                "raise it or lower a length"
+            )
+        _one_of("SCHEDULER", self.scheduler, SCHEDULERS)
+        for name in ("ttft_ms", "tpot_ms"):
+            object.__setattr__(self, name, _milliseconds(name.upper(), getattr(self, name)))
+
     @property
     def capacity(self) -> int:
-        """Rows of the largest variant: prompt and response together."""
+        """Rows that one sequence can have: prompt and response together."""
         return self.max_prompt_len + self.min_response_len
+
+    def num_slots(self, mode: ProgramMode) -> int:
+        """Sequences that decode together."""
+        return self.max_num_seqs or (16 if mode == "shared" else 4)
+
+    def num_kv_rows(self, mode: ProgramMode) -> int:
+        """Rows of the arena."""
+        longest = min(self.num_slots(mode), 4 if mode == "shared" else 2)
+        return self.kv_rows or longest * self.capacity
+
+    @property
+    def num_parked_rows(self) -> int:
+        """Rows that may wait in host memory."""
+        return 16 * self.capacity if self.parked_rows is None else self.parked_rows
 
     @classmethod
     def from_properties(cls, properties: Mapping[str, Any], supported: Collection[str] = ()) -> StaticLLMConfig:
@@ -132,6 +181,14 @@ def whole(name: str, value: object, least: int, most: int = MAX_LEN) -> int:
         limits = f"from {least} to {most}" if most <= MAX_LEN else f"of {least} or more"
         raise ConfigError(f"{name}={value!r}: must be a whole number {limits}")
     return int(number)
+
+
+def _milliseconds(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MAX_LEN * 1e3:
+        raise ConfigError(f"{name}={value!r}: must be milliseconds, more than 0")
+    return float(value)
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

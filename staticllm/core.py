@@ -13,21 +13,24 @@ RowType = Literal["f32", "f16", "bf16"]
 
 @dataclass(frozen=True, order=True)
 class Variant:
-    """The two sizes of a step program.
+    """The sizes of a step program.
 
-    ``rows`` (S) is how many tokens one call processes, ``capacity`` (T) how many KV rows it can see.
-    A capacity of 0 is a program without past: the first chunk of a fresh prompt.
+    ``rows`` (S) is how many tokens one call processes, ``capacity`` (T) how many KV rows it can see, ``sequences`` (R) how
+    many sequences can share the rows, each with logits after its last token. A capacity of 0 is a program without past: the
+    first chunks of fresh prompts. Where each row is a sequence of its own the program decodes.
     """
 
     rows: int
     capacity: int
+    sequences: int = 1
 
     @property
     def phase(self) -> Phase:
-        return "generate" if self.rows == 1 else "prefill"
+        return "generate" if self.rows == self.sequences else "prefill"
 
     def __str__(self) -> str:
-        return f"{self.phase}[{self.rows}x{self.capacity}]"
+        shared = f"x{self.sequences}" if self.sequences > 1 else ""
+        return f"{self.phase}[{self.rows}x{self.capacity}{shared}]"
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,7 @@ class ModelShape:
     vocab_size: int
     position_rank: int  # 2 for [1, S]; 3 for [k, 1, S] (M-RoPE); 0 if the model takes no positions
     position_copies: int = 1  # k of [k, 1, S]
-    max_sequences: int = 1  # that may share a step
-
-    def num_logit_rows(self, variant: Variant) -> int:
-        """R: the rows of logits that one call returns, enough for each sequence that can share it."""
-        return min(variant.rows, self.max_sequences)
+    is_packable: bool = True  # whether several sequences can share a step
 
     def row_bytes(self, bytes_an_element: int) -> int:
         """Bytes that one token's keys and values take over all layers."""
@@ -90,6 +89,8 @@ class FinishReason(str, Enum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, str):

@@ -10,7 +10,9 @@
     ├── DeviceError            a device that is not there, or a program that it refused
     ├── PromptError            an input that cannot be run (also a ValueError)
     │   └── PromptTooLongError
-    └── NumericalError         the device answered with numbers that are not finite
+    ├── NumericalError         the device answered with numbers that are not finite
+    ├── BusyError              more requests wait than may
+    └── ClosedError            the pipeline was closed
 """
 
 from __future__ import annotations
@@ -75,3 +77,11 @@ class PromptTooLongError(PromptError):
 
 class NumericalError(StaticLLMError):
     """Logits that are not finite. The rows are cleared, the pipeline stays usable."""
+
+
+class BusyError(StaticLLMError):
+    """As many requests wait as ``MAX_WAITING`` allows. Nothing was lost: try again, or load with a larger limit."""
+
+
+class ClosedError(StaticLLMError):
+    """The pipeline was closed; requests that had not ended were cancelled."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from staticllm.core import MaskKind, ModelShape, RowState, Variant
 from staticllm.kvcache.cache import KVCache
-from staticllm.kvcache.step import StepBuffers, make_buffers
+from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.pipelines.runner import ModelRunner
 
 CAUSAL = MaskKind()
@@ -26,26 +26,26 @@ VOCAB_SIZE = 997  # a prime, so that every pair matters to the checksum
 
 
 def fake_shape(
-    masks: Sequence[MaskKind] = (CAUSAL,), vocab_size: int = VOCAB_SIZE, max_sequences: int = 1
+    masks: Sequence[MaskKind] = (CAUSAL,), vocab_size: int = VOCAB_SIZE, is_packable: bool = True
 ) -> ModelShape:
     """One layer a mask kind; a head holds ``[token, position]`` in each row."""
     states = [
         RowState(layer, role, f"fake.{layer}.{role}", 2, 2) for layer in range(len(masks)) for role in ("key", "value")
     ]
-    return ModelShape(tuple(states), tuple(masks), vocab_size, position_rank=2, max_sequences=max_sequences)
+    return ModelShape(tuple(states), tuple(masks), vocab_size, position_rank=2, is_packable=is_packable)
 
 
 def fake_runner(
     variants: Iterable[Variant],
     masks: Sequence[MaskKind] = (CAUSAL,),
     vocab_size: int = VOCAB_SIZE,
-    max_sequences: int = 1,
+    is_packable: bool = True,
 ) -> ModelRunner:
     """A runner over fake programs. ``runner.programs[variant].num_runs`` counts the calls."""
-    shape, variants = fake_shape(masks, vocab_size, max_sequences), list(variants)
+    shape, variants = fake_shape(masks, vocab_size, is_packable), list(variants)
     cache = KVCache(shape, [variant.capacity for variant in variants], np.float32)
-    buffers = make_buffers(variants, shape, np.float32)
-    programs = {variant: FakeProgram(cache, shape, buffers[variant]) for variant in variants}
+    pool = BufferPool(variants, shape, np.float32)
+    programs = {variant: FakeProgram(cache, shape, StepBuffers(variant, pool)) for variant in variants}
     return ModelRunner(cache, programs)
 
 

@@ -44,7 +44,11 @@ def stays_usable(request):
     before = pipe.generate(prompt, **GREEDY).tokens
     yield
     assert pipe.generate(prompt, **GREEDY).tokens == before
-    assert pipe._runner.cache.rows.num_used == len(pipe._sequence)
+    engine = pipe.engine
+    rows, requests, kept = engine.call(
+        lambda: (engine.runner.cache.rows.num_used, len(engine.tenancy.requests), engine.tenancy.prefix.resident_rows)
+    )
+    assert (rows, requests) == (kept, 0)
 
 
 def one_line(error):
@@ -188,10 +192,10 @@ def test_config_and_properties_at_once(zoo):
         (np.array([[5, 1024]]), "1024 is outside the vocabulary: ids go from 0 to 1023"),
         (np.array([-1]), "-1 is outside"),
         (np.array([1.5]), "float64"),
-        (np.zeros((3, 4), np.int64), "a batch of 3"),
+        (np.zeros((0, 4), np.int64), "shape [0, 4]"),
         (np.zeros((1, 1, 4), np.int64), "shape [1, 1, 4]"),
-        (["a", "b", "c"], "a batch of 3 prompts: a call takes 1"),
-        ([], "a batch of 0"),
+        (["a", "", "c"], "empty"),
+        ([], "list of prompts is empty"),
         (5, "a int"),
         (None, "NoneType"),
         ([1, 2], "a list"),
@@ -319,29 +323,39 @@ def test_a_chat_that_is_full_says_so(pipe):
     assert "the conversation has" in one_line(error) and "start_chat" in str(error.value)
 
 
-def test_a_streamer_cannot_call_its_own_pipeline(pipe):
-    for inner in (lambda: pipe.generate("x", max_new_tokens=1), pipe.start_chat, pipe.finish_chat):
+def test_a_streamer_may_call_its_own_pipeline_but_not_its_own_chat(pipe):
+    inner = []
+    pipe.generate(
+        "hello",
+        streamer=lambda piece: inner.append(pipe.generate("x", max_new_tokens=1)) and None,
+        max_new_tokens=3,
+        ignore_eos=True,
+    )
+    assert inner and set(inner) == {pipe.generate("x", max_new_tokens=1)}
+    for again in (lambda: pipe.generate("x", max_new_tokens=1), pipe.start_chat, pipe.finish_chat):
+        pipe.start_chat()
         with pytest.raises(StaticLLMError) as error:
-            pipe.generate("hello", streamer=lambda piece, inner=inner: inner(), max_new_tokens=20, ignore_eos=True)
-        assert "streamer cannot call" in one_line(error)
+            pipe.generate("hello", streamer=lambda piece, again=again: again(), max_new_tokens=20, ignore_eos=True)
+        pipe.finish_chat()
+        assert "its streamer cannot begin another" in one_line(error)
 
 
 @pytest.mark.parametrize("moment", ["rows.allocate", "arena.write", "rows.free"])
-def test_ctrl_c_in_the_middle_of_the_bookkeeping_loses_no_row(pipe, moment, monkeypatch):
-    """Rows taken and not yet owned, or owned and not yet given back: the next call puts it right."""
+def test_a_failure_in_the_middle_of_the_bookkeeping_loses_no_row(pipe, moment, monkeypatch):
+    """Rows taken and not yet owned, or owned and not yet given back: the engine puts it right before it goes on."""
     pipe.generate(np.arange(5, 40), max_new_tokens=3)
     part, _, method = moment.partition(".")
-    owner, calls = getattr(pipe._runner.cache, part), []
+    owner, calls = getattr(pipe.engine.runner.cache, part), []
     original = getattr(owner, method)
 
-    def interrupted(*arguments):
+    def failing(*arguments):
         calls.append(1)
         if method == "allocate":
             original(*arguments)
-        raise KeyboardInterrupt
+        raise MemoryError("no memory left")
 
-    monkeypatch.setattr(owner, method, interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(owner, method, failing)
+    with pytest.raises(DeviceError, match="no memory left"):
         pipe.generate(np.arange(7, 30), max_new_tokens=3)
     monkeypatch.undo()
     assert calls

@@ -90,21 +90,21 @@ def test_f16_rows_stay_close(model_path, references, prompt_of):
 def test_separate_programs_have_only_static_shapes(model_path):
     """Asserted on the compiled models' ports, not on intentions."""
     pipe = pipeline(model_path("llama"), "separate")
-    programs = pipe._runner.programs.values()
+    programs = list(pipe.engine.runner.programs.values())
     compiled = {id(program.compiled): program.compiled for program in programs}
     assert len(compiled) == len(programs)
     for program in programs:
         for port in (*program.compiled.inputs, *program.compiled.outputs):
             assert port.partial_shape.is_static, (program.variant, port)
-    assert len({id(p.compiled) for p in pipeline(model_path("llama"), "shared")._runner.programs.values()}) == 1
+    assert len({id(p.compiled) for p in pipeline(model_path("llama"), "shared").engine.runner.programs.values()}) == 1
 
 
 MEASURE_MEMORY = """
 import numpy as np, psutil
 from staticllm import StaticLLMPipeline, demo_model_path
 
-pipe = StaticLLMPipeline(demo_model_path(), "CPU")
-arena = pipe._runner.cache.arena
+pipe = StaticLLMPipeline(demo_model_path(), "CPU", PARKED_ROWS=0)
+arena = pipe.engine.runner.cache.arena
 for seed in range(8):
     prompt = np.random.default_rng(seed).integers(8, 1000, 1000)
     pipe.generate(prompt, max_new_tokens=152, ignore_eos=True)
@@ -118,7 +118,7 @@ def test_row_memory_is_allocated_once(model_path):
     lines = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
     assert len({(num_bytes, addresses) for _, num_bytes, addresses in lines}) == 1
     shape = pipeline(model_path("demo"), "shared")._shape
-    assert int(lines[0][1]) == shape.row_bytes(4) * 1152
+    assert int(lines[0][1]) == shape.row_bytes(4) * 4 * 1152
     settled, last = int(lines[3][0]), int(lines[-1][0])
     assert last - settled < int(lines[0][1]) / 4, "the process grew while generating"
 

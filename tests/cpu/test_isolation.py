@@ -15,8 +15,8 @@ from staticllm.model_dir import read_model
 from staticllm.pipelines.loader import make_runner, prepare
 from staticllm.pipelines.reference import StatefulReference
 
-PACKED = Variant(8, 256)
-VARIANTS = (PACKED, Variant(64, 0), Variant(64, 256), Variant(1, 256))
+PACKED = Variant(8, 256, 8)
+VARIANTS = (PACKED, Variant(64, 0), Variant(64, 256), Variant(64, 256, 8), Variant(1, 256))
 
 
 def runner_of(path, mode, precision):
@@ -27,7 +27,7 @@ def runner_of(path, mode, precision):
         device_properties={"INFERENCE_PRECISION_HINT": precision},
     )
     core, layout = prepare(path, "CPU", config)
-    lowered = lower(read_model(core, path), LoweringOptions(config.capacity, max_sequences=8))
+    lowered = lower(read_model(core, path), LoweringOptions(config.capacity))
     return make_runner(core, dataclasses.replace(layout, lowered=lowered, variants=VARIANTS))
 
 
@@ -49,7 +49,7 @@ def test_logits_do_not_depend_on_who_shares_the_step(name, mode, precision, zoo,
     for count in (0, 1, 3, 7):
         forks = [runner.cache.fork(sequence, len(sequence)) for sequence in (mine, *others[:count])]
         segments = [segment(fork, 100 + 11 * index) for index, fork in enumerate(forks)]
-        logits = runner._run(PACKED, segments)
+        logits = runner.run(PACKED, segments)
         seen.add(logits[0].tobytes())
         for fork in forks:
             runner.cache.close(fork)

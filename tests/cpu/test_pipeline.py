@@ -90,7 +90,7 @@ def test_properties_of_a_phase(zoo, greedy):
     assert tokens(pipe, max_new_tokens=5) == greedy[:5]
     differing = {"PREFILL_CONFIG": {"NUM_STREAMS": 1}, "GENERATE_CONFIG": {"INFERENCE_NUM_THREADS": 1}}
     pipe = StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=32, **differing, **EXACT)
-    assert len({id(program.compiled) for program in pipe._runner.programs.values()}) == 2
+    assert len({id(program.compiled) for program in pipe.engine.runner.programs.values()}) == 2
     assert tokens(pipe, max_new_tokens=5) == greedy[:5]
 
 
@@ -230,7 +230,7 @@ def test_the_hand_over_moves_no_row(zoo, prompt_of, monkeypatch):
     moved = []
     restride = arena._restride
     monkeypatch.setattr(arena, "_restride", lambda *arguments: moved.append(1) or restride(*arguments))
-    runner = StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=256, **EXACT)._runner
+    runner = StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=256, **EXACT).engine.runner
     for length in (1, 9, 100, 250, 256):
         sequence = runner.reset()
         logits = runner.prefill(sequence, prompt_of(length))
@@ -272,7 +272,7 @@ def test_metrics_tell_what_happened(pipe):
 def test_progress_is_reported_for_every_variant(zoo):
     events = []
     pipe = StaticLLMPipeline(zoo / "llama", "CPU", on_progress=events.append, MAX_PROMPT_LEN=64, PROGRAMS="separate")
-    variants = list(pipe._runner.programs)
+    variants = list(pipe.engine.runner.programs)
     assert [event.stage for event in events[:2]] == ["read", "passes"]
     for stage in ("compile", "warm-up"):
         mine = [event for event in events if event.stage == stage and event.is_done]

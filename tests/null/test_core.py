@@ -10,6 +10,7 @@ from staticllm.results import DecodedResults, GeneratedText
 
 def test_the_public_surface_is_closed():
     assert set(staticllm.__all__) == {
+        "BusyError", "ClosedError",
         "ConfigError", "DecodedResults", "DeviceError", "EncodedResults", "FinishReason", "GeneratedText",
         "GenerationConfigError", "ModelError", "NumericalError", "PerfMetrics", "ProgressEvent", "PromptError",
         "PromptTooLongError", "StaticLLMConfig", "StaticLLMError", "StaticLLMPipeline", "UnsupportedModelError", "Variant",

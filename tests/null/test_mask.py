@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from staticllm.core import MaskKind, Variant
 from staticllm.kvcache.cache import KVCache
-from staticllm.kvcache.step import Segment, Step, buffer_bytes, make_buffers
+from staticllm.kvcache.step import BufferPool, Segment, Step, StepBuffers, buffer_bytes
 from staticllm.testing import fake_shape
 
 KINDS = (MaskKind(), MaskKind(3), MaskKind(7))
-SHAPE = fake_shape(KINDS, max_sequences=3)
+SHAPE = fake_shape(KINDS)
 
 
 def plain_mask(step, kind):
@@ -36,8 +36,9 @@ def check(cache, step, buffers):
 
 
 def new_cache():
-    variants = [Variant(1, 16), Variant(1, 32), Variant(8, 0), Variant(8, 32)]
-    return KVCache(SHAPE, [16, 32], np.float32), make_buffers(variants, SHAPE, np.float32)
+    variants = [Variant(1, 16), Variant(1, 32), Variant(8, 0), Variant(8, 32), Variant(8, 32, 3)]
+    pool = BufferPool(variants, SHAPE, np.float32)
+    return KVCache(SHAPE, [16, 32], np.float32), {variant: StepBuffers(variant, pool) for variant in variants}
 
 
 moves = st.lists(
@@ -73,7 +74,7 @@ def test_every_step_of_any_history_has_the_plain_mask(history):
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 1, 4), (8, 0, 0), (2, 2, 0)])
 def test_sequences_that_share_a_step_do_not_see_each_other(sizes):
     cache, buffers = new_cache()
-    variant = Variant(8, 32)
+    variant = Variant(8, 32, 3)
     sequences = [cache.open() for _ in range(3)]
     for length, sequence in zip((5, 2, 0), sequences, strict=True):
         first = Step(variant, (Segment(sequence, np.arange(length)),))
@@ -85,11 +86,17 @@ def test_sequences_that_share_a_step_do_not_see_each_other(sizes):
 
 
 def test_buffers_take_the_bytes_that_are_reported():
-    variants = [Variant(1, 16), Variant(1, 64), Variant(8, 0), Variant(8, 64), Variant(8, 32)]
-    buffers = make_buffers(variants, SHAPE, np.float32)
-    arrays = {}
-    for each in buffers.values():
-        for array in (*each.masks.values(), each.logits, *each.presents):
-            address = array.ctypes.data
-            arrays[address] = max(arrays.get(address, 0), array.nbytes)
-    assert sum(arrays.values()) == buffer_bytes(variants, SHAPE, SHAPE.row_bytes(4))
+    variants = [Variant(1, 16), Variant(1, 64), Variant(8, 0), Variant(8, 64, 2), Variant(8, 32)]
+    pool = BufferPool(variants, SHAPE, np.float32)
+    arrays = [*pool.masks.values(), pool.logits, *pool.presents]
+    assert sum(array.nbytes for array in arrays) == buffer_bytes(variants, SHAPE, SHAPE.row_bytes(4))
+
+
+def test_all_variants_share_the_memory_of_the_largest():
+    variants = [Variant(1, 64), Variant(8, 64, 2), Variant(8, 0)]
+    pool = BufferPool(variants, SHAPE, np.float32)
+    for buffers in (StepBuffers(variant, pool) for variant in variants):
+        for kind, mask in buffers.masks.items():
+            assert np.shares_memory(mask, pool.masks[kind])
+        assert buffers.logits.shape == (1, buffers.variant.sequences, SHAPE.vocab_size)
+        assert np.shares_memory(buffers.logits, pool.logits)

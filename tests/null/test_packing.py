@@ -9,11 +9,11 @@ from staticllm.kvcache.step import Segment
 from staticllm.testing import fake_next_token, fake_runner
 
 MASKS = (MaskKind(), MaskKind(6))
-VARIANTS = [Variant(r, c) for r in (1, 4, 16) for c in (16, 64)] + [Variant(16, 0)]
+VARIANTS = [Variant(r, c, min(r, 4)) for r in (1, 4, 16) for c in (16, 64)] + [Variant(16, 0, 4)]
 
 
 def new_runner():
-    return fake_runner(VARIANTS, MASKS, max_sequences=4)
+    return fake_runner([*VARIANTS, *(Variant(16, c) for c in (0, 16, 64))], MASKS)
 
 
 moves = st.lists(
@@ -72,7 +72,7 @@ def test_the_smallest_program_that_holds_the_step_runs():
     before = {variant: program.num_runs for variant, program in runner.programs.items()}
     runner.step([Segment(sequence, np.array([5])) for sequence in sequences])
     ran = [variant for variant, program in runner.programs.items() if program.num_runs > before[variant]]
-    assert ran == [Variant(4, 16)]
+    assert ran == [Variant(4, 16, 4)]
 
 
 def test_a_decode_step_runs_in_one_row_whatever_was_measured():

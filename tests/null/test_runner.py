@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from staticllm.core import MaskKind, Variant
 from staticllm.errors import NumericalError
+from staticllm.kvcache.sequence import common_prefix
 from staticllm.testing import fake_next_token, fake_runner
 
 VARIANTS = [Variant(1, c) for c in (8, 16, 48)] + [Variant(r, c) for r in (4, 16) for c in (0, 48)]
@@ -35,7 +36,7 @@ def test_turns_that_keep_a_prefix(turns):
     sequence, tokens = runner.cache.open(), [1]
     for keep, more in turns:
         prompt = [*tokens[:keep], *range(900, 900 + more)]
-        runner.cache.cut(sequence, sequence.common_prefix(prompt[:-1]))
+        runner.cache.cut(sequence, common_prefix(sequence.tokens, prompt[:-1]))
         tokens = generate(runner, sequence, prompt, 4)
 
 

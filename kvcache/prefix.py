@@ -1,0 +1,106 @@
+"""Prefix reuse: a prompt that begins as something known begins does not compute that part again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as TokenList
+
+from staticllm.kvcache.cache import KVCache, StoredRows
+from staticllm.kvcache.sequence import Sequence, common_prefix
+from staticllm.kvcache.shelf import Shelf
+
+WORTH_IT = 16
+"""Shorter prefixes are computed again, unless they are half of the prompt: a fresh prompt runs in cheaper programs."""
+SHORT_REST = 64
+"""A conversation that would lose no more than this is continued in place; else its prefix is shared and the rest kept."""
+
+
+class PrefixCache:
+    """Knows the tokens of every row: of running sequences, of the last finished one (resident), and of those on the shelf.
+
+    The resident stays in the arena, so that a conversation with one user at a time is never copied. It makes way, to the
+    shelf, when others need its rows or pay for them with a larger capacity.
+    """
+
+    def __init__(self, cache: KVCache, shelf: Shelf, is_enabled: bool = True) -> None:
+        self._cache, self._shelf, self._is_enabled = cache, shelf, is_enabled
+        self._resident: Sequence | None = None
+
+    @property
+    def resident_rows(self) -> int:
+        """Rows that would be free without the resident."""
+        return self._cache.rows.count_own(self._resident.rows) if self._resident else 0
+
+    def keep(self, sequence: Sequence) -> None:
+        """A request has ended: hold its rows for the next that begins like it."""
+        if not self._is_enabled or not len(sequence):
+            self._cache.close(sequence)
+            return
+        previous, self._resident = self._resident, sequence
+        if previous is None:
+            return
+        if common_prefix(previous.tokens, sequence.tokens) < len(previous):
+            self._shelve(previous)
+        self._cache.close(previous)
+
+    def attach(self, tokens: TokenList[int], running: Iterable[Sequence]) -> Sequence:
+        """A sequence that begins with as much of ``tokens`` as is known; the last one always runs."""
+        wanted = tokens[:-1]
+        if not self._is_enabled:
+            return self._cache.open()
+        source, length = self._longest_in_arena(wanted, running)
+        stored, stored_length = self._shelf.longest(wanted)
+        if max(length, stored_length) < min(WORTH_IT, (len(tokens) + 1) // 2):
+            return self._cache.open()
+        if stored is not None and stored_length > length and self._cache.rows.num_free > len(tokens):
+            return self._cache.bring_back(stored, stored_length)
+        if source is None or not length:
+            return self._cache.open()
+        if source is self._resident and len(source) - length <= SHORT_REST:
+            self._resident = None
+            self._cache.cut(source, length)
+            return source
+        return self._cache.fork(source, length)
+
+    def make_way(self, num_rows: int = 0) -> None:
+        """Shelve the resident if ``num_rows`` are not free, or if it costs everybody else a larger capacity."""
+        if self._resident is None:
+            return
+        used, own = self._cache.rows.num_used, self.resident_rows
+        others = self._cache.capacity_for(max(used - own, 1))
+        if self._cache.rows.num_free < num_rows or (used > own and others < self._cache.capacity_for(used)):
+            resident, self._resident = self._resident, None
+            self._shelve(resident)
+            self._cache.close(resident)
+
+    def restore(self, stored: StoredRows) -> None:
+        """Hold rows that were saved."""
+        self._shelf.keep(stored)
+
+    def find(self, tokens: TokenList[int], running: Iterable[Sequence]) -> StoredRows | None:
+        """A copy of the rows with the longest prefix of ``tokens``; None if nothing begins like them."""
+        source, length = self._longest_in_arena(tokens, running)
+        stored, stored_length = self._shelf.longest(tokens)
+        if stored is not None and stored_length > length:
+            return StoredRows(stored.tokens[:stored_length], tuple(rows[:, :, :stored_length] for rows in stored.rows))
+        if source is None or not length:
+            return None
+        fork = self._cache.fork(source, length)
+        copied = self._cache.copy_out(fork)
+        self._cache.close(fork)
+        return copied
+
+    def forget(self) -> None:
+        """Forget everything, after the cache was reset."""
+        self._resident = None
+
+    def _longest_in_arena(self, tokens: TokenList[int], running: Iterable[Sequence]) -> tuple[Sequence | None, int]:
+        best, length = None, 0
+        for sequence in (*([self._resident] if self._resident else []), *running):
+            if (common := common_prefix(sequence.tokens, tokens)) > length:
+                best, length = sequence, common
+        return best, length
+
+    def _shelve(self, sequence: Sequence) -> None:
+        if len(sequence) >= WORTH_IT and len(sequence) <= self._shelf.free_rows:
+            self._shelf.keep(self._cache.copy_out(sequence))

@@ -1,0 +1,68 @@
+"""The shelf: rows outside the arena, in host memory. Those of parked requests, and of conversations that may go on."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as TokenList
+
+from staticllm.kvcache.cache import StoredRows
+from staticllm.kvcache.sequence import common_prefix
+
+
+class Shelf:
+    """At most ``max_rows`` rows. Parked ones stay until they are taken; kept conversations go, the oldest first."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.max_rows = max_rows
+        self._parked: dict[int, StoredRows] = {}
+        self._kept: OrderedDict[tuple[int, ...], StoredRows] = OrderedDict()
+        self.num_parked_rows = 0
+        self.num_kept_rows = 0
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that can still be parked; kept conversations make way."""
+        return self.max_rows - self.num_parked_rows
+
+    def park(self, owner: int, stored: StoredRows) -> None:
+        """Hold the rows of a request. The caller has asked ``free_rows``."""
+        self.num_parked_rows += len(stored.tokens)
+        self._parked[owner] = stored
+        self._shrink()
+
+    def take(self, owner: int) -> StoredRows:
+        """The rows of a request, which leave the shelf."""
+        stored = self._parked.pop(owner)
+        self.num_parked_rows -= len(stored.tokens)
+        return stored
+
+    def keep(self, stored: StoredRows) -> None:
+        """Hold a conversation for whoever goes on with it; what it begins with need not be held apart."""
+        for tokens in [tokens for tokens in self._kept if common_prefix(tokens, stored.tokens) == len(tokens)]:
+            self._drop(tokens)
+        self._kept[stored.tokens] = stored
+        self.num_kept_rows += len(stored.tokens)
+        self._shrink()
+
+    def longest(self, tokens: TokenList[int]) -> tuple[StoredRows | None, int]:
+        """The kept conversation with the longest common prefix, and its length."""
+        best, length = None, 0
+        for stored in self._kept.values():
+            if (common := common_prefix(stored.tokens, tokens)) > length:
+                best, length = stored, common
+        if best is not None:
+            self._kept.move_to_end(best.tokens)
+        return best, length
+
+    def clear(self) -> None:
+        """Forget the kept conversations."""
+        self._kept.clear()
+        self.num_kept_rows = 0
+
+    def _shrink(self) -> None:
+        while self._kept and self.num_parked_rows + self.num_kept_rows > self.max_rows:
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, tokens: tuple[int, ...]) -> None:
+        del self._kept[tokens]
+        self.num_kept_rows -= len(tokens)

@@ -1,0 +1,311 @@
+"""The engine: one thread that owns the device and serves many requests. A step is: plan, run, choose, deliver."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from staticllm.core import FinishReason, Variant
+from staticllm.errors import BusyError, ClosedError, DeviceError, StaticLLMError
+from staticllm.kvcache.prefix import PrefixCache
+from staticllm.kvcache.shelf import Shelf
+from staticllm.kvcache.step import Segment
+from staticllm.pipelines.profiler import Profiler, RequestRecord, StepRecord
+from staticllm.pipelines.request import Request
+from staticllm.pipelines.runner import Logits, ModelRunner, not_finite
+from staticllm.pipelines.scheduling.book import Book, Entry, Limits
+from staticllm.pipelines.scheduling.planner import Planner
+from staticllm.pipelines.scheduling.view import Device, Plan, Policy
+from staticllm.pipelines.tenancy import Tenancy
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """``capacity``: rows that one sequence can have. ``max_waiting``: requests that may wait; ``parked_rows``: the shelf."""
+
+    limits: Limits
+    capacity: int
+    max_waiting: int = 128
+    parked_rows: int = 0
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one request has in the next call."""
+
+    request: Request
+    segment: Segment
+    is_prefill: bool
+
+
+class Engine:
+    """Requests come in by ``submit`` from any thread, tokens go out by their mailboxes. The thread starts with the first."""
+
+    def __init__(self, runner: ModelRunner, policy: Policy, options: EngineOptions) -> None:
+        self.profiler = Profiler()
+        self._runner, self._options = runner, options
+        self._planner = Planner(policy)
+        self._book = Book(options.limits)
+        shelf = Shelf(options.parked_rows)
+        prefix = PrefixCache(runner.cache, shelf, options.prefix_caching)
+        self._tenancy = Tenancy(runner.cache, self._book, shelf, prefix)
+        self._inbox: deque[Request] = deque()
+        self._errands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._variant = runner.index.variants[0]  # of the last call
+        self._num_waiting = 0  # of the requests in the book
+        self._is_closing = self._is_draining = False
+
+    def submit(self, request: Request) -> None:
+        """Hand a request over.
+
+        Raises:
+            BusyError: as many wait as may.
+            ClosedError: the engine was closed.
+        """
+        with self._wake:
+            if self._is_closing:
+                raise ClosedError("the pipeline is closed: load the model again")
+            num_waiting = len(self._inbox) + self._num_waiting
+            if num_waiting >= self._options.max_waiting:
+                raise BusyError(
+                    f"{num_waiting} requests wait, MAX_WAITING is {self._options.max_waiting}: try again later, "
+                    "or load with a larger MAX_WAITING"
+                )
+            self._inbox.append(request)
+            self._start()
+
+    def call(self, errand: Callable[[], Result]) -> Result:
+        """Run something between two device calls, on the engine's thread, and return what it returns."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(errand())
+            except BaseException as error:  # the caller's to handle, not the engine's
+                future.set_exception(error)
+
+        with self._wake:
+            if self._is_closing:
+                raise ClosedError("the pipeline is closed: load the model again")
+            self._errands.append(run)
+            self._start()
+        result: Result = future.result()
+        return result
+
+    def close(self, drain: bool = False) -> None:
+        """End the thread: after all requests have ended, or at once, cancelling them. Closing again does nothing."""
+        with self._wake:
+            self._is_closing = True
+            self._is_draining = drain and self._thread is not None
+            self._wake.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._planner.close()
+
+    @property
+    def runner(self) -> ModelRunner:
+        """What calls the device; only for errands."""
+        return self._runner
+
+    @property
+    def tenancy(self) -> Tenancy:
+        """Whose rows lie where; only for errands."""
+        return self._tenancy
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="staticllm-engine", daemon=True)
+            self._thread.start()
+        self._wake.notify()
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._inbox or self._errands or len(self._book) or self._is_closing):
+                    self._wake.wait()
+                if self._is_closing and not (self._is_draining and (self._inbox or len(self._book))):
+                    break
+            self.step()
+        self._admit()
+        for request in list(self._tenancy.requests.values()):
+            self._end(request, FinishReason.CANCELLED)
+        self._run_errands()
+
+    def step(self) -> None:
+        """One device call, and what goes before and after it."""
+        self._admit()
+        self._sweep()
+        self._run_errands()
+        if not len(self._book):
+            return
+        try:
+            plan = self._plan()
+            parts = self._prepare(plan)
+            outputs = self._run(parts)
+            self._deliver(parts, outputs)
+        except Exception as error:  # ours: nobody must wait for ever for an engine that has stopped
+            self._tenancy.reset()
+            for request in list(self._tenancy.requests.values()):
+                self._end(request, FinishReason.ERROR, _as_ours(error), is_kept=False)
+
+    def _admit(self) -> None:
+        with self._wake:
+            while self._inbox:
+                request = self._inbox.popleft()
+                self._tenancy.requests[request.id] = request
+                self._book.add(
+                    Entry(request.id, request.arrival, len(request.tokens), request.priority, request.deadline)
+                )
+            self._num_waiting = self._book.count("waiting")
+
+    def _run_errands(self) -> None:
+        while self._errands:
+            self._errands.popleft()()
+
+    def _sweep(self) -> None:
+        """Between any two calls: who was cancelled, or is late, leaves."""
+        now = time.perf_counter()
+        for request in list(self._tenancy.requests.values()):
+            if request.is_cancelled:
+                self._end(request, FinishReason.CANCELLED)
+            elif request.deadline is not None and now >= request.deadline:
+                self._end(request, FinishReason.DEADLINE)
+
+    def _plan(self) -> Plan:
+        device = Device(self._runner.index, self._runner.costs, self._runner.cache.rows.high_row)
+        tenancy = self._tenancy
+        return self._planner.plan(
+            self._book.view(time.perf_counter(), tenancy.free_rows, tenancy.shelf.free_rows, device)
+        )
+
+    def _prepare(self, plan: Plan) -> list[Part]:
+        """Park, evict, resume; then say what goes into the call."""
+        requests = self._tenancy.requests
+        for request in plan.evict:
+            self._tenancy.evict(requests[request])
+        for request in plan.park:
+            self._book.park(request)
+            self._tenancy.park(requests[request])
+        for request in plan.resume:
+            self._tenancy.resume(requests[request])
+        parts = [self._part(requests[request], 1, False) for request in plan.decode]
+        for request, count in plan.prefill:
+            self._tenancy.settle(requests[request])
+            parts.append(self._part(requests[request], count, True))
+        return self._fitting(parts)
+
+    def _part(self, request: Request, count: int, is_prefill: bool) -> Part:
+        assert request.sequence is not None
+        start = len(request.sequence)
+        tokens = np.asarray(request.tokens[start : start + count], np.int64)
+        return Part(request, Segment(request.sequence, tokens), is_prefill)
+
+    def _fitting(self, parts: list[Part]) -> list[Part]:
+        """As many as there are rows and a program for. Plans fit; shared rows and found prefixes may leave less room."""
+        while parts:
+            num_rows = sum(len(part.segment.tokens) for part in parts)
+            if self._tenancy.make_room(num_rows) and self._runner.variant_for([part.segment for part in parts]):
+                return parts
+            if len(parts) == 1:
+                break
+            parts.pop()
+        victims = [
+            r for r in self._tenancy.requests.values() if r.sequence is not None and r not in [p.request for p in parts]
+        ]
+        assert victims, "a plan without rows, and nobody to take them from"
+        self._tenancy.evict(victims[-1])
+        return self._fitting(parts)
+
+    def _run(self, parts: list[Part]) -> list[Logits]:
+        """The call. A device that fails takes the requests of this call with it, and nobody else."""
+        runner = self._runner
+        runner.cache.compact()
+        segments = [part.segment for part in parts]
+        variant = runner.variant_for(segments)
+        assert variant is not None
+        self._variant = variant
+        start = time.perf_counter()
+        for part in parts:
+            part.request.started = part.request.started or start
+        try:
+            outputs = runner.run(variant, segments)
+        except Exception as error:
+            if not runner.cache.is_settled:
+                self._tenancy.reset()
+            for part in parts:
+                self._end(part.request, FinishReason.ERROR, _as_ours(error), is_kept=False)
+            return []
+        self._record(start, variant, parts)
+        return outputs
+
+    def _deliver(self, parts: list[Part], outputs: list[Logits]) -> None:
+        for part, logits in zip(parts, outputs, strict=False):
+            request, count = part.request, len(part.segment.tokens)
+            if not np.isfinite(logits.max()):
+                self._end(request, FinishReason.ERROR, not_finite(self._variant), is_kept=False)
+            elif self._book.ran(request.id, count):
+                self._choose(request, logits)
+
+    def _choose(self, request: Request, logits: Logits) -> None:
+        try:
+            reason = request.choose(logits)
+        except Exception as error:  # of this request's own sampling or text; the others go on
+            self._end(request, FinishReason.ERROR, error)
+            return
+        if reason is not None:
+            self._end(request, reason)
+            return
+        self._book.chose(request.id, time.perf_counter())
+        if len(request.tokens) > self._options.capacity and not self._tenancy.shorten(
+            request, self._options.capacity // 2
+        ):
+            self._end(request, FinishReason.LENGTH)
+        elif self._book[request.id].state == "parked":
+            self._tenancy.park(request)
+
+    def _end(
+        self, request: Request, reason: FinishReason, error: Exception | None = None, is_kept: bool = True
+    ) -> None:
+        self._tenancy.end(request, is_kept)
+        self.profiler.record(
+            RequestRecord(
+                request.id, request.arrival, request.started, tuple(request.token_times),
+                request.num_prompt, request.num_cached, reason,
+            )
+        )  # fmt: skip
+        request.end(reason, error)
+
+    def _record(self, start: float, variant: Variant, parts: list[Part]) -> None:
+        seconds = self._runner.seconds
+        for part in parts:
+            part.request.spent(seconds, part.is_prefill)
+        decode = tuple(part.request.id for part in parts if not part.is_prefill)
+        prefill = tuple((part.request.id, len(part.segment.tokens)) for part in parts if part.is_prefill)
+        rows = self._runner.cache.rows.num_used
+        self.profiler.record(
+            StepRecord(
+                start, seconds, variant, decode, prefill, rows, self._book.count("waiting"), self._book.count("parked")
+            )
+        )
+
+
+def _as_ours(error: Exception) -> Exception:
+    """What the reader of a request gets to see."""
+    if isinstance(error, (StaticLLMError, AssertionError)):
+        return error
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    raised = DeviceError(f"the device failed: {lines[-1] if lines else type(error).__name__}")
+    raised.__cause__ = error
+    return raised

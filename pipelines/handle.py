@@ -1,0 +1,183 @@
+"""What ``submit`` gives back: read it, wait for it, or end it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from staticllm.core import FinishReason
+from staticllm.pipelines.delivery import Answer, Delivery, Piece
+from staticllm.pipelines.outcome import Outcome
+from staticllm.pipelines.request import End, Request, Token
+
+POLL_SECONDS = 0.5
+"""How long a reader waits at a time: where Ctrl-C cannot end a wait, it is seen when the wait is over."""
+
+
+class GenerationHandle:
+    """One request on its way. Read by one reader at a time: iterate text, or ``tokens()``, or ``async for``.
+
+    A handle that is dropped before its end cancels its request.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        delivery: Delivery,
+        finish: Callable[[Answer], Outcome],
+        result: Callable[[Outcome], Any],
+        is_done: bool = False,
+    ) -> None:
+        self._request, self._delivery, self._finish, self._build = request, delivery, finish, result
+        self._end: End | None = End(FinishReason.LENGTH) if is_done else None
+        self._outcome: Outcome | None = None
+        self._reading = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._first: Piece | None = delivery.echo
+        if is_done:
+            delivery.finish(FinishReason.LENGTH)
+
+    def __iter__(self) -> Iterator[str]:
+        """Text as it comes."""
+        for piece in self.pieces():
+            if piece.text:
+                yield piece.text
+
+    def tokens(self) -> Iterator[int]:
+        """Token ids as they come."""
+        for piece in self.pieces():
+            yield from piece.tokens
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """Text as it comes, without holding up the event loop. Leaving the loop early cancels."""
+        letters, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
+                loop.call_soon_threadsafe(letters.set)
+
+        mailbox = self._request.mailbox
+        mailbox.listener = wake
+        try:
+            while not self.is_done:
+                letters.clear()
+                letter = mailbox.get(0)
+                if letter is None:
+                    await letters.wait()
+                elif (piece := self._take(letter)) is not None and piece.text:
+                    yield piece.text
+        finally:
+            mailbox.listener = None
+            if not self.is_done:
+                self.cancel()
+        self._raise_error()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the end has been read."""
+        return self._end is not None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended; None before."""
+        return self._end.reason if self._end else None
+
+    def cancel(self) -> None:
+        """End it before the next device call; what came until then is the result. Afterwards, do nothing."""
+        self._request.is_cancelled = True
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the end; the same value that ``generate`` returns.
+
+        Raises:
+            TimeoutError: it has not ended after ``timeout`` seconds; it goes on.
+            StaticLLMError: the request failed.
+        """
+        return self._build(self.outcome(timeout))
+
+    def outcome(self, timeout: float | None = None) -> Outcome:
+        """Wait for the end; the answer and its timings."""
+        until = None if timeout is None else time.monotonic() + timeout
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+        with self._reading:
+            while not self.is_done:
+                self._next(until)
+            self._raise_error()
+            if self._outcome is None:
+                self._outcome = self._finish(self._delivery.answer)
+            return self._outcome
+
+    def call_back(self, callback: Callable[[str], Any]) -> None:
+        """Let a thread of its own read, and call ``callback`` with text; what it raises ends the request and is the result's."""
+
+        def read() -> None:
+            try:
+                for text in self:
+                    callback(text)
+            except Exception as error:
+                self.cancel()
+                self._end = End(FinishReason.ERROR, error)
+
+        self._thread = threading.Thread(target=read, name="staticllm-callback", daemon=True)
+        self._thread.start()
+
+    def stop(self, is_dropped: bool = False) -> None:
+        """The reader has had enough: cancel, and take nothing more. Where the answer has ended by itself, do nothing."""
+        if self.is_done or self._delivery.has_ended:
+            return
+        self.cancel()
+        self._delivery.answer.is_dropped = is_dropped
+        self._close(End(FinishReason.CANCELLED))
+
+    def pieces(self) -> Iterator[Piece]:
+        """Tokens together with the text that they add, as they come."""
+        with self._reading:
+            if self._first is not None:
+                first, self._first = self._first, None
+                yield first
+            while not self.is_done:
+                piece = self._next(None)
+                if piece is not None:
+                    yield piece
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._end is not None and self._end.error is not None:
+            raise self._end.error
+
+    def _next(self, until: float | None) -> Piece | None:
+        while True:
+            rest = POLL_SECONDS if until is None else min(POLL_SECONDS, until - time.monotonic())
+            letter = self._request.mailbox.get(max(rest, 0))
+            if letter is not None:
+                return self._take(letter)
+            if until is not None and time.monotonic() >= until:
+                raise TimeoutError("the request has not ended yet; it goes on")
+
+    def _take(self, letter: Token | End | None) -> Piece | None:
+        if letter is None:
+            return None
+        if isinstance(letter, End):
+            return self._close(letter)
+        piece = self._delivery.push(letter)
+        if self._delivery.is_stopped:
+            self.cancel()
+            rest = self._close(End(FinishReason.STOP))
+            if piece and rest:
+                return Piece([*piece.tokens, *rest.tokens], piece.text + rest.text)
+            return piece or rest
+        return piece
+
+    def _close(self, end: End) -> Piece | None:
+        piece = self._delivery.finish(end.reason)
+        self._end = end
+        return piece
+
+    def __del__(self) -> None:
+        if getattr(self, "_end", None) is None and hasattr(self, "_request"):
+            self._request.is_cancelled = True

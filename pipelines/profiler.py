@@ -1,0 +1,196 @@
+"""Counts what the engine does. The device loop only appends records; whoever asks for statistics adds them up."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from staticllm.core import FinishReason, Variant
+
+KEPT_REQUESTS = 4096
+PENDING_RECORDS = 8192
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One device call. Times are ``time.perf_counter`` seconds; ``prefill`` holds ``(request, tokens)``."""
+
+    start: float
+    seconds: float
+    variant: Variant
+    decode: tuple[int, ...]
+    prefill: tuple[tuple[int, int], ...]
+    rows_in_use: int
+    num_waiting: int = 0
+    num_parked: int = 0
+
+    @property
+    def prefill_rows(self) -> int:
+        return sum(count for _, count in self.prefill)
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """One request that has ended. ``started`` is when its first chunk ran, None if none did."""
+
+    id: int
+    arrival: float
+    started: float | None
+    token_times: tuple[float, ...]
+    num_prompt: int
+    num_cached: int
+    reason: FinishReason
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What an engine has done since it was made, or since the statistics were reset.
+
+    Times in ms; means over the last 4096 requests. ``prefill_share`` and ``decode_share`` are shares of the device's time,
+    a mixed call counted by its rows; ``padding`` is the share of computed rows that held nothing.
+    """
+
+    num_requests: int
+    num_tokens: int
+    num_steps: int
+    ttft_ms: float
+    ttft_p95_ms: float
+    tpot_ms: float
+    longest_gap_ms: float
+    queueing_ms: float
+    device_seconds: float
+    prefill_share: float
+    decode_share: float
+    prefill_rows_per_second: float
+    decode_rows_per_second: float
+    padding: float
+    prefix_hit_tokens: int
+    prompt_tokens: int
+    rows_in_use: int
+    peak_rows_in_use: int
+    finish_reasons: dict[str, int]
+
+
+@dataclass
+class _Totals:
+    steps: int = 0
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    prefill_rows: int = 0
+    decode_rows: int = 0
+    computed_rows: int = 0
+    rows_in_use: int = 0
+    peak_rows: int = 0
+    requests: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    ttft: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_REQUESTS))
+    tpot: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_REQUESTS))
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_REQUESTS))
+    queueing: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_REQUESTS))
+
+
+class Profiler:
+    """Records of steps and requests, and their sums."""
+
+    def __init__(self) -> None:
+        self._pending: deque[StepRecord | RequestRecord] = deque()
+        self._totals = _Totals()
+        self._lock = threading.Lock()
+        self.trace: list[StepRecord | RequestRecord] | None = None
+
+    def record(self, record: StepRecord | RequestRecord) -> None:
+        """From the device loop: remember, do not compute."""
+        self._pending.append(record)
+        if self.trace is not None:
+            self.trace.append(record)
+        if len(self._pending) > PENDING_RECORDS:
+            self._add_up()
+
+    def stats(self) -> Stats:
+        """The sums up to now; from any thread."""
+        self._add_up()
+        with self._lock:
+            return _stats_of(self._totals)
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self._add_up()
+        with self._lock:
+            self._totals = _Totals()
+
+    def _add_up(self) -> None:
+        with self._lock:
+            while self._pending:
+                record = self._pending.popleft()
+                if isinstance(record, StepRecord):
+                    _add_step(self._totals, record)
+                else:
+                    _add_request(self._totals, record)
+
+
+def _add_step(totals: _Totals, step: StepRecord) -> None:
+    prefill, decode = step.prefill_rows, len(step.decode)
+    totals.steps += 1
+    totals.seconds += step.seconds
+    totals.prefill_seconds += step.seconds * prefill / (prefill + decode)
+    totals.prefill_rows += prefill
+    totals.decode_rows += decode
+    totals.computed_rows += step.variant.rows
+    totals.rows_in_use = step.rows_in_use
+    totals.peak_rows = max(totals.peak_rows, step.rows_in_use)
+
+
+def _add_request(totals: _Totals, request: RequestRecord) -> None:
+    times = request.token_times
+    totals.requests += 1
+    totals.tokens += len(times)
+    totals.prompt_tokens += request.num_prompt
+    totals.hit_tokens += request.num_cached
+    totals.reasons[str(request.reason)] = totals.reasons.get(str(request.reason), 0) + 1
+    if request.started is not None:
+        totals.queueing.append(request.started - request.arrival)
+    if times:
+        totals.ttft.append(times[0] - request.arrival)
+    if len(times) > 1:
+        totals.tpot.append((times[-1] - times[0]) / (len(times) - 1))
+        totals.gaps.append(max(after - before for before, after in pairwise(times)))
+
+
+def _stats_of(totals: _Totals) -> Stats:
+    decode_seconds = totals.seconds - totals.prefill_seconds
+    return Stats(
+        num_requests=totals.requests,
+        num_tokens=totals.tokens,
+        num_steps=totals.steps,
+        ttft_ms=_mean(totals.ttft),
+        ttft_p95_ms=percentile(totals.ttft, 0.95) * 1e3,
+        tpot_ms=_mean(totals.tpot),
+        longest_gap_ms=max(totals.gaps, default=0.0) * 1e3,
+        queueing_ms=_mean(totals.queueing),
+        device_seconds=totals.seconds,
+        prefill_share=totals.prefill_seconds / totals.seconds if totals.seconds else 0.0,
+        decode_share=decode_seconds / totals.seconds if totals.seconds else 0.0,
+        prefill_rows_per_second=totals.prefill_rows / totals.prefill_seconds if totals.prefill_seconds else 0.0,
+        decode_rows_per_second=totals.decode_rows / decode_seconds if decode_seconds else 0.0,
+        padding=1 - (totals.prefill_rows + totals.decode_rows) / totals.computed_rows if totals.computed_rows else 0.0,
+        prefix_hit_tokens=totals.hit_tokens,
+        prompt_tokens=totals.prompt_tokens,
+        rows_in_use=totals.rows_in_use,
+        peak_rows_in_use=totals.peak_rows,
+        finish_reasons=dict(totals.reasons),
+    )
+
+
+def _mean(seconds: deque[float]) -> float:
+    return sum(seconds) / len(seconds) * 1e3 if seconds else 0.0
+
+
+def percentile(values: deque[float] | list[float], share: float) -> float:
+    """The value that ``share`` of the values do not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -1,0 +1,142 @@
+"""Dynamic co-location of prefill and decode (FlexNPU, sections 3.3 and 3.4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from staticllm.pipelines.scheduling.moves import begun_first, decode_plan, prefill_by_force, with_prefill
+from staticllm.pipelines.scheduling.packing import pack
+from staticllm.pipelines.scheduling.view import Plan, RequestView, View
+
+GAP_STEPS = 8
+"""Without a target for TPOT nobody waits longer for a token than this many decode steps."""
+URGENT_GAP = 4
+"""Without a target for TPOT, a prompt that would miss its target for TTFT may stretch that bound so far."""
+PATIENCE = 4
+"""With every slot taken, prompts wait for company for up to this many times what the best call for prompts costs."""
+SLACK_USED = 0.9
+"""Costs are estimates: so much of the time that is left is planned with."""
+MIN_PREFILL_SHARE = 0.2
+"""Prompts get at least this share of the device, also where no call for them fits the target for TPOT."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A call with prompts in it: what it takes, and what the prompts add to what would run anyway."""
+
+    plan: Plan
+    seconds: float
+    added: float
+    num_tokens: int
+
+    @property
+    def rate(self) -> float:
+        """Prompt tokens a second of device time."""
+        return self.num_tokens / max(self.added, 1e-9)
+
+
+class Dynamic:
+    """Prefill and decode as two components that share one device, without a fixed split.
+
+    A prompt runs when it arrives, also if every slot is taken: its rows then wait outside the arena. Of all calls that can
+    run prompts now, alone or beside answers, the one with the most prompt tokens a second of device time is chosen, as the
+    measured costs have it. Decode is never kept waiting longer than ``tpot_ms``. A free slot makes prompts urgent; without
+    one they wait for company, as long as ``ttft_ms`` allows.
+    """
+
+    def __init__(self) -> None:
+        self._prefill_end = float("-inf")
+        self._prefill_seconds = 0.0
+
+    def plan(self, view: View) -> Plan:
+        """The call with the best use for the device now."""
+        backlog = begun_first(view)
+        decode = decode_plan(view)
+        if decode is None:
+            return self._alone(view, backlog)
+        if not backlog or decode.park or decode.evict:
+            return decode
+        slack = self._slack(view, decode, backlog[0])
+        step = _seconds(view, decode)
+        options = _options(view, backlog, decode, step)
+        if not options:
+            return decode
+        fitting = [option for option in options if option.seconds <= slack * SLACK_USED]
+        best = max(fitting, key=lambda option: option.rate, default=None)
+        if best is None:
+            return self._least(view, options, decode)
+        if not view.free_slots and not _is_worth_it(view, backlog, best, options):
+            return decode
+        return self._begin(view, best)
+
+    def _alone(self, view: View, backlog: list[RequestView]) -> Plan:
+        """Nobody decodes: the fastest way through the prompts."""
+        options = _options(view, backlog, Plan(), 0.0)
+        if not options:
+            return prefill_by_force(view, backlog[0])
+        return self._begin(view, max(options, key=lambda option: option.rate))
+
+    def _slack(self, view: View, decode: Plan, head: RequestView) -> float:
+        """Seconds until somebody who decodes has waited as long for a token as may be."""
+        times = [r.last_token_time for r in view.running if r.last_token_time is not None]
+        waited = view.now - min(times) if times else 0.0
+        if view.tpot_ms is not None:
+            return view.tpot_ms / 1e3 - waited
+        gap = GAP_STEPS * _seconds(view, decode)
+        if view.ttft_ms is not None and view.now - head.arrival > view.ttft_ms / 2e3:
+            gap *= URGENT_GAP
+        return gap - waited
+
+    def _least(self, view: View, options: list[Option], decode: Plan) -> Plan:
+        """No call with prompts fits: decode, but not for ever."""
+        least = min(options, key=lambda option: (option.seconds, -option.num_tokens))
+        rest = view.now - self._prefill_end
+        times = [r.last_token_time for r in view.running if r.last_token_time is not None]
+        has_just_decoded = not times or min(times) >= self._prefill_end
+        share = self._prefill_seconds / (self._prefill_seconds + rest) if rest > 0 else 1.0
+        if has_just_decoded and share < MIN_PREFILL_SHARE:
+            return self._begin(view, least)
+        return decode
+
+    def _begin(self, view: View, option: Option) -> Plan:
+        self._prefill_seconds = option.added
+        self._prefill_end = view.now + option.seconds
+        return option.plan
+
+
+def _seconds(view: View, plan: Plan) -> float:
+    variant = view.device.call(plan.num_rows, plan.num_sequences)
+    return view.device.seconds(variant) if variant else 0.0
+
+
+def _options(view: View, backlog: list[RequestView], decode: Plan, step: float) -> list[Option]:
+    """Every size of call, with as many prompts in it as it holds: alone (the decode step follows), and beside answers."""
+    device, options = view.device, []
+    is_fresh = not backlog[0].num_rows
+    for rows, sequences in device.index.sizes:
+        alone = device.index.at(rows, sequences, device.high_row, is_fresh)
+        if alone is not None and rows > 1 and (prompts := pack(view, backlog, Plan(), alone)):
+            seconds = device.seconds(alone)
+            options.append(Option(Plan(prefill=tuple(prompts)), seconds + step, seconds, _tokens(prompts)))
+        beside = device.index.at(rows, sequences, device.high_row) if decode.num_rows else None
+        if beside is not None and rows > decode.num_rows and (prompts := pack(view, backlog, decode, beside)):
+            seconds = device.seconds(beside)
+            options.append(Option(with_prefill(decode, prompts), seconds, seconds - step, _tokens(prompts)))
+    if not options and (variant := device.call(1)) and (prompts := pack(view, backlog, Plan(), variant)):
+        seconds = device.seconds(variant)  # there are no programs but for single rows
+        options.append(Option(Plan(prefill=tuple(prompts)), seconds + step, seconds, _tokens(prompts)))
+    return options
+
+
+def _is_worth_it(view: View, backlog: list[RequestView], best: Option, options: list[Option]) -> bool:
+    """With every slot taken: whether prompts have waited long enough, or fill a call as well as any could."""
+    waited = view.now - min(request.arrival for request in backlog)
+    patience = PATIENCE * best.seconds if view.ttft_ms is None else view.ttft_ms / 4e3
+    if waited >= patience:
+        return True
+    fullest = max(rows for rows, _ in view.device.index.sizes)
+    return best.num_tokens >= min(fullest, 4 * max(request.num_left for request in backlog))
+
+
+def _tokens(prompts: list[tuple[int, int]]) -> int:
+    return sum(count for _, count in prompts)

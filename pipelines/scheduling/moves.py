@@ -1,0 +1,117 @@
+"""Moves that the shipped policies have in common: orders, turns, and room when rows run short."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from staticllm.pipelines.scheduling.view import Plan, RequestView, View
+from staticllm.pipelines.variants import plan_chunks
+
+
+def in_order(requests: Iterable[RequestView]) -> list[RequestView]:
+    """High priority first, then early arrival."""
+    return sorted(requests, key=lambda request: (-request.priority, request.arrival, request.id))
+
+
+def begun_first(view: View) -> list[RequestView]:
+    """Prompts to run: of equal priority, those that hold rows before those that do not."""
+    everybody = (*view.prefilling, *view.waiting)
+    return sorted(everybody, key=lambda request: (-request.priority, not request.num_rows, request.arrival, request.id))
+
+
+def resumable(view: View) -> list[RequestView]:
+    """Parked requests for which there are slots and rows, in order."""
+    chosen: list[RequestView] = []
+    rows = view.free_rows - len(view.running)
+    for request in in_order(view.parked)[: view.free_slots]:
+        rows -= 1 + (0 if request.in_arena else request.num_rows)
+        if rows < 0:
+            break
+        chosen.append(request)
+    return chosen
+
+
+def decode_plan(view: View, resume: list[RequestView] | None = None) -> Plan | None:
+    """One row for everybody who decodes; None if nobody does. Where rows run short the youngest give theirs back."""
+    resume = resumable(view) if resume is None else resume
+    running = in_order((*view.running, *resume))
+    if not running:
+        return _resume_by_force(view)
+    brought = sum(request.num_rows for request in resume if not request.in_arena)
+    park: list[RequestView] = []
+    evict: list[RequestView] = []
+    for victim in _victims(view, keep=running[0]):
+        freed = sum(request.own_rows for request in (*park, *evict))
+        if len(running) + brought <= view.free_rows + freed:
+            break
+        fits = sum(request.num_rows for request in (*park, victim)) <= view.free_parked_rows
+        (park if victim.state == "running" and fits else evict).append(victim)
+        running = [request for request in running if request.id != victim.id]
+    kept = {request.id for request in running}
+    return Plan(
+        decode=_ids(take_turns(view, running)),
+        resume=tuple(request.id for request in resume if request.id in kept),
+        park=_ids(park),
+        evict=_ids(evict),
+    )
+
+
+def take_turns(view: View, running: list[RequestView]) -> list[RequestView]:
+    """As many as one call holds; those who wait longest for a token if that is not everybody."""
+    limit = view.device.index.max_decoding
+    if len(running) <= limit:
+        return running
+    return sorted(running, key=lambda request: request.last_token_time or 0.0)[:limit]
+
+
+def chunk_of(view: View, request: RequestView) -> int:
+    """Tokens in the first of the cheapest calls that would run the rest of a prompt alone."""
+    device = view.device
+    chunks = plan_chunks(device.index, device.seconds, request.num_left, device.high_row, not request.num_rows)
+    return chunks[0][1]
+
+
+def fits(view: View, request: RequestView) -> bool:
+    """Whether the rest of a prompt finds rows beside what decoding needs next."""
+    return request.num_left + len(view.running) <= view.free_rows
+
+
+def prefill_by_force(view: View, request: RequestView) -> Plan:
+    """A chunk of one prompt alone, whoever must give rows back for it."""
+    count = chunk_of(view, request)
+    evict: list[RequestView] = []
+    for victim in _victims(view, keep=request):
+        if count <= view.free_rows + sum(other.own_rows for other in evict):
+            break
+        evict.append(victim)
+    return Plan(prefill=((request.id, count),), evict=_ids(evict))
+
+
+def _resume_by_force(view: View) -> Plan | None:
+    """Nobody decodes and nobody can be resumed as things are: bring the first back, whoever holds rows meanwhile."""
+    if not view.parked:
+        return None
+    first = in_order(view.parked)[0]
+    needed = 1 + (0 if first.in_arena else first.num_rows)
+    evict: list[RequestView] = []
+    for victim in _victims(view, keep=first):
+        if needed <= view.free_rows + sum(request.own_rows for request in evict):
+            break
+        evict.append(victim)
+    return Plan(decode=(first.id,), resume=(first.id,), evict=_ids(evict))
+
+
+def _victims(view: View, keep: RequestView) -> list[RequestView]:
+    """Who gives rows back, first to last: parked in the arena, then unfinished prompts, then the youngest that decode."""
+    groups = ([r for r in view.parked if r.in_arena], view.prefilling, view.running)
+    return [request for group in groups for request in reversed(in_order(group)) if request.id != keep.id]
+
+
+def _ids(requests: Iterable[RequestView]) -> tuple[int, ...]:
+    return tuple(request.id for request in requests)
+
+
+def with_prefill(plan: Plan, prefill: list[tuple[int, int]]) -> Plan:
+    """The same plan with prompts riding along."""
+    return replace(plan, prefill=tuple(prefill))
