@@ -6,12 +6,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from staticllm.core import FinishReason
 from staticllm.metrics import MICRO, PerfMetrics
-from staticllm.pipelines.generation_options import GenerationOptions
 from staticllm.pipelines.request import Request, Token
 from staticllm.pipelines.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from staticllm.pipelines.generation_options import GenerationOptions
 
 
 @dataclass

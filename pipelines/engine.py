@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -85,6 +85,15 @@ class Engine:
                 )
             self._inbox.append(request)
             self._start()
+
+    def enqueue(self, requests: Iterable[Request]) -> None:
+        """Hand requests over without starting the thread: whoever calls ``step`` serves them."""
+        self._inbox.extend(requests)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits and nobody runs."""
+        return not self._inbox and not len(self._book)
 
     def call(self, errand: Callable[[], Result]) -> Result:
         """Run something between two device calls, on the engine's thread, and return what it returns."""

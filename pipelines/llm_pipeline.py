@@ -318,9 +318,10 @@ class StaticLLMPipeline:
         options.check_room(len(ids))
         request = Request(
             tokens=list(ids),
-            options=options,
             sampler=Sampler(options.sampling, ids, self._shape.vocab_size, self._rng_for(options)),
             limit=options.max_tokens_after(len(ids)),
+            stop_token_ids=options.stop_token_ids,
+            min_new_tokens=options.min_new_tokens,
             priority=call.priority,
             deadline=call.deadline,
             overflow=call.overflow,

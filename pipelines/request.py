@@ -12,7 +12,6 @@ import numpy as np
 
 from staticllm.core import FinishReason
 from staticllm.kvcache.sequence import Sequence
-from staticllm.pipelines.generation_options import GenerationOptions
 from staticllm.pipelines.overflow import OverflowRule
 from staticllm.pipelines.sampler import Logits, Sampler
 
@@ -61,14 +60,16 @@ class Mailbox:
 class Request:
     """``tokens`` are prompt and answer so far, as the rows will hold them; ``num_prompt`` of them are the prompt.
 
-    ``limit`` is how many tokens may be generated, None if only the rows limit it. ``arrival`` and ``deadline`` are
+    ``limit`` is how many tokens may be generated, None if only the rows limit it; ``stop_token_ids`` end it, but not among
+    the first ``min_new_tokens``. ``arrival`` and ``deadline`` are
     ``time.perf_counter`` moments. ``watch`` is called with each token and tells whether it ends the answer: stop strings.
     """
 
     tokens: list[int]
-    options: GenerationOptions
     sampler: Sampler
-    limit: int | None
+    limit: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    min_new_tokens: int = 0
     priority: int = 0
     deadline: float | None = None
     overflow: OverflowRule = "stop"
@@ -89,19 +90,19 @@ class Request:
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
         vocab_size = self.sampler.vocab_size
-        self._banned = np.array(sorted(t for t in self.options.stop_token_ids if t < vocab_size), np.intp)
+        self._banned = np.array(sorted(t for t in self.stop_token_ids if t < vocab_size), np.intp)
 
     def choose(self, logits: Logits) -> FinishReason | None:
         """Choose the next token and deliver it. Returns why the answer ends with it, None if it goes on."""
         start = time.perf_counter()
-        is_early = self.num_generated < self.options.min_new_tokens and self._banned.size > 0
+        is_early = self.num_generated < self.min_new_tokens and self._banned.size > 0
         token, logprob = self.sampler.sample(logits, self._banned if is_early else None)
         now = time.perf_counter()
         self.tokens.append(token)
         self.num_generated += 1
         self.token_times.append(now)
         self.mailbox.put(Token(token, logprob, now, now - start))
-        if token in self.options.stop_token_ids or (self.watch is not None and self.watch(token)):
+        if token in self.stop_token_ids or (self.watch is not None and self.watch(token)):
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_generated == self.limit else None
 

@@ -7,11 +7,19 @@ arena hold exactly these pairs, so a wrong row, a wrong mask cell, a lost or dou
     sequence = runner.cache.open()
     logits = runner.prefill(sequence, [5, 6, 7])
     assert int(logits.argmax()) == fake_next_token([5, 6, 7])
+
+A policy of yours runs in an engine over it, without a thread:
+
+    engine = fake_engine(MyPolicy(), max_num_seqs=2)
+    requests = [fake_request([5, 6, 7], 4), fake_request([8, 9], 4)]
+    run_to_end(engine, requests)
+    assert requests[0].tokens == fake_answer([5, 6, 7], 4)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +27,12 @@ from numpy.typing import NDArray
 from staticllm.core import MaskKind, ModelShape, RowState, Variant
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
+from staticllm.pipelines.engine import Engine, EngineOptions
+from staticllm.pipelines.request import Request
 from staticllm.pipelines.runner import ModelRunner
+from staticllm.pipelines.sampler import Sampler, SamplingParams
+from staticllm.pipelines.scheduling.book import Limits
+from staticllm.pipelines.scheduling.view import Policy
 
 CAUSAL = MaskKind()
 VOCAB_SIZE = 997  # a prime, so that every pair matters to the checksum
@@ -47,6 +60,51 @@ def fake_runner(
     pool = BufferPool(variants, shape, np.float32)
     programs = {variant: FakeProgram(cache, shape, StepBuffers(variant, pool)) for variant in variants}
     return ModelRunner(cache, programs)
+
+
+FAKE_VARIANTS = (
+    *(Variant(rows, capacity, rows) for rows in (1, 2, 4) for capacity in (32, 64, 128)),
+    *(Variant(rows, capacity, sequences) for rows in (8, 16) for capacity in (0, 32, 64, 128) for sequences in (1, 6)),
+)
+
+
+def fake_engine(
+    policy: Policy,
+    max_num_seqs: int = 4,
+    variants: Iterable[Variant] = FAKE_VARIANTS,
+    capacity: int = 64,
+    parked_rows: int = 256,
+    max_waiting: int = 128,
+    is_packable: bool = True,
+    masks: Sequence[MaskKind] = (CAUSAL,),
+) -> Engine:
+    """An engine over the fake device. ``capacity`` are the rows that one sequence can have."""
+    options = EngineOptions(Limits(max_num_seqs), capacity, max_waiting, parked_rows)
+    return Engine(fake_runner(variants, masks, is_packable=is_packable), policy, options)
+
+
+def fake_request(tokens: Sequence[int], num_new: int | None, **options: Any) -> Request:
+    """A greedy request; ``options`` are further fields of ``Request``."""
+    sampler = Sampler(SamplingParams(), list(tokens), VOCAB_SIZE, np.random.default_rng(0))
+    return Request(list(tokens), sampler, num_new, **options)
+
+
+def fake_answer(tokens: Sequence[int], num_new: int, masks: Sequence[MaskKind] = (CAUSAL,)) -> list[int]:
+    """Prompt and answer as the fake model must give them, computed plainly."""
+    answer = list(tokens)
+    for _ in range(num_new):
+        answer.append(fake_next_token(answer, masks))
+    return answer
+
+
+def run_to_end(engine: Engine, requests: Iterable[Request], max_steps: int = 10_000) -> None:
+    """Serve requests in this thread until none is left."""
+    engine.enqueue(requests)
+    for _ in range(max_steps):
+        engine.step()
+        if engine.is_idle:
+            return
+    raise AssertionError(f"requests are left after {max_steps} steps")
 
 
 class FakeProgram:

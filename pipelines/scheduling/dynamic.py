@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from staticllm.core import Variant
 from staticllm.pipelines.scheduling.moves import begun_first, decode_plan, prefill_by_force, with_prefill
 from staticllm.pipelines.scheduling.packing import pack
 from staticllm.pipelines.scheduling.view import Plan, RequestView, View
@@ -12,8 +13,10 @@ GAP_STEPS = 8
 """Without a target for TPOT nobody waits longer for a token than this many decode steps."""
 URGENT_GAP = 4
 """Without a target for TPOT, a prompt that would miss its target for TTFT may stretch that bound so far."""
-PATIENCE = 4
-"""With every slot taken, prompts wait for company for up to this many times what the best call for prompts costs."""
+FULL_ENOUGH = 0.8
+"""With every slot taken, prompts wait for company until a call runs them at this share of the best rate there is."""
+PATIENCE_STEPS = 16
+"""But not longer than this many decode steps; with a target for TTFT, than a quarter of it."""
 SLACK_USED = 0.9
 """Costs are estimates: so much of the time that is left is planned with."""
 MIN_PREFILL_SHARE = 0.2
@@ -28,11 +31,17 @@ class Option:
     seconds: float
     added: float
     num_tokens: int
+    most_tokens: int  # that a call of this size could hold, of prompts like these
 
     @property
     def rate(self) -> float:
         """Prompt tokens a second of device time."""
         return self.num_tokens / max(self.added, 1e-9)
+
+    @property
+    def best_rate(self) -> float:
+        """The rate of this size when it is full."""
+        return self.most_tokens / max(self.added, 1e-9)
 
 
 class Dynamic:
@@ -65,7 +74,7 @@ class Dynamic:
         best = max(fitting, key=lambda option: option.rate, default=None)
         if best is None:
             return self._least(view, options, decode)
-        if not view.free_slots and not _is_worth_it(view, backlog, best, options):
+        if not view.free_slots and not _is_worth_it(view, backlog, fitting, step):
             return decode
         return self._begin(view, best)
 
@@ -115,28 +124,33 @@ def _options(view: View, backlog: list[RequestView], decode: Plan, step: float) 
     is_fresh = not backlog[0].num_rows
     for rows, sequences in device.index.sizes:
         alone = device.index.at(rows, sequences, device.high_row, is_fresh)
-        if alone is not None and rows > 1 and (prompts := pack(view, backlog, Plan(), alone)):
+        if alone is not None and rows > 1:
             seconds = device.seconds(alone)
-            options.append(Option(Plan(prefill=tuple(prompts)), seconds + step, seconds, _tokens(prompts)))
+            options.append(_option(view, backlog, Plan(), alone, seconds + step, seconds))
         beside = device.index.at(rows, sequences, device.high_row) if decode.num_rows else None
-        if beside is not None and rows > decode.num_rows and (prompts := pack(view, backlog, decode, beside)):
+        if beside is not None and rows > decode.num_rows and sequences > decode.num_sequences:
             seconds = device.seconds(beside)
-            options.append(Option(with_prefill(decode, prompts), seconds, seconds - step, _tokens(prompts)))
-    if not options and (variant := device.call(1)) and (prompts := pack(view, backlog, Plan(), variant)):
-        seconds = device.seconds(variant)  # there are no programs but for single rows
-        options.append(Option(Plan(prefill=tuple(prompts)), seconds + step, seconds, _tokens(prompts)))
-    return options
+            options.append(_option(view, backlog, decode, beside, seconds, seconds - step))
+    found = [option for option in options if option is not None]
+    if not found and (single := device.call(1)):  # there are no programs but for single rows
+        found = [option for option in [_option(view, backlog, Plan(), single, step, step)] if option is not None]
+    return found
 
 
-def _is_worth_it(view: View, backlog: list[RequestView], best: Option, options: list[Option]) -> bool:
-    """With every slot taken: whether prompts have waited long enough, or fill a call as well as any could."""
-    waited = view.now - min(request.arrival for request in backlog)
-    patience = PATIENCE * best.seconds if view.ttft_ms is None else view.ttft_ms / 4e3
-    if waited >= patience:
+def _option(
+    view: View, backlog: list[RequestView], beside: Plan, variant: Variant, seconds: float, added: float
+) -> Option | None:
+    prompts = pack(view, backlog, beside, variant)
+    if not prompts:
+        return None
+    longest = max(request.num_left for request in backlog)
+    most = min(variant.rows - beside.num_rows, (variant.sequences - beside.num_sequences) * longest)
+    return Option(with_prefill(beside, prompts), seconds, added, sum(count for _, count in prompts), most)
+
+
+def _is_worth_it(view: View, backlog: list[RequestView], options: list[Option], step: float) -> bool:
+    """With every slot taken: whether prompts have waited long enough, or fill a call nearly as well as any could."""
+    patience = PATIENCE_STEPS * step if view.ttft_ms is None else view.ttft_ms / 4e3
+    if view.now - min(request.arrival for request in backlog) >= patience:
         return True
-    fullest = max(rows for rows, _ in view.device.index.sizes)
-    return best.num_tokens >= min(fullest, 4 * max(request.num_left for request in backlog))
-
-
-def _tokens(prompts: list[tuple[int, int]]) -> int:
-    return sum(count for _, count in prompts)
+    return max(o.rate for o in options) >= FULL_ENOUGH * max(o.best_rate for o in options)

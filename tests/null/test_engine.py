@@ -1,0 +1,335 @@
+"""The engine over the fake device, one step at a time: whoever shares the steps, everybody gets their own answer."""
+
+import threading
+import warnings
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from staticllm.core import MaskKind, Variant
+from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError
+from staticllm.pipelines.request import End, Token
+from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
+from staticllm.pipelines.scheduling.view import Plan
+from staticllm.testing import FAKE_VARIANTS, fake_answer, fake_engine, fake_request, run_to_end
+
+MASKS = (MaskKind(), MaskKind(9))
+
+
+def letters_of(request):
+    letters = []
+    while (letter := request.mailbox.get(0)) is not None:
+        letters.append(letter)
+    return letters
+
+
+def reason_of(request):
+    return letters_of(request)[-1].reason
+
+
+def assert_empty(engine):
+    """Nothing is held but the resident conversation."""
+    cache, tenancy = engine.runner.cache, engine.tenancy
+    assert engine.is_idle and not tenancy.requests and not tenancy.shelf.num_parked_rows
+    assert cache.rows.num_used == tenancy.prefix.resident_rows
+    tenancy.prefix.make_way(cache.max_rows + 1)
+    assert cache.rows.num_used == 0 and cache.rows.num_shared == 0
+
+
+class Disturbed:
+    """A shipped policy whose plans are now and then replaced: somebody is parked, evicted, or not decoded."""
+
+    def __init__(self, name, moves):
+        self.policy, self.moves, self.used = make_policy(name), list(moves), set()
+
+    def plan(self, view):
+        plan = self.policy.plan(view)
+        move = self.moves.pop() if self.moves else None
+        if move is None or plan.park or plan.evict or plan.resume or not plan.decode:
+            return plan
+        victim, *others = sorted(plan.decode)
+        if not others and not plan.prefill:
+            return plan
+        self.used.add(move)
+        if move == "skip":
+            return Plan(decode=tuple(others), prefill=plan.prefill)
+        rows = next(request.num_rows for request in view.running if request.id == victim)
+        if move == "park" and rows <= view.free_parked_rows:
+            return Plan(decode=tuple(others), prefill=plan.prefill, park=(victim,))
+        return Plan(decode=tuple(others), prefill=plan.prefill, evict=(victim,))
+
+
+prompts = st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(1, 12), st.integers(0, 40))
+schedules = st.fixed_dictionaries(
+    {
+        "policy": st.sampled_from(sorted(POLICIES)),
+        "prompts": st.lists(prompts, min_size=1, max_size=9),
+        "cancels": st.sets(st.tuples(st.integers(0, 8), st.integers(0, 60)), max_size=4),
+        "moves": st.lists(st.sampled_from(["park", "evict", "skip", None, None]), max_size=12),
+        "slots": st.integers(1, 4),
+        "parked_rows": st.sampled_from([0, 40, 256]),
+        "is_packable": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(schedules)
+def test_any_schedule_gives_everybody_their_own_answer(schedule):
+    """Arrivals in bursts, common prefixes, cancellations, parks, evictions, few rows, models that take turns."""
+    variants = FAKE_VARIANTS if schedule["is_packable"] else [v for v in FAKE_VARIANTS if v.sequences == 1]
+    engine = fake_engine(
+        Disturbed(schedule["policy"], schedule["moves"]),
+        schedule["slots"],
+        variants,
+        parked_rows=schedule["parked_rows"],
+        masks=MASKS,
+    )
+    requests, arrivals = [], []
+    for family, length, num_new, arrival in schedule["prompts"]:
+        shared = [100 * family + i for i in range(min(length, 20))]
+        prompt = [*shared, *(300 + 7 * len(requests) + i for i in range(length - len(shared)))]
+        requests.append(fake_request(prompt, num_new))
+        arrivals.append(arrival)
+    prompts = [list(request.tokens) for request in requests]
+    cancels = dict(schedule["cancels"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3000):
+            engine.enqueue([r for r, arrival in zip(requests, arrivals, strict=True) if arrival == step])
+            for index, request in enumerate(requests):
+                if cancels.get(index) == step and arrivals[index] <= step:
+                    request.is_cancelled = True
+            engine.step()
+            if step > 60 and engine.is_idle:
+                break
+    assert_empty(engine)
+    engine.close()
+    for request, prompt in zip(requests, prompts, strict=True):
+        *tokens, end = letters_of(request)
+        answer = fake_answer(prompt, request.limit, MASKS)[len(prompt) :]
+        assert [token.id for token in tokens] == answer[: len(tokens)]
+        assert end.error is None and (len(tokens) == request.limit or end.reason == "cancelled")
+        assert end.reason in ("cancelled", "length")
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("slots", [1, 3])
+def test_every_policy_serves_a_crowd(name, slots):
+    engine = fake_engine(make_policy(name), slots)
+    requests = [fake_request(range(10 * i, 10 * i + 3 + 5 * i), 8) for i in range(9)]
+    expected = [fake_answer(request.tokens, 8) for request in requests]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_to_end(engine, requests)
+    assert [request.tokens for request in requests] == expected
+    assert all(reason_of(request) == "length" for request in requests)
+    assert_empty(engine)
+
+
+def test_several_sequences_share_a_call():
+    engine = fake_engine(make_policy("dynamic"))
+    requests = [fake_request(range(50 * i, 50 * i + 5), 20) for i in range(4)]
+    run_to_end(engine, requests)
+    assert engine.profiler.stats().num_steps < 30, "80 tokens in packed steps"
+
+
+def test_a_prefix_is_stored_once_and_counted():
+    engine, system = fake_engine(make_policy("fcfs")), list(range(24))
+    requests = [fake_request([*system, 500 + i], 30) for i in range(3)]
+    engine.enqueue(requests)
+    while not all(request.num_generated for request in requests):
+        engine.step()
+    assert engine.runner.cache.rows.num_shared == 24
+    assert engine.runner.cache.rows.num_used < 24 + 3 * 31
+    assert [request.num_cached for request in requests] == [0, 24, 24]
+    run_to_end(engine, [])
+    assert [request.tokens for request in requests] == [fake_answer([*system, 500 + i], 30) for i in range(3)]
+    assert engine.profiler.stats().prefix_hit_tokens == 48
+
+
+def test_a_conversation_is_found_again_after_others_came():
+    engine = fake_engine(make_policy("dynamic"))
+    first = fake_request(range(20), 10)
+    run_to_end(engine, [first])
+    run_to_end(engine, [fake_request(range(200, 240), 10), fake_request(range(400, 430), 10)])
+    again = fake_request([*first.tokens, 7, 8], 5)
+    expected = fake_answer(again.tokens, 5)
+    run_to_end(engine, [again])
+    assert again.num_cached == 29 and again.tokens == expected
+
+
+def test_cancellation_between_the_chunks_of_a_prompt():
+    engine = fake_engine(make_policy("fcfs"))
+    request = fake_request(range(60), 5)
+    engine.enqueue([request])
+    engine.step()
+    assert engine.tenancy.book[request.id].state == "prefilling"
+    request.is_cancelled = True
+    engine.step()
+    assert reason_of(request) == "cancelled" and not request.num_generated
+    assert_empty(engine)
+
+
+def test_a_deadline_ends_a_request_with_what_it_has():
+    engine = fake_engine(make_policy("fcfs"))
+    late, fine = fake_request([1, 2], 5, deadline=0.0), fake_request([1, 2], 5)
+    run_to_end(engine, [late, fine])
+    assert (reason_of(late), reason_of(fine)) == ("deadline", "length")
+
+
+def test_the_queue_is_bounded_and_nothing_is_lost():
+    engine = fake_engine(make_policy("fcfs"), max_waiting=2)
+    engine._start = lambda: None  # nobody serves: all wait
+    requests = [fake_request([1, 2, i], 3) for i in range(3)]
+    engine.submit(requests[0])
+    engine.submit(requests[1])
+    with pytest.raises(BusyError, match="2 requests wait, MAX_WAITING is 2"):
+        engine.submit(requests[2])
+    run_to_end(engine, [])
+    engine.submit(requests[2])
+    run_to_end(engine, [])
+    assert [reason_of(request) for request in requests] == ["length"] * 3
+
+
+def test_priority_goes_first():
+    engine = fake_engine(make_policy("fcfs"), max_num_seqs=1)
+    low, high = fake_request([1, 2], 3), fake_request([3, 4], 3, priority=5)
+    run_to_end(engine, [low, high])
+    assert high.token_times[-1] < low.token_times[0]
+
+
+# -- failures
+
+
+def test_numbers_that_are_not_finite_end_one_request_only(monkeypatch):
+    engine = fake_engine(make_policy("dynamic"))
+    requests = [fake_request([10 * i, 10 * i + 1], 12) for i in range(3)]
+    engine.enqueue(requests)
+    while not all(request.num_generated > 2 for request in requests):
+        engine.step()
+    program = engine.runner.programs[Variant(4, 32, 4)]
+    original = program.run
+
+    def run():
+        seconds = original()
+        program.buffers.logits[0, 1] = float("nan")
+        return seconds
+
+    monkeypatch.setattr(program, "run", run)
+    engine.step()
+    monkeypatch.undo()
+    run_to_end(engine, [])
+    ends = [letters_of(request)[-1] for request in requests]
+    assert [end.reason for end in ends] == ["length", "error", "length"]
+    assert isinstance(ends[1].error, NumericalError)
+    for index in (0, 2):
+        assert requests[index].tokens == fake_answer([10 * index, 10 * index + 1], 12)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("part", ["arena.write", "rows.allocate"])
+def test_a_failure_inside_a_commit_recomputes_the_others(monkeypatch, part):
+    engine = fake_engine(make_policy("fcfs"))
+    first, second = fake_request([1, 2, 3], 12), fake_request(range(30, 60), 4)
+    engine.enqueue([first])
+    while first.num_generated < 3:
+        engine.step()
+    owner, _, method = part.partition(".")
+    target = getattr(engine.runner.cache, owner)
+
+    def fail(*_):
+        raise RuntimeError("disk on fire")
+
+    engine.enqueue([second])
+    monkeypatch.setattr(target, method, fail)
+    engine.step()
+    monkeypatch.undo()
+    run_to_end(engine, [])
+    assert isinstance(letters_of(second)[-1].error, DeviceError)
+    assert first.tokens == fake_answer([1, 2, 3], 12)
+    assert_empty(engine)
+
+
+def test_a_failing_device_fails_only_who_was_in_the_call(monkeypatch):
+    engine = fake_engine(make_policy("fcfs"))
+    running, arriving = fake_request([1, 2, 3], 8), fake_request(range(20), 3)
+    engine.enqueue([running])
+    while not running.num_generated:
+        engine.step()
+    for variant, program in engine.runner.programs.items():
+        if variant.rows > 4:
+            monkeypatch.setattr(program, "run", lambda: (_ for _ in ()).throw(RuntimeError("device lost\n")))
+    engine.enqueue([arriving])
+    run_to_end(engine, [])
+    assert str(letters_of(arriving)[-1].error) == "the device failed: device lost"
+    assert running.tokens == fake_answer([1, 2, 3], 8)
+
+
+def test_a_failing_stop_string_check_ends_one_request_only():
+    def watch(token):
+        raise ValueError("no such token")
+
+    engine = fake_engine(make_policy("dynamic"))
+    bad, good = fake_request([1, 2], 5, watch=watch), fake_request([3, 4], 5)
+    run_to_end(engine, [bad, good])
+    assert isinstance(letters_of(bad)[-1].error, ValueError) and reason_of(good) == "length"
+    assert_empty(engine)
+
+
+# -- the thread
+
+
+def test_the_thread_serves_and_ends():
+    engine = fake_engine(make_policy("dynamic"))
+    requests = [fake_request(range(i, i + 10), 10) for i in range(6)]
+    for request in requests:
+        engine.submit(request)
+    engine.close(drain=True)
+    assert [reason_of(request) for request in requests] == ["length"] * 6
+    assert not [t for t in threading.enumerate() if t.name.startswith("staticllm") and t is engine._thread]
+    with pytest.raises(ClosedError):
+        engine.submit(fake_request([1], 1))
+    with pytest.raises(ClosedError):
+        engine.call(lambda: None)
+    engine.close()
+
+
+def test_closing_without_draining_cancels():
+    engine = fake_engine(make_policy("dynamic"))
+    request = fake_request([1, 2], 50)
+    engine.submit(request)
+    first = request.mailbox.get(5)
+    engine.close()
+    rest = letters_of(request)
+    assert isinstance(first, Token) and isinstance(rest[-1], End) and rest[-1].reason in ("cancelled", "length")
+    assert_empty(engine)
+
+
+def test_an_errand_runs_between_steps_and_its_failure_is_the_callers():
+    engine = fake_engine(make_policy("dynamic"))
+    assert engine.call(lambda: threading.current_thread().name) == "staticllm-engine"
+    with pytest.raises(KeyError):
+        engine.call(lambda: {}["x"])
+    engine.close()
+
+
+# -- overflow
+
+
+@pytest.mark.parametrize(("rule", "head"), [("shift", 4), ("truncate_middle", 8)])
+def test_a_conversation_that_fills_its_rows_goes_on_with_what_the_rule_keeps(rule, head):
+    engine = fake_engine(make_policy("dynamic"), capacity=64)
+    request, other = fake_request(range(40), 60, overflow=rule), fake_request(range(500, 510), 60)
+    run_to_end(engine, [request, other])
+    expected, produced = list(range(40)), []
+    while len(produced) < 60:
+        produced.append(fake_answer(expected, 1)[-1])
+        expected.append(produced[-1])
+        if len(expected) > 64:
+            expected = [*expected[:head], *expected[head - 32 :]]
+    tokens = [letter.id for letter in letters_of(request) if isinstance(letter, Token)]
+    assert tokens == produced
+    assert len([x for x in letters_of(other) if isinstance(x, Token)]) == 55, "the rule of the other is to stop"
+    assert_empty(engine)
