@@ -18,6 +18,7 @@ class RowAllocator:
         self._free = list(range(max_rows))  # a sorted list is a heap
         self._holders = np.zeros(max_rows, np.int32)
         self.num_shared = 0  # rows with several holders
+        self._high: int | None = 0  # None when it must be looked up
 
     @property
     def num_free(self) -> int:
@@ -30,14 +31,18 @@ class RowAllocator:
     @property
     def high_row(self) -> int:
         """One more than the highest row in use; 0 if none is."""
-        used = np.flatnonzero(self._holders)
-        return int(used[-1]) + 1 if used.size else 0
+        if self._high is None:
+            used = np.flatnonzero(self._holders)
+            self._high = int(used[-1]) + 1 if used.size else 0
+        return self._high
 
     def allocate(self, count: int) -> Rows:
         """``count`` rows, ascending, held once. The caller has checked ``num_free``."""
         assert count <= self.num_free, f"{count} rows asked, {self.num_free} free"
         rows = np.array([heapq.heappop(self._free) for _ in range(count)], np.intp)
         self._holders[rows] = 1
+        if self._high is not None and count:
+            self._high = max(self._high, int(rows[-1]) + 1)
         return rows
 
     def share(self, rows: Rows) -> None:
@@ -50,6 +55,7 @@ class RowAllocator:
         """One holder less; rows without a holder are free again. Freeing a free row is a bug."""
         assert (self._holders[rows] > 0).all(), "a row is freed twice"
         self._holders[rows] -= 1
+        self._high = None
         if self.num_shared:
             self.num_shared -= int(np.count_nonzero(self._holders[rows] == 1))
         for row in rows[self._holders[rows] == 0].tolist():
@@ -67,4 +73,5 @@ class RowAllocator:
         self._holders[targets] = self._holders[sources]
         self._holders[sources] = 0
         self._free = list(range(used.size, self.max_rows))
+        self._high = int(used.size)
         return sources, targets
