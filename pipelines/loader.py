@@ -38,6 +38,7 @@ OnProgress = Callable[[ProgressEvent], None]
 HOST_TYPES: dict[RowType, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 """What numpy holds the rows in. It has no bf16, and the host only moves rows, never reads them."""
 LONG_SECONDS = 1.0  # a variant of a shared program that would run longer than this is not warmed up
+NEAR_ROWS, FAR_ROWS, FAR_CAPACITY = (1, 4, 16, 64, 256), (1, 4, 64), 1024  # sizes from which all costs are estimated
 QUICK_SECONDS = 0.1  # a variant that runs faster than this is timed again: its first run is mostly one-time work
 
 
@@ -160,21 +161,29 @@ def _phase_properties(device: str, config: StaticLLMConfig) -> dict[Phase, Mappi
 def _warm_up(programs: BoundPrograms, on_progress: OnProgress) -> CostTable:
     """Run variants once, so that no user waits for a first inference; time what is quick once more.
 
-    Each separate program is run. Of a shared one, those that decode one sequence, and each number of rows once, as long as
-    a run is expected to stay under a second: there a first run costs a tenth more than the next (docs/design.md), not more.
+    Each separate program is run. Of a shared one a few sizes, near and far, as long as a run is expected to stay under a
+    second: there a first run costs a tenth more than the next (docs/design.md), not more, and the costs of all others are
+    estimated from these.
     """
     costs = CostTable()
-    seen: set[tuple[int, Variant | int]] = set()
+    chosen = _worth_running(programs)
     for index, variant in enumerate(programs, 1):
-        family = (id(programs.compiled(variant)), variant if variant.rows == 1 else variant.rows)
         first = 0.0
-        is_static = programs.is_static(variant)
-        if is_static or (family not in seen and (not seen or costs(variant) < LONG_SECONDS)):
-            seen.add(family)
+        if variant in chosen and (index == 1 or programs.is_static(variant) or costs(variant) < LONG_SECONDS):
             program = programs[variant]
             first = program.run()
-            is_worth_it = first < QUICK_SECONDS or variant.rows == 1  # the very first run of all packs the weights
-            seconds = min(program.run(), program.run()) if is_worth_it else first
-            costs.update(variant, seconds)
+            is_worth_it = first < QUICK_SECONDS or index == 1  # the very first run of all packs the weights
+            costs.update(variant, program.run() if is_worth_it else first)
         on_progress(ProgressEvent("warm-up", index, len(programs), first, variant))
     return costs
+
+
+def _worth_running(programs: BoundPrograms) -> set[Variant]:
+    if any(programs.is_static(variant) for variant in programs):
+        return set(programs)
+    chosen: dict[tuple[int, bool], Variant] = {}
+    for variant in sorted(programs, key=lambda variant: (variant.capacity, variant.sequences)):
+        is_far = variant.capacity >= FAR_CAPACITY
+        if variant.rows in (FAR_ROWS if is_far else NEAR_ROWS):
+            chosen.setdefault((variant.rows, is_far), variant)
+    return {next(iter(programs)), *chosen.values()}

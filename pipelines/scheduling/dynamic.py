@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from staticllm.core import Variant
 from staticllm.pipelines.scheduling.moves import begun_first, decode_plan, prefill_by_force, with_prefill
 from staticllm.pipelines.scheduling.packing import pack
-from staticllm.pipelines.scheduling.view import Plan, RequestView, View
+from staticllm.pipelines.scheduling.view import Device, Plan, RequestView, View
 
 GAP_STEPS = 8
 """Without a target for TPOT nobody waits longer for a token than this many decode steps."""
@@ -17,6 +17,8 @@ FULL_ENOUGH = 0.8
 """With every slot taken, prompts wait for company until a call runs them at this share of the best rate there is."""
 PATIENCE_STEPS = 16
 """But not longer than this many decode steps; with a target for TTFT, than a quarter of it."""
+ABOUT_AS_FAST = 1.25
+"""Among calls that get through the prompts within this many times the shortest time, the cheapest is taken."""
 SLACK_USED = 0.9
 """Costs are estimates: so much of the time that is left is planned with."""
 MIN_PREFILL_SHARE = 0.2
@@ -25,18 +27,24 @@ MIN_PREFILL_SHARE = 0.2
 
 @dataclass(frozen=True)
 class Option:
-    """A call with prompts in it: what it takes, and what the prompts add to what would run anyway."""
+    """A call with prompts in it: what it takes, and what the prompts add to what would run anyway.
+
+    ``rest`` is what it leaves of prompts that it begins, and ``rest_seconds`` what that will take: a fresh prompt runs without
+    looking at the arena, its rest does not.
+    """
 
     plan: Plan
     seconds: float
     added: float
     num_tokens: int
     most_tokens: int  # that a call of this size could hold, of prompts like these
+    rest: int
+    rest_seconds: float
 
     @property
     def rate(self) -> float:
-        """Prompt tokens a second of device time."""
-        return self.num_tokens / max(self.added, 1e-9)
+        """Prompt tokens a second of device time, until the prompts in it are through."""
+        return (self.num_tokens + self.rest) / max(self.added + self.rest_seconds, 1e-9)
 
     @property
     def best_rate(self) -> float:
@@ -71,9 +79,10 @@ class Dynamic:
         if not options:
             return decode
         fitting = [option for option in options if option.seconds <= slack * SLACK_USED]
-        best = max(fitting, key=lambda option: option.rate, default=None)
-        if best is None:
+        if not fitting:
             return self._least(view, options, decode)
+        soon = _soon_enough(view, backlog, fitting, step)
+        best = max(soon, key=lambda option: option.rate)
         if not view.free_slots and not _is_worth_it(view, backlog, fitting, step):
             return decode
         return self._begin(view, best)
@@ -122,35 +131,59 @@ def _options(view: View, backlog: list[RequestView], decode: Plan, step: float) 
     """Every size of call, with as many prompts in it as it holds: alone (the decode step follows), and beside answers."""
     device, options = view.device, []
     is_fresh = not backlog[0].num_rows
+    later = _seconds_a_token(device)
     for rows, sequences in device.index.sizes:
         alone = device.index.at(rows, sequences, device.high_row, is_fresh)
         if alone is not None and rows > 1:
             seconds = device.seconds(alone)
-            options.append(_option(view, backlog, Plan(), alone, seconds + step, seconds))
+            options.append(_option(view, backlog, Plan(), alone, seconds + step, seconds, later))
         beside = device.index.at(rows, sequences, device.high_row) if decode.num_rows else None
         if beside is not None and rows > decode.num_rows and sequences > decode.num_sequences:
             seconds = device.seconds(beside)
-            options.append(_option(view, backlog, decode, beside, seconds, seconds - step))
+            options.append(_option(view, backlog, decode, beside, seconds, seconds - step, later))
     found = [option for option in options if option is not None]
     if not found and (single := device.call(1)):  # there are no programs but for single rows
-        found = [option for option in [_option(view, backlog, Plan(), single, step, step)] if option is not None]
+        found = [option for option in [_option(view, backlog, Plan(), single, step, step, later)] if option is not None]
     return found
 
 
 def _option(
-    view: View, backlog: list[RequestView], beside: Plan, variant: Variant, seconds: float, added: float
+    view: View, backlog: list[RequestView], beside: Plan, variant: Variant, seconds: float, added: float, later: float
 ) -> Option | None:
     prompts = pack(view, backlog, beside, variant)
     if not prompts:
         return None
-    longest = max(request.num_left for request in backlog)
-    most = min(variant.rows - beside.num_rows, (variant.sequences - beside.num_sequences) * longest)
-    return Option(with_prefill(beside, prompts), seconds, added, sum(count for _, count in prompts), most)
+    left = {request.id: request.num_left for request in backlog}
+    most = min(variant.rows - beside.num_rows, (variant.sequences - beside.num_sequences) * max(left.values()))
+    rest = sum(left[request] - count for request, count in prompts)
+    return Option(
+        with_prefill(beside, prompts), seconds, added, sum(count for _, count in prompts), most, rest, rest * later
+    )
+
+
+def _seconds_a_token(device: Device) -> float:
+    """What a prompt token costs at best when the arena must be looked at."""
+    seen = [(rows, device.index.at(rows, sequences, device.high_row)) for rows, sequences in device.index.sizes]
+    return min((device.seconds(variant) / rows for rows, variant in seen if variant), default=0.0)
+
+
+def _soon_enough(view: View, backlog: list[RequestView], options: list[Option], step: float) -> list[Option]:
+    """Options that would have run all prompts before patience ends, or about as fast as any does.
+
+    A few tokens beside every decode step cost next to nothing, and would take for ever.
+    """
+    left = sum(request.num_left for request in backlog)
+    times = [max(left / option.num_tokens, 1.0) * option.seconds for option in options]
+    bound = max(ABOUT_AS_FAST * min(times), _patience(view, step) - (view.now - backlog[0].arrival))
+    return [option for option, time in zip(options, times, strict=True) if time <= bound]
+
+
+def _patience(view: View, step: float) -> float:
+    return PATIENCE_STEPS * step if view.ttft_ms is None else view.ttft_ms / 4e3
 
 
 def _is_worth_it(view: View, backlog: list[RequestView], options: list[Option], step: float) -> bool:
     """With every slot taken: whether prompts have waited long enough, or fill a call nearly as well as any could."""
-    patience = PATIENCE_STEPS * step if view.ttft_ms is None else view.ttft_ms / 4e3
-    if view.now - min(request.arrival for request in backlog) >= patience:
+    if view.now - min(request.arrival for request in backlog) >= _patience(view, step):
         return True
     return max(o.rate for o in options) >= FULL_ENOUGH * max(o.best_rate for o in options)
