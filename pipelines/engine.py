@@ -260,16 +260,16 @@ class Engine:
         return outputs
 
     def _deliver(self, parts: list[Part], outputs: list[Logits]) -> None:
-        for part, logits in zip(parts, outputs, strict=False):
+        for part, logits, best in zip(parts, outputs, self._runner.best, strict=False):
             request, count = part.request, len(part.segment.tokens)
-            if not np.isfinite(logits.max()):
+            if best is None:
                 self._end(request, FinishReason.ERROR, not_finite(self._variant), is_kept=False)
             elif self._book.ran(request.id, count):
-                self._choose(request, logits)
+                self._choose(request, logits, best)
 
-    def _choose(self, request: Request, logits: Logits) -> None:
+    def _choose(self, request: Request, logits: Logits, best: int) -> None:
         try:
-            reason = request.choose(logits)
+            reason = request.choose(logits, best)
         except Exception as error:  # of this request's own sampling or text; the others go on
             self._end(request, FinishReason.ERROR, error)
             return

@@ -21,6 +21,7 @@ def inspect_model(models_path: str | os.PathLike[str], device: str, config: Stat
     """
     _, layout = prepare(models_path, device, config)
     shape = layout.lowered.shape
+    num_rows = config.num_kv_rows(layout.options.mode)
     bytes_a_token = shape.row_bytes(ELEMENT_TYPES[layout.options.row_type].size)
     return {
         "model": str(models_path),
@@ -37,16 +38,21 @@ def inspect_model(models_path: str | os.PathLike[str], device: str, config: Stat
         "masks": [kind.label for kind in shape.masks],
         "rows": {
             "type": layout.options.row_type,
-            "capacity": config.capacity,
+            "capacity": num_rows,
             "bytes_a_token": bytes_a_token,
-            "bytes": bytes_a_token * config.capacity,
+            "bytes": bytes_a_token * num_rows,
+            "parked_bytes": bytes_a_token * config.num_parked_rows,
         },
         "buffers_bytes": buffer_bytes(layout.variants, shape, bytes_a_token),
         "passes": [
             {"name": r.name, "nodes_before": r.nodes_before, "nodes_after": r.nodes_after, "notes": list(r.notes)}
             for r in layout.lowered.reports
         ],
-        "variants": [{"phase": v.phase, "rows": v.rows, "capacity": v.capacity} for v in layout.variants],
+        "max_num_seqs": config.num_slots(layout.options.mode),
+        "variants": [
+            {"phase": v.phase, "rows": v.rows, "capacity": v.capacity, "sequences": v.sequences}
+            for v in layout.variants
+        ],
     }
 
 

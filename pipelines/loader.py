@@ -28,7 +28,7 @@ from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.model_dir import check_model_dir, read_model
 from staticllm.pipelines.costs import CostTable
 from staticllm.pipelines.engine import Engine, EngineOptions
-from staticllm.pipelines.programs import BoundPrograms, CompileOptions, bind, compile_programs
+from staticllm.pipelines.programs import BoundPrograms, CompileOptions, bind, compile_programs, first_variants
 from staticllm.pipelines.runner import ModelRunner
 from staticllm.pipelines.scheduling.book import Limits
 from staticllm.pipelines.scheduling.view import Policy
@@ -75,14 +75,15 @@ def prepare(
     core = get_core()
     check_device(core, device)
     mode = default_mode(device) if config.programs == "auto" else config.programs
-    row_type = config.kv_cache_precision or default_row_type(device)
+    properties = _phase_properties(device, config)
+    row_type = config.kv_cache_precision or default_row_type(core, device, *properties.values())
     model = read_model(core, check_model_dir(models_path, needs_tokenizer=False))
     on_progress(ProgressEvent("read", 1, 1, time.perf_counter() - start))
     start = time.perf_counter()
     lowered = lower(model, LoweringOptions(config.num_kv_rows(mode), row_type))
     variants = choose_variants(config, mode, lowered.shape.is_packable)
     on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - start))
-    return core, Layout(lowered, CompileOptions(device, mode, row_type, _phase_properties(device, config)), variants)
+    return core, Layout(lowered, CompileOptions(device, mode, row_type, properties), variants)
 
 
 def load(
@@ -131,10 +132,14 @@ def make_runner(core: ov.Core, layout: Layout, on_progress: OnProgress = lambda 
 def compile_layout(
     core: ov.Core, layout: Layout, on_progress: OnProgress
 ) -> Iterator[tuple[Variant, ov.CompiledModel]]:
-    """Compile variant after variant, and say so before and after each."""
+    """Compile variant after variant, and say so before and after each; of a shared program, for its first variant."""
     programs = compile_programs(core, layout.lowered, layout.variants, layout.options)
-    total = len(layout.variants)
-    for index, variant in enumerate(layout.variants, 1):
+    compiled_for = first_variants(layout.variants, layout.options)
+    for variant in layout.variants:
+        if variant not in compiled_for:
+            yield variant, next(programs)
+            continue
+        index, total = compiled_for.index(variant) + 1, len(compiled_for)
         on_progress(ProgressEvent("compile", index, total, 0.0, variant, is_done=False))
         start = time.perf_counter()
         compiled = next(programs)
@@ -167,23 +172,24 @@ def _warm_up(programs: BoundPrograms, on_progress: OnProgress) -> CostTable:
     """
     costs = CostTable()
     chosen = _worth_running(programs)
-    for index, variant in enumerate(programs, 1):
+    for index, variant in enumerate(chosen, 1):
         first = 0.0
-        if variant in chosen and (index == 1 or programs.is_static(variant) or costs(variant) < LONG_SECONDS):
+        if index == 1 or programs.is_static(variant) or costs(variant) < LONG_SECONDS:
             program = programs[variant]
             first = program.run()
             is_worth_it = first < QUICK_SECONDS or index == 1  # the very first run of all packs the weights
             costs.update(variant, program.run() if is_worth_it else first)
-        on_progress(ProgressEvent("warm-up", index, len(programs), first, variant))
+        on_progress(ProgressEvent("warm-up", index, len(chosen), first, variant))
     return costs
 
 
-def _worth_running(programs: BoundPrograms) -> set[Variant]:
+def _worth_running(programs: BoundPrograms) -> list[Variant]:
+    """In the order of the programs, decoding first."""
     if any(programs.is_static(variant) for variant in programs):
-        return set(programs)
+        return list(programs)
     chosen: dict[tuple[int, bool], Variant] = {}
     for variant in sorted(programs, key=lambda variant: (variant.capacity, variant.sequences)):
         is_far = variant.capacity >= FAR_CAPACITY
         if variant.rows in (FAR_ROWS if is_far else NEAR_ROWS):
             chosen.setdefault((variant.rows, is_far), variant)
-    return {next(iter(programs)), *chosen.values()}
+    return [variant for variant in programs if variant in chosen.values()]

@@ -106,6 +106,14 @@ def compile_programs(
             yield _compile(core, lowered.specialise(variant), options.device, properties, str(variant))
 
 
+def first_variants(variants: Sequence[Variant], options: CompileOptions) -> list[Variant]:
+    """Those for which something is compiled: each, or the first that has these properties where programs are shared."""
+    if options.mode == "separate":
+        return list(variants)
+    properties = [dict(options.properties[variant.phase]) for variant in variants]
+    return [variant for i, variant in enumerate(variants) if properties[i] not in properties[:i]]
+
+
 def _compile(core: ov.Core, model: ov.Model, device: str, properties: Mapping[str, Any], what: str) -> ov.CompiledModel:
     try:
         return core.compile_model(model, device, dict(properties))

@@ -92,11 +92,11 @@ class Request:
         vocab_size = self.sampler.vocab_size
         self._banned = np.array(sorted(t for t in self.stop_token_ids if t < vocab_size), np.intp)
 
-    def choose(self, logits: Logits) -> FinishReason | None:
-        """Choose the next token and deliver it. Returns why the answer ends with it, None if it goes on."""
+    def choose(self, logits: Logits, best: int) -> FinishReason | None:
+        """Choose the next token and deliver it; ``best`` is the most likely one. Why the answer ends with it, None if not."""
         start = time.perf_counter()
         is_early = self.num_generated < self.min_new_tokens and self._banned.size > 0
-        token, logprob = self.sampler.sample(logits, self._banned if is_early else None)
+        token, logprob = self.sampler.sample(logits, self._banned if is_early else None, best)
         now = time.perf_counter()
         self.tokens.append(token)
         self.num_generated += 1

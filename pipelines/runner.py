@@ -30,7 +30,11 @@ class Runnable(Protocol):
 
 
 class ModelRunner:
-    """A model's programs over one cache. Not thread-safe: one caller at a time. ``seconds`` is what the last call took."""
+    """A model's programs over one cache. Not thread-safe: one caller at a time.
+
+    Of the last call: ``seconds`` is what it took, ``best`` the most likely token after each segment, None where the logits
+    are not finite.
+    """
 
     def __init__(self, cache: KVCache, programs: Mapping[Variant, Runnable], costs: CostTable | None = None) -> None:
         self.cache = cache
@@ -38,6 +42,7 @@ class ModelRunner:
         self.costs = costs or CostTable()
         self.index = VariantIndex(programs)
         self.seconds = 0.0
+        self.best: list[int | None] = []
 
     def prefill(self, sequence: Sequence, tokens: List[int]) -> Logits:
         """Run a prompt in the cheapest chunks. Returns the logits after its last token, ``[vocab]``."""
@@ -70,13 +75,13 @@ class ModelRunner:
         return self.index.smallest(num_rows, len(segments), self.cache.rows.high_row, is_fresh)
 
     def run(self, variant: Variant, segments: List[Segment]) -> list[Logits]:
-        """Run one variant and keep the rows of every segment whose logits are finite; the others are told by their logits."""
+        """Run one variant and keep the rows of every segment whose logits are finite; ``best`` tells of the others."""
         program, step = self.programs[variant], Step(variant, tuple(segments))
         self.cache.fill(step, program.buffers)
         self.seconds = program.run()
         logits: Logits = program.buffers.logits[0, : len(segments)]
-        is_finite = np.isfinite(logits.max(axis=-1)).tolist()
-        self.cache.commit(step, program.buffers, is_finite)
+        self.best = [_most_likely(line) for line in logits]
+        self.cache.commit(step, program.buffers, [best is not None for best in self.best])
         self.costs.update(variant, self.seconds)
         return list(logits)
 
@@ -86,7 +91,7 @@ class ModelRunner:
             NumericalError: logits that are not finite.
         """
         outputs = self.run(variant, segments)
-        if not all(np.isfinite(logits.max()) for logits in outputs):
+        if None in self.best:
             raise not_finite(variant)
         return outputs
 
@@ -94,6 +99,12 @@ class ModelRunner:
         """Forget everything, whatever state an exception left behind. Returns a new, empty sequence."""
         self.cache.reset()
         return self.cache.open()
+
+
+def _most_likely(logits: Logits) -> int | None:
+    """One pass over a vocabulary of 150 k: a NaN is its maximum to numpy, and so is an infinity."""
+    best = int(logits.argmax())
+    return best if np.isfinite(logits[best]) else None
 
 
 def not_finite(variant: Variant) -> NumericalError:

@@ -44,23 +44,28 @@ class Sampler:
         if self._has_penalty:
             self._seen[prompt] = True
 
-    def sample(self, logits: Logits, banned: IntArray | None = None) -> tuple[int, float]:
+    def sample(self, logits: Logits, banned: IntArray | None = None, best: int | None = None) -> tuple[int, float]:
         """The next token and its log-probability under the model's own logits (0.0 unless asked for).
 
-        ``logits [vocab]`` is left as it is; tokens in ``banned`` are not chosen.
+        ``logits [vocab]`` is left as it is; tokens in ``banned`` are not chosen; ``best`` is the most likely one, if known.
         """
         original = logits
+        if banned is not None or self._has_penalty or self._params.do_sample:
+            best = None
         if banned is not None or self._has_penalty:
             logits = logits.copy()
         if banned is not None:
             logits[banned] = -np.inf
         if self._has_penalty:
             self._penalise(logits)
-        token = self._draw(logits) if self._params.do_sample else int(np.argmax(logits))
+        token = self._pick(logits) if best is None else best
         logprob = _logprob(original, token) if self._params.wants_logprobs else 0.0
         if self._has_penalty:
             self._remember(token)
         return token, logprob
+
+    def _pick(self, logits: Logits) -> int:
+        return self._draw(logits) if self._params.do_sample else int(np.argmax(logits))
 
     def _penalise(self, logits: Logits) -> None:
         """As GenAI does it: presence and frequency penalties move a logit towards 0 and past it, whatever its sign."""

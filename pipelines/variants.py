@@ -10,8 +10,8 @@ from staticllm.errors import ConfigError
 
 PREFILL_LADDER: dict[ProgramMode, tuple[int, ...]] = {"shared": (16, 64, 256), "separate": (64,)}
 MIXED_ROWS = (16, 32, 64, 128, 256)
-FEW_SEQUENCES, MORE_SEQUENCES = 4, 4
-"""A mixed call is there for few sequences, and for a full house and this many prompts more: unused logits cost time too."""
+MIXED_SEQUENCES, MORE_SEQUENCES = (2, 4, 8, 12, 16), 4
+"""A mixed call is there for so many sequences, and for a full house and some prompts more: unused logits cost time too."""
 LARGEST_CHUNK = 1024
 SMALLEST_CAPACITY = 256
 
@@ -19,8 +19,8 @@ SMALLEST_CAPACITY = 256
 def choose_variants(config: StaticLLMConfig, mode: ProgramMode, is_packable: bool = True) -> tuple[Variant, ...]:
     """All variants of a pipeline, those that decode first.
 
-    Capacities: powers of two, then what one sequence can have (``capacity``), then what all together can have (``kv_rows``;
-    with steps between where a capacity costs no program of its own).
+    Capacities: powers of two, then what one sequence can have (``capacity``), then what all together can have
+    (``kv_rows``); where a capacity costs no program of its own, every 256 rows.
     Decoding: one row; packed, one row a sequence: 2, 4, 8 … up to ``max_num_seqs`` (the last alone when each is a blob).
     Prefill: 16, 64, 256, then the longest prompt or 1024 rows (64 and that when each is a blob), of one sequence.
     Mixed, rows of many sequences, whatever phase they are in: 16 … 256, only where it costs no program.
@@ -31,8 +31,12 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, is_packable: boo
             f"GENERATE_CAPACITIES ends at {config.generate_capacities[-1]}: its last size must be "
             f"MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {config.capacity}"
         )
-    capacities = config.generate_capacities or _powers(SMALLEST_CAPACITY, config.capacity)
-    capacities = (*capacities, *_beyond(config.capacity, total, mode))
+    if mode == "shared":
+        capacities = config.generate_capacities or _steps(config.capacity)
+        capacities = (*capacities, *(step for step in _steps(total) if step > config.capacity))
+    else:
+        capacities = config.generate_capacities or _powers(SMALLEST_CAPACITY, config.capacity)
+        capacities = capacities if total == config.capacity else (*capacities, total)
     sizes = [(1, 1), *((rows, rows) for rows in _packed_rows(slots, mode))]
     packed_capacities = capacities if mode == "shared" else tuple(sorted({config.capacity, total}))
     decoding = [
@@ -44,7 +48,7 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, is_packable: boo
     mixed = [
         Variant(rows, capacity, sequences)
         for rows in (MIXED_ROWS if slots > 1 and mode == "shared" else ())
-        for sequences in (FEW_SEQUENCES, slots + MORE_SEQUENCES)
+        for sequences in (*(count for count in MIXED_SEQUENCES if count < slots), slots + MORE_SEQUENCES)
         for capacity in (0, *capacities)
         if rows > sequences
     ]
@@ -82,13 +86,13 @@ def _packed_rows(slots: int, mode: ProgramMode) -> tuple[int, ...]:
     return (slots,) if mode == "separate" else _powers(2, slots)
 
 
-def _beyond(capacity: int, total: int, mode: ProgramMode) -> tuple[int, ...]:
-    """Capacities above what one sequence can have."""
-    if total == capacity:
-        return ()
-    steps = _powers(SMALLEST_CAPACITY, total) if mode == "shared" else (total,)
-    halves = [step + step // 2 for step in steps[:-1]] if mode == "shared" else []
-    return tuple(sorted(step for step in {*steps, *halves} if capacity < step <= total))
+def _steps(total: int) -> tuple[int, ...]:
+    """Capacities that cost no program of their own: every 256 rows, every eighth from 2048 on, then ``total``."""
+    ladder, step = [], SMALLEST_CAPACITY
+    while step < total:
+        ladder.append(step)
+        step += max(SMALLEST_CAPACITY, step // 8 // SMALLEST_CAPACITY * SMALLEST_CAPACITY)
+    return (*ladder, total)
 
 
 def _powers(first: int, total: int) -> tuple[int, ...]:
@@ -109,6 +113,7 @@ class VariantIndex:
         for variant in sorted(self.variants):
             self._ladders.setdefault((variant.rows, variant.sequences), []).append(variant.capacity)
         self.sizes = tuple(sorted(self._ladders))  # (rows, sequences)
+        self.widest = {rows: max(s for r, s in self.sizes if r == rows) for rows, _ in self.sizes}  # rows → sequences
         self.max_decoding = max(min(size) for size in self.sizes)  # sequences that can decode in one call
 
     def smallest(self, num_rows: int, num_sequences: int, num_past: int, is_fresh: bool = False) -> Variant | None:
@@ -118,6 +123,15 @@ class VariantIndex:
         """
         for rows, sequences in self.sizes:
             if rows >= num_rows and sequences >= num_sequences:
+                variant = self.at(rows, sequences, num_past, is_fresh)
+                if variant is not None:
+                    return variant
+        return None
+
+    def of_rows(self, rows: int, num_sequences: int, num_past: int, is_fresh: bool = False) -> Variant | None:
+        """Among variants of exactly so many rows, the smallest that holds the sequences and shows the past."""
+        for size, sequences in self.sizes:
+            if size == rows and sequences >= num_sequences:
                 variant = self.at(rows, sequences, num_past, is_fresh)
                 if variant is not None:
                     return variant

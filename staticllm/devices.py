@@ -61,6 +61,11 @@ def default_mode(device: str) -> ProgramMode:
     return "shared" if device.split(".", maxsplit=1)[0] in _DYNAMIC_SHAPES else "separate"
 
 
-def default_row_type(device: str) -> RowType:
-    """f32 rows where the device computes in f32 at no cost, f16 elsewhere."""
-    return "f32" if device.split(".", maxsplit=1)[0] == "CPU" else "f16"
+def default_row_type(core: ov.Core, device: str, *phases: Mapping[str, Any]) -> RowType:
+    """On the CPU what it computes in: f32, or bf16 if every phase does; its keys and values then are bf16 anyway. Else f16."""
+    if device.split(".", maxsplit=1)[0] != "CPU":
+        return "f16"
+    own = core.get_property(device, "INFERENCE_PRECISION_HINT")
+    hints = [properties.get("INFERENCE_PRECISION_HINT", own) for properties in phases]
+    names = {getattr(hint, "get_type_name", lambda hint=hint: str(hint))() for hint in hints}
+    return "bf16" if names == {"bf16"} else "f32"

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from staticllm.core import Variant
-from staticllm.pipelines.scheduling.moves import begun_first, decode_plan, prefill_by_force, with_prefill
+from staticllm.pipelines.scheduling.moves import (
+    begun_first,
+    chunk_of,
+    decode_plan,
+    fits,
+    prefill_by_force,
+    with_prefill,
+)
 from staticllm.pipelines.scheduling.packing import pack
 from staticllm.pipelines.scheduling.view import Device, Plan, RequestView, View
 
@@ -89,6 +95,8 @@ class Dynamic:
 
     def _alone(self, view: View, backlog: list[RequestView]) -> Plan:
         """Nobody decodes: the fastest way through the prompts."""
+        if len(backlog) == 1 and fits(view, backlog[0]):
+            return Plan(prefill=((backlog[0].id, chunk_of(view, backlog[0])),))
         options = _options(view, backlog, Plan(), 0.0)
         if not options:
             return prefill_by_force(view, backlog[0])
@@ -132,38 +140,45 @@ def _options(view: View, backlog: list[RequestView], decode: Plan, step: float) 
     device, options = view.device, []
     is_fresh = not backlog[0].num_rows
     later = _seconds_a_token(device)
-    for rows, sequences in device.index.sizes:
-        alone = device.index.at(rows, sequences, device.high_row, is_fresh)
-        if alone is not None and rows > 1:
-            seconds = device.seconds(alone)
-            options.append(_option(view, backlog, Plan(), alone, seconds + step, seconds, later))
-        beside = device.index.at(rows, sequences, device.high_row) if decode.num_rows else None
-        if beside is not None and rows > decode.num_rows and sequences > decode.num_sequences:
-            seconds = device.seconds(beside)
-            options.append(_option(view, backlog, decode, beside, seconds, seconds - step, later))
+    for rows in device.index.widest:
+        options.append(_option(view, backlog, Plan(), (rows, is_fresh), 0.0, step, later) if rows > 1 else None)
+        if rows > decode.num_rows > 0:
+            options.append(_option(view, backlog, decode, (rows, False), step, 0.0, later))
     found = [option for option in options if option is not None]
-    if not found and (single := device.call(1)):  # there are no programs but for single rows
-        found = [option for option in [_option(view, backlog, Plan(), single, step, step, later)] if option is not None]
+    if not found:  # there are no programs but for single rows
+        alone = _option(view, backlog, Plan(), (1, False), 0.0, step, later)
+        found = [alone] if alone else []
     return found
 
 
 def _option(
-    view: View, backlog: list[RequestView], beside: Plan, variant: Variant, seconds: float, added: float, later: float
+    view: View,
+    backlog: list[RequestView],
+    beside: Plan,
+    size: tuple[int, bool],
+    saved: float,
+    after: float,
+    later: float,
 ) -> Option | None:
-    prompts = pack(view, backlog, beside, variant)
-    if not prompts:
+    """Prompts in a call of so many rows, beside answers (whose own call is ``saved``) or alone (it comes ``after``)."""
+    (rows, is_fresh), device = size, view.device
+    widest = device.index.at(rows, device.index.widest[rows], device.high_row, is_fresh)
+    prompts = pack(view, backlog, beside, widest) if widest else []
+    count = beside.num_sequences + len(prompts)
+    variant = device.index.of_rows(rows, count, device.high_row, is_fresh) if prompts else None
+    if variant is None or widest is None:
         return None
+    seconds = device.seconds(variant)
     left = {request.id: request.num_left for request in backlog}
-    most = min(variant.rows - beside.num_rows, (variant.sequences - beside.num_sequences) * max(left.values()))
+    most = min(rows - beside.num_rows, (widest.sequences - beside.num_sequences) * max(left.values()))
     rest = sum(left[request] - count for request, count in prompts)
-    return Option(
-        with_prefill(beside, prompts), seconds, added, sum(count for _, count in prompts), most, rest, rest * later
-    )
+    num_tokens = sum(count for _, count in prompts)
+    return Option(with_prefill(beside, prompts), seconds + after, seconds - saved, num_tokens, most, rest, rest * later)
 
 
 def _seconds_a_token(device: Device) -> float:
     """What a prompt token costs at best when the arena must be looked at."""
-    seen = [(rows, device.index.at(rows, sequences, device.high_row)) for rows, sequences in device.index.sizes]
+    seen = [(rows, device.index.of_rows(rows, 1, device.high_row)) for rows in device.index.widest]
     return min((device.seconds(variant) / rows for rows, variant in seen if variant), default=0.0)
 
 

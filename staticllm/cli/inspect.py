@@ -31,7 +31,8 @@ def _text(report: dict[str, Any]) -> str:
         f"rows      {rows['type']}, {rows['bytes_a_token']} bytes a token, {_mib(rows['bytes'])} for {rows['capacity']} rows",
         f"buffers   {_mib(report['buffers_bytes'])} for masks, logits and new rows",
         f"programs  {report['programs']} on {report['device']}",
-        "variants  " + ", ".join(f"{v['rows']}x{v['capacity']}" for v in report["variants"]),
+        f"serves    {report['max_num_seqs']} requests at once; at most {_mib(rows['parked_bytes'])} more for those that wait",
+        *_variants(report["variants"]),
         "",
         "layer  query heads  kv heads  head size  mask",
         *(
@@ -46,6 +47,18 @@ def _text(report: dict[str, Any]) -> str:
         lines.append(f"{entry['name']:<14}  {entry['nodes_before']:>5} → {entry['nodes_after']:<5}  {first}")
         lines.extend(" " * 31 + note for note in more)
     return "\n".join(lines)
+
+
+def _variants(variants: list[dict[str, Any]]) -> list[str]:
+    """One line for all sizes that have the same capacities: rows, and x sequences where several share them."""
+    capacities: dict[str, list[int]] = {}
+    for v in variants:
+        size = f"{v['rows']}x{v['sequences']}" if v["sequences"] > 1 else str(v["rows"])
+        capacities.setdefault(size, []).append(v["capacity"])
+    sizes: dict[str, list[str]] = {}
+    for size, ladder in capacities.items():
+        sizes.setdefault(", ".join(map(str, sorted(ladder))), []).append(size)
+    return [f"variants  rows {', '.join(names)}: capacity {ladder}" for ladder, names in sizes.items()]
 
 
 def _mib(count: int) -> str:

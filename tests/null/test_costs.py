@@ -6,11 +6,15 @@ import pytest
 from staticllm.core import Variant
 from staticllm.pipelines.costs import CostTable
 
-SIZES = [Variant(r, c, s) for r, s in ((1, 1), (4, 4), (16, 1), (64, 1), (64, 8), (256, 1)) for c in (0, 256, 1024, 4096)]
+SIZES = [
+    Variant(r, c, s) for r, s in ((1, 1), (4, 4), (16, 1), (64, 1), (64, 8), (256, 1)) for c in (0, 256, 1024, 4096)
+]
 
 
 def seconds(variant):
-    return 2e-3 + variant.rows * 2e-5 + variant.rows * (variant.capacity + variant.rows) * 4e-8 + variant.capacity * 3e-7
+    return (
+        2e-3 + variant.rows * 2e-5 + variant.rows * (variant.capacity + variant.rows) * 4e-8 + variant.capacity * 3e-7
+    )
 
 
 def test_what_was_never_measured_is_estimated_from_what_was():

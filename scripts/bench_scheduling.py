@@ -1,0 +1,143 @@
+"""What scheduling brings, against static co-location and against the peers. Prints tables, writes JSON and plots.
+
+    pip install "staticllm[plot]"
+    python scripts/bench_scheduling.py                       # all parts, about an hour on two cores
+    python scripts/bench_scheduling.py table4 --requests 60  # one part, shorter
+
+Parts: ``table4`` (FlexNPU's Table 4 on the embedded model: dynamic against fcfs, at twice the load that fcfs serves),
+``freeze`` (the longest gap of a chat while a prompt of 1000 tokens arrives), ``throughput`` (8 and 16 clients against
+openvino_genai's NPU pipeline and its ContinuousBatchingPipeline). The last two run on the Qwen2-0.5B-shaped model that
+scripts/make_bench_model.py makes. Nothing else should run on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from bench_serving import Served, check_solo, saturated_rate, serve, summary
+from bench_workers import interleaved
+from make_bench_model import make
+
+ROOT = Path(__file__).resolve().parent.parent
+LENGTHS = ((64, 64), (64, 256), (256, 64), (256, 256))
+SLOTS = 4
+PRECISIONS = {"f32": {"INFERENCE_PRECISION_HINT": "f32"}, "default": {}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[[], "table4", "freeze", "throughput"], metavar="PART")
+    parser.add_argument("--requests", type=int, default=200, help="requests of a row of table4")
+    parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=list(PRECISIONS))
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds of the other parts")
+    parser.add_argument("--clients", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "bench", help="where JSON and plots go")
+    options = parser.parse_args()
+    parts = {"table4": table4, "freeze": freeze, "throughput": throughput}
+    options.output.mkdir(parents=True, exist_ok=True)
+    for name in options.parts or parts:
+        result = {"part": name, "date": time.strftime("%Y-%m-%d %H:%M"), **parts[name](options)}
+        path = options.output / f"scheduling_{name}.json"
+        path.write_text(json.dumps(result, indent=1))
+        print(f"wrote {path}\n")
+        if name != "throughput":
+            plot(name, result, path.with_suffix(".png"))
+
+
+def table4(options: argparse.Namespace) -> dict[str, object]:
+    """Every row: the same arrivals and prompts under fcfs and dynamic, one after the other, in every precision."""
+    rows = []
+    for precision in options.precisions:
+        for num_prompt, num_new in LENGTHS:
+            row = table4_row(precision, num_prompt, num_new, options.requests)
+            rows.append(row)
+            print_row(row)
+    return {"slots": SLOTS, "requests": options.requests, "rows": rows}
+
+
+def table4_row(precision: str, num_prompt: int, num_new: int, count: int) -> dict[str, object]:
+    load = Served(num_prompt, num_new, count, SLOTS, PRECISIONS[precision])
+    with load.pipeline("fcfs") as fcfs, load.pipeline("dynamic") as dynamic:
+        for pipe in (fcfs, dynamic):
+            serve(pipe, load.prompts[:12], num_new)
+        rate = 2 * saturated_rate(fcfs, load)
+        runs = {
+            "fcfs": serve(fcfs, load.prompts, num_new, rate),
+            "dynamic": serve(dynamic, load.prompts, num_new, rate),
+        }
+        shares = {name: pipe.stats().prefill_share for name, pipe in (("fcfs", fcfs), ("dynamic", dynamic))}
+    measured = {name: summary(run) for name, run in runs.items()}
+    return {
+        "precision": precision, "num_prompt": num_prompt, "num_new": num_new, "rate": rate, "prefill_share": shares,
+        "ratio": {key: measured["dynamic"][key] / measured["fcfs"][key] for key in measured["fcfs"]},
+        "forks": {name: check_solo(load, run) for name, run in runs.items()},
+        **measured,
+    }  # fmt: skip
+
+
+def print_row(row: dict[str, object]) -> None:
+    forks = {name: len(found) for name, found in row["forks"].items()}
+    print(
+        f"{row['num_prompt']}/{row['num_new']} {row['precision']}, {row['rate']:.1f} requests/s; forks from solo {forks}"
+    )
+    print(f"  {'':<24}{'fcfs':>12}{'dynamic':>12}{'ratio':>8}")
+    for key, ratio in row["ratio"].items():
+        print(f"  {key:<24}{row['fcfs'][key]:>12.2f}{row['dynamic'][key]:>12.2f}{ratio:>8.3f}")
+    if row["precision"] == "f32" and any(forks.values()):
+        sys.exit("in f32 every request must have the tokens of its solo run")
+
+
+def freeze(options: argparse.Namespace) -> dict[str, object]:
+    """One chat decodes, a prompt of 1000 tokens arrives: the chat's longest gap, as a share of its target."""
+    path, rows = str(make("qwen2-0.5b")), []
+    for _ in range(options.rounds):
+        (solo,) = interleaved([{"kind": "ours", "path": path, "job": "solo"}])
+        target = 3 * solo["tpot_ms"]
+        jobs = [
+            {"kind": "ours", "path": path, "job": "freeze", "scheduler": name, "tpot_ms": target}
+            for name in ("dynamic", "fcfs")
+        ]
+        dynamic, fcfs = interleaved(jobs)
+        rows.append({"solo_tpot_ms": solo["tpot_ms"], "target_ms": target, "dynamic": dynamic, "fcfs": fcfs})
+        print(
+            f"solo TPOT {solo['tpot_ms']:.1f} ms, target {target:.1f}; longest gap dynamic "
+            f"{dynamic['longest_gap_ms']:.1f} ({dynamic['longest_gap_ms'] / target:.2f} of the target), "
+            f"fcfs {fcfs['longest_gap_ms']:.1f}; TTFT of the prompt {dynamic['ttft_ms']:.0f} against {fcfs['ttft_ms']:.0f}"
+        )
+    return {"rounds": rows}
+
+
+def throughput(options: argparse.Namespace) -> dict[str, object]:
+    """Output tokens a second of so many clients at once; and of one, against the same engine without any company."""
+    path, rows = str(make("qwen2-0.5b")), []
+    for _ in range(options.rounds):
+        for count in options.clients:
+            jobs = [
+                {"kind": kind, "path": path, "job": "clients", "count": count} for kind in ("ours", "batching", "npuw")
+            ]
+            ours, batching, npuw = (result["tokens_per_second"] for result in interleaved(jobs))
+            rows.append({"clients": count, "ours": ours, "continuous_batching": batching, "npuw": npuw})
+            print(
+                f"{count:>2} clients: ours {ours:.1f} tokens/s, ContinuousBatchingPipeline {batching:.1f} "
+                f"({ours / batching:.2f} x), NPU pipeline {npuw:.1f} ({ours / npuw:.1f} x)"
+            )
+    return {"rounds": rows}
+
+
+def plot(name: str, result: dict[str, object], path: Path) -> None:
+    """A picture of one part, if matplotlib is there."""
+    try:
+        from bench_plots import plot_freeze, plot_table4
+    except ImportError:
+        print("no plots: pip install 'staticllm[plot]'", file=sys.stderr)
+        return
+    {"table4": plot_table4, "freeze": plot_freeze}[name](result, path)
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

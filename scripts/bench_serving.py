@@ -1,0 +1,110 @@
+"""Serving a load of requests on the embedded model, what to read off it, and whether the tokens are those of solo runs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from staticllm import StaticLLMPipeline, demo_model_path
+from staticllm.pipelines.scheduling.planner import make_policy
+
+WARM_UP = 24
+
+
+@dataclass(frozen=True)
+class Served:
+    """A load: random prompts of one length, answers of one length."""
+
+    num_prompt: int
+    num_new: int
+    count: int
+    slots: int
+    properties: dict[str, Any]
+    prompts: list[np.ndarray] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng([self.num_prompt, self.num_new])
+        self.prompts.extend(rng.integers(8, 1000, self.num_prompt) for _ in range(self.count))
+
+    def pipeline(self, scheduler: str) -> StaticLLMPipeline:
+        """A pipeline for this load. Random prompts share no prefix, so none is looked for."""
+        length = self.num_prompt + self.num_new
+        return StaticLLMPipeline(
+            demo_model_path(), "CPU", scheduler=make_policy(scheduler), MAX_NUM_SEQS=self.slots, MAX_WAITING=self.count,
+            MAX_PROMPT_LEN=self.num_prompt, MIN_RESPONSE_LEN=self.num_new, KV_ROWS=(self.slots + 2) * length,
+            PARKED_ROWS=self.count * length, PREFIX_CACHING=False, **self.properties,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """One request: moments of ``time.perf_counter``, and its tokens."""
+
+    arrival: float
+    times: list[float]
+    tokens: list[int]
+
+
+def serve(pipe: StaticLLMPipeline, prompts: list[np.ndarray], num_new: int, rate: float | None = None) -> list[Run]:
+    """Submit the prompts, Poisson at ``rate`` requests a second or all at once, and wait for the answers."""
+    gaps = np.random.default_rng(7).exponential(1 / rate, len(prompts)) if rate else np.zeros(len(prompts))
+    handles, arrivals, start = [], [], time.perf_counter()
+    for prompt, due in zip(prompts, np.cumsum(gaps), strict=True):
+        time.sleep(max(0.0, start + due - time.perf_counter()))
+        arrivals.append(time.perf_counter())
+        handles.append(pipe.submit(prompt, max_new_tokens=num_new, ignore_eos=True))
+    answers = [handle.outcome().answer for handle in handles]
+    return [Run(arrival, answer.token_times, answer.tokens) for arrival, answer in zip(arrivals, answers, strict=True)]
+
+
+def saturated_rate(pipe: StaticLLMPipeline, load: Served) -> float:
+    """Requests a second that the pipeline serves when they never run out; the median of three runs."""
+    rates = []
+    for _ in range(3):
+        runs = serve(pipe, load.prompts[:WARM_UP], load.num_new)
+        rates.append(len(runs) / (max(run.times[-1] for run in runs) - min(run.arrival for run in runs)))
+    return statistics.median(rates)
+
+
+def summary(runs: list[Run]) -> dict[str, float]:
+    """Means over the requests, in ms. TPOT is that of decoding: from the second token on, waits for a slot left out."""
+    start, end = min(run.arrival for run in runs), max(run.times[-1] for run in runs)
+    mean = statistics.fmean
+    return {
+        "tokens_per_second": sum(len(run.times) for run in runs) / (end - start),
+        "ttft_ms": 1e3 * mean(run.times[0] - run.arrival for run in runs),
+        "tpot_ms": 1e3 * mean((run.times[-1] - run.times[1]) / (len(run.times) - 2) for run in runs),
+        "first_to_second_ms": 1e3 * mean(run.times[1] - run.times[0] for run in runs),
+        "longest_gap_ms": 1e3 * max(after - before for run in runs for before, after in pairwise(run.times)),
+        "longest_later_gap_ms": 1e3 * max(after - before for run in runs for before, after in pairwise(run.times[1:])),
+        "end_to_end_ms": 1e3 * mean(run.times[-1] - run.arrival for run in runs),
+    }
+
+
+def check_solo(load: Served, runs: list[Run]) -> list[dict[str, float]]:
+    """Where the tokens differ from a run alone, with the margin between the two best logits there, in logits."""
+    forks = []
+    with load.pipeline("fcfs") as pipe:
+        for index, (prompt, run) in enumerate(zip(load.prompts, runs, strict=True)):
+            alone = pipe.generate(prompt, max_new_tokens=load.num_new, ignore_eos=True).tokens[0]
+            if alone != run.tokens:
+                place = next(i for i, pair in enumerate(zip(alone, run.tokens, strict=True)) if pair[0] != pair[1])
+                forks.append({"request": index, "token": place, "margin": _margin(pipe, prompt, alone[:place])})
+    return forks
+
+
+def _margin(pipe: StaticLLMPipeline, prompt: np.ndarray, answer: list[int]) -> float:
+    runner = pipe.engine.runner
+
+    def top_two() -> float:
+        sequence = runner.cache.open()
+        logits = np.sort(runner.prefill(sequence, [*prompt.tolist(), *answer]))
+        runner.cache.close(sequence)
+        return float(logits[-1] - logits[-2])
+
+    return pipe.engine.call(top_two)
