@@ -8,48 +8,34 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
-import numpy as np
 import openvino_genai as genai
 from openvino_genai import StreamingStatus as Status
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgressEvent
-from staticllm.errors import BusyError, GenerationConfigError, StaticLLMError
-from staticllm.model_dir import check_model_dir
+from staticllm.errors import BusyError, GenerationConfigError, SavedRowsError, StaticLLMError
+from staticllm.model_dir import check_model_dir, digest_of
 from staticllm.pipelines.arguments import positional, read_generation_config, read_tokenizer, resolve_config
 from staticllm.pipelines.delivery import Answer, Delivery, metrics_of
 from staticllm.pipelines.engine import Engine
-from staticllm.pipelines.generation_options import GenerationOptions, copy_config, resolve
 from staticllm.pipelines.handle import GenerationHandle
-from staticllm.pipelines.inputs import Form, check_ids, encode_messages, encode_text, form_of, token_ids
+from staticllm.pipelines.inputs import check_ids, encode_messages, form_of
+from staticllm.pipelines.intake import Call, Intake
 from staticllm.pipelines.loader import load, make_engine
 from staticllm.pipelines.outcome import Outcome, results_of
-from staticllm.pipelines.overflow import OverflowRule, overflow_rule, shorten
+from staticllm.pipelines.overflow import shorten
 from staticllm.pipelines.profiler import Stats
 from staticllm.pipelines.request import Request
 from staticllm.pipelines.sampler import Sampler
+from staticllm.pipelines.saved_rows import load_rows, save_rows
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.scheduling.view import Policy
 from staticllm.pipelines.streamers import TokenSink, make_sink
-from staticllm.pipelines.text_stream import TextStream
 
 Streamer: TypeAlias = Callable[[str], Any] | genai.StreamerBase | None
-
-
-@dataclass(frozen=True)
-class Call:
-    """How one call wants its requests served. ``started`` and ``deadline`` are ``time.perf_counter`` moments."""
-
-    form: Form
-    options: GenerationOptions
-    overflow: OverflowRule
-    priority: int
-    deadline: float | None
-    started: float
-    is_chat: bool = False
 
 
 class StaticLLMPipeline:
@@ -92,14 +78,14 @@ class StaticLLMPipeline:
         directory = check_model_dir(models_path, needs_tokenizer=tokenizer is None)
         self._config = resolve_config(device, config, properties)
         policy = make_policy(self._config.scheduler if scheduler is None else scheduler)
-        self._tokenizer = tokenizer or read_tokenizer(directory)
-        self._generation_config = read_generation_config(directory, self._tokenizer)
+        tokenizer = tokenizer or read_tokenizer(directory)
+        self._intake = Intake(tokenizer, read_generation_config(directory, tokenizer))
         loaded = load(directory, device, self._config, on_progress or (lambda event: None))
-        self._shape = loaded.shape
+        self._shape, self._directory = loaded.shape, directory
+        self._layout, self._identity_of_rows = {"row type": loaded.row_type}, {}
         self._engine: Engine = make_engine(loaded, self._config, policy)
         self._finalizer = weakref.finalize(self, self._engine.close)
         self._history: list[dict[str, str]] | None = None
-        self._rng = np.random.default_rng(0)
         self._lock, self._owner = threading.Lock(), 0
         self._load_ms = (time.perf_counter() - start) * 1e3
 
@@ -141,17 +127,17 @@ class StaticLLMPipeline:
             BusyError: ``MAX_WAITING`` requests wait.
         """
         form, sink = form_of(inputs), make_sink(streamer)
-        call = self._call(form, generation_config, kwargs, overflow, priority, None)
+        call = self._intake.call(form, generation_config, kwargs, overflow, priority, None)
         if self._history is not None and form in ("text", "texts"):
             return self._take_turn(inputs, call, sink)
-        prompts = self._encode(inputs, call)
+        prompts = self._intake.encode(inputs, call)
         if len(prompts) == 1:
-            return results_of(form, [self._stream(self._begin(prompts[0], call), sink)], self._decode)
+            return results_of(form, [self._stream(self._begin(prompts[0], call), sink)], self._intake.decode)
         if streamer is not None:
             raise GenerationConfigError(
                 f"a streamer for {len(prompts)} prompts: it could not tell them apart; submit each with a callback"
             )
-        return results_of(form, self._run_together(prompts, call), self._decode)
+        return results_of(form, self._run_together(prompts, call), self._intake.decode)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The same as ``generate``."""
@@ -183,8 +169,8 @@ class StaticLLMPipeline:
             BusyError: ``MAX_WAITING`` requests wait.
             PromptError, PromptTooLongError, GenerationConfigError: as for ``generate``.
         """
-        call = self._call(form_of(inputs), generation_config, kwargs, overflow, priority, deadline_ms)
-        prompts = self._encode(inputs, call)
+        call = self._intake.call(form_of(inputs), generation_config, kwargs, overflow, priority, deadline_ms)
+        prompts = self._intake.encode(inputs, call)
         if len(prompts) != 1:
             raise GenerationConfigError(f"submit takes one prompt, not {len(prompts)}: submit each")
         handle = self._begin(prompts[0], call)
@@ -201,6 +187,30 @@ class StaticLLMPipeline:
         """Forget the conversation."""
         with self._exclusive():
             self._history = None
+
+    def save_rows(self, path: str | os.PathLike[str], inputs: Any = None) -> int:
+        """Write the rows of a conversation to disk, so that a later process need not compute them again.
+
+        Args:
+            path: The file to write, all of it or nothing.
+            inputs: A prompt; the rows of its longest known prefix are saved. Without one: the conversation of ``start_chat``.
+
+        Returns:
+            How many tokens were saved.
+
+        Raises:
+            SavedRowsError: nothing that is known begins like this.
+        """
+        ids = self._conversation() if inputs is None else self._ids_of(inputs)
+        return save_rows(self._engine, ids, path, self._identity())
+
+    def load_rows(self, path: str | os.PathLike[str]) -> int:
+        """Read rows that ``save_rows`` wrote; prompts that begin like them do not compute that part. How many tokens.
+
+        Raises:
+            SavedRowsError: no such file, a damaged one, rows of another model.
+        """
+        return load_rows(self._engine, path, self._identity())
 
     def stats(self) -> Stats:
         """What the engine has done since it was loaded: latencies, shares of the device, padding, prefix hits, rows."""
@@ -223,11 +233,11 @@ class StaticLLMPipeline:
 
     def get_tokenizer(self) -> genai.Tokenizer:
         """The tokenizer, GenAI's own."""
-        return self._tokenizer
+        return self._intake.tokenizer
 
     def get_generation_config(self) -> genai.GenerationConfig:
         """A copy of the config that calls start from."""
-        return copy_config(self._generation_config)
+        return self._intake.generation_config
 
     def set_generation_config(self, config: genai.GenerationConfig) -> None:
         """Calls start from this config from now on.
@@ -235,8 +245,7 @@ class StaticLLMPipeline:
         Raises:
             GenerationConfigError: a value is impossible; the config before stays in force.
         """
-        resolve(config, {})
-        self._generation_config = self._complete(config)
+        self._intake.generation_config = config
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -250,44 +259,6 @@ class StaticLLMPipeline:
             finally:
                 self._owner = 0
 
-    def _call(
-        self,
-        form: Form,
-        config: object,
-        overrides: dict[str, Any],
-        overflow: str,
-        priority: int,
-        deadline_ms: float | None,
-    ) -> Call:
-        started = time.perf_counter()
-        options = resolve(*self._base_config(config, overrides))
-        if not isinstance(priority, int):
-            raise GenerationConfigError(f"priority={priority!r}: must be a whole number")
-        if deadline_ms is not None and (not isinstance(deadline_ms, (int, float)) or not deadline_ms > 0):
-            raise GenerationConfigError(f"deadline_ms={deadline_ms!r}: must be milliseconds, more than 0")
-        deadline = None if deadline_ms is None else started + deadline_ms / 1e3
-        return Call(form, options, overflow_rule(overflow), priority, deadline, started)
-
-    def _base_config(self, config: object, overrides: dict[str, Any]) -> tuple[genai.GenerationConfig, dict[str, Any]]:
-        if isinstance(config, Mapping):
-            return self._generation_config, {**config, **overrides}
-        if config is None:
-            return self._generation_config, overrides
-        if not isinstance(config, genai.GenerationConfig):
-            raise GenerationConfigError(
-                f"generation_config is a {type(config).__name__}: must be an openvino_genai.GenerationConfig or a dict"
-            )
-        return self._complete(config), overrides
-
-    def _complete(self, config: genai.GenerationConfig) -> genai.GenerationConfig:
-        """A copy with what the caller left open taken from the model's own config, as GenAI does: where answers end."""
-        copied, own = copy_config(config), self._generation_config
-        if not copied.stop_token_ids:
-            copied.stop_token_ids = own.stop_token_ids
-        if copied.eos_token_id == -1 and own.eos_token_id != -1:
-            copied.set_eos_token_id(own.eos_token_id)
-        return copied
-
     def _take_turn(self, inputs: Any, call: Call, sink: TokenSink) -> Any:
         """One turn of ``start_chat``'s conversation."""
         texts = [inputs] if call.form == "text" else list(inputs)
@@ -295,20 +266,26 @@ class StaticLLMPipeline:
             raise GenerationConfigError(f"a chat takes one prompt a turn, not {len(texts)}: finish_chat first")
         with self._exclusive():
             turn = [*(self._history or []), {"role": "user", "content": texts[0]}]
-            ids = encode_messages(self._tokenizer, turn)
+            ids = encode_messages(self._intake.tokenizer, turn)
             outcome = self._stream(self._begin(ids, replace(call, is_chat=True)), sink)
             if not outcome.answer.is_dropped:
                 self._history = [*turn, {"role": "assistant", "content": outcome.answer.text}]
-        return results_of(call.form, [outcome], self._decode)
+        return results_of(call.form, [outcome], self._intake.decode)
 
-    def _encode(self, inputs: Any, call: Call) -> list[list[int]]:
-        """Token ids of every prompt."""
-        if call.form == "tokens":
-            return token_ids(inputs)
-        if call.form == "history":
-            return [encode_messages(self._tokenizer, inputs)]
-        texts = [inputs] if call.form == "text" else inputs
-        return [encode_text(self._tokenizer, text, call.options.apply_chat_template) for text in texts]
+    def _ids_of(self, inputs: Any) -> list[int]:
+        (ids, *_) = self._intake.encode(inputs, self._intake.call(form_of(inputs), None, {}, "stop", 0, None))
+        return ids
+
+    def _conversation(self) -> list[int]:
+        if not self._history:
+            raise SavedRowsError("there is no conversation: start_chat and generate first, or pass a prompt")
+        return encode_messages(self._intake.tokenizer, self._history)
+
+    def _identity(self) -> dict[str, str]:
+        """What must be equal where saved rows are read; the digest of the weights is computed when first needed."""
+        if not self._identity_of_rows:
+            self._identity_of_rows = {"model": digest_of(self._directory), **self._layout}
+        return self._identity_of_rows
 
     def _begin(self, ids: list[int], call: Call) -> GenerationHandle:
         """Check a prompt and hand it to the engine."""
@@ -318,14 +295,14 @@ class StaticLLMPipeline:
         options.check_room(len(ids))
         request = Request(
             tokens=list(ids),
-            sampler=Sampler(options.sampling, ids, self._shape.vocab_size, self._rng_for(options)),
+            sampler=Sampler(options.sampling, ids, self._shape.vocab_size, self._intake.rng_for(options)),
             limit=options.max_tokens_after(len(ids)),
             stop_token_ids=options.stop_token_ids,
             min_new_tokens=options.min_new_tokens,
             priority=call.priority,
             deadline=call.deadline,
             overflow=call.overflow,
-            watch=self._watch(options),
+            watch=self._intake.watch(options),
             arrival=call.started,
         )
 
@@ -334,10 +311,10 @@ class StaticLLMPipeline:
             return Outcome(answer, metrics, ids if options.echo else [])
 
         def result(outcome: Outcome) -> Any:
-            return results_of(call.form, [outcome], self._decode)
+            return results_of(call.form, [outcome], self._intake.decode)
 
         is_done = request.limit == 0
-        handle = GenerationHandle(request, Delivery(self._decode, options, ids), finish, result, is_done)
+        handle = GenerationHandle(request, Delivery(self._intake.decode, options, ids), finish, result, is_done)
         if not is_done:
             self._engine.submit(request)
         return handle
@@ -377,24 +354,3 @@ class StaticLLMPipeline:
                 if not unfinished:
                     raise
                 unfinished[0].outcome()
-
-    def _watch(self, options: GenerationOptions) -> Callable[[int], bool] | None:
-        """What tells the engine that a stop string has come; the reader cuts the text."""
-        if not options.stop_strings:
-            return None
-        stream = TextStream(self._decode, options.stop_strings)
-
-        def watch(token: int) -> bool:
-            stream.push(token)
-            return stream.is_stopped
-
-        return watch
-
-    def _rng_for(self, options: GenerationOptions) -> np.random.Generator:
-        """A seed starts its own stream, so that a call can be repeated; without one the pipeline's stream goes on."""
-        seed = options.sampling.rng_seed
-        return np.random.default_rng(seed or self._rng.integers(1, 2**63))
-
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens)
-        return text

@@ -58,6 +58,7 @@ class Loaded:
     runner: ModelRunner
     shape: ModelShape
     mode: ProgramMode
+    row_type: RowType
 
 
 def prepare(
@@ -98,7 +99,9 @@ def load(
         ModelError, UnsupportedModelError, DeviceError, ConfigError
     """
     core, layout = prepare(models_path, device, config, on_progress)
-    return Loaded(make_runner(core, layout, on_progress), layout.lowered.shape, layout.options.mode)
+    return Loaded(
+        make_runner(core, layout, on_progress), layout.lowered.shape, layout.options.mode, layout.options.row_type
+    )
 
 
 def make_engine(loaded: Loaded, config: StaticLLMConfig, policy: Policy) -> Engine:

@@ -17,6 +17,7 @@ from staticllm.errors import (
     NumericalError,
     PromptError,
     PromptTooLongError,
+    SavedRowsError,
     StaticLLMError,
     UnsupportedModelError,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "ProgressEvent",
     "PromptError",
     "PromptTooLongError",
+    "SavedRowsError",
     "StaticLLMConfig",
     "StaticLLMError",
     "StaticLLMPipeline",

@@ -11,6 +11,7 @@
     ├── PromptError            an input that cannot be run (also a ValueError)
     │   └── PromptTooLongError
     ├── NumericalError         the device answered with numbers that are not finite
+    ├── SavedRowsError         a file of saved rows that is damaged, or of another model
     ├── BusyError              more requests wait than may
     └── ClosedError            the pipeline was closed
 """
@@ -85,3 +86,7 @@ class BusyError(StaticLLMError):
 
 class ClosedError(StaticLLMError):
     """The pipeline was closed; requests that had not ended were cancelled."""
+
+
+class SavedRowsError(StaticLLMError):
+    """Rows that cannot be saved or read back: none begin like this, the file is damaged, or of another model."""

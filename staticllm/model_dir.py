@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from pathlib import Path
@@ -37,6 +38,16 @@ def check_model_dir(path: str | bytes | os.PathLike[str], needs_tokenizer: bool 
     for name in (MODEL_XML, *(TOKENIZER_XML if needs_tokenizer else ())):
         _check_ir(directory / name)
     return directory
+
+
+def digest_of(directory: Path) -> str:
+    """A digest of the graph and its weights: equal only for the same model."""
+    digest = hashlib.sha256()
+    for path in (directory / MODEL_XML, (directory / MODEL_XML).with_suffix(".bin")):
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def _check_ir(xml: Path) -> None:

@@ -1,0 +1,42 @@
+"""Rows of a conversation to disk and back, between two steps of the engine."""
+
+from __future__ import annotations
+
+import os
+
+from staticllm.errors import SavedRowsError
+from staticllm.kvcache.cache import StoredRows
+from staticllm.kvcache.saving import Identity, load, save
+from staticllm.pipelines.engine import Engine
+
+
+def save_rows(engine: Engine, tokens: list[int], path: str | os.PathLike[str], identity: Identity) -> int:
+    """Save the rows of the longest known prefix of ``tokens``; how many tokens that is.
+
+    Raises:
+        SavedRowsError: nothing that is known begins like this.
+    """
+
+    def find() -> StoredRows | None:
+        return engine.tenancy.prefix.find(tokens, engine.tenancy.sequences())
+
+    stored = engine.call(find)
+    if stored is None:
+        raise SavedRowsError("nothing that is known begins like this prompt: generate first, with PREFIX_CACHING on")
+    save(stored, path, identity)
+    return len(stored.tokens)
+
+
+def load_rows(engine: Engine, path: str | os.PathLike[str], identity: Identity) -> int:
+    """Read saved rows onto the shelf; how many tokens they are.
+
+    Raises:
+        SavedRowsError: no such file, a damaged one, rows of another model, or more rows than the shelf holds.
+    """
+    stored = load(path, identity)
+    if len(stored.tokens) > engine.tenancy.shelf.max_rows:
+        raise SavedRowsError(
+            f"{len(stored.tokens)} rows, PARKED_ROWS is {engine.tenancy.shelf.max_rows}: load the model with more"
+        )
+    engine.call(lambda: engine.tenancy.prefix.restore(stored))
+    return len(stored.tokens)

@@ -1,0 +1,80 @@
+"""Conversations that outgrow their rows, and conversations that outlive their process."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from staticllm import SavedRowsError, StaticLLMPipeline
+
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+SMALL = {"MAX_PROMPT_LEN": 96, "MIN_RESPONSE_LEN": 64, **EXACT}
+
+
+def alone(pipe, prompt, count):
+    return pipe.generate(np.array(prompt), max_new_tokens=count, ignore_eos=True).tokens[0]
+
+
+@pytest.mark.parametrize("rule", ["truncate_middle", "shift"])
+def test_long_prompts_and_long_answers_go_on(zoo, prompt_of, rule):
+    with StaticLLMPipeline(zoo / "llama", "CPU", **SMALL) as pipe:
+        result = pipe.generate(np.array(prompt_of(200)), max_new_tokens=150, ignore_eos=True, overflow=rule)
+        assert len(result.tokens[0]) == 150 and result.finish_reasons == ["length"]
+        assert result.perf_metrics.get_num_input_tokens() == 96
+
+
+def test_a_shifted_answer_is_that_of_the_tokens_which_are_left(zoo, prompt_of):
+    prompt = prompt_of(90)
+    with StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=96, MIN_RESPONSE_LEN=4, **EXACT) as pipe:
+        tokens = pipe.generate(np.array(prompt), max_new_tokens=20, ignore_eos=True, overflow="shift").tokens[0]
+        full = [*prompt, *tokens[:11]]  # one token more than there are rows
+        kept = [*full[:4], *full[4 - 50 :]]
+        assert tokens[11:] == alone(pipe, kept, 9)
+
+
+def test_rows_survive_the_process(zoo, prompt_of, tmp_path):
+    prompt, path = prompt_of(60), tmp_path / "chat.rows"
+    with StaticLLMPipeline(zoo / "llama", "CPU", **SMALL) as pipe:
+        answer = pipe.generate(np.array(prompt), max_new_tokens=20, ignore_eos=True).tokens[0]
+        longer = [*prompt, *answer, 5, 6]
+        saved = pipe.save_rows(path, np.array(longer))
+        expected = pipe.generate(np.array(longer), max_new_tokens=8, ignore_eos=True).tokens
+        with pytest.raises(SavedRowsError, match="nothing that is known"):
+            pipe.save_rows(tmp_path / "no", np.array([900, 901, 902]))
+    assert saved == 79 and [entry.name for entry in tmp_path.iterdir()] == ["chat.rows"]
+    with StaticLLMPipeline(zoo / "llama", "CPU", **SMALL) as pipe:
+        assert pipe.load_rows(path) == 79
+        result = pipe.generate(np.array(longer), max_new_tokens=8, ignore_eos=True)
+        assert result.tokens == expected and result.perf_metrics.get_num_cached_tokens() == 79
+
+
+def test_saved_rows_cannot_lie(zoo, prompt_of, tmp_path):
+    path = tmp_path / "chat.rows"
+    with StaticLLMPipeline(zoo / "llama", "CPU", **SMALL) as pipe:
+        pipe.generate(np.array(prompt_of(40)), max_new_tokens=4)
+        pipe.save_rows(path, np.array(prompt_of(40)))
+        whole = path.read_bytes()
+        rng = random.Random(0)
+        for _ in range(60):
+            place = rng.randrange(len(whole))
+            broken = bytearray(whole)
+            broken[place] ^= 1 << rng.randrange(8)
+            path.write_bytes(broken)
+            try:
+                assert pipe.load_rows(path) in (39, 40, 43), "a bit of the container that says nothing"
+            except SavedRowsError as error:
+                assert "\n" not in str(error)
+        for length in (0, 10, len(whole) // 2, len(whole) - 1):
+            path.write_bytes(whole[:length])
+            with pytest.raises(SavedRowsError):
+                pipe.load_rows(path)
+        path.write_bytes(whole)
+        with pytest.raises(SavedRowsError, match="is not there"):
+            pipe.load_rows(tmp_path / "nothing")
+    with (
+        StaticLLMPipeline(zoo / "qwen2", "CPU", **SMALL) as other,
+        pytest.raises(SavedRowsError, match="rows of another model"),
+    ):
+        other.load_rows(path)
