@@ -82,7 +82,8 @@ class StaticLLMPipeline:
         self._intake = Intake(tokenizer, read_generation_config(directory, tokenizer))
         loaded = load(directory, device, self._config, on_progress or (lambda event: None))
         self._shape, self._directory = loaded.shape, directory
-        self._layout, self._identity_of_rows = {"row type": loaded.row_type}, {}
+        self._row_type = loaded.row_type
+        self._identity_of_rows: dict[str, str] = {}
         self._engine: Engine = make_engine(loaded, self._config, policy)
         self._finalizer = weakref.finalize(self, self._engine.close)
         self._history: list[dict[str, str]] | None = None
@@ -284,7 +285,7 @@ class StaticLLMPipeline:
     def _identity(self) -> dict[str, str]:
         """What must be equal where saved rows are read; the digest of the weights is computed when first needed."""
         if not self._identity_of_rows:
-            self._identity_of_rows = {"model": digest_of(self._directory), **self._layout}
+            self._identity_of_rows = {"model": digest_of(self._directory), "row type": self._row_type}
         return self._identity_of_rows
 
     def _begin(self, ids: list[int], call: Call) -> GenerationHandle:

@@ -1,5 +1,6 @@
 """Plans: every rule is held, whatever breaks one never reaches the device, and what the shipped policies decide."""
 
+import re
 import threading
 import time
 import warnings
@@ -268,3 +269,21 @@ def test_dynamic_lets_short_prompts_wait_for_company_while_all_slots_are_taken()
 
 def test_the_variant_of_a_plan_is_the_smallest():
     assert Device(INDEX, seconds, 30).call(3, 3) == Variant(4, 32, 4)
+
+
+def test_the_policy_in_the_documentation_works(root):
+    page = (root / "docs" / "scheduling.md").read_text(encoding="utf-8")
+    serving, policy, trial = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(policy.strip().splitlines()) <= 30
+    scope = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exec(policy + trial, scope)
+        engine = fake_engine(scope["ShortestFirst"](), max_num_seqs=2)
+        requests = [fake_request(range(i, i + 40 - 3 * i), 12) for i in range(10)]
+        expected = [fake_answer(request.tokens, 12) for request in requests]
+        run_to_end(engine, requests)
+    engine.close()
+    scope["engine"].close()
+    assert [request.tokens for request in requests] == expected
+    compile(serving, "docs/scheduling.md", "exec")
