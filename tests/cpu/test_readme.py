@@ -5,9 +5,15 @@ import re
 
 def test_the_python_of_the_readme_runs(root, capsys):
     text = (root / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.S))
     exec(compile(code, "README.md", "exec"), {})
     assert len(capsys.readouterr().out.split()) > 10
+
+
+def test_the_serving_example_of_the_documentation_runs(root, capsys):
+    text = (root / "docs" / "scheduling.md").read_text(encoding="utf-8")
+    exec(compile(re.findall(r"```python\n(.*?)```", text, re.S)[0], "scheduling.md", "exec"), {})
+    assert "NPU" in capsys.readouterr().out
 
 
 def test_text_is_on_the_screen_by_line_40(root):
