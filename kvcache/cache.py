@@ -6,6 +6,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,11 @@ class StoredRows:
 
     tokens: tuple[int, ...]
     rows: tuple[NDArray[Any], ...]
+
+    @cached_property
+    def ids(self) -> NDArray[np.int64]:
+        """The tokens, ready to be compared."""
+        return np.array(self.tokens, np.int64)
 
     @property
     def num_bytes(self) -> int:

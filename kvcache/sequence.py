@@ -7,6 +7,7 @@ from collections.abc import Sequence as TokenList
 import numpy as np
 from numpy.typing import NDArray
 
+Tokens = TokenList[int] | NDArray[np.int64]
 HEAD = 8
 """Most sequences differ within their first tokens: these are compared before the rest is touched."""
 
@@ -47,10 +48,10 @@ class Sequence:
         self.epoch += 1
 
 
-def common_prefix(mine: TokenList[int], other: TokenList[int]) -> int:
+def common_prefix(mine: Tokens, other: Tokens) -> int:
     """How many leading tokens are the same."""
     limit = min(len(mine), len(other))
-    if limit > HEAD and tuple(mine[:HEAD]) != tuple(other[:HEAD]):
+    if limit > HEAD and not np.array_equal(mine[:HEAD], other[:HEAD]):
         limit = HEAD
     same = np.asarray(mine[:limit]) == np.asarray(other[:limit])
     return limit if same.all() else int(np.argmin(same))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence as TokenList
 
+import numpy as np
+
 from staticllm.kvcache.cache import StoredRows
 from staticllm.kvcache.sequence import common_prefix
 
@@ -38,7 +40,9 @@ class Shelf:
 
     def keep(self, stored: StoredRows) -> None:
         """Hold a conversation for whoever goes on with it; what it begins with need not be held apart."""
-        for tokens in [tokens for tokens in self._kept if common_prefix(tokens, stored.tokens) == len(tokens)]:
+        for tokens in [
+            old.tokens for old in self._kept.values() if common_prefix(old.ids, stored.ids) == len(old.tokens)
+        ]:
             self._drop(tokens)
         self._kept[stored.tokens] = stored
         self.num_kept_rows += len(stored.tokens)
@@ -46,9 +50,9 @@ class Shelf:
 
     def longest(self, tokens: TokenList[int]) -> tuple[StoredRows | None, int]:
         """The kept conversation with the longest common prefix, and its length."""
-        best, length = None, 0
+        best, length, ids = None, 0, np.array(tokens, np.int64)
         for stored in self._kept.values():
-            if (common := common_prefix(stored.tokens, tokens)) > length:
+            if (common := common_prefix(stored.ids, ids)) > length:
                 best, length = stored, common
         if best is not None:
             self._kept.move_to_end(best.tokens)

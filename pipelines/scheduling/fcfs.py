@@ -11,8 +11,8 @@ class Fcfs:
 
     def plan(self, view: View) -> Plan:
         """The first prompt that has a slot, else a token for everybody."""
-        held = len(view.running) + len(view.parked) + len(view.prefilling)
-        admitted = [*in_order(view.prefilling), *in_order(view.waiting)[: max(0, view.max_num_seqs - held)]]
+        free = view.max_num_seqs - len(view.running) - len(view.parked) - len(view.prefilling)
+        admitted = [*in_order(view.prefilling), *(in_order(view.waiting)[:free] if free > 0 else ())]
         if admitted and fits(view, admitted[0]):
             return Plan(prefill=((admitted[0].id, chunk_of(view, admitted[0])),))
         return decode_plan(view) or prefill_by_force(view, (admitted or begun_first(view))[0])

@@ -23,6 +23,8 @@ def begun_first(view: View) -> list[RequestView]:
 def resumable(view: View) -> list[RequestView]:
     """Parked requests for which there are slots and rows, in order."""
     chosen: list[RequestView] = []
+    if not view.free_slots:
+        return chosen
     rows = view.free_rows - len(view.running)
     for request in in_order(view.parked)[: view.free_slots]:
         rows -= 1 + (0 if request.in_arena else request.num_rows)
