@@ -1,0 +1,92 @@
+"""Latency, throughput and fairness of a run, simulated or measured: both leave the same records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from staticllm.pipelines.profiler import RequestRecord, StepRecord, percentile
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Times in ms, throughput from the first arrival to the last token.
+
+    ``tpot_ms`` counts every token after the first; ``decode_tpot_ms`` those after the second, and ``second_token_ms`` is the
+    wait for that one, in which a prefilled request may lie parked. ``longest_gap_ms`` is the longest wait for any token but
+    the first. ``fairness`` is Jain's index (1984) over the speeds of the requests, tokens of prompt and answer a second from
+    arrival to end: 1 if all are equal, 1/n if one gets everything.
+    """
+
+    num_requests: int
+    num_tokens: int
+    seconds: float
+    tokens_per_second: float
+    requests_per_second: float
+    ttft_ms: float
+    ttft_p50_ms: float
+    ttft_p95_ms: float
+    tpot_ms: float
+    decode_tpot_ms: float
+    second_token_ms: float
+    longest_gap_ms: float
+    latency_ms: float
+    latency_p95_ms: float
+    fairness: float
+
+
+def summarize(requests: Sequence[RequestRecord]) -> Summary:
+    """The figures of all requests that got a token."""
+    served = [request for request in requests if request.token_times]
+    times = [request.token_times for request in served]
+    first = min((request.arrival for request in served), default=0.0)
+    seconds = max((t[-1] for t in times), default=0.0) - first
+    num_tokens = sum(map(len, times))
+    ttft = [request.token_times[0] - request.arrival for request in served]
+    latency = [request.token_times[-1] - request.arrival for request in served]
+    sizes = [request.num_prompt + len(request.token_times) for request in served]
+    return Summary(
+        num_requests=len(requests),
+        num_tokens=num_tokens,
+        seconds=seconds,
+        tokens_per_second=num_tokens / seconds if seconds else 0.0,
+        requests_per_second=len(served) / seconds if seconds else 0.0,
+        ttft_ms=_mean(ttft) * 1e3,
+        ttft_p50_ms=percentile(ttft, 0.5) * 1e3,
+        ttft_p95_ms=percentile(ttft, 0.95) * 1e3,
+        tpot_ms=_mean([(t[-1] - t[0]) / (len(t) - 1) for t in times if len(t) > 1]) * 1e3,
+        decode_tpot_ms=_mean([(t[-1] - t[1]) / (len(t) - 2) for t in times if len(t) > 2]) * 1e3,
+        second_token_ms=_mean([t[1] - t[0] for t in times if len(t) > 1]) * 1e3,
+        longest_gap_ms=max((after - before for t in times for before, after in pairwise(t)), default=0.0) * 1e3,
+        latency_ms=_mean(latency) * 1e3,
+        latency_p95_ms=percentile(latency, 0.95) * 1e3,
+        fairness=jain([size / max(spent, 1e-12) for size, spent in zip(sizes, latency, strict=True)]),
+    )
+
+
+def jain(values: Sequence[float]) -> float:
+    """Jain's index of fairness: 1 if all values are equal, ``1 / n`` if all but one are 0."""
+    squares = sum(value * value for value in values)
+    return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
+
+
+def steady_rate(requests: Sequence[RequestRecord], skip: float = 0.2) -> float:
+    """Requests a second without filling and draining: the slope of how many have ended over time, the first and the last
+    ``skip`` of them left out. Requests that end in groups do not disturb it."""
+    ends = np.sort([request.token_times[-1] for request in requests if request.token_times])
+    window = ends[int(len(ends) * skip) : int(len(ends) * (1 - skip))]
+    if len(window) < 2 or window[0] == window[-1]:
+        return 0.0
+    return float(np.polyfit(window - window[0], np.arange(len(window)), 1)[0])
+
+
+def busy_share(steps: Sequence[StepRecord], seconds: float) -> float:
+    """The share of ``seconds`` in which a device ran."""
+    return sum(step.seconds for step in steps) / seconds if seconds else 0.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

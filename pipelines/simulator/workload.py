@@ -1,0 +1,142 @@
+"""Workloads: who arrives when, with how long a prompt and how long an answer."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from staticllm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request: ``time`` in seconds from the start, lengths in tokens."""
+
+    id: int
+    time: float
+    num_prompt: int
+    num_output: int
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Prompts and answers of ``(least, most)`` tokens, every length between equally likely."""
+
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+
+    @classmethod
+    def fixed(cls, prompt: int, output: int) -> Lengths:
+        return cls((prompt, prompt), (output, output))
+
+    def draw(self, times: Iterable[float], rng: np.random.Generator) -> list[Arrival]:
+        """A request for each moment."""
+        return [
+            Arrival(number, time, _between(self.prompt, rng), _between(self.output, rng))
+            for number, time in enumerate(times)
+        ]
+
+
+def poisson(rate: float, count: int, lengths: Lengths, seed: int = 0, is_span_fixed: bool = False) -> list[Arrival]:
+    """``count`` requests, ``rate`` a second, the gaps between them exponentially distributed.
+
+    ``is_span_fixed`` stretches the gaps so that the last request comes at exactly ``count / rate``, as vLLM's benchmark
+    does: the mean rate of a finite run is then the rate that was asked for.
+    """
+    rng = np.random.default_rng(seed)
+    times = np.cumsum(rng.exponential(1 / _positive("rate", rate), _count(count)))
+    if is_span_fixed:
+        times *= count / rate / times[-1]
+    return lengths.draw(times.tolist(), rng)
+
+
+def uniform(rate: float, count: int, lengths: Lengths, seed: int = 0) -> list[Arrival]:
+    """``count`` requests, one every ``1 / rate`` seconds."""
+    gap = 1 / _positive("rate", rate)
+    return lengths.draw((number * gap for number in range(_count(count))), np.random.default_rng(seed))
+
+
+def burst(count: int, lengths: Lengths, seed: int = 0) -> list[Arrival]:
+    """``count`` requests at once."""
+    return lengths.draw([0.0] * _count(count), np.random.default_rng(seed))
+
+
+def read_trace(path: str | os.PathLike[str]) -> list[Arrival]:
+    """Requests of a file: JSON lines, or CSV with a header. ``arrival`` (seconds), ``prompt``, ``output`` (tokens), and
+    ``priority`` if there is one; times count from the earliest.
+
+    Raises:
+        ConfigError: a line that is no such request; names file and line.
+    """
+    place = Path(path)
+    try:
+        lines = place.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{place}: is not UTF-8 text ({error.reason}); give JSON lines or CSV") from None
+    rows = _csv_rows(lines) if place.suffix.lower() == ".csv" else _json_rows(place, lines)
+    arrivals = [_arrival(place, line, number, row) for number, (line, row) in enumerate(rows)]
+    if not arrivals:
+        raise ConfigError(f"{place}: holds no request; write one line for each, with arrival, prompt and output")
+    return from_zero(arrivals)
+
+
+def from_zero(arrivals: Sequence[Arrival]) -> list[Arrival]:
+    """In the order of their times, which count from the earliest."""
+    ordered = sorted(arrivals, key=lambda arrival: arrival.time)
+    start = ordered[0].time
+    return [Arrival(a.id, a.time - start, a.num_prompt, a.num_output, a.priority) for a in ordered]
+
+
+def _csv_rows(lines: list[str]) -> list[tuple[int, Any]]:
+    return list(enumerate(csv.DictReader(lines), 2))
+
+
+def _json_rows(place: Path, lines: list[str]) -> list[tuple[int, Any]]:
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                rows.append((number, json.loads(line)))
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{place}:{number}: {error.msg}; each line must be one JSON object") from None
+    return rows
+
+
+def _arrival(place: Path, line: int, number: int, row: Any) -> Arrival:
+    try:
+        arrival = Arrival(
+            number, float(row["arrival"]), int(row["prompt"]), int(row["output"]), int(row.get("priority") or 0)
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{place}:{line}: {reason}; a request has arrival (s), prompt and output (tokens)") from None
+    if not np.isfinite(arrival.time) or arrival.num_prompt < 1 or arrival.num_output < 1:
+        raise ConfigError(f"{place}:{line}: arrival must be a number, prompt and output 1 or more")
+    return arrival
+
+
+def _between(limits: tuple[int, int], rng: np.random.Generator) -> int:
+    least, most = limits
+    if not 1 <= least <= most:
+        raise ConfigError(f"lengths {least}-{most}: must be whole numbers from 1, the smaller first")
+    return least if least == most else int(rng.integers(least, most + 1))
+
+
+def _positive(name: str, value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name}={value:g}: must be more than 0")
+    return value
+
+
+def _count(count: int) -> int:
+    if count < 1:
+        raise ConfigError(f"{count} requests: must be 1 or more")
+    return count
