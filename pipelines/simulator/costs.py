@@ -60,7 +60,9 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[tuple[Variant, ...], CostT
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not JSON ({error}); `staticllm simulate --save-costs` writes such a file") from None
+        raise ConfigError(
+            f"{path}: is not JSON ({error}); `staticllm simulate --save-costs` writes such a file"
+        ) from None
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{path}: must be a list of {{rows, capacity, sequences, seconds}}, with one entry at least")
     table = CostTable()

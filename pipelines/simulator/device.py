@@ -94,7 +94,9 @@ class SimulatedDevice:
         """
         needed = job.num_tokens
         if needed > self.model.capacity:
-            raise ConfigError(f"a prompt of {needed} tokens: a sequence can have {self.model.capacity} rows; raise them")
+            raise ConfigError(
+                f"a prompt of {needed} tokens: a sequence can have {self.model.capacity} rows; raise them"
+            )
         if job.has_rows and needed > self.model.parked_rows:
             raise ConfigError(f"{needed} rows arrive at once, PARKED_ROWS is {self.model.parked_rows}: raise it")
         self._inbox.append(job)

@@ -134,5 +134,10 @@ def _instance(row: Published, cards: int, interference: float) -> DeviceModel:
         **{Variant(slots, kv_rows, slots): token * slots for slots in range(1, SLOTS + 1)},
     }
     return DeviceModel(
-        VariantIndex(costs), costs.__getitem__, Limits(SLOTS), kv_rows, parked_rows=10 * CONCURRENCY * longest, capacity=longest
+        VariantIndex(costs),
+        costs.__getitem__,
+        Limits(SLOTS),
+        kv_rows,
+        parked_rows=10 * CONCURRENCY * longest,
+        capacity=longest,
     )

@@ -17,7 +17,12 @@ import click
 
 from staticllm.errors import StaticLLMError
 
-_COMMANDS = {"run": "run", "compile": "compile", "inspect": "inspect"}  # name → module, imported when used
+_COMMANDS = {
+    "run": "run",
+    "compile": "compile",
+    "inspect": "inspect",
+    "simulate": "simulate",
+}  # name → module, imported when used
 
 
 class _Group(click.Group):

@@ -1,0 +1,75 @@
+"""Plots of runs; needs matplotlib (``pip install "staticllm[plot]"``)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from staticllm.errors import ConfigError
+from staticllm.pipelines.profiler import RequestRecord
+from staticllm.pipelines.simulator.cluster import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BINS = 60  # of tokens over time
+
+
+def plot_runs(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> None:
+    """Three panels, a colour a policy: TTFT over arrival, how long tokens are waited for, tokens a second over time.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or cannot write such a file.
+    """
+    plt = _pyplot()
+    figure, (first, gaps, rates) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    for name, run in runs.items():
+        served = [request for request in run.requests if request.token_times]
+        _plot_first_tokens(first, name, served)
+        _plot_gaps(gaps, name, served)
+        _plot_rates(rates, name, served)
+    first.set(xlabel="arrival, s", ylabel="TTFT, s", title="Time to first token")
+    gaps.set(xlabel="time between two tokens, ms", ylabel="share of tokens", xscale="log", title="Time between tokens")
+    rates.set(xlabel="time, s", ylabel="output tokens a second", title="Throughput")
+    for axes in (first, gaps, rates):
+        axes.grid(alpha=0.3)
+    first.legend()
+    try:
+        figure.savefig(path, dpi=120)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    finally:
+        plt.close(figure)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        raise ConfigError('a plot needs matplotlib: pip install "staticllm[plot]"') from None
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _plot_first_tokens(axes: Axes, name: str, served: list[RequestRecord]) -> None:
+    ttft = [request.token_times[0] - request.arrival for request in served]
+    axes.plot([request.arrival for request in served], ttft, ".", markersize=4, label=name)
+
+
+def _plot_gaps(axes: Axes, name: str, served: list[RequestRecord]) -> None:
+    gaps = np.sort([after - before for request in served for before, after in pairwise(request.token_times)]) * 1e3
+    if gaps.size:
+        axes.plot(gaps, np.arange(1, gaps.size + 1) / gaps.size, label=name)
+
+
+def _plot_rates(axes: Axes, name: str, served: list[RequestRecord]) -> None:
+    times = [time for request in served for time in request.token_times]
+    if times and max(times) > 0:
+        counts, edges = np.histogram(times, BINS, (0.0, max(times)))
+        axes.stairs(counts / np.diff(edges), edges, label=name)

@@ -1,0 +1,73 @@
+"""A scenario: a workload, devices and what they cost; the same for every policy that is tried on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from staticllm.config import StaticLLMConfig
+from staticllm.core import ProgramMode
+from staticllm.errors import ConfigError
+from staticllm.pipelines.scheduling.book import Limits
+from staticllm.pipelines.scheduling.planner import make_policy
+from staticllm.pipelines.scheduling.view import Policy
+from staticllm.pipelines.simulator.cluster import Cluster, Dispatch, Link, Pool, Run
+from staticllm.pipelines.simulator.costs import Cost, HostCost
+from staticllm.pipelines.simulator.device import DeviceModel
+from staticllm.pipelines.simulator.workload import Arrival
+from staticllm.pipelines.variants import VariantIndex, choose_variants
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``num_devices`` that do both; with ``num_decode_devices`` they run prompts, and those decode. Every device has a policy
+    of its own, of the same kind."""
+
+    model: DeviceModel
+    arrivals: tuple[Arrival, ...]
+    num_devices: int = 1
+    num_decode_devices: int = 0
+    link: Link = Link()
+    dispatch: Dispatch = "least_loaded"
+    concurrency: int | None = None
+
+    def run(self, policy: str) -> Run:
+        """Every request from arrival to end, under the policy of this name."""
+
+        def make() -> Policy:
+            return make_policy(policy)
+
+        first = Pool(self.model, make, self.num_devices, self.dispatch)
+        decode = Pool(self.model, make, self.num_decode_devices, self.dispatch) if self.num_decode_devices else None
+        return Cluster(first, decode, self.link, self.concurrency).run(self.arrivals)
+
+
+def longest(arrivals: Sequence[Arrival]) -> tuple[int, int]:
+    """The longest prompt and the longest answer, in tokens."""
+    return max(arrival.num_prompt for arrival in arrivals), max(arrival.num_output for arrival in arrivals)
+
+
+def configured_model(config: StaticLLMConfig, mode: ProgramMode, cost: Cost, host: HostCost) -> DeviceModel:
+    """A device with the programs, slots and rows that the pipeline would have with this config."""
+    limits = Limits(config.num_slots(mode), config.ttft_ms, config.tpot_ms)
+    index = VariantIndex(choose_variants(config, mode))
+    return DeviceModel(index, cost, limits, config.num_kv_rows(mode), config.num_parked_rows, config.capacity, host)
+
+
+def tabled_model(config: StaticLLMConfig, index: VariantIndex, cost: Cost, host: HostCost) -> DeviceModel:
+    """A device with exactly the programs of a table; its arena has the rows that they all can see.
+
+    Raises:
+        ConfigError: no program of one sequence sees every row, or a sequence needs more than there are.
+    """
+    kv_rows = config.kv_rows or max(variant.capacity for variant in index.variants)
+    if not any(variant.sequences == 1 and variant.capacity >= kv_rows for variant in index.variants):
+        raise ConfigError(f"no program of one sequence sees {kv_rows} rows: add one to the costs, or lower KV_ROWS")
+    if config.capacity > kv_rows:
+        raise ConfigError(
+            f"prompt and answer of {config.capacity} tokens, the costs have programs for {kv_rows} rows: "
+            "shorten them or measure with longer ones"
+        )
+    slots = config.max_num_seqs or index.max_decoding
+    limits = Limits(slots, config.ttft_ms, config.tpot_ms)
+    return DeviceModel(index, cost, limits, kv_rows, config.num_parked_rows, config.capacity, host)

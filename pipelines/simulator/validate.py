@@ -1,0 +1,204 @@
+"""The simulator against the engine: the same requests at the same moments, on this machine and on the virtual clock."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from staticllm.core import FinishReason, Variant
+from staticllm.errors import StaticLLMError
+from staticllm.pipelines.costs import CostTable
+from staticllm.pipelines.handle import GenerationHandle
+from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+from staticllm.pipelines.profiler import RequestRecord, StepRecord
+from staticllm.pipelines.scheduling.book import Limits
+from staticllm.pipelines.simulator.costs import HostCost
+from staticllm.pipelines.simulator.device import DeviceModel
+from staticllm.pipelines.simulator.scenario import Scenario
+from staticllm.pipelines.simulator.summary import Summary, summarize
+from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst, poisson
+
+WORKLOADS = ((64, 64), (64, 256), (256, 64), (256, 256))
+SLOTS = 4
+LOAD = 0.7
+"""Share of the rate at which the queue would never empty: near it, TTFT says more about the arrivals than about the engine."""
+CALIBRATION_REQUESTS = 8
+FIGURES = ("tokens_per_second", "ttft_ms", "tpot_ms")
+POLL_SECONDS = 0.02
+MANY_WAITING = 1 << 20
+
+Trace = list[StepRecord | RequestRecord]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One workload under one policy, on both sides. ``predicted`` with costs that were measured on other requests before,
+    ``replayed`` with those of the very run: what is off there is the simulator's doing, not the machine's."""
+
+    policy: str
+    prompt: int
+    output: int
+    rate: float
+    measured: Summary
+    predicted: Summary
+    replayed: Summary
+
+    @property
+    def deviations(self) -> dict[str, float]:
+        """Of the prediction, in percent of what was measured."""
+        return deviations(self.predicted, self.measured)
+
+
+def deviations(simulated: Summary, measured: Summary) -> dict[str, float]:
+    """Throughput, TTFT and TPOT, in percent of what was measured."""
+    return {name: (getattr(simulated, name) / getattr(measured, name) - 1) * 100 for name in FIGURES}
+
+
+def validate(
+    model: str | os.PathLike[str],
+    device: str,
+    policies: Sequence[str],
+    num_requests: int,
+    rate: float | None,
+    seed: int,
+    on_check: Callable[[Check], None] = lambda check: None,
+) -> tuple[list[Check], DeviceModel]:
+    """Calibrate, predict, then measure: four workloads under each policy.
+
+    Args:
+        model: A model directory.
+        device: The OpenVINO device.
+        policies: Names.
+        num_requests: Requests of each workload.
+        rate: Requests a second; None for 70 % of what the simulator says that the device can do.
+        seed: Of the arrivals, the same on both sides.
+        on_check: Called with each check when it is done.
+
+    Returns the checks, and the device as it was calibrated last.
+    """
+    checks: list[Check] = []
+    for policy in policies:
+        with _load(model, device, policy) as pipe:
+            for workload in WORKLOADS:
+                calibrated = calibrate(pipe, Lengths.fixed(*workload), seed)
+                checks.append(_check(pipe, calibrated, policy, workload, num_requests, rate, seed))
+                on_check(checks[-1])
+    return checks, calibrated
+
+
+def _check(
+    pipe: StaticLLMPipeline,
+    model: DeviceModel,
+    policy: str,
+    workload: tuple[int, int],
+    num_requests: int,
+    rate: float | None,
+    seed: int,
+) -> Check:
+    lengths = Lengths.fixed(*workload)
+    rate = rate or LOAD * _saturated(model, policy, lengths)
+    arrivals = poisson(rate, num_requests, lengths, seed, is_span_fixed=True)
+    predicted = _simulate(model, policy, arrivals)
+    trace = serve(pipe, arrivals, seed)
+    replayed = _simulate(_model_of(pipe, trace), policy, arrivals)
+    return Check(policy, *workload, rate, summarize(_requests(trace)), predicted, replayed)
+
+
+def calibrate(pipe: StaticLLMPipeline, lengths: Lengths, seed: int = 0) -> DeviceModel:
+    """A device that costs what the engine's own records say, after a few such requests, together and apart."""
+    at_once = serve(pipe, burst(CALIBRATION_REQUESTS, lengths), seed + 1)
+    rate = LOAD * summarize(_requests(at_once)).requests_per_second
+    apart = serve(pipe, poisson(rate, CALIBRATION_REQUESTS, lengths, seed + 1), seed + 1)
+    return _model_of(pipe, [*at_once, *apart])
+
+
+def _model_of(pipe: StaticLLMPipeline, trace: Trace) -> DeviceModel:
+    config, runner = pipe.config, pipe.engine.runner
+    limits = Limits(SLOTS, config.ttft_ms, config.tpot_ms)
+    rows = runner.cache.rows.max_rows
+    cost, host = measured_costs(trace), measured_host(trace)
+    return DeviceModel(runner.index, cost, limits, rows, config.num_parked_rows, config.capacity, host)
+
+
+def measured_costs(trace: Trace) -> CostTable:
+    """The mean of every variant that ran; the engine's own table forgets, and a mean is what adds up to a throughput."""
+    seconds: dict[Variant, list[float]] = {}
+    for step in _steps(trace):
+        seconds.setdefault(step.variant, []).append(step.seconds)
+    table = CostTable()
+    for variant, values in seconds.items():
+        table.update(variant, sum(values) / len(values))
+    return table
+
+
+def measured_host(trace: Trace) -> HostCost:
+    """What lies between two calls while somebody waits or runs: so much a call and so much a sequence, by least squares."""
+    alive = [(request.arrival, request.token_times[-1]) for request in _requests(trace)]
+    gaps, sequences = [], []
+    for before, after in pairwise(_steps(trace)):
+        end = before.start + before.seconds
+        if any(arrival <= end and last >= after.start for arrival, last in alive):
+            gaps.append(after.start - end)
+            sequences.append(len(before.decode) + len(before.prefill))
+    if not gaps:
+        return HostCost()
+    columns = np.stack([np.ones(len(gaps)), np.array(sequences, float)], axis=1)
+    step, sequence = np.linalg.lstsq(columns, np.array(gaps), rcond=None)[0].tolist()
+    if step < 0 or sequence < 0:
+        return HostCost(step=float(np.mean(gaps)))
+    return HostCost(step=step, sequence=sequence)
+
+
+def serve(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int) -> Trace:
+    """Submit every request at its moment and wait. Nobody reads answers meanwhile: text would be decoded beside the engine.
+
+    Raises:
+        StaticLLMError: a request failed.
+    """
+    rng = np.random.default_rng(seed)
+    profiler, trace = pipe.engine.profiler, list[StepRecord | RequestRecord]()
+    prompts = [rng.integers(0, 100, (1, arrival.num_prompt)) for arrival in arrivals]  # ids that every vocabulary has
+    handles: list[GenerationHandle] = []
+    profiler.trace = trace
+    start = time.perf_counter()
+    for arrival, prompt in zip(arrivals, prompts, strict=True):
+        time.sleep(max(0.0, start + arrival.time - time.perf_counter()))
+        handles.append(pipe.submit(prompt, max_new_tokens=arrival.num_output, ignore_eos=True))
+    while len(_requests(trace)) < len(handles):
+        time.sleep(POLL_SECONDS)
+    profiler.trace = None
+    for request, handle in zip(_requests(trace), handles, strict=True):
+        if request.reason == FinishReason.ERROR:
+            handle.outcome()
+            raise StaticLLMError(f"request {request.id} failed")
+    return trace
+
+
+def _load(model: str | os.PathLike[str], device: str, policy: str) -> StaticLLMPipeline:
+    """Without prefix caching, which the simulator has not."""
+    longest_prompt, longest_output = max(prompt for prompt, _ in WORKLOADS), max(output for _, output in WORKLOADS)
+    return StaticLLMPipeline(
+        model, device, MAX_PROMPT_LEN=longest_prompt, MIN_RESPONSE_LEN=longest_output, MAX_NUM_SEQS=SLOTS,
+        PREFIX_CACHING=False, MAX_WAITING=MANY_WAITING, SCHEDULER=policy,
+    )  # fmt: skip
+
+
+def _saturated(model: DeviceModel, policy: str, lengths: Lengths) -> float:
+    return _simulate(model, policy, burst(8 * SLOTS, lengths)).requests_per_second
+
+
+def _simulate(model: DeviceModel, policy: str, arrivals: Sequence[Arrival]) -> Summary:
+    return summarize(Scenario(model, tuple(arrivals)).run(policy).requests)
+
+
+def _steps(trace: Trace) -> list[StepRecord]:
+    return [record for record in trace if isinstance(record, StepRecord)]
+
+
+def _requests(trace: Trace) -> list[RequestRecord]:
+    return [record for record in trace if isinstance(record, RequestRecord)]

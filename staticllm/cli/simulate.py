@@ -1,0 +1,277 @@
+"""``staticllm simulate``: policies on a virtual clock; and the simulator against the engine and against FlexNPU's tables."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from staticllm.config import SCHEDULERS, StaticLLMConfig
+from staticllm.model_dir import demo_model_path
+
+if TYPE_CHECKING:
+    from staticllm.pipelines.simulator.cluster import Run
+    from staticllm.pipelines.simulator.device import DeviceModel
+    from staticllm.pipelines.simulator.scenario import Scenario
+    from staticllm.pipelines.simulator.summary import Summary
+    from staticllm.pipelines.simulator.validate import Check
+    from staticllm.pipelines.simulator.workload import Arrival
+
+HEADER = (
+    f"{'policy':<14}{'requests/s':>11}{'tokens/s':>10}{'TTFT ms':>11}{'p95':>11}{'TPOT ms':>10}{'decoding':>10}"
+    f"{'longest gap':>13}{'latency ms':>12}{'fairness':>10}{'busy':>7}"
+)
+CHECK_HEADER = (
+    f"{'policy':<14}{'lengths':>9}{'rate':>8}  {'tokens/s':>24}  {'TTFT ms':>24}  {'TPOT ms':>24}\n"
+    f"{'costs':<31}" + f"  {'simulated measured':>24}" * 3
+)
+
+
+@click.command("simulate")
+@click.option("--policy", "policies", multiple=True, type=click.Choice(SCHEDULERS), help="Repeat it.  [dynamic, fcfs]")
+@click.option("-n", "--requests", type=click.IntRange(1), default=200, show_default=True, help="Requests.")
+@click.option(
+    "--arrivals",
+    type=click.Choice(["poisson", "uniform", "burst"]),
+    default="poisson",
+    show_default=True,
+    help="When they come; a burst comes at once.",
+)
+@click.option("--rate", type=float, help="Requests a second.  [4; --validate: 70 % of what the device can do]")
+@click.option("--prompt", default="256", show_default=True, help="Tokens of a prompt: N, or LEAST-MOST.")
+@click.option("--output", default="256", show_default=True, help="Tokens of an answer: N, or LEAST-MOST.")
+@click.option(
+    "--trace", type=click.Path(), help="Requests of a file instead, JSON lines or CSV: arrival, prompt, output."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of arrivals and lengths.")
+@click.option(
+    "--devices", type=click.IntRange(1), default=1, show_default=True, help="Devices, prompts and answers on each."
+)
+@click.option("--disaggregate", metavar="PxD", help="P devices for prompts and D for answers instead.")
+@click.option("--transfer-ms", type=float, default=0.0, show_default=True, help="From P to D, a request.")
+@click.option("--row-bytes", type=float, default=0.0, show_default=True, help="From P to D, a token.")
+@click.option("--bandwidth", type=float, default=10.0, show_default=True, help="From P to D, GB/s.")
+@click.option(
+    "--dispatch",
+    type=click.Choice(["least_loaded", "round_robin"]),
+    default="least_loaded",
+    show_default=True,
+    help="Which device takes a request.",
+)
+@click.option("--concurrency", type=click.IntRange(1), help="Requests inside at a time; others wait outside.")
+@click.option("--max-num-seqs", type=int, help="Requests that decode together.  [as the pipeline]")
+@click.option("--kv-rows", type=int, help="Rows that all requests share.  [as the pipeline]")
+@click.option("--parked-rows", type=int, help="Rows that may wait outside the arena.  [as the pipeline]")
+@click.option("--ttft-ms", type=float, help="Target for the time to first token.")
+@click.option("--tpot-ms", type=float, help="Target for the time between two tokens.")
+@click.option("--programs", type=click.Choice(["shared", "separate"]), default="shared", show_default=True,
+              help="Which programs there are, without --costs.")  # fmt: skip
+@click.option("--costs", type=click.Path(), help="Costs of a file, JSON: rows, capacity, sequences, seconds.")
+@click.option("--weights-ms", type=float, default=20.0, show_default=True, help="Without --costs: a call,")
+@click.option("--row-ms", type=float, default=0.5, show_default=True, help="and each row of it,")
+@click.option("--attention-us", type=float, default=0.05, show_default=True, help="and each row for each row it sees.")
+@click.option("--host-ms", type=float, default=0.0, show_default=True, help="Between two calls.")
+@click.option("--save-costs", type=click.Path(), help="Write the costs to a file; with --validate, those measured.")
+@click.option("--validate", is_flag=True, help="Compare with the engine, on this machine.")
+@click.option("-m", "--model", type=click.Path(), help="For --validate.  [the embedded demo model]")
+@click.option("--device", default="CPU", show_default=True, help="For --validate.")
+@click.option("--flexnpu", is_flag=True, help="Compare with FlexNPU's Tables 2, 3 and 4.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--plot", type=click.Path(), help="Draw the runs to a file: PNG, SVG, PDF.")
+def command(**options: Any) -> None:
+    """Run policies on a virtual clock: the same objects that the engine runs, over what calls cost."""
+    if options["flexnpu"] and options["validate"]:
+        raise click.UsageError("--flexnpu and --validate are two comparisons: give one of them")
+    if options["plot"] and (options["flexnpu"] or options["validate"]):
+        raise click.UsageError("--plot draws simulated runs: leave out --flexnpu and --validate")
+    options["policies"] = list(dict.fromkeys(options["policies"])) or ["dynamic", "fcfs"]
+    if options["flexnpu"]:
+        _compare_tables(options["as_json"])
+    elif options["validate"]:
+        _validate(options)
+    else:
+        _simulate(options)
+
+
+def _simulate(options: dict[str, Any]) -> None:
+    scenario = _scenario(options)
+    if options["save_costs"]:
+        _save_costs(options["save_costs"], scenario.model)
+    runs: dict[str, Run] = {}
+    results: dict[str, dict[str, float]] = {}
+    if not options["as_json"]:
+        click.echo(HEADER)
+    for policy in options["policies"]:
+        runs[policy] = scenario.run(policy)
+        results[policy] = _figures(runs[policy])
+        if not options["as_json"]:
+            click.echo(_line(policy, results[policy]))
+    if options["as_json"]:
+        click.echo(json.dumps(results, indent=2))
+    if options["plot"]:
+        from staticllm.pipelines.simulator.plot import plot_runs
+
+        plot_runs(runs, options["plot"])
+
+
+def _figures(run: Run) -> dict[str, float]:
+    from staticllm.pipelines.simulator.summary import busy_share, summarize
+
+    summary = summarize(run.requests)
+    shares = [busy_share(steps, summary.seconds) for steps in run.steps]
+    return {**asdict(summary), "busy": sum(shares) / len(shares)}
+
+
+def _line(policy: str, s: dict[str, float]) -> str:
+    return (
+        f"{policy:<14}{s['requests_per_second']:>11.3f}{s['tokens_per_second']:>10.1f}{s['ttft_ms']:>11.1f}"
+        f"{s['ttft_p95_ms']:>11.1f}{s['tpot_ms']:>10.2f}{s['decode_tpot_ms']:>10.2f}{s['longest_gap_ms']:>13.1f}"
+        f"{s['latency_ms']:>12.1f}{s['fairness']:>10.3f}{s['busy']:>7.1%}"
+    )
+
+
+def _scenario(options: dict[str, Any]) -> Scenario:
+    from staticllm.pipelines.simulator.cluster import Link
+    from staticllm.pipelines.simulator.scenario import Scenario
+
+    arrivals = _arrivals(options)
+    prefill, decode = _devices(options)
+    if options["bandwidth"] <= 0:
+        raise click.UsageError(f"--bandwidth {options['bandwidth']:g}: must be more than 0")
+    return Scenario(
+        _model(options, arrivals), tuple(arrivals), prefill, decode,
+        Link(options["transfer_ms"] / 1e3, options["row_bytes"], options["bandwidth"] * 1e9),
+        options["dispatch"], options["concurrency"],
+    )  # fmt: skip
+
+
+def _arrivals(options: dict[str, Any]) -> list[Arrival]:
+    from staticllm.pipelines.simulator import workload
+
+    if options["trace"]:
+        return workload.read_trace(options["trace"])
+    lengths = workload.Lengths(_range("--prompt", options["prompt"]), _range("--output", options["output"]))
+    count, seed, rate = options["requests"], options["seed"], 4.0 if options["rate"] is None else options["rate"]
+    if options["arrivals"] == "burst":
+        return workload.burst(count, lengths, seed)
+    return (workload.poisson if options["arrivals"] == "poisson" else workload.uniform)(rate, count, lengths, seed)
+
+
+def _model(options: dict[str, Any], arrivals: list[Arrival]) -> DeviceModel:
+    from staticllm.pipelines.simulator.costs import AnalyticCosts, HostCost, read_costs
+    from staticllm.pipelines.simulator.scenario import configured_model, longest, tabled_model
+    from staticllm.pipelines.variants import VariantIndex
+
+    for name in ("weights_ms", "row_ms", "attention_us", "host_ms", "transfer_ms", "row_bytes"):
+        if not 0 <= options[name] < float("inf"):
+            raise click.UsageError(f"--{name.replace('_', '-')} {options[name]:g}: must be 0 or more")
+    prompt, output = longest(arrivals)
+    names = ("max_num_seqs", "kv_rows", "parked_rows", "ttft_ms", "tpot_ms")
+    config = StaticLLMConfig(max_prompt_len=prompt, min_response_len=output, **{name: options[name] for name in names})
+    host = HostCost(options["host_ms"] / 1e3)
+    if options["costs"]:
+        variants, table = read_costs(options["costs"])
+        return tabled_model(config, VariantIndex(variants), table, host)
+    mode: Literal["shared", "separate"] = options["programs"]
+    cost = AnalyticCosts(options["weights_ms"] / 1e3, options["row_ms"] / 1e3, options["attention_us"] / 1e6)
+    return configured_model(config, mode, cost, host)
+
+
+def _devices(options: dict[str, Any]) -> tuple[int, int]:
+    if not options["disaggregate"]:
+        return options["devices"], 0
+    match = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", options["disaggregate"])
+    if not match:
+        raise click.UsageError(
+            f"--disaggregate {options['disaggregate']!r}: must be PxD, two whole numbers from 1: 6x2"
+        )
+    if options["devices"] != 1:
+        raise click.UsageError("--devices are those that do both: with --disaggregate leave it out")
+    return int(match[1]), int(match[2])
+
+
+def _range(name: str, text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+        raise click.UsageError(f"{name} {text!r}: must be a whole number from 1, or two: 64-512")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _save_costs(path: str, model: DeviceModel) -> None:
+    from staticllm.pipelines.simulator.costs import write_costs
+
+    write_costs(path, model.index.variants, model.cost)
+
+
+def _validate(options: dict[str, Any]) -> None:
+    from staticllm.pipelines.simulator.validate import validate
+
+    is_text = not options["as_json"]
+    if is_text:
+        click.echo(CHECK_HEADER)
+    checks, model = validate(
+        options["model"] or demo_model_path(), options["device"], options["policies"], options["requests"],
+        options["rate"], options["seed"], lambda check: click.echo(_check_lines(check)) if is_text else None,
+    )  # fmt: skip
+    if options["save_costs"]:
+        _save_costs(options["save_costs"], model)
+    if not is_text:
+        click.echo(json.dumps([{**asdict(check), "deviations": check.deviations} for check in checks], indent=2))
+
+
+def _check_lines(check: Check) -> str:
+    """With the costs measured before, then with those of the run itself."""
+    head = f"{check.policy:<14}{f'{check.prompt}/{check.output}':>9}{check.rate:>8.2f}"
+    before = f"{head}{_check_cells(check.predicted, check.measured)}"
+    return f"{before}\n{'  of the run itself':<31}{_check_cells(check.replayed, check.measured)}"
+
+
+def _check_cells(simulated: Summary, measured: Summary) -> str:
+    from staticllm.pipelines.simulator.validate import deviations
+
+    return "".join(
+        f"  {getattr(simulated, name):>8.1f} {getattr(measured, name):>8.1f} {deviation:>+5.1f}%"
+        for name, deviation in deviations(simulated, measured).items()
+    )
+
+
+def _compare_tables(as_json: bool) -> None:
+    from staticllm.pipelines.simulator.flexnpu import tables_2_and_3
+    from staticllm.pipelines.simulator.flexnpu_single import PREFILL_SHARE, table_4
+
+    interference, comparisons = tables_2_and_3()
+    if as_json:
+        cells = [{**asdict(cell), "deviations": cell.deviations} for cell in table_4()]
+        rows = [{**asdict(row), "improvement": row.improvement} for row in comparisons]
+        report = {
+            "interference": interference,
+            "tables_2_and_3": rows,
+            "prefill_share": PREFILL_SHARE,
+            "table_4": cells,
+        }
+        click.echo(json.dumps(report, indent=2))
+        return
+    click.echo(f"Tables 2 and 3, requests/s; interference {interference:.3f}, fitted on 1K-1K")
+    click.echo(f"{'lengths':<10}{'static':>18}{'co-located':>18}{'improvement':>18}  idle P, D")
+    for row in comparisons:
+        p = row.published
+        click.echo(
+            f"{p.name:<10}{_pair(row.static, p.static)}{_pair(row.colocated, p.colocated)}"
+            f"{_pair(row.improvement, row.published_improvement)}  {row.prefill_idle:.0%}, {row.decode_idle:.0%}"
+        )
+    click.echo(f"\nTable 4; share of prefill {PREFILL_SHARE:.2f}, fitted on the TTFT of dynamic 1024/256")
+    click.echo(f"{'column':<10}{'lengths':<10}{'tokens/s':>25}{'TTFT ms':>27}{'TPOT ms':>25}")
+    for cell in table_4():
+        c, (throughput, ttft, tpot) = cell.published, cell.deviations
+        click.echo(
+            f"{'dynamic' if cell.is_dynamic else 'static':<10}{c.name:<10}"
+            f"{_pair(cell.throughput, c.throughput)}{throughput:>+6.1f}%{_pair(cell.ttft_ms, c.ttft_ms, 20)}{ttft:>+6.1f}%"
+            f"{_pair(cell.tpot_ms, c.tpot_ms)}{tpot:>+6.1f}%"
+        )
+
+
+def _pair(simulated: float, published: float, width: int = 18) -> str:
+    return f"{simulated:.2f} ({published:.2f})".rjust(width)
