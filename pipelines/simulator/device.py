@@ -27,7 +27,7 @@ class DeviceModel:
     kv_rows: int
     parked_rows: int
     capacity: int
-    host: HostCost = HostCost()
+    host: HostCost = field(default_factory=HostCost)
 
 
 @dataclass

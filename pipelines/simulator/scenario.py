@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgramMode
@@ -27,7 +27,7 @@ class Scenario:
     arrivals: tuple[Arrival, ...]
     num_devices: int = 1
     num_decode_devices: int = 0
-    link: Link = Link()
+    link: Link = field(default_factory=Link)
     dispatch: Dispatch = "least_loaded"
     concurrency: int | None = None
 

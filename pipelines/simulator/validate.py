@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ from staticllm.pipelines.handle import GenerationHandle
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.profiler import RequestRecord, StepRecord
 from staticllm.pipelines.scheduling.book import Limits
-from staticllm.pipelines.simulator.costs import HostCost
+from staticllm.pipelines.simulator.costs import Cost, HostCost
 from staticllm.pipelines.simulator.device import DeviceModel
 from staticllm.pipelines.simulator.scenario import Scenario
 from staticllm.pipelines.simulator.summary import Summary, summarize
@@ -66,8 +66,8 @@ def validate(
     num_requests: int,
     rate: float | None,
     seed: int,
-    on_check: Callable[[Check], None] = lambda check: None,
-) -> tuple[list[Check], DeviceModel]:
+    on_check: Callable[[Check, DeviceModel], None] = lambda check, model: None,
+) -> list[Check]:
     """Calibrate, predict, then measure: four workloads under each policy.
 
     Args:
@@ -77,9 +77,7 @@ def validate(
         num_requests: Requests of each workload.
         rate: Requests a second; None for 70 % of what the simulator says that the device can do.
         seed: Of the arrivals, the same on both sides.
-        on_check: Called with each check when it is done.
-
-    Returns the checks, and the device as it was calibrated last.
+        on_check: Called with each check when it is done, and with the device as it was calibrated for it.
     """
     checks: list[Check] = []
     for policy in policies:
@@ -87,8 +85,8 @@ def validate(
             for workload in WORKLOADS:
                 calibrated = calibrate(pipe, Lengths.fixed(*workload), seed)
                 checks.append(_check(pipe, calibrated, policy, workload, num_requests, rate, seed))
-                on_check(checks[-1])
-    return checks, calibrated
+                on_check(checks[-1], calibrated)
+    return checks
 
 
 def _check(
@@ -121,18 +119,19 @@ def _model_of(pipe: StaticLLMPipeline, trace: Trace) -> DeviceModel:
     config, runner = pipe.config, pipe.engine.runner
     limits = Limits(SLOTS, config.ttft_ms, config.tpot_ms)
     rows = runner.cache.rows.max_rows
-    cost, host = measured_costs(trace), measured_host(trace)
+    cost, host = measured_costs(trace, runner.index.variants, runner.costs), measured_host(trace)
     return DeviceModel(runner.index, cost, limits, rows, config.num_parked_rows, config.capacity, host)
 
 
-def measured_costs(trace: Trace) -> CostTable:
-    """The mean of every variant that ran; the engine's own table forgets, and a mean is what adds up to a throughput."""
+def measured_costs(trace: Trace, variants: Iterable[Variant], otherwise: Cost) -> CostTable:
+    """The mean of every variant that ran, which is what adds up to a throughput; ``otherwise`` knows the others."""
     seconds: dict[Variant, list[float]] = {}
     for step in _steps(trace):
         seconds.setdefault(step.variant, []).append(step.seconds)
     table = CostTable()
-    for variant, values in seconds.items():
-        table.update(variant, sum(values) / len(values))
+    for variant in variants:
+        values = seconds.get(variant)
+        table.update(variant, sum(values) / len(values) if values else otherwise(variant))
     return table
 
 

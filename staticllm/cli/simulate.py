@@ -1,4 +1,4 @@
-"""``staticllm simulate``: policies on a virtual clock; and the simulator against the engine and against FlexNPU's tables."""
+"""``staticllm simulate``: policies on a virtual clock."""
 
 from __future__ import annotations
 
@@ -9,24 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from staticllm.cli.comparisons import compare_with_engine, compare_with_tables
 from staticllm.config import SCHEDULERS, StaticLLMConfig
-from staticllm.model_dir import demo_model_path
 
 if TYPE_CHECKING:
     from staticllm.pipelines.simulator.cluster import Run
     from staticllm.pipelines.simulator.device import DeviceModel
     from staticllm.pipelines.simulator.scenario import Scenario
-    from staticllm.pipelines.simulator.summary import Summary
-    from staticllm.pipelines.simulator.validate import Check
     from staticllm.pipelines.simulator.workload import Arrival
 
 HEADER = (
     f"{'policy':<14}{'requests/s':>11}{'tokens/s':>10}{'TTFT ms':>11}{'p95':>11}{'TPOT ms':>10}{'decoding':>10}"
     f"{'longest gap':>13}{'latency ms':>12}{'fairness':>10}{'busy':>7}"
-)
-CHECK_HEADER = (
-    f"{'policy':<14}{'lengths':>9}{'rate':>8}  {'tokens/s':>24}  {'TTFT ms':>24}  {'TPOT ms':>24}\n"
-    f"{'costs':<31}" + f"  {'simulated measured':>24}" * 3
 )
 
 
@@ -89,17 +83,19 @@ def command(**options: Any) -> None:
         raise click.UsageError("--plot draws simulated runs: leave out --flexnpu and --validate")
     options["policies"] = list(dict.fromkeys(options["policies"])) or ["dynamic", "fcfs"]
     if options["flexnpu"]:
-        _compare_tables(options["as_json"])
+        compare_with_tables(options["as_json"])
     elif options["validate"]:
-        _validate(options)
+        compare_with_engine(options)
     else:
         _simulate(options)
 
 
 def _simulate(options: dict[str, Any]) -> None:
+    from staticllm.pipelines.simulator.costs import write_costs
+
     scenario = _scenario(options)
     if options["save_costs"]:
-        _save_costs(options["save_costs"], scenario.model)
+        write_costs(options["save_costs"], scenario.model.index.variants, scenario.model.cost)
     runs: dict[str, Run] = {}
     results: dict[str, dict[str, float]] = {}
     if not options["as_json"]:
@@ -198,80 +194,3 @@ def _range(name: str, text: str) -> tuple[int, int]:
     if not match or not 1 <= int(match[1]) <= int(match[2] or match[1]):
         raise click.UsageError(f"{name} {text!r}: must be a whole number from 1, or two: 64-512")
     return int(match[1]), int(match[2] or match[1])
-
-
-def _save_costs(path: str, model: DeviceModel) -> None:
-    from staticllm.pipelines.simulator.costs import write_costs
-
-    write_costs(path, model.index.variants, model.cost)
-
-
-def _validate(options: dict[str, Any]) -> None:
-    from staticllm.pipelines.simulator.validate import validate
-
-    is_text = not options["as_json"]
-    if is_text:
-        click.echo(CHECK_HEADER)
-    checks, model = validate(
-        options["model"] or demo_model_path(), options["device"], options["policies"], options["requests"],
-        options["rate"], options["seed"], lambda check: click.echo(_check_lines(check)) if is_text else None,
-    )  # fmt: skip
-    if options["save_costs"]:
-        _save_costs(options["save_costs"], model)
-    if not is_text:
-        click.echo(json.dumps([{**asdict(check), "deviations": check.deviations} for check in checks], indent=2))
-
-
-def _check_lines(check: Check) -> str:
-    """With the costs measured before, then with those of the run itself."""
-    head = f"{check.policy:<14}{f'{check.prompt}/{check.output}':>9}{check.rate:>8.2f}"
-    before = f"{head}{_check_cells(check.predicted, check.measured)}"
-    return f"{before}\n{'  of the run itself':<31}{_check_cells(check.replayed, check.measured)}"
-
-
-def _check_cells(simulated: Summary, measured: Summary) -> str:
-    from staticllm.pipelines.simulator.validate import deviations
-
-    return "".join(
-        f"  {getattr(simulated, name):>8.1f} {getattr(measured, name):>8.1f} {deviation:>+5.1f}%"
-        for name, deviation in deviations(simulated, measured).items()
-    )
-
-
-def _compare_tables(as_json: bool) -> None:
-    from staticllm.pipelines.simulator.flexnpu import tables_2_and_3
-    from staticllm.pipelines.simulator.flexnpu_single import PREFILL_SHARE, table_4
-
-    interference, comparisons = tables_2_and_3()
-    if as_json:
-        cells = [{**asdict(cell), "deviations": cell.deviations} for cell in table_4()]
-        rows = [{**asdict(row), "improvement": row.improvement} for row in comparisons]
-        report = {
-            "interference": interference,
-            "tables_2_and_3": rows,
-            "prefill_share": PREFILL_SHARE,
-            "table_4": cells,
-        }
-        click.echo(json.dumps(report, indent=2))
-        return
-    click.echo(f"Tables 2 and 3, requests/s; interference {interference:.3f}, fitted on 1K-1K")
-    click.echo(f"{'lengths':<10}{'static':>18}{'co-located':>18}{'improvement':>18}  idle P, D")
-    for row in comparisons:
-        p = row.published
-        click.echo(
-            f"{p.name:<10}{_pair(row.static, p.static)}{_pair(row.colocated, p.colocated)}"
-            f"{_pair(row.improvement, row.published_improvement)}  {row.prefill_idle:.0%}, {row.decode_idle:.0%}"
-        )
-    click.echo(f"\nTable 4; share of prefill {PREFILL_SHARE:.2f}, fitted on the TTFT of dynamic 1024/256")
-    click.echo(f"{'column':<10}{'lengths':<10}{'tokens/s':>25}{'TTFT ms':>27}{'TPOT ms':>25}")
-    for cell in table_4():
-        c, (throughput, ttft, tpot) = cell.published, cell.deviations
-        click.echo(
-            f"{'dynamic' if cell.is_dynamic else 'static':<10}{c.name:<10}"
-            f"{_pair(cell.throughput, c.throughput)}{throughput:>+6.1f}%{_pair(cell.ttft_ms, c.ttft_ms, 20)}{ttft:>+6.1f}%"
-            f"{_pair(cell.tpot_ms, c.tpot_ms)}{tpot:>+6.1f}%"
-        )
-
-
-def _pair(simulated: float, published: float, width: int = 18) -> str:
-    return f"{simulated:.2f} ({published:.2f})".rjust(width)
