@@ -65,15 +65,10 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[tuple[Variant, ...], CostT
         ) from None
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{path}: must be a list of {{rows, capacity, sequences, seconds}}, with one entry at least")
-    table = CostTable()
-    variants = []
-    for number, entry in enumerate(entries, 1):
-        variant, seconds = _entry(f"{path}, entry {number}", entry)
-        variants.append(variant)
-        table.update(variant, seconds)
-    if not any(variant.capacity for variant in variants):
+    seconds = dict(_entry(f"{path}, entry {number}", entry) for number, entry in enumerate(entries, 1))
+    if not any(variant.capacity for variant in seconds):
         raise ConfigError(f"{path}: every capacity is 0, no program sees a past; add one that does")
-    return tuple(variants), table
+    return tuple(seconds), CostTable(seconds)
 
 
 def _entry(place: str, entry: Any) -> tuple[Variant, float]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from staticllm.core import Variant
 from staticllm.pipelines.scheduling.book import Limits
-from staticllm.pipelines.scheduling.chunked import Chunked
+from staticllm.pipelines.scheduling.dynamic import Dynamic
 from staticllm.pipelines.scheduling.fcfs import Fcfs
 from staticllm.pipelines.scheduling.view import Policy
 from staticllm.pipelines.simulator.cluster import colocated
@@ -34,6 +34,7 @@ from staticllm.pipelines.variants import VariantIndex
 NUM_REQUESTS, RATE, SLOTS = 200, 4.0, 4
 SEEDS = (0, 1)
 PREFILL_SHARE = 0.60
+EAGER_TTFT_MS = 1.0  # a target that is always missed: prompts run as they come, and do not wait for company
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,7 @@ def table_4(outputs: tuple[int, ...] = (256, 1024), seeds: tuple[int, ...] = SEE
 
 def _cell(row: Published, is_dynamic: bool, seeds: tuple[int, ...]) -> Cell:
     model = (_shared_model if is_dynamic else _static_model)(row.prompt, row.output)
-    budget = min(rows for rows, sequences in model.index.sizes if sequences > SLOTS) if is_dynamic else 0
-
-    def policy() -> Policy:
-        return Chunked(budget) if is_dynamic else Fcfs()
-
+    policy = Dynamic if is_dynamic else Fcfs
     runs = [_run(model, policy, row, seed) for seed in seeds]
     return Cell(
         row,
@@ -164,7 +161,7 @@ def _model(prompt: int, output: int, alone: float, mixed: dict[tuple[int, int], 
     return DeviceModel(
         VariantIndex(costs),
         costs.__getitem__,
-        Limits(SLOTS),
+        Limits(SLOTS, ttft_ms=EAGER_TTFT_MS),
         kv_rows,
         parked_rows=NUM_REQUESTS * capacity,
         capacity=capacity,

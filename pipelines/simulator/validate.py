@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ from staticllm.pipelines.handle import GenerationHandle
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.profiler import RequestRecord, StepRecord
 from staticllm.pipelines.scheduling.book import Limits
-from staticllm.pipelines.simulator.costs import Cost, HostCost
+from staticllm.pipelines.simulator.costs import HostCost
 from staticllm.pipelines.simulator.device import DeviceModel
 from staticllm.pipelines.simulator.scenario import Scenario
 from staticllm.pipelines.simulator.summary import Summary, summarize
@@ -119,20 +119,16 @@ def _model_of(pipe: StaticLLMPipeline, trace: Trace) -> DeviceModel:
     config, runner = pipe.config, pipe.engine.runner
     limits = Limits(SLOTS, config.ttft_ms, config.tpot_ms)
     rows = runner.cache.rows.max_rows
-    cost, host = measured_costs(trace, runner.index.variants, runner.costs), measured_host(trace)
+    cost, host = measured_costs(trace, runner.costs.measured), measured_host(trace)
     return DeviceModel(runner.index, cost, limits, rows, config.num_parked_rows, config.capacity, host)
 
 
-def measured_costs(trace: Trace, variants: Iterable[Variant], otherwise: Cost) -> CostTable:
-    """The mean of every variant that ran, which is what adds up to a throughput; ``otherwise`` knows the others."""
+def measured_costs(trace: Trace, known: Mapping[Variant, float]) -> CostTable:
+    """The mean of every variant that ran, which is what adds up to a throughput, and what is known of the others."""
     seconds: dict[Variant, list[float]] = {}
     for step in _steps(trace):
         seconds.setdefault(step.variant, []).append(step.seconds)
-    table = CostTable()
-    for variant in variants:
-        values = seconds.get(variant)
-        table.update(variant, sum(values) / len(values) if values else otherwise(variant))
-    return table
+    return CostTable({**known, **{variant: sum(values) / len(values) for variant, values in seconds.items()}})
 
 
 def measured_host(trace: Trace) -> HostCost:
