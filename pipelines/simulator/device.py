@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import ConfigError
+from staticllm.pipelines.costs import CostTable
 from staticllm.pipelines.profiler import RequestRecord, StepRecord
 from staticllm.pipelines.scheduling.book import Book, Entry, Limits
 from staticllm.pipelines.scheduling.planner import Planner
@@ -19,7 +21,10 @@ from staticllm.pipelines.variants import VariantIndex
 @dataclass(frozen=True)
 class DeviceModel:
     """What a device can run and what that costs. ``kv_rows`` are those of the arena, ``parked_rows`` those of the shelf,
-    ``capacity`` those that one sequence can have."""
+    ``capacity`` those that one sequence can have.
+
+    The policy knows what calls cost; with ``known`` it begins with those measurements, and learns, as the engine's does.
+    """
 
     index: VariantIndex
     cost: Cost
@@ -28,6 +33,7 @@ class DeviceModel:
     parked_rows: int
     capacity: int
     host: HostCost = field(default_factory=HostCost)
+    known: Mapping[Variant, float] | None = None
 
 
 @dataclass
@@ -73,6 +79,7 @@ class SimulatedDevice:
         self.steps: list[StepRecord] = []
         self.book = Book(model.limits)
         self.rows_used = self.shelf_used = 0
+        self._learned = None if model.known is None else CostTable(model.known)
         self._jobs: dict[int, Job] = {}
         self._inbox: deque[Job] = deque()
         self._parts: list[Part] = []
@@ -108,7 +115,7 @@ class SimulatedDevice:
             return None
         model = self.model
         free, free_shelf = model.kv_rows - self.rows_used, model.parked_rows - self.shelf_used
-        device = Device(model.index, model.cost, self.rows_used)
+        device = Device(model.index, self._learned or model.cost, self.rows_used)
         view = self.book.view(now, free, free_shelf, device)
         self._parts = self._fitting(self._prepare(self.planner.plan(view)))
         variant = self._variant(self._parts)
@@ -118,6 +125,8 @@ class SimulatedDevice:
         for part in self._parts:
             job = self._jobs[part.request]
             job.started = start if job.started is None else job.started
+        if self._learned is not None:
+            self._learned.update(variant, seconds)
         self._record(start, seconds, variant, view)
         return start + seconds
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -103,7 +103,7 @@ def _check(
     arrivals = poisson(rate, num_requests, lengths, seed, is_span_fixed=True)
     predicted = _simulate(model, policy, arrivals)
     trace = serve(pipe, arrivals, seed)
-    replayed = _simulate(_model_of(pipe, trace), policy, arrivals)
+    replayed = _simulate(replace(_model_of(pipe, trace), known=model.known), policy, arrivals)
     return Check(policy, *workload, rate, summarize(_requests(trace)), predicted, replayed)
 
 
@@ -119,8 +119,9 @@ def _model_of(pipe: StaticLLMPipeline, trace: Trace) -> DeviceModel:
     config, runner = pipe.config, pipe.engine.runner
     limits = Limits(SLOTS, config.ttft_ms, config.tpot_ms)
     rows = runner.cache.rows.max_rows
-    cost, host = measured_costs(trace, runner.costs.measured), measured_host(trace)
-    return DeviceModel(runner.index, cost, limits, rows, config.num_parked_rows, config.capacity, host)
+    known = runner.costs.measured
+    cost, host = measured_costs(trace, known), measured_host(trace)
+    return DeviceModel(runner.index, cost, limits, rows, config.num_parked_rows, config.capacity, host, known)
 
 
 def measured_costs(trace: Trace, known: Mapping[Variant, float]) -> CostTable:
