@@ -33,7 +33,8 @@ def plot_runs(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> None:
         _plot_gaps(gaps, name, served)
         _plot_rates(rates, name, served)
     first.set(xlabel="arrival, s", ylabel="TTFT, s", title="Time to first token")
-    gaps.set(xlabel="time between two tokens, ms", ylabel="share of tokens", xscale="log", title="Time between tokens")
+    gaps.set(xlabel="time since the token before, ms", ylabel="share of tokens that take as long or longer")
+    gaps.set(xscale="log", yscale="log", title="Time between tokens")
     rates.set(xlabel="time, s", ylabel="output tokens a second", title="Throughput")
     for axes in (first, gaps, rates):
         axes.grid(alpha=0.3)
@@ -65,7 +66,7 @@ def _plot_first_tokens(axes: Axes, name: str, served: list[RequestRecord]) -> No
 def _plot_gaps(axes: Axes, name: str, served: list[RequestRecord]) -> None:
     gaps = np.sort([after - before for request in served for before, after in pairwise(request.token_times)]) * 1e3
     if gaps.size:
-        axes.plot(gaps, np.arange(1, gaps.size + 1) / gaps.size, label=name)
+        axes.plot(gaps, 1 - np.arange(gaps.size) / gaps.size, label=name)
 
 
 def _plot_rates(axes: Axes, name: str, served: list[RequestRecord]) -> None:

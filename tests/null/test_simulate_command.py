@@ -65,10 +65,3 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(monkeypatch, tmp_path):
     result = run("--plot", str(tmp_path / "plot.png"))
     assert result.exit_code == 1
     assert 'pip install "staticllm[plot]"' in result.output.splitlines()[-1]
-
-
-def test_a_plot_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "plot.svg"
-    assert run("--plot", str(path)).exit_code == 0
-    assert "<svg" in path.read_text(encoding="utf-8")
