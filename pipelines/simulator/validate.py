@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import StaticLLMError
@@ -25,7 +26,7 @@ from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst, pois
 
 WORKLOADS = ((64, 64), (64, 256), (256, 64), (256, 256))
 SLOTS = 4
-LOAD = 0.7
+LOAD = 0.6
 """Share of the rate at which the queue would never empty: near it, TTFT says more about the arrivals than about the engine."""
 CALIBRATION_REQUESTS = 8
 FIGURES = ("tokens_per_second", "ttft_ms", "tpot_ms")
@@ -75,7 +76,7 @@ def validate(
         device: The OpenVINO device.
         policies: Names.
         num_requests: Requests of each workload.
-        rate: Requests a second; None for 70 % of what the simulator says that the device can do.
+        rate: Requests a second; None for 60 % of what the simulator says that the device can do.
         seed: Of the arrivals, the same on both sides.
         on_check: Called with each check when it is done, and with the device as it was calibrated for it.
     """
@@ -125,29 +126,45 @@ def _model_of(pipe: StaticLLMPipeline, trace: Trace) -> DeviceModel:
 
 
 def measured_costs(trace: Trace, known: Mapping[Variant, float]) -> CostTable:
-    """The mean of every variant that ran, which is what adds up to a throughput, and what is known of the others."""
+    """The mean of every variant that ran, which is what adds up to a throughput, and what is known of the others.
+
+    The first call of each is left out: it may have been the first inference at a new shape.
+    """
     seconds: dict[Variant, list[float]] = {}
     for step in _steps(trace):
         seconds.setdefault(step.variant, []).append(step.seconds)
-    return CostTable({**known, **{variant: sum(values) / len(values) for variant, values in seconds.items()}})
+    means = {variant: sum(v[1:]) / (len(v) - 1) for variant, v in seconds.items() if len(v) > 1}
+    once = {variant: v[0] for variant, v in seconds.items() if variant not in known}
+    return CostTable({**once, **known, **means})
 
 
 def measured_host(trace: Trace) -> HostCost:
-    """What lies between two calls while somebody waits or runs: so much a call and so much a sequence, by least squares."""
+    """What lies between two calls while somebody waits or runs: so much a call, a row and a sequence, by least squares."""
     alive = [(request.arrival, request.token_times[-1]) for request in _requests(trace)]
-    gaps, sequences = [], []
+    gaps: list[float] = []
+    sizes: list[tuple[float, float, float]] = []
     for before, after in pairwise(_steps(trace)):
         end = before.start + before.seconds
         if any(arrival <= end and last >= after.start for arrival, last in alive):
             gaps.append(after.start - end)
-            sequences.append(len(before.decode) + len(before.prefill))
+            num_decode = len(before.decode)
+            sizes.append((1.0, num_decode + before.prefill_rows, num_decode + len(before.prefill)))
     if not gaps:
         return HostCost()
-    columns = np.stack([np.ones(len(gaps)), np.array(sequences, float)], axis=1)
-    step, sequence = np.linalg.lstsq(columns, np.array(gaps), rcond=None)[0].tolist()
-    if step < 0 or sequence < 0:
-        return HostCost(step=float(np.mean(gaps)))
-    return HostCost(step=step, sequence=sequence)
+    return HostCost(*_least_squares(np.array(sizes), np.array(gaps)))
+
+
+def _least_squares(columns: NDArray[np.float64], values: NDArray[np.float64]) -> list[float]:
+    """Weights of the columns, none negative: the most negative one is left out until there is none."""
+    kept = list(range(columns.shape[1]))
+    weights: NDArray[np.float64] = np.zeros(0)
+    while kept:
+        weights = np.linalg.lstsq(columns[:, kept], values, rcond=None)[0]
+        if weights.min() >= 0:
+            break
+        del kept[int(weights.argmin())]
+    found = dict(zip(kept, weights.tolist(), strict=True))
+    return [found.get(column, 0.0) for column in range(columns.shape[1])]
 
 
 def serve(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int) -> Trace:

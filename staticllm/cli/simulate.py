@@ -34,7 +34,7 @@ HEADER = (
     show_default=True,
     help="When they come; a burst comes at once.",
 )
-@click.option("--rate", type=float, help="Requests a second.  [4; --validate: 70 % of what the device can do]")
+@click.option("--rate", type=float, help="Requests a second.  [4; --validate: 60 % of what the device can do]")
 @click.option("--prompt", default="256", show_default=True, help="Tokens of a prompt: N, or LEAST-MOST.")
 @click.option("--output", default="256", show_default=True, help="Tokens of an answer: N, or LEAST-MOST.")
 @click.option(

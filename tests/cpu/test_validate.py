@@ -20,16 +20,17 @@ def trace(host, calls):
     return [*records, RequestRecord(0, 0.5, 1.0, (1.1, now), 1, 0, FinishReason.LENGTH)]
 
 
-def test_costs_are_means_and_what_was_known_of_others():
+def test_costs_are_means_without_the_first_call_and_what_was_known_of_others():
     other = Variant(16, 64)
-    table = validation.measured_costs(trace(lambda v: 0, [(ONE, 0.1), (TWO, 0.5), (ONE, 0.3)]), {ONE: 9.0, other: 2.0})
+    calls = [(ONE, 7.0), (TWO, 0.5), (ONE, 0.1), (ONE, 0.3)]
+    table = validation.measured_costs(trace(lambda v: 0, calls), {ONE: 9.0, other: 2.0})
     assert (table(ONE), table(TWO), table(other)) == pytest.approx((0.2, 0.5, 2.0))
 
 
-def test_host_time_is_so_much_a_call_and_so_much_a_sequence():
+def test_host_time_is_so_much_a_call_and_so_much_for_each_row_and_sequence():
     calls = [(ONE, 0.1), (TWO, 0.2), (ONE, 0.1), (TWO, 0.2), (TWO, 0.2), (ONE, 0.1)]
     host = validation.measured_host(trace(lambda v: 0.01 + 0.002 * v.sequences, calls))
-    assert (host.step, host.sequence) == pytest.approx((0.01, 0.002))
+    assert (host(1, 1), host(2, 2)) == pytest.approx((0.012, 0.014))
 
 
 def test_idle_time_is_not_the_hosts():
