@@ -159,7 +159,7 @@ def _least_squares(columns: NDArray[np.float64], values: NDArray[np.float64]) ->
     kept = list(range(columns.shape[1]))
     weights: NDArray[np.float64] = np.zeros(0)
     while kept:
-        weights = np.linalg.lstsq(columns[:, kept], values, rcond=None)[0]
+        weights = np.asarray(np.linalg.lstsq(columns[:, kept], values, rcond=None)[0], np.float64)
         if weights.min() >= 0:
             break
         del kept[int(weights.argmin())]
