@@ -15,8 +15,22 @@ def in_order(requests: Iterable[RequestView]) -> list[RequestView]:
 
 
 def begun_first(view: View) -> list[RequestView]:
-    """Prompts to run: of equal priority, those that hold rows before those that do not."""
-    everybody = (*view.prefilling, *view.waiting)
+    """Prompts that may run: of equal priority, those that hold rows before those that do not.
+
+    A prompt is begun only if there will be a slot for it, or room on the shelf: parked in the arena, it would take the rows
+    that those who decode need next, be evicted and computed again.
+    """
+    slots = view.free_slots - len(view.parked) - len(view.prefilling)
+    parking = view.free_parked_rows - sum(request.num_tokens for request in view.prefilling)
+    parking -= sum(request.num_rows for request in view.parked if request.in_arena)
+    admitted = []
+    for request in in_order(view.waiting):
+        if slots <= 0 and request.num_tokens > parking:
+            break
+        parking -= 0 if slots > 0 else request.num_tokens
+        slots -= 1
+        admitted.append(request)
+    everybody = (*view.prefilling, *admitted)
     return sorted(everybody, key=lambda request: (-request.priority, not request.num_rows, request.arrival, request.id))
 
 

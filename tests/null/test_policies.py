@@ -271,6 +271,17 @@ def test_the_variant_of_a_plan_is_the_smallest():
     assert Device(INDEX, seconds, 30).call(3, 3) == Variant(4, 32, 4)
 
 
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_nobody_begins_a_prompt_that_could_only_be_evicted(name):
+    """Few rows and a short shelf: every prompt runs once."""
+    engine = fake_engine(make_policy(name), 2, capacity=60, parked_rows=40)
+    requests = [fake_request(range(30 * i, 30 * i + 28), 24) for i in range(12)]
+    run_to_end(engine, requests)
+    stats = engine.profiler.stats()
+    rows_run = stats.prefill_rows_per_second * stats.prefill_share * stats.device_seconds
+    assert rows_run == pytest.approx(12 * 28), "prompts were evicted and computed again"
+
+
 def test_the_policy_in_the_documentation_works(root):
     page = (root / "docs" / "scheduling.md").read_text(encoding="utf-8")
     serving, policy, trial = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
