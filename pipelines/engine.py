@@ -291,7 +291,7 @@ class Engine:
         self.profiler.record(
             RequestRecord(
                 request.id, request.arrival, request.started, tuple(request.token_times),
-                request.num_prompt, request.num_cached, reason,
+                request.num_prompt, request.num_cached, reason, time.perf_counter(),
             )
         )  # fmt: skip
         request.end(reason, error)
@@ -302,12 +302,13 @@ class Engine:
             part.request.spent(seconds, part.is_prefill)
         decode = tuple(part.request.id for part in parts if not part.is_prefill)
         prefill = tuple((part.request.id, len(part.segment.tokens)) for part in parts if part.is_prefill)
-        rows = self._runner.cache.rows.num_used
+        rows, parked = self._runner.cache.rows.num_used, self._book.ids("parked")
         self.profiler.record(
             StepRecord(
-                start, seconds, variant, decode, prefill, rows, self._book.count("waiting"), self._book.count("parked")
+                start, seconds, variant, decode, prefill, rows,
+                self._book.count("waiting"), len(parked), self._book.count("running"), parked,
             )
-        )
+        )  # fmt: skip
 
 
 def _as_ours(error: Exception) -> Exception:

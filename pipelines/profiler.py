@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Protocol, TypeAlias
 
 from staticllm.core import FinishReason, Variant
 
@@ -15,7 +16,10 @@ PENDING_RECORDS = 8192
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One device call. Times are ``time.perf_counter`` seconds; ``prefill`` holds ``(request, tokens)``."""
+    """One device call. Times are ``time.perf_counter`` seconds; ``prefill`` holds ``(request, tokens)``.
+
+    The numbers of requests are those while it ran; ``parked`` says which these are.
+    """
 
     start: float
     seconds: float
@@ -25,6 +29,16 @@ class StepRecord:
     rows_in_use: int
     num_waiting: int = 0
     num_parked: int = 0
+    num_running: int = 0
+    parked: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+    @property
+    def padding_rows(self) -> int:
+        return self.variant.rows - self.prefill_rows - len(self.decode)
 
     @property
     def prefill_rows(self) -> int:
@@ -42,6 +56,16 @@ class RequestRecord:
     num_prompt: int
     num_cached: int
     reason: FinishReason
+    ended: float | None = None
+
+
+Record: TypeAlias = StepRecord | RequestRecord
+
+
+class Recorder(Protocol):
+    """Takes records one by one, in the engine's thread: a list, or a ``Trace``."""
+
+    def append(self, record: Record, /) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -98,16 +122,17 @@ class Profiler:
     """Records of steps and requests, and their sums."""
 
     def __init__(self) -> None:
-        self._pending: deque[StepRecord | RequestRecord] = deque()
+        self._pending: deque[Record] = deque()
         self._totals = _Totals()
         self._lock = threading.Lock()
-        self.trace: list[StepRecord | RequestRecord] | None = None
+        self.trace: Recorder | None = None
 
-    def record(self, record: StepRecord | RequestRecord) -> None:
+    def record(self, record: Record) -> None:
         """From the device loop: remember, do not compute."""
         self._pending.append(record)
-        if self.trace is not None:
-            self.trace.append(record)
+        trace = self.trace  # another thread may end the recording between a question and an answer
+        if trace is not None:
+            trace.append(record)
         if len(self._pending) > PENDING_RECORDS:
             self._add_up()
 

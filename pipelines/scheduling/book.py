@@ -79,6 +79,9 @@ class Book:
     def count(self, state: State) -> int:
         return sum(entry.state == state for entry in self._entries.values())
 
+    def ids(self, state: State) -> tuple[int, ...]:
+        return tuple(entry.id for entry in self._entries.values() if entry.state == state)
+
     def view(self, now: float, free_rows: int, free_parked_rows: int, device: Device) -> View:
         """What a policy sees now."""
         groups: dict[State, list[RequestView]] = {"waiting": [], "prefilling": [], "running": [], "parked": []}
