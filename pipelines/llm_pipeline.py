@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -34,6 +34,7 @@ from staticllm.pipelines.saved_rows import load_rows, save_rows
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.scheduling.view import Policy
 from staticllm.pipelines.streamers import TokenSink, make_sink
+from staticllm.pipelines.trace import MAX_RECORDS, Trace, recording
 
 Streamer: TypeAlias = Callable[[str], Any] | genai.StreamerBase | None
 
@@ -216,6 +217,10 @@ class StaticLLMPipeline:
     def stats(self) -> Stats:
         """What the engine has done since it was loaded: latencies, shares of the device, padding, prefix hits, rows."""
         return self._engine.profiler.stats()
+
+    def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
+        """Record every step of a block: ``with pipe.record() as trace: …``, then ``trace.save("trace.json")``."""
+        return recording(self._engine.profiler, max_records)
 
     @property
     def engine(self) -> Engine:
