@@ -22,6 +22,7 @@ _COMMANDS = {
     "compile": "compile",
     "inspect": "inspect",
     "simulate": "simulate",
+    "trace": "trace",
 }  # name → module, imported when used
 
 

@@ -1,0 +1,118 @@
+"""``staticllm trace``: record every step of a load, and draw what was recorded."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+
+from staticllm.cli.options import layout_options, read_properties
+from staticllm.config import StaticLLMConfig
+from staticllm.errors import ConfigError
+from staticllm.model_dir import demo_model_path
+
+if TYPE_CHECKING:
+    from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+    from staticllm.pipelines.profiler import Stats
+
+TOKEN_IDS = (8, 1000)  # ordinary tokens of every vocabulary that is not a toy
+
+
+@click.group("trace")
+def command() -> None:
+    """Who ran in which rows, step by step: record a load, draw it."""
+
+
+@command.command("record")
+@click.option("-o", "--output", type=click.Path(), required=True, help="File to write, Chrome trace JSON.")
+@click.option("-m", "--model", type=click.Path(), help="Model directory.  [the embedded demo model]")
+@click.option("--requests", type=click.IntRange(1), default=16, show_default=True, help="How many.")
+@click.option("--prompt-len", type=click.IntRange(1), default=128, show_default=True, help="Random tokens in a prompt.")
+@click.option("--new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Tokens in an answer.")
+@click.option("--rate", type=float, help="Requests a second, Poisson.  [all at once]")
+@click.option("--scheduler", help="Policy: dynamic, fcfs, prefill_first …  [dynamic]")
+@layout_options
+def record(output: str, model: str | None, **options: Any) -> None:
+    """Serve random prompts and write a Chrome trace.
+
+    Perfetto (ui.perfetto.dev) and chrome://tracing show it, `staticllm trace draw` draws it.
+    """
+    from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+
+    rate = options["rate"]
+    if rate is not None and not 0 < rate < float("inf"):
+        raise click.BadParameter(f"{rate:g}: must be requests a second, more than 0", param_hint="'--rate'")
+    _check_output(output)
+    properties = _properties(options)
+    with StaticLLMPipeline(model or demo_model_path(), options["device"], config=properties) as pipe:
+        with pipe.record() as trace:
+            _serve(pipe, options["requests"], options["prompt_len"], options["new_tokens"], rate)
+        trace.save(output)
+        click.echo(_summary(pipe.stats()))
+    click.echo(f"{len(trace.steps)} device calls, {len(trace.requests)} requests in {output}")
+
+
+@command.command("draw")
+@click.argument("trace", type=click.Path())
+@click.option("-o", "--output", type=click.Path(), required=True, help="Picture to write: PNG, SVG, PDF.")
+def draw(trace: str, output: str) -> None:
+    """Draw the timeline of TRACE.
+
+    Device calls with their prefill, decode and padding rows, a lane for each request, rows in use and queues.
+    """
+    from staticllm.pipelines.timeline import draw as draw_timeline
+    from staticllm.pipelines.trace import Trace
+
+    _check_output(output)
+    draw_timeline(Trace.load(trace), output)
+    click.echo(f"timeline in {output}")
+
+
+def _check_output(output: str) -> None:
+    """Before the model is loaded: a load may take minutes."""
+    path = Path(output)
+    if path.is_dir():
+        raise ConfigError(f"{output!r} is a folder: choose the path of a file")
+    if not path.resolve().parent.is_dir():
+        raise ConfigError(f"the folder {str(path.resolve().parent)!r} does not exist: make it first")
+
+
+def _properties(options: dict[str, Any]) -> dict[str, Any]:
+    """The user's properties; where they leave it open, lengths and queue are made long enough for the load."""
+    default = StaticLLMConfig()
+    properties = {
+        "MAX_PROMPT_LEN": max(default.max_prompt_len, options["prompt_len"]),
+        "MIN_RESPONSE_LEN": max(default.min_response_len, options["new_tokens"]),
+        "MAX_WAITING": max(default.max_waiting, options["requests"]),
+        **read_properties(options),
+    }
+    if options["scheduler"] is not None:
+        properties["SCHEDULER"] = options["scheduler"]
+    return properties
+
+
+def _serve(pipe: StaticLLMPipeline, count: int, num_prompt: int, num_new: int, rate: float | None) -> None:
+    rng = np.random.default_rng([num_prompt, num_new])
+    due = np.cumsum(rng.exponential(1 / rate, count)) if rate else np.zeros(count)
+    start, handles = time.perf_counter(), []
+    for moment in due:
+        time.sleep(max(0.0, start + moment - time.perf_counter()))
+        prompt = rng.integers(*TOKEN_IDS, num_prompt)
+        handles.append(pipe.submit(prompt, max_new_tokens=num_new, ignore_eos=True))
+    for handle in handles:
+        handle.outcome()
+
+
+def _summary(stats: Stats) -> str:
+    return "\n".join(
+        [
+            f"requests  {stats.num_requests}, {stats.num_tokens} tokens in {stats.num_steps} steps",
+            f"TTFT      {stats.ttft_ms:.1f} ms, p95 {stats.ttft_p95_ms:.1f} ms, of it {stats.queueing_ms:.1f} ms queued",
+            f"TPOT      {stats.tpot_ms:.2f} ms, longest gap {stats.longest_gap_ms:.1f} ms",
+            f"device    {stats.device_seconds:.2f} s: prefill {stats.prefill_share:.0%}, decode {stats.decode_share:.0%}",
+            f"rows      {stats.padding:.0%} of those computed are padding; at most {stats.peak_rows_in_use} in use",
+        ]
+    )
