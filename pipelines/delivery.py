@@ -39,14 +39,21 @@ class Piece:
 
 
 class Delivery:
-    """Takes the tokens of one answer. Runs in the reader's thread, so that text costs the device nothing."""
+    """Takes the tokens of one answer. Runs in the reader's thread, so that text costs the device nothing.
 
-    def __init__(self, decode: Callable[[list[int]], str], options: GenerationOptions, prompt: list[int]) -> None:
+    ``wants_text`` may be set at any time; without it, and without stop strings, tokens pass through and nothing is decoded.
+    """
+
+    def __init__(
+        self, decode: Callable[[list[int]], str], options: GenerationOptions, prompt: list[int], wants_text: bool = True
+    ) -> None:
         self._decode = decode
+        self.wants_text = wants_text or bool(options.stop_strings)
         self.echo = Piece(prompt, decode(prompt)) if options.echo else None
         self._stream = TextStream(decode, options.stop_strings, options.include_stop_str_in_output)
         self._stop_token_ids = options.stop_token_ids
         self._unsent: list[int] = []
+        self._undecoded: list[int] = []
         self.answer = Answer()
 
     @property
@@ -66,8 +73,9 @@ class Delivery:
         answer.token_times.append(token.time)
         answer.sampling_seconds.append(token.sampling_seconds)
         answer.score += token.logprob
-        text = self._stream.push(token.id)
         self._unsent.append(token.id)
+        self._undecoded.append(token.id)
+        text = self._text() if self.wants_text else ""
         if self._stream.is_stopped:
             self._keep_tokens_of(self._stream.text)
         if self._stream.is_holding:
@@ -77,13 +85,18 @@ class Delivery:
 
     def finish(self, reason: FinishReason) -> Piece | None:
         """No more tokens come; what is still to be shown."""
-        rest = self._stream.finish()
+        rest = self._text() + self._stream.finish() if self.wants_text else ""
         self.answer.finish_reason = reason
         self.answer.text = self._stream.text
         if reason == FinishReason.CANCELLED or not (rest or self._unsent):
             return None
         tokens, self._unsent = self._unsent, []
         return Piece(tokens, rest)
+
+    def _text(self) -> str:
+        """The text that the tokens not decoded yet add."""
+        tokens, self._undecoded = self._undecoded, []
+        return "".join([self._stream.push(token) for token in tokens])
 
     def _keep_tokens_of(self, text: str) -> None:
         """After a stop string: drop the tokens at the end that add nothing to the text that is kept."""

@@ -43,18 +43,20 @@ class GenerationHandle:
 
     def __iter__(self) -> Iterator[str]:
         """Text as it comes."""
+        self._delivery.wants_text = True
         for piece in self.pieces():
             if piece.text:
                 yield piece.text
 
     def tokens(self) -> Iterator[int]:
         """Token ids as they come."""
-        for piece in self.pieces():
+        for piece in self.pieces(wants_text=False):
             yield from piece.tokens
 
     async def __aiter__(self) -> AsyncIterator[str]:
         """Text as it comes, without holding up the event loop. Leaving the loop early cancels."""
         letters, loop = asyncio.Event(), asyncio.get_running_loop()
+        self._delivery.wants_text = True
 
         def wake() -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
@@ -134,8 +136,9 @@ class GenerationHandle:
         self._delivery.answer.is_dropped = is_dropped
         self._close(End(FinishReason.CANCELLED))
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self, wants_text: bool = True) -> Iterator[Piece]:
         """Tokens together with the text that they add, as they come."""
+        self._delivery.wants_text |= wants_text
         with self._reading:
             if self._first is not None:
                 first, self._first = self._first, None

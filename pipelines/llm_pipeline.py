@@ -320,7 +320,9 @@ class StaticLLMPipeline:
             return results_of(call.form, [outcome], self._intake.decode)
 
         is_done = request.limit == 0
-        handle = GenerationHandle(request, Delivery(self._intake.decode, options, ids), finish, result, is_done)
+        handle = GenerationHandle(
+            request, Delivery(self._intake.decode, options, ids, call.form != "tokens"), finish, result, is_done
+        )
         if not is_done:
             self._engine.submit(request)
         return handle
@@ -328,7 +330,7 @@ class StaticLLMPipeline:
     def _stream(self, handle: GenerationHandle, sink: TokenSink) -> Outcome:
         """Read one answer in this thread. Whatever interrupts the reading ends the request."""
         try:
-            for piece in handle.pieces():
+            for piece in handle.pieces(sink.takes_text):
                 status = sink.write(piece.tokens, piece.text)
                 if status != Status.RUNNING:
                     handle.stop(is_dropped=status == Status.CANCEL)

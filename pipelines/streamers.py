@@ -12,7 +12,9 @@ from staticllm.errors import GenerationConfigError
 
 
 class TokenSink(Protocol):
-    """Takes confirmed tokens and the text that they add; tells whether to go on."""
+    """Takes confirmed tokens and the text that they add; tells whether to go on. ``takes_text``: whether it uses the text."""
+
+    takes_text: bool
 
     def write(self, tokens: list[int], piece: str) -> Status: ...
 
@@ -21,6 +23,8 @@ class TokenSink(Protocol):
 
 class Silent:
     """No streamer."""
+
+    takes_text = False
 
     def write(self, tokens: list[int], piece: str) -> Status:
         return Status.RUNNING
@@ -31,6 +35,8 @@ class Silent:
 
 class TextSink:
     """A callable that takes text and returns None, a bool (True stops) or a ``StreamingStatus``."""
+
+    takes_text = True
 
     def __init__(self, callback: Callable[[str], Any]) -> None:
         self._callback = callback
@@ -44,6 +50,8 @@ class TextSink:
 
 class StreamerSink:
     """An ``openvino_genai.StreamerBase``: takes tokens, one at a time."""
+
+    takes_text = False
 
     def __init__(self, streamer: Any) -> None:
         self._streamer = streamer

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
 
 from bench_serving import Served, check_solo, saturated_rate, serve, summary
-from bench_workers import interleaved
+from bench_workers import Worker
 from make_bench_model import make
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,7 +75,7 @@ def table4_row(precision: str, num_prompt: int, num_new: int, count: int) -> dic
     return {
         "precision": precision, "num_prompt": num_prompt, "num_new": num_new, "rate": rate, "prefill_share": shares,
         "ratio": {key: measured["dynamic"][key] / measured["fcfs"][key] for key in measured["fcfs"]},
-        "forks": {name: check_solo(load, run) for name, run in runs.items()},
+        "forks": check_solo(load, runs),
         **measured,
     }  # fmt: skip
 
@@ -94,36 +95,51 @@ def print_row(row: dict[str, object]) -> None:
 def freeze(options: argparse.Namespace) -> dict[str, object]:
     """One chat decodes, a prompt of 1000 tokens arrives: the chat's longest gap, as a share of its target."""
     path, rows = str(make("qwen2-0.5b")), []
-    for _ in range(options.rounds):
-        (solo,) = interleaved([{"kind": "ours", "path": path, "job": "solo"}])
-        target = 3 * solo["tpot_ms"]
-        jobs = [
-            {"kind": "ours", "path": path, "job": "freeze", "scheduler": name, "tpot_ms": target}
-            for name in ("dynamic", "fcfs")
-        ]
-        dynamic, fcfs = interleaved(jobs)
-        rows.append({"solo_tpot_ms": solo["tpot_ms"], "target_ms": target, "dynamic": dynamic, "fcfs": fcfs})
-        print(
-            f"solo TPOT {solo['tpot_ms']:.1f} ms, target {target:.1f}; longest gap dynamic "
-            f"{dynamic['longest_gap_ms']:.1f} ({dynamic['longest_gap_ms'] / target:.2f} of the target), "
-            f"fcfs {fcfs['longest_gap_ms']:.1f}; TTFT of the prompt {dynamic['ttft_ms']:.0f} against {fcfs['ttft_ms']:.0f}"
-        )
-    return {"rounds": rows}
+    with Worker("ours", path) as worker:
+        worker.do("solo", seed=1)
+        solo = statistics.median(worker.do("solo", seed=2 + i)["tpot_ms"] for i in range(3))
+    target = 3 * solo
+    print(f"solo TPOT {solo:.1f} ms, target {target:.1f}")
+    with (
+        Worker("ours", path, SCHEDULER="dynamic", TPOT_MS=target) as dynamic,
+        Worker("ours", path, SCHEDULER="fcfs") as fcfs,
+    ):
+        for worker in (dynamic, fcfs):
+            worker.do("freeze", seed=0)
+        for seed in range(1, options.rounds + 1):
+            row = {
+                "target_ms": target,
+                "dynamic": dynamic.do("freeze", seed=seed),
+                "fcfs": fcfs.do("freeze", seed=seed),
+            }
+            rows.append(row)
+            gap, other = row["dynamic"], row["fcfs"]
+            print(
+                f"longest gap: dynamic {gap['longest_gap_ms']:.1f} ms ({gap['longest_gap_ms'] / target:.2f} of the target), "
+                f"fcfs {other['longest_gap_ms']:.1f}; TTFT of the prompt {gap['ttft_ms']:.0f} against {other['ttft_ms']:.0f}"
+            )
+    return {"solo_tpot_ms": solo, "rounds": rows}
 
 
 def throughput(options: argparse.Namespace) -> dict[str, object]:
-    """Output tokens a second of so many clients at once; and of one, against the same engine without any company."""
+    """Output tokens a second of so many clients at once, all three in turn; medians of the ratios."""
     path, rows = str(make("qwen2-0.5b")), []
-    for _ in range(options.rounds):
+    with Worker("ours", path) as ours, Worker("batching", path) as batching, Worker("npuw", path) as npuw:
+        peers = {"ours": ours, "batching": batching, "npuw": npuw}
         for count in options.clients:
-            jobs = [
-                {"kind": kind, "path": path, "job": "clients", "count": count} for kind in ("ours", "batching", "npuw")
-            ]
-            ours, batching, npuw = (result["tokens_per_second"] for result in interleaved(jobs))
-            rows.append({"clients": count, "ours": ours, "continuous_batching": batching, "npuw": npuw})
+            for seed in range(options.rounds + 1):
+                rates = {
+                    name: peer.do("clients", count=count, seed=seed)["tokens_per_second"]
+                    for name, peer in peers.items()
+                }
+                if seed:  # the first round warms up
+                    rows.append({"clients": count, **rates})
+            mine = [row for row in rows if row["clients"] == count]
+            medians = {name: statistics.median(row[name] for row in mine) for name in peers}
+            ratios = [statistics.median(row["ours"] / row[peer] for row in mine) for peer in ("batching", "npuw")]
             print(
-                f"{count:>2} clients: ours {ours:.1f} tokens/s, ContinuousBatchingPipeline {batching:.1f} "
-                f"({ours / batching:.2f} x), NPU pipeline {npuw:.1f} ({ours / npuw:.1f} x)"
+                f"{count:>2} clients, tokens/s: ours {medians['ours']:.1f}, ContinuousBatchingPipeline "
+                f"{medians['batching']:.1f} ({ratios[0]:.2f} x), NPU pipeline {medians['npuw']:.1f} ({ratios[1]:.1f} x)"
             )
     return {"rounds": rows}
 

@@ -86,15 +86,18 @@ def summary(runs: list[Run]) -> dict[str, float]:
     }
 
 
-def check_solo(load: Served, runs: list[Run]) -> list[dict[str, float]]:
-    """Where the tokens differ from a run alone, with the margin between the two best logits there, in logits."""
-    forks = []
+def check_solo(load: Served, runs: dict[str, list[Run]]) -> dict[str, list[dict[str, float]]]:
+    """Where the tokens of each run differ from those alone, with the margin between the two best logits there, in logits."""
+    forks: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     with load.pipeline("fcfs") as pipe:
-        for index, (prompt, run) in enumerate(zip(load.prompts, runs, strict=True)):
+        for index, prompt in enumerate(load.prompts):
             alone = pipe.generate(prompt, max_new_tokens=load.num_new, ignore_eos=True).tokens[0]
-            if alone != run.tokens:
-                place = next(i for i, pair in enumerate(zip(alone, run.tokens, strict=True)) if pair[0] != pair[1])
-                forks.append({"request": index, "token": place, "margin": _margin(pipe, prompt, alone[:place])})
+            for name, served in runs.items():
+                pairs = enumerate(zip(alone, served[index].tokens, strict=True))
+                place = next((i for i, (mine, other) in pairs if mine != other), None)
+                if place is not None:
+                    margin = _margin(pipe, prompt, alone[:place])
+                    forks[name].append({"request": index, "token": place, "margin": margin})
     return forks
 
 

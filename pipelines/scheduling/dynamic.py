@@ -17,6 +17,8 @@ from staticllm.pipelines.scheduling.view import Device, Plan, RequestView, View
 
 GAP_STEPS = 8
 """Without a target for TPOT nobody waits longer for a token than this many decode steps."""
+CROWDED_GAP = 2
+"""That bound is so much longer while as many wait for their first token as get tokens."""
 URGENT_GAP = 4
 """Without a target for TPOT, a prompt that would miss its target for TTFT may stretch that bound so far."""
 FULL_ENOUGH = 0.8
@@ -79,7 +81,7 @@ class Dynamic:
             return self._alone(view, backlog)
         if not backlog or decode.park or decode.evict:
             return decode
-        slack = self._slack(view, decode, backlog[0])
+        slack = self._slack(view, decode, backlog)
         step = _seconds(view, decode)
         options = _options(view, backlog, decode, step)
         if not options:
@@ -102,14 +104,16 @@ class Dynamic:
             return prefill_by_force(view, backlog[0])
         return self._begin(view, max(options, key=lambda option: option.rate))
 
-    def _slack(self, view: View, decode: Plan, head: RequestView) -> float:
+    def _slack(self, view: View, decode: Plan, backlog: list[RequestView]) -> float:
         """Seconds until somebody who decodes has waited as long for a token as may be."""
         times = [r.last_token_time for r in view.running if r.last_token_time is not None]
         waited = view.now - min(times) if times else 0.0
         if view.tpot_ms is not None:
             return view.tpot_ms / 1e3 - waited
         gap = GAP_STEPS * _seconds(view, decode)
-        if view.ttft_ms is not None and view.now - head.arrival > view.ttft_ms / 2e3:
+        if len(backlog) >= decode.num_rows:
+            gap *= CROWDED_GAP
+        if view.ttft_ms is not None and view.now - backlog[0].arrival > view.ttft_ms / 2e3:
             gap *= URGENT_GAP
         return gap - waited
 
