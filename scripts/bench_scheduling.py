@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench_serving import Served, check_solo, saturated_rate, serve, summary
+from bench_serving import Served, check_solo, decode_call_ms, saturated_rate, serve, summary
 from bench_workers import Worker
 from make_bench_model import make
 
@@ -65,13 +65,12 @@ def table4_row(precision: str, num_prompt: int, num_new: int, count: int) -> dic
     with load.pipeline("fcfs") as fcfs, load.pipeline("dynamic") as dynamic:
         for pipe in (fcfs, dynamic):
             serve(pipe, load.prompts[:12], num_new)
-        rate = 2 * saturated_rate(fcfs, load)
-        runs = {
-            "fcfs": serve(fcfs, load.prompts, num_new, rate),
-            "dynamic": serve(dynamic, load.prompts, num_new, rate),
-        }
-        shares = {name: pipe.stats().prefill_share for name, pipe in (("fcfs", fcfs), ("dynamic", dynamic))}
-    measured = {name: summary(run) for name, run in runs.items()}
+        rate, pipes, runs, measured = 2 * saturated_rate(fcfs, load), {"fcfs": fcfs, "dynamic": dynamic}, {}, {}
+        for name, pipe in pipes.items():
+            pipe.engine.profiler.trace = []
+            runs[name] = serve(pipe, load.prompts, num_new, rate)
+            measured[name] = {**summary(runs[name]), "decode_call_ms": decode_call_ms(pipe)}
+        shares = {name: pipe.stats().prefill_share for name, pipe in pipes.items()}
     return {
         "precision": precision, "num_prompt": num_prompt, "num_new": num_new, "rate": rate, "prefill_share": shares,
         "ratio": {key: measured["dynamic"][key] / measured["fcfs"][key] for key in measured["fcfs"]},

@@ -62,6 +62,14 @@ def serve(pipe: StaticLLMPipeline, prompts: list[np.ndarray], num_new: int, rate
     return [Run(arrival, answer.token_times, answer.tokens) for arrival, answer in zip(arrivals, answers, strict=True)]
 
 
+def decode_call_ms(pipe: StaticLLMPipeline) -> float:
+    """Median of the calls in which every slot decodes and nothing else runs. That they differ between two runs of one row
+    tells how much the machine itself has changed its speed."""
+    steps = [record for record in pipe.engine.profiler.trace or () if hasattr(record, "variant")]
+    slots = max((len(step.decode) for step in steps), default=0)
+    return 1e3 * statistics.median(s.seconds for s in steps if len(s.decode) == slots and not s.prefill)
+
+
 def saturated_rate(pipe: StaticLLMPipeline, load: Served) -> float:
     """Requests a second that the pipeline serves when they never run out; the median of three runs."""
     rates = []

@@ -15,8 +15,8 @@ from staticllm.pipelines.scheduling.moves import (
 from staticllm.pipelines.scheduling.packing import pack
 from staticllm.pipelines.scheduling.view import Device, Plan, RequestView, View
 
-GAP_STEPS = 8
-"""Without a target for TPOT nobody waits longer for a token than this many decode steps."""
+GAP_STEPS, GAP_SECONDS = 8, 0.1
+"""Without a target for TPOT nobody waits longer for a token than so many decode steps, or than a reader notices."""
 CROWDED_GAP = 2
 """That bound is so much longer while as many wait for their first token as get tokens."""
 URGENT_GAP = 4
@@ -110,7 +110,7 @@ class Dynamic:
         waited = view.now - min(times) if times else 0.0
         if view.tpot_ms is not None:
             return view.tpot_ms / 1e3 - waited
-        gap = GAP_STEPS * _seconds(view, decode)
+        gap = max(GAP_STEPS * _seconds(view, decode), GAP_SECONDS)
         if len(backlog) >= decode.num_rows:
             gap *= CROWDED_GAP
         if view.ttft_ms is not None and view.now - backlog[0].arrival > view.ttft_ms / 2e3:
