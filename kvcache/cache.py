@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
+from collections.abc import Collection
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from functools import cached_property
@@ -122,17 +123,32 @@ class KVCache:
         buffers.logit_rows[: len(last_rows)] = last_rows
         self._masks.paint(step, buffers)
 
-    def commit(self, step: Step, buffers: StepBuffers, keep: List[bool] | None = None) -> None:
-        """Keep what a step computed: rows, tokens and positions, together. ``keep`` leaves out segments that failed."""
-        self.is_settled = False
-        for (start, segment), is_kept in zip(step.placed(), keep or [True] * len(step.segments), strict=True):
-            if not is_kept:
+    def commit(
+        self,
+        step: Step,
+        buffers: StepBuffers,
+        keep: List[bool] | None = None,
+        aside: Collection[int] = (),
+    ) -> dict[int, StoredRows]:
+        """Keep what a step computed: rows, tokens and positions, together. ``keep`` leaves out segments that failed.
+
+        The rows of segments in ``aside``, fresh ones, are returned and never enter the arena.
+        """
+        self.is_settled, stored = False, {}
+        for index, (start, segment) in enumerate(step.placed()):
+            if keep and not keep[index]:
                 continue
             count = len(segment.tokens)
+            if index in aside:
+                assert not len(segment.sequence), "only a fresh sequence can be set aside"
+                taken = tuple(present[:, :, start : start + count].copy() for present in buffers.presents)
+                stored[index] = StoredRows(tuple(segment.tokens.tolist()), taken)
+                continue
             rows = self._allocate(count)
             self.arena.write(_as_index(rows), buffers.presents, slice(start, start + count))
             segment.sequence.append(segment.tokens.tolist(), rows)
         self.is_settled = True
+        return stored
 
     def _allocate(self, count: int) -> NDArray[np.intp]:
         """Rows for ``count`` tokens. Grows the arena where they need it."""

@@ -59,9 +59,10 @@ class Shelf:
         return best, length
 
     def clear(self) -> None:
-        """Forget the kept conversations."""
+        """Forget everything."""
         self._kept.clear()
-        self.num_kept_rows = 0
+        self._parked.clear()
+        self.num_kept_rows = self.num_parked_rows = 0
 
     def _shrink(self) -> None:
         while self._kept and self.num_parked_rows + self.num_kept_rows > self.max_rows:

@@ -148,26 +148,22 @@ class Engine:
                     break
             self.step()
         self._admit()
-        for request in list(self._tenancy.requests.values()):
-            self._end(request, FinishReason.CANCELLED)
+        for request in self._tenancy.abandon():
+            self._report(request, FinishReason.CANCELLED)
         self._run_errands()
 
     def step(self) -> None:
         """One device call, and what goes before and after it."""
-        self._admit()
-        self._sweep()
-        self._run_errands()
-        if not len(self._book):
-            return
         try:
-            plan = self._plan()
-            parts = self._prepare(plan)
-            outputs = self._run(parts)
-            self._deliver(parts, outputs)
+            self._admit()
+            self._sweep()
+            self._run_errands()
+            if len(self._book):
+                parts = self._prepare(self._plan())
+                self._deliver(parts, self._run(parts))
         except Exception as error:  # ours: nobody must wait for ever for an engine that has stopped
-            self._tenancy.reset()
-            for request in list(self._tenancy.requests.values()):
-                self._end(request, FinishReason.ERROR, _as_ours(error), is_kept=False)
+            for request in self._tenancy.abandon():
+                self._report(request, FinishReason.ERROR, _as_ours(error))
 
     def _admit(self) -> None:
         with self._wake:
@@ -230,12 +226,20 @@ class Engine:
             if len(parts) == 1:
                 break
             parts.pop()
+        if parts and (shorter := self._shortened(parts[0])) is not None:
+            return self._fitting([shorter])
         victims = [
             r for r in self._tenancy.requests.values() if r.sequence is not None and r not in [p.request for p in parts]
         ]
         assert victims, "a plan without rows, and nobody to take them from"
         self._tenancy.evict(victims[-1])
         return self._fitting(parts)
+
+    def _shortened(self, part: Part) -> Part | None:
+        """A prompt whose prefix was found needs programs with a past, and there may be only small ones."""
+        index, high_row = self._runner.index, self._runner.cache.rows.high_row
+        sizes = [rows for rows in index.widest if rows < len(part.segment.tokens) and index.smallest(rows, 1, high_row)]
+        return self._part(part.request, max(sizes), part.is_prefill) if sizes else None
 
     def _run(self, parts: list[Part]) -> list[Logits]:
         """The call. A device that fails takes the requests of this call with it, and nobody else."""
@@ -249,15 +253,30 @@ class Engine:
         for part in parts:
             part.request.started = part.request.started or start
         try:
-            outputs = runner.run(variant, segments)
+            outputs = runner.run(variant, segments, self._aside(parts))
         except Exception as error:
             if not runner.cache.is_settled:
                 self._tenancy.reset()
             for part in parts:
                 self._end(part.request, FinishReason.ERROR, _as_ours(error), is_kept=False)
             return []
+        for index, stored in runner.set_aside.items():
+            self._tenancy.set_aside(parts[index].request, stored)
         self._record(start, variant, parts)
         return outputs
+
+    def _aside(self, parts: list[Part]) -> set[int]:
+        """Whole prompts that find no slot: their rows go from the call to the shelf, past the arena."""
+        if self._book.has_free_slot:
+            return set()
+        chosen, room = set(), self._tenancy.shelf.free_rows
+        for index, part in enumerate(parts):
+            count = len(part.segment.tokens)
+            is_whole = part.is_prefill and count == len(part.request.tokens)
+            if is_whole and not len(part.segment.sequence) and count <= room:
+                chosen.add(index)
+                room -= count
+        return chosen
 
     def _deliver(self, parts: list[Part], outputs: list[Logits]) -> None:
         for part, logits, best in zip(parts, outputs, self._runner.best, strict=False):
@@ -288,6 +307,9 @@ class Engine:
         self, request: Request, reason: FinishReason, error: Exception | None = None, is_kept: bool = True
     ) -> None:
         self._tenancy.end(request, is_kept)
+        self._report(request, reason, error)
+
+    def _report(self, request: Request, reason: FinishReason, error: Exception | None = None) -> None:
         self.profiler.record(
             RequestRecord(
                 request.id, request.arrival, request.started, tuple(request.token_times),

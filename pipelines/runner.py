@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as List
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from staticllm.core import Variant
 from staticllm.errors import NumericalError
-from staticllm.kvcache.cache import KVCache
+from staticllm.kvcache.cache import KVCache, StoredRows
 from staticllm.kvcache.sequence import Sequence
 from staticllm.kvcache.step import Segment, Step, StepBuffers
 from staticllm.pipelines.costs import CostTable
@@ -43,6 +43,7 @@ class ModelRunner:
         self.index = VariantIndex(programs)
         self.seconds = 0.0
         self.best: list[int | None] = []
+        self.set_aside: dict[int, StoredRows] = {}
 
     def prefill(self, sequence: Sequence, tokens: List[int]) -> Logits:
         """Run a prompt in the cheapest chunks. Returns the logits after its last token, ``[vocab]``."""
@@ -74,14 +75,18 @@ class ModelRunner:
         is_fresh = not any(len(segment.sequence) for segment in segments)
         return self.index.smallest(num_rows, len(segments), self.cache.rows.high_row, is_fresh)
 
-    def run(self, variant: Variant, segments: List[Segment]) -> list[Logits]:
-        """Run one variant and keep the rows of every segment whose logits are finite; ``best`` tells of the others."""
+    def run(self, variant: Variant, segments: List[Segment], aside: Collection[int] = ()) -> list[Logits]:
+        """Run one variant and keep the rows of every segment whose logits are finite; ``best`` tells of the others.
+
+        The rows of segments in ``aside``, fresh ones, go to ``set_aside`` instead of the arena.
+        """
         program, step = self.programs[variant], Step(variant, tuple(segments))
         self.cache.fill(step, program.buffers)
         self.seconds = program.run()
         logits: Logits = program.buffers.logits[0, : len(segments)]
         self.best = [_most_likely(line) for line in logits]
-        self.cache.commit(step, program.buffers, [best is not None for best in self.best])
+        is_finite = [best is not None for best in self.best]
+        self.set_aside = self.cache.commit(step, program.buffers, is_finite, aside)
         self.costs.update(variant, self.seconds)
         return list(logits)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from staticllm.kvcache.cache import KVCache
+from staticllm.kvcache.cache import KVCache, StoredRows
 from staticllm.kvcache.prefix import PrefixCache
 from staticllm.kvcache.sequence import Sequence
 from staticllm.kvcache.shelf import Shelf
@@ -45,6 +45,12 @@ class Tenancy:
         if request.sequence is None or len(request.sequence) > self.shelf.free_rows:
             return
         self.shelf.park(request.id, self.cache.copy_out(request.sequence))
+        self._leave(request)
+        self.book[request.id].change(in_arena=False, own_rows=0)
+
+    def set_aside(self, request: Request, stored: StoredRows) -> None:
+        """Shelve the rows of a prompt that has just run and never lay in the arena."""
+        self.shelf.park(request.id, stored)
         self._leave(request)
         self.book[request.id].change(in_arena=False, own_rows=0)
 
@@ -101,6 +107,16 @@ class Tenancy:
             if request.sequence is not None:
                 request.sequence = None
                 self.book.evict(request.id)
+
+    def abandon(self) -> list[Request]:
+        """Forget every request and every row, whatever state they are in; who they were."""
+        requests = list(self.requests.values())
+        self.requests.clear()
+        self.book.clear()
+        self.cache.reset()
+        self.prefix.forget()
+        self.shelf.clear()
+        return requests
 
     def count_own_rows(self) -> None:
         """Say in the book how many rows each would free. Without shared rows the book knows by itself."""

@@ -54,28 +54,34 @@ def table4(options: argparse.Namespace) -> dict[str, object]:
     rows = []
     for precision in options.precisions:
         for num_prompt, num_new in LENGTHS:
-            row = table4_row(precision, num_prompt, num_new, options.requests)
+            row = table4_row(precision, num_prompt, num_new, options)
             rows.append(row)
             print_row(row)
     return {"slots": SLOTS, "requests": options.requests, "rows": rows}
 
 
-def table4_row(precision: str, num_prompt: int, num_new: int, count: int) -> dict[str, object]:
-    load = Served(num_prompt, num_new, count, SLOTS, PRECISIONS[precision])
+def table4_row(precision: str, num_prompt: int, num_new: int, options: argparse.Namespace) -> dict[str, object]:
+    load = Served(num_prompt, num_new, options.requests, SLOTS, PRECISIONS[precision])
+    measured: dict[str, list[dict[str, float]]] = {"fcfs": [], "dynamic": []}
+    rates, runs = [], {}
     with load.pipeline("fcfs") as fcfs, load.pipeline("dynamic") as dynamic:
         for pipe in (fcfs, dynamic):
             serve(pipe, load.prompts[:12], num_new)
-        rate, pipes, runs, measured = 2 * saturated_rate(fcfs, load), {"fcfs": fcfs, "dynamic": dynamic}, {}, {}
-        for name, pipe in pipes.items():
-            pipe.engine.profiler.trace = []
-            runs[name] = serve(pipe, load.prompts, num_new, rate)
-            measured[name] = {**summary(runs[name]), "decode_call_ms": decode_call_ms(pipe)}
-        shares = {name: pipe.stats().prefill_share for name, pipe in pipes.items()}
+        for _ in range(options.rounds):
+            rates.append(2 * saturated_rate(fcfs, load))
+            for name, pipe in (("fcfs", fcfs), ("dynamic", dynamic)):
+                pipe.engine.profiler.trace = []
+                runs[name] = serve(pipe, load.prompts, num_new, rates[-1])
+                measured[name].append({**summary(runs[name]), "decode_call_ms": decode_call_ms(pipe)})
+    median = {
+        name: {key: statistics.median(run[key] for run in found) for key in found[0]}
+        for name, found in measured.items()
+    }
+    pairs = list(zip(measured["fcfs"], measured["dynamic"], strict=True))
     return {
-        "precision": precision, "num_prompt": num_prompt, "num_new": num_new, "rate": rate, "prefill_share": shares,
-        "ratio": {key: measured["dynamic"][key] / measured["fcfs"][key] for key in measured["fcfs"]},
-        "forks": check_solo(load, runs),
-        **measured,
+        "precision": precision, "num_prompt": num_prompt, "num_new": num_new, "rate": statistics.median(rates),
+        "ratio": {key: statistics.median(after[key] / before[key] for before, after in pairs) for key in pairs[0][0]},
+        "forks": check_solo(load, runs), **median, "rounds": measured,
     }  # fmt: skip
 
 

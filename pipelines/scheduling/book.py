@@ -76,6 +76,9 @@ class Book:
     def remove(self, request: int) -> None:
         del self._entries[request]
 
+    def clear(self) -> None:
+        self._entries.clear()
+
     def count(self, state: State) -> int:
         return sum(entry.state == state for entry in self._entries.values())
 
@@ -101,6 +104,11 @@ class Book:
             self.limits.tpot_ms,
         )
 
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether a prompt that ends now may decode: a slot is free, and nobody is parked who would come first."""
+        return self.count("running") < self.limits.max_num_seqs and not self.count("parked")
+
     def evict(self, request: int) -> None:
         """Its rows are gone; all its tokens run again."""
         self[request].change(state="waiting", num_rows=0, own_rows=0, in_arena=True)
@@ -115,7 +123,8 @@ class Book:
         """``count`` more tokens have rows. True if the next token can be chosen now."""
         entry = self[request]
         state: State = "prefilling" if entry.state == "waiting" else entry.state
-        entry.change(num_rows=entry.num_rows + count, own_rows=entry.own_rows + count, state=state)
+        own_rows = entry.own_rows + (count if entry.in_arena else 0)
+        entry.change(num_rows=entry.num_rows + count, own_rows=own_rows, state=state)
         return entry.num_rows == entry.num_tokens
 
     def chose(self, request: int, now: float) -> None:
@@ -123,8 +132,7 @@ class Book:
         entry = self[request]
         state = entry.state
         if state == "prefilling":
-            has_slot = self.count("running") < self.limits.max_num_seqs and not self.count("parked")
-            state = "running" if has_slot else "parked"
+            state = "running" if self.has_free_slot and entry.in_arena else "parked"
         entry.change(
             state=state, num_tokens=entry.num_tokens + 1, num_generated=entry.num_generated + 1, last_token_time=now
         )

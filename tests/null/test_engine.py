@@ -160,6 +160,26 @@ def test_a_conversation_is_found_again_after_others_came():
     assert again.num_cached == 29 and again.tokens == expected
 
 
+def test_a_prompt_without_a_slot_never_enters_the_arena(monkeypatch):
+    engine = fake_engine(make_policy("prefill_first"), max_num_seqs=1)
+    first = fake_request([1, 2, 3], 20)
+    engine.enqueue([first])
+    while not first.num_generated:
+        engine.step()
+    capacity, rows = engine.runner.cache.arena.capacity, engine.runner.cache.rows.num_used
+    waiting = [fake_request(range(20 * i, 20 * i + 14), 6) for i in range(3)]
+    expected = [fake_answer(request.tokens, 6) for request in waiting]
+    engine.enqueue(waiting)
+    while not all(request.num_generated for request in waiting):
+        engine.step()
+    cache = engine.runner.cache
+    assert cache.arena.capacity == capacity and cache.rows.num_used <= rows + first.num_generated
+    assert engine.tenancy.shelf.num_parked_rows == 3 * 14
+    run_to_end(engine, [])
+    assert [request.tokens for request in waiting] == expected
+    assert_empty(engine)
+
+
 def test_cancellation_between_the_chunks_of_a_prompt():
     engine = fake_engine(make_policy("fcfs"))
     request = fake_request(range(60), 5)
@@ -265,6 +285,37 @@ def test_a_failing_device_fails_only_who_was_in_the_call(monkeypatch):
     run_to_end(engine, [])
     assert str(letters_of(arriving)[-1].error) == "the device failed: device lost"
     assert running.tokens == fake_answer([1, 2, 3], 8)
+
+
+def test_a_failure_outside_the_call_ends_everybody_and_the_engine_goes_on(monkeypatch):
+    engine = fake_engine(make_policy("fcfs"))
+    first, second = fake_request([1, 2, 3], 30), fake_request([4, 5, 6], 30)
+    engine.enqueue([first, second])
+    while not second.num_generated:
+        engine.step()
+    first.is_cancelled = True
+
+    def fail(*_):
+        raise MemoryError("no memory for a copy")
+
+    monkeypatch.setattr(engine.tenancy.prefix, "keep", fail)
+    engine.step()
+    monkeypatch.undo()
+    assert {letters_of(request)[-1].reason for request in (first, second)} == {"error"}
+    third = fake_request([1, 2, 3], 5)
+    run_to_end(engine, [third])
+    assert third.tokens == fake_answer([1, 2, 3], 5)
+    assert_empty(engine)
+
+
+def test_a_found_prefix_runs_on_where_only_single_rows_see_a_past():
+    engine = fake_engine(make_policy("fcfs"), variants=[*(Variant(1, c) for c in (32, 64, 128)), Variant(16, 0)])
+    first = fake_request(range(16), 10)
+    run_to_end(engine, [first])
+    second = fake_request([*first.tokens, 7, 8, 9], 5)
+    expected = fake_answer(second.tokens, 5)
+    run_to_end(engine, [second])
+    assert second.tokens == expected and second.num_cached == 25
 
 
 def test_a_failing_stop_string_check_ends_one_request_only():
