@@ -72,6 +72,7 @@ class Dynamic:
     def __init__(self) -> None:
         self._prefill_end = float("-inf")
         self._prefill_seconds = 0.0
+        self._declined: tuple[int, ...] = ()  # prompts that were left to wait for company
 
     def plan(self, view: View) -> Plan:
         """The call with the best use for the device now."""
@@ -79,10 +80,10 @@ class Dynamic:
         decode = decode_plan(view)
         if decode is None:
             return self._alone(view, backlog)
-        if not backlog or decode.park or decode.evict:
+        step = _seconds(view, decode)
+        if not backlog or decode.park or decode.evict or self._is_still_waiting(view, backlog, step):
             return decode
         slack = self._slack(view, decode, backlog)
-        step = _seconds(view, decode)
         options = _options(view, backlog, decode, step)
         if not options:
             return decode
@@ -92,8 +93,15 @@ class Dynamic:
         soon = _soon_enough(view, backlog, fitting, step)
         best = max(soon, key=lambda option: option.rate)
         if not view.free_slots and not _is_worth_it(view, backlog, fitting, step):
+            self._declined = tuple(request.id for request in backlog)
             return decode
         return self._begin(view, best)
+
+    def _is_still_waiting(self, view: View, backlog: list[RequestView], step: float) -> bool:
+        """The same prompts as in the plan before, which left them to wait: nothing has to be weighed anew."""
+        if view.free_slots or tuple(request.id for request in backlog) != self._declined:
+            return False
+        return view.now - min(request.arrival for request in backlog) < _patience(view, step)
 
     def _alone(self, view: View, backlog: list[RequestView]) -> Plan:
         """Nobody decodes: the fastest way through the prompts."""

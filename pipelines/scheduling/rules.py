@@ -22,8 +22,9 @@ def check(plan: object, view: View) -> Plan:
     if not isinstance(plan, Plan):
         raise IllegalPlanError("is-a-plan", f"plan() returned a {type(plan).__name__}, not a Plan")
     try:
-        _check_requests(plan, view)
-        _check_resources(plan, view)
+        known = {request.id: request for request in view.requests}
+        _check_requests(plan, known)
+        _check_resources(plan, view, known)
     except (TypeError, ValueError) as error:
         raise IllegalPlanError(
             "is-a-plan", f"the plan holds something else than request ids and counts: {error}"
@@ -31,38 +32,44 @@ def check(plan: object, view: View) -> Plan:
     return plan
 
 
-def _check_requests(plan: Plan, view: View) -> None:
-    prefillable = _ids(view.waiting, view.prefilling)
-    running, parked = _ids(view.running), _ids(view.parked)
-    everybody = {**prefillable, **running, **parked}
+def _check_requests(plan: Plan, known: dict[int, RequestView]) -> None:
     moves = [("decode", plan.decode), ("resume", plan.resume), ("park", plan.park), ("evict", plan.evict)]
     for name, ids in (*moves, ("prefill", tuple(request for request, _ in plan.prefill))):
         for request in ids:
-            if request not in everybody:
+            if request not in known:
                 raise IllegalPlanError("known-requests", f"{name} names request {request!r}, which is not there")
         if len(set(ids)) != len(ids):
             raise IllegalPlanError("named-once", f"{name} names a request twice")
-    _each("resume-parked", plan.resume, set(parked), "is resumed but not parked")
-    _each("park-running", plan.park, set(running), "is parked but not running")
-    gone = {*plan.park, *plan.evict}
-    if set(plan.park) & set(plan.evict) or set(plan.resume) & set(plan.evict):
-        raise IllegalPlanError("one-fate", "a request is evicted and parked or resumed at once")
-    _each("decode-has-slot", plan.decode, ({*running, *plan.resume}) - gone, "decodes without a slot")
+    _check_moves(plan, known)
     for request, count in plan.prefill:
-        if request not in prefillable or request in gone:
+        if known[request].state not in ("waiting", "prefilling") or request in (*plan.park, *plan.evict):
             raise IllegalPlanError("prefill-unfinished", f"request {request} has no prompt left to run")
-        if not isinstance(count, int) or not 1 <= count <= prefillable[request].num_left:
-            left = prefillable[request].num_left
+        if not isinstance(count, int) or not 1 <= count <= known[request].num_left:
+            left = known[request].num_left
             raise IllegalPlanError("prefill-count", f"{count!r} tokens of request {request}, which has {left} left")
 
 
-def _check_resources(plan: Plan, view: View) -> None:
+def _check_moves(plan: Plan, known: dict[int, RequestView]) -> None:
+    for request in plan.resume:
+        if known[request].state != "parked":
+            raise IllegalPlanError("resume-parked", f"request {request} is resumed but not parked")
+    for request in plan.park:
+        if known[request].state != "running":
+            raise IllegalPlanError("park-running", f"request {request} is parked but not running")
+    gone = {*plan.park, *plan.evict}
+    if set(plan.park) & set(plan.evict) or set(plan.resume) & set(plan.evict):
+        raise IllegalPlanError("one-fate", "a request is evicted and parked or resumed at once")
+    for request in plan.decode:
+        if request in gone or (known[request].state != "running" and request not in plan.resume):
+            raise IllegalPlanError("decode-has-slot", f"request {request} decodes without a slot")
+
+
+def _check_resources(plan: Plan, view: View, known: dict[int, RequestView]) -> None:
     if not plan.num_rows:
         raise IllegalPlanError("runs-something", "the plan runs nothing while requests wait")
     slots = len({request.id for request in view.running} - {*plan.park, *plan.evict}) + len(plan.resume)
     if slots > view.max_num_seqs:
         raise IllegalPlanError("slots", f"{slots} requests decode, MAX_NUM_SEQS is {view.max_num_seqs}")
-    known = {request.id: request for request in view.requests}
     freed = sum(known[request].own_rows for request in (*plan.park, *plan.evict))
     brought = sum(known[request].num_rows for request in plan.resume if not known[request].in_arena)
     if plan.num_rows + brought > view.free_rows + freed:
@@ -78,13 +85,3 @@ def _check_resources(plan: Plan, view: View) -> None:
         raise IllegalPlanError(
             "holds", f"no program holds {plan.num_rows} rows of {plan.num_sequences} sequences in one call"
         )
-
-
-def _ids(*groups: tuple[RequestView, ...]) -> dict[int, RequestView]:
-    return {request.id: request for group in groups for request in group}
-
-
-def _each(rule: str, ids: tuple[int, ...], allowed: set[int], why: str) -> None:
-    for request in ids:
-        if request not in allowed:
-            raise IllegalPlanError(rule, f"request {request} {why}")
