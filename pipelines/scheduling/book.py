@@ -64,9 +64,6 @@ class Book:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
 
-    def __contains__(self, request: int) -> bool:
-        return request in self._entries
-
     def __getitem__(self, request: int) -> Entry:
         return self._entries[request]
 

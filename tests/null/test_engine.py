@@ -170,8 +170,10 @@ def test_a_prompt_without_a_slot_never_enters_the_arena(monkeypatch):
     waiting = [fake_request(range(20 * i, 20 * i + 14), 6) for i in range(3)]
     expected = [fake_answer(request.tokens, 6) for request in waiting]
     engine.enqueue(waiting)
+    monkeypatch.setattr(engine.runner.cache, "copy_out", lambda *_: pytest.fail("rows were copied out of the arena"))
     while not all(request.num_generated for request in waiting):
         engine.step()
+    monkeypatch.undo()
     cache = engine.runner.cache
     assert cache.arena.capacity == capacity and cache.rows.num_used <= rows + first.num_generated
     assert engine.tenancy.shelf.num_parked_rows == 3 * 14

@@ -1,6 +1,10 @@
+from types import SimpleNamespace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from staticllm.pipelines.delivery import Delivery
+from staticllm.pipelines.request import Token
 from staticllm.pipelines.text_stream import TextStream
 
 
@@ -73,3 +77,18 @@ def test_long_texts_are_decoded_in_a_window():
     reader = TextStream(counting)
     text = "".join(reader.push(token) for token in ("grüße " * 200).encode()) + reader.finish()
     assert text == "grüße " * 200 and longest < 50
+
+
+def test_tokens_that_nobody_reads_as_text_are_not_decoded():
+    def refuse(tokens):
+        raise AssertionError("decoded for nobody")
+
+    options = SimpleNamespace(
+        stop_strings=frozenset(), include_stop_str_in_output=False, stop_token_ids=frozenset(), echo=False
+    )
+    silent = Delivery(refuse, options, [1], wants_text=False)
+    assert [silent.push(Token(token, 0.0, 0.0, 0.0)).tokens for token in b"abc"] == [[97], [98], [99]]
+    late = Delivery(decode, options, [1], wants_text=False)
+    late.push(Token(97, 0.0, 0.0, 0.0))
+    late.wants_text = True
+    assert late.push(Token(98, 0.0, 0.0, 0.0)).text == "ab", "who asks later misses nothing"
