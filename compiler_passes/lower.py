@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import openvino as ov
 
+from staticllm.compiler_passes.decompose_attention import decompose_attention
 from staticllm.compiler_passes.expose_mask import expose_mask
 from staticllm.compiler_passes.fix_shapes import bound_shapes, fix_shapes
 from staticllm.compiler_passes.graph import StepGraph
@@ -42,6 +43,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("expose_mask", lambda graph, options: expose_mask(graph, options.capacity)),
     Pass("select_logits", lambda graph, options: select_logits(graph)),
     Pass("group_queries", lambda graph, options: group_queries(graph)),
+    Pass("decompose_attention", lambda graph, options: decompose_attention(graph)),
     Pass("store_kv_as", lambda graph, options: store_kv_as(graph, options.row_type)),
 )
 

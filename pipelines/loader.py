@@ -26,6 +26,7 @@ from staticllm.errors import ConfigError
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.model_dir import check_model_dir, read_model
+from staticllm.pipelines.calibration import calibrated
 from staticllm.pipelines.costs import CostTable
 from staticllm.pipelines.engine import Engine, EngineOptions
 from staticllm.pipelines.programs import BoundPrograms, CompileOptions, bind, compile_programs, first_variants
@@ -82,6 +83,7 @@ def prepare(
     on_progress(ProgressEvent("read", 1, 1, time.perf_counter() - start))
     start = time.perf_counter()
     lowered = lower(model, LoweringOptions(config.num_kv_rows(mode), row_type))
+    properties = calibrated(core, device, lowered.graph.model, properties)
     variants = choose_variants(config, mode, lowered.shape.is_packable)
     on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - start))
     return core, Layout(lowered, CompileOptions(device, mode, row_type, properties), variants)

@@ -9,6 +9,7 @@ from openvino import opset6
 from openvino import opset13 as ops
 from openvino.op.util import Variable, VariableInfo
 
+from staticllm.compiler_passes.decompose_attention import decompose_attention
 from staticllm.compiler_passes.expose_mask import expose_mask, visible_cells
 from staticllm.compiler_passes.fix_shapes import bound_shapes, fix_shapes
 from staticllm.compiler_passes.graph import StepGraph
@@ -204,6 +205,33 @@ def test_group_queries_computes_the_same_attention(model, request):
         same(after[name], value)
     is_grouped = graph.query_heads[0] != graph.row_states[0].heads
     assert (graph.notes["group_queries"][-1].split()[0] != "0") == is_grouped
+
+
+def test_decompose_attention_computes_the_same_attention(model):
+    graph = lowered_until(model, "decompose_attention")
+    feeds, _ = rename_rows(graph, feeds_for(graph))
+    before = evaluate(graph.model.clone(), feeds)
+    num_layers = len(graph.attentions())
+    decompose_attention(graph)
+    verify_graph(graph, "decompose_attention")
+    after = evaluate(graph.model, feeds)
+    for name, value in before.items():
+        same(after[name], value)
+    assert not graph.attentions()
+    assert graph.notes["decompose_attention"] == [f"{num_layers} of {num_layers} layers decomposed"]
+
+
+def test_attention_without_a_mask_is_left_to_the_plugin():
+    ports = [ops.parameter([1, 2, NEW, 8], np.float32) for _ in range(3)]
+    graph = StepGraph(ov.Model([ops.result(ops.scaled_dot_product_attention(*ports, causal=True))], ports))
+    decompose_attention(graph)
+    assert len(graph.attentions()) == 1 and "no mask input" in graph.notes["decompose_attention"][0]
+
+
+def test_attention_with_a_sink_is_left_to_the_plugin(zoo):
+    graph = lowered_until(core.read_model(zoo / "gpt_oss" / "openvino_model.xml"), "store_kv_as")
+    assert graph.attentions() and all(node.get_input_size() == 6 for node in graph.attentions())
+    assert all("an attention sink" in note for note in graph.notes["decompose_attention"][:-1])
 
 
 @pytest.mark.parametrize(("row_type", "tolerance"), [("f32", 1e-5), ("f16", 2e-2)])

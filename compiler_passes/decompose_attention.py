@@ -1,0 +1,52 @@
+"""Attention as MatMul, Add, Softmax, MatMul.
+
+Left as ``ScaledDotProductAttention``, plugins without a kernel for it take it apart themselves; OpenVINO's CPU plugin then
+transposes and scales all keys, T + S rows, in every layer of every step. Here the scale is put on the queries, S rows, and
+the transposition into the MatMul: the plugin still makes one fused kernel of it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+
+from staticllm.compiler_passes.graph import StepGraph, redirect
+
+STAGE = "decompose_attention"
+PLAIN_INPUTS = 5  # query, key, value, mask, scale: a sink input takes part in the softmax
+
+
+def decompose_attention(graph: StepGraph) -> None:
+    """Take apart every attention that has a mask and nothing unusual; leave the others to the plugin and say so."""
+    attentions = graph.attentions()
+    decomposed = 0
+    for node in attentions:
+        reason = _decompose(node)
+        decomposed += reason is None
+        if reason is not None:
+            graph.note(STAGE, f"{node.get_friendly_name()!r} left alone: {reason}")
+    graph.model.validate_nodes_and_infer_types()
+    graph.note(STAGE, f"{decomposed} of {len(attentions)} layers decomposed")
+
+
+def _decompose(attention: ov.Node) -> str | None:
+    """None if done, else why not."""
+    if attention.get_attributes()["causal"] or attention.get_input_size() < PLAIN_INPUTS - 1:
+        return "it has no mask input"
+    if attention.get_input_size() > PLAIN_INPUTS:
+        return "it has an attention sink"
+    query, key, value, mask, *scale = attention.input_values()
+    head_dim = query.get_partial_shape()[-1]
+    if head_dim.is_dynamic and not scale:
+        return "its head size is not known"
+    if scale:
+        factor = ops.convert_like(scale[0], query)
+    else:
+        factor = ops.convert_like(ops.constant(np.float32(head_dim.get_length() ** -0.5)), query)
+    scores = ops.matmul(ops.multiply(query, factor), key, transpose_a=False, transpose_b=True)
+    weights = ops.softmax(ops.add(scores, ops.convert_like(mask, query)), axis=-1)
+    result = ops.matmul(weights, value, transpose_a=False, transpose_b=False)
+    result.set_friendly_name(attention.get_friendly_name())
+    redirect(attention.output(0), result.output(0))
+    return None
