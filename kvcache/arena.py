@@ -94,9 +94,14 @@ class Arena:
         for view, present in zip(self._views, presents, strict=True):
             view[:, :, rows] = present[:, :, source]
 
-    def read(self, rows: slice | Array) -> tuple[Array, ...]:
-        """Copies of arena rows ``rows``, for each group ``[n, heads, len(rows), head_dim]``."""
-        return tuple(view[:, :, rows].copy() for view in self._views)
+    def rows_for(self, count: int) -> tuple[Array, ...]:
+        """Memory for ``count`` rows outside the arena, for each group ``[n, heads, count, head_dim]``."""
+        return tuple(np.empty((*view.shape[:2], count, view.shape[3]), view.dtype) for view in self._views)
+
+    def read(self, rows: slice | Array, into: Sequence[Array], target: slice) -> None:
+        """Copy arena rows ``rows`` to rows ``target`` of such memory."""
+        for view, copied in zip(self._views, into, strict=True):
+            copied[:, :, target] = view[:, :, rows]
 
     def move(self, sources: Array, targets: Array) -> None:
         """Copy rows ``sources`` to rows ``targets``."""

@@ -40,6 +40,26 @@ class StoredRows:
         return sum(array.nbytes for array in self.rows)
 
 
+class RowsCopy:
+    """The rows of a sequence on their way out of the arena. Nothing may change the sequence meanwhile; its rows may move."""
+
+    def __init__(self, arena: Arena, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self._arena, self._rows, self._done = arena, arena.rows_for(len(sequence)), 0
+
+    def advance(self, count: int) -> bool:
+        """Copy the next ``count`` rows. True if none are left."""
+        start, self._done = self._done, min(self._done + count, len(self.sequence))
+        self._arena.read(_as_index(self.sequence.rows[start : self._done]), self._rows, slice(start, self._done))
+        return self._done == len(self.sequence)
+
+    @property
+    def stored(self) -> StoredRows:
+        """What was copied, all of it."""
+        assert self._done == len(self.sequence), "rows are missing"
+        return StoredRows(tuple(self.sequence.tokens), self._rows)
+
+
 class KVCache:
     """All that lives from one step to the next.
 
@@ -81,7 +101,13 @@ class KVCache:
 
     def copy_out(self, sequence: Sequence) -> StoredRows:
         """The rows of a sequence, copied out of the arena; the sequence stays."""
-        return StoredRows(tuple(sequence.tokens), self.arena.read(_as_index(sequence.rows)))
+        copy = self.begin_copy(sequence)
+        copy.advance(len(sequence))
+        return copy.stored
+
+    def begin_copy(self, sequence: Sequence) -> RowsCopy:
+        """The same, to be done piece by piece."""
+        return RowsCopy(self.arena, sequence)
 
     def bring_back(self, stored: StoredRows, length: int) -> Sequence:
         """A new sequence in the arena that begins with the first ``length`` tokens of a stored one."""

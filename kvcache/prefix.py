@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as TokenList
 
-from staticllm.kvcache.cache import KVCache, StoredRows
+from staticllm.kvcache.cache import KVCache, RowsCopy, StoredRows
 from staticllm.kvcache.sequence import Sequence, common_prefix
 from staticllm.kvcache.shelf import Shelf
 
@@ -15,21 +16,31 @@ SHORT_REST = 64
 """A conversation that would lose no more than this is continued in place; else its prefix is shared and the rest kept."""
 
 
+PIECE = 128
+"""Rows that go to the shelf between two calls, unless they are needed at once: whoever decodes must not wait for a long copy."""
+
+
 class PrefixCache:
     """Knows the tokens of every row: of running sequences, of the last finished one (resident), and of those on the shelf.
 
     The resident stays in the arena, so that a conversation with one user at a time is never copied. It makes way, to the
-    shelf, when others need its rows or pay for them with a larger capacity.
+    shelf, when others need its rows or pay for them with a larger capacity; piece by piece, if there is time.
     """
 
     def __init__(self, cache: KVCache, shelf: Shelf, is_enabled: bool = True) -> None:
         self._cache, self._shelf, self._is_enabled = cache, shelf, is_enabled
         self._resident: Sequence | None = None
+        self._leaving: deque[RowsCopy] = deque()
 
     @property
-    def resident_rows(self) -> int:
-        """Rows that would be free without the resident."""
-        return self._cache.rows.count_own(self._resident.rows) if self._resident else 0
+    def idle_rows(self) -> int:
+        """Rows that would be free without the resident and those that are leaving."""
+        return self._cache.rows.count_only([sequence.rows for sequence in self._idle()])
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a conversation is on its way to the shelf."""
+        return bool(self._leaving)
 
     def keep(self, sequence: Sequence) -> None:
         """A request has ended: hold its rows for the next that begins like it."""
@@ -37,11 +48,10 @@ class PrefixCache:
             self._cache.close(sequence)
             return
         previous, self._resident = self._resident, sequence
-        if previous is None:
-            return
-        if common_prefix(previous.tokens, sequence.tokens) < len(previous):
-            self._shelve(previous)
-        self._cache.close(previous)
+        if previous is not None and common_prefix(previous.tokens, sequence.tokens) == len(previous):
+            self._cache.close(previous)
+        elif previous is not None:
+            self._leave(previous)
 
     def attach(self, tokens: TokenList[int], running: Iterable[Sequence]) -> Sequence:
         """A sequence that begins with as much of ``tokens`` as is known; the last one always runs."""
@@ -63,15 +73,20 @@ class PrefixCache:
         return self._cache.fork(source, length)
 
     def make_way(self, num_rows: int = 0) -> None:
-        """Shelve the resident if ``num_rows`` are not free, or if it costs everybody else a larger capacity."""
-        if self._resident is None:
-            return
-        used, own = self._cache.rows.num_used, self.resident_rows
-        others = self._cache.capacity_for(max(used - own, 1))
-        if self._cache.rows.num_free < num_rows or (used > own and others < self._cache.capacity_for(used)):
-            resident, self._resident = self._resident, None
-            self._shelve(resident)
-            self._cache.close(resident)
+        """Between two calls: go on with who is leaving; nobody idle stays while ``num_rows`` are not free.
+
+        The resident leaves if it costs everybody else a larger capacity.
+        """
+        if self._leaving and self._leaving[0].advance(PIECE):
+            self._shelve()
+        if self._resident is not None:
+            used, idle = self._cache.rows.num_used, self.idle_rows
+            others = self._cache.capacity_for(max(used - idle, 1))
+            if self._cache.rows.num_free < num_rows or (used > idle and others < self._cache.capacity_for(used)):
+                resident, self._resident = self._resident, None
+                self._leave(resident)
+        while self._leaving and self._cache.rows.num_free < num_rows:
+            self._shelve()
 
     def restore(self, stored: StoredRows) -> None:
         """Hold rows that were saved."""
@@ -93,14 +108,28 @@ class PrefixCache:
     def forget(self) -> None:
         """Forget everything, after the cache was reset."""
         self._resident = None
+        self._leaving.clear()
 
     def _longest_in_arena(self, tokens: TokenList[int], running: Iterable[Sequence]) -> tuple[Sequence | None, int]:
         best, length = None, 0
-        for sequence in (*([self._resident] if self._resident else []), *running):
+        for sequence in (*self._idle(), *running):
             if (common := common_prefix(sequence.tokens, tokens)) > length:
                 best, length = sequence, common
         return best, length
 
-    def _shelve(self, sequence: Sequence) -> None:
-        if len(sequence) >= WORTH_IT and len(sequence) <= self._shelf.free_rows:
-            self._shelf.keep(self._cache.copy_out(sequence))
+    def _idle(self) -> list[Sequence]:
+        return [*([self._resident] if self._resident else []), *(copy.sequence for copy in self._leaving)]
+
+    def _leave(self, sequence: Sequence) -> None:
+        if len(sequence) >= WORTH_IT:
+            self._leaving.append(self._cache.begin_copy(sequence))
+        else:
+            self._cache.close(sequence)
+
+    def _shelve(self) -> None:
+        """The first that leaves has left."""
+        copy = self._leaving.popleft()
+        if len(copy.sequence) <= self._shelf.free_rows:
+            copy.advance(len(copy.sequence))
+            self._shelf.keep(copy.stored)
+        self._cache.close(copy.sequence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +65,13 @@ class RowAllocator:
     def count_own(self, rows: Rows) -> int:
         """How many of ``rows`` would be free without the holder who asks."""
         return int(np.count_nonzero(self._holders[rows] == 1))
+
+    def count_only(self, holders: Sequence[Rows]) -> int:
+        """How many rows would be free without these holders."""
+        if not holders:
+            return 0
+        rows, counts = np.unique(np.concatenate(holders), return_counts=True)
+        return int(np.count_nonzero(self._holders[rows] == counts))
 
     def move_down(self) -> tuple[Rows, Rows]:
         """Exchange the highest used rows for the lowest free ones, so that no hole is left: (sources, targets)."""

@@ -23,8 +23,8 @@ class Tenancy:
 
     @property
     def free_rows(self) -> int:
-        """Rows that a plan can count on; the resident conversation makes way."""
-        return self.cache.rows.num_free + self.prefix.resident_rows
+        """Rows that a plan can count on; the idle conversations make way."""
+        return self.cache.rows.num_free + self.prefix.idle_rows
 
     def sequences(self) -> Iterable[Sequence]:
         """Those in the arena."""
@@ -95,18 +95,19 @@ class Tenancy:
         return True
 
     def make_room(self, num_rows: int) -> bool:
-        """Whether ``num_rows`` are free now; the resident conversation makes way."""
+        """Whether ``num_rows`` are free now; the idle conversations make way."""
         self.prefix.make_way(num_rows)
         return self.cache.rows.num_free >= num_rows
 
-    def reset(self) -> None:
-        """After an exception inside the bookkeeping: every row in the arena is lost, their requests are computed anew."""
+    def reset(self) -> list[int]:
+        """After an exception inside the bookkeeping: every row in the arena is lost. Whose they were is computed anew."""
         self.cache.reset()
         self.prefix.forget()
-        for request in list(self.requests.values()):
-            if request.sequence is not None:
-                request.sequence = None
-                self.book.evict(request.id)
+        evicted = [request.id for request in self.requests.values() if request.sequence is not None]
+        for request in evicted:
+            self.requests[request].sequence = None
+            self.book.evict(request)
+        return evicted
 
     def abandon(self) -> list[Request]:
         """Forget every request and every row, whatever state they are in; who they were."""

@@ -78,11 +78,11 @@ class Clients:
 
 
 def held(pipe: StaticLLMPipeline) -> tuple[int, int, int]:
-    """Rows beside the resident conversation, parked rows, requests."""
+    """Rows beside the idle conversations, parked rows, requests."""
     engine = pipe.engine
     return engine.call(
         lambda: (
-            engine.runner.cache.rows.num_used - engine.tenancy.prefix.resident_rows,
+            engine.runner.cache.rows.num_used - engine.tenancy.prefix.idle_rows,
             engine.tenancy.shelf.num_parked_rows,
             len(engine.tenancy.requests),
         )

@@ -46,7 +46,7 @@ def stays_usable(request):
     assert pipe.generate(prompt, **GREEDY).tokens == before
     engine = pipe.engine
     rows, requests, kept = engine.call(
-        lambda: (engine.runner.cache.rows.num_used, len(engine.tenancy.requests), engine.tenancy.prefix.resident_rows)
+        lambda: (engine.runner.cache.rows.num_used, len(engine.tenancy.requests), engine.tenancy.prefix.idle_rows)
     )
     assert (rows, requests) == (kept, 0)
 

@@ -29,11 +29,11 @@ def pipe(zoo):
 
 
 def held_rows(pipe):
-    """Rows in use beside the resident conversation, and requests in the engine."""
+    """Rows in use beside the idle conversations, and requests in the engine."""
     engine = pipe.engine
     return engine.call(
         lambda: (
-            engine.runner.cache.rows.num_used - engine.tenancy.prefix.resident_rows,
+            engine.runner.cache.rows.num_used - engine.tenancy.prefix.idle_rows,
             len(engine.tenancy.requests),
             engine.tenancy.shelf.num_parked_rows,
         )

@@ -29,10 +29,10 @@ def reason_of(request):
 
 
 def assert_empty(engine):
-    """Nothing is held but the resident conversation."""
+    """Nothing is held but the idle conversations."""
     cache, tenancy = engine.runner.cache, engine.tenancy
     assert engine.is_idle and not tenancy.requests and not tenancy.shelf.num_parked_rows
-    assert cache.rows.num_used == tenancy.prefix.resident_rows
+    assert cache.rows.num_used == tenancy.prefix.idle_rows
     tenancy.prefix.make_way(cache.max_rows + 1)
     assert cache.rows.num_used == 0 and cache.rows.num_shared == 0
 
@@ -133,53 +133,6 @@ def test_several_sequences_share_a_call():
     requests = [fake_request(range(50 * i, 50 * i + 5), 20) for i in range(4)]
     run_to_end(engine, requests)
     assert engine.profiler.stats().num_steps < 30, "80 tokens in packed steps"
-
-
-def test_a_prefix_is_stored_once_and_counted():
-    engine, system = fake_engine(make_policy("fcfs")), list(range(24))
-    requests = [fake_request([*system, 500 + i], 30) for i in range(3)]
-    engine.enqueue(requests)
-    while not all(request.num_generated for request in requests):
-        engine.step()
-    assert engine.runner.cache.rows.num_shared == 24
-    assert engine.runner.cache.rows.num_used < 24 + 3 * 31
-    assert [request.num_cached for request in requests] == [0, 24, 24]
-    run_to_end(engine, [])
-    assert [request.tokens for request in requests] == [fake_answer([*system, 500 + i], 30) for i in range(3)]
-    assert engine.profiler.stats().prefix_hit_tokens == 48
-
-
-def test_a_conversation_is_found_again_after_others_came():
-    engine = fake_engine(make_policy("dynamic"))
-    first = fake_request(range(20), 10)
-    run_to_end(engine, [first])
-    run_to_end(engine, [fake_request(range(200, 240), 10), fake_request(range(400, 430), 10)])
-    again = fake_request([*first.tokens, 7, 8], 5)
-    expected = fake_answer(again.tokens, 5)
-    run_to_end(engine, [again])
-    assert again.num_cached == 29 and again.tokens == expected
-
-
-def test_a_prompt_without_a_slot_never_enters_the_arena(monkeypatch):
-    engine = fake_engine(make_policy("prefill_first"), max_num_seqs=1)
-    first = fake_request([1, 2, 3], 20)
-    engine.enqueue([first])
-    while not first.num_generated:
-        engine.step()
-    capacity, rows = engine.runner.cache.arena.capacity, engine.runner.cache.rows.num_used
-    waiting = [fake_request(range(20 * i, 20 * i + 14), 6) for i in range(3)]
-    expected = [fake_answer(request.tokens, 6) for request in waiting]
-    engine.enqueue(waiting)
-    monkeypatch.setattr(engine.runner.cache, "copy_out", lambda *_: pytest.fail("rows were copied out of the arena"))
-    while not all(request.num_generated for request in waiting):
-        engine.step()
-    monkeypatch.undo()
-    cache = engine.runner.cache
-    assert cache.arena.capacity == capacity and cache.rows.num_used <= rows + first.num_generated
-    assert engine.tenancy.shelf.num_parked_rows == 3 * 14
-    run_to_end(engine, [])
-    assert [request.tokens for request in waiting] == expected
-    assert_empty(engine)
 
 
 def test_cancellation_between_the_chunks_of_a_prompt():
@@ -308,16 +261,6 @@ def test_a_failure_outside_the_call_ends_everybody_and_the_engine_goes_on(monkey
     run_to_end(engine, [third])
     assert third.tokens == fake_answer([1, 2, 3], 5)
     assert_empty(engine)
-
-
-def test_a_found_prefix_runs_on_where_only_single_rows_see_a_past():
-    engine = fake_engine(make_policy("fcfs"), variants=[*(Variant(1, c) for c in (32, 64, 128)), Variant(16, 0)])
-    first = fake_request(range(16), 10)
-    run_to_end(engine, [first])
-    second = fake_request([*first.tokens, 7, 8, 9], 5)
-    expected = fake_answer(second.tokens, 5)
-    run_to_end(engine, [second])
-    assert second.tokens == expected and second.num_cached == 25
 
 
 def test_a_failing_stop_string_check_ends_one_request_only():

@@ -44,3 +44,13 @@ def test_a_shared_row_is_free_when_nobody_holds_it():
     assert allocator.num_used == 2 and allocator.high_row == 2
     allocator.free(rows[:2])
     assert allocator.num_used == 0
+
+
+def test_rows_that_only_some_hold():
+    rows = RowAllocator(16)
+    mine, other, running = rows.allocate(4), rows.allocate(3), rows.allocate(2)
+    rows.share(mine[:2])  # between two of those asked about
+    rows.share(other[:1])  # with somebody else
+    assert rows.count_only([mine, mine[:2], other]) == 4 + 2
+    assert rows.count_only([mine, other]) == 2 + 2
+    assert rows.count_only([]) == 0 and rows.count_only([running]) == 2

@@ -1,0 +1,122 @@
+"""Whose rows lie where: prefixes found again, conversations on their way to the shelf, prompts past the arena."""
+
+from __future__ import annotations
+
+import pytest
+
+from staticllm.core import Variant
+from staticllm.kvcache import prefix
+from staticllm.kvcache.cache import RowsCopy
+from staticllm.pipelines.scheduling.planner import make_policy
+from staticllm.testing import fake_answer, fake_engine, fake_request, run_to_end
+
+
+def assert_empty(engine):
+    """Nothing is held but idle conversations."""
+    cache, tenancy = engine.runner.cache, engine.tenancy
+    assert engine.is_idle and not tenancy.requests and not tenancy.shelf.num_parked_rows
+    assert cache.rows.num_used == tenancy.prefix.idle_rows
+    tenancy.prefix.make_way(cache.max_rows + 1)
+    assert cache.rows.num_used == 0 and cache.rows.num_shared == 0
+
+
+def test_a_prefix_is_stored_once_and_counted():
+    engine, system = fake_engine(make_policy("fcfs")), list(range(24))
+    requests = [fake_request([*system, 500 + i], 30) for i in range(3)]
+    engine.enqueue(requests)
+    while not all(request.num_generated for request in requests):
+        engine.step()
+    assert engine.runner.cache.rows.num_shared == 24
+    assert engine.runner.cache.rows.num_used < 24 + 3 * 31
+    assert [request.num_cached for request in requests] == [0, 24, 24]
+    run_to_end(engine, [])
+    assert [request.tokens for request in requests] == [fake_answer([*system, 500 + i], 30) for i in range(3)]
+    assert engine.profiler.stats().prefix_hit_tokens == 48
+
+
+def test_a_conversation_is_found_again_after_others_came():
+    engine = fake_engine(make_policy("dynamic"))
+    first = fake_request(range(20), 10)
+    run_to_end(engine, [first])
+    run_to_end(engine, [fake_request(range(200, 240), 10), fake_request(range(400, 430), 10)])
+    again = fake_request([*first.tokens, 7, 8], 5)
+    expected = fake_answer(again.tokens, 5)
+    run_to_end(engine, [again])
+    assert again.num_cached == 29 and again.tokens == expected
+
+
+@pytest.mark.parametrize("is_hurried", [False, True])
+def test_a_long_conversation_leaves_the_arena_piece_by_piece(monkeypatch, is_hurried):
+    """Somebody decodes while it goes: between two calls a few rows are copied, unless somebody needs all of them."""
+    engine, pieces, advance = fake_engine(make_policy("fcfs"), max_num_seqs=2), [], RowsCopy.advance
+    monkeypatch.setattr(prefix, "PIECE", 8)
+    monkeypatch.setattr(RowsCopy, "advance", lambda self, count: pieces.append(count) or advance(self, count))
+    long, reader = fake_request(range(48), 3), fake_request(range(200, 206), 30)
+    expected = fake_answer(reader.tokens, 30)
+    engine.enqueue([long, reader])
+    while not pieces:
+        engine.step()
+    tenancy, cache = engine.tenancy, engine.runner.cache
+    assert engine.is_idle is False and tenancy.prefix.idle_rows == 50 and tenancy.shelf.num_kept_rows == 0
+    if is_hurried:
+        tenancy.make_room(cache.max_rows - cache.rows.num_used + 1)
+        assert tenancy.prefix.idle_rows == 0 and cache.rows.num_used == len(reader.sequence)
+    run_to_end(engine, [])
+    assert (
+        reader.tokens == expected and pieces.count(8) == (2 if is_hurried else 7) and tenancy.shelf.num_kept_rows == 50
+    )
+    again = fake_request([*long.tokens, 7, 8], 5)
+    answer = fake_answer(again.tokens, 5)
+    run_to_end(engine, [again])
+    assert again.num_cached == 50 and again.tokens == answer
+    assert_empty(engine)
+
+
+def test_who_goes_on_with_a_conversation_that_is_leaving_shares_its_rows(monkeypatch):
+    monkeypatch.setattr(prefix, "PIECE", 4)
+    engine = fake_engine(make_policy("fcfs"), max_num_seqs=2)
+    long, reader = fake_request(range(30), 3), fake_request(range(200, 206), 40)
+    answers = [fake_answer(request.tokens, count) for request, count in ((long, 3), (reader, 40))]
+    engine.enqueue([long, reader])
+    while not engine.tenancy.prefix.is_leaving:
+        engine.step()
+    again = fake_request([*long.tokens, 7, 8], 20)
+    answers.append(fake_answer(again.tokens, 20))
+    engine.enqueue([again])
+    engine.step()
+    assert again.num_cached == 32 and engine.runner.cache.rows.num_shared == 32 and engine.tenancy.prefix.idle_rows == 0
+    run_to_end(engine, [])
+    assert [request.tokens for request in (long, reader, again)] == answers
+    assert_empty(engine)
+
+
+def test_a_prompt_without_a_slot_never_enters_the_arena(monkeypatch):
+    engine = fake_engine(make_policy("prefill_first"), max_num_seqs=1)
+    first = fake_request([1, 2, 3], 20)
+    engine.enqueue([first])
+    while not first.num_generated:
+        engine.step()
+    capacity, rows = engine.runner.cache.arena.capacity, engine.runner.cache.rows.num_used
+    waiting = [fake_request(range(20 * i, 20 * i + 14), 6) for i in range(3)]
+    expected = [fake_answer(request.tokens, 6) for request in waiting]
+    engine.enqueue(waiting)
+    monkeypatch.setattr(engine.runner.cache, "copy_out", lambda *_: pytest.fail("rows were copied out of the arena"))
+    while not all(request.num_generated for request in waiting):
+        engine.step()
+    monkeypatch.undo()
+    cache = engine.runner.cache
+    assert cache.arena.capacity == capacity and cache.rows.num_used <= rows + first.num_generated
+    assert engine.tenancy.shelf.num_parked_rows == 3 * 14
+    run_to_end(engine, [])
+    assert [request.tokens for request in waiting] == expected
+    assert_empty(engine)
+
+
+def test_a_found_prefix_runs_on_where_only_single_rows_see_a_past():
+    engine = fake_engine(make_policy("fcfs"), variants=[*(Variant(1, c) for c in (32, 64, 128)), Variant(16, 0)])
+    first = fake_request(range(16), 10)
+    run_to_end(engine, [first])
+    second = fake_request([*first.tokens, 7, 8, 9], 5)
+    expected = fake_answer(second.tokens, 5)
+    run_to_end(engine, [second])
+    assert second.tokens == expected and second.num_cached == 25
