@@ -16,7 +16,7 @@ from staticllm.pipelines.profiler import RequestRecord, StepRecord
 Event: TypeAlias = dict[str, Any]
 Clock: TypeAlias = Callable[[float], int]  # from seconds to ns after the first moment of the trace
 DEVICE, REQUESTS = 1, 2
-SCHEMA = 1
+SCHEMA = 2
 
 
 def to_chrome(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], num_dropped: int = 0) -> dict[str, Any]:
@@ -72,10 +72,13 @@ def _step_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
         "rows": variant.rows, "capacity": variant.capacity, "sequences": variant.sequences,
         "prefill": [list(pair) for pair in step.prefill], "decode": list(step.decode), "padding": step.padding_rows,
         "rows_in_use": step.rows_in_use, "waiting": step.num_waiting, "running": step.num_running,
-        "num_parked": step.num_parked, "parked": list(step.parked),
+        "num_parked": step.num_parked, "parked": list(step.parked), "evicted": list(step.evicted),
+        "failed": step.has_failed,
     }  # fmt: skip
-    start = clock(step.start)
-    yield _slice(str(variant), "call", DEVICE, 0, start, clock(step.end), args)
+    start, name = clock(step.start), f"{variant} failed" if step.has_failed else str(variant)
+    yield _slice(name, "call", DEVICE, 0, start, clock(step.end), args)
+    for request in step.evicted:
+        yield _mark("evicted", "evicted", request, start)
     counters = {
         "rows in use": {"rows": step.rows_in_use},
         "running": {"requests": step.num_running},
@@ -105,9 +108,13 @@ def _request_events(request: RequestRecord, clock: Clock) -> Iterator[Event]:
     last = max(moment for moment in (request.arrival, request.ended, *request.token_times) if moment is not None)
     name, start, end = f"request {request.id}", clock(request.arrival), clock(last)
     yield _slice(name, "request", REQUESTS, request.id, start, end, args)
-    yield {
-        "ph": "i", "name": str(request.reason), "cat": "end", "s": "t",
-        "pid": REQUESTS, "tid": request.id, "ts": end / 1e3,
+    yield _mark(str(request.reason), "end", request.id, end)
+
+
+def _mark(name: str, category: str, request: int, moment: int) -> Event:
+    """A moment on the track of a request."""
+    return {
+        "ph": "i", "name": name, "cat": category, "s": "t", "pid": REQUESTS, "tid": request, "ts": moment / 1e3,
     }  # fmt: skip
 
 
@@ -128,6 +135,8 @@ def _step(event: Event) -> StepRecord:
         num_parked=args["num_parked"],
         num_running=args["running"],
         parked=tuple(args["parked"]),
+        evicted=tuple(args.get("evicted", ())),  # version 1 of the schema had neither
+        has_failed=args.get("failed", False),
     )
 
 

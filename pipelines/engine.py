@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from staticllm.core import FinishReason, Variant
+from staticllm.core import FinishReason
 from staticllm.errors import BusyError, ClosedError, DeviceError, StaticLLMError
 from staticllm.kvcache.prefix import PrefixCache
 from staticllm.kvcache.shelf import Shelf
@@ -64,6 +64,7 @@ class Engine:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._variant = runner.index.variants[0]  # of the last call
+        self._evicted: list[int] = []  # since then
         self._num_waiting = 0  # of the requests in the book
         self._is_closing = self._is_draining = False
 
@@ -199,7 +200,7 @@ class Engine:
         """Park, evict, resume; then say what goes into the call."""
         requests = self._tenancy.requests
         for request in plan.evict:
-            self._tenancy.evict(requests[request])
+            self._evict(requests[request])
         for request in plan.park:
             self._book.park(request)
             self._tenancy.park(requests[request])
@@ -232,8 +233,12 @@ class Engine:
             r for r in self._tenancy.requests.values() if r.sequence is not None and r not in [p.request for p in parts]
         ]
         assert victims, "a plan without rows, and nobody to take them from"
-        self._tenancy.evict(victims[-1])
+        self._evict(victims[-1])
         return self._fitting(parts)
+
+    def _evict(self, request: Request) -> None:
+        self._tenancy.evict(request)
+        self._evicted.append(request.id)
 
     def _shortened(self, part: Part) -> Part | None:
         """A prompt whose prefix was found needs programs with a past, and there may be only small ones."""
@@ -255,14 +260,15 @@ class Engine:
         try:
             outputs = runner.run(variant, segments, self._aside(parts))
         except Exception as error:
+            self._record(start, time.perf_counter() - start, parts, has_failed=True)
             if not runner.cache.is_settled:
-                self._tenancy.reset()
+                self._evicted += self._tenancy.reset()
             for part in parts:
                 self._end(part.request, FinishReason.ERROR, _as_ours(error), is_kept=False)
             return []
         for index, stored in runner.set_aside.items():
             self._tenancy.set_aside(parts[index].request, stored)
-        self._record(start, variant, parts)
+        self._record(start, runner.seconds, parts)
         return outputs
 
     def _aside(self, parts: list[Part]) -> set[int]:
@@ -318,19 +324,28 @@ class Engine:
         )  # fmt: skip
         request.end(reason, error)
 
-    def _record(self, start: float, variant: Variant, parts: list[Part]) -> None:
-        seconds = self._runner.seconds
+    def _record(self, start: float, seconds: float, parts: list[Part], has_failed: bool = False) -> None:
+        prompts = [part for part in parts if part.is_prefill]
         for part in parts:
             part.request.spent(seconds, part.is_prefill)
-        decode = tuple(part.request.id for part in parts if not part.is_prefill)
-        prefill = tuple((part.request.id, len(part.segment.tokens)) for part in parts if part.is_prefill)
-        rows, parked = self._runner.cache.rows.num_used, self._book.ids("parked")
+        parked, waiting = self._book.ids("parked"), set(self._book.ids("waiting"))
         self.profiler.record(
             StepRecord(
-                start, seconds, variant, decode, prefill, rows,
-                self._book.count("waiting"), len(parked), self._book.count("running"), parked,
+                start=start,
+                seconds=seconds,
+                variant=self._variant,
+                decode=tuple(part.request.id for part in parts if not part.is_prefill),
+                prefill=tuple((part.request.id, len(part.segment.tokens)) for part in prompts),
+                rows_in_use=self._runner.cache.rows.num_used,
+                num_waiting=len(waiting.difference(part.request.id for part in prompts)),
+                num_parked=len(parked),
+                num_running=self._book.count("running"),
+                parked=parked,
+                evicted=tuple(self._evicted),
+                has_failed=has_failed,
             )
-        )  # fmt: skip
+        )
+        self._evicted = []
 
 
 def _as_ours(error: Exception) -> Exception:

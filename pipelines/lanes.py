@@ -39,7 +39,7 @@ def lanes_of(steps: Sequence[StepRecord], requests: Iterable[RequestRecord]) -> 
             lanes[number].append(Span("prefill", step.start, step.end, count))
         for number in step.decode:
             lanes[number].append(Span("decode", step.start, step.end, 1))
-    for number, span in _parked(steps, ended):
+    for number, span in (*_parked(steps, ended), *_evicted(steps, ended)):
         lanes[number].append(span)
     return {number: sorted(lanes[number], key=lambda span: (span.start, span.end)) for number in sorted(lanes)}
 
@@ -58,3 +58,15 @@ def _parked(steps: Sequence[StepRecord], ended: dict[int, RequestRecord]) -> Ite
             since.setdefault(number, step.start)
     if steps:
         yield from [span(number, steps[-1].end) for number in list(since)]
+
+
+def _evicted(steps: Sequence[StepRecord], ended: dict[int, RequestRecord]) -> Iterable[tuple[int, Span]]:
+    """Who waits again, from the step before which it lost its rows to the next one that it is in, or to its end."""
+    since: dict[int, float] = {}
+    for step in steps:
+        since.update(dict.fromkeys(step.evicted, step.start))
+        for number in since.keys() & {*step.decode, *(number for number, _ in step.prefill)}:
+            yield number, Span("queued", since.pop(number), step.start)
+    for number, start in since.items():
+        end = ended[number].ended if number in ended else steps[-1].end
+        yield number, Span("queued", start, max(start, end or start))

@@ -18,7 +18,8 @@ PENDING_RECORDS = 8192
 class StepRecord:
     """One device call. Times are ``time.perf_counter`` seconds; ``prefill`` holds ``(request, tokens)``.
 
-    The numbers of requests are those while it ran; ``parked`` says which these are.
+    The numbers of requests are those while it ran; ``parked`` says which these are. ``evicted`` lost their rows before it.
+    Of a call that failed no rows were kept.
     """
 
     start: float
@@ -31,6 +32,8 @@ class StepRecord:
     num_parked: int = 0
     num_running: int = 0
     parked: tuple[int, ...] = ()
+    evicted: tuple[int, ...] = ()
+    has_failed: bool = False
 
     @property
     def end(self) -> float:
@@ -73,12 +76,14 @@ class Stats:
     """What an engine has done since it was made, or since the statistics were reset.
 
     Times in ms; means over the last 4096 requests. ``prefill_share`` and ``decode_share`` are shares of the device's time,
-    a mixed call counted by its rows; ``padding`` is the share of computed rows that held nothing.
+    a mixed call counted by its rows, one that failed not at all; ``padding`` is the share of computed rows that held nothing.
     """
 
     num_requests: int
     num_tokens: int
     num_steps: int
+    num_failed_steps: int
+    num_evictions: int
     ttft_ms: float
     ttft_p95_ms: float
     tpot_ms: float
@@ -100,6 +105,8 @@ class Stats:
 @dataclass
 class _Totals:
     steps: int = 0
+    failed_steps: int = 0
+    evictions: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     prefill_rows: int = 0
@@ -161,6 +168,10 @@ class Profiler:
 def _add_step(totals: _Totals, step: StepRecord) -> None:
     prefill, decode = step.prefill_rows, len(step.decode)
     totals.steps += 1
+    totals.evictions += len(step.evicted)
+    if step.has_failed:
+        totals.failed_steps += 1
+        return
     totals.seconds += step.seconds
     totals.prefill_seconds += step.seconds * prefill / (prefill + decode)
     totals.prefill_rows += prefill
@@ -192,6 +203,8 @@ def _stats_of(totals: _Totals) -> Stats:
         num_requests=totals.requests,
         num_tokens=totals.tokens,
         num_steps=totals.steps,
+        num_failed_steps=totals.failed_steps,
+        num_evictions=totals.evictions,
         ttft_ms=_mean(totals.ttft),
         ttft_p95_ms=percentile(totals.ttft, 0.95) * 1e3,
         tpot_ms=_mean(totals.tpot),

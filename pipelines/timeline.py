@@ -42,6 +42,7 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> None:
     clock, unit, end = _time_axis(trace.steps, lanes)
     _draw_calls(calls, trace.steps, clock)
     _draw_lanes(middle, lanes, clock)
+    _mark_evictions(middle, list(lanes), trace.steps, clock)
     _mark_ends(middle, list(lanes), trace.requests, clock)
     _draw_counts(counts, trace.steps, clock)
     counts.set_xlabel(f"time, {unit}")
@@ -126,6 +127,13 @@ def _mark_ends(axes: Any, numbers: list[int], requests: Sequence[RequestRecord],
         if ends:
             axes.plot(*zip(*ends, strict=True), mark, color=INK, markersize=2.5, label=f"end: {reason}", clip_on=False)
     _finish(axes, "requests (white: in no call)")
+
+
+def _mark_evictions(axes: Any, numbers: list[int], steps: Sequence[StepRecord], clock: Clock) -> None:
+    places = {number: place for place, number in enumerate(numbers)}
+    marks = [(clock(step.start), places[number]) for step in steps for number in step.evicted]
+    if marks:
+        axes.plot(*zip(*marks, strict=True), "v", color=INK, markersize=3.5, label="evicted", clip_on=False)
 
 
 def _draw_counts(axes: Any, steps: Sequence[StepRecord], clock: Clock) -> None:

@@ -117,7 +117,8 @@ class SimulatedDevice:
         free, free_shelf = model.kv_rows - self.rows_used, model.parked_rows - self.shelf_used
         device = Device(model.index, self._learned or model.cost, self.rows_used)
         view = self.book.view(now, free, free_shelf, device)
-        self._parts = self._fitting(self._prepare(self.planner.plan(view)))
+        plan = self.planner.plan(view)
+        self._parts = self._fitting(self._prepare(plan))
         variant = self._variant(self._parts)
         assert variant is not None
         num_rows = sum(part.num_rows for part in self._parts)
@@ -127,7 +128,7 @@ class SimulatedDevice:
             job.started = start if job.started is None else job.started
         if self._learned is not None:
             self._learned.update(variant, seconds)
-        self._record(start, seconds, variant, view)
+        self._record(start, seconds, variant, view, plan.evict)
         return start + seconds
 
     def finish(self, now: float) -> list[Job]:
@@ -235,10 +236,12 @@ class SimulatedDevice:
         else:
             self.shelf_used -= entry.num_rows
 
-    def _record(self, start: float, seconds: float, variant: Variant, view: View) -> None:
+    def _record(self, start: float, seconds: float, variant: Variant, view: View, evicted: tuple[int, ...]) -> None:
         decode = tuple(part.request for part in self._parts if not part.is_prefill)
         prefill = tuple((part.request, part.num_rows) for part in self._parts if part.is_prefill)
         rows = self.rows_used + sum(part.num_rows for part in self._parts)
         self.steps.append(
-            StepRecord(start, seconds, variant, decode, prefill, rows, len(view.waiting), len(view.parked))
+            StepRecord(
+                start, seconds, variant, decode, prefill, rows, len(view.waiting), len(view.parked), evicted=evicted
+            )
         )

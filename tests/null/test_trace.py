@@ -12,8 +12,9 @@ from staticllm.pipelines.chrome_trace import to_chrome
 from staticllm.pipelines.lanes import lanes_of
 from staticllm.pipelines.profiler import RequestRecord, StepRecord
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
+from staticllm.pipelines.scheduling.view import Plan
 from staticllm.pipelines.trace import Trace, recording
-from staticllm.testing import fake_engine, fake_request, run_to_end
+from staticllm.testing import fake_answer, fake_engine, fake_request, run_to_end
 
 
 def served(name="prefill_first", count=9, slots=3, new=7):
@@ -171,3 +172,72 @@ def test_a_file_that_cannot_be_written(tmp_path):
         served()[0].save(tmp_path)
     with pytest.raises(ConfigError, match="max_records=0"), recording(fake_engine(make_policy("fcfs")).profiler, 0):
         pass
+
+
+class Fickle:
+    """Takes the rows of the only request away, once, after its second token."""
+
+    def __init__(self):
+        self.has_evicted = False
+
+    def plan(self, view):
+        if view.running and view.running[0].num_generated == 2 and not self.has_evicted:
+            self.has_evicted = True
+            first, other = sorted((*view.running, *view.waiting), key=lambda request: request.id)
+            return Plan(evict=(first.id,), prefill=((other.id, other.num_left),))
+        waiting = (*view.prefilling, *view.waiting)
+        if waiting and not view.running:
+            return Plan(prefill=((waiting[0].id, waiting[0].num_left),))
+        return Plan(decode=tuple(request.id for request in view.running))
+
+
+def test_who_was_evicted_waits_again():
+    engine = fake_engine(Fickle())
+    first, other = fake_request([1, 2, 3], 4), fake_request([7, 8], 2)
+    with recording(engine.profiler) as trace:
+        run_to_end(engine, [first, other])
+    assert first.tokens == fake_answer([1, 2, 3], 4) and engine.profiler.stats().num_evictions == 1
+    (step,) = [step for step in trace.steps if step.evicted]
+    spans = lanes_of(trace.steps, trace.requests)[first.id]
+    assert [span.kind for span in spans] == ["queued", "prefill", "decode", "queued", "prefill", "decode"]
+    assert spans[3].start == step.start and spans[3].end == spans[4].start > step.start
+    document = to_chrome(trace.steps, trace.requests)
+    (mark,) = slices(document, "evicted")
+    (event,) = [event for event in slices(document, "call") if event["args"]["evicted"] == [first.id]]
+    assert mark["tid"] == first.id and mark["ts"] == event["ts"] and step.evicted == (first.id,)
+
+
+def test_a_call_that_failed_is_in_the_trace_and_not_in_the_sums(monkeypatch):
+    engine = fake_engine(make_policy("fcfs"))
+    run, calls = engine.runner.run, []
+
+    def fails_once(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("the driver was reset")
+        return run(*args)
+
+    monkeypatch.setattr(engine.runner, "run", fails_once)
+    with recording(engine.profiler) as trace:
+        run_to_end(engine, [fake_request([1, 2], 3)])
+        run_to_end(engine, [fake_request([5, 6], 3)])
+    assert [step.has_failed for step in trace.steps] == [False, True, False, False, False]
+    assert trace.steps[1].decode and slices(to_chrome(trace.steps, []), "call")[1]["name"].endswith("failed")
+    stats = engine.profiler.stats()
+    assert (stats.num_steps, stats.num_failed_steps) == (5, 1)
+    assert stats.device_seconds == pytest.approx(sum(s.seconds for s in trace.steps if not s.has_failed))
+
+
+def test_who_runs_does_not_wait():
+    engine = fake_engine(make_policy("fcfs"), 1)
+    with recording(engine.profiler) as trace:
+        run_to_end(engine, [fake_request([1, 2], 2), fake_request([5, 6], 2)])
+    assert [step.num_waiting for step in trace.steps] == [1, 1, 0, 0]
+
+
+def test_traces_of_the_first_schema_are_read(tmp_path):
+    document = to_chrome(served()[0].steps, [])
+    for event in slices(document, "call"):
+        del event["args"]["evicted"], event["args"]["failed"]
+    (tmp_path / "old.json").write_text(json.dumps(document))
+    assert not any(step.evicted or step.has_failed for step in Trace.load(tmp_path / "old.json").steps)
