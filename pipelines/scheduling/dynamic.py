@@ -152,15 +152,25 @@ def _options(view: View, backlog: list[RequestView], decode: Plan, step: float) 
     device, options = view.device, []
     is_fresh = not backlog[0].num_rows
     later = _seconds_a_token(device)
+    worth = step * decode.num_rows / max(decode.num_rows + _to_come(view, backlog), 1)
     for rows in device.index.widest:
         options.append(_option(view, backlog, Plan(), (rows, is_fresh), 0.0, step, later) if rows > 1 else None)
         if rows > decode.num_rows > 0:
-            options.append(_option(view, backlog, decode, (rows, False), step, 0.0, later))
+            options.append(_option(view, backlog, decode, (rows, False), worth, 0.0, later))
     found = [option for option in options if option is not None]
     if not found:  # there are no programs but for single rows
         alone = _option(view, backlog, Plan(), (1, False), 0.0, step, later)
         found = [alone] if alone else []
     return found
+
+
+def _to_come(view: View, backlog: list[RequestView]) -> int:
+    """Prompts that one call could bring into free slots. A decode step before that must be repeated for them."""
+    room, count = max(view.device.index.widest), 0
+    for request in backlog[: view.free_slots]:
+        room -= request.num_left
+        count += room >= 0
+    return count
 
 
 def _option(

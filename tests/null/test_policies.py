@@ -267,6 +267,21 @@ def test_dynamic_lets_short_prompts_wait_for_company_while_all_slots_are_taken()
     assert make_policy("dynamic").plan(replace(view, waiting=short[:1], max_num_seqs=3)).prefill, "a slot is free"
 
 
+@pytest.mark.parametrize(("slots", "num_tokens", "is_alone"), [(6, 4, True), (2, 4, False), (6, 40, False)])
+def test_dynamic_fills_free_slots_before_a_step_that_would_leave_them_empty(slots, num_tokens, is_alone):
+    """A mixed call adds less than a call of prompts alone takes; but its tokens for two of six slots are worth little."""
+
+    def cost(variant):
+        return (
+            variant.rows * 1e-3 if not variant.capacity else 0.01 if variant.rows <= 2 else 8e-3 + 0.9e-3 * variant.rows
+        )
+
+    waiting = tuple(RequestView(10 + i, "waiting", 99.0, num_tokens) for i in range(4))
+    changes = {"waiting": waiting, "prefilling": (), "parked": (), "max_num_seqs": slots, "free_rows": 400}
+    plan = make_policy("dynamic").plan(a_view(device=Device(INDEX, cost, 64), **changes))
+    assert plan.prefill and (not plan.decode) is is_alone
+
+
 def test_the_variant_of_a_plan_is_the_smallest():
     assert Device(INDEX, seconds, 30).call(3, 3) == Variant(4, 32, 4)
 
