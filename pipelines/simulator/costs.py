@@ -32,11 +32,17 @@ class AnalyticCosts:
 
 @dataclass(frozen=True)
 class HostCost:
-    """Seconds between two calls of the device: planning, copying, choosing tokens."""
+    """Seconds between two calls of the device: planning, copying, choosing tokens.
+
+    ``answer`` of them, on average, have passed when a token is out. A request that finds the device idle is in a call
+    after ``wake``, if that is known.
+    """
 
     step: float = 0.0
     row: float = 0.0
     sequence: float = 0.0
+    answer: float = 0.0
+    wake: float | None = None
 
     def __call__(self, num_rows: int, num_sequences: int) -> float:
         return self.step + self.row * num_rows + self.sequence * num_sequences

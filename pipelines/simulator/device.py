@@ -83,6 +83,7 @@ class SimulatedDevice:
         self._jobs: dict[int, Job] = {}
         self._inbox: deque[Job] = deque()
         self._parts: list[Part] = []
+        self._idle_since = float("-inf")
 
     @property
     def num_requests(self) -> int:
@@ -122,7 +123,9 @@ class SimulatedDevice:
         variant = self._variant(self._parts)
         assert variant is not None
         num_rows = sum(part.num_rows for part in self._parts)
-        start, seconds = now + model.host(num_rows, len(self._parts)), model.cost(variant)
+        was_idle = now > self._idle_since
+        lead = model.host.wake if was_idle and model.host.wake is not None else model.host(num_rows, len(self._parts))
+        start, seconds = now + lead, model.cost(variant)
         for part in self._parts:
             job = self._jobs[part.request]
             job.started = start if job.started is None else job.started
@@ -133,18 +136,19 @@ class SimulatedDevice:
 
     def finish(self, now: float) -> list[Job]:
         """The call has returned: count rows, hand out tokens. Returns who leaves."""
-        parts, self._parts = self._parts, []
+        parts, self._parts, self._idle_since = self._parts, [], now
+        out = now + self.model.host.answer
         gone: list[Job] = []
         for part in parts:
             self.rows_used += part.num_rows
             if self.book.ran(part.request, part.num_rows):
                 job = self._jobs[part.request]
-                job.token_times.append(now)
+                job.token_times.append(out)
                 if job.is_over or job.num_tokens > self.model.capacity:
                     self._end(job)
                     gone.append(job)
                 else:
-                    self._chose(part.request, now)
+                    self._chose(part.request, out)
         return gone
 
     def _chose(self, request: int, now: float) -> None:

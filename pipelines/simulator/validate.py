@@ -84,36 +84,36 @@ def validate(
     for policy in policies:
         with _load(model, device, policy) as pipe:
             for workload in WORKLOADS:
-                calibrated = calibrate(pipe, Lengths.fixed(*workload), seed)
-                checks.append(_check(pipe, calibrated, policy, workload, num_requests, rate, seed))
-                on_check(checks[-1], calibrated)
+                check, calibrated = _check(pipe, policy, workload, num_requests, rate, seed)
+                checks.append(check)
+                on_check(check, calibrated)
     return checks
 
 
 def _check(
     pipe: StaticLLMPipeline,
-    model: DeviceModel,
     policy: str,
     workload: tuple[int, int],
     num_requests: int,
     rate: float | None,
     seed: int,
-) -> Check:
+) -> tuple[Check, DeviceModel]:
     lengths = Lengths.fixed(*workload)
-    rate = rate or LOAD * _saturated(model, policy, lengths)
+    rate = rate or LOAD * _saturated(calibrate(pipe, burst(CALIBRATION_REQUESTS, lengths), seed), policy, lengths)
     arrivals = poisson(rate, num_requests, lengths, seed, is_span_fixed=True)
+    model = calibrate(pipe, arrivals, seed)
     predicted = _simulate(model, policy, arrivals)
     trace = serve(pipe, arrivals, seed)
     replayed = _simulate(replace(_model_of(pipe, trace), known=model.known), policy, arrivals)
-    return Check(policy, *workload, rate, summarize(_requests(trace)), predicted, replayed)
+    return Check(policy, *workload, rate, summarize(_requests(trace)), predicted, replayed), model
 
 
-def calibrate(pipe: StaticLLMPipeline, lengths: Lengths, seed: int = 0) -> DeviceModel:
-    """A device that costs what the engine's own records say, after a few such requests, together and apart."""
-    at_once = serve(pipe, burst(CALIBRATION_REQUESTS, lengths), seed + 1)
-    rate = LOAD * summarize(_requests(at_once)).requests_per_second
-    apart = serve(pipe, poisson(rate, CALIBRATION_REQUESTS, lengths, seed + 1), seed + 1)
-    return _model_of(pipe, [*at_once, *apart])
+def calibrate(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int = 0) -> DeviceModel:
+    """A device that costs what the engine's own records say, after a rehearsal with other prompts.
+
+    It also takes the first inference at each size out of what is measured later: the simulator knows nothing of those.
+    """
+    return _model_of(pipe, serve(pipe, arrivals, seed + 1))
 
 
 def _model_of(pipe: StaticLLMPipeline, trace: Trace) -> DeviceModel:
@@ -144,14 +144,32 @@ def measured_host(trace: Trace) -> HostCost:
     gaps: list[float] = []
     sizes: list[tuple[float, float, float]] = []
     for before, after in pairwise(_steps(trace)):
-        end = before.start + before.seconds
-        if any(arrival <= end and last >= after.start for arrival, last in alive):
-            gaps.append(after.start - end)
+        if any(arrival <= before.end and last >= after.start for arrival, last in alive):
+            gaps.append(after.start - before.end)
             num_decode = len(before.decode)
             sizes.append((1.0, num_decode + before.prefill_rows, num_decode + len(before.prefill)))
     if not gaps:
         return HostCost()
-    return HostCost(*_least_squares(np.array(sizes), np.array(gaps)))
+    step, row, sequence = _least_squares(np.array(sizes), np.array(gaps))
+    return HostCost(step, row, sequence, _answer(trace), _wake(trace, alive))
+
+
+def _answer(trace: Trace) -> float:
+    """The mean time from the end of a call to the tokens that it brought."""
+    ends = np.array([step.end for step in _steps(trace)])
+    times = np.array([moment for request in _requests(trace) for moment in request.token_times])
+    calls = np.searchsorted(ends, times) - 1  # the last call that had ended
+    return float(np.mean((times - ends[calls])[calls >= 0]))
+
+
+def _wake(trace: Trace, alive: Sequence[tuple[float, float]]) -> float | None:
+    """The mean time to its first call of a request that found nobody there; None if none did."""
+    waits = [
+        request.started - request.arrival
+        for request in _requests(trace)
+        if request.started and not any(arrival < request.arrival <= last for arrival, last in alive)
+    ]
+    return sum(waits) / len(waits) if waits else None
 
 
 def _least_squares(columns: NDArray[np.float64], values: NDArray[np.float64]) -> list[float]:

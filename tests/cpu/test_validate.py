@@ -6,7 +6,7 @@ from staticllm.core import FinishReason, Variant
 from staticllm.model_dir import demo_model_path
 from staticllm.pipelines.profiler import RequestRecord, StepRecord
 from staticllm.pipelines.simulator import validate as validation
-from staticllm.pipelines.simulator.workload import Lengths, poisson
+from staticllm.pipelines.simulator.workload import Lengths, burst, poisson
 
 ONE, TWO = Variant(1, 64), Variant(2, 64, 2)
 
@@ -40,6 +40,17 @@ def test_idle_time_is_not_the_hosts():
     assert validation.measured_host(records)(1, 1) == pytest.approx(0.01)
 
 
+def test_tokens_are_out_some_time_after_their_call_and_a_request_wakes_an_idle_device():
+    steps = [StepRecord(start, 0.1, ONE, (1,), (), 1) for start in (1.0, 1.2, 9.0)]
+    requests = [
+        RequestRecord(1, 0.8, 1.0, (1.11, 1.33), 1, 0, FinishReason.LENGTH),  # 10 and 30 ms after the ends of its calls
+        RequestRecord(2, 1.25, 1.2, (1.32,), 1, 0, FinishReason.LENGTH),  # somebody was there
+        RequestRecord(3, 8.7, 9.0, (9.14,), 1, 0, FinishReason.LENGTH),
+    ]
+    host = validation.measured_host([*steps, *requests])
+    assert (host.answer, host.wake) == pytest.approx((0.025, 0.25))
+
+
 def test_both_sides_serve_the_same_requests(monkeypatch):
     monkeypatch.setattr(validation, "WORKLOADS", ((12, 6), (20, 10)))
     monkeypatch.setattr(validation, "CALIBRATION_REQUESTS", 3)
@@ -55,6 +66,6 @@ def test_both_sides_serve_the_same_requests(monkeypatch):
 def test_a_calibrated_device_knows_what_the_engine_measured():
     with validation._load(demo_model_path(), "CPU", "dynamic") as pipe:
         validation.serve(pipe, poisson(50, 3, Lengths.fixed(12, 4)), 0)
-        model = validation.calibrate(pipe, Lengths.fixed(12, 4))
+        model = validation.calibrate(pipe, burst(3, Lengths.fixed(12, 4)))
         assert model.known == pipe.engine.runner.costs.measured
         assert model.kv_rows == pipe.engine.runner.cache.rows.max_rows

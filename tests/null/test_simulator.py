@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -96,6 +97,10 @@ def test_a_lone_request_costs_its_calls_and_the_host():
     summary = summarize([request])
     assert summary.ttft_ms == pytest.approx((first - 2.0) * 1e3)
     assert summary.tpot_ms == summary.decode_tpot_ms == pytest.approx(step * 1e3)
+    woken = replace(host, wake=0.5, answer=0.002)
+    (request,) = Scenario(model(host=woken), (Arrival(0, 2.0, 20, 3),)).run("fcfs").requests
+    first += 0.5 - host(20, 1) + 0.002
+    assert request.token_times == pytest.approx((first, first + step, first + 2 * step)), "awake from then on"
 
 
 @pytest.mark.parametrize("decode_devices", [1, 2, 8])
