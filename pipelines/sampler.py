@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 Logits = NDArray[np.float32]
 IntArray = NDArray[np.intp]
 COLDEST = 1e-6  # a temperature below this is this: the most likely token and its ties
+BLOCK, FEW = 128, 256  # tokens that are looked at together; tokens that most often hold the mass of top_p
+BIN_SHIFT = 16  # of the bits of a float: bins as wide as a hundredth of their value
 
 
 @dataclass(frozen=True)
@@ -86,41 +88,95 @@ class Sampler:
         self._seen[token] = True
 
     def _draw(self, logits: Logits) -> int:
-        candidates, probabilities = candidate_distribution(logits, self._params)
+        params = self._params
+        if not params.top_k and params.top_p == 1.0 and params.min_p == 0.0:
+            return _draw_any(_weights(logits, params), self._rng.random())
+        candidates, probabilities = candidate_distribution(logits, params)
         return int(candidates[_inverse_cdf(probabilities, self._rng.random())])
 
 
 def candidate_distribution(logits: Logits, params: SamplingParams) -> tuple[IntArray, NDArray[np.float64]]:
-    """Tokens that may be drawn and their probabilities: temperature, top_k, top_p of these, min_p. Filtered: likely first."""
-    weights = np.exp((logits - logits.max()) / np.float32(max(params.temperature, COLDEST)))
-    if (
-        not params.top_k and params.top_p == 1.0 and params.min_p == 0.0
-    ):  # in any order: sorting would take most of the time
-        return np.arange(len(weights)), weights.astype(np.float64) / weights.sum(dtype=np.float64)
-    candidates = _worth_sorting(weights, params)
-    order = np.argsort(-weights[candidates], kind="stable")
-    candidates = candidates[order][: params.top_k or None]
-    probabilities = weights[candidates].astype(np.float64)
-    is_all = not params.top_k or params.top_k >= len(weights)
-    probabilities /= weights.sum(dtype=np.float64) if is_all else probabilities.sum()
-    keep = len(candidates)
+    """Tokens that may be drawn, ascending, and their probabilities: temperature, top_k, top_p of these, min_p of these.
+
+    Of equally likely tokens at the border the first ones stay. A vocabulary of 150 k is never sorted as a whole.
+    """
+    if params.top_k and params.top_k < len(logits):
+        candidates = _largest(logits, params.top_k)
+        weights = _weights(logits[candidates], params)
+        total = float(weights.sum(dtype=np.float64))
+    else:
+        weights = _weights(logits, params)
+        total = float(weights.sum(dtype=np.float64))
+        floor = _floor_of_mass(weights, params.top_p * total) if params.top_p < 1.0 else params.min_p
+        candidates = _reaching(weights, floor) if floor else np.arange(len(weights))
+        weights = weights[candidates] if floor else weights
     if params.top_p < 1.0:
-        keep = min(keep, int(np.searchsorted(np.cumsum(probabilities), params.top_p)) + 1)
+        kept = _nucleus(weights, params.top_p * total)
+        candidates, weights = candidates[kept], weights[kept]
     if params.min_p > 0.0:
-        keep = min(keep, int(np.count_nonzero(probabilities >= params.min_p * probabilities[0])))
-    candidates, probabilities = candidates[:keep], probabilities[:keep]
-    return candidates, probabilities / probabilities.sum()
+        kept = _reaching(weights, params.min_p * float(weights.max()))
+        candidates, weights = candidates[kept], weights[kept]
+    return candidates, weights.astype(np.float64) / weights.sum(dtype=np.float64)
 
 
-def _worth_sorting(weights: Logits, params: SamplingParams) -> IntArray:
-    """Sorting a vocabulary of 150 k costs more than the rest together: leave out what the filters cut for certain."""
-    if params.top_k and params.top_k < len(weights):
-        return np.argpartition(weights, len(weights) - params.top_k)[-params.top_k :]
-    floor = 0.0
-    if params.top_p < 1.0:  # all that is below this shares less than 1 - top_p
-        floor = (1.0 - params.top_p) * float(weights.sum(dtype=np.float64)) / len(weights)
-    floor = max(floor, params.min_p * float(weights.max()) * 0.999)
-    return np.flatnonzero(weights >= floor)
+def _weights(logits: Logits, params: SamplingParams) -> Logits:
+    """Probabilities but for a factor; 1 for the most likely token."""
+    weights: Logits = np.exp((logits - logits.max()) / np.float32(max(params.temperature, COLDEST)))
+    return weights
+
+
+def _floor(values: Logits, count: int) -> float:
+    """A value that at least ``count`` of ``values`` reach, and not many more: from the maxima of blocks."""
+    maxima = values[: len(values) // BLOCK * BLOCK].reshape(-1, BLOCK).max(axis=1)
+    source = maxima if count <= len(maxima) else values
+    return float(np.partition(source, len(source) - count)[len(source) - count])
+
+
+def _largest(values: Logits, count: int) -> IntArray:
+    """Indices of the ``count`` largest, ascending; of equal ones the first."""
+    candidates = _reaching(values, _floor(values, count))
+    found = values[candidates]
+    border = np.partition(found, len(found) - count)[len(found) - count]
+    above, equal = np.flatnonzero(found > border), np.flatnonzero(found == border)
+    chosen: IntArray = np.sort(np.concatenate([above, equal[: count - len(above)]]))
+    return candidates[chosen]
+
+
+def _floor_of_mass(weights: Logits, mass: float) -> float:
+    """A weight such that those which reach it have this mass: that of a few hundred tokens if they do, else 0."""
+    floor = _floor(weights, min(FEW, len(weights)))
+    return floor if float(weights[_reaching(weights, floor)].sum(dtype=np.float64)) >= mass else 0.0
+
+
+def _nucleus(weights: Logits, mass: float) -> IntArray:
+    """The fewest of the largest weights that together have this mass, ascending; of equal ones the first.
+
+    Only those at the border are sorted: bins by the leading bits of a positive float are in the order of the floats.
+    """
+    bins = weights.view(np.uint32) >> BIN_SHIFT
+    sums = np.bincount(bins, weights)[::-1].cumsum()
+    place = min(int(np.searchsorted(sums, mass)), len(sums) - 1)
+    border, rest = len(sums) - 1 - place, mass - (float(sums[place - 1]) if place else 0.0)
+    members = np.flatnonzero(bins == border)
+    order = np.argsort(-weights[members], kind="stable")
+    count = int(np.searchsorted(np.cumsum(weights[members][order], dtype=np.float64), rest)) + 1
+    kept = bins > border
+    kept[members[order[:count]]] = True
+    return np.flatnonzero(kept)
+
+
+def _reaching(values: Logits, floor: float) -> IntArray:
+    return np.flatnonzero(values >= np.float32(floor))
+
+
+def _draw_any(weights: Logits, uniform: float) -> int:
+    """One of all tokens: first a block of them, then one in it."""
+    starts = np.arange(0, len(weights), BLOCK)
+    sums = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
+    block = min(int(np.searchsorted(sums, uniform * sums[-1], side="right")), len(starts) - 1)
+    inside = weights[starts[block] : starts[block] + BLOCK].astype(np.float64)
+    rest = uniform * sums[-1] - (sums[block - 1] if block else 0.0)
+    return int(starts[block]) + min(int(np.searchsorted(np.cumsum(inside), rest, side="right")), len(inside) - 1)
 
 
 def _inverse_cdf(probabilities: NDArray[np.float64], uniform: float) -> int:

@@ -39,14 +39,43 @@ def plain_distribution(logits, temperature, top_k, top_p, min_p):
     st.integers(0, 10**6), st.floats(0.1, 5), st.sampled_from([0, 1, 5, 49, 50]), st.floats(0.05, 1), st.floats(0, 0.9)
 )
 def test_filters_equal_the_plain_computation(seed, temperature, top_k, top_p, min_p):
+    check_filters(random_logits(seed), temperature, top_k, top_p, min_p)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 10**6), st.sampled_from([0.3, 1, 3]), st.sampled_from([3000, 3071, 40_000]), st.sampled_from([0, 40, 2000]),
+    st.sampled_from([1.0, 0.95, 0.5]), st.sampled_from([0.0, 0.02])
+)  # fmt: skip
+def test_filters_of_a_large_vocabulary(seed, scale, vocab, top_k, top_p, min_p):
+    """Flat and peaky, and with many that are equally likely."""
+    logits = np.random.default_rng(seed).normal(scale=scale, size=vocab).astype(np.float32)
+    check_filters(np.round(logits, 1) if seed % 2 else logits, 0.8, top_k, top_p, min_p)
+
+
+def check_filters(logits, temperature, top_k, top_p, min_p):
     params = SamplingParams(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    tokens, probabilities = candidate_distribution(random_logits(seed), params)
-    expected, expected_probabilities = plain_distribution(random_logits(seed), temperature, top_k, top_p, min_p)
+    tokens, probabilities = candidate_distribution(logits, params)
+    expected, expected_probabilities = plain_distribution(logits, temperature, top_k, top_p, min_p)
+    assert (np.diff(tokens) > 0).all()
     if abs(len(tokens) - len(expected)) == 1:  # a sum that meets top_p, or a share that meets min_p, to the last bit
         return
-    dense, expected_dense = np.zeros(VOCAB), np.zeros(VOCAB)
+    dense, expected_dense = np.zeros(len(logits)), np.zeros(len(logits))
     dense[tokens], expected_dense[expected] = probabilities, expected_probabilities
     assert np.allclose(dense, expected_dense, atol=1e-5)
+
+
+def test_draws_from_a_large_vocabulary_follow_the_distribution():
+    """Without filters nothing is sorted or summed up as a whole; the last, shorter block counts as the others do."""
+    logits = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    drawer = Sampler(SamplingParams(do_sample=True), [], 1000, np.random.default_rng(1))
+    counts = np.bincount([drawer.sample(logits)[0] for _ in range(60_000)], minlength=1000)
+    expected = np.exp(logits.astype(np.float64))
+    expected *= 60_000 / expected.sum()
+    assert ((counts - expected) ** 2 / expected).sum() < 1000 + 5 * np.sqrt(2 * 1000), (
+        "chi-squared, 999 degrees of freedom"
+    )
+    assert counts[896:].sum() == pytest.approx(expected[896:].sum(), rel=0.05)
 
 
 def test_greedy_takes_the_most_likely():
