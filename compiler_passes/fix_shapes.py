@@ -9,7 +9,7 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph import StepGraph, redirect
-from staticllm.core import Variant
+from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, Variant
 
 Range = tuple[int, int]
 
@@ -44,6 +44,10 @@ def _shape(port: ov.Output, rows: Range, capacity: Range, num_logits: Range) -> 
     elif name.startswith("mask."):
         shape[2] = ov.Dimension(*rows)
         shape[3] = ov.Dimension(rows[0] + capacity[0], rows[1] + capacity[1])
+    elif name == KEY_POSITIONS:
+        shape[3] = ov.Dimension(rows[0] + capacity[0], rows[1] + capacity[1])
+    elif name == QUERY_POSITIONS:
+        shape[2] = ov.Dimension(*rows)
     elif name == "logit_rows":
         shape[0] = ov.Dimension(*num_logits)
     else:  # input_ids [1, S], position_ids [..., S]

@@ -81,8 +81,17 @@ def _unrepeated(output: ov.Output) -> ov.Output | None:
 
 
 def _tile(mask: ov.Output, group: int, tiled: dict[tuple[int, int], ov.Node]) -> ov.Node:
-    """The mask once a query of the group, ``[1, 1, group*S, T+S]``; one node for all layers that share the mask."""
+    """The mask once a query of the group, ``[1, 1, group*S, T+S]``; one node for all layers that share the mask.
+
+    One that differs from head to head, ``[1, heads, S, T+S]``, holds them already: ``[1, kv_heads, group*S, T+S]``.
+    """
     key = (mask.get_node().get_instance_id(), group)
     if key not in tiled:
-        tiled[key] = ops.tile(mask, np.array([1, 1, group, 1]))
+        (heads,) = _dims(mask, 1)
+        if heads > 1:
+            columns = ops.gather(ops.shape_of(mask), np.array([3]), np.array(0))
+            lead = ops.constant(np.array([1, heads // group, -1]))
+            tiled[key] = ops.reshape(mask, ops.concat([lead, columns], 0), special_zero=False)
+        else:
+            tiled[key] = ops.tile(mask, np.array([1, 1, group, 1]))
     return tiled[key]

@@ -17,7 +17,7 @@ from staticllm.compiler_passes.lift_state import lift_state
 from staticllm.compiler_passes.select_logits import select_logits
 from staticllm.compiler_passes.store_kv_as import store_kv_as
 from staticllm.compiler_passes.verify import verify_graph, verify_static
-from staticllm.core import ModelShape, RowType, Variant
+from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, RowType, Variant
 from staticllm.errors import UnsupportedModelError
 
 
@@ -101,9 +101,12 @@ def _shape_of(graph: StepGraph) -> ModelShape:
     if vocab.is_dynamic:
         raise UnsupportedModelError("select_logits", "the vocabulary size of the logits is not known")
     known = {"input_ids", "position_ids", "logit_rows", *(kind.port_name for kind in graph.masks)}
-    known |= {state.past_name for state in graph.row_states}
+    known |= {state.past_name for state in graph.row_states} | {KEY_POSITIONS, QUERY_POSITIONS}
     for port in graph.model.inputs:
         if port.get_any_name() not in known:
             raise UnsupportedModelError("lower", f"nobody knows how to feed the input {port.get_any_name()!r}")
     copies = dims[0].get_length() if len(dims) == 3 else 1
-    return ModelShape(tuple(graph.row_states), tuple(graph.masks), vocab.get_length(), len(dims), copies)
+    has_distances = graph.parameter(KEY_POSITIONS) is not None
+    return ModelShape(
+        tuple(graph.row_states), tuple(graph.masks), vocab.get_length(), len(dims), copies, has_distances=has_distances
+    )

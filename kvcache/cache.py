@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from staticllm.core import ModelShape
 from staticllm.kvcache.arena import Arena
-from staticllm.kvcache.mask import MaskBuilder
+from staticllm.kvcache.mask import MaskBuilder, paint_positions
 from staticllm.kvcache.rows import RowAllocator
 from staticllm.kvcache.sequence import Sequence
 from staticllm.kvcache.step import Step, StepBuffers
@@ -148,6 +148,8 @@ class KVCache:
             last_rows.append(start + count - 1)
         buffers.logit_rows[: len(last_rows)] = last_rows
         self._masks.paint(step, buffers)
+        if buffers.key_positions is not None and buffers.query_positions is not None:
+            paint_positions(step, buffers.key_positions[0, 0, 0], buffers.query_positions[0, 0, :, 0])
 
     def commit(
         self,

@@ -92,3 +92,18 @@ def _paint_past(past: Mask, segment: Segment, window: int | None) -> None:
         return
     for index in range(len(segment.tokens)):
         past[index, rows[_first_seen(length + index, window) :]] = VISIBLE
+
+
+def paint_positions(step: Step, keys: NDArray[np.int32], queries: NDArray[np.int32]) -> None:
+    """The positions of all rows that the step sees, ``keys [T+S]``, and of its own, ``queries [S]``, in their sequences.
+
+    Rows of others keep what they hold: whoever does not see them does not see their positions. An idle row is at 0.
+    """
+    capacity = step.variant.capacity
+    keys[capacity:] = queries[:] = 0
+    for start, segment in step.placed():
+        first, count = len(segment.sequence), len(segment.tokens)
+        keys[segment.sequence.rows] = np.arange(first)
+        positions = np.arange(first, first + count)
+        keys[capacity + start : capacity + start + count] = positions
+        queries[start : start + count] = positions

@@ -56,6 +56,8 @@ class BufferPool:
         self.logit_rows = np.zeros(sizes.sequences, np.int64)
         self.logits = np.zeros(sizes.sequences * shape.vocab_size, np.float32)
         self.masks = {kind: np.full(sizes.mask_cells, HIDDEN, np.float32) for kind in shape.masks}
+        self.key_positions = np.zeros(sizes.columns if shape.has_distances else 0, np.int32)
+        self.query_positions = np.zeros(sizes.rows if shape.has_distances else 0, np.int32)
         self.presents = [
             np.zeros(len(members) * heads * sizes.rows * head_dim, dtype)
             for members, heads, head_dim in group_states(shape.row_states)
@@ -66,7 +68,8 @@ class StepBuffers:
     """The host memory of one variant's ports; programs bind it, ``KVCache`` fills it.
 
     ``input_ids [1, S]`` and ``position_ids [..., S]`` int64, ``masks[kind] [1, 1, S, T+S]`` f32, ``logit_rows [R]`` int64,
-    ``logits [1, R, vocab]`` f32, ``presents``: for each group of states ``[n, heads, S, head_dim]``.
+    ``logits [1, R, vocab]`` f32, ``presents``: for each group of states ``[n, heads, S, head_dim]``. ``key_positions
+    [1, 1, 1, T+S]`` and ``query_positions [1, 1, S, 1]`` int32, where the model takes them.
     """
 
     def __init__(self, variant: Variant, pool: BufferPool) -> None:
@@ -77,6 +80,10 @@ class StepBuffers:
         self.input_ids = _front(pool.ids, 1, rows)
         self.position_ids = _front(pool.positions, *lead, rows)
         self.masks = {kind: _front(cells, 1, 1, rows, variant.capacity + rows) for kind, cells in pool.masks.items()}
+        self.key_positions = (
+            _front(pool.key_positions, 1, 1, 1, variant.capacity + rows) if shape.has_distances else None
+        )
+        self.query_positions = _front(pool.query_positions, 1, 1, rows, 1) if shape.has_distances else None
         self.logit_rows = _front(pool.logit_rows, count)
         self.logits = _front(pool.logits, 1, count, shape.vocab_size)
         self.presents: list[NDArray[Any]] = [
@@ -99,10 +106,11 @@ def _front(pool: NDArray[Any], *shape: int) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class PoolSizes:
-    """The largest rows, sequences and mask cells of any variant."""
+    """The largest rows, sequences, columns of a mask and mask cells of any variant."""
 
     rows: int
     sequences: int
+    columns: int
     mask_cells: int
 
 
@@ -110,6 +118,7 @@ def pool_sizes(variants: Sized[Variant]) -> PoolSizes:
     return PoolSizes(
         max(variant.rows for variant in variants),
         max(variant.sequences for variant in variants),
+        max(variant.capacity + variant.rows for variant in variants),
         max(variant.rows * (variant.capacity + variant.rows) for variant in variants),
     )
 

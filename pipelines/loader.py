@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from staticllm.devices import (
 from staticllm.errors import ConfigError
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
-from staticllm.model_dir import check_model_dir, read_model
+from staticllm.model_dir import MODEL_XML, check_model_dir, read_model
 from staticllm.pipelines.calibration import calibrated
 from staticllm.pipelines.costs import CostTable
 from staticllm.pipelines.engine import Engine, EngineOptions
@@ -40,6 +41,7 @@ HOST_TYPES: dict[RowType, type[np.generic]] = {"f32": np.float32, "f16": np.floa
 """What numpy holds the rows in. It has no bf16, and the host only moves rows, never reads them."""
 LONG_SECONDS = 1.0  # a variant of a shared program that would run longer than this is not warmed up
 NEAR_ROWS, FAR_ROWS, FAR_CAPACITY = (1, 4, 16, 64, 256), (1, 4, 64), 1024  # sizes from which all costs are estimated
+SMALL_WEIGHTS = 256 << 20  # bytes that may be there twice
 QUICK_SECONDS = 0.1  # a variant that runs faster than this is timed again: its first run is mostly one-time work
 
 
@@ -76,17 +78,19 @@ def prepare(
     start = time.perf_counter()
     core = get_core()
     check_device(core, device)
-    mode = default_mode(device) if config.programs == "auto" else config.programs
+    mode = program_mode(device, config)
     properties = _phase_properties(device, config)
     row_type = config.kv_cache_precision or default_row_type(core, device, *properties.values())
-    model = read_model(core, check_model_dir(models_path, needs_tokenizer=False))
+    path = check_model_dir(models_path, needs_tokenizer=False)
+    model = read_model(core, path)
     on_progress(ProgressEvent("read", 1, 1, time.perf_counter() - start))
     start = time.perf_counter()
     lowered = lower(model, LoweringOptions(config.num_kv_rows(mode), row_type))
     properties = calibrated(core, device, lowered.graph.model, properties)
     variants = choose_variants(config, mode, lowered.shape.is_packable)
     on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - start))
-    return core, Layout(lowered, CompileOptions(device, mode, row_type, properties), variants)
+    options = CompileOptions(device, mode, row_type, properties, _is_split(path, config))
+    return core, Layout(lowered, options, variants)
 
 
 def load(
@@ -150,6 +154,24 @@ def compile_layout(
         compiled = next(programs)
         on_progress(ProgressEvent("compile", index, total, time.perf_counter() - start, variant))
         yield variant, compiled
+
+
+def program_mode(device: str, config: StaticLLMConfig) -> ProgramMode:
+    """Whether a variant has a program of its own on this device."""
+    if config.programs == "auto":
+        return default_mode(device)
+    return "separate" if config.programs == "separate" else "shared"
+
+
+def _is_split(path: Path, config: StaticLLMConfig) -> bool:
+    """Whether each phase has its own shared program.
+
+    A program that ran with another number of rows prepares all its nodes anew, some 20 microseconds each: that doubles a
+    decode step of a small model, and is a tenth of one of 0.5 B parameters, which would pay with a copy of its weights.
+    """
+    if config.programs == "auto":
+        return (path / MODEL_XML).with_suffix(".bin").stat().st_size < SMALL_WEIGHTS
+    return config.programs == "phases"
 
 
 def device_properties(device: str) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Programs: compiled step programs, one for each variant (``separate``) or one for all (``shared``).
+"""Programs: compiled step programs, one for each variant (``separate``), one for all (``shared``) or one a phase.
 
 Either way the runner sees the same thing: for each variant an inference request whose ports are bound, once, to host memory
 that ``kvcache/`` owns. Bound before the first inference: OpenVINO kills the process when an output that ran with the
@@ -16,7 +16,7 @@ import openvino as ov
 
 from staticllm.compiler_passes.lower import LoweredModel
 from staticllm.compiler_passes.store_kv_as import ELEMENT_TYPES
-from staticllm.core import ModelShape, Phase, ProgramMode, RowType, Variant
+from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, Phase, ProgramMode, RowType, Variant
 from staticllm.errors import DeviceError
 from staticllm.kvcache.arena import Arena
 from staticllm.kvcache.step import StepBuffers
@@ -24,12 +24,18 @@ from staticllm.kvcache.step import StepBuffers
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """Where and how programs are compiled. ``properties`` are OpenVINO's, for each phase."""
+    """Where and how programs are compiled. ``properties`` are OpenVINO's, for each phase. ``is_split``: of shared programs
+    each phase has its own, also where the properties are equal."""
 
     device: str
     mode: ProgramMode
     row_type: RowType
     properties: Mapping[Phase, Mapping[str, Any]]
+    is_split: bool = False
+
+    def family(self, variant: Variant) -> tuple[Phase | None, dict[str, Any]]:
+        """Variants with equal families share a program, in ``shared`` mode."""
+        return variant.phase if self.is_split else None, dict(self.properties[variant.phase])
 
 
 class Program:
@@ -86,32 +92,33 @@ class BoundPrograms(Mapping[Variant, Program]):
 def compile_programs(
     core: ov.Core, lowered: LoweredModel, variants: Sequence[Variant], options: CompileOptions
 ) -> Iterator[ov.CompiledModel]:
-    """Compile the variants in their order; in ``shared`` mode those with equal properties get the same compiled model.
+    """Compile the variants in their order; in ``shared`` mode those of one family get the same compiled model.
 
     Raises:
         DeviceError: the device refused a program.
     """
-    shared: list[tuple[dict[str, Any], ov.CompiledModel]] = []
+    shared: list[tuple[Any, ov.CompiledModel]] = []
     for variant in variants:
-        properties = dict(options.properties[variant.phase])
-        known = [compiled for others, compiled in shared if others == properties]
+        family = options.family(variant)
+        properties = family[1]
+        known = [compiled for other, compiled in shared if other == family]
         if known:
             yield known[0]
         elif options.mode == "shared":
-            family = tuple(other for other in variants if dict(options.properties[other.phase]) == properties)
-            compiled = _compile(core, lowered.share(family), options.device, properties, "the shared program")
-            shared.append((properties, compiled))
+            members = tuple(other for other in variants if options.family(other) == family)
+            compiled = _compile(core, lowered.share(members), options.device, properties, "the shared program")
+            shared.append((family, compiled))
             yield compiled
         else:
             yield _compile(core, lowered.specialise(variant), options.device, properties, str(variant))
 
 
 def first_variants(variants: Sequence[Variant], options: CompileOptions) -> list[Variant]:
-    """Those for which something is compiled: each, or the first that has these properties where programs are shared."""
+    """Those for which something is compiled: each, or the first of its family where programs are shared."""
     if options.mode == "separate":
         return list(variants)
-    properties = [dict(options.properties[variant.phase]) for variant in variants]
-    return [variant for i, variant in enumerate(variants) if properties[i] not in properties[:i]]
+    families = [options.family(variant) for variant in variants]
+    return [variant for i, variant in enumerate(variants) if families[i] not in families[:i]]
 
 
 def _compile(core: ov.Core, model: ov.Model, device: str, properties: Mapping[str, Any], what: str) -> ov.CompiledModel:
@@ -136,8 +143,10 @@ def bind(
         "logit_rows": buffers.logit_rows,
         "logits": buffers.logits,
         **{kind.port_name: mask for kind, mask in buffers.masks.items()},
+        KEY_POSITIONS: buffers.key_positions,
+        QUERY_POSITIONS: buffers.query_positions,
     }
-    tensors = {name: ov.Tensor(array, shared_memory=True) for name, array in arrays.items()}
+    tensors = {name: ov.Tensor(array, shared_memory=True) for name, array in arrays.items() if array is not None}
     for index, state in enumerate(shape.row_states):
         rows = {
             state.past_name: arena.state_view(index, buffers.variant.capacity),

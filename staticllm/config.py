@@ -33,8 +33,9 @@ class StaticLLMConfig:
     Args:
         max_prompt_len: The longest prompt (``MAX_PROMPT_LEN``).
         min_response_len: The tokens that a response to the longest prompt can have at least (``MIN_RESPONSE_LEN``).
-        programs: ``separate`` compiles one static program a variant, ``shared`` one program for all, ``auto`` asks the
-            device: shared on CPU and GPU, separate elsewhere (``PROGRAMS``).
+        programs: ``separate`` compiles one static program a variant, ``shared`` one program for all, ``phases`` one for
+            decoding and one for the rest. ``auto`` asks the device: separate on an NPU; on CPU and GPU shared, or phases where
+            the weights are under 256 MiB (``PROGRAMS``).
         prefill_rows: Sizes of the prefill programs, None for the default ladder (``PREFILL_ROWS``).
         prefill_capacities: Past rows that a prefill program can see; 0 is a program without past (``PREFILL_CAPACITIES``).
         generate_capacities: Rows that a generate program can see (``GENERATE_CAPACITIES``).
@@ -60,7 +61,7 @@ class StaticLLMConfig:
 
     max_prompt_len: int = 1024
     min_response_len: int = 128
-    programs: Literal["auto", "separate", "shared"] = "auto"
+    programs: Literal["auto", "separate", "shared", "phases"] = "auto"
     prefill_rows: tuple[int, ...] | None = None
     prefill_capacities: tuple[int, ...] | None = None
     generate_capacities: tuple[int, ...] | None = None
@@ -81,7 +82,7 @@ class StaticLLMConfig:
         for name in ("max_prompt_len", "min_response_len"):
             object.__setattr__(self, name, whole(name.upper(), getattr(self, name), 1))
         self._check_serving()
-        _one_of("PROGRAMS", self.programs, ("auto", "separate", "shared"))
+        _one_of("PROGRAMS", self.programs, ("auto", "separate", "shared", "phases"))
         if self.kv_cache_precision is not None:
             object.__setattr__(self, "kv_cache_precision", _row_type(self.kv_cache_precision))
         _one_of("PREFIX_CACHING", self.prefix_caching, (True, False))

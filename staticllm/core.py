@@ -67,6 +67,11 @@ class MaskKind:
         return f"mask.{self.label}"
 
 
+KEY_POSITIONS, QUERY_POSITIONS = "key_positions", "query_positions"
+"""Ports of models with a bias that depends on the distance of two tokens: positions in their sequences, ``[1, 1, 1, T+S]`` of all
+rows that a step sees and ``[1, 1, S, 1]`` of its own."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """What the host must know of a lowered model to feed it: the contract between passes, rows and runner."""
@@ -77,6 +82,7 @@ class ModelShape:
     position_rank: int  # 2 for [1, S]; 3 for [k, 1, S] (M-RoPE); 0 if the model takes no positions
     position_copies: int = 1  # k of [k, 1, S]
     is_packable: bool = True  # whether several sequences can share a step
+    has_distances: bool = False  # whether it takes the positions of keys and queries
 
     def row_bytes(self, bytes_an_element: int) -> int:
         """Bytes that one token's keys and values take over all layers."""

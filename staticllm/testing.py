@@ -45,7 +45,9 @@ def fake_shape(
     states = [
         RowState(layer, role, f"fake.{layer}.{role}", 2, 2) for layer in range(len(masks)) for role in ("key", "value")
     ]
-    return ModelShape(tuple(states), tuple(masks), vocab_size, position_rank=2, is_packable=is_packable)
+    return ModelShape(
+        tuple(states), tuple(masks), vocab_size, position_rank=2, is_packable=is_packable, has_distances=True
+    )
 
 
 def fake_runner(
@@ -134,6 +136,10 @@ class FakeProgram:
         past = self._past[2 * layer][0][:, seen[: self.buffers.variant.capacity]]
         assert (past == past[:1]).all(), "heads of one row differ: a re-stride mixed them up"
         pairs = np.concatenate([past[0].astype(np.int64), own[seen[self.buffers.variant.capacity :]]])
+        keys, queries = self.buffers.key_positions, self.buffers.query_positions
+        assert keys is not None and queries is not None
+        assert np.array_equal(keys[0, 0, 0, seen], pairs[:, 1]), "the positions of keys are not those of their rows"
+        assert queries[0, 0, row, 0] == own[row, 1], "the position of a query is not that of its row"
         return checksum_of(pairs[:, 0], pairs[:, 1])
 
 

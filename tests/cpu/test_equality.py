@@ -12,7 +12,7 @@ from staticllm import StaticLLMPipeline
 from staticllm.pipelines.reference import StatefulReference
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-MODELS = ["llama", "qwen2", "qwen3", "mistral", "demo"]
+MODELS = ["llama", "qwen2", "qwen3", "mistral", "bloom", "demo"]
 LENGTHS = [1, 5, 40, 300, 900]
 NUM_NEW = 64
 
@@ -38,7 +38,7 @@ def test_greedy_tokens_equal_the_stateful_models(name, mode, model_path, referen
         assert result.finish_reasons == ["length"]
 
 
-@pytest.mark.parametrize("mode", ["separate", "shared"])
+@pytest.mark.parametrize("mode", ["separate", "shared", "phases"])
 def test_small_chunks_and_capacities_change_no_token(mode, model_path, references, prompt_of):
     """Chunks of 16, and generation that crosses two capacities."""
     pipe = pipeline(

@@ -10,7 +10,7 @@ from openvino import opset13 as ops
 from openvino.op.util import Variable, VariableInfo
 
 from staticllm.compiler_passes.decompose_attention import decompose_attention
-from staticllm.compiler_passes.expose_mask import expose_mask, visible_cells
+from staticllm.compiler_passes.expose_mask import Probe, _kind_of, _linear, _with_bias, expose_mask, visible_cells
 from staticllm.compiler_passes.fix_shapes import bound_shapes, fix_shapes
 from staticllm.compiler_passes.graph import StepGraph
 from staticllm.compiler_passes.group_queries import group_queries
@@ -20,13 +20,22 @@ from staticllm.compiler_passes.lower import PASSES, LoweringOptions, lower
 from staticllm.compiler_passes.select_logits import select_logits
 from staticllm.compiler_passes.store_kv_as import store_kv_as
 from staticllm.compiler_passes.verify import verify_graph, verify_static
-from staticllm.core import Variant
+from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, Variant
 from staticllm.errors import UnsupportedModelError
 from staticllm.kvcache.step import HIDDEN
 from staticllm.pipelines.reference import EXACT, StatefulReference
 
-MODELS = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"]  # grouped and not, windows, learned positions
+MODELS = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gpt2",
+    "bloom",
+]  # grouped or not, windows, positions of each kind
 PAST, NEW = 40, 6
+PROBES = [Probe(0, 7), Probe(3, 4), Probe(256, 5), Probe(259, 1)]
 core = ov.Core()
 
 
@@ -61,6 +70,8 @@ def feeds_for(graph, seed=0):
         "attention_mask": np.ones((1, PAST + NEW), np.int64),
         "position_ids": np.arange(PAST, PAST + NEW)[None],
         "logit_rows": np.array([NEW - 1]),
+        KEY_POSITIONS: np.arange(PAST + NEW, dtype=np.int32)[None, None, None],
+        QUERY_POSITIONS: np.arange(PAST, PAST + NEW, dtype=np.int32)[None, None, :, None],
     }
     for kind in graph.masks:
         seen = visible_cells(PAST, NEW, kind.window)
@@ -105,7 +116,7 @@ def test_lift_state_turns_every_state_into_a_parameter_and_a_result(model, zoo, 
         feeds |= {f"state.{i}": states[f"state.{i}.next"] for i in range(num_states)}
 
 
-@pytest.mark.parametrize("name", ["bloom", "granitemoehybrid", "lfm2"])
+@pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2"])
 def test_lift_state_takes_states_that_later_passes_refuse(name, zoo):
     """Biases, convolutions and recurrent states: lifted and fed back by hand, they continue as the model does."""
     reference, graph = StatefulReference(zoo / name), StepGraph(core.read_model(zoo / name / "openvino_model.xml"))
@@ -254,7 +265,7 @@ def test_fix_shapes_and_bound_shapes_change_no_number(model, capacity):
     feeds, _ = rename_rows(graph, feeds_for(graph))
     if capacity == 0:
         feeds = {name: value[:, :, :0] if name.startswith("past.") else value for name, value in feeds.items()}
-        feeds |= {kind.port_name: feeds[kind.port_name][..., PAST:] for kind in graph.masks}
+        feeds |= {name: feeds[name][..., PAST:] for name in (KEY_POSITIONS, *(kind.port_name for kind in graph.masks))}
     before = evaluate(graph.model.clone(), feeds)
     static = fix_shapes(graph, Variant(NEW, capacity))
     verify_static(static, "fix_shapes")
@@ -290,8 +301,69 @@ def test_a_pass_that_cannot_names_itself_and_the_node(zoo):
         assert "\n" not in str(caught.value)
         return caught.value
 
-    assert refusal("bloom").stage == "expose_mask" and "ALiBi" in refusal("bloom").reason
     assert refusal("lfm2").stage == "keep_new_rows" and "conv" in refusal("lfm2").reason
+
+
+def biased(slopes, window=None, hidden=-65504.0, shift=0.0, probes=PROBES):
+    """What a model with such a bias would show at each probe; ``shift`` is what a row may have in common."""
+    masks = []
+    for probe in probes:
+        seen = visible_cells(probe.past, probe.new, window)
+        bias = _linear(probe, np.array(slopes)) + shift * np.arange(probe.new)[None, :, None]
+        masks.append(np.where(seen, bias, hidden).astype(np.float32)[None])
+    return masks
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("shift", [0.0, 3.0])
+def test_a_linear_bias_is_known_by_its_slopes(shift, window):
+    slopes = [0.5, 0.25, 2.0**-8]
+    found = _kind_of(PROBES, biased(slopes, window, shift=shift), "mask")
+    assert found.kind.window == window and found.slopes == pytest.approx(slopes)
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda bias: -bias * bias, lambda bias: bias + 0.01 * (np.arange(bias.shape[-1]) % 2)]
+)
+def test_a_bias_that_is_not_linear_is_refused(spoil):
+    masks = [np.where(mask < -1e4, mask, spoil(np.maximum(mask, -1e4))) for mask in biased([0.5, 0.25])]
+    with pytest.raises(UnsupportedModelError, match="linear in the distance"):
+        _kind_of(PROBES, masks, "mask")
+
+
+def test_grouped_heads_get_their_own_slopes():
+    """Two query heads share a key head, and each has a slope: regrouped, each query still meets its own bias."""
+    rng = np.random.default_rng(0)
+    query, key, value = (ops.parameter([1, heads, NEW, 8], np.float32) for heads in (4, 2, 2))
+    for name, port in zip("qkv", (query, key, value), strict=True):
+        port.output(0).set_names({name})
+    graph = StepGraph(ov.Model([], [query, key, value]))
+    mask = graph.add_parameter("mask.causal", ov.PartialShape([1, 1, NEW, NEW]), ov.Type.f32)
+    bias = _with_bias(graph, mask.output(0), (0.5, 0.25, 0.125, 0.0625), ov.Dimension(NEW))
+    repeated = [
+        ops.reshape(
+            ops.broadcast(ops.unsqueeze(rows, np.array(2)), np.array([1, 2, 2, NEW, 8])),
+            np.array([1, 4, NEW, 8]),
+            False,
+        )
+        for rows in (key, value)
+    ]
+    attention = ops.scaled_dot_product_attention(query, *repeated, bias, causal=False)
+    result = ops.result(attention)
+    result.output(0).set_names({"out"})
+    graph.model.add_results([result])
+    feeds = {
+        name: rng.normal(size=(1, heads, NEW, 8)).astype(np.float32) for name, heads in (("q", 4), ("k", 2), ("v", 2))
+    }
+    feeds |= {
+        "mask.causal": np.where(visible_cells(0, NEW, None), 0, HIDDEN).astype(np.float32)[None, None],
+        KEY_POSITIONS: np.arange(NEW, dtype=np.int32)[None, None, None],
+        QUERY_POSITIONS: np.arange(NEW, dtype=np.int32)[None, None, :, None],
+    }
+    before = evaluate(graph.model.clone(), feeds)
+    group_queries(graph)
+    assert graph.notes["group_queries"][-1].startswith("1 of 1")
+    same(evaluate(graph.model, feeds)["out"], before["out"])
 
 
 def test_every_pass_is_in_the_list_and_has_a_file(root):
