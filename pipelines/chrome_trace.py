@@ -1,21 +1,23 @@
 """Records as Chrome trace events and back (the "Trace Event Format" that Perfetto and chrome://tracing read).
 
-Process 1 is the device: one slice a call, and counters. Process 2 are the requests, a track each. What reading needs lies
-in the ``args`` of the slices of category ``call`` and ``request``; all else is for the eye.
+Process 1 is the device: one slice a call, counters, and what the host did around each call. Process 2 are the requests, a
+track each. What reading needs lies in the ``args`` of the slices of category ``call`` and ``request``; all else is for the eye.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any, TypeAlias
 
 from staticllm.core import FinishReason, Variant
 from staticllm.pipelines.lanes import lanes_of
-from staticllm.pipelines.profiler import RequestRecord, StepRecord
+from staticllm.pipelines.profiler import HostTimes, RequestRecord, StepRecord
 
 Event: TypeAlias = dict[str, Any]
 Clock: TypeAlias = Callable[[float], int]  # from seconds to ns after the first moment of the trace
 DEVICE, REQUESTS = 1, 2
+HOST_TRACK = 1
 SCHEMA = 2
 
 
@@ -55,7 +57,8 @@ def _names() -> Iterator[Event]:
     for pid, name in ((DEVICE, "device"), (REQUESTS, "requests")):
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
-    yield {"ph": "M", "name": "thread_name", "pid": DEVICE, "tid": 0, "args": {"name": "calls"}}
+    for track, name in ((0, "calls"), (HOST_TRACK, "host")):
+        yield {"ph": "M", "name": "thread_name", "pid": DEVICE, "tid": track, "args": {"name": name}}
 
 
 def _slice(name: str, category: str, pid: int, tid: int, start: int, end: int, args: dict[str, Any]) -> Event:
@@ -73,10 +76,11 @@ def _step_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
         "prefill": [list(pair) for pair in step.prefill], "decode": list(step.decode), "padding": step.padding_rows,
         "rows_in_use": step.rows_in_use, "waiting": step.num_waiting, "running": step.num_running,
         "num_parked": step.num_parked, "parked": list(step.parked), "evicted": list(step.evicted),
-        "failed": step.has_failed,
+        "failed": step.has_failed, "host_ns": None if step.host is None else _host_ns(step.host),
     }  # fmt: skip
     start, name = clock(step.start), f"{variant} failed" if step.has_failed else str(variant)
     yield _slice(name, "call", DEVICE, 0, start, clock(step.end), args)
+    yield from _host_events(step, clock)
     for request in step.evicted:
         yield _mark("evicted", "evicted", request, start)
     counters = {
@@ -87,6 +91,25 @@ def _step_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
     }
     for name, value in counters.items():
         yield {"ph": "C", "name": name, "pid": DEVICE, "ts": start / 1e3, "args": value}
+
+
+def _host_ns(host: HostTimes) -> dict[str, int]:
+    return {field.name: round(getattr(host, field.name) * 1e9) for field in fields(host)}
+
+
+def _host_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
+    """What the engine's thread did before and after the call, on a track of its own."""
+    if step.host is None:
+        return
+    host, end = step.host, step.end
+    moments = {
+        "plan": (step.start - host.masks - host.plan, step.start - host.masks),
+        "masks": (step.start - host.masks, step.start),
+        "rows": (end, end + host.rows),
+        "sampling": (end + host.rows, end + host.rows + host.sampling),
+    }
+    for name, (first, last) in moments.items():
+        yield _slice(name, "host", DEVICE, HOST_TRACK, max(0, clock(first)), max(0, clock(last)), {})
 
 
 def _lane_events(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], clock: Clock) -> Iterator[Event]:
@@ -137,7 +160,12 @@ def _step(event: Event) -> StepRecord:
         parked=tuple(args["parked"]),
         evicted=tuple(args.get("evicted", ())),  # version 1 of the schema had neither
         has_failed=args.get("failed", False),
+        host=_host(args.get("host_ns")),
     )
+
+
+def _host(parts: dict[str, int] | None) -> HostTimes | None:
+    return None if parts is None else HostTimes(**{name: value / 1e9 for name, value in parts.items()})
 
 
 def _request(event: Event) -> RequestRecord:

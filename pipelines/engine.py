@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +17,7 @@ from staticllm.errors import BusyError, ClosedError, DeviceError, StaticLLMError
 from staticllm.kvcache.prefix import PrefixCache
 from staticllm.kvcache.shelf import Shelf
 from staticllm.kvcache.step import Segment
-from staticllm.pipelines.profiler import Profiler, RequestRecord, StepRecord
+from staticllm.pipelines.profiler import HostTimes, Profiler, RequestRecord, StepRecord
 from staticllm.pipelines.request import Request
 from staticllm.pipelines.runner import Logits, ModelRunner, not_finite
 from staticllm.pipelines.scheduling.book import Book, Entry, Limits
@@ -65,6 +65,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._variant = runner.index.variants[0]  # of the last call
         self._evicted: list[int] = []  # since then
+        self._step: StepRecord | None = None  # the last call
         self._num_waiting = 0  # of the requests in the book
         self._is_closing = self._is_draining = False
 
@@ -160,11 +161,24 @@ class Engine:
             self._sweep()
             self._run_errands()
             if len(self._book):
-                parts = self._prepare(self._plan())
-                self._deliver(parts, self._run(parts))
+                self._call()
         except Exception as error:  # ours: nobody must wait for ever for an engine that has stopped
             for request in self._tenancy.abandon():
                 self._report(request, FinishReason.ERROR, _as_ours(error))
+
+    def _call(self) -> None:
+        """Plan, run, choose, deliver; then a record of it."""
+        begin = time.perf_counter()
+        parts = self._prepare(self._plan())
+        ready = time.perf_counter()
+        outputs = self._run(parts)
+        done = time.perf_counter()
+        self._deliver(parts, outputs)
+        runner, step = self._runner, self._step
+        assert step is not None
+        sampling = time.perf_counter() - done
+        host = HostTimes(ready - begin, runner.masks_seconds, runner.rows_seconds, sampling)
+        self.profiler.record(step if step.has_failed else replace(step, host=host))
 
     def _admit(self) -> None:
         with self._wake:
@@ -268,7 +282,7 @@ class Engine:
             return []
         for index, stored in runner.set_aside.items():
             self._tenancy.set_aside(parts[index].request, stored)
-        self._record(start, runner.seconds, parts)
+        self._record(runner.started, runner.seconds, parts)
         return outputs
 
     def _aside(self, parts: list[Part]) -> set[int]:
@@ -329,21 +343,19 @@ class Engine:
         for part in parts:
             part.request.spent(seconds, part.is_prefill)
         parked, waiting = self._book.ids("parked"), set(self._book.ids("waiting"))
-        self.profiler.record(
-            StepRecord(
-                start=start,
-                seconds=seconds,
-                variant=self._variant,
-                decode=tuple(part.request.id for part in parts if not part.is_prefill),
-                prefill=tuple((part.request.id, len(part.segment.tokens)) for part in prompts),
-                rows_in_use=self._runner.cache.rows.num_used,
-                num_waiting=len(waiting.difference(part.request.id for part in prompts)),
-                num_parked=len(parked),
-                num_running=self._book.count("running"),
-                parked=parked,
-                evicted=tuple(self._evicted),
-                has_failed=has_failed,
-            )
+        self._step = StepRecord(
+            start=start,
+            seconds=seconds,
+            variant=self._variant,
+            decode=tuple(part.request.id for part in parts if not part.is_prefill),
+            prefill=tuple((part.request.id, len(part.segment.tokens)) for part in prompts),
+            rows_in_use=self._runner.cache.rows.num_used,
+            num_waiting=len(waiting.difference(part.request.id for part in prompts)),
+            num_parked=len(parked),
+            num_running=self._book.count("running"),
+            parked=parked,
+            evicted=tuple(self._evicted),
+            has_failed=has_failed,
         )
         self._evicted = []
 

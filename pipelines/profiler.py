@@ -15,6 +15,23 @@ PENDING_RECORDS = 8192
 
 
 @dataclass(frozen=True)
+class HostTimes:
+    """Seconds of the engine's thread around one call: ``plan`` and ``masks`` before it, ``rows`` and ``sampling`` after.
+
+    Planning includes moves of rows to and from the shelf; masks include ids and positions.
+    """
+
+    plan: float
+    masks: float
+    rows: float
+    sampling: float
+
+    @property
+    def total(self) -> float:
+        return self.plan + self.masks + self.rows + self.sampling
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One device call. Times are ``time.perf_counter`` seconds; ``prefill`` holds ``(request, tokens)``.
 
@@ -34,6 +51,7 @@ class StepRecord:
     parked: tuple[int, ...] = ()
     evicted: tuple[int, ...] = ()
     has_failed: bool = False
+    host: HostTimes | None = None
 
     @property
     def end(self) -> float:

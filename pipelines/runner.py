@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as List
 from typing import Protocol
@@ -32,8 +33,9 @@ class Runnable(Protocol):
 class ModelRunner:
     """A model's programs over one cache. Not thread-safe: one caller at a time.
 
-    Of the last call: ``seconds`` is what it took, ``best`` the most likely token after each segment, None where the logits
-    are not finite.
+    Of the last call: ``started`` is when (``time.perf_counter``), ``seconds`` what it took on the device, ``masks_seconds`` and
+    ``rows_seconds`` what the host did before and after; ``best`` the most likely token after each segment, None where the
+    logits are not finite.
     """
 
     def __init__(self, cache: KVCache, programs: Mapping[Variant, Runnable], costs: CostTable | None = None) -> None:
@@ -41,7 +43,7 @@ class ModelRunner:
         self.programs = programs
         self.costs = costs or CostTable()
         self.index = VariantIndex(programs)
-        self.seconds = 0.0
+        self.started = self.seconds = self.masks_seconds = self.rows_seconds = 0.0
         self.best: list[int | None] = []
         self.set_aside: dict[int, StoredRows] = {}
 
@@ -80,14 +82,19 @@ class ModelRunner:
 
         The rows of segments in ``aside``, fresh ones, go to ``set_aside`` instead of the arena.
         """
+        begin = time.perf_counter()
         program, step = self.programs[variant], Step(variant, tuple(segments))
         self.cache.fill(step, program.buffers)
+        self.started = time.perf_counter()
+        self.masks_seconds = self.started - begin
         self.seconds = program.run()
+        end = time.perf_counter()
         logits: Logits = program.buffers.logits[0, : len(segments)]
         self.best = [_most_likely(line) for line in logits]
         is_finite = [best is not None for best in self.best]
         self.set_aside = self.cache.commit(step, program.buffers, is_finite, aside)
         self.costs.update(variant, self.seconds)
+        self.rows_seconds = time.perf_counter() - end
         return list(logits)
 
     def _checked(self, variant: Variant, segments: List[Segment]) -> list[Logits]:

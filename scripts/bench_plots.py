@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +58,46 @@ def plot_freeze(result: dict[str, Any], path: Path) -> None:
     axis.legend()
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+COLOURS = {
+    "ours": "#c0392b", "ours separate": "#e59a90", "npuw": "#1f4e79", "npuw chunk 128": "#5b8fc0", "npuw tuned": "#a9c6e3",
+    "genai": "#2e7d4f", "genai f32": "#8fc7a4", "batching": "#b8901f",
+}  # fmt: skip
+PANELS = (
+    ("time to first token, ms", ("ttft_16", "ttft_128", "ttft_512", "ttft_1000", "ttft_turn")),
+    ("time per output token, ms", ("tpot_16", "tpot_128", "tpot_512", "tpot_1000")),
+    ("tokens/s of so many clients", ("clients_1", "clients_4", "clients_8", "clients_16")),
+    ("load, s", ("load_s", "load_cached_s")),
+    ("peak of private memory, MB", ("peak_mb",)),
+)
+LABELS = {"ttft_turn": "2nd turn", "load_s": "no cache", "load_cached_s": "cache filled", "peak_mb": ""}
+
+
+def plot_bench(result: dict[str, Any], path: Path) -> None:
+    """Medians of every peer, grouped by measure. Times to first token span three orders of magnitude: a log scale."""
+    medians = {
+        measure: {name: statistics.median(values) for name, values in found.items()}
+        for measure, found in result["figures"].items()
+    }
+    widths = [max(2, sum(measure in medians for measure in measures)) for _, measures in PANELS]
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(19, 4.6), layout="constrained", width_ratios=widths)
+    for axis, (title, measures) in zip(axes, PANELS, strict=True):
+        _bars(axis, medians, [measure for measure in measures if measure in medians])
+        axis.set_title(title, fontsize=10)
+    axes[0].set_yscale("log")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
+    figure.legend(handles, COLOURS, loc="outside lower center", ncols=len(COLOURS), frameon=False, fontsize=9)
+    figure.suptitle(f"Qwen2-0.5B-shaped model, int8, on a CPU with two cores; medians of {result['rounds']} rounds")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _bars(axis: Any, medians: dict[str, dict[str, float]], measures: list[str]) -> None:
+    for place, measure in enumerate(measures):
+        found = {name: value for name, value in medians[measure].items() if name in COLOURS}
+        width = 0.86 / max(1, len(found))
+        for number, (name, value) in enumerate(found.items()):
+            axis.bar(place - 0.43 + (number + 0.5) * width, value, width * 0.92, color=COLOURS[name])
+    axis.set_xticks(range(len(measures)), [LABELS.get(m, m.rpartition("_")[2]) for m in measures], fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)

@@ -101,8 +101,8 @@ def freeze(options: argparse.Namespace) -> dict[str, object]:
     """One chat decodes, a prompt of 1000 tokens arrives: the chat's longest gap, as a share of its target."""
     path, rows = str(make("qwen2-0.5b")), []
     with Worker("ours", path) as worker:
-        worker.do("solo", seed=1)
-        solo = statistics.median(worker.do("solo", seed=2 + i)["tpot_ms"] for i in range(3))
+        worker.do("answer", length=64, seed=1)
+        solo = statistics.median(worker.do("answer", length=64, seed=2 + i)["tpot_ms"] for i in range(3))
     target = 3 * solo
     print(f"solo TPOT {solo:.1f} ms, target {target:.1f}")
     with (

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
+from abc import ABC, abstractmethod
 from itertools import pairwise
 from types import TracebackType
 from typing import Any
@@ -16,17 +18,22 @@ from typing import Any
 import numpy as np
 
 NUM_PROMPT, NUM_NEW, NPUW_REQUESTS = 64, 64, 2
+HISTORY, TURN, ANSWER = 900, 30, 16  # tokens of a second turn
 NPUW = {"NPUW_DEVICES": "CPU", "NPUW_ONLINE_PIPELINE": "NONE"}  # the real NPUW, on the CPU
+SAMPLE_SECONDS = 0.05
 
 
 class Worker:
-    """A process that has loaded one pipeline. ``do`` runs one job in it."""
+    """A process that has loaded one pipeline. ``do`` runs one job in it; ``load`` says what loading took.
 
-    def __init__(self, kind: str, path: str, **properties: Any) -> None:
+    ``is_watched``: its private memory is sampled from before the load on, which takes a little of its speed.
+    """
+
+    def __init__(self, kind: str, path: str, is_watched: bool = False, **properties: Any) -> None:
+        what = {"kind": kind, "path": path, "is_watched": is_watched, "properties": properties}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps({"kind": kind, "path": path, "properties": properties})],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [sys.executable, __file__, json.dumps(what)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.load = self._answer()
 
     def do(self, job: str, **options: Any) -> dict[str, Any]:
@@ -59,7 +66,60 @@ def prompts_of(count: int, seed: int, length: int = NUM_PROMPT) -> list[np.ndarr
     return [rng.integers(8, 1000, length) for _ in range(count)]
 
 
-class Ours:
+class Peer(ABC):
+    """A pipeline, and the jobs that are the same for all of them: timed from outside, by a streamer that is told each token."""
+
+    @abstractmethod
+    def run(self, prompt: np.ndarray, count: int, streamer: Any = None) -> list[int]:
+        """Greedily, exactly ``count`` tokens."""
+
+    @abstractmethod
+    def clients(self, count: int, seed: int) -> dict[str, Any]:
+        """So many at once."""
+
+    def answer(self, length: int, seed: int, count: int = NUM_NEW) -> dict[str, Any]:
+        """One prompt of so many random tokens."""
+        (prompt,) = prompts_of(1, seed, length)
+        return self._timed(prompt, count)
+
+    def turn(self, seed: int) -> dict[str, Any]:
+        """The second turn of a conversation, all of it passed again: what is known of it need not be computed."""
+        history, more = prompts_of(1, seed, HISTORY)[0], prompts_of(1, seed, TURN)[0]
+        answer = self.run(history, ANSWER)
+        return self._timed(np.concatenate([history, answer, more]), 2)
+
+    def tokens(self, length: int, seed: int, count: int = NUM_NEW) -> dict[str, Any]:
+        return {"tokens": self.run(prompts_of(1, seed, length)[0], count)}
+
+    def _timed(self, prompt: np.ndarray, count: int) -> dict[str, Any]:
+        streamer = make_clock()
+        start = time.perf_counter()
+        self.run(prompt, count, streamer)
+        first, *_, last = streamer.times
+        return {"ttft_ms": 1e3 * (first - start), "tpot_ms": 1e3 * (last - first) / (len(streamer.times) - 1)}
+
+
+def make_clock() -> Any:
+    """A streamer of openvino_genai that notes when each token came."""
+    import openvino_genai as genai
+
+    class Clock(genai.StreamerBase):
+        def __init__(self) -> None:
+            super().__init__()
+            self.times: list[float] = []
+
+        def write(self, token: int | list[int]) -> Any:
+            now = time.perf_counter()
+            self.times += [now] * (len(token) if isinstance(token, list) else 1)
+            return genai.StreamingStatus.RUNNING
+
+        def end(self) -> None:
+            pass
+
+    return Clock()
+
+
+class Ours(Peer):
     """StaticLLMPipeline."""
 
     def __init__(self, path: str, properties: dict[str, Any]) -> None:
@@ -67,16 +127,14 @@ class Ours:
 
         self._pipe = StaticLLMPipeline(path, "CPU", **properties)
 
+    def run(self, prompt: np.ndarray, count: int, streamer: Any = None) -> list[int]:
+        return self._pipe.generate(prompt, streamer=streamer, max_new_tokens=count, ignore_eos=True).tokens[0]
+
     def clients(self, count: int, seed: int) -> dict[str, Any]:
         start = time.perf_counter()
         handles = [self._pipe.submit(p, max_new_tokens=NUM_NEW, ignore_eos=True) for p in prompts_of(count, seed)]
         num_tokens = sum(len(handle.outcome().answer.tokens) for handle in handles)
         return {"tokens_per_second": num_tokens / (time.perf_counter() - start)}
-
-    def solo(self, seed: int) -> dict[str, Any]:
-        (prompt,) = prompts_of(1, seed)
-        metrics = self._pipe.generate(prompt, max_new_tokens=NUM_NEW, ignore_eos=True).perf_metrics
-        return {"tpot_ms": metrics.get_tpot().mean, "ttft_ms": metrics.get_ttft().mean}
 
     def freeze(self, seed: int) -> dict[str, Any]:
         """A chat, and a prompt of 1000 tokens that arrives after its tenth token."""
@@ -90,52 +148,101 @@ class Ours:
         gaps = [1e3 * (after - before) for before, after in pairwise(times)]
         return {"longest_gap_ms": max(gaps), "ttft_ms": 1e3 * (first - arrival), "gaps_ms": gaps}
 
+    def host(self, seed: int) -> dict[str, Any]:
+        """What lies between two device calls of a single decoding request: the median."""
+        with self._pipe.record() as trace:
+            self.run(prompts_of(1, seed)[0], NUM_NEW)
+        decode = [step for step in trace.steps if step.decode]
+        gaps = [after.start - before.end for before, after in pairwise(decode)]
+        return {"host_ms": 1e3 * float(np.median(gaps))}
 
-class Batching:
+
+class Genai(Peer):
+    """openvino_genai's LLMPipeline on the CPU: the paged backend."""
+
+    device, extra = "CPU", dict[str, str]()
+
+    def __init__(self, path: str, properties: dict[str, Any]) -> None:
+        import openvino_genai as genai
+
+        self._pipe = genai.LLMPipeline(path, self.device, **self.extra, **properties)
+
+    def run(self, prompt: np.ndarray, count: int, streamer: Any = None) -> list[int]:
+        import openvino as ov
+
+        extra = {} if streamer is None else {"streamer": streamer}
+        result = self._pipe.generate(ov.Tensor(prompt[None]), max_new_tokens=count, ignore_eos=True, **extra)
+        return list(result.tokens[0])
+
+    def clients(self, count: int, seed: int) -> dict[str, Any]:
+        """It takes one request after the other, so that a few tell the rate of any number."""
+        start, num_tokens = time.perf_counter(), 0
+        for prompt in prompts_of(min(count, NPUW_REQUESTS), seed):
+            num_tokens += len(self.run(prompt, NUM_NEW))
+        return {"tokens_per_second": num_tokens / (time.perf_counter() - start)}
+
+
+class Npuw(Genai):
+    """openvino_genai's LLMPipeline on ``NPU``, through NPUW on the CPU."""
+
+    device, extra = "NPU", NPUW
+
+
+class Batching(Peer):
     """openvino_genai's ContinuousBatchingPipeline on the CPU, with its defaults."""
 
     def __init__(self, path: str, properties: dict[str, Any]) -> None:
         import openvino_genai as genai
 
         self._pipe = genai.ContinuousBatchingPipeline(path, genai.SchedulerConfig(), "CPU", **properties)
-        self._config = genai.GenerationConfig(max_new_tokens=NUM_NEW, ignore_eos=True)
+
+    def run(self, prompt: np.ndarray, count: int, streamer: Any = None) -> list[int]:
+        (result,) = self._generate([prompt], count, streamer)
+        return list(result.m_generation_ids[0])
 
     def clients(self, count: int, seed: int) -> dict[str, Any]:
-        import openvino as ov
-
         start = time.perf_counter()
-        prompts = [ov.Tensor(prompt[None]) for prompt in prompts_of(count, seed)]
-        results = self._pipe.generate(prompts, [self._config] * count)
+        results = self._generate(prompts_of(count, seed), NUM_NEW)
         num_tokens = sum(len(result.m_generation_ids[0]) for result in results)
         return {"tokens_per_second": num_tokens / (time.perf_counter() - start)}
 
-
-class Npuw:
-    """openvino_genai's NPU pipeline: one request after the other, so that a few tell the rate of any number."""
-
-    def __init__(self, path: str, properties: dict[str, Any]) -> None:
+    def _generate(self, prompts: list[np.ndarray], count: int, streamer: Any = None) -> list[Any]:
+        import openvino as ov
         import openvino_genai as genai
 
-        self._pipe = genai.LLMPipeline(path, "NPU", **NPUW, **properties)
+        configs = [genai.GenerationConfig(max_new_tokens=count, ignore_eos=True) for _ in prompts]
+        extra = () if streamer is None else (streamer,)
+        return self._pipe.generate([ov.Tensor(prompt[None]) for prompt in prompts], configs, *extra)
 
-    def clients(self, count: int, seed: int) -> dict[str, Any]:
-        import openvino as ov
 
-        start, num_tokens = time.perf_counter(), 0
-        for prompt in prompts_of(min(count, NPUW_REQUESTS), seed):
-            result = self._pipe.generate(ov.Tensor(prompt[None]), max_new_tokens=NUM_NEW, ignore_eos=True)
-            num_tokens += len(result.tokens[0])
-        return {"tokens_per_second": num_tokens / (time.perf_counter() - start)}
+class Watch:
+    """The peak of this process's private memory, USS, sampled in a thread."""
+
+    def __init__(self) -> None:
+        import psutil
+
+        self._process, self.peak = psutil.Process(), 0
+        threading.Thread(target=self._sample, daemon=True).start()
+
+    def _sample(self) -> None:
+        while True:
+            self.peak = max(self.peak, self._process.memory_full_info().uss)
+            time.sleep(SAMPLE_SECONDS)
 
 
 def main() -> None:
     what = json.loads(sys.argv[1])
+    watch = Watch() if what["is_watched"] else None
     start = time.perf_counter()
-    peer = {"ours": Ours, "batching": Batching, "npuw": Npuw}[what["kind"]](what["path"], what["properties"])
+    kinds = {"ours": Ours, "genai": Genai, "npuw": Npuw, "batching": Batching}
+    peer = kinds[what["kind"]](what["path"], what["properties"])
     print(json.dumps({"seconds": time.perf_counter() - start}), flush=True)
     for line in sys.stdin:
         job = json.loads(line)
-        print(json.dumps(getattr(peer, job.pop("job"))(**job)), flush=True)
+        result = getattr(peer, job.pop("job"))(**job)
+        if watch is not None:
+            result["peak_mb"] = watch.peak / 1e6
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ _COMMANDS = {
     "inspect": "inspect",
     "simulate": "simulate",
     "trace": "trace",
+    "bench": "bench",
 }  # name → module, imported when used
 
 

@@ -40,12 +40,12 @@ def _text(report: dict[str, Any]) -> str:
             for layer in layers
         ),
         "",
-        "pass            nodes          what it did",
+        "pass                 nodes          what it did",
     ]
     for entry in report["passes"]:
         first, *more = entry["notes"] or [""]
-        lines.append(f"{entry['name']:<14}  {entry['nodes_before']:>5} → {entry['nodes_after']:<5}  {first}")
-        lines.extend(" " * 31 + note for note in more)
+        lines.append(f"{entry['name']:<19}  {entry['nodes_before']:>5} → {entry['nodes_after']:<5}  {first}")
+        lines.extend(" " * 36 + note for note in more)
     return "\n".join(lines)
 
 

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from staticllm.config import StaticLLMConfig
 from staticllm.errors import ConfigError
 
+if TYPE_CHECKING:
+    from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def layout_options(command: Command) -> Command:
     """``--device`` and everything that decides which programs there are."""
+    return layout_options_with("-p", "--property")(command)
+
+
+def layout_options_with(*property_flags: str) -> Callable[[Command], Command]:
+    """The same, where ``-p`` is taken."""
+    return lambda command: _with_layout(command, property_flags)
+
+
+def _with_layout(command: Command, property_flags: tuple[str, ...]) -> Command:
     for option in reversed(
         [
             click.option("--device", default="CPU", show_default=True, help="OpenVINO device: CPU, NPU, GPU …"),
@@ -22,8 +36,8 @@ def layout_options(command: Command) -> Command:
             click.option("--min-response-len", type=int, help="Tokens kept free for the response.  [128]"),
             click.option(
                 "--programs",
-                type=click.Choice(["auto", "separate", "shared"]),
-                help="One program a variant, or one for all.",
+                type=click.Choice(["auto", "separate", "shared", "phases"]),
+                help="One program a variant, one for all, or one a phase.",
             ),
             click.option(
                 "--precision",
@@ -32,7 +46,7 @@ def layout_options(command: Command) -> Command:
             ),
             click.option("--kv-precision", type=click.Choice(["f32", "f16", "bf16"]), help="Store rows in this type."),
             click.option(
-                "-p", "--property", "properties", multiple=True, metavar="NAME=VALUE", help="Any other property."
+                *property_flags, "properties", multiple=True, metavar="NAME=VALUE", help="Any other property."
             ),
         ]
     ):
@@ -74,3 +88,27 @@ def _value(text: str) -> Any:
         return int(text)
     except ValueError:
         return text
+
+
+def check_output(output: str) -> None:
+    """Before the model is loaded: a load may take minutes."""
+    path = Path(output)
+    if path.is_dir():
+        raise ConfigError(f"{output!r} is a folder: choose the path of a file")
+    if not path.resolve().parent.is_dir():
+        raise ConfigError(f"the folder {str(path.resolve().parent)!r} does not exist: make it first")
+
+
+@contextmanager
+def profiling(pipe: StaticLLMPipeline, path: str | None) -> Iterator[None]:
+    """Record while a block runs, then write a Chrome trace to ``path`` and print a table to stderr; without a path, nothing."""
+    if path is None:
+        yield
+        return
+    from staticllm.pipelines.profile import profile_of, table
+
+    with pipe.record() as trace:
+        yield
+    if trace.steps:
+        trace.save(path)
+        click.echo(f"{table(profile_of(trace.steps))}\n{len(trace.steps)} device calls in {path}", err=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from staticllm.cli.options import layout_options, read_properties
+from staticllm.cli.options import check_output, layout_options, profiling, read_properties
 from staticllm.errors import PromptTooLongError
 from staticllm.model_dir import demo_model_path
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 @click.option("--raw", is_flag=True, help="Do not apply the chat template.")
 @click.option("--stats", is_flag=True, help="Print timings to stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a stream.")
+@click.option(
+    "--profile", type=click.Path(), help="Write a Chrome trace (ui.perfetto.dev); print where a token's time goes."
+)
 @layout_options
 def command(prompt: str | None, model: str | None, **options: Any) -> None:
     """Generate text: for PROMPT, for stdin if it is piped, else in a chat.
@@ -42,12 +45,15 @@ def command(prompt: str | None, model: str | None, **options: Any) -> None:
         prompt = sys.stdin.read().strip("\r\n") if sys.stdin else ""
     if options["raw"] and (prompt is None or options["system"]):
         raise click.UsageError("--raw goes with a prompt and without --system: a chat needs the template")
+    if options["profile"] is not None:
+        check_output(options["profile"])
     pipe = StaticLLMPipeline(model or demo_model_path(), options["device"], config=read_properties(options))
     generation = _generation(options)
-    if prompt is None:
-        Chat(pipe, generation, options["stats"]).run(options["system"])
-    else:
-        _answer(pipe, prompt, generation, options)
+    with profiling(pipe, options["profile"]):
+        if prompt is None:
+            Chat(pipe, generation, options["stats"]).run(options["system"])
+        else:
+            _answer(pipe, prompt, generation, options)
 
 
 def _generation(options: dict[str, Any]) -> dict[str, Any]:

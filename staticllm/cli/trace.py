@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
 
-from staticllm.cli.options import layout_options, read_properties
+from staticllm.cli.options import check_output, layout_options, read_properties
 from staticllm.config import StaticLLMConfig
-from staticllm.errors import ConfigError
 from staticllm.model_dir import demo_model_path
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ def record(output: str, model: str | None, **options: Any) -> None:
     rate = options["rate"]
     if rate is not None and not 0 < rate < float("inf"):
         raise click.BadParameter(f"{rate:g}: must be requests a second, more than 0", param_hint="'--rate'")
-    _check_output(output)
+    check_output(output)
     properties = _properties(options)
     with StaticLLMPipeline(model or demo_model_path(), options["device"], config=properties) as pipe:
         with pipe.record() as trace:
@@ -66,18 +64,9 @@ def draw(trace: str, output: str) -> None:
     from staticllm.pipelines.timeline import draw as draw_timeline
     from staticllm.pipelines.trace import Trace
 
-    _check_output(output)
+    check_output(output)
     draw_timeline(Trace.load(trace), output)
     click.echo(f"timeline in {output}")
-
-
-def _check_output(output: str) -> None:
-    """Before the model is loaded: a load may take minutes."""
-    path = Path(output)
-    if path.is_dir():
-        raise ConfigError(f"{output!r} is a folder: choose the path of a file")
-    if not path.resolve().parent.is_dir():
-        raise ConfigError(f"the folder {str(path.resolve().parent)!r} does not exist: make it first")
 
 
 def _properties(options: dict[str, Any]) -> dict[str, Any]:

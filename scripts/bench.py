@@ -1,0 +1,231 @@
+"""staticllm against openvino_genai, side by side: prints tables and ratios, writes JSON and a plot.
+
+    pip install "staticllm[plot,train]" psutil
+    python scripts/bench.py            # about 40 minutes on two cores, 24 GiB
+    python scripts/bench.py --quick    # under 3 minutes: fewer peers, lengths and rounds
+
+Each peer is a process of its own; all have loaded their model and take turns, so that a machine that changes its speed changes
+it for all. Figures are medians over the rounds, ratios medians of the ratios of each round. Times are taken by a streamer that
+is told each token. Everybody has the defaults, unless the name says otherwise. The model is the Qwen2-0.5B-shaped one of
+scripts/make_bench_model.py (int8, random weights); nothing else should run on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench_report import print_report
+from bench_workers import Worker
+from make_bench_model import make
+
+ROOT = Path(__file__).resolve().parent.parent
+LENGTHS, CLIENTS = (16, 128, 512, 1000), (1, 4, 8, 16)
+POLICIES = ("dynamic", "fcfs", "prefill_first", "chunked")  # decode_first is for prompts that may wait
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0, "KV_CACHE_PRECISION": "f32"}
+TUNED = {"NPUW_LLM_PREFILL_CHUNK_SIZE": 256, "NPUW_LLM_GENERATE_PYRAMID": True, "NPUW_LLM_ENABLE_PREFIX_CACHING": True}
+CAPACITIES = {"capacity 512": 512, "capacity 4096": 4096}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A pipeline to be measured: a kind of ``bench_workers``, and what is not its default."""
+
+    kind: str
+    properties: dict[str, Any] = field(default_factory=dict)
+    model: str = "qwen2-0.5b"
+
+
+PEERS = {
+    "ours": Peer("ours"),
+    "ours separate": Peer("ours", {"PROGRAMS": "separate"}),
+    "npuw": Peer("npuw"),
+    "npuw chunk 128": Peer("npuw", {"NPUW_LLM_PREFILL_CHUNK_SIZE": 128}),
+    "npuw tuned": Peer("npuw", TUNED),
+    "genai": Peer("genai"),
+    "genai f32": Peer("genai", {"INFERENCE_PRECISION_HINT": "f32"}),
+    "batching": Peer("batching"),
+}
+QUICK = ("ours", "npuw", "genai")
+ONE_CLIENT_AT_A_TIME = ("npuw", "npuw chunk 128", "npuw tuned", "genai", "genai f32")
+
+
+class Figures:
+    """What was measured: ``[measure][peer]`` is a list, one figure a round."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+
+    def add(self, measure: str, peer: str, value: float) -> None:
+        self.values[measure][peer].append(value)
+
+    def median(self, measure: str, peer: str) -> float | None:
+        found = self.values.get(measure, {}).get(peer)
+        return statistics.median(found) if found else None
+
+    def ratio(self, measure: str, peer: str, other: str) -> float | None:
+        """The median of the ratios of each round."""
+        mine, theirs = (self.values.get(measure, {}).get(name, []) for name in (peer, other))
+        return statistics.median(a / b for a, b in zip(mine, theirs, strict=False)) if mine and theirs else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="under 3 minutes")
+    parser.add_argument("--rounds", type=int, help="[5; 1 with --quick]")
+    parser.add_argument("--peers", nargs="+", choices=list(PEERS), help="[all]")
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "bench", help="where JSON and plot go")
+    options = parser.parse_args()
+    options.rounds = options.rounds or (1 if options.quick else 5)
+    names = options.peers or (QUICK if options.quick else list(PEERS))
+    lengths, clients = ((16, 512), (8,)) if options.quick else (LENGTHS, CLIENTS)
+    make("qwen2-0.5b")
+    figures, start = Figures(), time.perf_counter()
+    side_by_side(figures, names, lengths, clients, options.rounds)
+    loading(figures, names, 1 if options.quick else 3)
+    ours_alone(figures, options)
+    result = {
+        "date": time.strftime("%Y-%m-%d %H:%M"), "seconds": time.perf_counter() - start, "rounds": options.rounds,
+        "figures": figures.values, "same_tokens_f32": None if options.quick else same_tokens(),
+    }  # fmt: skip
+    result["targets"] = print_report(figures, names, result["same_tokens_f32"])
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / "bench.json"
+    path.write_text(json.dumps(result, indent=1))
+    print(f"wrote {path}")
+    plot(result, path.with_suffix(".png"))
+
+
+def start(name: str, stack: ExitStack, peer: Peer | None = None, **more: Any) -> Worker:
+    peer = peer or PEERS[name]
+    print(f"loading {name} …", file=sys.stderr)
+    path = str(make(peer.model)) if peer.model != "demo" else str(ROOT / "staticllm" / "demo_model")
+    return stack.enter_context(Worker(peer.kind, path, **{**peer.properties, **more}))
+
+
+def side_by_side(
+    figures: Figures, names: list[str], lengths: tuple[int, ...], clients: tuple[int, ...], rounds: int
+) -> None:
+    """Latencies and throughput; the first round warms everybody up."""
+    with ExitStack() as stack:
+        workers = {name: start(name, stack) for name in names}
+        for seed in range(rounds + 1):
+            print(f"round {seed} of {rounds}", file=sys.stderr)
+            found = Figures() if seed == 0 else figures
+            for length in lengths:
+                for name, worker in workers.items():
+                    timed = worker.do("answer", length=length, seed=seed)
+                    found.add(f"ttft_{length}", name, timed["ttft_ms"])
+                    found.add(f"tpot_{length}", name, timed["tpot_ms"])
+            for name, worker in workers.items():
+                found.add("ttft_turn", name, worker.do("turn", seed=seed)["ttft_ms"])
+            for count in clients if seed < 4 else ():
+                for name, worker in workers.items():
+                    if count == 1 or name not in ONE_CLIENT_AT_A_TIME[1:]:
+                        rate = worker.do("clients", count=count, seed=seed)["tokens_per_second"]
+                        found.add(f"clients_{count}", name, rate)
+            found.add("read_ms", "ours", 1e3 * read_weights())
+
+
+def read_weights() -> float:
+    """Seconds that a plain read of as many bytes as the model's weights takes, with as many threads as cores: the best of 3."""
+    parts = np.array_split(weights(), os.cpu_count() or 1)
+
+    def once() -> float:
+        threads = [threading.Thread(target=np.bitwise_or.reduce, args=(part,)) for part in parts]
+        begin = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - begin
+
+    return min(once() for _ in range(3))
+
+
+@cache
+def weights() -> np.ndarray:
+    """As many bytes as the model has."""
+    return np.ones((make("qwen2-0.5b") / "openvino_model.bin").stat().st_size // 8, np.int64)
+
+
+def loading(figures: Figures, names: list[str], rounds: int) -> None:
+    """Load time, without and with a cache that a load before has filled; then the peak of private memory, apart."""
+    with tempfile.TemporaryDirectory() as caches:
+        for number in range(rounds):
+            for name in names:
+                cache = {"CACHE_DIR": str(Path(caches) / name.replace(" ", "_"))}
+                with ExitStack() as stack:
+                    figures.add("load_s", name, start(name, stack).load["seconds"])
+                if number == 0:
+                    with ExitStack() as stack:
+                        start(name, stack, **cache)
+                with ExitStack() as stack:
+                    figures.add("load_cached_s", name, start(name, stack, **cache).load["seconds"])
+    for name in names:
+        with ExitStack() as stack:
+            worker = start(name, stack, is_watched=True)
+            worker.do("answer", length=1000, seed=1)
+            figures.add("peak_mb", name, worker.do("answer", length=16, seed=1)["peak_mb"])
+
+
+def ours_alone(figures: Figures, options: argparse.Namespace) -> None:
+    """Host time a token; what a larger capacity costs; each policy."""
+    with ExitStack() as stack:
+        worker = start("ours, demo model", stack, Peer("ours", model="demo"))
+        for seed in range(options.rounds + 1):
+            figures.add("host_ms", "ours", worker.do("host", seed=seed)["host_ms"])
+    if options.quick:
+        return
+    with ExitStack() as stack:
+        workers = {
+            name: start(name, stack, Peer("ours", {"MAX_PROMPT_LEN": size // 2, "MIN_RESPONSE_LEN": size // 2,
+                                                   "GENERATE_CAPACITIES": [size], "MAX_NUM_SEQS": 1}))
+            for name, size in CAPACITIES.items()
+        }  # fmt: skip
+        for seed in range(options.rounds):
+            for name, worker in workers.items():
+                figures.add("tpot_capacity", name, worker.do("answer", length=128, seed=seed)["tpot_ms"])
+    with ExitStack() as stack:
+        workers = {name: start(name, stack, Peer("ours", {"SCHEDULER": name})) for name in POLICIES}
+        for seed in range(3):
+            for name, worker in workers.items():
+                rate = worker.do("clients", count=8, seed=seed)["tokens_per_second"]
+                if seed:
+                    figures.add("policy_clients_8", name, rate)
+
+
+def same_tokens() -> bool:
+    """Whether both give the same tokens in f32, without quantizing activations, for one prompt of each length."""
+    with ExitStack() as stack:
+        ours = start("ours, exact", stack, Peer("ours", EXACT))
+        genai = start("genai, exact", stack, Peer("genai", EXACT))
+        return all(ours.do("tokens", length=n, seed=n) == genai.do("tokens", length=n, seed=n) for n in LENGTHS)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """A picture, if matplotlib is there."""
+    try:
+        from bench_plots import plot_bench
+    except ImportError:
+        print("no plot: pip install 'staticllm[plot]'", file=sys.stderr)
+        return
+    plot_bench(result, path)
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""``staticllm bench``: how fast a model runs here, with the options that users of other runtimes know."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+
+from staticllm.cli.options import Command, check_output, layout_options_with, profiling, read_properties
+from staticllm.config import StaticLLMConfig
+from staticllm.model_dir import demo_model_path
+
+if TYPE_CHECKING:
+    from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+
+TOKEN_IDS = (8, 1000)  # ordinary tokens of every vocabulary that is not a toy
+SHORT_PROMPT = 16  # before tokens that are to be generated at depth 0
+CHART_WIDTH = 40
+
+
+@dataclass(frozen=True)
+class Test:
+    """``pp512``: a prompt of 512 tokens. ``tg128``: 128 tokens after a short prompt, or after ``depth`` tokens. ``c8``: so many
+    requests of 64 and 64 tokens at once."""
+
+    name: str
+    prompt: int
+    new: int
+    clients: int = 1
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.new
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report. ``ms``: of a prompt to its first token, or between two tokens."""
+
+    model: str
+    device: str
+    programs: str
+    test: str
+    tokens_per_second: float
+    std: float
+    ms: float
+    repetitions: int
+
+    @property
+    def kind(self) -> str:
+        """pp, tg or c: only tests of one kind can be compared."""
+        return self.test.rstrip("0123456789 @d")
+
+
+def _counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    """Comma-separated whole numbers, 0 for none."""
+    try:
+        counts = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r}: must be whole numbers, separated by commas") from None
+    if min(counts) < 0:
+        raise click.BadParameter(f"{value!r}: must not be negative")
+    return counts
+
+
+def _count_option(*names: str, default: str, description: str) -> Callable[[Command], Command]:
+    return click.option(*names, callback=_counts, metavar="N,N…", default=default, show_default=True, help=description)
+
+
+@click.command("bench")
+@click.argument("model", type=click.Path(), required=False)
+@_count_option("-p", "--n-prompt", default="512", description="Tokens of a prompt; 0: no such test.")
+@_count_option("-n", "--n-gen", default="128", description="Tokens to generate; 0: no such test.")
+@_count_option("-d", "--n-depth", default="0", description="Tokens before those that are generated.")
+@_count_option("-c", "--clients", default="0", description="Requests at once, 64 and 64 tokens each.")
+@click.option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, help="After one to warm up.")
+@click.option("-o", "--output", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True)
+@click.option(
+    "--profile", type=click.Path(), help="Write a Chrome trace (ui.perfetto.dev); print where a token's time goes."
+)
+@layout_options_with("--property")
+def command(model: str | None, **options: Any) -> None:
+    """Measure MODEL, or the embedded demo model: prompts (pp), tokens (tg), many requests at once (c)."""
+    from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+    from staticllm.pipelines.loader import program_mode
+
+    tests = _tests(options)
+    if not tests:
+        raise click.UsageError("nothing to measure: give -p, -n or -c a number above 0")
+    if options["profile"] is not None:
+        check_output(options["profile"])
+    path = Path(model or demo_model_path())
+    with StaticLLMPipeline(path, options["device"], config=_properties(options, tests)) as pipe:
+        with profiling(pipe, options["profile"]):
+            found = [(test, list(_measure(pipe, test, options["repetitions"]))) for test in tests]
+        mode = program_mode(options["device"], pipe.config)
+    rows = [_row(path, options["device"], mode, test, times) for test, times in found]
+    click.echo({"md": _markdown, "json": _json, "csv": _csv}[options["output"]](rows))
+
+
+def _tests(options: dict[str, Any]) -> list[Test]:
+    prompts = [Test(f"pp{count}", count, 1) for count in options["n_prompt"] if count]
+    tokens = [
+        Test(f"tg{count}" + (f" @ d{depth}" if depth else ""), depth or SHORT_PROMPT, count + 1)
+        for depth in options["n_depth"]
+        for count in options["n_gen"]
+        if count
+    ]
+    return [*prompts, *tokens, *(Test(f"c{count}", 64, 64, count) for count in options["clients"] if count)]
+
+
+def _properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
+    """The user's, and lengths and slots that hold every test. No prefix is found again: every prompt is to be computed."""
+    default, most = StaticLLMConfig(), max(test.clients for test in tests)
+    lengths = {
+        "MAX_PROMPT_LEN": max(default.max_prompt_len, *(test.prompt for test in tests)),
+        "MIN_RESPONSE_LEN": max(default.min_response_len, *(test.new for test in tests)),
+        "MAX_WAITING": max(default.max_waiting, most),
+    }
+    return {**lengths, "PREFIX_CACHING": False, **read_properties(options)}
+
+
+def _measure(pipe: StaticLLMPipeline, test: Test, repetitions: int) -> Iterator[tuple[float, float]]:
+    """Seconds and the tokens that they brought, for each repetition after the first."""
+    for number in range(repetitions + 1):
+        rng = np.random.default_rng([number, test.prompt, test.clients])
+        prompts = [rng.integers(*TOKEN_IDS, test.prompt) for _ in range(test.clients)]
+        first = time.perf_counter()
+        handles = [pipe.submit(prompt, max_new_tokens=test.new, ignore_eos=True) for prompt in prompts]
+        times = [handle.outcome().answer.token_times for handle in handles]
+        if not number:
+            continue
+        if test.clients > 1:
+            yield max(found[-1] for found in times) - first, test.clients * test.new
+        elif test.new == 1:
+            yield times[0][0] - first, test.prompt
+        else:
+            yield times[0][-1] - times[0][0], test.new - 1
+
+
+def _row(path: Path, device: str, programs: str, test: Test, times: list[tuple[float, float]]) -> Row:
+    rates = [tokens / seconds for seconds, tokens in times]
+    is_prompt = test.new == 1
+    ms = [1e3 * seconds / (1 if is_prompt else tokens) for seconds, tokens in times]
+    return Row(
+        path.name, device, programs, test.name, statistics.fmean(rates), statistics.pstdev(rates), statistics.fmean(ms),
+        len(times),
+    )  # fmt: skip
+
+
+def _markdown(rows: list[Row]) -> str:
+    """A table, and a bar a test."""
+    cells = [["model", "device", "programs", "test", "t/s", "ms"]]
+    for row in rows:
+        rate = f"{row.tokens_per_second:.2f} ± {row.std:.2f}"
+        cells.append([row.model, row.device, row.programs, row.test, rate, f"{row.ms:.2f}"])
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    lines = [
+        "| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) + " |" for line in cells
+    ]
+    lines.insert(
+        1, "|" + "|".join("-" * (width + 1) + (":" if column > 3 else "-") for column, width in enumerate(widths)) + "|"
+    )
+    most: dict[str, float] = {}
+    for row in rows:
+        most[row.kind] = max(most.get(row.kind, 0.0), row.tokens_per_second)
+    bars = [
+        f"{row.test:<{widths[3]}}  {_bar(row.tokens_per_second / most[row.kind])} {row.tokens_per_second:.1f} t/s"
+        for row in rows
+    ]
+    return "\n".join([*lines, "", *bars])
+
+
+def _bar(share: float) -> str:
+    eighths = max(1, round(share * CHART_WIDTH * 8))
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def _json(rows: list[Row]) -> str:
+    return json.dumps([asdict(row) for row in rows], indent=2)
+
+
+def _csv(rows: list[Row]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(asdict(rows[0])), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    return text.getvalue().rstrip()
