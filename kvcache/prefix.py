@@ -16,7 +16,7 @@ SHORT_REST = 64
 """A conversation that would lose no more than this is continued in place; else its prefix is shared and the rest kept."""
 
 
-PIECE = 128
+PIECE = 256
 """Rows that go to the shelf between two calls, unless they are needed at once: whoever decodes must not wait for a long copy."""
 
 
@@ -72,12 +72,12 @@ class PrefixCache:
             return source
         return self._cache.fork(source, length)
 
-    def make_way(self, num_rows: int = 0) -> None:
-        """Between two calls: go on with who is leaving; nobody idle stays while ``num_rows`` are not free.
+    def make_way(self, num_rows: int = 0, is_decoding: bool = False) -> None:
+        """Before a call: the resident leaves if it costs everybody else a larger capacity, or if ``num_rows`` are not free.
 
-        The resident leaves if it costs everybody else a larger capacity.
+        While somebody decodes, who leaves does so piece by piece, unless the rows are needed now.
         """
-        if self._leaving and self._leaving[0].advance(PIECE):
+        if self._leaving and is_decoding and self._leaving[0].advance(PIECE):
             self._shelve()
         if self._resident is not None:
             used, idle = self._cache.rows.num_used, self.idle_rows
@@ -85,7 +85,7 @@ class PrefixCache:
             if self._cache.rows.num_free < num_rows or (used > idle and others < self._cache.capacity_for(used)):
                 resident, self._resident = self._resident, None
                 self._leave(resident)
-        while self._leaving and self._cache.rows.num_free < num_rows:
+        while self._leaving and (not is_decoding or self._cache.rows.num_free < num_rows):
             self._shelve()
 
     def restore(self, stored: StoredRows) -> None:

@@ -236,7 +236,10 @@ class Engine:
         """As many as there are rows and a program for. Plans fit; shared rows and found prefixes may leave less room."""
         while parts:
             num_rows = sum(len(part.segment.tokens) for part in parts)
-            if self._tenancy.make_room(num_rows) and self._runner.variant_for([part.segment for part in parts]):
+            is_decoding = any(not part.is_prefill for part in parts)
+            if self._tenancy.make_room(num_rows, is_decoding) and self._runner.variant_for(
+                [part.segment for part in parts]
+            ):
                 return parts
             if len(parts) == 1:
                 break

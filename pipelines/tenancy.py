@@ -94,9 +94,9 @@ class Tenancy:
         self.book[request.id].change(state="prefilling", num_tokens=len(kept), num_rows=rows, own_rows=rows)
         return True
 
-    def make_room(self, num_rows: int) -> bool:
+    def make_room(self, num_rows: int, is_decoding: bool) -> bool:
         """Whether ``num_rows`` are free now; the idle conversations make way."""
-        self.prefix.make_way(num_rows)
+        self.prefix.make_way(num_rows, is_decoding)
         return self.cache.rows.num_free >= num_rows
 
     def reset(self) -> list[int]:

@@ -59,7 +59,7 @@ def test_a_long_conversation_leaves_the_arena_piece_by_piece(monkeypatch, is_hur
     tenancy, cache = engine.tenancy, engine.runner.cache
     assert engine.is_idle is False and tenancy.prefix.idle_rows == 50 and tenancy.shelf.num_kept_rows == 0
     if is_hurried:
-        tenancy.make_room(cache.max_rows - cache.rows.num_used + 1)
+        tenancy.make_room(cache.max_rows - cache.rows.num_used + 1, is_decoding=True)
         assert tenancy.prefix.idle_rows == 0 and cache.rows.num_used == len(reader.sequence)
     run_to_end(engine, [])
     assert (
@@ -72,9 +72,22 @@ def test_a_long_conversation_leaves_the_arena_piece_by_piece(monkeypatch, is_hur
     assert_empty(engine)
 
 
+def test_nobody_waits_for_a_copy_when_nobody_decodes(monkeypatch):
+    """A prompt alone would see all rows of the conversation before it in every chunk."""
+    monkeypatch.setattr(prefix, "PIECE", 4)
+    engine = fake_engine(make_policy("fcfs"))
+    run_to_end(engine, [fake_request(range(48), 3)])
+    request = fake_request(range(200, 230), 3)
+    engine.enqueue([request])
+    engine.step()
+    engine.step()
+    assert engine.tenancy.book[request.id].num_rows and engine.runner.cache.rows.num_used <= 30
+    assert engine.tenancy.shelf.num_kept_rows == 50 and not engine.tenancy.prefix.is_leaving
+
+
 def test_who_goes_on_with_a_conversation_that_is_leaving_shares_its_rows(monkeypatch):
     monkeypatch.setattr(prefix, "PIECE", 4)
-    engine = fake_engine(make_policy("fcfs"), max_num_seqs=2)
+    engine = fake_engine(make_policy("chunked"), max_num_seqs=2)
     long, reader = fake_request(range(30), 3), fake_request(range(200, 206), 40)
     answers = [fake_answer(request.tokens, count) for request, count in ((long, 3), (reader, 40))]
     engine.enqueue([long, reader])
