@@ -39,10 +39,10 @@ from staticllm.pipelines.variants import choose_variants
 OnProgress = Callable[[ProgressEvent], None]
 HOST_TYPES: dict[RowType, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 """What numpy holds the rows in. It has no bf16, and the host only moves rows, never reads them."""
-LONG_SECONDS = 1.0  # a variant of a shared program that would run longer than this is not warmed up
+LONG_SECONDS = 0.25  # a variant of a shared program that would run longer than this is not warmed up
 NEAR_ROWS, FAR_ROWS, FAR_CAPACITY = (1, 4, 16, 64, 256), (1, 4, 64), 1024  # sizes from which all costs are estimated
 SMALL_WEIGHTS = 256 << 20  # bytes that may be there twice
-QUICK_SECONDS = 0.1  # a variant that runs faster than this is timed again: its first run is mostly one-time work
+QUICK_SECONDS = 0.15  # a variant that runs faster than this is timed again: its first run is mostly one-time work
 
 
 @dataclass(frozen=True)
@@ -193,9 +193,9 @@ def _phase_properties(device: str, config: StaticLLMConfig) -> dict[Phase, Mappi
 def _warm_up(programs: BoundPrograms, on_progress: OnProgress) -> CostTable:
     """Run variants once, so that no user waits for a first inference; time what is quick once more.
 
-    Each separate program is run. Of a shared one a few sizes, near and far, as long as a run is expected to stay under a
-    second: there a first run costs a tenth more than the next (docs/design.md), not more, and the costs of all others are
-    estimated from these.
+    Each separate program is run. Of a shared one a few sizes, near and far, as long as a run is expected to stay under
+    ``LONG_SECONDS``: there a first run costs a tenth more than the next (docs/design.md), not more, and the costs of all
+    others are estimated from these.
     """
     costs = CostTable()
     chosen = _worth_running(programs)

@@ -95,7 +95,8 @@ def main() -> None:
     make("qwen2-0.5b")
     figures, start = Figures(), time.perf_counter()
     side_by_side(figures, names, lengths, clients, options.rounds)
-    loading(figures, names, 1 if options.quick else 3)
+    if not options.quick:
+        loading(figures, names, 3)
     ours_alone(figures, options)
     result = {
         "date": time.strftime("%Y-%m-%d %H:%M"), "seconds": time.perf_counter() - start, "rounds": options.rounds,
@@ -122,6 +123,8 @@ def side_by_side(
     """Latencies and throughput; the first round warms everybody up."""
     with ExitStack() as stack:
         workers = {name: start(name, stack) for name in names}
+        for name, worker in workers.items():
+            figures.add("load_s", name, worker.load["seconds"])
         for seed in range(rounds + 1):
             print(f"round {seed} of {rounds}", file=sys.stderr)
             found = Figures() if seed == 0 else figures
