@@ -24,6 +24,7 @@ _COMMANDS = {
     "simulate": "simulate",
     "trace": "trace",
     "bench": "bench",
+    "verify": "verify",
 }  # name → module, imported when used
 
 

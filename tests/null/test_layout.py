@@ -108,6 +108,6 @@ def test_what_is_tested_without_a_device_needs_no_openvino(root):
 
 def test_every_folder_of_tests_says_what_it_needs(root):
     assert {path.name for path in (root / "tests").iterdir() if path.is_dir() and path.name[0] != "_"} == {
-        "null", "cpu", "peer", "device",
+        "null", "cpu", "peer", "zoo", "device",
     }  # fmt: skip
     assert list((root / "tests").rglob("conftest.py")) == [root / "tests" / "conftest.py"]

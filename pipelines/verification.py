@@ -1,0 +1,109 @@
+"""Does a lowered model say what the original says? Teacher-forced logits and greedy tokens, in f32, against the stateful IR."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staticllm.config import StaticLLMConfig
+from staticllm.core import ProgramMode
+from staticllm.devices import check_device, get_core
+from staticllm.model_dir import check_model_dir
+from staticllm.pipelines.loader import load
+from staticllm.pipelines.reference import EXACT, StatefulReference
+from staticllm.pipelines.runner import ModelRunner
+
+STEPS, NUM_NEW, GREEDY_PROMPTS = 96, 48, (5, 40, 300)
+CAPACITIES = (48, 64)
+"""Generation after a prompt of 40 tokens outgrows both."""
+CHUNKS = (16, 64)
+TOLERANCE = 1e-3
+"""Of the range of the reference's logits."""
+ORDINARY = (8, 1000)  # token ids of every vocabulary that is not a toy
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One check. ``value`` is the largest difference as a share of the range of the logits, or the share of equal tokens."""
+
+    check: str
+    is_ok: bool
+    value: float
+    detail: str = ""
+
+
+def verify_model(
+    models_path: str | os.PathLike[str],
+    device: str = "CPU",
+    modes: Sequence[ProgramMode] = ("separate", "shared"),
+    chunks: Sequence[int] = CHUNKS,
+) -> Iterator[Verdict]:
+    """Every check for every mode and chunk size, as they are done. On another device than the CPU tokens may differ in
+    near-ties: that is what is to be found out.
+
+    Raises:
+        ModelError, DeviceError, ConfigError
+        UnsupportedModelError: a pass cannot lower the model.
+    """
+    path = check_model_dir(models_path, needs_tokenizer=False)
+    check_device(get_core(), device)
+    reference = StatefulReference(path)
+    prompts = {length: _tokens(length) for length in GREEDY_PROMPTS}
+    text = _tokens(STEPS)
+    expected = reference.logits(text)
+    answers = {length: reference.greedy(prompt, NUM_NEW) for length, prompt in prompts.items()}
+    for mode in modes:
+        for chunk in chunks:
+            name = f"{mode}, chunks of {chunk}"
+            runner = load(path, device, _config(device, mode, chunk)).runner
+            yield _logits(f"{name}: logits", runner, text, expected)
+            for length, prompt in prompts.items():
+                yield _greedy(f"{name}: {length} tokens", runner, prompt, answers[length])
+
+
+def _config(device: str, mode: ProgramMode, chunk: int) -> StaticLLMConfig:
+    longest = max(GREEDY_PROMPTS)
+    capacity = longest + 2 * NUM_NEW
+    exact = EXACT if device == "CPU" else {}
+    return StaticLLMConfig(
+        programs=mode,
+        max_prompt_len=longest,
+        min_response_len=capacity - longest,
+        max_num_seqs=1,
+        prefill_rows=(chunk,),
+        generate_capacities=(*CAPACITIES, capacity),
+        kv_cache_precision="f32" if device == "CPU" else None,
+        device_properties={name: value for name, value in exact.items() if name != "KV_CACHE_PRECISION"},
+    )
+
+
+def _tokens(count: int) -> list[int]:
+    tokens: list[int] = np.random.default_rng(count).integers(*ORDINARY, count).tolist()
+    return tokens
+
+
+def _logits(check: str, runner: ModelRunner, text: list[int], expected: NDArray[np.float32]) -> Verdict:
+    """A prompt of a third of the text, then the rest one token a step, whatever the model would have said."""
+    sequence, start = runner.reset(), len(text) // 3
+    found = [runner.prefill(sequence, text[:start]).copy()]
+    found += [runner.decode(sequence, token).copy() for token in text[start:]]
+    differences = np.abs(np.stack(found) - expected[start - 1 :])
+    share = float(differences.max() / np.ptp(expected))
+    return Verdict(check, share <= TOLERANCE, share)
+
+
+def _greedy(check: str, runner: ModelRunner, prompt: list[int], expected: list[int]) -> Verdict:
+    sequence, found = runner.reset(), list[int]()
+    logits = runner.prefill(sequence, prompt)
+    while len(found) < len(expected):
+        found.append(int(logits.argmax()))
+        logits = runner.decode(sequence, found[-1])
+    same = next(
+        (i for i, (mine, other) in enumerate(zip(found, expected, strict=True)) if mine != other), len(expected)
+    )
+    detail = "" if same == len(expected) else f"token {same} is {found[same]}, the original's {expected[same]}"
+    return Verdict(check, same == len(expected), same / len(expected), detail)

@@ -1,0 +1,49 @@
+"""``staticllm verify``: does a model, lowered, say what the original says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import click
+
+
+@click.command("verify")
+@click.argument("model", type=click.Path())
+@click.option("--device", default="CPU", show_default=True, help="OpenVINO device: CPU, NPU, GPU …")
+@click.option(
+    "--programs",
+    type=click.Choice(["both", "separate", "shared"]),
+    default="both",
+    show_default=True,
+    help="One program a variant, or one for all.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def command(ctx: click.Context, model: str, device: str, programs: str, as_json: bool) -> None:
+    """Compare MODEL with its original stateful IR on the CPU, in f32: logits of 96 tokens, and greedy answers.
+
+    Small chunks, and capacities that generation outgrows. Exit code 1 if anything differs.
+    """
+    from staticllm.core import ProgramMode
+    from staticllm.pipelines.verification import Verdict, verify_model
+
+    modes: dict[str, tuple[ProgramMode, ...]] = {
+        "both": ("separate", "shared"), "separate": ("separate",), "shared": ("shared",),
+    }  # fmt: skip
+    verdicts: list[Verdict] = []
+    for verdict in verify_model(model, device, modes[programs]):
+        verdicts.append(verdict)
+        if not as_json:
+            click.echo(_line(verdict.check, verdict.is_ok, verdict.value, verdict.detail))
+    is_ok = all(verdict.is_ok for verdict in verdicts)
+    if as_json:
+        click.echo(json.dumps({"model": model, "device": device, "ok": is_ok, "checks": [asdict(v) for v in verdicts]}))
+    else:
+        click.echo("the same as the original" if is_ok else "NOT the same as the original")
+    ctx.exit(0 if is_ok else 1)
+
+
+def _line(check: str, is_ok: bool, value: float, detail: str) -> str:
+    figure = f"off by {value:.1e} of the range" if check.endswith("logits") else f"{value:.0%} of the tokens"
+    return f"{'ok ' if is_ok else 'BAD'} {check:<40} {figure}{': ' + detail if detail else ''}"
