@@ -109,6 +109,15 @@ def run_to_end(engine: Engine, requests: Iterable[Request], max_steps: int = 10_
     raise AssertionError(f"requests are left after {max_steps} steps")
 
 
+def assert_empty(engine: Engine) -> None:
+    """Nothing is held but idle conversations, and those make way."""
+    cache, tenancy = engine.runner.cache, engine.tenancy
+    assert engine.is_idle and not tenancy.requests and not tenancy.shelf.num_parked_rows
+    assert cache.rows.num_used == tenancy.prefix.idle_rows
+    tenancy.prefix.make_way(cache.max_rows + 1)
+    assert cache.rows.num_used == 0 and cache.rows.num_shared == 0
+
+
 class FakeProgram:
     """One variant of the fake model, bound to a cache as a compiled program would be."""
 

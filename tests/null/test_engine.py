@@ -12,7 +12,7 @@ from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError
 from staticllm.pipelines.request import End, Token
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.pipelines.scheduling.view import Plan
-from staticllm.testing import FAKE_VARIANTS, fake_answer, fake_engine, fake_request, run_to_end
+from staticllm.testing import FAKE_VARIANTS, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
 
 MASKS = (MaskKind(), MaskKind(9))
 
@@ -26,15 +26,6 @@ def letters_of(request):
 
 def reason_of(request):
     return letters_of(request)[-1].reason
-
-
-def assert_empty(engine):
-    """Nothing is held but the idle conversations."""
-    cache, tenancy = engine.runner.cache, engine.tenancy
-    assert engine.is_idle and not tenancy.requests and not tenancy.shelf.num_parked_rows
-    assert cache.rows.num_used == tenancy.prefix.idle_rows
-    tenancy.prefix.make_way(cache.max_rows + 1)
-    assert cache.rows.num_used == 0 and cache.rows.num_shared == 0
 
 
 class Disturbed:

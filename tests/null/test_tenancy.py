@@ -8,16 +8,7 @@ from staticllm.core import Variant
 from staticllm.kvcache import prefix
 from staticllm.kvcache.cache import RowsCopy
 from staticllm.pipelines.scheduling.planner import make_policy
-from staticllm.testing import fake_answer, fake_engine, fake_request, run_to_end
-
-
-def assert_empty(engine):
-    """Nothing is held but idle conversations."""
-    cache, tenancy = engine.runner.cache, engine.tenancy
-    assert engine.is_idle and not tenancy.requests and not tenancy.shelf.num_parked_rows
-    assert cache.rows.num_used == tenancy.prefix.idle_rows
-    tenancy.prefix.make_way(cache.max_rows + 1)
-    assert cache.rows.num_used == 0 and cache.rows.num_shared == 0
+from staticllm.testing import assert_empty, fake_answer, fake_engine, fake_request, run_to_end
 
 
 def test_a_prefix_is_stored_once_and_counted():
