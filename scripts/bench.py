@@ -93,21 +93,29 @@ def main() -> None:
     names = options.peers or (QUICK if options.quick else list(PEERS))
     lengths, clients = ((16, 512), (8,)) if options.quick else (LENGTHS, CLIENTS)
     make("qwen2-0.5b")
-    figures, start = Figures(), time.perf_counter()
+    figures, begin = Figures(), time.perf_counter()
     side_by_side(figures, names, lengths, clients, options.rounds)
+    save(figures, options, begin)
     if not options.quick:
-        loading(figures, names, 3)
+        loading(figures, names, min(3, options.rounds))
+        save(figures, options, begin)
     ours_alone(figures, options)
-    result = {
-        "date": time.strftime("%Y-%m-%d %H:%M"), "seconds": time.perf_counter() - start, "rounds": options.rounds,
-        "figures": figures.values, "same_tokens_f32": None if options.quick else same_tokens(),
-    }  # fmt: skip
-    result["targets"] = print_report(figures, names, result["same_tokens_f32"])
+    is_same = None if options.quick else same_tokens()
+    targets = print_report(figures, names, is_same)
+    result = save(figures, options, begin, same_tokens_f32=is_same, targets=targets)
+    plot(result, options.output / "bench.png")
+
+
+def save(figures: Figures, options: argparse.Namespace, begin: float, **more: Any) -> dict[str, Any]:
+    """What there is so far: a run is long, and a peer may die."""
+    seconds = time.perf_counter() - begin
+    result = {"date": time.strftime("%Y-%m-%d %H:%M"), "seconds": seconds, "rounds": options.rounds,
+              "figures": figures.values, **more}  # fmt: skip
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "bench.json"
     path.write_text(json.dumps(result, indent=1))
     print(f"wrote {path}")
-    plot(result, path.with_suffix(".png"))
+    return result
 
 
 def start(name: str, stack: ExitStack, peer: Peer | None = None, **more: Any) -> Worker:

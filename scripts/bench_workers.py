@@ -194,7 +194,7 @@ class Batching(Peer):
     def __init__(self, path: str, properties: dict[str, Any]) -> None:
         import openvino_genai as genai
 
-        self._pipe = genai.ContinuousBatchingPipeline(path, genai.SchedulerConfig(), "CPU", **properties)
+        self._pipe = genai.ContinuousBatchingPipeline(path, genai.SchedulerConfig(), "CPU", properties)
 
     def run(self, prompt: np.ndarray, count: int, streamer: Any = None) -> list[int]:
         (result,) = self._generate([prompt], count, streamer)
