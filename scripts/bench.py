@@ -136,19 +136,26 @@ def side_by_side(
         for seed in range(rounds + 1):
             print(f"round {seed} of {rounds}", file=sys.stderr)
             found = Figures() if seed == 0 else figures
-            for length in lengths:
-                for name, worker in workers.items():
+            for place, length in enumerate(lengths):
+                for name, worker in in_turn(workers, seed + place):
                     timed = worker.do("answer", length=length, seed=seed)
                     found.add(f"ttft_{length}", name, timed["ttft_ms"])
                     found.add(f"tpot_{length}", name, timed["tpot_ms"])
-            for name, worker in workers.items():
+            for name, worker in in_turn(workers, seed):
                 found.add("ttft_turn", name, worker.do("turn", seed=seed)["ttft_ms"])
-            for count in clients if seed < 4 else ():
-                for name, worker in workers.items():
+            for place, count in enumerate(clients if seed < 4 else ()):
+                for name, worker in in_turn(workers, seed + place):
                     if count == 1 or name not in ONE_CLIENT_AT_A_TIME[1:]:
                         rate = worker.do("clients", count=count, seed=seed)["tokens_per_second"]
                         found.add(f"clients_{count}", name, rate)
             found.add("read_ms", "ours", 1e3 * read_weights())
+
+
+def in_turn(workers: dict[str, Worker], first: int) -> list[tuple[str, Worker]]:
+    """Another peer begins each time: whoever comes first finds the caches full of something else."""
+    items = list(workers.items())
+    first %= len(items)
+    return [*items[first:], *items[:first]]
 
 
 def read_weights() -> float:
