@@ -27,7 +27,7 @@ PATIENCE_STEPS = 16
 """But not longer than this many decode steps; with a target for TTFT, than a quarter of it."""
 ABOUT_AS_FAST = 1.25
 """Among calls that get through the prompts within this many times the shortest time, the cheapest is taken."""
-SLACK_USED = 0.9
+SLACK_USED = 0.8
 """Costs are estimates: so much of the time that is left is planned with."""
 MIN_PREFILL_SHARE = 0.2
 """Prompts get at least this share of the device, also where no call for them fits the target for TPOT."""
