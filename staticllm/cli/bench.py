@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from staticllm.cli.options import Command, check_output, layout_options_with, profiling, read_properties
+from staticllm.cli.options import TOKEN_IDS, Command, check_output, layout_options_with, profiling, read_properties
 from staticllm.config import StaticLLMConfig
 from staticllm.model_dir import demo_model_path
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 
-TOKEN_IDS = (8, 1000)  # ordinary tokens of every vocabulary that is not a toy
 SHORT_PROMPT = 16  # before tokens that are to be generated at depth 0
 CHART_WIDTH = 40
 

@@ -15,6 +15,7 @@ from staticllm.errors import ConfigError
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 
+TOKEN_IDS = (8, 1000)  # ordinary tokens of every vocabulary that is not a toy
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from staticllm.cli.options import check_output, layout_options, read_properties
+from staticllm.cli.options import TOKEN_IDS, check_output, layout_options, read_properties
 from staticllm.config import StaticLLMConfig
 from staticllm.model_dir import demo_model_path
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
     from staticllm.pipelines.profiler import Stats
-
-TOKEN_IDS = (8, 1000)  # ordinary tokens of every vocabulary that is not a toy
 
 
 @click.group("trace")
