@@ -60,7 +60,8 @@ PEERS = {
     "batching": Peer("batching"),
 }
 QUICK = ("ours", "npuw", "genai")
-ONE_CLIENT_AT_A_TIME = ("npuw", "npuw chunk 128", "npuw tuned", "genai", "genai f32")
+ALONE_ONLY = ("npuw chunk 128", "npuw tuned", "genai", "genai f32")
+"""Peers that serve one request after the other: with npuw one of them stands for all where there are several clients."""
 
 
 class Figures:
@@ -145,7 +146,7 @@ def side_by_side(
                 found.add("ttft_turn", name, worker.do("turn", seed=seed)["ttft_ms"])
             for place, count in enumerate(clients if seed < 4 else ()):
                 for name, worker in in_turn(workers, seed + place):
-                    if count == 1 or name not in ONE_CLIENT_AT_A_TIME[1:]:
+                    if count == 1 or name not in ALONE_ONLY:
                         rate = worker.do("clients", count=count, seed=seed)["tokens_per_second"]
                         found.add(f"clients_{count}", name, rate)
             found.add("read_ms", "ours", 1e3 * read_weights())
