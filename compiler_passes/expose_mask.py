@@ -1,7 +1,7 @@
 """What each layer may see becomes an input.
 
 The mask subgraph of each attention is *evaluated* on probe inputs and classified: causal, a window of N, or other. Layers
-of one kind then share one input ``mask.<kind>`` of shape ``[1, 1, S, T+S]``, additive, and ``attention_mask`` goes.
+of one kind then share one input ``mask.<kind>`` of shape ``[1, 1, S, T+S]``, additive.
 Evaluation, not pattern matching, because exporters build the same mask in a dozen ways.
 
 Where the visible cells hold a bias that is linear in the key's position, with a slope for each head (ALiBi), the bias is
@@ -18,7 +18,7 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import StepGraph, is_live, upstream
+from staticllm.compiler_passes.graph import StepGraph, upstream
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, MaskKind
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
@@ -53,7 +53,10 @@ def expose_mask(graph: StepGraph, capacity: int) -> None:
     """
     attentions = graph.attentions()
     if not attentions:
-        raise UnsupportedModelError(STAGE, "the model has no ScaledDotProductAttention: not a language model?")
+        if not graph.recurrent_states:
+            raise UnsupportedModelError(STAGE, "the model has no ScaledDotProductAttention: not a language model?")
+        graph.note(STAGE, "no attention: nothing to mask")
+        return
     sources = [_mask_source(node) for node in attentions]
     found = _classify(graph.model, sources, capacity)
     inputs: dict[MaskKind, ov.Node] = {}
@@ -72,7 +75,6 @@ def expose_mask(graph: StepGraph, capacity: int) -> None:
         graph.query_heads.append(heads.get_length() if heads.is_static else 0)
     graph.masks = sorted(inputs, key=lambda kind: kind.window or 0)
     graph.model.validate_nodes_and_infer_types()
-    _drop_attention_mask(graph)
     labels = ", ".join(f"{label} in {graph.layer_masks.count(label)}" for label in dict.fromkeys(graph.layer_masks))
     graph.note(STAGE, f"{labels} of {len(attentions)} layers")
 
@@ -105,7 +107,7 @@ def _evaluator(model: ov.Model, sources: list[ov.Output]) -> Callable[[Probe], l
     parameters = [node for node in model.get_parameters() if node.get_instance_id() in needed]
     results = [ops.result(source) for source in sources]
     masks = ov.Model(results, parameters)  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
-    compiled = get_core().compile_model(masks, "CPU")
+    compiled = get_core().compile_model(masks, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
 
     def evaluate(probe: Probe) -> list[NDArray[np.float32]]:
         feeds = [_probe_input(node, probe) for node in parameters]
@@ -221,15 +223,3 @@ def _with_bias(graph: StepGraph, mask: ov.Output, slopes: tuple[float, ...], row
 def _cast(mask: ov.Node, element_type: ov.Type) -> ov.Output:
     same = mask.get_element_type() == element_type
     return mask.output(0) if same else ops.convert(mask, element_type.get_type_name()).output(0)
-
-
-def _drop_attention_mask(graph: StepGraph) -> None:
-    parameter = graph.parameter("attention_mask")
-    if parameter is None:
-        return
-    if is_live(graph.model, parameter):
-        readers = sorted({target.get_node().get_friendly_name() for target in parameter.output(0).get_target_inputs()})
-        raise UnsupportedModelError(
-            STAGE, f"attention_mask is read beside the attention masks (by {readers[0]!r}): not supported yet"
-        )
-    graph.model.remove_parameter(parameter)

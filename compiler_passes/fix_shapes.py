@@ -48,6 +48,8 @@ def _shape(port: ov.Output, rows: Range, capacity: Range, num_logits: Range) -> 
         shape[3] = ov.Dimension(rows[0] + capacity[0], rows[1] + capacity[1])
     elif name == QUERY_POSITIONS:
         shape[2] = ov.Dimension(*rows)
+    elif name.startswith("state."):
+        pass
     elif name == "logit_rows":
         shape[0] = ov.Dimension(*num_logits)
     else:  # input_ids [1, S], position_ids [..., S]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.core import MaskKind, RowState
+from staticllm.core import MaskKind, RecurrentState, RowState
 
 
 @dataclass
@@ -31,6 +31,7 @@ class StepGraph:
     model: ov.Model
     states: list[LiftedState] = field(default_factory=list)
     row_states: list[RowState] = field(default_factory=list)
+    recurrent_states: list[RecurrentState] = field(default_factory=list)
     masks: list[MaskKind] = field(default_factory=list)
     layer_masks: list[str] = field(default_factory=list)  # label of each layer's mask
     query_heads: list[int] = field(default_factory=list)  # of each layer, before they are grouped

@@ -2,17 +2,18 @@
 
 A lifted key/value state comes out as ``Concat(past, new)``: T + S rows, of which the host knows T already. The result is
 moved up to ``new``, so that a step returns ``[1, heads, S, head_dim]`` and the host writes those rows where they belong.
-The Concat stays: attention reads it.
+The Concat stays: attention reads it. A state whose size is fixed is recurrent: each step replaces it as a whole.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import openvino as ov
 
-from staticllm.compiler_passes.graph import LiftedState, StepGraph, consumers
-from staticllm.core import RowState
+from staticllm.compiler_passes.graph import LiftedState, StepGraph, consumers, through
+from staticllm.core import RecurrentState, RowState
 from staticllm.errors import UnsupportedModelError
 
 STAGE = "keep_new_rows"
@@ -25,7 +26,10 @@ _ATTENTION = "ScaledDotProductAttention"
 def keep_new_rows(graph: StepGraph) -> None:
     """Rename row states to ``past.<layer>.key|value`` and cut their results down to the new rows."""
     layers = {node.get_instance_id(): layer for layer, node in enumerate(graph.attentions())}
-    for state in graph.states:
+    for index, state in enumerate(graph.states):
+        if state.past.get_partial_shape().is_static:
+            graph.recurrent_states.append(_recurrent(index, state))
+            continue
         concat = _growing_concat(state)
         layer, role = _place(concat, state, layers)
         shape = state.past.get_partial_shape()
@@ -39,6 +43,25 @@ def keep_new_rows(graph: StepGraph) -> None:
     graph.row_states.sort(key=lambda row_state: (row_state.layer, row_state.role))
     graph.model.validate_nodes_and_infer_types()
     graph.note(STAGE, f"{len(graph.row_states)} results cut to their new rows, {len(layers)} layers")
+    if graph.recurrent_states:
+        graph.note(STAGE, f"{len(graph.recurrent_states)} recurrent states")
+
+
+def _recurrent(index: int, state: LiftedState) -> RecurrentState:
+    shape, element_type = state.past.get_partial_shape(), state.past.get_element_type()
+    if not state.present.input_value(0).get_partial_shape().compatible(shape):
+        found = state.present.input_value(0).get_partial_shape()
+        raise UnsupportedModelError(STAGE, f"state {state.variable_id!r} has shape {shape} and is assigned {found}")
+    if state.initial is not None and not _is_zero(state.initial):
+        raise UnsupportedModelError(STAGE, f"recurrent state {state.variable_id!r} does not start from zeros")
+    sizes = tuple(dimension.get_length() for dimension in shape)
+    return RecurrentState(index, state.variable_id, sizes, element_type.to_dtype().name)
+
+
+def _is_zero(initial: ov.Output) -> bool:
+    """Whether what a state starts from is a constant 0, broadcast or converted."""
+    node = through(initial, "Broadcast", "Convert", "Reshape", "Tile").get_node()
+    return node.get_type_name() == "Constant" and not np.any(node.data)
 
 
 def _growing_concat(state: LiftedState) -> ov.Node:
@@ -54,7 +77,7 @@ def _growing_concat(state: LiftedState) -> ov.Node:
     raise UnsupportedModelError(
         STAGE,
         f"state {state.variable_id!r} is assigned from {node.get_type_name()} {node.get_friendly_name()!r}, not from a "
-        f"Concat of its past and new rows on axis {ROW_AXIS}: recurrent and convolutional states are not supported yet",
+        f"Concat of its past and new rows on axis {ROW_AXIS}, and its size is not fixed either",
     )
 
 

@@ -9,6 +9,7 @@ import openvino as ov
 
 from staticllm.compiler_passes.decompose_attention import decompose_attention
 from staticllm.compiler_passes.expose_mask import expose_mask
+from staticllm.compiler_passes.expose_positions import expose_positions
 from staticllm.compiler_passes.fix_shapes import bound_shapes, fix_shapes
 from staticllm.compiler_passes.graph import StepGraph
 from staticllm.compiler_passes.group_queries import group_queries
@@ -41,6 +42,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("lift_state", lambda graph, options: lift_state(graph)),
     Pass("keep_new_rows", lambda graph, options: keep_new_rows(graph)),
     Pass("expose_mask", lambda graph, options: expose_mask(graph, options.capacity)),
+    Pass("expose_positions", lambda graph, options: expose_positions(graph)),
     Pass("select_logits", lambda graph, options: select_logits(graph)),
     Pass("group_queries", lambda graph, options: group_queries(graph)),
     Pass("decompose_attention", lambda graph, options: decompose_attention(graph)),
@@ -101,12 +103,22 @@ def _shape_of(graph: StepGraph) -> ModelShape:
     if vocab.is_dynamic:
         raise UnsupportedModelError("select_logits", "the vocabulary size of the logits is not known")
     known = {"input_ids", "position_ids", "logit_rows", *(kind.port_name for kind in graph.masks)}
-    known |= {state.past_name for state in graph.row_states} | {KEY_POSITIONS, QUERY_POSITIONS}
+    known |= {state.past_name for state in (*graph.row_states, *graph.recurrent_states)} | {
+        KEY_POSITIONS,
+        QUERY_POSITIONS,
+    }
     for port in graph.model.inputs:
         if port.get_any_name() not in known:
             raise UnsupportedModelError("lower", f"nobody knows how to feed the input {port.get_any_name()!r}")
     copies = dims[0].get_length() if len(dims) == 3 else 1
     has_distances = graph.parameter(KEY_POSITIONS) is not None
     return ModelShape(
-        tuple(graph.row_states), tuple(graph.masks), vocab.get_length(), len(dims), copies, has_distances=has_distances
+        tuple(graph.row_states),
+        tuple(graph.masks),
+        vocab.get_length(),
+        len(dims),
+        copies,
+        is_packable=not graph.recurrent_states,
+        has_distances=has_distances,
+        recurrent_states=tuple(graph.recurrent_states),
     )

@@ -16,8 +16,9 @@ from numpy.typing import DTypeLike, NDArray
 from staticllm.core import ModelShape
 from staticllm.kvcache.arena import Arena
 from staticllm.kvcache.mask import MaskBuilder, paint_positions
+from staticllm.kvcache.recurrent import StateBank
 from staticllm.kvcache.rows import RowAllocator
-from staticllm.kvcache.sequence import Sequence
+from staticllm.kvcache.sequence import Sequence, StateSet
 from staticllm.kvcache.step import Step, StepBuffers
 
 PAD_TOKEN = 0  # idle rows hold it; nobody sees what becomes of them
@@ -25,10 +26,14 @@ PAD_TOKEN = 0  # idle rows hold it; nobody sees what becomes of them
 
 @dataclass(frozen=True)
 class StoredRows:
-    """A sequence outside the arena: its tokens, and for each group of states their rows ``[n, heads, length, head_dim]``."""
+    """A sequence outside the arena: its tokens, and for each group of states their rows ``[n, heads, length, head_dim]``.
+
+    ``states`` are the recurrent ones after the last token.
+    """
 
     tokens: tuple[int, ...]
     rows: tuple[NDArray[Any], ...]
+    states: StateSet = ()
 
     @cached_property
     def ids(self) -> NDArray[np.int64]:
@@ -37,14 +42,14 @@ class StoredRows:
 
     @property
     def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self.rows)
+        return sum(array.nbytes for array in (*self.rows, *self.states))
 
 
 class RowsCopy:
     """The rows of a sequence on their way out of the arena. Nothing may change the sequence meanwhile; its rows may move."""
 
-    def __init__(self, arena: Arena, sequence: Sequence) -> None:
-        self.sequence = sequence
+    def __init__(self, arena: Arena, sequence: Sequence, states: StateSet) -> None:
+        self.sequence, self._states = sequence, states
         self._arena, self._rows, self._done = arena, arena.rows_for(len(sequence)), 0
 
     def advance(self, count: int) -> bool:
@@ -57,7 +62,7 @@ class RowsCopy:
     def stored(self) -> StoredRows:
         """What was copied, all of it."""
         assert self._done == len(self.sequence), "rows are missing"
-        return StoredRows(tuple(self.sequence.tokens), self._rows)
+        return StoredRows(tuple(self.sequence.tokens), self._rows, self._states)
 
 
 class KVCache:
@@ -72,6 +77,7 @@ class KVCache:
         self.max_rows = self.capacities[-1]
         self.arena = Arena(shape.row_states, self.max_rows, dtype)
         self.rows = RowAllocator(self.max_rows)
+        self.states = StateBank(shape.recurrent_states)
         self._masks = MaskBuilder()
         self.is_settled = True  # False while a commit runs, and after one that an exception ended
         self._open: weakref.WeakSet[Sequence] = weakref.WeakSet()
@@ -84,16 +90,18 @@ class KVCache:
 
     def fork(self, sequence: Sequence, length: int) -> Sequence:
         """A new sequence that begins with the first ``length`` tokens of another. Their rows are stored once."""
-        assert length <= len(sequence)
+        assert length <= len(sequence) and (length == len(sequence) or not self.states)
         forked, rows = self.open(), sequence.rows[:length]
         self.rows.share(rows)
         forked.append(sequence.tokens[:length], rows)
+        forked.states = self.states.of(sequence) if self.states else None
         return forked
 
     def cut(self, sequence: Sequence, length: int) -> None:
-        """Forget all tokens of a sequence but the first ``length``."""
+        """Forget all tokens of a sequence but the first ``length``; all of them where a recurrent state knows them."""
         if length < len(sequence):
-            self.rows.free(sequence.cut(length))
+            self.rows.free(sequence.cut(0 if self.states else length))
+            self.states.forget(sequence)
 
     def close(self, sequence: Sequence) -> None:
         """Give all rows of a sequence back."""
@@ -107,11 +115,13 @@ class KVCache:
 
     def begin_copy(self, sequence: Sequence) -> RowsCopy:
         """The same, to be done piece by piece."""
-        return RowsCopy(self.arena, sequence)
+        return RowsCopy(self.arena, sequence, self.states.of(sequence) or ())
 
     def bring_back(self, stored: StoredRows, length: int) -> Sequence:
         """A new sequence in the arena that begins with the first ``length`` tokens of a stored one."""
+        assert length == len(stored.tokens) or not self.states
         sequence = self.open()
+        sequence.states = stored.states or None
         rows = self._allocate(length)
         self.arena.write(_as_index(rows), stored.rows, slice(0, length))
         sequence.append(stored.tokens[:length], rows)
@@ -137,6 +147,8 @@ class KVCache:
         """Write ids, positions, masks and logit rows of a step; give the arena the step's capacity."""
         if step.variant.capacity:
             self.arena.set_capacity(step.variant.capacity, self.rows.high_row)
+        if self.states:
+            self.states.enter(step.segments[0].sequence)
         buffers.input_ids.fill(PAD_TOKEN)
         buffers.position_ids.fill(0)
         buffers.logit_rows.fill(0)
@@ -170,11 +182,12 @@ class KVCache:
             if index in aside:
                 assert not len(segment.sequence), "only a fresh sequence can be set aside"
                 taken = tuple(present[:, :, start : start + count].copy() for present in buffers.presents)
-                stored[index] = StoredRows(tuple(segment.tokens.tolist()), taken)
+                stored[index] = StoredRows(tuple(segment.tokens.tolist()), taken, self.states.written())
                 continue
             rows = self._allocate(count)
             self.arena.write(_as_index(rows), buffers.presents, slice(start, start + count))
             segment.sequence.append(segment.tokens.tolist(), rows)
+            self.states.commit()
         self.is_settled = True
         return stored
 
@@ -193,6 +206,7 @@ class KVCache:
         self._masks = MaskBuilder()
         self._open = weakref.WeakSet()
         self.arena.clear()
+        self.states.clear()
         self.is_settled = True
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.core import Variant
+from staticllm.core import MaskKind, Variant
 from staticllm.kvcache.sequence import Sequence
 from staticllm.kvcache.step import HIDDEN, Segment, Step, StepBuffers
 
@@ -30,7 +30,7 @@ class MaskBuilder:
             self._paint_continuation(step, buffers)
         else:
             for kind, mask in buffers.masks.items():
-                _paint_all(step, mask[0, 0], kind.window)
+                _paint_all(step, mask[0, 0], kind)
         self._painted = None  # all variants share the memory of their masks
         if step.variant.rows == 1:
             sequence = step.segments[0].sequence
@@ -51,16 +51,11 @@ class MaskBuilder:
         for kind, mask in buffers.masks.items():
             line = mask[0, 0, 0]
             line[sequence.rows[before:now]] = VISIBLE
-            if kind.window is not None:
-                line[sequence.rows[_first_seen(before, kind.window) : _first_seen(now, kind.window)]] = HIDDEN
+            if not kind.sees_all:
+                line[sequence.rows[kind.first(before) : kind.first(now)]] = HIDDEN
 
 
-def _first_seen(query: int, window: int | None) -> int:
-    """The first position that the token at position ``query`` sees."""
-    return 0 if window is None else max(0, query - window + 1)
-
-
-def _paint_all(step: Step, mask: Mask, window: int | None) -> None:
+def _paint_all(step: Step, mask: Mask, kind: MaskKind) -> None:
     rows, capacity = step.variant.rows, step.variant.capacity
     mask.fill(HIDDEN)
     own = mask[:, capacity:]
@@ -71,27 +66,35 @@ def _paint_all(step: Step, mask: Mask, window: int | None) -> None:
             continue
         stop = start + count
         assert stop <= rows
-        _paint_own(own[start:stop, start:stop], window)
+        first = None if kind.sees_all else _first_seen(segment, kind)
+        _paint_own(own[start:stop, start:stop], first, len(segment.sequence))
         if len(segment.sequence):
-            _paint_past(mask[start:stop, :capacity], segment, window)
+            _paint_past(mask[start:stop, :capacity], segment, first)
 
 
-def _paint_own(square: Mask, window: int | None) -> None:
-    """Causal among the tokens of one segment."""
+def _first_seen(segment: Segment, kind: MaskKind) -> NDArray[np.int64]:
+    """The first position that each token of the segment sees."""
+    length = len(segment.sequence)
+    return np.array([kind.first(length + index) for index in range(len(segment.tokens))])
+
+
+def _paint_own(square: Mask, first: NDArray[np.int64] | None, length: int) -> None:
+    """Causal among the tokens of one segment, which begins at position ``length``."""
     position = np.arange(len(square))
-    distance = position[:, None] - position[None, :]
-    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    seen = position[:, None] >= position[None, :]
+    if first is not None:
+        seen &= position[None, :] + length >= first[:, None]
     square[seen] = VISIBLE
 
 
-def _paint_past(past: Mask, segment: Segment, window: int | None) -> None:
+def _paint_past(past: Mask, segment: Segment, first: NDArray[np.int64] | None) -> None:
     """The arena rows that each token of the segment sees."""
-    length, rows = len(segment.sequence), segment.sequence.rows
-    if window is None:
+    rows = segment.sequence.rows
+    if first is None:
         past[:, rows] = VISIBLE
         return
-    for index in range(len(segment.tokens)):
-        past[index, rows[_first_seen(length + index, window) :]] = VISIBLE
+    for line, position in zip(past, first, strict=True):
+        line[rows[position:]] = VISIBLE
 
 
 def paint_positions(step: Step, keys: NDArray[np.int32], queries: NDArray[np.int32]) -> None:

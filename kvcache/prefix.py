@@ -29,6 +29,7 @@ class PrefixCache:
 
     def __init__(self, cache: KVCache, shelf: Shelf, is_enabled: bool = True) -> None:
         self._cache, self._shelf, self._is_enabled = cache, shelf, is_enabled
+        self._is_whole = bool(cache.states)  # a recurrent state is that of all tokens: no part of them can be used
         self._resident: Sequence | None = None
         self._leaving: deque[RowsCopy] = deque()
 
@@ -59,7 +60,7 @@ class PrefixCache:
         if not self._is_enabled:
             return self._cache.open()
         source, length = self._longest_in_arena(wanted, running)
-        stored, stored_length = self._shelf.longest(wanted)
+        stored, stored_length = self._shelf.longest(wanted, self._is_whole)
         if max(length, stored_length) < min(WORTH_IT, (len(tokens) + 1) // 2):
             return self._cache.open()
         if stored is not None and stored_length > length and self._cache.rows.num_free > len(tokens):
@@ -95,9 +96,10 @@ class PrefixCache:
     def find(self, tokens: TokenList[int], running: Iterable[Sequence]) -> StoredRows | None:
         """A copy of the rows with the longest prefix of ``tokens``; None if nothing begins like them."""
         source, length = self._longest_in_arena(tokens, running)
-        stored, stored_length = self._shelf.longest(tokens)
+        stored, stored_length = self._shelf.longest(tokens, self._is_whole)
         if stored is not None and stored_length > length:
-            return StoredRows(stored.tokens[:stored_length], tuple(rows[:, :, :stored_length] for rows in stored.rows))
+            rows = tuple(rows[:, :, :stored_length] for rows in stored.rows)
+            return StoredRows(stored.tokens[:stored_length], rows, stored.states)
         if source is None or not length:
             return None
         fork = self._cache.fork(source, length)
@@ -113,7 +115,8 @@ class PrefixCache:
     def _longest_in_arena(self, tokens: TokenList[int], running: Iterable[Sequence]) -> tuple[Sequence | None, int]:
         best, length = None, 0
         for sequence in (*self._idle(), *running):
-            if (common := common_prefix(sequence.tokens, tokens)) > length:
+            common = common_prefix(sequence.tokens, tokens)
+            if common > length and (common == len(sequence) or not self._is_whole):
                 best, length = sequence, common
         return best, length
 

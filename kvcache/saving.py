@@ -31,6 +31,7 @@ def save(stored: StoredRows, path: str | os.PathLike[str], identity: Identity) -
     target = Path(path)
     header = {"format": FORMAT, "identity": dict(identity), "digest": _digest(stored)}
     arrays: dict[str, Any] = {f"rows{index}": rows for index, rows in enumerate(stored.rows)}
+    arrays |= {f"states{index}": states for index, states in enumerate(stored.states)}
     arrays["tokens"] = np.array(stored.tokens, np.int64)
     arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
     handle, scratch = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
@@ -52,9 +53,11 @@ def load(path: str | os.PathLike[str], identity: Identity) -> StoredRows:
     try:
         with np.load(path, allow_pickle=False) as file:
             header = json.loads(file["header"].tobytes())
-            count = sum(name.startswith("rows") for name in file.files)
-            rows = tuple(file[f"rows{index}"] for index in range(count))
-            stored = StoredRows(tuple(file["tokens"].tolist()), rows)
+            rows, states = (
+                tuple(file[f"{kind}{index}"] for index in range(sum(name.startswith(kind) for name in file.files)))
+                for kind in ("rows", "states")
+            )
+            stored = StoredRows(tuple(file["tokens"].tolist()), rows, states)
     except FileNotFoundError:
         raise SavedRowsError(f"{str(path)!r} is not there: save rows first") from None
     except OSError as error:
@@ -75,7 +78,7 @@ def load(path: str | os.PathLike[str], identity: Identity) -> StoredRows:
 
 def _digest(stored: StoredRows) -> str:
     digest = hashlib.sha256(np.array(stored.tokens, np.int64).tobytes())
-    for rows in stored.rows:
+    for rows in (*stored.rows, *stored.states):
         digest.update(repr(rows.shape).encode())
         digest.update(np.ascontiguousarray(rows).tobytes())
     return digest.hexdigest()

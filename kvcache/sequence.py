@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as TokenList
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Tokens = TokenList[int] | NDArray[np.int64]
+StateSet = tuple[NDArray[Any], ...]
+"""The recurrent states of one sequence, after its last token."""
 HEAD = 8
 """Most sequences differ within their first tokens: these are compared before the rest is touched."""
 
@@ -22,6 +25,7 @@ class Sequence:
         self._rows = np.zeros(max_rows, np.intp)
         self.tokens: list[int] = []
         self.epoch = 0
+        self.states: StateSet | None = None  # while it is not the one whose states programs read
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -48,11 +48,12 @@ class Shelf:
         self.num_kept_rows += len(stored.tokens)
         self._shrink()
 
-    def longest(self, tokens: TokenList[int]) -> tuple[StoredRows | None, int]:
-        """The kept conversation with the longest common prefix, and its length."""
+    def longest(self, tokens: TokenList[int], is_whole: bool = False) -> tuple[StoredRows | None, int]:
+        """The kept conversation with the longest common prefix, and its length; ``is_whole``: only one that is all prefix."""
         best, length, ids = None, 0, np.array(tokens, np.int64)
         for stored in self._kept.values():
-            if (common := common_prefix(stored.ids, ids)) > length:
+            common = common_prefix(stored.ids, ids)
+            if common > length and (common == len(stored.tokens) or not is_whole):
                 best, length = stored, common
         if best is not None:
             self._kept.move_to_end(best.tokens)

@@ -258,10 +258,16 @@ class Engine:
         self._evicted.append(request.id)
 
     def _shortened(self, part: Part) -> Part | None:
-        """A prompt whose prefix was found needs programs with a past, and there may be only small ones."""
-        index, high_row = self._runner.index, self._runner.cache.rows.high_row
-        sizes = [rows for rows in index.widest if rows < len(part.segment.tokens) and index.smallest(rows, 1, high_row)]
-        return self._part(part.request, max(sizes), part.is_prefill) if sizes else None
+        """A prompt whose prefix was found needs programs with a past, and there may be only small ones.
+
+        So does one whose tokens no program holds exactly, where no row may be idle.
+        """
+        for rows in sorted(self._runner.index.widest, reverse=True):
+            if rows < len(part.segment.tokens):
+                shorter = self._part(part.request, rows, part.is_prefill)
+                if self._runner.variant_for([shorter.segment]):
+                    return shorter
+        return None
 
     def _run(self, parts: list[Part]) -> list[Logits]:
         """The call. A device that fails takes the requests of this call with it, and nobody else."""

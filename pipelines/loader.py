@@ -87,7 +87,7 @@ def prepare(
     start = time.perf_counter()
     lowered = lower(model, LoweringOptions(config.num_kv_rows(mode), row_type))
     properties = calibrated(core, device, lowered.graph.model, properties)
-    variants = choose_variants(config, mode, lowered.shape.is_packable)
+    variants = choose_variants(config, mode, lowered.shape)
     on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - start))
     options = CompileOptions(device, mode, row_type, properties, _is_split(path, config))
     return core, Layout(lowered, options, variants)
@@ -131,9 +131,7 @@ def make_runner(core: ov.Core, layout: Layout, on_progress: OnProgress = lambda 
         ) from None
     programs = BoundPrograms(
         dict(compile_layout(core, layout, on_progress)),
-        lambda variant, compiled: bind(
-            compiled, shape, cache.arena, StepBuffers(variant, pool), layout.options.row_type
-        ),
+        lambda variant, compiled: bind(compiled, shape, cache, StepBuffers(variant, pool), layout.options.row_type),
     )
     return ModelRunner(cache, programs, _warm_up(programs, on_progress))
 

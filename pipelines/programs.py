@@ -18,7 +18,7 @@ from staticllm.compiler_passes.lower import LoweredModel
 from staticllm.compiler_passes.store_kv_as import ELEMENT_TYPES
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, Phase, ProgramMode, RowType, Variant
 from staticllm.errors import DeviceError
-from staticllm.kvcache.arena import Arena
+from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import StepBuffers
 
 
@@ -134,7 +134,7 @@ def _last_line(error: Exception) -> str:
 
 
 def bind(
-    compiled: ov.CompiledModel, shape: ModelShape, arena: Arena, buffers: StepBuffers, row_type: RowType
+    compiled: ov.CompiledModel, shape: ModelShape, cache: KVCache, buffers: StepBuffers, row_type: RowType
 ) -> Program:
     """Make a program of one variant whose ports are the host's own memory."""
     arrays: dict[str, Any] = {
@@ -149,9 +149,12 @@ def bind(
     tensors = {name: ov.Tensor(array, shared_memory=True) for name, array in arrays.items() if array is not None}
     for index, state in enumerate(shape.row_states):
         rows = {
-            state.past_name: arena.state_view(index, buffers.variant.capacity),
+            state.past_name: cache.arena.state_view(index, buffers.variant.capacity),
             state.present_name: buffers.present_of(index),
         }
         for name, array in rows.items():  # numpy has no bf16: the type is said, not read off the array
             tensors[name] = ov.Tensor(array, ov.Shape(array.shape), ELEMENT_TYPES[row_type])
+    for index, recurrent in enumerate(shape.recurrent_states):
+        tensors[recurrent.past_name] = ov.Tensor(cache.states.past[index], shared_memory=True)
+        tensors[recurrent.present_name] = ov.Tensor(cache.states.present[index], shared_memory=True)
     return Program(compiled, buffers, tensors)

@@ -43,6 +43,7 @@ class ModelRunner:
         self.programs = programs
         self.costs = costs or CostTable()
         self.index = VariantIndex(programs)
+        self._calls = VariantIndex(programs, needs_real_rows=bool(cache.states))
         self.started = self.seconds = self.masks_seconds = self.rows_seconds = 0.0
         self.best: list[int | None] = []
         self.set_aside: dict[int, StoredRows] = {}
@@ -50,7 +51,7 @@ class ModelRunner:
     def prefill(self, sequence: Sequence, tokens: List[int]) -> Logits:
         """Run a prompt in the cheapest chunks. Returns the logits after its last token, ``[vocab]``."""
         ids = np.asarray(tokens, np.int64)
-        chunks = plan_chunks(self.index, self.costs, len(ids), self.cache.rows.high_row, not len(sequence))
+        chunks = plan_chunks(self._calls, self.costs, len(ids), self.cache.rows.high_row, not len(sequence))
         start, logits = 0, None
         for variant, count in chunks:
             (logits,) = self._checked(variant, [Segment(sequence, ids[start : start + count])])
@@ -72,10 +73,13 @@ class ModelRunner:
         return self._checked(variant, segments)
 
     def variant_for(self, segments: List[Segment]) -> Variant | None:
-        """The fewest rows that hold these segments, at the smallest capacity that shows all rows in use."""
+        """The fewest rows that hold these segments, at the smallest capacity that shows all rows in use.
+
+        Where the model has recurrent states, which must not run through idle rows, exactly as many rows; None if nothing is so.
+        """
         num_rows = sum(len(segment.tokens) for segment in segments)
         is_fresh = not any(len(segment.sequence) for segment in segments)
-        return self.index.smallest(num_rows, len(segments), self.cache.rows.high_row, is_fresh)
+        return self._calls.smallest(num_rows, len(segments), self.cache.rows.high_row, is_fresh)
 
     def run(self, variant: Variant, segments: List[Segment], aside: Collection[int] = ()) -> list[Logits]:
         """Run one variant and keep the rows of every segment whose logits are finite; ``best`` tells of the others.

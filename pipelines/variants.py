@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import ProgramMode, Variant
+from staticllm.core import ModelShape, ProgramMode, Variant
 from staticllm.errors import ConfigError
 
 PREFILL_LADDER: dict[ProgramMode, tuple[int, ...]] = {"shared": (16, 64, 256), "separate": (64,)}
+REAL_LADDER: dict[ProgramMode, tuple[int, ...]] = {"shared": (2, 4, 8, 16, 32, 64, 128, 256, 512), "separate": (8, 64)}
+"""Where no row may be idle: any prompt in few calls, single rows at its end."""
 MIXED_ROWS = (16, 32, 64, 128, 256)
 MIXED_SEQUENCES, MORE_SEQUENCES = (2, 4, 8, 12, 16), 4
 """A mixed call is there for so many sequences, and for a full house and some prompts more: unused logits cost time too."""
@@ -16,7 +18,7 @@ LARGEST_CHUNK = 1024
 SMALLEST_CAPACITY = 256
 
 
-def choose_variants(config: StaticLLMConfig, mode: ProgramMode, is_packable: bool = True) -> tuple[Variant, ...]:
+def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShape | None = None) -> tuple[Variant, ...]:
     """All variants of a pipeline, those that decode first.
 
     Capacities: powers of two, then what one sequence can have (``capacity``), then what all together can have
@@ -24,8 +26,14 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, is_packable: boo
     Decoding: one row; packed, one row a sequence: 2, 4, 8 … up to ``max_num_seqs`` (the last alone when each is a blob).
     Prefill: 16, 64, 256, then the longest prompt or 1024 rows (64 and that when each is a blob), of one sequence.
     Mixed, rows of many sequences, whatever phase they are in: 16 … 256, only where it costs no program.
+
+    A model with recurrent states runs one sequence a call and no idle rows: its prompts are put together from more sizes. One
+    without rows has one capacity.
     """
-    total, slots = config.num_kv_rows(mode), config.num_slots(mode) if is_packable else 1
+    total, slots = config.num_kv_rows(mode), config.num_slots(mode) if shape is None or shape.is_packable else 1
+    needs_real_rows = shape is not None and shape.needs_real_rows
+    if shape is not None and not shape.row_states:
+        return _of_one_capacity(config, mode)
     if config.generate_capacities and config.generate_capacities[-1] != config.capacity:
         raise ConfigError(
             f"GENERATE_CAPACITIES ends at {config.generate_capacities[-1]}: its last size must be "
@@ -44,7 +52,7 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, is_packable: boo
         for rows, sequences in sizes
         for capacity in (capacities if rows == 1 else packed_capacities)
     ]
-    prefill = _prefill_variants(config, mode, capacities)
+    prefill = _prefill_variants(config, mode, capacities, needs_real_rows)
     mixed = [
         Variant(rows, capacity, sequences)
         for rows in (MIXED_ROWS if slots > 1 and mode == "shared" else ())
@@ -55,9 +63,17 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, is_packable: boo
     return tuple(dict.fromkeys((*decoding, *prefill, *mixed)))
 
 
-def _prefill_variants(config: StaticLLMConfig, mode: ProgramMode, capacities: tuple[int, ...]) -> list[Variant]:
+def _of_one_capacity(config: StaticLLMConfig, mode: ProgramMode) -> tuple[Variant, ...]:
+    """Variants of a model whose only states are recurrent: nothing in its programs depends on how much came before."""
+    rows = config.prefill_rows or _prefill_rows(config.max_prompt_len, mode, needs_real_rows=True)
+    return tuple(Variant(size, config.num_kv_rows(mode)) for size in dict.fromkeys((1, *rows)))
+
+
+def _prefill_variants(
+    config: StaticLLMConfig, mode: ProgramMode, capacities: tuple[int, ...], needs_real_rows: bool
+) -> list[Variant]:
     total = capacities[-1]
-    rows = config.prefill_rows or _prefill_rows(config.max_prompt_len, mode)
+    rows = config.prefill_rows or _prefill_rows(config.max_prompt_len, mode, needs_real_rows)
     chosen = config.prefill_capacities or ((0, *capacities) if mode == "shared" else (0, total))
     if config.max_prompt_len > rows[-1] and chosen[-1] < config.max_prompt_len:
         raise ConfigError(
@@ -75,8 +91,10 @@ def _prefill_variants(config: StaticLLMConfig, mode: ProgramMode, capacities: tu
     ]
 
 
-def _prefill_rows(max_prompt_len: int, mode: ProgramMode) -> tuple[int, ...]:
+def _prefill_rows(max_prompt_len: int, mode: ProgramMode, needs_real_rows: bool) -> tuple[int, ...]:
     largest = min(max_prompt_len, LARGEST_CHUNK)
+    if needs_real_rows:
+        return tuple(rows for rows in REAL_LADDER[mode] if rows <= largest) or (largest,)
     return (*(rows for rows in PREFILL_LADDER[mode] if rows < largest), largest)
 
 
@@ -105,15 +123,16 @@ def _powers(first: int, total: int) -> tuple[int, ...]:
 
 
 class VariantIndex:
-    """The variants of a pipeline, ready to be asked which of them holds a call."""
+    """The variants of a pipeline, ready to be asked which of them holds a call; ``needs_real_rows``: without an idle row."""
 
-    def __init__(self, variants: Iterable[Variant]) -> None:
-        self.variants = tuple(variants)
+    def __init__(self, variants: Iterable[Variant], needs_real_rows: bool = False) -> None:
+        self.variants, self.needs_real_rows = tuple(variants), needs_real_rows
         self._ladders: dict[tuple[int, int], list[int]] = {}
         for variant in sorted(self.variants):
             self._ladders.setdefault((variant.rows, variant.sequences), []).append(variant.capacity)
         self.sizes = tuple(sorted(self._ladders))  # (rows, sequences)
         self.widest = {rows: max(s for r, s in self.sizes if r == rows) for rows, _ in self.sizes}  # rows → sequences
+        self.max_capacity = max(variant.capacity for variant in self.variants)
         self.max_decoding = max(min(size) for size in self.sizes)  # sequences that can decode in one call
 
     def smallest(self, num_rows: int, num_sequences: int, num_past: int, is_fresh: bool = False) -> Variant | None:
@@ -122,7 +141,8 @@ class VariantIndex:
         ``is_fresh``: none of the sequences has a past, so that the arena need not be seen at all.
         """
         for rows, sequences in self.sizes:
-            if rows >= num_rows and sequences >= num_sequences:
+            is_held = rows == num_rows if self.needs_real_rows else rows >= num_rows
+            if is_held and sequences >= num_sequences:
                 variant = self.at(rows, sequences, num_past, is_fresh)
                 if variant is not None:
                     return variant
@@ -159,8 +179,10 @@ def plan_chunks(
     spent, done = 0.0, 0
     best_cost, best = float("inf"), None
     while done < num_tokens:
-        past, rest, first = num_past + done, num_tokens - done, is_fresh and not done
-        padded = _first(index.at(size, 1, past, first) for size in sizes if size >= rest)
+        past = min(num_past + done, index.max_capacity)  # holes below the highest row are filled first
+        rest, first = num_tokens - done, is_fresh and not done
+        holding = [size for size in sizes if size == rest or (size > rest and not index.needs_real_rows)]
+        padded = _first(index.at(size, 1, past, first) for size in holding)
         if padded is not None and spent + cost(padded) < best_cost:
             best_cost, best = spent + cost(padded), [*peeled, (padded, rest)]
         full = _first(index.at(size, 1, past, first) for size in reversed(sizes) if size <= rest)

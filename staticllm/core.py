@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
@@ -53,13 +53,52 @@ class RowState:
 
 
 @dataclass(frozen=True)
+class RecurrentState:
+    """A state of fixed size that every step replaces: of a short convolution, a state space, linear attention.
+
+    ``shape`` has the batch of 1 in front; ``dtype`` is numpy's name of the element type that the model gives it.
+    """
+
+    index: int
+    variable_id: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def past_name(self) -> str:
+        return f"state.{self.index}"
+
+    @property
+    def present_name(self) -> str:
+        return f"state.{self.index}.next"
+
+
+@dataclass(frozen=True)
 class MaskKind:
-    """What a token may see. ``window`` is None for plain causal attention, else the last ``window`` tokens."""
+    """What a token may see: everything before it, its last ``window`` tokens, or whatever a ``table`` says.
+
+    ``first_seen[q]``, of a table that was read off the model's own mask, is the first position that the token at q sees.
+    """
 
     window: int | None = None
+    table: str = ""
+    first_seen: tuple[int, ...] = field(default=(), compare=False, repr=False)
+
+    def first(self, query: int) -> int:
+        """The first position that the token at position ``query`` sees; it sees all from there to itself."""
+        if self.table:
+            return self.first_seen[query]
+        return 0 if self.window is None else max(0, query - self.window + 1)
+
+    @property
+    def sees_all(self) -> bool:
+        """Plain causal attention."""
+        return self.window is None and not self.table
 
     @property
     def label(self) -> str:
+        if self.table:
+            return f"table:{self.table}"
         return "causal" if self.window is None else f"window:{self.window}"
 
     @property
@@ -83,6 +122,12 @@ class ModelShape:
     position_copies: int = 1  # k of [k, 1, S]
     is_packable: bool = True  # whether several sequences can share a step
     has_distances: bool = False  # whether it takes the positions of keys and queries
+    recurrent_states: tuple[RecurrentState, ...] = ()
+
+    @property
+    def needs_real_rows(self) -> bool:
+        """Whether no row of a call may be idle: a recurrent state would run through it."""
+        return bool(self.recurrent_states)
 
     def row_bytes(self, bytes_an_element: int) -> int:
         """Bytes that one token's keys and values take over all layers."""

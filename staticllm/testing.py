@@ -1,7 +1,8 @@
 """A fake device for tests: costs nothing, answers predictably, and notices every mistake in rows, masks and positions.
 
 The fake model's next token is a checksum over all (position, token) pairs that the mask lets the last row see. Rows in the
-arena hold exactly these pairs, so a wrong row, a wrong mask cell, a lost or doubled commit changes the answer.
+arena hold exactly these pairs, so a wrong row, a wrong mask cell, a lost or doubled commit changes the answer. A recurrent fake
+folds all tokens of a call into a state, idle rows too, in their order.
 
     runner = fake_runner([Variant(16, 0), Variant(1, 64), Variant(1, 128)])
     sequence = runner.cache.open()
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.core import MaskKind, ModelShape, RowState, Variant
+from staticllm.core import MaskKind, ModelShape, RecurrentState, RowState, Variant
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.pipelines.engine import Engine, EngineOptions
@@ -39,14 +40,23 @@ VOCAB_SIZE = 997  # a prime, so that every pair matters to the checksum
 
 
 def fake_shape(
-    masks: Sequence[MaskKind] = (CAUSAL,), vocab_size: int = VOCAB_SIZE, is_packable: bool = True
+    masks: Sequence[MaskKind] = (CAUSAL,),
+    vocab_size: int = VOCAB_SIZE,
+    is_packable: bool = True,
+    is_recurrent: bool = False,
 ) -> ModelShape:
     """One layer a mask kind; a head holds ``[token, position]`` in each row."""
     states = [
         RowState(layer, role, f"fake.{layer}.{role}", 2, 2) for layer in range(len(masks)) for role in ("key", "value")
     ]
     return ModelShape(
-        tuple(states), tuple(masks), vocab_size, position_rank=2, is_packable=is_packable, has_distances=True
+        tuple(states),
+        tuple(masks),
+        vocab_size,
+        position_rank=2,
+        is_packable=is_packable and not is_recurrent,
+        has_distances=True,
+        recurrent_states=(RecurrentState(0, "fake.recurrent", (1, 1), "int64"),) if is_recurrent else (),
     )
 
 
@@ -55,9 +65,10 @@ def fake_runner(
     masks: Sequence[MaskKind] = (CAUSAL,),
     vocab_size: int = VOCAB_SIZE,
     is_packable: bool = True,
+    is_recurrent: bool = False,
 ) -> ModelRunner:
     """A runner over fake programs. ``runner.programs[variant].num_runs`` counts the calls."""
-    shape, variants = fake_shape(masks, vocab_size, is_packable), list(variants)
+    shape, variants = fake_shape(masks, vocab_size, is_packable, is_recurrent), list(variants)
     cache = KVCache(shape, [variant.capacity for variant in variants], np.float32)
     pool = BufferPool(variants, shape, np.float32)
     programs = {variant: FakeProgram(cache, shape, StepBuffers(variant, pool)) for variant in variants}
@@ -77,12 +88,15 @@ def fake_engine(
     capacity: int = 64,
     parked_rows: int = 256,
     max_waiting: int = 128,
+    *,
     is_packable: bool = True,
     masks: Sequence[MaskKind] = (CAUSAL,),
+    is_recurrent: bool = False,
 ) -> Engine:
     """An engine over the fake device. ``capacity`` are the rows that one sequence can have."""
     options = EngineOptions(Limits(max_num_seqs), capacity, max_waiting, parked_rows)
-    return Engine(fake_runner(variants, masks, is_packable=is_packable), policy, options)
+    runner = fake_runner(variants, masks, is_packable=is_packable, is_recurrent=is_recurrent)
+    return Engine(runner, policy, options)
 
 
 def fake_request(tokens: Sequence[int], num_new: int | None, **options: Any) -> Request:
@@ -91,11 +105,13 @@ def fake_request(tokens: Sequence[int], num_new: int | None, **options: Any) -> 
     return Request(list(tokens), sampler, num_new, **options)
 
 
-def fake_answer(tokens: Sequence[int], num_new: int, masks: Sequence[MaskKind] = (CAUSAL,)) -> list[int]:
+def fake_answer(
+    tokens: Sequence[int], num_new: int, masks: Sequence[MaskKind] = (CAUSAL,), is_recurrent: bool = False
+) -> list[int]:
     """Prompt and answer as the fake model must give them, computed plainly."""
     answer = list(tokens)
     for _ in range(num_new):
-        answer.append(fake_next_token(answer, masks))
+        answer.append(fake_next_token(answer, masks, is_recurrent=is_recurrent))
     return answer
 
 
@@ -125,6 +141,7 @@ class FakeProgram:
         self.buffers = buffers
         self.num_runs = 0
         self._shape = shape
+        self._states = cache.states
         self._past = [cache.arena.state_view(i, buffers.variant.capacity) for i in range(len(shape.row_states))]
 
     def run(self) -> float:
@@ -136,9 +153,18 @@ class FakeProgram:
             present[:] = own
         for index, row in enumerate(buffers.logit_rows):
             checksum = sum(self._checksum(layer, int(row), own) for layer in range(len(self._shape.masks)))
+            checksum += self._recur()
             buffers.logits[0, index] = -1.0
             buffers.logits[0, index, checksum % self._shape.vocab_size] = 1.0
         return (8 + buffers.variant.rows) * 1e-3
+
+    def _recur(self) -> int:
+        """Every row of the call goes into the state."""
+        if not self._states:
+            return 0
+        value = fold(self.buffers.input_ids[0], int(self._states.past[0][0, 0]))
+        self._states.present[0][:] = value
+        return value
 
     def _checksum(self, layer: int, row: int, own: NDArray[np.int64]) -> int:
         seen = self.buffers.masks[self._shape.masks[layer]][0, 0, row] == 0
@@ -157,8 +183,21 @@ def checksum_of(tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
     return int(((tokens + 1) * (positions * 7919 + 13)).sum())
 
 
-def fake_next_token(tokens: Sequence[int], masks: Sequence[MaskKind] = (CAUSAL,), vocab_size: int = VOCAB_SIZE) -> int:
+def fold(tokens: Iterable[int], value: int = 0) -> int:
+    """The fake model's recurrent state after ``tokens``; their order matters."""
+    for token in tokens:
+        value = (value * 31 + int(token) + 1) % 1_000_003
+    return value
+
+
+def fake_next_token(
+    tokens: Sequence[int],
+    masks: Sequence[MaskKind] = (CAUSAL,),
+    vocab_size: int = VOCAB_SIZE,
+    is_recurrent: bool = False,
+) -> int:
     """What the fake model must answer after ``tokens``, computed plainly."""
     ids, positions = np.asarray(tokens, np.int64), np.arange(len(tokens))
-    firsts = [0 if kind.window is None else max(0, len(tokens) - kind.window) for kind in masks]
-    return sum(checksum_of(ids[first:], positions[first:]) for first in firsts) % vocab_size
+    firsts = [kind.first(len(tokens) - 1) for kind in masks]
+    seen = sum(checksum_of(ids[first:], positions[first:]) for first in firsts)
+    return (seen + (fold(tokens) if is_recurrent else 0)) % vocab_size

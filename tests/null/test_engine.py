@@ -60,7 +60,7 @@ schedules = st.fixed_dictionaries(
         "moves": st.lists(st.sampled_from(["park", "evict", "skip", None, None]), max_size=12),
         "slots": st.integers(1, 4),
         "parked_rows": st.sampled_from([0, 40, 256]),
-        "is_packable": st.booleans(),
+        "kind": st.sampled_from(["packed", "in turns", "recurrent"]),
     }
 )
 
@@ -68,14 +68,16 @@ schedules = st.fixed_dictionaries(
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules)
 def test_any_schedule_gives_everybody_their_own_answer(schedule):
-    """Arrivals in bursts, common prefixes, cancellations, parks, evictions, few rows, models that take turns."""
-    variants = FAKE_VARIANTS if schedule["is_packable"] else [v for v in FAKE_VARIANTS if v.sequences == 1]
+    """Arrivals in bursts, common prefixes, cancellations, parks, evictions, few rows, models that take turns, recurrent ones."""
+    is_recurrent = schedule["kind"] == "recurrent"
+    variants = FAKE_VARIANTS if schedule["kind"] == "packed" else [v for v in FAKE_VARIANTS if v.sequences == 1]
     engine = fake_engine(
         Disturbed(schedule["policy"], schedule["moves"]),
         schedule["slots"],
         variants,
         parked_rows=schedule["parked_rows"],
         masks=MASKS,
+        is_recurrent=is_recurrent,
     )
     requests, arrivals = [], []
     for family, length, num_new, arrival in schedule["prompts"]:
@@ -99,7 +101,7 @@ def test_any_schedule_gives_everybody_their_own_answer(schedule):
     engine.close()
     for request, prompt in zip(requests, prompts, strict=True):
         *tokens, end = letters_of(request)
-        answer = fake_answer(prompt, request.limit, MASKS)[len(prompt) :]
+        answer = fake_answer(prompt, request.limit, MASKS, is_recurrent)[len(prompt) :]
         assert [token.id for token in tokens] == answer[: len(tokens)]
         assert end.error is None and (len(tokens) == request.limit or end.reason == "cancelled")
         assert end.reason in ("cancelled", "length")

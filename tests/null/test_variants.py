@@ -7,6 +7,7 @@ from staticllm.core import Variant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.costs import CostTable
 from staticllm.pipelines.variants import VariantIndex, choose_variants, plan_chunks
+from staticllm.testing import fake_shape
 
 lengths = st.integers(1, 3000)
 
@@ -37,7 +38,7 @@ def test_default_ladders():
         *(f"generate[1x{c}]" for c in (256, 512, 1024, 1152)),
         *(f"prefill[{r}x{c}]" for r in (64, 1024) for c in (0, 1152)),
     ]
-    assert choose_variants(StaticLLMConfig(kv_rows=1152), "separate", is_packable=False) == choose_variants(
+    assert choose_variants(StaticLLMConfig(kv_rows=1152), "separate", fake_shape(is_packable=False)) == choose_variants(
         alone, "separate"
     ), "a model that cannot be packed has no packed programs"
     shared = choose_variants(StaticLLMConfig(max_prompt_len=8192, min_response_len=128, max_num_seqs=12), "shared")
@@ -94,3 +95,8 @@ def test_ladders_of_the_user():
         choose_variants(StaticLLMConfig(max_prompt_len=100, min_response_len=28, generate_capacities=(64,)), "shared")
     with pytest.raises(ConfigError, match="PREFILL_CAPACITIES ends at 0"):
         choose_variants(StaticLLMConfig(max_prompt_len=100, prefill_rows=(8,), prefill_capacities=(0,)), "shared")
+
+
+def test_a_prompt_has_a_plan_where_holes_below_the_highest_row_must_hold_it():
+    index = VariantIndex([Variant(1, 64), Variant(16, 0), Variant(16, 64)])
+    assert sum(count for _, count in plan_chunks(index, CostTable(), 30, num_past=60)) == 30
