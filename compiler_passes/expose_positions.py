@@ -12,7 +12,7 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import StepGraph, consumers, is_live, redirect
+from staticllm.compiler_passes.graph import StepGraph, consumers, is_live, redirect, upstream
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
@@ -22,23 +22,70 @@ PROBES = ((5, 7), (3, 11), (0, 13))
 """``(past, new)``: primes, so that no other size is taken for the number of new tokens."""
 SAME_NEW = ((5, 7), (9, 7))
 """What feeds data must not tell these apart."""
+_SIZE_PORTS = {
+    "Reshape": {1}, "Broadcast": {1, 2}, "Tile": {1}, "Slice": {2, 3, 4}, "StridedSlice": {2, 3}, "Split": {1},
+    "VariadicSplit": {1, 2}, "Pad": {1, 2}, "Squeeze": {1}, "Unsqueeze": {1}, "OneHot": {1},
+}  # fmt: skip
+"""Ports that say how large something is, not what it holds; where a slice begins is another matter."""
+_REDUCTIONS = frozenset({"ReduceMax", "ReduceMin", "ReduceSum", "ReduceMean", "TopK"})
+_KEEPS_POSITIONS = frozenset({"Convert", "Reshape", "Unsqueeze", "Squeeze", "Add", "Subtract"})
 Values = dict[int, NDArray[np.generic]]
 
 
 def expose_positions(graph: StepGraph) -> None:
-    """Feed positions from outside; refuse what else depends on how many rows there are."""
-    found = _computed_positions(graph.model)
-    if found:
+    """Feed positions from outside; refuse what else depends on how many rows there are.
+
+    A position may also be counted for its number alone, the length of a table: that stays.
+    """
+    count = 0
+    if graph.row_states:
+        count = _redirect_positions(graph)
+    _drop_attention_mask(graph)
+    if graph.row_states:
+        _refuse(_varying(graph.model))
+    graph.note(STAGE, f"{count} values computed from lengths were positions")
+    if _compares_positions(graph):
+        graph.is_packable = False
+        graph.note(STAGE, "positions are compared with each other: one sequence a call")
+
+
+def _redirect_positions(graph: StepGraph) -> int:
+    varying = {node.get_instance_id() for node in _varying(graph.model)}
+    if not varying:
+        return 0
+    leading = _leading_to(graph.model, varying)
+    found = [output for output in _computed_positions(graph.model) if output.get_node().get_instance_id() in leading]
+    for output in found:
         position_ids = graph.parameter("position_ids") or graph.add_parameter(
             "position_ids", ov.PartialShape([1, -1]), ov.Type.i64
         )
-        for output in found:
-            redirect(output, _like(output, position_ids))
-            graph.note(STAGE, f"{output.get_node().get_friendly_name()!r} is position_ids")
-        graph.model.validate_nodes_and_infer_types()
-    _drop_attention_mask(graph)
-    _check_lengths(graph.model)
-    graph.note(STAGE, f"{len(found)} values computed from lengths were positions")
+        positions = _like(output, position_ids)
+        is_last = output.get_node().get_instance_id() in varying
+        for target in output.get_target_inputs():
+            if is_last or target.get_node().get_instance_id() in leading:
+                target.replace_source_output(positions)
+        graph.note(STAGE, f"{output.get_node().get_friendly_name()!r} is position_ids")
+    graph.model.validate_nodes_and_infer_types()
+    return len(found)
+
+
+def _leading_to(model: ov.Model, goals: set[int]) -> set[int]:
+    """Every node that one of ``goals`` is computed from, themselves included."""
+    roots = [node for node in model.get_ordered_ops() if node.get_instance_id() in goals]
+    return {node.get_instance_id() for node in upstream(roots)}
+
+
+def _compares_positions(graph: StepGraph) -> bool:
+    """Whether the largest position of a call decides something (frequencies for long texts): others' must not count."""
+    parameter = graph.parameter("position_ids")
+    queue = consumers(parameter.output(0)) if parameter is not None else []
+    while queue:
+        node = queue.pop()
+        if node.get_type_name() in _REDUCTIONS:
+            return True
+        if node.get_type_name() in _KEEPS_POSITIONS:
+            queue += consumers(node.output(0))
+    return False
 
 
 def _like(output: ov.Output, position_ids: ov.Node) -> ov.Output:
@@ -82,7 +129,9 @@ def _evaluate(model: ov.Model, past: int, new: int) -> Values:
     By index into ``get_ordered_ops``. A copy is given these sizes, so that whoever asks data for its shape gets a constant.
     """
     copy = model.clone()
-    copy.reshape({port: _probe_shape(port, past, new) for port in copy.inputs})
+    for parameter in copy.get_parameters():  # not reshape(), which rewrites the graph
+        parameter.set_partial_shape(_probe_shape(parameter.output(0), past, new))
+    copy.validate_nodes_and_infer_types()
     nodes = copy.get_ordered_ops()
     constant, lengths = set[int](), set[int]()  # instances
     wanted: list[int] = []
@@ -99,8 +148,7 @@ def _evaluate(model: ov.Model, past: int, new: int) -> Values:
             lengths.add(_feed(node, ops.constant(shape, node.get_output_element_type(0))))
         elif sources and sources <= lengths | constant:
             lengths.add(key)
-            if node.get_output_size() == 1 and kind != "Result":
-                wanted.append(index)
+            wanted.append(index)
     return _values(nodes, wanted)
 
 
@@ -160,26 +208,52 @@ def _num_tokens(graph: StepGraph) -> ov.Node:
     return ops.gather(ops.shape_of(tokens), ops.constant([1]), ops.constant(0))
 
 
-def _check_lengths(model: ov.Model) -> None:
-    """Data must not be computed with how many past rows there are: an arena has more than a conversation."""
+def _varying(model: ov.Model) -> list[ov.Node]:
+    """What data is computed with that is of one shape and differs in value when there are more past rows."""
     nodes = model.get_ordered_ops()
+    if not _may_vary(nodes):
+        return []
     few, many = (_evaluate(model, past, new) for past, new in SAME_NEW)
+    found = []
     for index in few.keys() & many.keys():
         before, after = few[index], many[index]
-        is_size = before.dtype.kind in "iu" and before.ndim <= 1
-        if (
-            not is_size
-            and before.shape == after.shape
-            and not np.array_equal(before, after)
-            and _feeds_data(nodes, index, few)
-        ):
-            name = f"{nodes[index].get_type_name()} {nodes[index].get_friendly_name()!r}"
-            raise UnsupportedModelError(
-                STAGE, f"{name} computes with the number of past rows, other than as a position"
-            )
+        differs = before.shape == after.shape and not np.array_equal(before, after)
+        if differs and _feeds_data(nodes[index], {nodes[other].get_instance_id() for other in few}):
+            found.append(nodes[index])
+    return found
 
 
-def _feeds_data(nodes: list[ov.Node], index: int, known: Values) -> bool:
-    """Whether somebody reads this value who depends on more than lengths."""
-    lengths = {nodes[other].get_instance_id() for other in known}
-    return any(reader.get_instance_id() not in lengths for reader in consumers(nodes[index].output(0)))
+def _may_vary(nodes: list[ov.Node]) -> bool:
+    """Whether data is computed with any length at all, other than as a size: most models need no evaluation."""
+    constant, lengths = set[int](), set[int]()
+    candidates = []
+    for node in nodes:
+        key = node.get_instance_id()
+        sources = {value.get_node().get_instance_id() for value in node.input_values()}
+        if node.get_type_name() == "Constant" or (sources and sources <= constant):
+            constant.add(key)
+        elif node.get_type_name() == "ShapeOf" or (sources and sources <= lengths | constant):
+            lengths.add(key)
+            candidates.append(node)
+    return any(_feeds_data(node, lengths) for node in candidates)
+
+
+def _refuse(varying: list[ov.Node]) -> None:
+    """
+    Raises:
+        UnsupportedModelError: names the first value that knows how many past rows there are.
+    """
+    if varying:
+        first = varying[0]
+        name = f"{first.get_type_name()} {first.get_friendly_name()!r}"
+        raise UnsupportedModelError(STAGE, f"{name} computes with the number of past rows, other than as a position")
+
+
+def _feeds_data(node: ov.Node, lengths: set[int]) -> bool:
+    """Whether somebody who depends on more than ``lengths`` reads this, other than as a size."""
+    for target in node.output(0).get_target_inputs():
+        reader = target.get_node()
+        is_size = target.get_index() in _SIZE_PORTS.get(reader.get_type_name(), ())
+        if reader.get_instance_id() not in lengths and not is_size and reader.get_type_name() != "ShapeOf":
+            return True
+    return False

@@ -35,6 +35,8 @@ class StepGraph:
     masks: list[MaskKind] = field(default_factory=list)
     layer_masks: list[str] = field(default_factory=list)  # label of each layer's mask
     query_heads: list[int] = field(default_factory=list)  # of each layer, before they are grouped
+    is_packable: bool = True  # whether several sequences can share a call
+    max_rows: int | None = None  # that a call can process, if the graph limits them
     notes: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, stage: str, text: str) -> None:

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 import openvino as ov
 
+from staticllm.compiler_passes.attention import find_attentions
 from staticllm.compiler_passes.graph import LiftedState, StepGraph, consumers, through
 from staticllm.core import RecurrentState, RowState
 from staticllm.errors import UnsupportedModelError
@@ -19,19 +20,22 @@ from staticllm.errors import UnsupportedModelError
 STAGE = "keep_new_rows"
 Role = Literal["key", "value"]
 ROW_AXIS = 2
-KEY_PORT, VALUE_PORT = 1, 2
-_ATTENTION = "ScaledDotProductAttention"
+Port = tuple[int, int]
 
 
 def keep_new_rows(graph: StepGraph) -> None:
     """Rename row states to ``past.<layer>.key|value`` and cut their results down to the new rows."""
-    layers = {node.get_instance_id(): layer for layer, node in enumerate(graph.attentions())}
+    places: dict[Port, tuple[int, Role]] = {}
+    attentions = find_attentions(graph.model)
+    for layer, attention in enumerate(attentions):
+        places[_port(attention.keys)] = layer, "key"
+        places[_port(attention.values)] = layer, "value"
     for index, state in enumerate(graph.states):
         if state.past.get_partial_shape().is_static:
             graph.recurrent_states.append(_recurrent(index, state))
             continue
         concat = _growing_concat(state)
-        layer, role = _place(concat, state, layers)
+        layer, role = _place(concat, state, places)
         shape = state.past.get_partial_shape()
         if shape[1].is_dynamic or shape[3].is_dynamic:
             raise UnsupportedModelError(STAGE, f"state {state.variable_id!r} has shape {shape}: heads must be known")
@@ -42,7 +46,7 @@ def keep_new_rows(graph: StepGraph) -> None:
         graph.row_states.append(row_state)
     graph.row_states.sort(key=lambda row_state: (row_state.layer, row_state.role))
     graph.model.validate_nodes_and_infer_types()
-    graph.note(STAGE, f"{len(graph.row_states)} results cut to their new rows, {len(layers)} layers")
+    graph.note(STAGE, f"{len(graph.row_states)} results cut to their new rows, {len(attentions)} layers")
     if graph.recurrent_states:
         graph.note(STAGE, f"{len(graph.recurrent_states)} recurrent states")
 
@@ -81,15 +85,19 @@ def _growing_concat(state: LiftedState) -> ov.Node:
     )
 
 
-def _place(concat: ov.Node, state: LiftedState, layers: dict[int, int]) -> tuple[int, Role]:
+def _port(port: ov.Input) -> Port:
+    return port.get_node().get_instance_id(), port.get_index()
+
+
+def _place(concat: ov.Node, state: LiftedState, places: dict[Port, tuple[int, Role]]) -> tuple[int, Role]:
     """Layer and role, read off the attention port that the rows end in (never off a name)."""
     queue, seen = [concat], {concat.get_instance_id()}
     while queue:
         node = queue.pop(0)
         for target in node.output(0).get_target_inputs():
             reader = target.get_node()
-            if reader.get_type_name() == _ATTENTION and target.get_index() in (KEY_PORT, VALUE_PORT):
-                return layers[reader.get_instance_id()], "key" if target.get_index() == KEY_PORT else "value"
+            if _port(target) in places:
+                return places[_port(target)]
             if reader.get_type_name() not in ("ShapeOf", "Result") and reader.get_instance_id() not in seen:
                 seen.add(reader.get_instance_id())
                 queue.append(reader)

@@ -10,6 +10,7 @@ import openvino as ov
 from staticllm.compiler_passes.decompose_attention import decompose_attention
 from staticllm.compiler_passes.expose_mask import expose_mask
 from staticllm.compiler_passes.expose_positions import expose_positions
+from staticllm.compiler_passes.fix_cache_position import fix_cache_position
 from staticllm.compiler_passes.fix_shapes import bound_shapes, fix_shapes
 from staticllm.compiler_passes.graph import StepGraph
 from staticllm.compiler_passes.group_queries import group_queries
@@ -41,6 +42,7 @@ class Pass:
 PASSES: tuple[Pass, ...] = (
     Pass("lift_state", lambda graph, options: lift_state(graph)),
     Pass("keep_new_rows", lambda graph, options: keep_new_rows(graph)),
+    Pass("fix_cache_position", lambda graph, options: fix_cache_position(graph)),
     Pass("expose_mask", lambda graph, options: expose_mask(graph, options.capacity)),
     Pass("expose_positions", lambda graph, options: expose_positions(graph)),
     Pass("select_logits", lambda graph, options: select_logits(graph)),
@@ -68,10 +70,11 @@ class LoweredModel:
     shape: ModelShape
     reports: tuple[PassReport, ...]
 
-    def specialise(self, variant: Variant) -> ov.Model:
-        """The program of one variant; every shape in it is static."""
+    def specialise(self, variant: Variant, is_static: bool = True) -> ov.Model:
+        """The program of one variant; every shape in it is static, unless the device does without."""
         model = fix_shapes(self.graph, variant)
-        verify_static(model, f"fix_shapes{variant}")
+        if is_static:
+            verify_static(model, f"fix_shapes{variant}")
         return model
 
     def share(self, variants: tuple[Variant, ...]) -> ov.Model:
@@ -118,7 +121,8 @@ def _shape_of(graph: StepGraph) -> ModelShape:
         vocab.get_length(),
         len(dims),
         copies,
-        is_packable=not graph.recurrent_states,
+        is_packable=graph.is_packable and not graph.recurrent_states,
         has_distances=has_distances,
         recurrent_states=tuple(graph.recurrent_states),
+        max_rows=graph.max_rows,
     )

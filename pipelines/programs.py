@@ -17,6 +17,7 @@ import openvino as ov
 from staticllm.compiler_passes.lower import LoweredModel
 from staticllm.compiler_passes.store_kv_as import ELEMENT_TYPES
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, Phase, ProgramMode, RowType, Variant
+from staticllm.devices import default_mode
 from staticllm.errors import DeviceError
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import StepBuffers
@@ -110,7 +111,8 @@ def compile_programs(
             shared.append((family, compiled))
             yield compiled
         else:
-            yield _compile(core, lowered.specialise(variant), options.device, properties, str(variant))
+            model = lowered.specialise(variant, is_static=default_mode(options.device) == "separate")
+            yield _compile(core, model, options.device, properties, str(variant))
 
 
 def first_variants(variants: Sequence[Variant], options: CompileOptions) -> list[Variant]:

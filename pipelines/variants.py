@@ -33,7 +33,7 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShap
     total, slots = config.num_kv_rows(mode), config.num_slots(mode) if shape is None or shape.is_packable else 1
     needs_real_rows = shape is not None and shape.needs_real_rows
     if shape is not None and not shape.row_states:
-        return _of_one_capacity(config, mode)
+        return _of_one_capacity(config, mode, shape.max_rows)
     if config.generate_capacities and config.generate_capacities[-1] != config.capacity:
         raise ConfigError(
             f"GENERATE_CAPACITIES ends at {config.generate_capacities[-1]}: its last size must be "
@@ -63,10 +63,11 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShap
     return tuple(dict.fromkeys((*decoding, *prefill, *mixed)))
 
 
-def _of_one_capacity(config: StaticLLMConfig, mode: ProgramMode) -> tuple[Variant, ...]:
+def _of_one_capacity(config: StaticLLMConfig, mode: ProgramMode, max_rows: int | None) -> tuple[Variant, ...]:
     """Variants of a model whose only states are recurrent: nothing in its programs depends on how much came before."""
     rows = config.prefill_rows or _prefill_rows(config.max_prompt_len, mode, needs_real_rows=True)
-    return tuple(Variant(size, config.num_kv_rows(mode)) for size in dict.fromkeys((1, *rows)))
+    sizes = [size for size in dict.fromkeys((1, *rows)) if max_rows is None or size <= max_rows]
+    return tuple(Variant(size, config.num_kv_rows(mode)) for size in sizes)
 
 
 def _prefill_variants(

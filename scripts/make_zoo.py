@@ -56,13 +56,18 @@ def save_random(name: str, folder: Path, changes: dict[str, Any]) -> None:
 
     torch.manual_seed(SEED)
     known = AutoConfig.for_model(name)
-    sizes = {key: value for key, value in SIZES.items() if getattr(known, key, None) is not None or key == "vocab_size"}
+    sizes = {key: value for key, value in SIZES.items() if can_be_set(known, key)}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**sizes, **changes})).eval()
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if weight.ndim == 2 and "embed" not in key:
                 weight.mul_(SPREAD)
     model.save_pretrained(folder)
+
+
+def can_be_set(config: Any, key: str) -> bool:
+    """Whether an architecture has this size, and does not derive it from others."""
+    return hasattr(config, key) and not isinstance(getattr(type(config), key, None), property)
 
 
 def export(source: Path, target: Path) -> None:

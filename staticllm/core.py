@@ -123,6 +123,7 @@ class ModelShape:
     is_packable: bool = True  # whether several sequences can share a step
     has_distances: bool = False  # whether it takes the positions of keys and queries
     recurrent_states: tuple[RecurrentState, ...] = ()
+    max_rows: int | None = None  # that a call can process, if the model limits them
 
     @property
     def needs_real_rows(self) -> bool:

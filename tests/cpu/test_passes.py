@@ -9,10 +9,11 @@ from openvino import opset6
 from openvino import opset13 as ops
 from openvino.op.util import Variable, VariableInfo
 
+from staticllm.compiler_passes.classify_mask import Probe, Seen, _linear, classify_one, visible_cells
 from staticllm.compiler_passes.decompose_attention import decompose_attention
-from staticllm.compiler_passes.expose_mask import Probe, _kind_of, _linear, _with_bias, expose_mask, visible_cells
+from staticllm.compiler_passes.expose_mask import _with_bias, expose_mask
 from staticllm.compiler_passes.fix_shapes import bound_shapes, fix_shapes
-from staticllm.compiler_passes.graph import StepGraph
+from staticllm.compiler_passes.graph import StepGraph, is_live
 from staticllm.compiler_passes.group_queries import group_queries
 from staticllm.compiler_passes.keep_new_rows import keep_new_rows
 from staticllm.compiler_passes.lift_state import lift_state
@@ -20,7 +21,7 @@ from staticllm.compiler_passes.lower import PASSES, LoweringOptions, lower
 from staticllm.compiler_passes.select_logits import select_logits
 from staticllm.compiler_passes.store_kv_as import store_kv_as
 from staticllm.compiler_passes.verify import verify_graph, verify_static
-from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, Variant
+from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, MaskKind, Variant
 from staticllm.errors import UnsupportedModelError
 from staticllm.kvcache.step import HIDDEN
 from staticllm.pipelines.reference import EXACT, StatefulReference
@@ -117,7 +118,7 @@ def test_lift_state_turns_every_state_into_a_parameter_and_a_result(model, zoo, 
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2"])
-def test_lift_state_takes_states_that_later_passes_refuse(name, zoo):
+def test_lift_state_takes_recurrent_states(name, zoo):
     """Biases, convolutions and recurrent states: lifted and fed back by hand, they continue as the model does."""
     reference, graph = StatefulReference(zoo / name), StepGraph(core.read_model(zoo / name / "openvino_model.xml"))
     lift_state(graph)
@@ -182,7 +183,7 @@ def test_expose_mask_sees_what_the_model_saw(model):
     verify_graph(graph, "expose_mask")
     after = evaluate(graph.model, feeds | feeds_for(graph))
     same(after["logits"], before["logits"])
-    assert graph.parameter("attention_mask") is None
+    assert not is_live(graph.model, graph.parameter("attention_mask"))
 
 
 def test_expose_mask_finds_windows(zoo):
@@ -295,13 +296,35 @@ def test_compressed_weights_stay_compressed(model):
 
 
 def test_a_pass_that_cannot_names_itself_and_the_node(zoo):
-    def refusal(name):
+    def refusal(spoil):
+        spoiled = core.read_model(zoo / "llama" / "openvino_model.xml")
+        spoil(spoiled)
         with pytest.raises(UnsupportedModelError) as caught:
-            lower(core.read_model(zoo / name / "openvino_model.xml"), LoweringOptions(256))
+            lower(spoiled, LoweringOptions(256))
         assert "\n" not in str(caught.value)
         return caught.value
 
-    assert refusal("lfm2").stage == "keep_new_rows" and "conv" in refusal("lfm2").reason
+    def scale_a_state(model):
+        (sink, *_) = model.get_sinks()
+        sink.input(0).replace_source_output(ops.multiply(sink.input_value(0), np.float32(2)).output(0))
+
+    def add_the_number_of_past_rows(model):
+        read = next(node for node in model.get_ordered_ops() if node.get_type_name() == "ReadValue")
+        rows = ops.convert(ops.gather(ops.shape_of(read), np.array(2), np.array(0)), "f32")
+        result = model.output("logits").get_node()
+        result.input(0).replace_source_output(ops.add(result.input_value(0), rows).output(0))
+
+    error = refusal(scale_a_state)
+    assert error.stage == "keep_new_rows" and "Multiply" in error.reason and "past_key_values" in error.reason
+    error = refusal(add_the_number_of_past_rows)
+    assert error.stage == "expose_positions" and "number of past rows" in error.reason
+
+
+CAPACITY = PROBES[2].past
+
+
+def kind_of(masks, evaluate=None):
+    return classify_one(PROBES, masks, evaluate or (lambda probe: pytest.fail("nothing more to ask")), CAPACITY)
 
 
 def biased(slopes, window=None, hidden=-65504.0, shift=0.0, probes=PROBES):
@@ -318,17 +341,50 @@ def biased(slopes, window=None, hidden=-65504.0, shift=0.0, probes=PROBES):
 @pytest.mark.parametrize("shift", [0.0, 3.0])
 def test_a_linear_bias_is_known_by_its_slopes(shift, window):
     slopes = [0.5, 0.25, 2.0**-8]
-    found = _kind_of(PROBES, biased(slopes, window, shift=shift), "mask")
+    found = kind_of(biased(slopes, window, shift=shift))
     assert found.kind.window == window and found.slopes == pytest.approx(slopes)
 
 
 @pytest.mark.parametrize(
     "spoil", [lambda bias: -bias * bias, lambda bias: bias + 0.01 * (np.arange(bias.shape[-1]) % 2)]
 )
-def test_a_bias_that_is_not_linear_is_refused(spoil):
-    masks = [np.where(mask < -1e4, mask, spoil(np.maximum(mask, -1e4))) for mask in biased([0.5, 0.25])]
-    with pytest.raises(UnsupportedModelError, match="linear in the distance"):
-        _kind_of(PROBES, masks, "mask")
+def test_a_bias_that_is_not_linear_is_not_taken_for_one(spoil):
+    def evaluate(probe):
+        (mask,) = biased([0.5, 0.25], probes=[probe])
+        return np.where(mask < -1e4, mask, spoil(np.maximum(mask, -1e4)))
+
+    assert kind_of([evaluate(probe) for probe in PROBES], evaluate) is None
+
+
+def test_a_bias_of_each_key_is_a_table():
+    """As ALiBi in bf16: rounded, and counted from the first key."""
+
+    def evaluate(probe):
+        key = np.arange(probe.past + probe.new, dtype=np.float32)
+        bias = np.round(np.array([[0.3], [0.7]]) * key, 1).astype(np.float32)[:, None]
+        return np.where(visible_cells(probe.past, probe.new, None), bias, -65504.0)[None]
+
+    found = kind_of([evaluate(probe) for probe in PROBES], evaluate)
+    assert found.kind == MaskKind() and not found.slopes
+    assert found.table.values.shape[0] == 2 and found.table.values[1, 10] == np.float32(7)
+
+
+def chunked(probe, size, hole=None):
+    query = np.arange(probe.past, probe.past + probe.new)[:, None]
+    key = np.arange(probe.past + probe.new)[None]
+    seen = (key <= query) & (key // size == query // size)
+    return np.where(seen & (key != hole), 0.0, -65504.0)[None, None].astype(np.float32)
+
+
+def test_attention_in_chunks_is_a_table_of_first_positions():
+    found = kind_of([chunked(probe, 9) for probe in PROBES], lambda probe: chunked(probe, 9))
+    assert [found.kind.first(query) for query in (0, 8, 9, 17, 18, CAPACITY)] == [0, 0, 9, 9, 18, CAPACITY // 9 * 9]
+    assert found.kind != kind_of([chunked(p, 10) for p in PROBES], lambda probe: chunked(probe, 10)).kind
+    assert not found.kind.sees_all and found.kind.port_name.startswith("mask.table:")
+
+
+def test_a_mask_with_a_hole_is_not_understood():
+    assert kind_of([chunked(p, 50, hole=2) for p in PROBES], lambda probe: chunked(probe, 50, hole=2)) is None
 
 
 def test_grouped_heads_get_their_own_slopes():
@@ -339,7 +395,7 @@ def test_grouped_heads_get_their_own_slopes():
         port.output(0).set_names({name})
     graph = StepGraph(ov.Model([], [query, key, value]))
     mask = graph.add_parameter("mask.causal", ov.PartialShape([1, 1, NEW, NEW]), ov.Type.f32)
-    bias = _with_bias(graph, mask.output(0), (0.5, 0.25, 0.125, 0.0625), ov.Dimension(NEW))
+    bias = _with_bias(graph, mask.output(0), Seen(MaskKind(), (0.5, 0.25, 0.125, 0.0625)), ov.Dimension(NEW))
     repeated = [
         ops.reshape(
             ops.broadcast(ops.unsqueeze(rows, np.array(2)), np.array([1, 2, 2, NEW, 8])),
@@ -366,9 +422,12 @@ def test_grouped_heads_get_their_own_slopes():
     same(evaluate(graph.model, feeds)["out"], before["out"])
 
 
+HELPERS = {"attention", "classify_mask", "fix_shapes", "graph", "lower", "verify", "__init__"}
+
+
 def test_every_pass_is_in_the_list_and_has_a_file(root):
     files = {path.stem for path in (root / "compiler_passes").glob("*.py")}
-    assert {entry.name for entry in PASSES} | {"fix_shapes", "graph", "lower", "verify", "__init__"} == files
+    assert {entry.name for entry in PASSES} | HELPERS == files
 
 
 def test_the_verifier_notices_a_missing_result(zoo):

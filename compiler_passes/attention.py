@@ -1,0 +1,73 @@
+"""Where a model attends: by ``ScaledDotProductAttention``, or written out as MatMul, Add, Softmax, MatMul."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import openvino as ov
+
+from staticllm.compiler_passes.graph import consumers
+
+FUSED = "ScaledDotProductAttention"
+KEY_PORT, VALUE_PORT, MASK_PORT = 1, 2, 3
+_AROUND_SOFTMAX = frozenset({"Reshape", "Convert", "Maximum", "Minimum", "Clamp", "Squeeze", "Unsqueeze"})
+_ON_SCORES = _AROUND_SOFTMAX | {"Multiply", "Divide", "Tanh"}
+"""Scales, soft caps and shapes. Not Add: a bias must not pass for a part of the scores."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One layer's attention. ``mask`` is the port by which an additive mask enters, None if there is none."""
+
+    node: ov.Node
+    keys: ov.Input
+    values: ov.Input
+    mask: ov.Input | None
+
+    @property
+    def scores(self) -> ov.Node:
+        """What has the shape ``[1, heads, S, ...]``."""
+        return self.node if self.node.get_type_name() == FUSED or self.mask is None else self.mask.get_node()
+
+
+def find_attentions(model: ov.Model) -> list[Attention]:
+    """In the order of the layers."""
+    found = (_attention(node) for node in model.get_ordered_ops())
+    return [attention for attention in found if attention is not None]
+
+
+def _attention(node: ov.Node) -> Attention | None:
+    if node.get_type_name() == FUSED:
+        mask = node.input(MASK_PORT) if node.get_input_size() > MASK_PORT else None
+        return Attention(node, node.input(KEY_PORT), node.input(VALUE_PORT), mask)
+    return _written_out(node) if node.get_type_name() == "Softmax" else None
+
+
+def _written_out(softmax: ov.Node) -> Attention | None:
+    """Softmax(scores + mask) · values, where the scores are queries · keys; None for any other Softmax."""
+    add = _producer(softmax.input_value(0), _AROUND_SOFTMAX)
+    weighted = _reader(softmax.output(0))
+    if add.get_type_name() != "Add" or weighted is None:
+        return None
+    for index in (0, 1):
+        scores = _producer(add.input_value(index), _ON_SCORES)
+        if scores.get_type_name() == "MatMul":
+            return Attention(softmax, scores.input(1), weighted.input(1), add.input(1 - index))
+    return None
+
+
+def _producer(output: ov.Output, passing: frozenset[str]) -> ov.Node:
+    node = output.get_node()
+    while node.get_type_name() in passing:
+        node = node.input_value(0).get_node()
+    return node
+
+
+def _reader(output: ov.Output) -> ov.Node | None:
+    """The MatMul whose left side this becomes, if nothing else is done with it."""
+    readers = [node for node in consumers(output) if node.get_type_name() != "ShapeOf"]
+    while len(readers) == 1 and readers[0].get_type_name() in _AROUND_SOFTMAX:
+        output = readers[0].output(0)
+        readers = [node for node in consumers(output) if node.get_type_name() != "ShapeOf"]
+    is_product = len(readers) == 1 and readers[0].get_type_name() == "MatMul"
+    return readers[0] if is_product and readers[0].input_value(0).get_node() == output.get_node() else None

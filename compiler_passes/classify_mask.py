@@ -1,0 +1,237 @@
+"""What the mask of each layer does, found by evaluating it on probe inputs.
+
+Evaluation, not pattern matching, because exporters build the same mask in a dozen ways. What is found: causal, a window of N,
+or a table of the first position that each token sees (attention in chunks); and a bias on what is seen, linear in the distance
+with a slope for each head (ALiBi), or a table of it for each key position (ALiBi in bf16).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import openvino as ov
+from numpy.typing import NDArray
+from openvino import opset13 as ops
+
+from staticllm.compiler_passes.graph import upstream
+from staticllm.core import MaskKind
+from staticllm.devices import get_core
+from staticllm.errors import UnsupportedModelError
+
+STAGE = "expose_mask"
+VISIBLE, HIDDEN_BELOW = 0.0, -1e4
+"""An additive mask adds exactly 0 where a token is seen, or a bias, and less than this where it is hidden."""
+TABLE_STEP = 256  # tokens whose masks are evaluated at once
+BIAS_TOLERANCE = 1e-5  # of the largest bias: exporters compute it in f32
+Mask = NDArray[np.float32]
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class BiasTable:
+    """What is added where the key at position k is seen: ``values [heads, k]``. Equal by digest."""
+
+    digest: str
+    values: Mask = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the mask of a layer does: who is seen, and a bias: ``slopes``, one a head, or a table; neither if there is none."""
+
+    kind: MaskKind
+    slopes: tuple[float, ...] = ()
+    table: BiasTable | None = None
+
+    @property
+    def label(self) -> str:
+        bias = " + ALiBi" if self.slopes else " + a bias of each key" if self.table else ""
+        return self.kind.label + bias
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One evaluation of the mask subgraphs: ``past`` rows, ``new`` tokens."""
+
+    past: int
+    new: int
+
+
+def key_of(output: ov.Output) -> Key:
+    return output.get_node().get_instance_id(), output.get_index()
+
+
+def classify(model: ov.Model, sources: list[ov.Output], capacity: int) -> dict[Key, Seen]:
+    """What each of ``sources``, masks, does up to ``capacity`` past rows.
+
+    Raises:
+        UnsupportedModelError: names the mask that is nothing of what is known.
+    """
+    unique = {key_of(source): source for source in sources}
+    probes = [Probe(0, 7), Probe(3, 4), Probe(capacity, 5), Probe(capacity + 3, 1)]
+    evaluate = _evaluator(model, list(unique.values()))
+    values = [evaluate(probe) for probe in probes]
+    kinds = {}
+    for index, (key, source) in enumerate(unique.items()):
+        found = classify_one(
+            probes, [value[index] for value in values], lambda probe, index=index: evaluate(probe)[index], capacity
+        )
+        if found is None:
+            raise UnsupportedModelError(
+                STAGE,
+                f"the mask {source.get_node().get_friendly_name()!r} hides more than what lies before a first token, or has "
+                f"another bias than one of the distance or of the key (evaluated with up to {capacity} past tokens)",
+            )
+        kinds[key] = found
+    return kinds
+
+
+def classify_one(
+    probes: list[Probe], masks: list[Mask], evaluate: Callable[[Probe], Mask], capacity: int
+) -> Seen | None:
+    """What one mask does, from its values on the probes and others that are asked for; None if nothing fits."""
+    window, slopes = _window_of(masks[2]), _slopes_of(masks[2])
+    linear = [_linear(probe, np.array(slopes or (0.0,))) for probe in probes]
+    if _all_as_expected(probes, masks, window, linear):
+        return Seen(MaskKind(window), slopes)
+    if slopes:
+        table = _bias_of_keys(evaluate(Probe(capacity, TABLE_STEP)), capacity + TABLE_STEP)
+        if table is not None:
+            biases = [
+                np.broadcast_to(table[:, None, : p.past + p.new], (len(table), p.new, p.past + p.new)) for p in probes
+            ]
+            if _all_as_expected(probes, masks, window, biases):
+                return Seen(MaskKind(window), table=BiasTable(_digest(table), table))
+        return None
+    first_seen = _first_seen(evaluate, capacity)
+    if first_seen is None:
+        return None
+    return Seen(MaskKind(table=_digest(first_seen), first_seen=tuple(first_seen.tolist())))
+
+
+def _first_seen(evaluate: Callable[[Probe], Mask], capacity: int) -> NDArray[np.int64] | None:
+    """The first position that the tokens at 0 .. ``capacity`` see; None if one does not see all from there to itself."""
+    firsts = []
+    for past in range(0, capacity + 1, TABLE_STEP):
+        mask, total = evaluate(Probe(past, TABLE_STEP)), past + TABLE_STEP
+        if mask.size % (TABLE_STEP * total):
+            return None
+        planes = mask.reshape(-1, TABLE_STEP, total)
+        is_seen = planes[0] >= HIDDEN_BELOW
+        first = is_seen.argmax(axis=1)
+        key, query = np.arange(total), np.arange(past, total)
+        expected = (key[None] >= first[:, None]) & (key[None] <= query[:, None])
+        is_plain = (planes == planes[0]).all() and (planes[0][is_seen] == VISIBLE).all()
+        if not is_plain or not np.array_equal(is_seen, expected):
+            return None
+        firsts.append(first)
+    return np.concatenate(firsts)[: capacity + 1]
+
+
+def _bias_of_keys(mask: Mask, total: int) -> Mask | None:
+    """The last row of a long probe, ``[heads, total]``: what it sees, and 0 where it sees nothing."""
+    if mask.ndim < 2 or mask.shape[-1] != total:
+        return None
+    last = mask.reshape(-1, *mask.shape[-2:])[:, -1]
+    return np.where(last >= HIDDEN_BELOW, last, 0).astype(np.float32)
+
+
+def _digest(table: NDArray[np.generic]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(table).tobytes()).hexdigest()[:8]
+
+
+def _evaluator(model: ov.Model, sources: list[ov.Output]) -> Callable[[Probe], list[NDArray[np.float32]]]:
+    """Compile only what the masks need, on the CPU, and return a function from a probe to their values."""
+    needed = {node.get_instance_id() for node in upstream([source.get_node() for source in sources])}
+    parameters = [node for node in model.get_parameters() if node.get_instance_id() in needed]
+    results = [ops.result(source) for source in sources]
+    masks = ov.Model(results, parameters)  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
+    compiled = get_core().compile_model(masks, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+
+    def evaluate(probe: Probe) -> list[NDArray[np.float32]]:
+        feeds = [_probe_input(node, probe) for node in parameters]
+        return [_additive(value) for value in compiled(feeds).values()]
+
+    return evaluate
+
+
+def _probe_input(parameter: ov.Node, probe: Probe) -> NDArray[np.generic]:
+    """What one parameter holds when ``past`` rows are cached and ``new`` tokens arrive. All tokens are real."""
+    names = parameter.output(0).get_names()
+    shape = parameter.get_partial_shape()
+    dtype = parameter.get_element_type().to_dtype()
+    if "attention_mask" in names:
+        return np.ones((1, probe.past + probe.new), dtype)
+    if "position_ids" in names:
+        positions = np.arange(probe.past, probe.past + probe.new, dtype=dtype)
+        return np.broadcast_to(positions, [*(d.get_length() for d in list(shape)[:-1]), probe.new]).copy()
+    tokens = probe.new if "input_ids" in names or "inputs_embeds" in names else probe.past
+    return np.zeros([d.get_length() if d.is_static else tokens for d in shape], dtype)
+
+
+def _additive(value: NDArray[np.generic]) -> NDArray[np.float32]:
+    if value.dtype == np.bool_:
+        return np.where(value, VISIBLE, -np.inf).astype(np.float32)
+    return np.asarray(value, np.float32)
+
+
+def _all_as_expected(
+    probes: list[Probe], masks: list[Mask], window: int | None, biases: list[NDArray[np.float64]] | list[Mask]
+) -> bool:
+    for probe, mask, bias in zip(probes, masks, biases, strict=True):
+        cells = visible_cells(probe.past, probe.new, window)
+        planes = mask.reshape(-1, *cells.shape) if mask.size % cells.size == 0 else mask[None]
+        if not _is_as_expected(planes, cells, bias):
+            return False
+    return True
+
+
+def _is_as_expected(planes: NDArray[np.float32], cells: NDArray[np.bool_], bias: NDArray[np.float64]) -> bool:
+    """Hidden where no cell is seen; else the bias, but for what all cells of a row have in common: a softmax drops it.
+
+    ``planes [heads, new, past + new]``; one plane serves all heads. Without a bias the visible cells must hold exactly 0.
+    """
+    if planes.shape[1:] != cells.shape or len(planes) != len(bias) or not np.all(planes[:, ~cells] < HIDDEN_BELOW):
+        return False
+    if len(bias) == 1 and not bias.any():
+        return bool(np.all(planes[:, cells] == VISIBLE))
+    rest = np.where(cells, planes - bias, np.nan)
+    spread = np.nanmax(rest, axis=2) - np.nanmin(rest, axis=2)
+    return bool(np.all(spread <= BIAS_TOLERANCE * (1 + np.abs(bias).max())))
+
+
+def _linear(probe: Probe, slopes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """``slope * (key - query)``, ``[heads, new, past + new]``."""
+    query = np.arange(probe.past, probe.past + probe.new)[:, None]
+    key = np.arange(probe.past + probe.new)[None, :]
+    return slopes[:, None, None] * (key - query)
+
+
+def _slopes_of(mask: NDArray[np.float32]) -> tuple[float, ...]:
+    """What each head's bias grows by from one key to the next, at the last row of a long probe; () if it has no bias."""
+    last = mask.reshape(-1, *mask.shape[-2:])[:, -1] if mask.ndim > 1 else mask[None]
+    seen = last[0] >= HIDDEN_BELOW
+    if not seen.any() or not last[:, seen].any():
+        return ()
+    places = np.flatnonzero(seen)
+    first, final = int(places[0]), int(places[-1])
+    rise = (last[:, final].astype(np.float64) - last[:, first]) / max(final - first, 1)
+    return tuple(float(np.float32(value)) for value in rise)
+
+
+def _window_of(mask: NDArray[np.float32]) -> int | None:
+    """The window that the last row of a long probe shows, None if it sees everything."""
+    last = np.atleast_2d(mask.reshape(-1, mask.shape[-1]))[-1]
+    seen = int(np.count_nonzero(last >= HIDDEN_BELOW))
+    return None if seen in (0, last.size) else seen
+
+
+def visible_cells(past: int, new: int, window: int | None) -> NDArray[np.bool_]:
+    """Plain definition of visibility, ``[new, past + new]``: token q sees k if k <= q and k > q - window."""
+    query = np.arange(past, past + new)[:, None]
+    key = np.arange(past + new)[None, :]
+    seen = key <= query
+    return seen if window is None else seen & (key > query - window)

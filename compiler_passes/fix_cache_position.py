@@ -1,0 +1,42 @@
+"""Exports with two paths, one for prompts and one for single tokens, keep the second.
+
+State spaces (Mamba) are exported with an input ``cache_position``: its *length* chooses the path, and on the path of a single
+token its value, clamped, is the place in a convolution's window. A single token with the largest place is the recurrence
+itself, from the first token on; the path of prompts starts from nothing and cannot go on from a state. So every token is a
+step of its own: ``rows`` is 1 in every program.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+
+from staticllm.compiler_passes.graph import StepGraph, consumers, redirect
+from staticllm.errors import UnsupportedModelError
+
+STAGE = "fix_cache_position"
+PORT = "cache_position"
+LAST_PLACE = 1 << 30  # clamped to the end of whatever window there is
+
+
+def fix_cache_position(graph: StepGraph) -> None:
+    """Make ``cache_position`` a constant of length 1, where it is only asked for its length and a clamped place."""
+    parameter = graph.parameter(PORT)
+    if parameter is None:
+        return
+    for reader in consumers(parameter.output(0)):
+        if reader.get_type_name() not in ("ShapeOf", "Clamp", "Minimum"):
+            what = f"{reader.get_type_name()} {reader.get_friendly_name()!r}"
+            raise UnsupportedModelError(STAGE, f"{what} reads {PORT} as something else than a place in a window")
+    if graph.row_states:
+        raise UnsupportedModelError(STAGE, f"{PORT} beside keys and values is not understood")
+    place = ops.constant(np.array([LAST_PLACE]), parameter.get_element_type())
+    redirect(parameter.output(0), place.output(0))
+    graph.model.remove_parameter(parameter)
+    graph.max_rows = 1
+    for port in graph.model.inputs:
+        if port.partial_shape.rank.get_length() == 2:
+            port.get_node().set_partial_shape(ov.PartialShape([1, 1]))
+    graph.model.validate_nodes_and_infer_types()
+    graph.note(STAGE, f"{PORT} is the end of the window: one token a call")
