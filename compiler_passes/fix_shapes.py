@@ -67,10 +67,10 @@ def _drop_past(model: ov.Model) -> None:
 
 
 def _bypass_concats(past: ov.Output) -> None:
-    """Concat(past, new) with an empty past is new."""
+    """Concat(past, new) with an empty past is new; rows of another type are converted before."""
     for target in past.get_target_inputs():
         node = target.get_node()
-        if node.get_type_name() == "Convert":
+        if node.get_type_name() in ("Convert", "Slice", "Multiply", "Add"):
             _bypass_concats(node.output(0))
         elif node.get_type_name() == "Concat":
             redirect(node.output(0), node.input_value(1))

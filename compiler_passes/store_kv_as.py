@@ -1,40 +1,97 @@
 """The element type of the rows, apart from the type that attention computes in.
 
-f16 and bf16 rows halve the arena; the Converts that this pass adds are fused or cheap on every plugin seen so far.
+f16 and bf16 rows halve the arena; the Converts that this pass adds are fused or cheap on every plugin seen so far. u8 rows
+quarter it: each row of each head has its own scale and smallest value, in a state beside it (as in KIVI, arXiv 2402.02750, whose
+values are quantized so).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import StepGraph, named_parameter, redirect
-from staticllm.core import RowType
+from staticllm.compiler_passes.graph import StepGraph, named_parameter, named_result, redirect
+from staticllm.core import RowState, RowType
 
 STAGE = "store_kv_as"
-ELEMENT_TYPES: dict[RowType, ov.Type] = {"f32": ov.Type.f32, "f16": ov.Type.f16, "bf16": ov.Type.bf16}
+ELEMENT_TYPES: dict[RowType, ov.Type] = {
+    "f32": ov.Type.f32,
+    "f16": ov.Type.f16,
+    "bf16": ov.Type.bf16,
+    "u8": ov.Type.u8,
+}
+LEVELS = 255.0
+SMALLEST_SCALE = 1e-8  # of a row whose values are all the same
 
 
 def store_kv_as(graph: StepGraph, row_type: RowType) -> None:
     """Make ``past.*`` and ``present.*`` ports hold ``row_type``; convert at the border."""
-    wanted = ELEMENT_TYPES[row_type]
+    graph.row_states = [replace(state, row_type=row_type) for state in graph.row_states]
+    scales = []
     changed = 0
     for row_state in graph.row_states:
-        past = graph.parameter(row_state.past_name)
-        present = graph.model.output(row_state.present_name).get_node()
-        assert past is not None
-        if past.get_element_type() != wanted:
-            _store_past(graph.model, past, row_state.past_name, wanted)
+        if row_type == "u8":
+            scales.append(_quantize(graph.model, row_state, _past(graph, row_state)))
             changed += 1
-        if present.get_element_type() != wanted:
-            converted = ops.convert(present.input_value(0), wanted.get_type_name())
-            present.input(0).replace_source_output(converted.output(0))
+        else:
+            changed += _convert(graph.model, row_state, _past(graph, row_state))
+    graph.row_states += scales
     graph.model.validate_nodes_and_infer_types()
     graph.note(STAGE, f"rows are {row_type}, {changed} inputs converted")
 
 
-def _store_past(model: ov.Model, past: ov.Node, name: str, wanted: ov.Type) -> None:
-    stored = named_parameter(name, past.get_partial_shape(), wanted)
-    redirect(past.output(0), ops.convert(stored, past.get_element_type().get_type_name()).output(0))
+def _past(graph: StepGraph, row_state: RowState) -> ov.Node:
+    past = graph.parameter(row_state.past_name)
+    assert past is not None
+    return past
+
+
+def _convert(model: ov.Model, row_state: RowState, past: ov.Node) -> bool:
+    """Whether the past had another type."""
+    wanted = ELEMENT_TYPES[row_state.row_type]
+    present = model.output(row_state.present_name).get_node()
+    if present.get_element_type() != wanted:
+        converted = ops.convert(present.input_value(0), wanted.get_type_name())
+        present.input(0).replace_source_output(converted.output(0))
+    if past.get_element_type() == wanted:
+        return False
+    stored = named_parameter(row_state.past_name, past.get_partial_shape(), wanted)
+    _swap(model, past, [stored], ops.convert(stored, past.get_element_type().get_type_name()))
+    return True
+
+
+def _quantize(model: ov.Model, row_state: RowState, past: ov.Node) -> RowState:
+    """Rows become u8 between the smallest and the largest value of a head; the state of their scales is returned."""
+    scale_state = replace(row_state, head_dim=2, row_type="f32", is_scale=True)
+    kind, shape = past.get_element_type().get_type_name(), past.get_partial_shape()
+    stored = named_parameter(row_state.past_name, shape, ov.Type.u8)
+    shape[3] = 2
+    scales = named_parameter(scale_state.past_name, shape, ov.Type.f32)
+    unit, lowest = (_column(scales, index) for index in (0, 1))
+    values = ops.add(ops.multiply(ops.convert(stored, "f32"), unit), lowest)
+    _swap(model, past, [stored, scales], ops.convert(values, kind))
+
+    present = model.output(row_state.present_name).get_node()
+    new = ops.convert(present.input_value(0), "f32")
+    axis = ops.constant(np.array([3]))
+    bottom = ops.reduce_min(new, axis, keep_dims=True)
+    span = ops.subtract(ops.reduce_max(new, axis, keep_dims=True), bottom)
+    step = ops.maximum(ops.divide(span, np.float32(LEVELS)), np.float32(SMALLEST_SCALE))
+    levels = ops.clamp(ops.round(ops.divide(ops.subtract(new, bottom), step), "half_to_even"), 0.0, LEVELS)
+    present.input(0).replace_source_output(ops.convert(levels, "u8").output(0))
+    model.add_results([named_result(scale_state.present_name, ops.concat([step, bottom], 3).output(0))])
+    return scale_state
+
+
+def _column(scales: ov.Node, index: int) -> ov.Node:
+    start, stop, step, axis = (np.array([value]) for value in (index, index + 1, 1, 3))
+    return ops.slice(scales, start, stop, step, axis)
+
+
+def _swap(model: ov.Model, past: ov.Node, stored: list[ov.Node], values: ov.Node) -> None:
+    redirect(past.output(0), values.output(0))
     model.remove_parameter(past)
-    model.add_parameters([stored])
+    model.add_parameters(stored)

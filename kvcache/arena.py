@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
-from staticllm.core import RowState
+from staticllm.core import RowState, RowType
 
 Array = NDArray[Any]
+HOST_TYPES: dict[RowType, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "u8": np.uint8}
+"""What numpy holds rows in. It has no bf16, and the host only moves rows, never reads them."""
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """States with the same heads and head size: their places in the model's list, and their common storage."""
+    """States with the same heads, head size and type: their places in the model's list, and their common storage."""
 
     members: tuple[int, ...]
     heads: int
@@ -43,22 +45,22 @@ class RowGroup:
         )
 
 
-def group_states(states: Sequence[RowState]) -> list[tuple[tuple[int, ...], int, int]]:
-    """``(members, heads, head_dim)`` for each distinct shape, in order of first appearance."""
-    shapes: dict[tuple[int, int], list[int]] = {}
+def group_states(states: Sequence[RowState]) -> list[tuple[tuple[int, ...], int, int, type[np.generic]]]:
+    """``(members, heads, head_dim, type)`` for each distinct shape and type, in order of first appearance."""
+    groups: dict[tuple[int, int, type[np.generic]], list[int]] = {}
     for index, state in enumerate(states):
-        shapes.setdefault((state.heads, state.head_dim), []).append(index)
-    return [(tuple(members), *shape) for shape, members in shapes.items()]
+        groups.setdefault((state.heads, state.head_dim, HOST_TYPES[state.row_type]), []).append(index)
+    return [(tuple(members), *key) for key, members in groups.items()]
 
 
 class Arena:
     """Rows for all states of a model. ``capacity`` is the stride that the memory has now."""
 
-    def __init__(self, states: Sequence[RowState], max_capacity: int, dtype: DTypeLike) -> None:
+    def __init__(self, states: Sequence[RowState], max_capacity: int) -> None:
         self.max_capacity = max_capacity
         self.num_states = len(states)
         self.groups = []
-        for members, heads, head_dim in group_states(states):
+        for members, heads, head_dim, dtype in group_states(states):
             storage = np.empty((len(members), heads * max_capacity * head_dim), dtype)
             storage.fill(0)  # touch every page now: memory must not grow while generating
             self.groups.append(RowGroup(members, heads, head_dim, storage))

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from staticllm.core import ModelShape
 from staticllm.kvcache.arena import Arena
@@ -72,10 +72,10 @@ class KVCache:
     A step is ``fill`` (before the device runs) and ``commit`` (after); a failed step is simply not committed.
     """
 
-    def __init__(self, shape: ModelShape, capacities: List[int], dtype: DTypeLike) -> None:
+    def __init__(self, shape: ModelShape, capacities: List[int]) -> None:
         self.capacities = sorted(set(capacities) - {0})
         self.max_rows = self.capacities[-1]
-        self.arena = Arena(shape.row_states, self.max_rows, dtype)
+        self.arena = Arena(shape.row_states, self.max_rows)
         self.rows = RowAllocator(self.max_rows)
         self.states = StateBank(shape.recurrent_states)
         self._masks = MaskBuilder()

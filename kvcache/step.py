@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from staticllm.core import ModelShape, Variant
 from staticllm.kvcache.arena import group_states
@@ -48,7 +48,7 @@ class Step:
 class BufferPool:
     """Host memory for the largest of all variants. They never run at once, so the buffers of each are fronts of it."""
 
-    def __init__(self, variants: Sized[Variant], shape: ModelShape, dtype: DTypeLike) -> None:
+    def __init__(self, variants: Sized[Variant], shape: ModelShape) -> None:
         self.shape = shape
         sizes = pool_sizes(variants)
         self.ids = np.zeros(sizes.rows, np.int64)
@@ -60,7 +60,7 @@ class BufferPool:
         self.query_positions = np.zeros(sizes.rows if shape.has_distances else 0, np.int32)
         self.presents = [
             np.zeros(len(members) * heads * sizes.rows * head_dim, dtype)
-            for members, heads, head_dim in group_states(shape.row_states)
+            for members, heads, head_dim, dtype in group_states(shape.row_states)
         ]
 
 
@@ -88,12 +88,12 @@ class StepBuffers:
         self.logits = _front(pool.logits, 1, count, shape.vocab_size)
         self.presents: list[NDArray[Any]] = [
             _front(present, len(members), heads, rows, head_dim)
-            for present, (members, heads, head_dim) in zip(pool.presents, self._groups, strict=True)
+            for present, (members, heads, head_dim, _) in zip(pool.presents, self._groups, strict=True)
         ]
 
     def present_of(self, index: int) -> NDArray[Any]:
         """The new rows of state ``index``: ``[1, heads, S, head_dim]``."""
-        for (members, _, _), present in zip(self._groups, self.presents, strict=True):
+        for (members, *_), present in zip(self._groups, self.presents, strict=True):
             if index in members:
                 line = members.index(index)
                 return present[line : line + 1]
@@ -123,8 +123,8 @@ def pool_sizes(variants: Sized[Variant]) -> PoolSizes:
     )
 
 
-def buffer_bytes(variants: Sized[Variant], shape: ModelShape, row_bytes: int) -> int:
-    """Bytes that a pool for ``variants`` takes, without taking them. ``row_bytes`` are those of one token's keys and values."""
+def buffer_bytes(variants: Sized[Variant], shape: ModelShape) -> int:
+    """Bytes that a pool for ``variants`` takes, without taking them."""
     sizes = pool_sizes(variants)
     masks = sizes.mask_cells * 4 * len(shape.masks)
-    return masks + sizes.sequences * shape.vocab_size * 4 + sizes.rows * row_bytes
+    return masks + sizes.sequences * shape.vocab_size * 4 + sizes.rows * shape.row_bytes

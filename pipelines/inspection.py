@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from staticllm.compiler_passes.store_kv_as import ELEMENT_TYPES
 from staticllm.config import StaticLLMConfig
 from staticllm.kvcache.step import buffer_bytes
 from staticllm.model_dir import MODEL_XML
@@ -22,7 +21,7 @@ def inspect_model(models_path: str | os.PathLike[str], device: str, config: Stat
     _, layout = prepare(models_path, device, config)
     shape = layout.lowered.shape
     num_rows = config.num_kv_rows(layout.options.mode)
-    bytes_a_token = shape.row_bytes(ELEMENT_TYPES[layout.options.row_type].size)
+    bytes_a_token = shape.row_bytes
     return {
         "model": str(models_path),
         "device": device,
@@ -34,6 +33,15 @@ def inspect_model(models_path: str | os.PathLike[str], device: str, config: Stat
             {"name": s.past_name, "variable": s.variable_id, "heads": s.heads, "head_dim": s.head_dim}
             for s in shape.row_states
         ],
+        "recurrent": {
+            "num_states": len(shape.recurrent_states),
+            "bytes_a_sequence": sum(state.num_bytes for state in shape.recurrent_states),
+            "states": [
+                {"name": s.past_name, "variable": s.variable_id, "shape": list(s.shape), "type": s.dtype}
+                for s in shape.recurrent_states
+            ],
+        },
+        "is_packable": shape.is_packable,
         "layers": _layers(layout),
         "masks": [kind.label for kind in shape.masks],
         "rows": {
@@ -43,7 +51,7 @@ def inspect_model(models_path: str | os.PathLike[str], device: str, config: Stat
             "bytes": bytes_a_token * num_rows,
             "parked_bytes": bytes_a_token * config.num_parked_rows,
         },
-        "buffers_bytes": buffer_bytes(layout.variants, shape, bytes_a_token),
+        "buffers_bytes": buffer_bytes(layout.variants, shape),
         "passes": [
             {"name": r.name, "nodes_before": r.nodes_before, "nodes_after": r.nodes_after, "notes": list(r.notes)}
             for r in layout.lowered.reports
@@ -58,7 +66,7 @@ def inspect_model(models_path: str | os.PathLike[str], device: str, config: Stat
 
 def _layers(layout: Layout) -> list[dict[str, Any]]:
     graph = layout.lowered.graph
-    keys = [state for state in graph.row_states if state.role == "key"]
+    keys = [state for state in graph.row_states if state.role == "key" and not state.is_scale]
     return [
         {"layer": key.layer, "query_heads": query_heads, "kv_heads": key.heads, "head_dim": key.head_dim, "mask": mask}
         for key, query_heads, mask in zip(keys, graph.query_heads, graph.layer_masks, strict=True)

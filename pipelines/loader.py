@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import openvino as ov
 
 from staticllm.compiler_passes.lower import LoweredModel, LoweringOptions, lower
@@ -37,8 +36,6 @@ from staticllm.pipelines.scheduling.view import Policy
 from staticllm.pipelines.variants import choose_variants
 
 OnProgress = Callable[[ProgressEvent], None]
-HOST_TYPES: dict[RowType, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
-"""What numpy holds the rows in. It has no bf16, and the host only moves rows, never reads them."""
 LONG_SECONDS = 0.25  # a variant of a shared program that would run longer than this is not warmed up
 NEAR_ROWS, FAR_ROWS, FAR_CAPACITY = (1, 4, 16, 64, 256), (1, 4, 64), 1024  # sizes from which all costs are estimated
 SMALL_WEIGHTS = 256 << 20  # bytes that may be there twice
@@ -120,18 +117,17 @@ def make_engine(loaded: Loaded, config: StaticLLMConfig, policy: Policy) -> Engi
 
 def make_runner(core: ov.Core, layout: Layout, on_progress: OnProgress = lambda event: None) -> ModelRunner:
     """Compile, bind and warm up what ``prepare`` laid out."""
-    dtype = HOST_TYPES[layout.options.row_type]
     shape = layout.lowered.shape
     try:
-        cache = KVCache(shape, [variant.capacity for variant in layout.variants], dtype)
-        pool = BufferPool(layout.variants, shape, dtype)
+        cache = KVCache(shape, [variant.capacity for variant in layout.variants])
+        pool = BufferPool(layout.variants, shape)
     except MemoryError as error:
         raise ConfigError(
             f"not enough memory for the rows or masks ({error}): lower MAX_PROMPT_LEN or PREFILL_ROWS"
         ) from None
     programs = BoundPrograms(
         dict(compile_layout(core, layout, on_progress)),
-        lambda variant, compiled: bind(compiled, shape, cache, StepBuffers(variant, pool), layout.options.row_type),
+        lambda variant, compiled: bind(compiled, shape, cache, StepBuffers(variant, pool)),
     )
     return ModelRunner(cache, programs, _warm_up(programs, on_progress))
 

@@ -135,9 +135,7 @@ def _last_line(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def bind(
-    compiled: ov.CompiledModel, shape: ModelShape, cache: KVCache, buffers: StepBuffers, row_type: RowType
-) -> Program:
+def bind(compiled: ov.CompiledModel, shape: ModelShape, cache: KVCache, buffers: StepBuffers) -> Program:
     """Make a program of one variant whose ports are the host's own memory."""
     arrays: dict[str, Any] = {
         "input_ids": buffers.input_ids,
@@ -155,7 +153,7 @@ def bind(
             state.present_name: buffers.present_of(index),
         }
         for name, array in rows.items():  # numpy has no bf16: the type is said, not read off the array
-            tensors[name] = ov.Tensor(array, ov.Shape(array.shape), ELEMENT_TYPES[row_type])
+            tensors[name] = ov.Tensor(array, ov.Shape(array.shape), ELEMENT_TYPES[state.row_type])
     for index, recurrent in enumerate(shape.recurrent_states):
         tensors[recurrent.past_name] = ov.Tensor(cache.states.past[index], shared_memory=True)
         tensors[recurrent.present_name] = ov.Tensor(cache.states.present[index], shared_memory=True)

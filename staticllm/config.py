@@ -14,7 +14,7 @@ from staticllm.errors import ConfigError
 MAX_LEN = 1 << 20
 MAX_SLOTS = 64
 SCHEDULERS = ("dynamic", "fcfs", "prefill_first", "decode_first", "chunked")
-_ROW_TYPES = ("f32", "f16", "bf16")
+_ROW_TYPES = ("f32", "f16", "bf16", "u8")
 _REPLACED_PREFIXES = ("NPUW_", "NPU_USE_NPUW")
 _NOT_HERE = {
     "scheduler_config": "use MAX_NUM_SEQS, KV_ROWS, MAX_WAITING and SCHEDULER",

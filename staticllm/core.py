@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
 Phase = Literal["prefill", "generate"]
 ProgramMode = Literal["separate", "shared"]
-RowType = Literal["f32", "f16", "bf16"]
+RowType = Literal["f32", "f16", "bf16", "u8"]
+ROW_TYPE_BYTES: dict[RowType, int] = {"f32": 4, "f16": 2, "bf16": 2, "u8": 1}
 
 
 @dataclass(frozen=True, order=True)
@@ -35,21 +37,31 @@ class Variant:
 
 @dataclass(frozen=True)
 class RowState:
-    """A state that grows by one row a token: keys or values of one layer, ``[1, heads, rows, head_dim]``."""
+    """A state that grows by one row a token: keys or values of one layer, ``[1, heads, rows, head_dim]``.
+
+    Rows of ``u8`` have a scale state beside them, ``[1, heads, rows, 2]``: what one unit is worth, and the smallest value.
+    """
 
     layer: int
     role: Literal["key", "value"]
     variable_id: str
     heads: int
     head_dim: int
+    row_type: RowType = "f32"
+    is_scale: bool = False
 
     @property
     def past_name(self) -> str:
-        return f"past.{self.layer}.{self.role}"
+        return f"past.{self.layer}.{self.role}" + (".scale" if self.is_scale else "")
 
     @property
     def present_name(self) -> str:
-        return f"present.{self.layer}.{self.role}"
+        return f"present.{self.layer}.{self.role}" + (".scale" if self.is_scale else "")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that one token takes."""
+        return self.heads * self.head_dim * ROW_TYPE_BYTES[self.row_type]
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,10 @@ class RecurrentState:
     variable_id: str
     shape: tuple[int, ...]
     dtype: str = "float32"
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * int(self.dtype.lstrip("abcdefghijklmnopqrstuvwxyz")) // 8
 
     @property
     def past_name(self) -> str:
@@ -130,9 +146,10 @@ class ModelShape:
         """Whether no row of a call may be idle: a recurrent state would run through it."""
         return bool(self.recurrent_states)
 
-    def row_bytes(self, bytes_an_element: int) -> int:
+    @property
+    def row_bytes(self) -> int:
         """Bytes that one token's keys and values take over all layers."""
-        return sum(state.heads * state.head_dim for state in self.row_states) * bytes_an_element
+        return sum(state.row_bytes for state in self.row_states)
 
 
 class FinishReason(str, Enum):

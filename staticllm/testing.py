@@ -69,8 +69,8 @@ def fake_runner(
 ) -> ModelRunner:
     """A runner over fake programs. ``runner.programs[variant].num_runs`` counts the calls."""
     shape, variants = fake_shape(masks, vocab_size, is_packable, is_recurrent), list(variants)
-    cache = KVCache(shape, [variant.capacity for variant in variants], np.float32)
-    pool = BufferPool(variants, shape, np.float32)
+    cache = KVCache(shape, [variant.capacity for variant in variants])
+    pool = BufferPool(variants, shape)
     programs = {variant: FakeProgram(cache, shape, StepBuffers(variant, pool)) for variant in variants}
     return ModelRunner(cache, programs)
 

@@ -29,6 +29,7 @@ def _text(report: dict[str, Any]) -> str:
         f"weights   {_mib(report['weights_bytes'])}",
         f"states    {report['num_states']} in {len(layers)} layers, vocabulary {report['vocab_size']}",
         f"rows      {rows['type']}, {rows['bytes_a_token']} bytes a token, {_mib(rows['bytes'])} for {rows['capacity']} rows",
+        *_recurrent(report),
         f"buffers   {_mib(report['buffers_bytes'])} for masks, logits and new rows",
         f"programs  {report['programs']} on {report['device']}",
         f"serves    {report['max_num_seqs']} requests at once; at most {_mib(rows['parked_bytes'])} more for those that wait",
@@ -47,6 +48,14 @@ def _text(report: dict[str, Any]) -> str:
         lines.append(f"{entry['name']:<19}  {entry['nodes_before']:>5} → {entry['nodes_after']:<5}  {first}")
         lines.extend(" " * 36 + note for note in more)
     return "\n".join(lines)
+
+
+def _recurrent(report: dict[str, Any]) -> list[str]:
+    states = report["recurrent"]
+    if not states["num_states"]:
+        return [] if report["is_packable"] else ["calls     one sequence each: its positions decide for all rows of a call"]
+    size = f"{states['bytes_a_sequence'] / 1024:.1f} KiB a sequence"
+    return [f"recurrent {states['num_states']} states, {size}; one sequence a call, no idle rows"]
 
 
 def _variants(variants: list[dict[str, Any]]) -> list[str]:

@@ -133,9 +133,9 @@ def test_model_that_is_no_language_model(copy_of):
     assert "not a causal language model" in one_line(error) and "image" in str(error.value)
 
 
-def test_model_that_no_pass_knows(copy_of):
+def test_model_that_no_pass_knows(zoo, copy_of):
     path = copy_of("llama")
-    model = ov.Core().read_model(path / "openvino_model.xml")
+    model = ov.Core().read_model(zoo / "llama" / "openvino_model.xml")
     (sink, *_) = model.get_sinks()
     sink.input(0).replace_source_output(ops.multiply(sink.input_value(0), np.float32(2)).output(0))
     with pytest.raises(UnsupportedModelError) as error:

@@ -117,8 +117,8 @@ def test_row_memory_is_allocated_once(model_path):
     done = subprocess.run([sys.executable, "-c", MEASURE_MEMORY], capture_output=True, text=True, check=True)
     lines = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
     assert len({(num_bytes, addresses) for _, num_bytes, addresses in lines}) == 1
-    shape = pipeline(model_path("demo"), "shared")._shape
-    assert int(lines[0][1]) in (shape.row_bytes(2) * 4 * 1152, shape.row_bytes(4) * 4 * 1152)
+    shape = StaticLLMPipeline(model_path("demo"))._shape
+    assert int(lines[0][1]) == shape.row_bytes * 4 * 1152
     settled, last = int(lines[3][0]), int(lines[-1][0])
     assert last - settled < int(lines[0][1]) / 4, "the process grew while generating"
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ def presents(rng, count):
 
 @given(st.lists(st.sampled_from([8, 16, 24, 40]), min_size=1, max_size=8), st.integers(0, 8), st.integers(0, 99))
 def test_rows_survive_every_change_of_capacity(capacities, num_rows, seed):
-    arena, rng = Arena(STATES, 40, np.float32), np.random.default_rng(seed)
+    arena, rng = Arena(STATES, 40), np.random.default_rng(seed)
     arena.set_capacity(8, 0)
     new = presents(rng, num_rows)
     arena.write(slice(0, num_rows), new, slice(0, num_rows))
@@ -25,7 +27,7 @@ def test_rows_survive_every_change_of_capacity(capacities, num_rows, seed):
 
 
 def test_views_are_contiguous_and_start_at_one_address():
-    arena = Arena(STATES, 40, np.float32)
+    arena = Arena(STATES, 40)
     for index in range(len(STATES)):
         views = [arena.state_view(index, capacity) for capacity in (8, 24, 40)]
         assert all(view.flags.c_contiguous for view in views)
@@ -33,7 +35,7 @@ def test_views_are_contiguous_and_start_at_one_address():
 
 
 def test_scattered_rows_are_written_where_they_belong():
-    arena, new = Arena(STATES, 8, np.float32), presents(np.random.default_rng(0), 4)
+    arena, new = Arena(STATES, 8), presents(np.random.default_rng(0), 4)
     arena.write(np.array([6, 1]), new, slice(2, 4))
     view = arena.state_view(1, 8)[0]
     assert np.array_equal(view[:, 6], new[0][1][:, 2]) and np.array_equal(view[:, 1], new[0][1][:, 3])
@@ -41,7 +43,7 @@ def test_scattered_rows_are_written_where_they_belong():
 
 
 def test_memory_is_allocated_once():
-    arena = Arena(STATES, 40, np.float16)
+    arena = Arena([replace(state, row_type="f16") for state in STATES], 40)
     assert arena.num_bytes == (2 * 3 * 4 + 6) * 40 * 2
     addresses = [group.storage.ctypes.data for group in arena.groups]
     arena.set_capacity(8, 0)

@@ -36,7 +36,7 @@ def test_lengths_are_whole_and_positive(name, value):
         ({"MAX_PROMT_LEN": 5}, "unknown property 'MAX_PROMT_LEN': did you mean 'MAX_PROMPT_LEN'"),
         ({"XYZZY": 5}, "unknown property 'XYZZY'"),
         ({"PROGRAMS": "both"}, "PROGRAMS='both': must be one of"),
-        ({"KV_CACHE_PRECISION": "u8"}, "KV_CACHE_PRECISION='u8': must be one of f32, f16, bf16"),
+        ({"KV_CACHE_PRECISION": "u4"}, "KV_CACHE_PRECISION='u4': must be one of f32, f16, bf16, u8"),
         ({"PREFILL_CONFIG": {"NUM_STREAM": 1}}, "unknown property 'NUM_STREAM': did you mean 'NUM_STREAMS'"),
         ({"PREFILL_CONFIG": 5}, "must be a dict"),
         ({"PREFILL_ROWS": [16, 0]}, "PREFILL_ROWS=0: must be a whole number from 1"),

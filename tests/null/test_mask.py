@@ -37,8 +37,8 @@ def check(cache, step, buffers):
 
 def new_cache():
     variants = [Variant(1, 16), Variant(1, 32), Variant(8, 0), Variant(8, 32), Variant(8, 32, 3)]
-    pool = BufferPool(variants, SHAPE, np.float32)
-    return KVCache(SHAPE, [16, 32], np.float32), {variant: StepBuffers(variant, pool) for variant in variants}
+    pool = BufferPool(variants, SHAPE)
+    return KVCache(SHAPE, [16, 32]), {variant: StepBuffers(variant, pool) for variant in variants}
 
 
 moves = st.lists(
@@ -87,14 +87,14 @@ def test_sequences_that_share_a_step_do_not_see_each_other(sizes):
 
 def test_buffers_take_the_bytes_that_are_reported():
     variants = [Variant(1, 16), Variant(1, 64), Variant(8, 0), Variant(8, 64, 2), Variant(8, 32)]
-    pool = BufferPool(variants, SHAPE, np.float32)
+    pool = BufferPool(variants, SHAPE)
     arrays = [*pool.masks.values(), pool.logits, *pool.presents]
-    assert sum(array.nbytes for array in arrays) == buffer_bytes(variants, SHAPE, SHAPE.row_bytes(4))
+    assert sum(array.nbytes for array in arrays) == buffer_bytes(variants, SHAPE)
 
 
 def test_all_variants_share_the_memory_of_the_largest():
     variants = [Variant(1, 64), Variant(8, 64, 2), Variant(8, 0)]
-    pool = BufferPool(variants, SHAPE, np.float32)
+    pool = BufferPool(variants, SHAPE)
     for buffers in (StepBuffers(variant, pool) for variant in variants):
         for kind, mask in buffers.masks.items():
             assert np.shares_memory(mask, pool.masks[kind])
