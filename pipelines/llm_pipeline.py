@@ -17,14 +17,14 @@ from openvino_genai import StreamingStatus as Status
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgressEvent
 from staticllm.errors import BusyError, GenerationConfigError, SavedRowsError, StaticLLMError
-from staticllm.model_dir import check_model_dir, digest_of
+from staticllm.model_dir import check_model_dir, weights_of
 from staticllm.pipelines.arguments import positional, read_generation_config, read_tokenizer, resolve_config
 from staticllm.pipelines.delivery import Answer, Delivery, metrics_of
 from staticllm.pipelines.engine import Engine
 from staticllm.pipelines.handle import GenerationHandle
+from staticllm.pipelines.identity import model_identity
 from staticllm.pipelines.inputs import check_ids, encode_messages, form_of
 from staticllm.pipelines.intake import Call, Intake
-from staticllm.pipelines.loader import load, make_engine
 from staticllm.pipelines.outcome import Outcome, results_of
 from staticllm.pipelines.overflow import shorten
 from staticllm.pipelines.profiler import Stats
@@ -33,6 +33,7 @@ from staticllm.pipelines.sampler import Sampler
 from staticllm.pipelines.saved_rows import load_rows, save_rows
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.scheduling.view import Policy
+from staticllm.pipelines.start import load, make_engine
 from staticllm.pipelines.streamers import TokenSink, make_sink
 from staticllm.pipelines.trace import MAX_RECORDS, Trace, recording
 
@@ -76,16 +77,16 @@ class StaticLLMPipeline:
     ) -> None:
         start = time.perf_counter()
         device, config, tokenizer = positional(args, device, config, tokenizer)
-        directory = check_model_dir(models_path, needs_tokenizer=tokenizer is None)
-        self._config = resolve_config(device, config, properties)
-        policy = make_policy(self._config.scheduler if scheduler is None else scheduler)
+        asked = resolve_config(device, config, properties)
+        directory = check_model_dir(models_path, tokenizer is None, asked.weights_path)
+        policy = make_policy(asked.scheduler if scheduler is None else scheduler)
         tokenizer = tokenizer or read_tokenizer(directory)
         self._intake = Intake(tokenizer, read_generation_config(directory, tokenizer))
-        loaded = load(directory, device, self._config, on_progress or (lambda event: None))
-        self._shape, self._directory = loaded.shape, directory
-        self._row_type = loaded.row_type
+        loaded = load(directory, device, asked, on_progress or (lambda event: None))
+        self._config, self._directory = loaded.config, directory
+        self._shape, self._row_type = loaded.programs.shape, loaded.programs.options.row_type
         self._identity_of_rows: dict[str, str] = {}
-        self._engine: Engine = make_engine(loaded, self._config, policy)
+        self._engine: Engine = make_engine(loaded, policy)
         self._finalizer = weakref.finalize(self, self._engine.close)
         self._history: list[dict[str, str]] | None = None
         self._lock, self._owner = threading.Lock(), 0
@@ -290,7 +291,11 @@ class StaticLLMPipeline:
     def _identity(self) -> dict[str, str]:
         """What must be equal where saved rows are read; the digest of the weights is computed when first needed."""
         if not self._identity_of_rows:
-            self._identity_of_rows = {"model": digest_of(self._directory), "row type": self._row_type}
+            weights = weights_of(self._directory, self._config.weights_path)
+            self._identity_of_rows = {
+                "model": " ".join(model_identity(self._directory, weights).values()),
+                "row type": self._row_type,
+            }
         return self._identity_of_rows
 
     def _begin(self, ids: list[int], call: Call) -> GenerationHandle:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import openvino as ov
 
+from staticllm.compiler_passes.keep_small_constants import keep_small_constants
 from staticllm.compiler_passes.lower import LoweredModel, LoweringOptions, lower
 from staticllm.config import StaticLLMConfig
-from staticllm.core import ModelShape, Phase, ProgramMode, ProgressEvent, RowType, Variant
+from staticllm.core import ModelShape, Phase, ProgramMode, ProgressEvent, Variant
 from staticllm.devices import (
     check_device,
     default_mode,
@@ -25,14 +26,11 @@ from staticllm.devices import (
 from staticllm.errors import ConfigError
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
-from staticllm.model_dir import MODEL_XML, check_model_dir, read_model
+from staticllm.model_dir import check_model_dir, read_model, weights_of
 from staticllm.pipelines.calibration import calibrated
 from staticllm.pipelines.costs import CostTable
-from staticllm.pipelines.engine import Engine, EngineOptions
 from staticllm.pipelines.programs import BoundPrograms, CompileOptions, bind, compile_programs, first_variants
 from staticllm.pipelines.runner import ModelRunner
-from staticllm.pipelines.scheduling.book import Limits
-from staticllm.pipelines.scheduling.view import Policy
 from staticllm.pipelines.variants import choose_variants
 
 OnProgress = Callable[[ProgressEvent], None]
@@ -52,13 +50,13 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A model that can run."""
+class Programs:
+    """Compiled programs, wherever they came from, and what the host must know to run them. ``costs``: seconds, if known."""
 
-    runner: ModelRunner
     shape: ModelShape
-    mode: ProgramMode
-    row_type: RowType
+    options: CompileOptions
+    compiled: Mapping[Variant, ov.CompiledModel]
+    costs: Mapping[Variant, float] = field(default_factory=dict)
 
 
 def prepare(
@@ -66,8 +64,9 @@ def prepare(
     device: str,
     config: StaticLLMConfig,
     on_progress: OnProgress = lambda event: None,
+    for_blobs: bool = False,
 ) -> tuple[ov.Core, Layout]:
-    """Read and lower a model directory for ``device``; nothing is compiled.
+    """Read and lower a model directory for ``device``; nothing is compiled. ``for_blobs``: so that it can be exported.
 
     Raises:
         ModelError, UnsupportedModelError, DeviceError, ConfigError
@@ -76,60 +75,41 @@ def prepare(
     core = get_core()
     check_device(core, device)
     mode = program_mode(device, config)
-    properties = _phase_properties(device, config)
+    properties = phase_properties(device, config)
     row_type = config.kv_cache_precision or default_row_type(core, device, *properties.values())
-    path = check_model_dir(models_path, needs_tokenizer=False)
-    model = read_model(core, path)
+    path = check_model_dir(models_path, needs_tokenizer=False, weights=config.weights_path)
+    model = read_model(core, path, config.weights_path)
+    if for_blobs:
+        keep_small_constants(model)
     on_progress(ProgressEvent("read", 1, 1, time.perf_counter() - start))
     start = time.perf_counter()
     lowered = lower(model, LoweringOptions(config.num_kv_rows(mode), row_type))
     properties = calibrated(core, device, lowered.graph.model, properties)
     variants = choose_variants(config, mode, lowered.shape)
     on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - start))
-    options = CompileOptions(device, mode, row_type, properties, _is_split(path, config))
+    options = CompileOptions(device, mode, row_type, properties, is_split(path, config))
     return core, Layout(lowered, options, variants)
 
 
-def load(
-    models_path: str | os.PathLike[str],
-    device: str,
-    config: StaticLLMConfig,
-    on_progress: OnProgress = lambda event: None,
-) -> Loaded:
-    """A runner that is warm: every variant has run once. The graph, and with it the weights as read, is let go.
-
-    Raises:
-        ModelError, UnsupportedModelError, DeviceError, ConfigError
-    """
-    core, layout = prepare(models_path, device, config, on_progress)
-    return Loaded(
-        make_runner(core, layout, on_progress), layout.lowered.shape, layout.options.mode, layout.options.row_type
-    )
-
-
-def make_engine(loaded: Loaded, config: StaticLLMConfig, policy: Policy) -> Engine:
-    """The engine of a loaded model; its thread starts with the first request."""
-    slots = config.num_slots(loaded.mode)
-    limits = Limits(slots, config.ttft_ms, config.tpot_ms)
-    options = EngineOptions(limits, config.capacity, config.max_waiting, config.num_parked_rows, config.prefix_caching)
-    return Engine(loaded.runner, policy, options)
-
-
-def make_runner(core: ov.Core, layout: Layout, on_progress: OnProgress = lambda event: None) -> ModelRunner:
-    """Compile, bind and warm up what ``prepare`` laid out."""
-    shape = layout.lowered.shape
+def make_runner(programs: Programs, on_progress: OnProgress = lambda event: None) -> ModelRunner:
+    """Bind programs to rows and buffers, and warm them up."""
+    shape, variants = programs.shape, tuple(programs.compiled)
     try:
-        cache = KVCache(shape, [variant.capacity for variant in layout.variants])
-        pool = BufferPool(layout.variants, shape)
+        cache = KVCache(shape, [variant.capacity for variant in variants])
+        pool = BufferPool(variants, shape)
     except MemoryError as error:
         raise ConfigError(
             f"not enough memory for the rows or masks ({error}): lower MAX_PROMPT_LEN or PREFILL_ROWS"
         ) from None
-    programs = BoundPrograms(
-        dict(compile_layout(core, layout, on_progress)),
-        lambda variant, compiled: bind(compiled, shape, cache, StepBuffers(variant, pool)),
+    bound = BoundPrograms(
+        programs.compiled, lambda variant, compiled: bind(compiled, shape, cache, StepBuffers(variant, pool))
     )
-    return ModelRunner(cache, programs, _warm_up(programs, on_progress))
+    return ModelRunner(cache, bound, _warm_up(bound, programs, on_progress))
+
+
+def compile_all(core: ov.Core, layout: Layout, on_progress: OnProgress = lambda event: None) -> Programs:
+    """Compile what ``prepare`` laid out."""
+    return Programs(layout.lowered.shape, layout.options, dict(compile_layout(core, layout, on_progress)))
 
 
 def compile_layout(
@@ -157,14 +137,14 @@ def program_mode(device: str, config: StaticLLMConfig) -> ProgramMode:
     return "separate" if config.programs == "separate" else "shared"
 
 
-def _is_split(path: Path, config: StaticLLMConfig) -> bool:
+def is_split(path: Path, config: StaticLLMConfig) -> bool:
     """Whether each phase has its own shared program.
 
     A program that ran with another number of rows prepares all its nodes anew, some 20 microseconds each: that doubles a
     decode step of a small model, and is a tenth of one of 0.5 B parameters, which would pay with a copy of its weights.
     """
     if config.programs == "auto":
-        return (path / MODEL_XML).with_suffix(".bin").stat().st_size < SMALL_WEIGHTS
+        return weights_of(path, config.weights_path).stat().st_size < SMALL_WEIGHTS
     return config.programs == "phases"
 
 
@@ -178,29 +158,40 @@ def device_properties(device: str) -> frozenset[str]:
     return supported_properties(core, check_device(core, device))
 
 
-def _phase_properties(device: str, config: StaticLLMConfig) -> dict[Phase, Mapping[str, Any]]:
+def phase_properties(device: str, config: StaticLLMConfig) -> dict[Phase, Mapping[str, Any]]:
     common = {"PERFORMANCE_HINT": "LATENCY", **config.device_properties}
     phases: dict[Phase, Mapping[str, Any]] = {"prefill": config.prefill_config, "generate": config.generate_config}
     return {phase: exact_if_asked(device, {**common, **extra}) for phase, extra in phases.items()}
 
 
-def _warm_up(programs: BoundPrograms, on_progress: OnProgress) -> CostTable:
+def _warm_up(bound: BoundPrograms, programs: Programs, on_progress: OnProgress) -> CostTable:
     """Run variants once, so that no user waits for a first inference; time what is quick once more.
 
     Each separate program is run. Of a shared one a few sizes, near and far, as long as a run is expected to stay under
     ``LONG_SECONDS``: there a first run costs a tenth more than the next (docs/design.md), not more, and the costs of all
-    others are estimated from these.
+    others are estimated from these. Where the costs are known each program runs once, to pack its weights.
     """
+    if programs.costs:
+        return _first_runs(bound, programs, on_progress)
     costs = CostTable()
-    chosen = _worth_running(programs)
+    chosen = _worth_running(bound)
     for index, variant in enumerate(chosen, 1):
         first = 0.0
-        if index == 1 or programs.is_static(variant) or costs(variant) < LONG_SECONDS:
-            program = programs[variant]
+        if index == 1 or bound.is_static(variant) or costs(variant) < LONG_SECONDS:
+            program = bound[variant]
             first = program.run()
             is_worth_it = first < QUICK_SECONDS or index == 1  # the very first run of all packs the weights
             costs.update(variant, program.run() if is_worth_it else first)
         on_progress(ProgressEvent("warm-up", index, len(chosen), first, variant))
+    return costs
+
+
+def _first_runs(bound: BoundPrograms, programs: Programs, on_progress: OnProgress) -> CostTable:
+    costs = CostTable({variant: cost for variant, cost in programs.costs.items() if variant in bound})
+    first = list({id(bound.compiled(variant)): variant for variant in reversed(list(bound))}.values())[::-1]
+    for index, variant in enumerate(first, 1):
+        seconds = bound[variant].run()
+        on_progress(ProgressEvent("warm-up", index, len(first), seconds, variant))
     return costs
 
 

@@ -13,9 +13,9 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgramMode
 from staticllm.devices import check_device, get_core
 from staticllm.model_dir import check_model_dir
-from staticllm.pipelines.loader import load
 from staticllm.pipelines.reference import EXACT, StatefulReference
 from staticllm.pipelines.runner import ModelRunner
+from staticllm.pipelines.start import load
 
 STEPS, NUM_NEW, GREEDY_PROMPTS = 96, 48, (5, 40, 300)
 CAPACITIES = (48, 64)

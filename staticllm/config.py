@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
 import warnings
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal, cast
 
 from staticllm.core import ProgramMode, RowType
@@ -16,13 +17,11 @@ MAX_SLOTS = 64
 SCHEDULERS = ("dynamic", "fcfs", "prefill_first", "decode_first", "chunked")
 _ROW_TYPES = ("f32", "f16", "bf16", "u8")
 _REPLACED_PREFIXES = ("NPUW_", "NPU_USE_NPUW")
+Crypt = Callable[[bytes], bytes]
 _NOT_HERE = {
     "scheduler_config": "use MAX_NUM_SEQS, KV_ROWS, MAX_WAITING and SCHEDULER",
     "ATTENTION_BACKEND": "attention runs in the step programs; leave it out",
     "ENABLE_MMAP": "the IR is always mapped; leave it out",
-    "BLOB_PATH": "compile again, or set CACHE_DIR; `staticllm compile --export-blob` writes blobs",
-    "EXPORT_BLOB": "use `staticllm compile --export-blob`",
-    "WEIGHTS_PATH": "keep the weights beside the IR",
 }
 
 
@@ -51,6 +50,15 @@ class StaticLLMConfig:
             (``SCHEDULER``, docs/scheduling.md).
         ttft_ms: Target for the time to first token, ms; None for as soon as possible (``TTFT_MS``).
         tpot_ms: Target for the time between two tokens, ms; None for a bound relative to a decode step (``TPOT_MS``).
+        cache_dir: Folder of blob sets: what was compiled once is loaded from there; None for no cache (``CACHE_DIR``).
+        cache_mode: ``OPTIMIZE_SIZE`` writes blobs without weights, where the device can, and reads those beside the IR;
+            ``OPTIMIZE_SPEED`` writes whole blobs (``CACHE_MODE``).
+        cache_limit_gb: Size of the cache, GB; the least recently used sets go (``CACHE_LIMIT_GB``).
+        cache_encryption_callbacks: ``(encrypt, decrypt)``, from bytes to bytes, for blobs on disk
+            (``CACHE_ENCRYPTION_CALLBACKS``).
+        blob_path: A blob set: loaded instead of compiling, or written with ``export_blob`` (``BLOB_PATH``).
+        export_blob: Compile and write the set to ``blob_path``, or ``openvino_model.blob`` beside the IR (``EXPORT_BLOB``).
+        weights_path: The weights, if they do not lie beside the IR (``WEIGHTS_PATH``).
         device_properties: OpenVINO properties for every program.
         prefill_config: More properties for prefill programs (``PREFILL_CONFIG``).
         generate_config: More properties for generate programs (``GENERATE_CONFIG``).
@@ -74,11 +82,24 @@ class StaticLLMConfig:
     scheduler: Literal["dynamic", "fcfs", "prefill_first", "decode_first", "chunked"] = "dynamic"
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    cache_dir: str | None = None
+    cache_mode: Literal["OPTIMIZE_SIZE", "OPTIMIZE_SPEED"] = "OPTIMIZE_SIZE"
+    cache_limit_gb: float = 20.0
+    cache_encryption_callbacks: tuple[Crypt, Crypt] | None = field(default=None, repr=False)
+    blob_path: str | None = None
+    export_blob: bool = False
+    weights_path: str | None = None
     device_properties: Mapping[str, Any] = field(default_factory=dict, hash=False)
     prefill_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     generate_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    asked: frozenset[str] | None = field(default=None, compare=False, repr=False)
+    """Fields that were given, rather than left at their defaults: a blob set decides the others."""
 
     def __post_init__(self) -> None:
+        if self.asked is None:
+            given = {item.name for item in fields(self) if getattr(self, item.name) != _default_of(item)}
+            object.__setattr__(self, "asked", frozenset(given))
+        self._check_blobs()
         for name in ("max_prompt_len", "min_response_len"):
             object.__setattr__(self, name, whole(name.upper(), getattr(self, name), 1))
         self._check_serving()
@@ -103,6 +124,26 @@ class StaticLLMConfig:
                         f"{name.upper()} has {capacity}, more than MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {self.capacity}: "
                         "leave it out or raise a length"
                     )
+
+    def _check_blobs(self) -> None:
+        for name in ("cache_dir", "blob_path", "weights_path"):
+            object.__setattr__(self, name, _path(name.upper(), getattr(self, name)))
+        for name in ("export_blob",):
+            object.__setattr__(self, name, _switch(name.upper(), getattr(self, name)))
+        mode = getattr(self.cache_mode, "name", self.cache_mode)  # OpenVINO has an enum for it
+        _one_of("CACHE_MODE", mode, ("OPTIMIZE_SIZE", "OPTIMIZE_SPEED"))
+        object.__setattr__(self, "cache_mode", mode)
+        limit = self.cache_limit_gb
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
+            raise ConfigError(f"CACHE_LIMIT_GB={limit!r}: must be a number of GB, more than 0")
+        callbacks = self.cache_encryption_callbacks
+        if callbacks is not None:
+            is_pair = isinstance(callbacks, (tuple, list)) and len(callbacks) == 2 and all(map(callable, callbacks))
+            if not is_pair:
+                raise ConfigError(
+                    "CACHE_ENCRYPTION_CALLBACKS: must be two callables, (encrypt, decrypt), from bytes to bytes"
+                )
+            object.__setattr__(self, "cache_encryption_callbacks", tuple(callbacks))
 
     def _check_serving(self) -> None:
         for name, least in (("max_num_seqs", 1), ("kv_rows", 1), ("parked_rows", 0), ("max_waiting", 1)):
@@ -159,7 +200,8 @@ class StaticLLMConfig:
         for name in ("prefill_config", "generate_config"):
             if isinstance(extra := options.get(name), Mapping):
                 options[name] = _phase_properties(name.upper(), extra, supported)
-        return cls(device_properties=device_properties, **options)
+        asked = frozenset({*options, *({"device_properties"} if device_properties else ())})
+        return cls(device_properties=device_properties, asked=asked, **options)
 
 
 def _phase_properties(name: str, extra: Mapping[str, Any], supported: Collection[str]) -> dict[str, Any]:
@@ -182,6 +224,31 @@ def whole(name: str, value: object, least: int, most: int = MAX_LEN) -> int:
         limits = f"from {least} to {most}" if most <= MAX_LEN else f"of {least} or more"
         raise ConfigError(f"{name}={value!r}: must be a whole number {limits}")
     return int(number)
+
+
+def _path(name: str, value: object) -> str | None:
+    if value is None:
+        return None
+    try:
+        path = os.fsdecode(cast(Any, value))
+    except TypeError:
+        path = ""
+    if not path:
+        raise ConfigError(f"{name}={value!r}: must be the path of a file or folder")
+    return path
+
+
+def _switch(name: str, value: object) -> bool:
+    """GenAI takes YES and NO beside booleans."""
+    if isinstance(value, str) and value.upper() in ("YES", "TRUE", "NO", "FALSE"):
+        return value.upper() in ("YES", "TRUE")
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r}: must be YES or NO")
+    return value
+
+
+def _default_of(item: Field[Any]) -> Any:
+    return item.default if item.default is not MISSING else {}
 
 
 def _milliseconds(name: str, value: object) -> float | None:
@@ -245,7 +312,9 @@ def _generate_hint(options: dict[str, Any], value: object, properties: Mapping[s
         options.setdefault("generate_capacities", [total])
 
 
-_OWN = {item.name.upper(): item.name for item in fields(StaticLLMConfig) if item.name != "device_properties"}
+_OWN = {
+    item.name.upper(): item.name for item in fields(StaticLLMConfig) if item.name not in ("device_properties", "asked")
+}
 """Property name → field. Every field but the pass-through is a property under its upper-case name."""
 
 _HINTS = {"PREFILL_HINT": _prefill_hint, "GENERATE_HINT": _generate_hint}

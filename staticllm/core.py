@@ -175,7 +175,7 @@ class FinishReason(str, Enum):
         return self.value
 
 
-Stage = Literal["read", "passes", "compile", "warm-up", "export"]
+Stage = Literal["read", "passes", "compile", "import", "warm-up", "export"]
 
 
 @dataclass(frozen=True)

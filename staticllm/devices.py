@@ -42,7 +42,7 @@ def check_device(core: ov.Core, device: object) -> str:
 
 def supported_properties(core: ov.Core, device: str) -> frozenset[str]:
     """Names of the properties that the device and OpenVINO's own core take at compile time."""
-    return frozenset(core.get_property(device, "SUPPORTED_PROPERTIES")) | {"CACHE_DIR", "CACHE_MODE"}
+    return frozenset(core.get_property(device, "SUPPORTED_PROPERTIES"))
 
 
 def exact_if_asked(device: str, properties: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@
     ├── DeviceError            a device that is not there, or a program that it refused
     ├── PromptError            an input that cannot be run (also a ValueError)
     │   └── PromptTooLongError
+    ├── BlobError              a set of blobs that is damaged, or for another model, machine or layout
     ├── NumericalError         the device answered with numbers that are not finite
     ├── SavedRowsError         a file of saved rows that is damaged, or of another model
     ├── BusyError              more requests wait than may
@@ -78,6 +79,10 @@ class PromptTooLongError(PromptError):
 
 class NumericalError(StaticLLMError):
     """Logits that are not finite. The rows are cleared, the pipeline stays usable."""
+
+
+class BlobError(StaticLLMError):
+    """A set of blobs that cannot be loaded: damaged, cut short, or made for something else. Says which one thing differs."""
 
 
 class BusyError(StaticLLMError):

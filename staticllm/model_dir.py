@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from pathlib import Path
@@ -23,8 +22,10 @@ def demo_model_path() -> Path:
     return Path(__file__).parent / "demo_model"
 
 
-def check_model_dir(path: str | bytes | os.PathLike[str], needs_tokenizer: bool = True) -> Path:
-    """The directory if a whole IR lies in it, with its tokenizer if it is needed.
+def check_model_dir(
+    path: str | bytes | os.PathLike[str], needs_tokenizer: bool = True, weights: str | None = None
+) -> Path:
+    """The directory if a whole IR lies in it, with its tokenizer if it is needed; ``weights`` may lie elsewhere.
 
     Raises:
         ModelError: something is missing or shorter than it must be; the message names the file.
@@ -36,21 +37,16 @@ def check_model_dir(path: str | bytes | os.PathLike[str], needs_tokenizer: bool 
     if not directory.is_dir():
         raise ModelError(f"no model directory at {str(directory)!r}")
     for name in (MODEL_XML, *(TOKENIZER_XML if needs_tokenizer else ())):
-        _check_ir(directory / name)
+        _check_ir(directory / name, Path(weights) if weights and name == MODEL_XML else None)
     return directory
 
 
-def digest_of(directory: Path) -> str:
-    """A digest of the graph and its weights: equal only for the same model."""
-    digest = hashlib.sha256()
-    for path in (directory / MODEL_XML, (directory / MODEL_XML).with_suffix(".bin")):
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
+def weights_of(directory: Path, weights: str | None = None) -> Path:
+    """The file that holds the weights."""
+    return Path(weights) if weights else (directory / MODEL_XML).with_suffix(".bin")
 
 
-def _check_ir(xml: Path) -> None:
+def _check_ir(xml: Path, weights: Path | None = None) -> None:
     if not xml.is_file():
         raise ModelError(
             f"{xml.name} is missing in {str(xml.parent)!r}: export the model with optimum-cli export openvino"
@@ -58,21 +54,21 @@ def _check_ir(xml: Path) -> None:
     text = xml.read_bytes()
     if not text.rstrip().endswith(b"</net>"):
         raise ModelError(f"{str(xml)!r} is cut short ({len(text)} bytes): export or copy it again")
-    weights = xml.with_suffix(".bin")
+    weights = weights or xml.with_suffix(".bin")
     size = weights.stat().st_size if weights.is_file() else 0
     needed = max((int(a or d) + int(b or c) for a, b, c, d in _CONST_DATA.findall(text)), default=0)
     if size < needed:
         raise ModelError(f"{str(weights)!r} has {size} bytes, {xml.name} needs {needed}: export or copy it again")
 
 
-def read_model(core: ov.Core, directory: Path) -> ov.Model:
-    """Read the IR of a checked directory.
+def read_model(core: ov.Core, directory: Path, weights: str | None = None) -> ov.Model:
+    """Read the IR of a checked directory; ``weights`` may lie elsewhere.
 
     Raises:
         ModelError: OpenVINO cannot read it, or it is not a language model.
     """
     try:
-        model = core.read_model(directory / MODEL_XML)
+        model = core.read_model(directory / MODEL_XML, weights_of(directory, weights))
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ModelError(f"OpenVINO cannot read {str(directory / MODEL_XML)!r}: {lines[-1]}") from error

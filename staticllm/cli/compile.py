@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
@@ -20,15 +22,15 @@ WIDTH = 24
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
 @layout_options
 def command(model: str, target: str, as_json: bool, **options: Any) -> None:
-    """Compile all programs of MODEL and export them as blobs with a manifest."""
-    from staticllm.pipelines.blobs import export_blobs
+    """Compile all programs of MODEL and export them as a set of blobs with a manifest: BLOB_PATH loads it."""
+    from staticllm.pipelines.blob_export import export_set, job_of
 
-    config = read_config(options)
-    manifest = export_blobs(model, options["device"], config, target, Bars())
+    manifest = export_set(job_of(model, options["device"], read_config(options), Bars()), Path(target))
     if as_json:
-        click.echo(json.dumps(manifest, indent=2))
+        click.echo(json.dumps(asdict(manifest), indent=2))
         return
-    click.echo(f"{len(manifest['blobs'])} blobs for {len(manifest['variants'])} variants in {target}")
+    size = f"{manifest.num_bytes / 1e6:.1f} MB" + (", weights not included" if manifest.is_weightless else "")
+    click.echo(f"{len(manifest.blobs)} blobs for {len(manifest.variants)} variants in {target} ({size})")
 
 
 class Bars:

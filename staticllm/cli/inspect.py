@@ -53,7 +53,11 @@ def _text(report: dict[str, Any]) -> str:
 def _recurrent(report: dict[str, Any]) -> list[str]:
     states = report["recurrent"]
     if not states["num_states"]:
-        return [] if report["is_packable"] else ["calls     one sequence each: its positions decide for all rows of a call"]
+        return (
+            []
+            if report["is_packable"]
+            else ["calls     one sequence each: its positions decide for all rows of a call"]
+        )
     size = f"{states['bytes_a_sequence'] / 1024:.1f} KiB a sequence"
     return [f"recurrent {states['num_states']} states, {size}; one sequence a call, no idle rows"]
 

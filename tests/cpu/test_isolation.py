@@ -12,7 +12,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.kvcache.step import Segment
 from staticllm.model_dir import read_model
-from staticllm.pipelines.loader import make_runner, prepare
+from staticllm.pipelines.loader import compile_all, make_runner, prepare
 from staticllm.pipelines.reference import StatefulReference
 
 PACKED = Variant(8, 256, 8)
@@ -28,7 +28,7 @@ def runner_of(path, mode, precision):
     )
     core, layout = prepare(path, "CPU", config)
     lowered = lower(read_model(core, path), LoweringOptions(config.capacity, layout.options.row_type))
-    return make_runner(core, dataclasses.replace(layout, lowered=lowered, variants=VARIANTS))
+    return make_runner(compile_all(core, dataclasses.replace(layout, lowered=lowered, variants=VARIANTS)))
 
 
 def segment(sequence, token):

@@ -44,7 +44,12 @@ def test_lengths_are_whole_and_positive(name, value):
         ({"GENERATE_CAPACITIES": [9999]}, "more than MAX_PROMPT_LEN"),
         ({"GENERATE_CAPACITIES": []}, "is empty"),
         ({"PREFILL_HINT": "FAST"}, "PREFILL_HINT='FAST': must be one of"),
-        ({"BLOB_PATH": "x"}, "BLOB_PATH is not supported: compile again"),
+        ({"ATTENTION_BACKEND": "x"}, "ATTENTION_BACKEND is not supported"),
+        ({"BLOB_PATH": 5}, "BLOB_PATH=5: must be the path"),
+        ({"EXPORT_BLOB": "maybe"}, "EXPORT_BLOB='maybe': must be YES or NO"),
+        ({"CACHE_MODE": "FAST"}, "CACHE_MODE='FAST': must be one of"),
+        ({"CACHE_LIMIT_GB": 0}, "CACHE_LIMIT_GB=0: must be a number of GB"),
+        ({"CACHE_ENCRYPTION_CALLBACKS": len}, "must be two callables"),
     ],
 )  # fmt: skip
 def test_bad_properties_are_refused_in_one_line(properties, message):

@@ -1,0 +1,204 @@
+"""From a model directory to what can run: compiled, loaded from a blob set, or through a cache of them."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import openvino as ov
+
+from staticllm.config import StaticLLMConfig
+from staticllm.core import Phase, ProgramMode, ProgressEvent, RowType, Variant
+from staticllm.devices import get_core
+from staticllm.errors import BlobError, ConfigError
+from staticllm.pipelines.blob_cache import BlobCache, discard, key_of
+from staticllm.pipelines.blob_export import (
+    Exported,
+    Job,
+    compile_for_export,
+    identity_of,
+    job_of,
+    write_bad,
+    write_exported,
+)
+from staticllm.pipelines.blob_set import (
+    MANIFEST,
+    Manifest,
+    bad,
+    check_set,
+    import_blob,
+    read_blobs,
+    read_manifest,
+    shape_from_json,
+)
+from staticllm.pipelines.engine import Engine, EngineOptions
+from staticllm.pipelines.identity import Identity
+from staticllm.pipelines.loader import OnProgress, Programs, compile_all, make_runner, prepare
+from staticllm.pipelines.programs import CompileOptions
+from staticllm.pipelines.runner import ModelRunner
+from staticllm.pipelines.scheduling.book import Limits
+from staticllm.pipelines.scheduling.view import Policy
+
+DEFAULT_BLOB = "openvino_model.blob"
+GB = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that can run. ``config`` is what holds: a blob set decides what was not asked for. ``origin`` is ``compiled``,
+    ``blob`` or ``cache``."""
+
+    runner: ModelRunner
+    programs: Programs
+    config: StaticLLMConfig
+    origin: str
+
+
+def load(
+    models_path: str | os.PathLike[str],
+    device: str,
+    config: StaticLLMConfig,
+    on_progress: OnProgress = lambda event: None,
+) -> Loaded:
+    """A runner that is warm. The graph, and with it the weights as read, is let go.
+
+    Raises:
+        ModelError, UnsupportedModelError, DeviceError, ConfigError
+        BlobError: ``BLOB_PATH`` names a set that is damaged, or for something else.
+    """
+    job = job_of(models_path, device, config, on_progress)
+    if config.export_blob:
+        return _exported(job)
+    if config.blob_path:
+        return _from_blob_path(job, Path(config.blob_path))
+    return _through_cache(job, config.cache_dir) if config.cache_dir else _compiled(job)
+
+
+def make_engine(loaded: Loaded, policy: Policy) -> Engine:
+    """The engine of a loaded model; its thread starts with the first request."""
+    config = loaded.config
+    limits = Limits(config.num_slots(loaded.programs.options.mode), config.ttft_ms, config.tpot_ms)
+    options = EngineOptions(limits, config.capacity, config.max_waiting, config.num_parked_rows, config.prefix_caching)
+    return Engine(loaded.runner, policy, options)
+
+
+def _compiled(job: Job) -> Loaded:
+    programs = compile_all(*prepare(job.directory, job.device, job.config, job.on_progress), job.on_progress)
+    return Loaded(make_runner(programs, job.on_progress), programs, job.config, "compiled")
+
+
+def _exported(job: Job) -> Loaded:
+    """Compile, and leave a set at ``BLOB_PATH``. One that lies there is replaced, anything else is not touched."""
+    target = Path(job.config.blob_path) if job.config.blob_path else job.directory / DEFAULT_BLOB
+    if target.exists() and not (target / MANIFEST).is_file():
+        raise ConfigError(f"BLOB_PATH={str(target)!r} is there and no blob set: choose another path or remove it")
+    try:
+        target.resolve().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"BLOB_PATH={str(target)!r} cannot be written: {error.strerror or error}") from None
+    exported = compile_for_export(job)
+    runner = make_runner(exported.programs, job.on_progress)
+    write_exported(job, target, exported, identity_of(job), runner.costs.measured)
+    return Loaded(runner, exported.programs, job.config, "compiled")
+
+
+def _from_blob_path(job: Job, folder: Path) -> Loaded:
+    manifest = read_manifest(folder)
+    job = replace(job, config=_decided_by(manifest, job.config))
+    programs = _imported(job, folder, manifest)
+    return Loaded(make_runner(programs, job.on_progress), programs, job.config, "blob")
+
+
+def _through_cache(job: Job, folder: str) -> Loaded:
+    """What the cache has for exactly this; else compiled, and left there. A set that cannot be read is compiled again."""
+    cache, identity = BlobCache(folder, int(job.config.cache_limit_gb * GB)), identity_of(job)
+    key = key_of(identity)
+    try:
+        with cache.locked(key):
+            found = _from_cache(job, cache, key, identity)
+            if found is not None:
+                return found
+            exported = compile_for_export(job)
+            runner = make_runner(exported.programs, job.on_progress)
+            _keep(job, cache.path(key), exported, identity, runner)
+    except OSError as error:
+        warnings.warn(f"CACHE_DIR={folder!r} cannot be used: {error.strerror or error}", RuntimeWarning, stacklevel=2)
+        return _compiled(job)
+    cache.prune(keep=key)
+    return Loaded(runner, exported.programs, job.config, "compiled")
+
+
+def _from_cache(job: Job, cache: BlobCache, key: str, identity: Identity) -> Loaded | None:
+    path = cache.path(key)
+    if not path.is_dir():
+        return None
+    try:
+        manifest = read_manifest(path)
+        if manifest.is_bad:
+            warnings.warn(f"CACHE_DIR is not used: {bad(path, manifest)}", RuntimeWarning, stacklevel=2)
+            cache.touch(key)
+            return _compiled(job)
+        programs = _imported(job, path, manifest, identity)
+    except BlobError as error:
+        warnings.warn(f"compiled again: {error}", RuntimeWarning, stacklevel=2)
+        discard(path)
+        return None
+    cache.touch(key)
+    return Loaded(make_runner(programs, job.on_progress), programs, job.config, "cache")
+
+
+def _keep(job: Job, path: Path, exported: Exported, identity: Identity, runner: ModelRunner) -> None:
+    """Leave a set in the cache. A full disk costs the cache, not the pipeline."""
+    try:
+        if exported.blobs is None:
+            write_bad(job, path, exported, identity)
+            warnings.warn(f"CACHE_DIR is not used: {bad(path, read_manifest(path))}", RuntimeWarning, stacklevel=2)
+        else:
+            write_exported(job, path, exported, identity, runner.costs.measured)
+    except ConfigError as error:
+        warnings.warn(f"nothing was cached: {error}", RuntimeWarning, stacklevel=2)
+
+
+def _decided_by(manifest: Manifest, config: StaticLLMConfig) -> StaticLLMConfig:
+    """The config with what the set has for everything that was not asked for."""
+    asked = config.asked or frozenset()
+    decided = {name: value for name, value in manifest.config.items() if name not in asked}
+    return replace(config, asked=frozenset({*asked, *decided}), **decided)
+
+
+def _imported(job: Job, folder: Path, manifest: Manifest, identity: Identity | None = None) -> Programs:
+    """Every program of a set. Its weights are compared while the blobs are read and imported; nothing runs before both are done.
+
+    Raises:
+        BlobError: the set is damaged, or for something else.
+    """
+    core, config = get_core(), job.config
+    with ThreadPoolExecutor(1) as pool:
+        here = pool.submit(lambda: identity or identity_of(job))
+        callbacks = config.cache_encryption_callbacks
+        blobs = read_blobs(folder, manifest, callbacks[1] if callbacks else None)
+        check_set(folder, manifest, here.result())
+    options = CompileOptions(
+        job.device,
+        cast(ProgramMode, manifest.mode),
+        cast(RowType, manifest.row_type),
+        {cast(Phase, phase): values for phase, values in manifest.properties.items()},
+        manifest.is_split,
+    )
+    weights = job.weights if manifest.is_weightless else None
+    compiled: dict[str, ov.CompiledModel] = {}
+    files = manifest.file_of()
+    for variant, name in files.items():
+        if name not in compiled:
+            start = time.perf_counter()
+            job.on_progress(ProgressEvent("import", len(compiled) + 1, len(blobs), 0.0, variant, is_done=False))
+            compiled[name] = import_blob(core, blobs[name], job.device, options.family(variant)[1], weights)
+            job.on_progress(ProgressEvent("import", len(compiled), len(blobs), time.perf_counter() - start, variant))
+    costs = {Variant(rows, capacity, sequences): seconds for rows, capacity, sequences, seconds in manifest.costs}
+    programs = {variant: compiled[name] for variant, name in files.items()}
+    return Programs(shape_from_json(manifest.shape), options, programs, costs)
