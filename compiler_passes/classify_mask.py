@@ -8,8 +8,9 @@ with a slope for each head (ALiBi), or a table of it for each key position (ALiB
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import openvino as ov
@@ -28,6 +29,8 @@ TABLE_STEP = 256  # tokens whose masks are evaluated at once
 BIAS_TOLERANCE = 1e-5  # of the largest bias: exporters compute it in f32
 Mask = NDArray[np.float32]
 Key = tuple[int, int]
+Evaluate = Callable[..., list[Mask]]
+"""From a probe, and a seed for what tokens and rows hold, to the values of all masks."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,13 @@ def classify(model: ov.Model, sources: list[ov.Output], capacity: int) -> dict[K
     unique = {key_of(source): source for source in sources}
     probes = [Probe(0, 7), Probe(3, 4), Probe(capacity, 5), Probe(capacity + 3, 1)]
     evaluate = _evaluator(model, list(unique.values()))
-    values = [evaluate(probe) for probe in probes]
+    values, others = ([evaluate(probe, seed) for probe in probes] for seed in (0, 1))
     kinds = {}
     for index, (key, source) in enumerate(unique.items()):
-        found = classify_one(
-            probes, [value[index] for value in values], lambda probe, index=index: evaluate(probe)[index], capacity
-        )
+        if any(not np.array_equal(one[index], other[index]) for one, other in zip(values, others, strict=True)):
+            name = source.get_node().get_friendly_name()
+            raise UnsupportedModelError(STAGE, f"the mask {name!r} depends on what the tokens or the rows hold")
+        found = classify_one(probes, [value[index] for value in values], _one_of(evaluate, index), capacity)
         if found is None:
             raise UnsupportedModelError(
                 STAGE,
@@ -87,6 +91,10 @@ def classify(model: ov.Model, sources: list[ov.Output], capacity: int) -> dict[K
             )
         kinds[key] = found
     return kinds
+
+
+def _one_of(evaluate: Evaluate, index: int) -> Callable[[Probe], Mask]:
+    return lambda probe: evaluate(probe)[index]
 
 
 def classify_one(
@@ -143,7 +151,7 @@ def _digest(table: NDArray[np.generic]) -> str:
     return hashlib.sha256(np.ascontiguousarray(table).tobytes()).hexdigest()[:8]
 
 
-def _evaluator(model: ov.Model, sources: list[ov.Output]) -> Callable[[Probe], list[NDArray[np.float32]]]:
+def _evaluator(model: ov.Model, sources: list[ov.Output]) -> Evaluate:
     """Compile only what the masks need, on the CPU, and return a function from a probe to their values."""
     needed = {node.get_instance_id() for node in upstream([source.get_node() for source in sources])}
     parameters = [node for node in model.get_parameters() if node.get_instance_id() in needed]
@@ -151,15 +159,16 @@ def _evaluator(model: ov.Model, sources: list[ov.Output]) -> Callable[[Probe], l
     masks = ov.Model(results, parameters)  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
     compiled = get_core().compile_model(masks, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
 
-    def evaluate(probe: Probe) -> list[NDArray[np.float32]]:
-        feeds = [_probe_input(node, probe) for node in parameters]
+    def evaluate(probe: Probe, seed: int = 0) -> list[NDArray[np.float32]]:
+        random = np.random.default_rng(seed)
+        feeds = [_probe_input(node, probe, random) for node in parameters]
         return [_additive(value) for value in compiled(feeds).values()]
 
     return evaluate
 
 
-def _probe_input(parameter: ov.Node, probe: Probe) -> NDArray[np.generic]:
-    """What one parameter holds when ``past`` rows are cached and ``new`` tokens arrive. All tokens are real."""
+def _probe_input(parameter: ov.Node, probe: Probe, random: np.random.Generator) -> NDArray[np.generic]:
+    """What one parameter holds when ``past`` rows are cached and ``new`` tokens arrive. All tokens are real; which, is random."""
     names = parameter.output(0).get_names()
     shape = parameter.get_partial_shape()
     dtype = parameter.get_element_type().to_dtype()
@@ -169,7 +178,12 @@ def _probe_input(parameter: ov.Node, probe: Probe) -> NDArray[np.generic]:
         positions = np.arange(probe.past, probe.past + probe.new, dtype=dtype)
         return np.broadcast_to(positions, [*(d.get_length() for d in list(shape)[:-1]), probe.new]).copy()
     tokens = probe.new if "input_ids" in names or "inputs_embeds" in names else probe.past
-    return np.zeros([d.get_length() if d.is_static else tokens for d in shape], dtype)
+    sizes = [d.get_length() if d.is_static else tokens for d in shape]
+    return (
+        random.integers(0, 50, sizes).astype(dtype)
+        if np.dtype(dtype).kind in "iu"
+        else random.random(sizes).astype(dtype)
+    )
 
 
 def _additive(value: NDArray[np.generic]) -> NDArray[np.float32]:
@@ -179,7 +193,7 @@ def _additive(value: NDArray[np.generic]) -> NDArray[np.float32]:
 
 
 def _all_as_expected(
-    probes: list[Probe], masks: list[Mask], window: int | None, biases: list[NDArray[np.float64]] | list[Mask]
+    probes: list[Probe], masks: list[Mask], window: int | None, biases: Sequence[NDArray[np.floating[Any]]]
 ) -> bool:
     for probe, mask, bias in zip(probes, masks, biases, strict=True):
         cells = visible_cells(probe.past, probe.new, window)
@@ -189,7 +203,7 @@ def _all_as_expected(
     return True
 
 
-def _is_as_expected(planes: NDArray[np.float32], cells: NDArray[np.bool_], bias: NDArray[np.float64]) -> bool:
+def _is_as_expected(planes: NDArray[np.float32], cells: NDArray[np.bool_], bias: NDArray[np.floating[Any]]) -> bool:
     """Hidden where no cell is seen; else the bias, but for what all cells of a row have in common: a softmax drops it.
 
     ``planes [heads, new, past + new]``; one plane serves all heads. Without a bias the visible cells must hold exactly 0.

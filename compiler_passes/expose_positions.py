@@ -7,6 +7,8 @@ What else reads ``attention_mask`` then reads ones: whoever runs is a real token
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
@@ -18,8 +20,8 @@ from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
 
 STAGE = "expose_positions"
-PROBES = ((5, 7), (3, 11), (0, 13))
-"""``(past, new)``: primes, so that no other size is taken for the number of new tokens."""
+NEWS = (7, 11, 13)
+"""New tokens in the probes: primes, so that no other size is taken for their number."""
 SAME_NEW = ((5, 7), (9, 7))
 """What feeds data must not tell these apart."""
 _SIZE_PORTS = {
@@ -27,19 +29,36 @@ _SIZE_PORTS = {
     "VariadicSplit": {1, 2}, "Pad": {1, 2}, "Squeeze": {1}, "Unsqueeze": {1}, "OneHot": {1},
 }  # fmt: skip
 """Ports that say how large something is, not what it holds; where a slice begins is another matter."""
-_REDUCTIONS = frozenset({"ReduceMax", "ReduceMin", "ReduceSum", "ReduceMean", "TopK"})
-_KEEPS_POSITIONS = frozenset({"Convert", "Reshape", "Unsqueeze", "Squeeze", "Add", "Subtract"})
+_TABLES = ("Gather",)  # a longer table holds the same at every place
+_PICKS = frozenset({"Slice", "StridedSlice", "Split", "VariadicSplit", "ReduceMin", "ReduceSum", "ReduceMean", "TopK"})
+_KEEPS_POSITIONS = frozenset(
+    {
+        "Convert",
+        "Reshape",
+        "Unsqueeze",
+        "Squeeze",
+        "Add",
+        "Subtract",
+        "Multiply",
+        "Divide",
+        "Minimum",
+        "Maximum",
+        "Clamp",
+    }
+)
 Values = dict[int, NDArray[np.generic]]
 
 
-def expose_positions(graph: StepGraph) -> None:
+def expose_positions(graph: StepGraph, capacity: int) -> None:
     """Feed positions from outside; refuse what else depends on how many rows there are.
 
     A position may also be counted for its number alone, the length of a table: that stays.
     """
     count = 0
     if graph.row_states:
-        count = _redirect_positions(graph)
+        count = _redirect_positions(graph, capacity)
+    else:
+        _refuse_lengths(graph)
     _drop_attention_mask(graph)
     if graph.row_states:
         _refuse(_varying(graph.model))
@@ -49,12 +68,16 @@ def expose_positions(graph: StepGraph) -> None:
         graph.note(STAGE, "positions are compared with each other: one sequence a call")
 
 
-def _redirect_positions(graph: StepGraph) -> int:
+def _redirect_positions(graph: StepGraph, capacity: int) -> int:
     varying = {node.get_instance_id() for node in _varying(graph.model)}
     if not varying:
         return 0
     leading = _leading_to(graph.model, varying)
-    found = [output for output in _computed_positions(graph.model) if output.get_node().get_instance_id() in leading]
+    found = [
+        output
+        for output in _computed_positions(graph.model, capacity)
+        if output.get_node().get_instance_id() in leading
+    ]
     for output in found:
         position_ids = graph.parameter("position_ids") or graph.add_parameter(
             "position_ids", ov.PartialShape([1, -1]), ov.Type.i64
@@ -76,14 +99,28 @@ def _leading_to(model: ov.Model, goals: set[int]) -> set[int]:
 
 
 def _compares_positions(graph: StepGraph) -> bool:
-    """Whether the largest position of a call decides something (frequencies for long texts): others' must not count."""
+    """Whether the largest position of a call decides something (frequencies for long texts): others' must not count.
+
+    Raises:
+        UnsupportedModelError: a position is picked by its place in the call.
+    """
     parameter = graph.parameter("position_ids")
-    queue = consumers(parameter.output(0)) if parameter is not None else []
+    if parameter is None:
+        return False
+    queue, reached = consumers(parameter.output(0)), {parameter.get_instance_id()}
     while queue:
-        node = queue.pop()
-        if node.get_type_name() in _REDUCTIONS:
+        node, kind = queue.pop(), ""
+        kind = node.get_type_name()
+        if kind == "ReduceMax":
             return True
-        if node.get_type_name() in _KEEPS_POSITIONS:
+        picks = kind == "Gather" and node.input_value(0).get_node().get_instance_id() in reached
+        if picks or kind in _PICKS:
+            what = f"{kind} {node.get_friendly_name()!r}"
+            raise UnsupportedModelError(
+                STAGE, f"{what} picks a position of the call: its last row may be idle, or another's"
+            )
+        if kind in _KEEPS_POSITIONS:
+            reached.add(node.get_instance_id())
             queue += consumers(node.output(0))
     return False
 
@@ -102,10 +139,11 @@ def _like(output: ov.Output, position_ids: ov.Node) -> ov.Output:
     return ops.convert(shaped, output.get_element_type().get_type_name()).output(0)
 
 
-def _computed_positions(model: ov.Model) -> list[ov.Output]:
+def _computed_positions(model: ov.Model, capacity: int) -> list[ov.Output]:
     """Outputs that equal the positions on every probe, and are not computed from others that do."""
     nodes = model.get_ordered_ops()
-    probes = [(past, new, _evaluate(model, past, new)) for past, new in PROBES]
+    pasts = (3, 0, capacity)  # far as well: a clamp begins somewhere
+    probes = [(past, new, _evaluate(model, past, new)) for past, new in zip(pasts, NEWS, strict=True)]
     matching: set[int] = set()
     first: list[ov.Output] = []
     for index, node in enumerate(nodes):
@@ -154,7 +192,8 @@ def _evaluate(model: ov.Model, past: int, new: int) -> Values:
 
 def _feed(node: ov.Node, constant: ov.Node) -> int:
     redirect(node.output(0), constant.output(0))
-    return constant.get_instance_id()
+    key: int = constant.get_instance_id()
+    return key
 
 
 def _values(nodes: list[ov.Node], wanted: list[int]) -> Values:
@@ -201,6 +240,23 @@ def _drop_attention_mask(graph: StepGraph) -> None:
     graph.model.validate_nodes_and_infer_types()
 
 
+def _refuse_lengths(graph: StepGraph) -> None:
+    """Without rows nobody knows how long a conversation is but ``attention_mask``; what counts it cannot be fed.
+
+    Raises:
+        UnsupportedModelError: names what counts.
+    """
+    parameter = graph.parameter("attention_mask")
+    queue = consumers(parameter.output(0)) if parameter is not None else []
+    while queue:
+        node = queue.pop()
+        if node.get_type_name() in ("ShapeOf", "CumSum", "ReduceSum"):
+            what = f"{node.get_type_name()} {node.get_friendly_name()!r}"
+            raise UnsupportedModelError(STAGE, f"{what} counts the tokens of a conversation in attention_mask")
+        if node.get_type_name() in ("Convert", "Unsqueeze", "Squeeze", "Reshape"):
+            queue += consumers(node.output(0))
+
+
 def _num_tokens(graph: StepGraph) -> ov.Node:
     tokens = graph.parameter("input_ids")
     if tokens is None:
@@ -209,18 +265,33 @@ def _num_tokens(graph: StepGraph) -> ov.Node:
 
 
 def _varying(model: ov.Model) -> list[ov.Node]:
-    """What data is computed with that is of one shape and differs in value when there are more past rows."""
+    """What data is computed with that differs in value when there are more past rows."""
     nodes = model.get_ordered_ops()
     if not _may_vary(nodes):
         return []
     few, many = (_evaluate(model, past, new) for past, new in SAME_NEW)
+    lengths = {nodes[index].get_instance_id() for index in few}
     found = []
-    for index in few.keys() & many.keys():
-        before, after = few[index], many[index]
-        differs = before.shape == after.shape and not np.array_equal(before, after)
-        if differs and _feeds_data(nodes[index], {nodes[other].get_instance_id() for other in few}):
-            found.append(nodes[index])
+    for index in sorted(few.keys() & many.keys()):
+        node, before, after = nodes[index], few[index], many[index]
+        is_longer = before.shape != after.shape and not _is_uniform(before)
+        tables = () if _differ(before, after) else _TABLES
+        if (is_longer or not tables) and _feeds_data(node, lengths, tables):
+            found.append(node)
     return found
+
+
+def _differ(before: NDArray[np.generic], after: NDArray[np.generic]) -> bool:
+    """Whether two values differ where both have something."""
+    if before.ndim != after.ndim:
+        return True
+    common = tuple(slice(min(sizes)) for sizes in zip(before.shape, after.shape, strict=True))
+    return not np.array_equal(before[common], after[common])
+
+
+def _is_uniform(value: NDArray[np.generic]) -> bool:
+    """All the same, as an attention mask of real tokens is: how many there are changes nothing."""
+    return bool(value.size == 0 or (value == value.flat[0]).all())
 
 
 def _may_vary(nodes: list[ov.Node]) -> bool:
@@ -249,11 +320,13 @@ def _refuse(varying: list[ov.Node]) -> None:
         raise UnsupportedModelError(STAGE, f"{name} computes with the number of past rows, other than as a position")
 
 
-def _feeds_data(node: ov.Node, lengths: set[int]) -> bool:
-    """Whether somebody who depends on more than ``lengths`` reads this, other than as a size."""
+def _feeds_data(node: ov.Node, lengths: set[int], tables: Collection[str] = ()) -> bool:
+    """Whether somebody who depends on more than ``lengths`` reads this, other than as a size or as one of ``tables``."""
     for target in node.output(0).get_target_inputs():
         reader = target.get_node()
         is_size = target.get_index() in _SIZE_PORTS.get(reader.get_type_name(), ())
-        if reader.get_instance_id() not in lengths and not is_size and reader.get_type_name() != "ShapeOf":
+        is_table = target.get_index() == 0 and reader.get_type_name() in tables
+        is_data = reader.get_instance_id() not in lengths and reader.get_type_name() != "ShapeOf"
+        if is_data and not is_size and not is_table:
             return True
     return False

@@ -42,6 +42,11 @@ class StepGraph:
     def note(self, stage: str, text: str) -> None:
         self.notes.setdefault(stage, []).append(text)
 
+    @property
+    def ports(self) -> list[RowState | RecurrentState]:
+        """Every state that goes in and comes out."""
+        return [*self.row_states, *self.recurrent_states]
+
     def attentions(self) -> list[ov.Node]:
         """The attention nodes, in the order of their layers."""
         return [node for node in self.model.get_ordered_ops() if node.get_type_name() == "ScaledDotProductAttention"]

@@ -35,6 +35,7 @@ def keep_new_rows(graph: StepGraph) -> None:
             graph.recurrent_states.append(_recurrent(index, state))
             continue
         concat = _growing_concat(state)
+        _check_starts_empty(state)
         layer, role = _place(concat, state, places)
         shape = state.past.get_partial_shape()
         if shape[1].is_dynamic or shape[3].is_dynamic:
@@ -87,6 +88,14 @@ def _growing_concat(state: LiftedState) -> ov.Node:
 
 def _port(port: ov.Input) -> Port:
     return port.get_node().get_instance_id(), port.get_index()
+
+
+def _check_starts_empty(state: LiftedState) -> None:
+    if state.initial is None:
+        return
+    shape = state.initial.get_partial_shape()
+    if shape.rank.is_dynamic or shape[ROW_AXIS].is_dynamic or shape[ROW_AXIS].get_length():
+        raise UnsupportedModelError(STAGE, f"state {state.variable_id!r} starts with rows ({shape}): it must be empty")
 
 
 def _place(concat: ov.Node, state: LiftedState, places: dict[Port, tuple[int, Role]]) -> tuple[int, Role]:

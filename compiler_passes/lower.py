@@ -44,7 +44,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("keep_new_rows", lambda graph, options: keep_new_rows(graph)),
     Pass("fix_cache_position", lambda graph, options: fix_cache_position(graph)),
     Pass("expose_mask", lambda graph, options: expose_mask(graph, options.capacity)),
-    Pass("expose_positions", lambda graph, options: expose_positions(graph)),
+    Pass("expose_positions", lambda graph, options: expose_positions(graph, options.capacity)),
     Pass("select_logits", lambda graph, options: select_logits(graph)),
     Pass("group_queries", lambda graph, options: group_queries(graph)),
     Pass("decompose_attention", lambda graph, options: decompose_attention(graph)),
@@ -106,7 +106,7 @@ def _shape_of(graph: StepGraph) -> ModelShape:
     if vocab.is_dynamic:
         raise UnsupportedModelError("select_logits", "the vocabulary size of the logits is not known")
     known = {"input_ids", "position_ids", "logit_rows", *(kind.port_name for kind in graph.masks)}
-    known |= {state.past_name for state in (*graph.row_states, *graph.recurrent_states)} | {
+    known |= {state.past_name for state in graph.ports} | {
         KEY_POSITIONS,
         QUERY_POSITIONS,
     }

@@ -18,7 +18,7 @@ def verify_graph(graph: StepGraph, stage: str) -> None:
     inputs = [port.get_any_name() for port in model.inputs]
     outputs = [port.get_any_name() for port in model.outputs]
     _require(len({*inputs, *outputs}) == len(inputs) + len(outputs), stage, "two ports share a name")
-    for state in (*graph.row_states, *graph.recurrent_states):
+    for state in graph.ports:
         _require(state.past_name in inputs, stage, f"{state.past_name} has no input")
         _require(state.present_name in outputs, stage, f"{state.present_name} has no output")
     if graph.row_states or graph.recurrent_states:

@@ -49,7 +49,8 @@ class PrefixCache:
             self._cache.close(sequence)
             return
         previous, self._resident = self._resident, sequence
-        if previous is not None and common_prefix(previous.tokens, sequence.tokens) == len(previous):
+        is_part = previous is not None and common_prefix(previous.tokens, sequence.tokens) == len(previous)
+        if previous is not None and is_part and (not self._is_whole or len(previous) == len(sequence)):
             self._cache.close(previous)
         elif previous is not None:
             self._leave(previous)
@@ -67,7 +68,7 @@ class PrefixCache:
             return self._cache.bring_back(stored, stored_length)
         if source is None or not length:
             return self._cache.open()
-        if source is self._resident and len(source) - length <= SHORT_REST:
+        if source is self._resident and len(source) - length <= SHORT_REST and not self._is_whole:
             self._resident = None
             self._cache.cut(source, length)
             return source

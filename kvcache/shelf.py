@@ -12,10 +12,14 @@ from staticllm.kvcache.sequence import common_prefix
 
 
 class Shelf:
-    """At most ``max_rows`` rows. Parked ones stay until they are taken; kept conversations go, the oldest first."""
+    """At most ``max_rows`` rows. Parked ones stay until they are taken; kept conversations go, the oldest first.
 
-    def __init__(self, max_rows: int) -> None:
-        self.max_rows = max_rows
+    ``state_rows``: the recurrent states of one conversation take as much memory as so many rows. Where there are any, a
+    conversation can only be used as a whole.
+    """
+
+    def __init__(self, max_rows: int, state_rows: int = 0) -> None:
+        self.max_rows, self._state_rows = max_rows, state_rows
         self._parked: dict[int, StoredRows] = {}
         self._kept: OrderedDict[tuple[int, ...], StoredRows] = OrderedDict()
         self.num_parked_rows = 0
@@ -23,29 +27,29 @@ class Shelf:
 
     @property
     def free_rows(self) -> int:
-        """Rows that can still be parked; kept conversations make way."""
-        return self.max_rows - self.num_parked_rows
+        """Rows that the next request to be parked can have; kept conversations make way."""
+        return max(0, self.max_rows - self.num_parked_rows - self._state_rows)
 
     def park(self, owner: int, stored: StoredRows) -> None:
         """Hold the rows of a request. The caller has asked ``free_rows``."""
-        self.num_parked_rows += len(stored.tokens)
+        self.num_parked_rows += self._size(stored.tokens)
         self._parked[owner] = stored
         self._shrink()
 
     def take(self, owner: int) -> StoredRows:
         """The rows of a request, which leave the shelf."""
         stored = self._parked.pop(owner)
-        self.num_parked_rows -= len(stored.tokens)
+        self.num_parked_rows -= self._size(stored.tokens)
         return stored
 
     def keep(self, stored: StoredRows) -> None:
-        """Hold a conversation for whoever goes on with it; what it begins with need not be held apart."""
-        for tokens in [
-            old.tokens for old in self._kept.values() if common_prefix(old.ids, stored.ids) == len(old.tokens)
-        ]:
-            self._drop(tokens)
+        """Hold a conversation for whoever goes on with it; what it begins with need not be held apart, if it can be cut."""
+        begins = [old.tokens for old in self._kept.values() if common_prefix(old.ids, stored.ids) == len(old.tokens)]
+        for tokens in begins:
+            if not self._state_rows or tokens == stored.tokens:
+                self._drop(tokens)
         self._kept[stored.tokens] = stored
-        self.num_kept_rows += len(stored.tokens)
+        self.num_kept_rows += self._size(stored.tokens)
         self._shrink()
 
     def longest(self, tokens: TokenList[int], is_whole: bool = False) -> tuple[StoredRows | None, int]:
@@ -71,4 +75,7 @@ class Shelf:
 
     def _drop(self, tokens: tuple[int, ...]) -> None:
         del self._kept[tokens]
-        self.num_kept_rows -= len(tokens)
+        self.num_kept_rows -= self._size(tokens)
+
+    def _size(self, tokens: tuple[int, ...]) -> int:
+        return len(tokens) + self._state_rows

@@ -57,7 +57,8 @@ def _run(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> dict[
 
 def _name(port: Any) -> str:
     """The name that a pass gave; plugins add names of their own."""
-    return next(name for name in port.get_names() if _OURS.fullmatch(name))
+    names: set[str] = port.get_names()
+    return next(name for name in names if _OURS.fullmatch(name))
 
 
 def _is_close(expected: NDArray[Any], found: NDArray[Any]) -> bool:

@@ -30,13 +30,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """``capacity``: rows that one sequence can have. ``max_waiting``: requests that may wait; ``parked_rows``: the shelf."""
+    """``capacity``: rows that one sequence can have. ``max_waiting``: requests that may wait; ``parked_rows``: the shelf;
+    ``state_rows``: how many rows the recurrent states of one sequence are worth there."""
 
     limits: Limits
     capacity: int
     max_waiting: int = 128
     parked_rows: int = 0
     prefix_caching: bool = True
+    state_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Engine:
         self._runner, self._options = runner, options
         self._planner = Planner(policy)
         self._book = Book(options.limits)
-        shelf = Shelf(options.parked_rows)
+        shelf = Shelf(options.parked_rows, options.state_rows)
         prefix = PrefixCache(runner.cache, shelf, options.prefix_caching)
         self._tenancy = Tenancy(runner.cache, self._book, shelf, prefix)
         self._inbox: deque[Request] = deque()

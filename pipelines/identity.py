@@ -13,7 +13,7 @@ from typing import Any
 import openvino as ov
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import Phase, RowType
+from staticllm.core import Phase, ProgramMode, RowType
 from staticllm.errors import ModelError
 from staticllm.model_dir import MODEL_XML
 
@@ -87,7 +87,7 @@ def layout_identity(
     config: StaticLLMConfig, programs: str, row_type: RowType, properties: Mapping[Phase, Mapping[str, Any]]
 ) -> Identity:
     """What was asked for: lengths, sizes and properties, resolved, so that a default equals the same value given."""
-    mode = "separate" if programs == "separate" else "shared"
+    mode: ProgramMode = "separate" if programs == "separate" else "shared"
     sizes = {
         "MAX_PROMPT_LEN": config.max_prompt_len,
         "MIN_RESPONSE_LEN": config.min_response_len,

@@ -83,7 +83,10 @@ def make_engine(loaded: Loaded, policy: Policy) -> Engine:
     """The engine of a loaded model; its thread starts with the first request."""
     config = loaded.config
     limits = Limits(config.num_slots(loaded.programs.options.mode), config.ttft_ms, config.tpot_ms)
-    options = EngineOptions(limits, config.capacity, config.max_waiting, config.num_parked_rows, config.prefix_caching)
+    state_rows = loaded.programs.shape.rows_of_states(config.capacity)
+    options = EngineOptions(
+        limits, config.capacity, config.max_waiting, config.num_parked_rows, config.prefix_caching, state_rows
+    )
     return Engine(loaded.runner, policy, options)
 
 

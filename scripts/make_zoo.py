@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 SEED, SPREAD = 0, 4.0
-"""Matrices are scaled by this: with the usual initial weights a tiny model repeats one token."""
+"""Linear layers are scaled by this: with the usual initial weights a tiny model repeats one token."""
 DEMO_DIR = Path(__file__).resolve().parent.parent / "staticllm" / "demo_model"
 SIZES: dict[str, Any] = {
     "vocab_size": 2048,
@@ -59,9 +59,9 @@ def save_random(name: str, folder: Path, changes: dict[str, Any]) -> None:
     sizes = {key: value for key, value in SIZES.items() if can_be_set(known, key)}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**sizes, **changes})).eval()
     with torch.no_grad():
-        for key, weight in model.named_parameters():
-            if weight.ndim == 2 and "embed" not in key:
-                weight.mul_(SPREAD)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):  # not what a recurrence is made of
+                module.weight.mul_(SPREAD)
     model.save_pretrained(folder)
 
 

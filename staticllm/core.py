@@ -151,6 +151,11 @@ class ModelShape:
         """Bytes that one token's keys and values take over all layers."""
         return sum(state.row_bytes for state in self.row_states)
 
+    def rows_of_states(self, capacity: int) -> int:
+        """How many rows the recurrent states of one sequence are worth in memory, ``capacity`` at most; 0 if there are none."""
+        num_bytes = sum(state.num_bytes for state in self.recurrent_states)
+        return min(capacity, -(-num_bytes // self.row_bytes) if self.row_bytes else capacity) if num_bytes else 0
+
 
 class FinishReason(str, Enum):
     """Why a request ended. Compares equal to its lower-case name and to GenAI's enum member of the same name."""

@@ -94,7 +94,8 @@ def fake_engine(
     is_recurrent: bool = False,
 ) -> Engine:
     """An engine over the fake device. ``capacity`` are the rows that one sequence can have."""
-    options = EngineOptions(Limits(max_num_seqs), capacity, max_waiting, parked_rows)
+    state_rows = fake_shape(masks, is_recurrent=is_recurrent).rows_of_states(capacity)
+    options = EngineOptions(Limits(max_num_seqs), capacity, max_waiting, parked_rows, state_rows=state_rows)
     runner = fake_runner(variants, masks, is_packable=is_packable, is_recurrent=is_recurrent)
     return Engine(runner, policy, options)
 

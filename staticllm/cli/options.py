@@ -45,7 +45,9 @@ def _with_layout(command: Command, property_flags: tuple[str, ...]) -> Command:
                 type=click.Choice(["f32", "f16", "bf16"]),
                 help="Compute in this type.  [the device's own]",
             ),
-            click.option("--kv-precision", type=click.Choice(["f32", "f16", "bf16"]), help="Store rows in this type."),
+            click.option(
+                "--kv-precision", type=click.Choice(["f32", "f16", "bf16", "u8"]), help="Store rows in this type."
+            ),
             click.option(
                 *property_flags, "properties", multiple=True, metavar="NAME=VALUE", help="Any other property."
             ),

@@ -319,31 +319,6 @@ def test_compressed_weights_stay_compressed(model):
         assert small_constants(program) == before
 
 
-def test_a_pass_that_cannot_names_itself_and_the_node(zoo):
-    def refusal(spoil):
-        spoiled = core.read_model(zoo / "llama" / "openvino_model.xml")
-        spoil(spoiled)
-        with pytest.raises(UnsupportedModelError) as caught:
-            lower(spoiled, LoweringOptions(256))
-        assert "\n" not in str(caught.value)
-        return caught.value
-
-    def scale_a_state(model):
-        (sink, *_) = model.get_sinks()
-        sink.input(0).replace_source_output(ops.multiply(sink.input_value(0), np.float32(2)).output(0))
-
-    def add_the_number_of_past_rows(model):
-        read = next(node for node in model.get_ordered_ops() if node.get_type_name() == "ReadValue")
-        rows = ops.convert(ops.gather(ops.shape_of(read), np.array(2), np.array(0)), "f32")
-        result = model.output("logits").get_node()
-        result.input(0).replace_source_output(ops.add(result.input_value(0), rows).output(0))
-
-    error = refusal(scale_a_state)
-    assert error.stage == "keep_new_rows" and "Multiply" in error.reason and "past_key_values" in error.reason
-    error = refusal(add_the_number_of_past_rows)
-    assert error.stage == "expose_positions" and "number of past rows" in error.reason
-
-
 def test_grouped_heads_get_their_own_slopes():
     """Two query heads share a key head, and each has a slope: regrouped, each query still meets its own bias."""
     rng = np.random.default_rng(0)

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staticllm.core import Variant
+from staticllm.kvcache.cache import StoredRows
 from staticllm.kvcache.saving import load, save
+from staticllm.kvcache.shelf import Shelf
 from staticllm.pipelines.overflow import shorten
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import (
@@ -16,6 +18,7 @@ from staticllm.testing import (
     fake_next_token,
     fake_request,
     fake_runner,
+    fake_shape,
     run_to_end,
 )
 
@@ -131,3 +134,24 @@ def test_a_conversation_that_fills_its_rows_goes_on():
     for _ in range(40):
         tokens = fake_answer(shorten(tokens, 16, "shift") if len(tokens) > 32 else tokens, 1, is_recurrent=True)
     assert request.tokens[-4:] == tokens[-4:] and request.num_generated == 40
+
+
+def test_a_prefix_that_several_begin_with_stays():
+    """A state cannot be cut: the shorter conversation is not contained in the longer one."""
+    engine = new_engine()
+    run_to_end(engine, [fake_request(range(20), 1)])
+    for other in range(3):
+        request = fake_request([*range(20), 100 + other, 7], 2)
+        run_to_end(engine, [request])
+        assert request.num_cached == 20
+        assert request.tokens == fake_answer([*range(20), 100 + other, 7], 2, is_recurrent=True)
+
+
+def test_states_count_on_the_shelf():
+    """A hundred short conversations with large states must not fill the host's memory."""
+    shape = fake_shape(is_recurrent=True)
+    assert shape.rows_of_states(64) == 1 and fake_shape().rows_of_states(64) == 0
+    shelf = Shelf(100, state_rows=30)
+    for index in range(10):
+        shelf.keep(StoredRows((index,), (), (np.zeros((1, 1)),)))
+    assert shelf.num_kept_rows == 93 and shelf.free_rows == 70

@@ -1,0 +1,105 @@
+"""Graphs that would run and say something else are refused, by the pass that sees it and with what it saw."""
+
+import numpy as np
+import pytest
+from openvino import opset13 as ops
+
+from staticllm.compiler_passes.lower import LoweringOptions, lower
+from staticllm.devices import get_core
+from staticllm.errors import UnsupportedModelError
+
+
+def attentions(model):
+    return [node for node in model.get_ordered_ops() if node.get_type_name() == "ScaledDotProductAttention"]
+
+
+def parameter(model, name):
+    return next(node for node in model.get_parameters() if name in node.output(0).get_names())
+
+
+def length_of(output, axis):
+    return ops.gather(ops.shape_of(output), np.array(axis), np.array(0))
+
+
+def counted_to(length):
+    return ops.range(np.int64(0), length, np.int64(1), "i64")
+
+
+def let_a_token_decide_its_mask(model):
+    gate = ops.convert(ops.add(ops.mod(parameter(model, "input_ids"), np.int64(5)), np.int64(1)), "f32")
+    for node in attentions(model):
+        keys = ops.convert(counted_to(length_of(node.input_value(1), 2)), "f32")
+        bias = ops.multiply(ops.unsqueeze(gate, np.array([1, 3])), keys)
+        node.input(3).replace_source_output(ops.add(node.input_value(3), bias).output(0))
+
+
+def add_positions_to_all_keys(model):
+    table = np.random.default_rng(0).normal(size=(2048, 1)).astype(np.float32)
+    for node in attentions(model):
+        places = counted_to(length_of(node.input_value(1), 2))
+        positions = ops.gather(ops.constant(table), places, np.array(0))
+        node.input(1).replace_source_output(ops.add(node.input_value(1), positions).output(0))
+
+
+def begin_with_rows(model):
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == "ReadValue":
+            _, heads, _, size = node.get_output_partial_shape(0)
+            rows = np.ones((1, heads.get_length(), 8, size.get_length()), np.float32)
+            node.input(0).replace_source_output(ops.constant(rows).output(0))
+
+
+def scale_by_the_last_position(model):
+    last = ops.gather(parameter(model, "position_ids"), np.array(-1), np.array(1))
+    for node in attentions(model):
+        factor = ops.add(ops.convert(last, "f32"), np.float32(1))
+        node.input(0).replace_source_output(ops.multiply(node.input_value(0), factor).output(0))
+
+
+def scale_a_state(model):
+    (sink, *_) = model.get_sinks()
+    sink.input(0).replace_source_output(ops.multiply(sink.input_value(0), np.float32(2)).output(0))
+
+
+def add_the_number_of_past_rows(model):
+    read = next(node for node in model.get_ordered_ops() if node.get_type_name() == "ReadValue")
+    result = model.output("logits").get_node()
+    rows = ops.convert(length_of(read.output(0), 2), "f32")
+    result.input(0).replace_source_output(ops.add(result.input_value(0), rows).output(0))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "stage", "reason"),
+    [
+        (let_a_token_decide_its_mask, "expose_mask", "depends on what the tokens or the rows hold"),
+        (add_positions_to_all_keys, "expose_positions", "number of past rows"),
+        (begin_with_rows, "keep_new_rows", "it must be empty"),
+        (scale_by_the_last_position, "expose_positions", "picks a position of the call"),
+        (scale_a_state, "keep_new_rows", "Multiply"),
+        (add_the_number_of_past_rows, "expose_positions", "number of past rows"),
+    ],
+)
+def test_what_would_say_something_else_is_refused(spoil, stage, reason, zoo):
+    model = get_core().read_model(zoo / "llama" / "openvino_model.xml")
+    spoil(model)
+    model.validate_nodes_and_infer_types()
+    with pytest.raises(UnsupportedModelError) as caught:
+        lower(model, LoweringOptions(256))
+    assert caught.value.stage == stage and reason in caught.value.reason and "\n" not in str(caught.value)
+
+
+def test_a_clamp_beyond_the_first_tokens_is_seen(zoo):
+    """Positions that stop to count at 41 are not positions, though the first probes would think so."""
+    model = get_core().read_model(zoo / "lfm2" / "openvino_model.xml")
+    places = next(node for node in model.get_ordered_ops() if node.get_type_name() == "Range")
+    readers = list(places.output(0).get_target_inputs())
+    clamped = ops.minimum(places, ops.constant(np.array(41), places.get_output_element_type(0)))
+    for target in readers:
+        target.replace_source_output(clamped.output(0))
+    raised = None
+    try:
+        lowered = lower(model, LoweringOptions(256))
+    except UnsupportedModelError as error:
+        raised = error
+    kept = raised is None and any(node.get_type_name() == "Minimum" for node in lowered.graph.model.get_ops())
+    assert kept or raised is not None
