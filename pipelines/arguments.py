@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import openvino_genai as genai
 
 from staticllm.config import StaticLLMConfig
-from staticllm.errors import ConfigError, ModelError
+from staticllm.errors import ConfigError, DeviceError, ModelError
 from staticllm.pipelines.loader import device_properties
 
 
@@ -33,15 +34,44 @@ def positional(
     return "CPU" if device is None else device, config, tokenizer
 
 
-def resolve_config(device: str, config: Any, properties: dict[str, Any]) -> StaticLLMConfig:
-    supported = device_properties(device)
+def resolve_candidates(devices: str, config: Any, properties: dict[str, Any]) -> list[tuple[str, StaticLLMConfig]]:
+    """``(device, config)`` for each of ``"NPU,GPU,CPU"``. A property that another of them knows is left out where it is unknown.
+
+    Raises:
+        ConfigError: no device knows a property, or a value is impossible.
+        DeviceError: none of the devices is on this machine.
+    """
+    names = [name.strip() for name in devices.split(",")] if isinstance(devices, str) else [devices]
+    supported: dict[str, frozenset[str]] = {}
+    for name in names:
+        try:
+            supported[name] = device_properties(name)
+        except DeviceError:  # it is reported when its turn comes
+            if len(names) == 1:
+                raise
+            supported[name] = frozenset()
     if isinstance(config, StaticLLMConfig):
         if properties:
             raise ConfigError(f"both a StaticLLMConfig and the property {next(iter(properties))!r}: give one of them")
-        return config
+        return [(name, config) for name in names]
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(f"config is a {type(config).__name__}: must be a dict of properties or a StaticLLMConfig")
-    return StaticLLMConfig.from_properties({**(config or {}), **properties}, supported)
+    known = frozenset().union(*supported.values())
+    resolved = StaticLLMConfig.from_properties({**(config or {}), **properties}, known)
+    return [(name, _for_device(resolved, supported[name])) for name in names]
+
+
+def _for_device(config: StaticLLMConfig, supported: frozenset[str]) -> StaticLLMConfig:
+    return replace(
+        config,
+        device_properties=_only(config.device_properties, supported),
+        prefill_config=_only(config.prefill_config, supported),
+        generate_config=_only(config.generate_config, supported),
+    )
+
+
+def _only(properties: Mapping[str, Any], supported: frozenset[str]) -> dict[str, Any]:
+    return {name: value for name, value in properties.items() if name in supported}
 
 
 def read_tokenizer(directory: os.PathLike[str]) -> genai.Tokenizer:

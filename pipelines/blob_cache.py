@@ -15,7 +15,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from staticllm.errors import BlobError
-from staticllm.pipelines.blob_set import MANIFEST, SCRATCH, Manifest, read_blobs, read_manifest, remove_leftovers
+from staticllm.pipelines.blob_set import MANIFEST, SCRATCH, Manifest, read_manifest, read_stored, remove_leftovers
 from staticllm.pipelines.identity import Identity, bytes_digest
 
 PREFIX = "staticllm-"
@@ -60,7 +60,8 @@ class BlobCache:
             OSError: the folder cannot be written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.folder / f"{PREFIX}{key}.lock", timeout=timeout):
+        lock = FileLock(self.folder / f"{PREFIX}{key}.lock", timeout=timeout, thread_local=False)
+        with lock:
             remove_leftovers(self.folder, f"{PREFIX}{key}")
             yield
 
@@ -79,7 +80,8 @@ class BlobCache:
             problem = entry.problem
             if entry.manifest is not None and not problem:
                 try:
-                    read_blobs(entry.folder, entry.manifest, decrypt=_as_it_is if entry.manifest.is_encrypted else None)
+                    for _ in read_stored(entry.folder, entry.manifest):
+                        pass
                 except BlobError as error:
                     problem = str(error)
             yield entry, problem
@@ -130,7 +132,3 @@ def _entry(folder: Path) -> Entry:
         num_bytes += stat.st_size
         used = max(used, stat.st_mtime)
     return Entry(folder.name.removeprefix(PREFIX), folder, num_bytes, used or time.time(), manifest, problem)
-
-
-def _as_it_is(data: bytes) -> bytes:
-    return data

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import openvino as ov
+
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Phase, ProgressEvent, Variant
 from staticllm.devices import check_device, default_row_type, get_core
@@ -91,19 +93,31 @@ def export_set(job: Job, target: Path) -> Manifest:
 
 def compile_for_export(job: Job) -> Exported:
     """Compile and export. Blobs without weights first, where they are wanted and can be had; whole ones where those are wrong."""
-    is_light = job.config.cache_mode == "OPTIMIZE_SIZE" and WEIGHTS in get_core().get_property(
-        job.device, "SUPPORTED_PROPERTIES"
-    )
+    is_light = wants_light(job)
     exported = _export(job, is_light)
     return _export(job, is_light=False) if exported.blobs is None and is_light else exported
 
 
 def _export(job: Job, is_light: bool) -> Exported:
+    core, layout = prepare_for_export(job, is_light)
+    return export_programs(job, compile_all(core, layout, job.on_progress), is_light)
+
+
+def wants_light(job: Job) -> bool:
+    """Whether blobs should leave the weights where they are, and the device can."""
+    supported = get_core().get_property(job.device, "SUPPORTED_PROPERTIES")
+    return job.config.cache_mode == "OPTIMIZE_SIZE" and WEIGHTS in supported
+
+
+def prepare_for_export(job: Job, is_light: bool) -> tuple[ov.Core, Layout]:
+    """Lower a model so that its programs can be exported, with or without their weights."""
     core, layout = prepare(job.directory, job.device, job.config, job.on_progress, for_blobs=True)
-    if is_light:
-        layout = _without_weights(layout)
-    programs = compile_all(core, layout, job.on_progress)
-    files, blobs = dict[Variant, str](), dict[str, bytes]()
+    return core, _without_weights(layout) if is_light else layout
+
+
+def export_programs(job: Job, programs: Programs, is_light: bool) -> Exported:
+    """Blobs of compiled programs, each asked whether it says the same."""
+    core, files, blobs = get_core(), dict[Variant, str](), dict[str, bytes]()
     names: dict[int, str] = {}
     weights = job.weights if is_light else None
     for index, (variant, compiled) in enumerate(programs.compiled.items(), 1):

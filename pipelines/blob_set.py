@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,27 @@ def write_set(target: Path, manifest: Manifest, blobs: Mapping[str, bytes], encr
     return written
 
 
+def copy_set(source: Path, target: Path) -> None:
+    """Copy a set, every byte compared, whole or not at all.
+
+    Raises:
+        BlobError: no set lies at ``source``, or it is damaged.
+        OSError: ``target`` cannot be written.
+    """
+    manifest = read_manifest(source)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{target.name}.", dir=target.parent))
+    try:
+        for name, data in read_stored(source, manifest):
+            _write(scratch / name, data)
+        _write(scratch / MANIFEST, _encoded(manifest))
+        scratch.chmod(0o755)
+        _rename(scratch, target)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
 def rewrite_manifest(folder: Path, manifest: Manifest) -> None:
     """Replace the manifest of a set: the result of a verification came in."""
     handle, name = tempfile.mkstemp(prefix=SCRATCH, dir=folder)
@@ -156,7 +177,18 @@ def read_blobs(folder: Path, manifest: Manifest, decrypt: Crypt | None = None) -
             "encrypted: give CACHE_ENCRYPTION_CALLBACKS" if manifest.is_encrypted else "not encrypted: leave them out"
         )
         raise BlobError(f"the blobs in {str(folder)!r} are {what}")
-    found = {}
+    return {
+        name: data if decrypt is None else _decrypted(folder / name, data, decrypt)
+        for name, data in read_stored(folder, manifest)
+    }
+
+
+def read_stored(folder: Path, manifest: Manifest) -> Iterator[tuple[str, bytes]]:
+    """The bytes of every blob as they are stored, compared with their digests.
+
+    Raises:
+        BlobError: one is missing, cut short or changed.
+    """
     for name, entry in manifest.blobs.items():
         path = folder / name
         try:
@@ -167,8 +199,7 @@ def read_blobs(folder: Path, manifest: Manifest, decrypt: Crypt | None = None) -
             raise BlobError(f"{str(path)!r} has {len(data)} bytes, the manifest says {entry['bytes']}: export it again")
         if bytes_digest(data) != entry["digest"]:
             raise BlobError(f"{str(path)!r} is damaged: its digest does not agree; export it again")
-        found[name] = data if decrypt is None else _decrypted(path, data, decrypt)
-    return found
+        yield name, data
 
 
 def _decrypted(path: Path, data: bytes, decrypt: Crypt) -> bytes:

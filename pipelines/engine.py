@@ -14,31 +14,16 @@ import numpy as np
 
 from staticllm.core import FinishReason
 from staticllm.errors import BusyError, ClosedError, DeviceError, StaticLLMError
-from staticllm.kvcache.prefix import PrefixCache
-from staticllm.kvcache.shelf import Shelf
 from staticllm.kvcache.step import Segment
 from staticllm.pipelines.profiler import HostTimes, Profiler, RequestRecord, StepRecord
 from staticllm.pipelines.request import Request
 from staticllm.pipelines.runner import Logits, ModelRunner, not_finite
-from staticllm.pipelines.scheduling.book import Book, Entry, Limits
+from staticllm.pipelines.scheduling.book import Book, Entry
 from staticllm.pipelines.scheduling.planner import Planner
 from staticllm.pipelines.scheduling.view import Device, Plan, Policy
-from staticllm.pipelines.tenancy import Tenancy
+from staticllm.pipelines.tenancy import EngineOptions, Tenancy, make_tenancy
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """``capacity``: rows that one sequence can have. ``max_waiting``: requests that may wait; ``parked_rows``: the shelf;
-    ``state_rows``: how many rows the recurrent states of one sequence are worth there."""
-
-    limits: Limits
-    capacity: int
-    max_waiting: int = 128
-    parked_rows: int = 0
-    prefix_caching: bool = True
-    state_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,21 +40,36 @@ class Engine:
 
     def __init__(self, runner: ModelRunner, policy: Policy, options: EngineOptions) -> None:
         self.profiler = Profiler()
-        self._runner, self._options = runner, options
         self._planner = Planner(policy)
-        self._book = Book(options.limits)
-        shelf = Shelf(options.parked_rows, options.state_rows)
-        prefix = PrefixCache(runner.cache, shelf, options.prefix_caching)
-        self._tenancy = Tenancy(runner.cache, self._book, shelf, prefix)
+        self._next: tuple[ModelRunner, EngineOptions] | None = None
+        self._seat(runner, options)
         self._inbox: deque[Request] = deque()
         self._errands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._variant = runner.index.variants[0]  # of the last call
         self._evicted: list[int] = []  # since then
         self._step: StepRecord | None = None  # the last call
         self._num_waiting = 0  # of the requests in the book
         self._is_closing = self._is_draining = False
+
+    def _seat(self, runner: ModelRunner, options: EngineOptions) -> None:
+        """Begin with a runner, and with nobody on it."""
+        self._runner, self._options = runner, options
+        self._variant = runner.index.variants[0]  # of the last call
+        self._book = Book(options.limits)
+        self._tenancy = make_tenancy(runner.cache, self._book, options)
+
+    def switch(self, runner: ModelRunner, options: EngineOptions) -> None:
+        """Go over to another runner when all that run now have ended; who comes meanwhile waits for it.
+
+        Raises:
+            ClosedError: the engine was closed.
+        """
+        with self._wake:
+            if self._is_closing:
+                raise ClosedError("the pipeline is closed: load the model again")
+            self._next = runner, options
+            self._start()
 
     def submit(self, request: Request) -> None:
         """Hand a request over.
@@ -146,7 +146,7 @@ class Engine:
     def _loop(self) -> None:
         while True:
             with self._wake:
-                while not (self._inbox or self._errands or len(self._book) or self._is_closing):
+                while not (self._inbox or self._errands or self._next or len(self._book) or self._is_closing):
                     self._wake.wait()
                 if self._is_closing and not (self._is_draining and (self._inbox or len(self._book))):
                     break
@@ -184,7 +184,10 @@ class Engine:
 
     def _admit(self) -> None:
         with self._wake:
-            while self._inbox:
+            if self._next and not len(self._book):
+                runner_and_options, self._next = self._next, None
+                self._seat(*runner_and_options)
+            while self._inbox and not self._next:
                 request = self._inbox.popleft()
                 self._tenancy.requests[request.id] = request
                 self._book.add(

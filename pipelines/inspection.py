@@ -10,6 +10,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.kvcache.step import buffer_bytes
 from staticllm.model_dir import MODEL_XML
 from staticllm.pipelines.loader import Layout, prepare
+from staticllm.pipelines.programs import first_variants
 
 
 def inspect_model(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> dict[str, Any]:
@@ -41,6 +42,7 @@ def inspect_model(models_path: str | os.PathLike[str], device: str, config: Stat
                 for s in shape.recurrent_states
             ],
         },
+        "num_programs": len(first_variants(layout.variants, layout.options)),
         "is_packable": shape.is_packable,
         "layers": _layers(layout),
         "masks": [kind.label for kind in shape.masks],

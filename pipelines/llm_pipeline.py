@@ -18,13 +18,15 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgressEvent
 from staticllm.errors import BusyError, GenerationConfigError, SavedRowsError, StaticLLMError
 from staticllm.model_dir import check_model_dir, weights_of
-from staticllm.pipelines.arguments import positional, read_generation_config, read_tokenizer, resolve_config
+from staticllm.pipelines.arguments import positional, read_generation_config, read_tokenizer, resolve_candidates
+from staticllm.pipelines.background import Background
 from staticllm.pipelines.delivery import Answer, Delivery, metrics_of
 from staticllm.pipelines.engine import Engine
 from staticllm.pipelines.handle import GenerationHandle
 from staticllm.pipelines.identity import model_identity
 from staticllm.pipelines.inputs import check_ids, encode_messages, form_of
 from staticllm.pipelines.intake import Call, Intake
+from staticllm.pipelines.launch import launch
 from staticllm.pipelines.outcome import Outcome, results_of
 from staticllm.pipelines.overflow import shorten
 from staticllm.pipelines.profiler import Stats
@@ -33,7 +35,6 @@ from staticllm.pipelines.sampler import Sampler
 from staticllm.pipelines.saved_rows import load_rows, save_rows
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.scheduling.view import Policy
-from staticllm.pipelines.start import load, make_engine
 from staticllm.pipelines.streamers import TokenSink, make_sink
 from staticllm.pipelines.trace import MAX_RECORDS, Trace, recording
 
@@ -46,7 +47,7 @@ class StaticLLMPipeline:
     Args:
         models_path: A directory exported by optimum-intel: ``openvino_model.xml`` and the OpenVINO tokenizer.
         args: ``device, config`` or ``tokenizer, device, config``, as in GenAI.
-        device: ``CPU`` (the default), ``NPU``, ``GPU`` … as OpenVINO names it.
+        device: ``CPU`` (the default), ``NPU``, ``GPU`` … as OpenVINO names it; of several, ``NPU,CPU``, the first that can.
         config: A mapping of properties, or a ``StaticLLMConfig``.
         tokenizer: Instead of the one in ``models_path``.
         on_progress: Called with a ``ProgressEvent`` after each part of loading; what it raises aborts the loading.
@@ -77,17 +78,19 @@ class StaticLLMPipeline:
     ) -> None:
         start = time.perf_counter()
         device, config, tokenizer = positional(args, device, config, tokenizer)
-        asked = resolve_config(device, config, properties)
+        candidates = resolve_candidates(device, config, properties)
+        asked = candidates[0][1]
         directory = check_model_dir(models_path, tokenizer is None, asked.weights_path)
         policy = make_policy(asked.scheduler if scheduler is None else scheduler)
         tokenizer = tokenizer or read_tokenizer(directory)
         self._intake = Intake(tokenizer, read_generation_config(directory, tokenizer))
-        loaded = load(directory, device, asked, on_progress or (lambda event: None))
+        launched = launch(directory, candidates, policy, on_progress or (lambda event: None))
+        loaded, self._device, self._background = launched.loaded, launched.device, launched.background
         self._config, self._directory = loaded.config, directory
         self._shape, self._row_type = loaded.programs.shape, loaded.programs.options.row_type
         self._identity_of_rows: dict[str, str] = {}
-        self._engine: Engine = make_engine(loaded, policy)
-        self._finalizer = weakref.finalize(self, self._engine.close)
+        self._engine: Engine = launched.engine
+        self._finalizer = weakref.finalize(self, _close, self._background, self._engine)
         self._history: list[dict[str, str]] | None = None
         self._lock, self._owner = threading.Lock(), 0
         self._load_ms = (time.perf_counter() - start) * 1e3
@@ -230,7 +233,20 @@ class StaticLLMPipeline:
 
     def close(self, drain: bool = False) -> None:
         """End the engine: cancel what runs, or with ``drain`` wait for it. Closing again does nothing."""
-        self._engine.close(drain)
+        _close(self._background, self._engine, drain)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all programs are there. Until then fewer serve, or the CPU does."""
+        return self._background is None or self._background.is_done
+
+    def wait_until_complete(self, timeout: float | None = None) -> bool:
+        """Wait for what is compiled in the background. False if that takes longer than ``timeout`` seconds.
+
+        Raises:
+            whatever ended it; what is there goes on serving.
+        """
+        return self._background is None or self._background.wait(timeout)
 
     def __enter__(self) -> StaticLLMPipeline:
         return self
@@ -367,3 +383,9 @@ class StaticLLMPipeline:
                 if not unfinished:
                     raise
                 unfinished[0].outcome()
+
+
+def _close(background: Background | None, engine: Engine, drain: bool = False) -> None:
+    if background is not None:
+        background.close()
+    engine.close(drain)

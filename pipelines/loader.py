@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,9 +91,11 @@ def prepare(
     return core, Layout(lowered, options, variants)
 
 
-def make_runner(programs: Programs, on_progress: OnProgress = lambda event: None) -> ModelRunner:
-    """Bind programs to rows and buffers, and warm them up."""
-    shape, variants = programs.shape, tuple(programs.compiled)
+def make_runner(
+    programs: Programs, on_progress: OnProgress = lambda event: None, planned: Sequence[Variant] = ()
+) -> ModelRunner:
+    """Bind programs to rows and buffers, and warm them up. There is room for ``planned`` ones that come later."""
+    shape, variants = programs.shape, tuple(planned) or tuple(programs.compiled)
     try:
         cache = KVCache(shape, [variant.capacity for variant in variants])
         pool = BufferPool(variants, shape)

@@ -70,6 +70,10 @@ class BoundPrograms(Mapping[Variant, Program]):
         self._compiled, self._bind = dict(compiled), bind_one
         self._bound: dict[Variant, Program] = {}
 
+    def add(self, variant: Variant, compiled: ov.CompiledModel) -> None:
+        """One more variant, of those that there are buffers for."""
+        self._compiled[variant] = compiled
+
     def __getitem__(self, variant: Variant) -> Program:
         program = self._bound.get(variant)
         if program is None:

@@ -42,11 +42,15 @@ class ModelRunner:
         self.cache = cache
         self.programs = programs
         self.costs = costs or CostTable()
-        self.index = VariantIndex(programs)
-        self._calls = VariantIndex(programs, needs_real_rows=bool(cache.states))
+        self.know()
         self.started = self.seconds = self.masks_seconds = self.rows_seconds = 0.0
         self.best: list[int | None] = []
         self.set_aside: dict[int, StoredRows] = {}
+
+    def know(self) -> None:
+        """Look again which programs there are: some were added."""
+        self.index = VariantIndex(self.programs)
+        self._calls = VariantIndex(self.programs, needs_real_rows=bool(self.cache.states))
 
     def prefill(self, sequence: Sequence, tokens: List[int]) -> Logits:
         """Run a prompt in the cheapest chunks. Returns the logits after its last token, ``[vocab]``."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -21,8 +23,11 @@ from staticllm.pipelines.blob_export import (
     Exported,
     Job,
     compile_for_export,
+    export_programs,
     identity_of,
     job_of,
+    prepare_for_export,
+    wants_light,
     write_bad,
     write_exported,
 )
@@ -36,16 +41,38 @@ from staticllm.pipelines.blob_set import (
     read_manifest,
     shape_from_json,
 )
-from staticllm.pipelines.engine import Engine, EngineOptions
+from staticllm.pipelines.engine import Engine
 from staticllm.pipelines.identity import Identity
-from staticllm.pipelines.loader import OnProgress, Programs, compile_all, make_runner, prepare
+from staticllm.pipelines.loader import (
+    Layout,
+    OnProgress,
+    Programs,
+    compile_all,
+    compile_layout,
+    make_runner,
+    prepare,
+    program_mode,
+)
 from staticllm.pipelines.programs import CompileOptions
 from staticllm.pipelines.runner import ModelRunner
 from staticllm.pipelines.scheduling.book import Limits
 from staticllm.pipelines.scheduling.view import Policy
+from staticllm.pipelines.tenancy import EngineOptions
+from staticllm.pipelines.variants import first_to_serve
 
 DEFAULT_BLOB = "openvino_model.blob"
 GB = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Variants that are still to come. ``compile`` makes one; ``finish`` is called with all programs when they are there;
+    ``release`` at the end, however it ends."""
+
+    variants: tuple[Variant, ...]
+    compile: Callable[[Variant], ov.CompiledModel]
+    finish: Callable[[Programs], None]
+    release: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -57,6 +84,7 @@ class Loaded:
     programs: Programs
     config: StaticLLMConfig
     origin: str
+    rest: Rest | None = None
 
 
 def load(
@@ -79,19 +107,51 @@ def load(
     return _through_cache(job, config.cache_dir) if config.cache_dir else _compiled(job)
 
 
+def _is_staged(job: Job) -> bool:
+    """Whether the fewest programs serve while the others are compiled."""
+    if program_mode(job.device, job.config) != "separate":
+        return False
+    wanted = job.config.background_compile
+    return job.device.split(".", maxsplit=1)[0] != "CPU" if wanted is None else wanted
+
+
+def _staged(
+    job: Job, prepared: tuple[ov.Core, Layout], finish: Callable[[Programs], None], release: Callable[[], None]
+) -> Loaded:
+    """Compile what can serve; the rest is for the background."""
+    core, layout = prepared
+    first = first_to_serve(layout.variants)
+    rest = tuple(variant for variant in layout.variants if variant not in first)
+    programs = compile_all(core, replace(layout, variants=first), job.on_progress)
+
+    def compile_one(variant: Variant) -> ov.CompiledModel:
+        ((_, compiled),) = compile_layout(core, replace(layout, variants=(variant,)), job.on_progress)
+        return compiled
+
+    runner = make_runner(programs, job.on_progress, planned=layout.variants)
+    return Loaded(runner, programs, job.config, "compiled", Rest(rest, compile_one, finish, release))
+
+
 def make_engine(loaded: Loaded, policy: Policy) -> Engine:
     """The engine of a loaded model; its thread starts with the first request."""
+    return Engine(loaded.runner, policy, options_of(loaded))
+
+
+def options_of(loaded: Loaded) -> EngineOptions:
+    """What an engine must know to serve from it."""
     config = loaded.config
     limits = Limits(config.num_slots(loaded.programs.options.mode), config.ttft_ms, config.tpot_ms)
     state_rows = loaded.programs.shape.rows_of_states(config.capacity)
-    options = EngineOptions(
+    return EngineOptions(
         limits, config.capacity, config.max_waiting, config.num_parked_rows, config.prefix_caching, state_rows
     )
-    return Engine(loaded.runner, policy, options)
 
 
 def _compiled(job: Job) -> Loaded:
-    programs = compile_all(*prepare(job.directory, job.device, job.config, job.on_progress), job.on_progress)
+    prepared = prepare(job.directory, job.device, job.config, job.on_progress)
+    if _is_staged(job):
+        return _staged(job, prepared, finish=lambda programs: None, release=lambda: None)
+    programs = compile_all(*prepared, job.on_progress)
     return Loaded(make_runner(programs, job.on_progress), programs, job.config, "compiled")
 
 
@@ -104,6 +164,13 @@ def _exported(job: Job) -> Loaded:
         target.resolve().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"BLOB_PATH={str(target)!r} cannot be written: {error.strerror or error}") from None
+    if _is_staged(job):
+        is_light = wants_light(job)
+
+        def finish(programs: Programs) -> None:
+            write_exported(job, target, export_programs(job, programs, is_light), identity_of(job), {})
+
+        return _staged(job, prepare_for_export(job, is_light), finish, release=lambda: None)
     exported = compile_for_export(job)
     runner = make_runner(exported.programs, job.on_progress)
     write_exported(job, target, exported, identity_of(job), runner.costs.measured)
@@ -122,13 +189,22 @@ def _through_cache(job: Job, folder: str) -> Loaded:
     cache, identity = BlobCache(folder, int(job.config.cache_limit_gb * GB)), identity_of(job)
     key = key_of(identity)
     try:
-        with cache.locked(key):
+        with ExitStack() as stack:
+            stack.enter_context(cache.locked(key))
             found = _from_cache(job, cache, key, identity)
             if found is not None:
                 return found
+            if _is_staged(job):
+                is_light = wants_light(job)
+
+                def finish(programs: Programs) -> None:
+                    _keep(job, cache.path(key), export_programs(job, programs, is_light), identity, {})
+                    cache.prune(keep=key)
+
+                return _staged(job, prepare_for_export(job, is_light), finish, stack.pop_all().close)
             exported = compile_for_export(job)
             runner = make_runner(exported.programs, job.on_progress)
-            _keep(job, cache.path(key), exported, identity, runner)
+            _keep(job, cache.path(key), exported, identity, runner.costs.measured)
     except OSError as error:
         warnings.warn(f"CACHE_DIR={folder!r} cannot be used: {error.strerror or error}", RuntimeWarning, stacklevel=2)
         return _compiled(job)
@@ -155,14 +231,14 @@ def _from_cache(job: Job, cache: BlobCache, key: str, identity: Identity) -> Loa
     return Loaded(make_runner(programs, job.on_progress), programs, job.config, "cache")
 
 
-def _keep(job: Job, path: Path, exported: Exported, identity: Identity, runner: ModelRunner) -> None:
+def _keep(job: Job, path: Path, exported: Exported, identity: Identity, costs: Mapping[Variant, float]) -> None:
     """Leave a set in the cache. A full disk costs the cache, not the pipeline."""
     try:
         if exported.blobs is None:
             write_bad(job, path, exported, identity)
             warnings.warn(f"CACHE_DIR is not used: {bad(path, read_manifest(path))}", RuntimeWarning, stacklevel=2)
         else:
-            write_exported(job, path, exported, identity, runner.costs.measured)
+            write_exported(job, path, exported, identity, costs)
     except ConfigError as error:
         warnings.warn(f"nothing was cached: {error}", RuntimeWarning, stacklevel=2)
 

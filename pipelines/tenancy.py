@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from staticllm.kvcache.cache import KVCache, StoredRows
 from staticllm.kvcache.prefix import PrefixCache
@@ -10,7 +11,22 @@ from staticllm.kvcache.sequence import Sequence
 from staticllm.kvcache.shelf import Shelf
 from staticllm.pipelines.overflow import shorten
 from staticllm.pipelines.request import Request
-from staticllm.pipelines.scheduling.book import Book
+from staticllm.pipelines.scheduling.book import Book, Limits
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine is told about rows and requests.
+
+    ``capacity``: rows that one sequence can have. ``max_waiting``: requests that may wait; ``parked_rows``: the shelf;
+    ``state_rows``: how many rows the recurrent states of one sequence are worth there."""
+
+    limits: Limits
+    capacity: int
+    max_waiting: int = 128
+    parked_rows: int = 0
+    prefix_caching: bool = True
+    state_rows: int = 0
 
 
 class Tenancy:
@@ -141,3 +157,9 @@ class Tenancy:
         if request.sequence is not None:
             self.cache.close(request.sequence)
             request.sequence = None
+
+
+def make_tenancy(cache: KVCache, book: Book, options: EngineOptions) -> Tenancy:
+    """With an empty shelf."""
+    shelf = Shelf(options.parked_rows, options.state_rows)
+    return Tenancy(cache, book, shelf, PrefixCache(cache, shelf, options.prefix_caching))

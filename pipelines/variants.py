@@ -63,6 +63,16 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShap
     return tuple(dict.fromkeys((*decoding, *prefill, *mixed)))
 
 
+def first_to_serve(variants: Iterable[Variant]) -> tuple[Variant, ...]:
+    """The fewest that can run any prompt: single rows and the smallest chunk, both where they see everything."""
+    known = list(variants)
+    most = max(variant.capacity for variant in known)
+    alone = [variant for variant in known if variant.sequences == 1 and variant.capacity == most]
+    decoding = [variant for variant in alone if variant.rows == 1]
+    chunks = sorted(variant for variant in alone if variant.rows > 1)
+    return (*decoding, *chunks[:1])
+
+
 def _of_one_capacity(config: StaticLLMConfig, mode: ProgramMode, max_rows: int | None) -> tuple[Variant, ...]:
     """Variants of a model whose only states are recurrent: nothing in its programs depends on how much came before."""
     rows = config.prefill_rows or _prefill_rows(config.max_prompt_len, mode, needs_real_rows=True)

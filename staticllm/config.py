@@ -59,6 +59,9 @@ class StaticLLMConfig:
         blob_path: A blob set: loaded instead of compiling, or written with ``export_blob`` (``BLOB_PATH``).
         export_blob: Compile and write the set to ``blob_path``, or ``openvino_model.blob`` beside the IR (``EXPORT_BLOB``).
         weights_path: The weights, if they do not lie beside the IR (``WEIGHTS_PATH``).
+        background_compile: Serve as soon as the fewest programs are there and compile the others meanwhile; None for yes where
+            each variant is a program of its own, but on a CPU (``BACKGROUND_COMPILE``).
+        serve_from_cpu: Serve from the CPU until the device's programs are there (``SERVE_FROM_CPU``).
         device_properties: OpenVINO properties for every program.
         prefill_config: More properties for prefill programs (``PREFILL_CONFIG``).
         generate_config: More properties for generate programs (``GENERATE_CONFIG``).
@@ -89,6 +92,8 @@ class StaticLLMConfig:
     blob_path: str | None = None
     export_blob: bool = False
     weights_path: str | None = None
+    background_compile: bool | None = None
+    serve_from_cpu: bool = False
     device_properties: Mapping[str, Any] = field(default_factory=dict, hash=False)
     prefill_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     generate_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -128,8 +133,9 @@ class StaticLLMConfig:
     def _check_blobs(self) -> None:
         for name in ("cache_dir", "blob_path", "weights_path"):
             object.__setattr__(self, name, _path(name.upper(), getattr(self, name)))
-        for name in ("export_blob",):
-            object.__setattr__(self, name, _switch(name.upper(), getattr(self, name)))
+        for name in ("export_blob", "serve_from_cpu", "background_compile"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _switch(name.upper(), getattr(self, name)))
         mode = getattr(self.cache_mode, "name", self.cache_mode)  # OpenVINO has an enum for it
         _one_of("CACHE_MODE", mode, ("OPTIMIZE_SIZE", "OPTIMIZE_SPEED"))
         object.__setattr__(self, "cache_mode", mode)

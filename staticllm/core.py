@@ -180,7 +180,9 @@ class FinishReason(str, Enum):
         return self.value
 
 
-Stage = Literal["read", "passes", "compile", "import", "warm-up", "export"]
+Stage = Literal[
+    "read", "passes", "compile", "import", "warm-up", "export", "verify", "fallback", "ready", "complete", "error"
+]
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,8 @@ class ProgressEvent:
     """One part of loading: number ``index`` of ``total`` in its ``stage``, finished after ``seconds`` of work.
 
     ``variant`` is None for the stages that are not about one variant. A part that may take minutes (compiling a variant) is
-    also announced before it starts: then ``is_done`` is False and ``seconds`` 0.
+    also announced before it starts: then ``is_done`` is False and ``seconds`` 0. ``ready``: requests can be served, seconds
+    since the start; ``complete``: all variants are there. ``fallback`` and ``error`` say in ``message`` what went wrong.
     """
 
     stage: Stage
@@ -197,3 +200,4 @@ class ProgressEvent:
     seconds: float
     variant: Variant | None = None
     is_done: bool = True
+    message: str = ""

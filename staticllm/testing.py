@@ -28,12 +28,13 @@ from numpy.typing import NDArray
 from staticllm.core import MaskKind, ModelShape, RecurrentState, RowState, Variant
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
-from staticllm.pipelines.engine import Engine, EngineOptions
+from staticllm.pipelines.engine import Engine
 from staticllm.pipelines.request import Request
 from staticllm.pipelines.runner import ModelRunner
 from staticllm.pipelines.sampler import Sampler, SamplingParams
 from staticllm.pipelines.scheduling.book import Limits
 from staticllm.pipelines.scheduling.view import Policy
+from staticllm.pipelines.tenancy import EngineOptions
 
 CAUSAL = MaskKind()
 VOCAB_SIZE = 997  # a prime, so that every pair matters to the checksum

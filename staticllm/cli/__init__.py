@@ -25,6 +25,9 @@ _COMMANDS = {
     "trace": "trace",
     "bench": "bench",
     "verify": "verify",
+    "plan": "plan",
+    "cache": "cache",
+    "doctor": "doctor",
 }  # name → module, imported when used
 
 

@@ -1,0 +1,126 @@
+"""From what a pipeline is asked for to an engine that serves: devices in turn, what can serve first, the rest meanwhile."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from staticllm.config import StaticLLMConfig
+from staticllm.core import ProgressEvent, Variant
+from staticllm.errors import DeviceError
+from staticllm.pipelines.background import Background
+from staticllm.pipelines.engine import Engine
+from staticllm.pipelines.loader import OnProgress
+from staticllm.pipelines.scheduling.view import Policy
+from staticllm.pipelines.start import Loaded, Rest, load, make_engine, options_of
+
+Candidate = tuple[str, StaticLLMConfig]
+"""A device, and the config for it: devices know different properties."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """An engine that serves, on ``device``; ``background`` is what still goes on, None if all is there."""
+
+    engine: Engine
+    loaded: Loaded
+    device: str
+    background: Background | None
+
+
+def launch(directory: Path, candidates: Sequence[Candidate], policy: Policy, on_progress: OnProgress) -> Launched:
+    """Load for the first device that can, and serve.
+
+    Raises:
+        ModelError, UnsupportedModelError, ConfigError, BlobError
+        DeviceError: no device could; what the last one said.
+    """
+    begin = time.perf_counter()
+    device, config = candidates[0]
+    if config.serve_from_cpu and device.split(".", maxsplit=1)[0] != "CPU":
+        launched = _from_cpu_first(directory, candidates, policy, on_progress)
+    else:
+        loaded, device = load_first(directory, candidates, on_progress)
+        engine = make_engine(loaded, policy)
+        launched = Launched(engine, loaded, device, _the_rest(engine, loaded, on_progress))
+    on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
+    if launched.background is not None:
+        launched.background.start()
+    return launched
+
+
+def load_first(directory: Path, candidates: Sequence[Candidate], on_progress: OnProgress) -> tuple[Loaded, str]:
+    """What the first device that can has loaded. One that is not there, or refuses, is reported and passed over."""
+    for index, (device, config) in enumerate(candidates, 1):
+        try:
+            return load(directory, device, config, on_progress), device
+        except DeviceError as error:
+            if index == len(candidates):
+                raise
+            message = f"{error}; trying {candidates[index][0]}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            on_progress(ProgressEvent("fallback", index, len(candidates), 0.0, message=message))
+    raise DeviceError("no device was given: name one, or several with commas")
+
+
+def _the_rest(engine: Engine, loaded: Loaded, on_progress: OnProgress) -> Background | None:
+    rest = loaded.rest
+    if rest is None:
+        return None
+    compiled = dict(loaded.programs.compiled)
+
+    def add(variant: Variant) -> None:
+        compiled[variant] = program = rest.compile(variant)
+        program.create_infer_request().infer()  # the first run of all, in memory of its own: nobody waits for it
+
+        def enter() -> None:
+            engine.runner.programs.add(variant, program)  # type: ignore[attr-defined]
+            engine.runner.know()
+
+        engine.call(enter)
+
+    def parts() -> list[Callable[[], None]]:
+        adding = [lambda variant=variant: add(variant) for variant in rest.variants]
+        return [*adding, lambda: rest.finish(replace(loaded.programs, compiled=compiled))]
+
+    return Background(parts, on_progress, rest.release)
+
+
+def _from_cpu_first(
+    directory: Path, candidates: Sequence[Candidate], policy: Policy, on_progress: OnProgress
+) -> Launched:
+    """The CPU serves until the device can; then a switch between two requests."""
+    own = candidates[0][1]
+    plain = replace(own, programs="auto", cache_dir=None, blob_path=None, export_blob=False, device_properties={},
+                    prefill_config={}, generate_config={}, kv_cache_precision=None, asked=frozenset())  # fmt: skip
+    cpu = load(directory, "CPU", plain, on_progress)
+    engine = make_engine(cpu, policy)
+    held: list[Rest] = []
+
+    def switch() -> None:
+        loaded, _ = load_first(directory, candidates, on_progress)
+        if loaded.rest is not None:
+            held.append(loaded.rest)
+            loaded = _completed(loaded, loaded.rest, on_progress)
+        engine.switch(loaded.runner, options_of(loaded))
+
+    def release() -> None:
+        for rest in held:
+            rest.release()
+
+    return Launched(engine, cpu, "CPU", Background(lambda: [switch], on_progress, release))
+
+
+def _completed(loaded: Loaded, rest: Rest, on_progress: OnProgress) -> Loaded:
+    """All programs of a staged load, before anybody is served from it: the CPU serves meanwhile."""
+    compiled = {**loaded.programs.compiled, **{variant: rest.compile(variant) for variant in rest.variants}}
+    programs = replace(loaded.programs, compiled=compiled)
+    for variant in rest.variants:
+        loaded.runner.programs.add(variant, compiled[variant])  # type: ignore[attr-defined]
+        loaded.runner.programs[variant].run()
+    loaded.runner.know()
+    rest.finish(programs)
+    return replace(loaded, programs=programs, rest=None)

@@ -1,0 +1,136 @@
+"""``staticllm cache``: the blob sets in a cache folder: list, verify, prune, take out, put in."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from staticllm.errors import BlobError, ConfigError
+
+if TYPE_CHECKING:
+    from staticllm.pipelines.blob_cache import BlobCache, Entry
+
+GB = 1e9
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@click.group("cache")
+def command() -> None:
+    """Blob sets in a cache folder (CACHE_DIR)."""
+
+
+def _common(function: Command) -> Command:
+    function = click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
+    return click.argument("folder", type=click.Path())(function)
+
+
+def _open(folder: str) -> BlobCache:
+    from staticllm.pipelines.blob_cache import BlobCache
+
+    if not Path(folder).is_dir():
+        raise ConfigError(f"there is no cache folder {folder!r}: give what CACHE_DIR names")
+    return BlobCache(folder)
+
+
+def _row(entry: Entry, problem: str = "") -> dict[str, Any]:
+    manifest = entry.manifest
+    problem = problem or entry.problem
+    if manifest is not None and manifest.is_bad:
+        problem = problem or "found bad: never used"
+    return {
+        "key": entry.key,
+        "bytes": entry.num_bytes,
+        "used": time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used)),
+        "device": manifest.identity["device"] if manifest else None,
+        "max_prompt_len": manifest.config["max_prompt_len"] if manifest else None,
+        "programs": manifest.mode if manifest else None,
+        "blobs": len(manifest.blobs) if manifest else None,
+        "weights": manifest.identity["weights digest"][:12] if manifest else None,
+        "openvino": manifest.identity["OpenVINO"] if manifest else None,
+        "verified": (manifest.verification or {}).get("is_ok") if manifest else None,
+        "problem": problem,
+    }
+
+
+def _show(rows: list[dict[str, Any]], as_json: bool, empty: str) -> None:
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        size = f"{row['bytes'] / 1e6:9.1f} MB"
+        what = f"{row['device']}, prompts of {row['max_prompt_len']}, {row['blobs']} blobs, weights {row['weights']}"
+        click.echo(f"{row['key']}  {size}  {row['used']}  {row['problem'] or what}")
+    click.echo(f"{sum(row['bytes'] for row in rows) / 1e6:.1f} MB in {len(rows)} sets" if rows else empty)
+
+
+@command.command("ls")
+@_common
+def list_sets(folder: str, as_json: bool) -> None:
+    """List the sets in FOLDER, the most recently used first."""
+    _show([_row(entry) for entry in _open(folder).entries()], as_json, "no sets")
+
+
+@command.command("verify")
+@_common
+def verify(folder: str, as_json: bool) -> None:
+    """Compare every byte of every set in FOLDER with its digest. Exit code 1 if something is wrong."""
+    rows = [_row(entry, problem) for entry, problem in _open(folder).verify()]
+    _show(rows, as_json, "no sets")
+    if any(row["problem"] for row in rows):
+        raise SystemExit(1)
+
+
+@command.command("prune")
+@_common
+@click.option("--limit-gb", type=float, default=0.0, show_default=True, help="Keep at most so much, the newest first.")
+def prune(folder: str, as_json: bool, limit_gb: float) -> None:
+    """Remove sets from FOLDER, the least recently used first. What a process loads right now stays."""
+    if limit_gb < 0:
+        raise ConfigError(f"--limit-gb {limit_gb}: must be 0 or more")
+    _show([_row(entry) for entry in _open(folder).prune(int(limit_gb * GB))], as_json, "nothing to remove")
+
+
+@command.command("export")
+@click.argument("folder", type=click.Path())
+@click.argument("key")
+@click.argument("target", type=click.Path())
+def export(folder: str, key: str, target: str) -> None:
+    """Copy the set KEY (or what begins so) out of FOLDER to TARGET, a new folder that BLOB_PATH takes."""
+    cache = _open(folder)
+    found = [entry for entry in cache.entries() if entry.key.startswith(key)]
+    if len(found) != 1:
+        raise ConfigError(f"{len(found)} sets in {folder!r} begin with {key!r}: `staticllm cache ls` shows them")
+    _copy(cache, found[0].folder, Path(target), found[0].key)
+    click.echo(f"{found[0].num_bytes / 1e6:.1f} MB in {target}")
+
+
+@command.command("import")
+@click.argument("folder", type=click.Path())
+@click.argument("source", type=click.Path())
+def import_(folder: str, source: str) -> None:
+    """Copy the blob set SOURCE into FOLDER, where a pipeline with CACHE_DIR finds it."""
+    from staticllm.pipelines.blob_cache import BlobCache, key_of
+    from staticllm.pipelines.blob_set import read_manifest
+
+    cache, identity = BlobCache(folder), read_manifest(Path(source)).identity
+    key = key_of(identity)
+    _copy(cache, Path(source), cache.path(key), key)
+    click.echo(f"{key} in {folder}")
+
+
+def _copy(cache: BlobCache, source: Path, target: Path, key: str) -> None:
+    """A set, compared on the way, whole or not at all."""
+    from staticllm.pipelines.blob_set import copy_set
+
+    if target.exists():
+        raise ConfigError(f"{str(target)!r} exists already: choose another path or remove it")
+    try:
+        with cache.locked(key):
+            copy_set(source, target)
+    except OSError as error:
+        raise BlobError(f"{str(target)!r} cannot be written: {error.strerror or error}") from error

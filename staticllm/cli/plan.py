@@ -1,0 +1,50 @@
+"""``staticllm plan``: what a model would take, and whether it fits."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from staticllm.cli.options import layout_options, read_config
+
+
+@click.command("plan")
+@click.argument("model", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@layout_options
+def command(model: str, as_json: bool, **options: Any) -> None:
+    """Bytes of weights, programs, rows and buffers that MODEL would take, and whether they fit. Nothing is compiled.
+
+    Exit code 1 if they do not.
+    """
+    from staticllm.pipelines.plan import plan_model
+
+    found = plan_model(model, options["device"], read_config(options))
+    click.echo(json.dumps(found, indent=2) if as_json else _text(found))
+    if found["fits"] is False:
+        raise SystemExit(1)
+
+
+def _text(found: dict[str, Any]) -> str:
+    programs = found["programs"]
+    lines = [
+        f"{programs['count']} {programs['mode']} programs for {len(found['variants'])} variants on {found['device']}"
+    ]
+    lines += [f"  {name:<22} {_mib(count)}" for name, count in found["bytes"].items()]
+    lines.append(f"  {'together':<22} {_mib(found['needed'])}")
+    if found["available"] is None:
+        lines.append(f"{found['device']} does not tell how much memory it has")
+        return "\n".join(lines)
+    lines.append(f"  {'available':<22} {_mib(found['available'])}")
+    remedy = (
+        "it fits"
+        if found["fits"]
+        else "it does not fit: lower MAX_PROMPT_LEN, KV_ROWS or PARKED_ROWS, or take smaller rows"
+    )
+    return "\n".join([*lines, remedy])
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:10.1f} MiB"

@@ -1,0 +1,134 @@
+"""Starting as a desktop app needs it: what can serve serves, the rest comes meanwhile, and whatever fails is told."""
+
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from staticllm import StaticLLMPipeline
+from staticllm.errors import ConfigError, DeviceError
+from staticllm.pipelines import start
+from staticllm.pipelines.blob_cache import BlobCache
+from staticllm.pipelines.reference import StatefulReference
+
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32}
+STAGED = {**EXACT, "PROGRAMS": "separate", "BACKGROUND_COMPILE": True, "MAX_NUM_SEQS": 2}
+PROMPT = list(range(20, 45))
+
+
+def say(pipe, count=12):
+    return list(pipe.generate(np.array([PROMPT]), max_new_tokens=count, ignore_eos=True).tokens[0])
+
+
+@pytest.fixture(scope="module")
+def expected(zoo):
+    return StatefulReference(zoo / "llama").greedy(PROMPT, 12)
+
+
+def test_the_first_token_comes_before_all_variants_are_compiled(zoo, expected):
+    events = []
+    with StaticLLMPipeline(
+        zoo / "llama", **STAGED, on_progress=lambda e: events.append((time.perf_counter(), e))
+    ) as pipe:
+        first = []
+        answer = pipe.generate(
+            np.array([PROMPT]), max_new_tokens=12, ignore_eos=True,
+            streamer=lambda text: first.append(time.perf_counter()) and None,
+        )  # fmt: skip
+        assert list(answer.tokens[0]) == expected
+        answers = [say(pipe) for _ in range(10)]
+        assert pipe.wait_until_complete(60) and pipe.is_complete
+        num_programs = len(pipe._engine.runner.programs)
+        assert [*answers, say(pipe)] == [expected] * 11, "whatever programs are there, the words are the same"
+    compiled = [(when, e) for when, e in events if e.stage == "compile" and e.is_done]
+    stages = [e.stage for _, e in events]
+    assert len(compiled) == num_programs > 4
+    assert stages.index("ready") < stages.index("complete") == len(stages) - 1
+    assert first[0] < compiled[-1][0], "the first token was there before the last program"
+
+
+def test_all_that_came_is_used(zoo, expected):
+    with StaticLLMPipeline(zoo / "llama", **STAGED) as pipe:
+        pipe.wait_until_complete()
+        handles = [pipe.submit(np.array([PROMPT]), max_new_tokens=12, ignore_eos=True) for _ in range(2)]
+        assert [list(handle.result().tokens[0]) for handle in handles] == [expected] * 2
+        assert {v.sequences for v in pipe._engine.runner.index.variants} == {1, 2}
+        assert pipe.stats().num_steps < 24, "two answers share calls"
+
+
+def test_a_staged_start_fills_the_cache(zoo, tmp_path, expected):
+    with StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path) as pipe:
+        assert say(pipe) == expected
+        pipe.wait_until_complete()
+    (entry,) = BlobCache(tmp_path).entries()
+    events = []
+    with StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path, on_progress=events.append) as pipe:
+        assert pipe.is_complete and say(pipe) == expected
+    assert {e.stage for e in events} == {"import", "warm-up", "ready"}
+    assert sum(e.stage == "import" and e.is_done for e in events) == len(entry.manifest.blobs)
+
+
+def test_an_error_in_the_background_reaches_the_user(zoo, expected, monkeypatch):
+    compile_layout, calls, events = start.compile_layout, [], []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) > 2:
+            raise DeviceError("the compiler is out of memory")
+        return compile_layout(*arguments)
+
+    monkeypatch.setattr(start, "compile_layout", failing)
+    with StaticLLMPipeline(zoo / "llama", **STAGED, on_progress=events.append) as pipe:
+        with pytest.warns(RuntimeWarning, match="what is there goes on: DeviceError: the compiler is out of memory"):
+            while not pipe.is_complete:
+                time.sleep(0.01)
+            gc.collect()
+        with pytest.raises(DeviceError, match="out of memory"):
+            pipe.wait_until_complete()
+        assert [e.message for e in events if e.stage == "error"] == ["DeviceError: the compiler is out of memory"]
+        assert say(pipe) == expected, "what is there goes on serving"
+
+
+def test_closing_ends_the_background(zoo, tmp_path):
+    before = threading.active_count()
+    pipe = StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path)
+    pipe.close()
+    deadline = time.perf_counter() + 20
+    while threading.active_count() > before and time.perf_counter() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() <= before
+    with BlobCache(tmp_path).locked("any"), StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path) as again:
+        again.wait_until_complete()  # the lock was given back
+    assert len(BlobCache(tmp_path).entries()) == 1
+
+
+def test_devices_are_tried_in_turn_and_each_failure_is_told(zoo, expected):
+    events = []
+    with (
+        pytest.warns(RuntimeWarning, match="'TOASTER' is not on this machine.*trying CPU"),
+        StaticLLMPipeline(zoo / "llama", "TOASTER,CPU", **EXACT, on_progress=events.append) as pipe,
+    ):
+        assert say(pipe) == expected
+    (fallback,) = [e for e in events if e.stage == "fallback"]
+    assert "TOASTER" in fallback.message and "trying CPU" in fallback.message
+    with pytest.warns(RuntimeWarning), pytest.raises(DeviceError, match="MIXER"):
+        StaticLLMPipeline(zoo / "llama", "TOASTER,MIXER")
+    with pytest.raises(ConfigError, match="unknown property 'NUM_STREAM'"):
+        StaticLLMPipeline(zoo / "llama", "TOASTER,CPU", NUM_STREAM=1)
+
+
+@pytest.mark.filterwarnings("ignore:device 'TOASTER'")
+@pytest.mark.parametrize("is_staged", [True, False])
+def test_the_cpu_serves_until_the_device_can(is_staged, zoo, expected):
+    """Here the device that is waited for turns out to be the CPU again, with programs of its own."""
+    options = {**STAGED, "BACKGROUND_COMPILE": is_staged}
+    with StaticLLMPipeline(zoo / "llama", "TOASTER,CPU", **options, SERVE_FROM_CPU=True) as pipe:
+        first = pipe._engine.runner
+        running = [pipe.submit(np.array([PROMPT]), max_new_tokens=12, ignore_eos=True) for _ in range(4)]
+        assert pipe.wait_until_complete(60)
+        later = [pipe.submit(np.array([PROMPT]), max_new_tokens=12, ignore_eos=True) for _ in range(4)]
+        assert [list(handle.result().tokens[0])[:12] for handle in (*running, *later)] == [expected] * 8
+        assert say(pipe) == expected
+        assert pipe._engine.runner is not first and len(pipe._engine.runner.programs) > 4
