@@ -62,7 +62,8 @@ def job_of(
     Raises:
         ModelError, DeviceError: the directory or the device is not there.
     """
-    directory = check_model_dir(models_path, needs_tokenizer=False, weights=config.weights_path)
+    is_encrypted = config.weights_decryption_callback is not None
+    directory = check_model_dir(models_path, False, config.weights_path, is_encrypted)
     return Job(directory, check_device(get_core(), device), config, on_progress)
 
 
@@ -106,7 +107,8 @@ def _export(job: Job, is_light: bool) -> Exported:
 def wants_light(job: Job) -> bool:
     """Whether blobs should leave the weights where they are, and the device can."""
     supported = get_core().get_property(job.device, "SUPPORTED_PROPERTIES")
-    return job.config.cache_mode == "OPTIMIZE_SIZE" and WEIGHTS in supported
+    is_plain = job.config.weights_decryption_callback is None
+    return job.config.cache_mode == "OPTIMIZE_SIZE" and WEIGHTS in supported and is_plain
 
 
 def prepare_for_export(job: Job, is_light: bool) -> tuple[ov.Core, Layout]:

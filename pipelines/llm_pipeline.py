@@ -80,7 +80,8 @@ class StaticLLMPipeline:
         device, config, tokenizer = positional(args, device, config, tokenizer)
         candidates = resolve_candidates(device, config, properties)
         asked = candidates[0][1]
-        directory = check_model_dir(models_path, tokenizer is None, asked.weights_path)
+        is_encrypted = asked.weights_decryption_callback is not None
+        directory = check_model_dir(models_path, tokenizer is None, asked.weights_path, is_encrypted)
         policy = make_policy(asked.scheduler if scheduler is None else scheduler)
         tokenizer = tokenizer or read_tokenizer(directory)
         self._intake = Intake(tokenizer, read_generation_config(directory, tokenizer))

@@ -77,8 +77,9 @@ def prepare(
     mode = program_mode(device, config)
     properties = phase_properties(device, config)
     row_type = config.kv_cache_precision or default_row_type(core, device, *properties.values())
-    path = check_model_dir(models_path, needs_tokenizer=False, weights=config.weights_path)
-    model = read_model(core, path, config.weights_path)
+    decrypt = config.weights_decryption_callback
+    path = check_model_dir(models_path, False, config.weights_path, decrypt is not None)
+    model = read_model(core, path, config.weights_path, decrypt)
     if for_blobs:
         keep_small_constants(model)
     on_progress(ProgressEvent("read", 1, 1, time.perf_counter() - start))

@@ -56,6 +56,8 @@ class StaticLLMConfig:
         cache_limit_gb: Size of the cache, GB; the least recently used sets go (``CACHE_LIMIT_GB``).
         cache_encryption_callbacks: ``(encrypt, decrypt)``, from bytes to bytes, for blobs on disk
             (``CACHE_ENCRYPTION_CALLBACKS``).
+        weights_decryption_callback: From the bytes of the weights file to the weights, where that is encrypted; blobs are whole
+            then (``WEIGHTS_DECRYPTION_CALLBACK``).
         blob_path: A blob set: loaded instead of compiling, or written with ``export_blob`` (``BLOB_PATH``).
         export_blob: Compile and write the set to ``blob_path``, or ``openvino_model.blob`` beside the IR (``EXPORT_BLOB``).
         weights_path: The weights, if they do not lie beside the IR (``WEIGHTS_PATH``).
@@ -89,6 +91,7 @@ class StaticLLMConfig:
     cache_mode: Literal["OPTIMIZE_SIZE", "OPTIMIZE_SPEED"] = "OPTIMIZE_SIZE"
     cache_limit_gb: float = 20.0
     cache_encryption_callbacks: tuple[Crypt, Crypt] | None = field(default=None, repr=False)
+    weights_decryption_callback: Crypt | None = field(default=None, repr=False)
     blob_path: str | None = None
     export_blob: bool = False
     weights_path: str | None = None
@@ -142,6 +145,9 @@ class StaticLLMConfig:
         limit = self.cache_limit_gb
         if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
             raise ConfigError(f"CACHE_LIMIT_GB={limit!r}: must be a number of GB, more than 0")
+        decrypt = self.weights_decryption_callback
+        if decrypt is not None and not callable(decrypt):
+            raise ConfigError(f"WEIGHTS_DECRYPTION_CALLBACK={decrypt!r}: must be a callable, from bytes to bytes")
         callbacks = self.cache_encryption_callbacks
         if callbacks is not None:
             is_pair = isinstance(callbacks, (tuple, list)) and len(callbacks) == 2 and all(map(callable, callbacks))

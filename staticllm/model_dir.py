@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,14 @@ def demo_model_path() -> Path:
 
 
 def check_model_dir(
-    path: str | bytes | os.PathLike[str], needs_tokenizer: bool = True, weights: str | None = None
+    path: str | bytes | os.PathLike[str],
+    needs_tokenizer: bool = True,
+    weights: str | None = None,
+    is_encrypted: bool = False,
 ) -> Path:
     """The directory if a whole IR lies in it, with its tokenizer if it is needed; ``weights`` may lie elsewhere.
+
+    How large an encrypted weights file must be nobody knows: it need only be there.
 
     Raises:
         ModelError: something is missing or shorter than it must be; the message names the file.
@@ -37,7 +43,8 @@ def check_model_dir(
     if not directory.is_dir():
         raise ModelError(f"no model directory at {str(directory)!r}")
     for name in (MODEL_XML, *(TOKENIZER_XML if needs_tokenizer else ())):
-        _check_ir(directory / name, Path(weights) if weights and name == MODEL_XML else None)
+        is_model = name == MODEL_XML
+        _check_ir(directory / name, Path(weights) if weights and is_model else None, is_encrypted and is_model)
     return directory
 
 
@@ -46,7 +53,7 @@ def weights_of(directory: Path, weights: str | None = None) -> Path:
     return Path(weights) if weights else (directory / MODEL_XML).with_suffix(".bin")
 
 
-def _check_ir(xml: Path, weights: Path | None = None) -> None:
+def _check_ir(xml: Path, weights: Path | None = None, is_encrypted: bool = False) -> None:
     if not xml.is_file():
         raise ModelError(
             f"{xml.name} is missing in {str(xml.parent)!r}: export the model with optimum-cli export openvino"
@@ -56,19 +63,25 @@ def _check_ir(xml: Path, weights: Path | None = None) -> None:
         raise ModelError(f"{str(xml)!r} is cut short ({len(text)} bytes): export or copy it again")
     weights = weights or xml.with_suffix(".bin")
     size = weights.stat().st_size if weights.is_file() else 0
-    needed = max((int(a or d) + int(b or c) for a, b, c, d in _CONST_DATA.findall(text)), default=0)
+    sizes = (int(a or d) + int(b or c) for a, b, c, d in _CONST_DATA.findall(text))
+    needed = 1 if is_encrypted else max(sizes, default=0)
     if size < needed:
         raise ModelError(f"{str(weights)!r} has {size} bytes, {xml.name} needs {needed}: export or copy it again")
 
 
-def read_model(core: ov.Core, directory: Path, weights: str | None = None) -> ov.Model:
-    """Read the IR of a checked directory; ``weights`` may lie elsewhere.
+def read_model(
+    core: ov.Core, directory: Path, weights: str | None = None, decrypt: Callable[[bytes], bytes] | None = None
+) -> ov.Model:
+    """Read the IR of a checked directory; ``weights`` may lie elsewhere, and be encrypted.
 
     Raises:
         ModelError: OpenVINO cannot read it, or it is not a language model.
     """
     try:
-        model = core.read_model(directory / MODEL_XML, weights_of(directory, weights))
+        if decrypt is None:
+            model = core.read_model(directory / MODEL_XML, weights_of(directory, weights))
+        else:
+            model = _decrypted(core, directory, weights_of(directory, weights), decrypt)
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ModelError(f"OpenVINO cannot read {str(directory / MODEL_XML)!r}: {lines[-1]}") from error
@@ -80,3 +93,25 @@ def read_model(core: ov.Core, directory: Path, weights: str | None = None) -> ov
             f"it has {sorted(names)} and {sorted(outputs)}"
         )
     return model
+
+
+def _decrypted(core: ov.Core, directory: Path, weights: Path, decrypt: Callable[[bytes], bytes]) -> ov.Model:
+    """A model whose weights lie encrypted on disk, and plain in memory only.
+
+    Raises:
+        ModelError: the callback failed, or what it returned is too short.
+    """
+    import numpy as np
+    import openvino as ov
+
+    xml = (directory / MODEL_XML).read_text(encoding="utf-8")
+    try:
+        plain = bytes(decrypt(weights.read_bytes()))
+    except Exception as error:  # of the user's own
+        raise ModelError(f"{str(weights)!r} cannot be decrypted: {type(error).__name__}: {error}") from error
+    needed = max((int(a or d) + int(b or c) for a, b, c, d in _CONST_DATA.findall(xml.encode())), default=0)
+    if len(plain) < needed:
+        raise ModelError(
+            f"{str(weights)!r} has {len(plain)} bytes decrypted, {MODEL_XML} needs {needed}: is the key right?"
+        )
+    return core.read_model(xml, ov.Tensor(np.frombuffer(plain, np.uint8).copy()))

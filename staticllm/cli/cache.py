@@ -99,20 +99,22 @@ def prune(folder: str, as_json: bool, limit_gb: float) -> None:
 @click.argument("folder", type=click.Path())
 @click.argument("key")
 @click.argument("target", type=click.Path())
-def export(folder: str, key: str, target: str) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def export(folder: str, key: str, target: str, as_json: bool) -> None:
     """Copy the set KEY (or what begins so) out of FOLDER to TARGET, a new folder that BLOB_PATH takes."""
     cache = _open(folder)
     found = [entry for entry in cache.entries() if entry.key.startswith(key)]
     if len(found) != 1:
         raise ConfigError(f"{len(found)} sets in {folder!r} begin with {key!r}: `staticllm cache ls` shows them")
     _copy(cache, found[0].folder, Path(target), found[0].key)
-    click.echo(f"{found[0].num_bytes / 1e6:.1f} MB in {target}")
+    click.echo(json.dumps(_row(found[0])) if as_json else f"{found[0].num_bytes / 1e6:.1f} MB in {target}")
 
 
 @command.command("import")
 @click.argument("folder", type=click.Path())
 @click.argument("source", type=click.Path())
-def import_(folder: str, source: str) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def import_(folder: str, source: str, as_json: bool) -> None:
     """Copy the blob set SOURCE into FOLDER, where a pipeline with CACHE_DIR finds it."""
     from staticllm.pipelines.blob_cache import BlobCache, key_of
     from staticllm.pipelines.blob_set import read_manifest
@@ -120,7 +122,7 @@ def import_(folder: str, source: str) -> None:
     cache, identity = BlobCache(folder), read_manifest(Path(source)).identity
     key = key_of(identity)
     _copy(cache, Path(source), cache.path(key), key)
-    click.echo(f"{key} in {folder}")
+    click.echo(json.dumps({"key": key, "folder": str(cache.path(key))}) if as_json else f"{key} in {folder}")
 
 
 def _copy(cache: BlobCache, source: Path, target: Path, key: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from staticllm import StaticLLMConfig, StaticLLMPipeline
-from staticllm.errors import BlobError, ConfigError
+from staticllm.errors import BlobError, ConfigError, ModelError
 from staticllm.pipelines import blob_set, start
 from staticllm.pipelines.blob_cache import BlobCache
 from staticllm.pipelines.blob_set import read_manifest, rewrite_manifest
@@ -100,6 +100,26 @@ def test_encrypted_blobs_need_their_key(zoo, tmp_path):
         load(zoo / "llama", BLOB_PATH=target)
     with pytest.raises(BlobError, match="cannot be decrypted: KeyError"):
         load(zoo / "llama", BLOB_PATH=target, CACHE_ENCRYPTION_CALLBACKS=(crypt, lambda data: {}["key"]))
+
+
+def test_weights_may_lie_encrypted(zoo, tmp_path):
+    expected, model = answer(zoo / "llama"), tmp_path / "model"
+    shutil.copytree(zoo / "llama", model)
+    weights = model / "openvino_model.bin"
+    weights.write_bytes(bytes(255 - byte for byte in weights.read_bytes()))
+
+    def decrypt(data):
+        return (255 - np.frombuffer(data, np.uint8)).tobytes()
+
+    assert answer(model, WEIGHTS_DECRYPTION_CALLBACK=decrypt) == expected
+    options = {"BLOB_PATH": tmp_path / "blob", "CACHE_ENCRYPTION_CALLBACKS": (decrypt, decrypt)}
+    assert answer(model, WEIGHTS_DECRYPTION_CALLBACK=decrypt, EXPORT_BLOB=True, **options) == expected
+    assert answer(model, WEIGHTS_DECRYPTION_CALLBACK=decrypt, **options) == expected
+    assert not read_manifest(tmp_path / "blob").is_weightless
+    with pytest.raises(ModelError, match="10 bytes decrypted"):
+        load(model, WEIGHTS_DECRYPTION_CALLBACK=lambda data: data[:10])
+    with pytest.raises(ModelError, match="cannot be decrypted: KeyError"):
+        load(model, WEIGHTS_DECRYPTION_CALLBACK=lambda data: {}["key"])
 
 
 CORRUPTIONS = """
