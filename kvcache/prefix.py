@@ -90,6 +90,14 @@ class PrefixCache:
         while self._leaving and (not is_decoding or self._cache.rows.num_free < num_rows):
             self._shelve()
 
+    def remember_prompt(self, sequence: Sequence) -> None:
+        """A prompt has just run, and nothing of its answer: where only whole conversations can be used, hold it by itself.
+
+        Whoever asks again, or whose answer comes back in other tokens, begins there.
+        """
+        if self._is_enabled and self._is_whole and len(sequence) >= WORTH_IT:
+            self._shelf.keep(self._cache.copy_out(sequence))
+
     def restore(self, stored: StoredRows) -> None:
         """Hold rows that were saved."""
         self._shelf.keep(stored)

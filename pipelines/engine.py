@@ -321,6 +321,8 @@ class Engine:
                 self._choose(request, logits, best)
 
     def _choose(self, request: Request, logits: Logits, best: int) -> None:
+        if not request.num_generated and request.sequence is not None:
+            self._tenancy.prefix.remember_prompt(request.sequence)
         try:
             reason = request.choose(logits, best)
         except Exception as error:  # of this request's own sampling or text; the others go on

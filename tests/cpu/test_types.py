@@ -64,7 +64,7 @@ def test_compressed_weights_say_what_the_compressed_original_says(name, bits, zo
     ov.save_model(model, tmp_path / "openvino_model.xml", compress_to_fp16=False)
     shutil.copy(zoo / name / "config.json", tmp_path)
     verdicts = list(verify_model(tmp_path, chunks=(16,)))
-    assert len(verdicts) == 8 and all(verdict.is_ok for verdict in verdicts), verdicts
+    assert len(verdicts) in (8, 10) and all(verdict.is_ok for verdict in verdicts), verdicts
 
 
 @pytest.mark.parametrize("mode", ["shared", "separate"])

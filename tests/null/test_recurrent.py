@@ -155,3 +155,16 @@ def test_states_count_on_the_shelf():
     for index in range(10):
         shelf.keep(StoredRows((index,), (), (np.zeros((1, 1)),)))
     assert shelf.num_kept_rows == 93 and shelf.free_rows == 70
+
+
+def test_a_prompt_is_remembered_without_its_answer():
+    """Asked again, or answered in tokens that come back otherwise: what is known begins at the end of the prompt."""
+    engine = new_engine()
+    first = fake_request(range(20), 5)
+    run_to_end(engine, [first])
+    assert len(engine.tenancy.prefix.find(range(20), []).tokens) == 20
+    for rest in ([77, 78], [79]):
+        again = fake_request([*range(20), *rest], 3)
+        run_to_end(engine, [again])
+        assert again.num_cached == 20
+        assert again.tokens == fake_answer([*range(20), *rest], 3, is_recurrent=True)
