@@ -60,7 +60,7 @@ def machine_identity(core: ov.Core, device: str) -> Identity:
     supported = core.get_property(device, "SUPPORTED_PROPERTIES")
     found = {
         "OpenVINO": ov.get_version(),
-        "plugin": str(core.get_versions(device)[device].build_number),
+        "plugin": str(next(iter(core.get_versions(device).values())).build_number),
         "passes": passes_digest(),
         "device": device,
         "device name": str(core.get_property(device, "FULL_DEVICE_NAME")).strip(),

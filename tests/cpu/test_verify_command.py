@@ -20,7 +20,7 @@ def verify(*arguments):
 def test_a_model_that_is_lowered_right_passes(zoo):
     result = verify(zoo / "qwen3", "--programs", "shared")
     assert result.exit_code == 0 and result.stdout.splitlines()[-1] == "the same as the original"
-    assert len(result.stdout.splitlines()) == 2 * 4 + 1
+    assert len(result.stdout.splitlines()) == 2 * 5 + 1
     report = json.loads(verify(zoo / "qwen3", "--programs", "shared", "--json").stdout)
     assert report["ok"] and all(check["is_ok"] for check in report["checks"])
     assert 0 < report["checks"][0]["value"] < verification.TOLERANCE and report["checks"][1]["value"] == 1.0
