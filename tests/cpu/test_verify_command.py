@@ -23,7 +23,7 @@ def test_a_model_that_is_lowered_right_passes(zoo):
     assert len(result.stdout.splitlines()) == 2 * 5 + 1
     report = json.loads(verify(zoo / "qwen3", "--programs", "shared", "--json").stdout)
     assert report["ok"] and all(check["is_ok"] for check in report["checks"])
-    assert 0 < report["checks"][0]["value"] < verification.TOLERANCE and report["checks"][1]["value"] == 1.0
+    assert 0 < report["checks"][0]["value"] < verification.TOLERANCE and report["checks"][2]["value"] == 1.0
 
 
 def test_wrong_logits_and_wrong_tokens_are_noticed(zoo, monkeypatch):
