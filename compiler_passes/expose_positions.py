@@ -55,24 +55,22 @@ def expose_positions(graph: StepGraph, capacity: int) -> None:
     A position may also be counted for its number alone, the length of a table: that stays.
     """
     count = 0
-    if graph.row_states:
-        count = _redirect_positions(graph, capacity)
-    else:
+    if not graph.row_states:
         _refuse_lengths(graph)
-    _drop_attention_mask(graph)
-    if graph.row_states:
+    elif varying := _varying(graph.model):
+        count = _redirect_positions(graph, varying, capacity)
         _refuse(_varying(graph.model))
+    _drop_attention_mask(graph)
     graph.note(STAGE, f"{count} values computed from lengths were positions")
     if _compares_positions(graph):
         graph.is_packable = False
         graph.note(STAGE, "positions are compared with each other: one sequence a call")
 
 
-def _redirect_positions(graph: StepGraph, capacity: int) -> int:
-    varying = {node.get_instance_id() for node in _varying(graph.model)}
-    if not varying:
-        return 0
-    leading = _leading_to(graph.model, varying)
+def _redirect_positions(graph: StepGraph, nodes: list[ov.Node], capacity: int) -> int:
+    """Feed the positions that ``nodes`` are computed from; how many were found."""
+    varying = {node.get_instance_id() for node in nodes}
+    leading = {node.get_instance_id() for node in upstream(nodes)}
     found = [
         output
         for output in _computed_positions(graph.model, capacity)
@@ -92,12 +90,6 @@ def _redirect_positions(graph: StepGraph, capacity: int) -> int:
     return len(found)
 
 
-def _leading_to(model: ov.Model, goals: set[int]) -> set[int]:
-    """Every node that one of ``goals`` is computed from, themselves included."""
-    roots = [node for node in model.get_ordered_ops() if node.get_instance_id() in goals]
-    return {node.get_instance_id() for node in upstream(roots)}
-
-
 def _compares_positions(graph: StepGraph) -> bool:
     """Whether the largest position of a call decides something (frequencies for long texts): others' must not count.
 
@@ -109,7 +101,7 @@ def _compares_positions(graph: StepGraph) -> bool:
         return False
     queue, reached = consumers(parameter.output(0)), {parameter.get_instance_id()}
     while queue:
-        node, kind = queue.pop(), ""
+        node = queue.pop()
         kind = node.get_type_name()
         if kind == "ReduceMax":
             return True

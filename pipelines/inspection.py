@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from staticllm.config import StaticLLMConfig
+from staticllm.core import ModelShape
 from staticllm.kvcache.step import buffer_bytes
 from staticllm.model_dir import MODEL_XML
 from staticllm.pipelines.loader import Layout, prepare
@@ -34,14 +35,7 @@ def inspect_model(models_path: str | os.PathLike[str], device: str, config: Stat
             {"name": s.past_name, "variable": s.variable_id, "heads": s.heads, "head_dim": s.head_dim}
             for s in shape.row_states
         ],
-        "recurrent": {
-            "num_states": len(shape.recurrent_states),
-            "bytes_a_sequence": sum(state.num_bytes for state in shape.recurrent_states),
-            "states": [
-                {"name": s.past_name, "variable": s.variable_id, "shape": list(s.shape), "type": s.dtype}
-                for s in shape.recurrent_states
-            ],
-        },
+        "recurrent": _recurrent(shape),
         "num_programs": len(first_variants(layout.variants, layout.options)),
         "is_packable": shape.is_packable,
         "layers": _layers(layout),
@@ -62,6 +56,17 @@ def inspect_model(models_path: str | os.PathLike[str], device: str, config: Stat
         "variants": [
             {"phase": v.phase, "rows": v.rows, "capacity": v.capacity, "sequences": v.sequences}
             for v in layout.variants
+        ],
+    }
+
+
+def _recurrent(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "num_states": len(shape.recurrent_states),
+        "bytes_a_sequence": sum(state.num_bytes for state in shape.recurrent_states),
+        "states": [
+            {"name": s.past_name, "variable": s.variable_id, "shape": list(s.shape), "type": s.dtype}
+            for s in shape.recurrent_states
         ],
     }
 

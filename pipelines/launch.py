@@ -104,7 +104,7 @@ def _from_cpu_first(
         loaded, _ = load_first(directory, candidates, on_progress)
         if loaded.rest is not None:
             held.append(loaded.rest)
-            loaded = _completed(loaded, loaded.rest, on_progress)
+            loaded = _completed(loaded, loaded.rest)
         engine.switch(loaded.runner, options_of(loaded))
 
     def release() -> None:
@@ -114,7 +114,7 @@ def _from_cpu_first(
     return Launched(engine, cpu, "CPU", Background(lambda: [switch], on_progress, release))
 
 
-def _completed(loaded: Loaded, rest: Rest, on_progress: OnProgress) -> Loaded:
+def _completed(loaded: Loaded, rest: Rest) -> Loaded:
     """All programs of a staged load, before anybody is served from it: the CPU serves meanwhile."""
     compiled = {**loaded.programs.compiled, **{variant: rest.compile(variant) for variant in rest.variants}}
     programs = replace(loaded.programs, compiled=compiled)

@@ -251,7 +251,7 @@ def _decided_by(manifest: Manifest, config: StaticLLMConfig) -> StaticLLMConfig:
 
 
 def _imported(job: Job, folder: Path, manifest: Manifest, identity: Identity | None = None) -> Programs:
-    """Every program of a set. Its weights are compared while the blobs are read and imported; nothing runs before both are done.
+    """Every program of a set. The model is compared while the blobs are read; nothing is imported before both are done.
 
     Raises:
         BlobError: the set is damaged, or for something else.
