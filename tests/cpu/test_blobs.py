@@ -210,6 +210,19 @@ def test_a_set_that_was_found_bad_is_never_used(zoo, llama_set, tmp_path):
         load(zoo / "llama", BLOB_PATH=target)
 
 
+@pytest.mark.parametrize("change", [lambda text: text.replace(" ", "  ", 1), lambda text: text.replace("\n", "\t", 1)])
+def test_a_manifest_that_means_the_same_and_is_written_otherwise_is_damaged(change, llama_set, tmp_path):
+    """JSON has many ways to write one thing: a flipped bit may lead from one to another."""
+    shutil.copytree(llama_set, tmp_path / "blob")
+    path = tmp_path / "blob" / "manifest.json"
+    text = path.read_text()
+    changed = change(text)
+    assert changed != text and json.loads(changed) == json.loads(text)
+    path.write_text(changed)
+    with pytest.raises(BlobError, match="is damaged"):
+        read_manifest(tmp_path / "blob")
+
+
 def test_export_replaces_a_set_and_nothing_else(zoo, tmp_path):
     target = tmp_path / "deep" / "blob"
     for _ in range(2):
@@ -312,7 +325,7 @@ def test_of_several_processes_one_compiles_and_the_others_load(count, zoo, tmp_p
         for _ in range(count)
     ]
     for child in children:
-        child.stdin.write("go\\n")
+        child.stdin.write("go\n")
         child.stdin.flush()
     results = [json.loads(child.communicate(timeout=120)[0]) for child in children]
     assert sorted(origin for origin, _ in results) == ["cache"] * (count - 1) + ["compiled"]
