@@ -10,6 +10,9 @@ from openvino import opset13 as ops
 
 from staticllm.core import MaskKind, RecurrentState, RowState
 
+_COMPRESSED = ("u8", "i8", "u4", "i4")
+_DECOMPRESSION = ("Convert", "Multiply", "Subtract", "Reshape")
+
 
 @dataclass
 class LiftedState:
@@ -113,3 +116,12 @@ def is_live(model: ov.Model, parameter: ov.Node) -> bool:
     key = parameter.get_instance_id()
     roots = [*model.get_results(), *model.get_sinks()]
     return any(node.get_instance_id() == key for node in upstream(roots))
+
+
+def compressed_weights(node: ov.Node) -> ov.Node | None:
+    """The constant of integers that a MatMul multiplies with, a matrix once it is decompressed; None if there is none."""
+    if node.get_type_name() != "MatMul" or len(node.input_value(1).get_partial_shape()) != 2:
+        return None
+    weights = through(node.input_value(1), *_DECOMPRESSION).get_node()
+    is_constant = weights.get_type_name() == "Constant"
+    return weights if is_constant and weights.get_element_type().get_type_name() in _COMPRESSED else None

@@ -16,6 +16,7 @@ from staticllm.compiler_passes.graph import StepGraph
 from staticllm.compiler_passes.group_queries import group_queries
 from staticllm.compiler_passes.keep_new_rows import keep_new_rows
 from staticllm.compiler_passes.lift_state import lift_state
+from staticllm.compiler_passes.merge_projections import merge_projections
 from staticllm.compiler_passes.select_logits import select_logits
 from staticllm.compiler_passes.store_kv_as import store_kv_as
 from staticllm.compiler_passes.verify import verify_graph, verify_static
@@ -25,10 +26,12 @@ from staticllm.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """What the passes must know: the largest capacity that will be asked for, and the type of the rows."""
+    """What the passes must know: the largest capacity that will be asked for, the type of the rows, and whether small
+    projections are to be merged, which helps where each matrix costs time beside that of reading it."""
 
     capacity: int
     row_type: RowType = "f32"
+    merges_projections: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("select_logits", lambda graph, options: select_logits(graph)),
     Pass("group_queries", lambda graph, options: group_queries(graph)),
     Pass("decompose_attention", lambda graph, options: decompose_attention(graph)),
+    Pass("merge_projections", lambda graph, options: merge_projections(graph) if options.merges_projections else None),
     Pass("store_kv_as", lambda graph, options: store_kv_as(graph, options.row_type)),
 )
 

@@ -74,4 +74,5 @@ class Background:
             except Exception:  # the callback failed before: once is enough
                 return
         finally:
+            self._parts = list  # what they hold, graphs and weights, is needed no longer
             self._release()

@@ -6,7 +6,6 @@ convolutions came out in other shapes), and a whole blob of a mixture of experts
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,13 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, Variant
+from staticllm.core import Variant
 from staticllm.errors import BlobError
-from staticllm.kvcache.step import HIDDEN
 from staticllm.pipelines.blob_set import import_blob
+from staticllm.pipelines.trial import random_feeds, run_apart
 
 TOLERANCE = 1e-3
 """Of the range of the program's own answer; they come out equal to the bit."""
-_OURS = re.compile(r"logits|present\..*|state\.\d+\.next")
-ROW_SCALE = 0.5  # of random rows and states: about what keys and values are
 
 
 def says_the_same(
@@ -38,27 +35,11 @@ def says_the_same(
     device, properties, weights = target
     try:
         imported = import_blob(core, data, device, properties, weights)
-        feeds = _feeds(compiled, variant)
-        expected, found = _run(compiled, feeds), _run(imported, feeds)
+        feeds = random_feeds(compiled, variant)
+        expected, found = run_apart(compiled, feeds), run_apart(imported, feeds)
     except (BlobError, RuntimeError, ValueError):
         return False
     return expected.keys() == found.keys() and all(_is_close(expected[name], found[name]) for name in expected)
-
-
-def _run(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    request = compiled.create_infer_request()
-    for port in compiled.inputs:
-        (name,) = port.get_names() & feeds.keys()
-        array = feeds[name]
-        request.set_tensor(port, ov.Tensor(array, ov.Shape(array.shape), port.get_element_type()))
-    request.infer()
-    return {_name(port): np.array(request.get_tensor(port).data) for port in compiled.outputs}
-
-
-def _name(port: Any) -> str:
-    """The name that a pass gave; plugins add names of their own."""
-    names: set[str] = port.get_names()
-    return next(name for name in names if _OURS.fullmatch(name))
 
 
 def _is_close(expected: NDArray[Any], found: NDArray[Any]) -> bool:
@@ -69,54 +50,3 @@ def _is_close(expected: NDArray[Any], found: NDArray[Any]) -> bool:
     return bool(np.all(np.abs(expected - found) <= TOLERANCE * spread)) or np.array_equal(
         expected, found, equal_nan=True
     )
-
-
-def _feeds(compiled: ov.CompiledModel, variant: Variant) -> dict[str, NDArray[Any]]:
-    """Random rows under a causal mask, at one variant."""
-    random, feeds = np.random.default_rng(0), dict[str, NDArray[Any]]()
-    rows, capacity = variant.rows, variant.capacity
-    for port in compiled.inputs:
-        for name in port.get_names():
-            shape = _shape(name, port.partial_shape, variant)
-            if name == "input_ids":
-                feeds[name] = random.integers(0, 100, shape)
-            elif name == "position_ids":
-                feeds[name] = np.broadcast_to(np.arange(capacity, capacity + rows), shape).copy()
-            elif name == "logit_rows":
-                feeds[name] = np.arange(rows - variant.sequences, rows)
-            elif name == KEY_POSITIONS:
-                feeds[name] = np.arange(capacity + rows, dtype=np.int32).reshape(shape)
-            elif name == QUERY_POSITIONS:
-                feeds[name] = np.arange(capacity, capacity + rows, dtype=np.int32).reshape(shape)
-            elif name.startswith("mask."):
-                seen = np.arange(capacity + rows)[None] <= np.arange(capacity, capacity + rows)[:, None]
-                feeds[name] = np.where(seen, 0, HIDDEN).astype(np.float32).reshape(shape)
-            elif name.startswith(("past.", "state.")):
-                feeds[name] = _rows(random, shape, port.get_element_type())
-    return feeds
-
-
-def _shape(name: str, shape: ov.PartialShape, variant: Variant) -> tuple[int, ...]:
-    """The sizes of a port at a variant; what is static stays."""
-    rows, capacity = variant.rows, variant.capacity
-    last = shape.rank.get_length() - 1
-    dynamic = {last: rows}
-    if name.startswith("past."):
-        dynamic = {2: capacity}
-    elif name.startswith("mask."):
-        dynamic = {2: rows, 3: capacity + rows}
-    elif name == KEY_POSITIONS:
-        dynamic = {3: capacity + rows}
-    elif name == QUERY_POSITIONS:
-        dynamic = {2: rows}
-    elif name == "logit_rows":
-        dynamic = {0: variant.sequences}
-    return tuple(dim.get_length() if dim.is_static else dynamic[axis] for axis, dim in enumerate(shape))
-
-
-def _rows(random: np.random.Generator, shape: tuple[int, ...], element_type: ov.Type) -> NDArray[Any]:
-    values = (random.standard_normal(shape) * ROW_SCALE).astype(np.float32)
-    kind = element_type.get_type_name()
-    if kind == "bf16":  # the upper half of an f32; numpy has no such type
-        return (values.view(np.uint32) >> 16).astype(np.uint16)
-    return random.integers(0, 256, shape).astype(np.uint8) if kind == "u8" else values.astype(element_type.to_dtype())

@@ -12,7 +12,7 @@ from typing import Any
 import openvino as ov
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import Phase, ProgressEvent, Variant
+from staticllm.core import Part, ProgressEvent, Variant
 from staticllm.devices import check_device, default_row_type, get_core
 from staticllm.errors import BlobError, ConfigError
 from staticllm.model_dir import check_model_dir, weights_of
@@ -24,10 +24,9 @@ from staticllm.pipelines.loader import (
     OnProgress,
     Programs,
     compile_all,
-    is_split,
     phase_properties,
     prepare,
-    program_mode,
+    program_layout,
 )
 
 LAYOUT_FIELDS = (
@@ -136,7 +135,7 @@ def export_programs(job: Job, programs: Programs, is_light: bool) -> Exported:
 
 
 def _without_weights(layout: Layout) -> Layout:
-    properties: dict[Phase, Mapping[str, Any]] = {
+    properties: dict[Part, Mapping[str, Any]] = {
         phase: {**values, "CACHE_MODE": "OPTIMIZE_SIZE"} for phase, values in layout.options.properties.items()
     }
     return replace(layout, options=replace(layout.options, properties=properties))
@@ -181,8 +180,7 @@ def manifest_of(job: Job, exported: Exported, identity: Identity, costs: Mapping
     return Manifest(
         identity=identity,
         config=_layout_of(job.config),
-        mode=options.mode,
-        is_split=options.is_split,
+        programs=options.layout,
         row_type=options.row_type,
         shape=shape_to_json(exported.programs.shape),
         properties={phase: plain(values) for phase, values in options.properties.items()},
@@ -201,8 +199,7 @@ def identity_of(job: Job) -> Identity:
     core, device, config = get_core(), job.device, job.config
     properties = phase_properties(device, config)
     row_type = config.kv_cache_precision or default_row_type(core, device, *properties.values())
-    mode = program_mode(device, config)
-    programs = "phases" if mode == "shared" and is_split(job.directory, config) else mode
+    programs = program_layout(device, job.directory, config)
     return {
         **model_identity(job.directory, job.weights),
         **machine_identity(core, device),

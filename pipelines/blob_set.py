@@ -24,7 +24,7 @@ from staticllm.errors import BlobError
 from staticllm.pipelines.identity import Identity, bytes_digest, difference, pass_digests
 
 MANIFEST = "manifest.json"
-SCHEMA = 2
+SCHEMA = 3
 SCRATCH = ".staticllm-"
 """What folders are called while they are written. One that is found unlocked was left by a process that died."""
 Crypt = Callable[[bytes], bytes]
@@ -37,8 +37,7 @@ class Manifest:
 
     identity: Identity
     config: Mapping[str, Any]
-    mode: str
-    is_split: bool
+    programs: str
     row_type: str
     shape: Mapping[str, Any]
     properties: Mapping[str, Mapping[str, Any]]

@@ -11,68 +11,88 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import through
-from staticllm.core import Phase
+from staticllm.compiler_passes.graph import compressed_weights
+from staticllm.core import Part, Phase, ProgramLayout
 
-GROUP_SIZE = "DYNAMIC_QUANTIZATION_GROUP_SIZE"
+GROUP_SIZE, PRECISION = "DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_PRECISION_HINT"
 LARGE_GROUP = 128
 """Activations that share a scale when the CPU multiplies them in 8 bits with weights in 8 or 4. The plugin's own choice is 32."""
 WORTH_IT = 1.1
 """So much faster a larger group must be: its words are a little further from the model's (docs/design.md)."""
-PROBE_ROWS, PROBE_RUNS = 128, 12
+F32_WORTH_IT = 1.15
+"""So much faster f32 must be for single rows: a probe of a few matrices varies by a twentieth or more."""
+PROBE_ROWS, PROBE_RUNS = 128, 8
 LEAST_WEIGHTS = 1_000_000
 """In a layer. Below, the gain is small and would be seen in one start and not in the next: words must not depend on that."""
-_COMPRESSED = ("u8", "i8", "u4", "i4")
-_DECOMPRESSION = ("Convert", "Multiply", "Subtract", "Reshape")
 
 
 def calibrated(
-    core: ov.Core, device: str, model: ov.Model, phases: Mapping[Phase, Mapping[str, Any]]
-) -> dict[Phase, Mapping[str, Any]]:
-    """The properties of each phase, and what was found to be faster for the weights of ``model``. What the user set stays.
+    core: ov.Core, device: str, model: ov.Model, phases: Mapping[Phase, Mapping[str, Any]], layout: ProgramLayout
+) -> dict[Part, Mapping[str, Any]]:
+    """The properties of each part, with what was found to be faster for the weights of ``model``. What the user set stays.
 
-    On the CPU a program of one matrix of each shape in the model is timed with the plugin's own group size and with
-    ``LARGE_GROUP``: about a quarter of a second. Both phases get the same, so that they can share a program. Other devices
-    are left as they are.
+    On the CPU a program of one matrix of each shape in the model is timed: with the plugin's own group size and with
+    ``LARGE_GROUP``, about a quarter of a second. Both phases get the same, so that they can share a program. Single rows, where
+    they have programs to themselves, are not quantized: beside reading the weights that costs more than it saves. In f32,
+    where a probe of one row finds that faster. Other devices are left as they are.
     """
-    if device.split(".", maxsplit=1)[0] != "CPU" or any(GROUP_SIZE in properties for properties in phases.values()):
-        return dict(phases)
-    probe = _probe(model)
-    if probe is None:
-        return dict(phases)
-    own = dict(phases["prefill"])
-    seconds, larger_seconds = _seconds(core, device, probe, [own, {**own, GROUP_SIZE: LARGE_GROUP}])
-    if seconds < WORTH_IT * larger_seconds:
-        return dict(phases)
-    return {phase: {**properties, GROUP_SIZE: LARGE_GROUP} for phase, properties in phases.items()}
+    found: dict[Part, Mapping[str, Any]] = {phase: properties for phase, properties in phases.items()}  # noqa: C416
+    if layout == "single_row":
+        found["single_row"] = phases["generate"]
+    matrices = _matrices(model) if device.split(".", maxsplit=1)[0] == "CPU" else []
+    if not matrices:
+        return found
+    if not any(GROUP_SIZE in properties for properties in phases.values()) and _takes_large_groups(matrices):
+        own = dict(phases["prefill"])
+        seconds, larger_seconds = _seconds(
+            core, device, _probe(matrices, PROBE_ROWS), [own, {**own, GROUP_SIZE: LARGE_GROUP}]
+        )
+        if seconds >= WORTH_IT * larger_seconds:
+            found.update({phase: {**properties, GROUP_SIZE: LARGE_GROUP} for phase, properties in phases.items()})
+    if layout in ("single_row", "separate"):
+        found["single_row"] = _for_single_rows(core, device, matrices, phases["generate"])
+    return found
 
 
-def _probe(model: ov.Model) -> ov.Model | None:
-    """One compressed matrix of each shape that occurs more than once, side by side; None if nothing is to be tried."""
-    found = [node for node in model.get_ordered_ops() if _is_compressed(node)]
-    counts = Counter(tuple(node.input_value(1).get_shape()) for node in found)
-    matrices = {tuple(node.input_value(1).get_shape()): node for node in found}
-    repeated = [shape for shape in matrices if counts[shape] > 1]  # not the head
-    if sum(rows * columns for rows, columns in repeated) < LEAST_WEIGHTS:
-        return None
+def _for_single_rows(
+    core: ov.Core, device: str, matrices: list[ov.Node], asked: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    own = {GROUP_SIZE: 0, **asked}
+    is_f32 = core.get_property(device, PRECISION).get_type_name() == "f32"
+    if is_f32 or PRECISION in asked or GROUP_SIZE in asked:
+        return own
+    exact = {**own, PRECISION: "f32"}
+    seconds, exact_seconds = _seconds(core, device, _probe(matrices, 1), [own, exact])
+    return exact if seconds >= F32_WORTH_IT * exact_seconds else own
+
+
+def _matrices(model: ov.Model) -> list[ov.Node]:
+    """One MatMul of each shape of compressed matrices that occurs more than once; none if they are small."""
+    nodes = [node for node in model.get_ordered_ops() if compressed_weights(node) is not None]
+    shapes = [tuple(node.input_value(1).get_shape()) for node in nodes]
+    counts = Counter(shapes)
+    found = {shape: node for shape, node in zip(shapes, nodes, strict=True) if counts[shape] > 1}  # not the head
+    return list(found.values()) if sum(rows * columns for rows, columns in found) >= LEAST_WEIGHTS else []
+
+
+def _takes_large_groups(matrices: list[ov.Node]) -> bool:
+    return not any(_input_size(node) % LARGE_GROUP for node in matrices)
+
+
+def _input_size(node: ov.Node) -> int:
+    shape, is_transposed = node.input_value(1).get_shape(), node.get_attributes()["transpose_b"]
+    return int(shape[1] if is_transposed else shape[0])
+
+
+def _probe(matrices: list[ov.Node], num_rows: int) -> ov.Model:
+    """The matrices side by side."""
     inputs, results = [], []
-    for shape in repeated:
-        node = matrices[shape]
-        is_transposed = node.get_attributes()["transpose_b"]
-        size = shape[1] if is_transposed else shape[0]
-        if size % LARGE_GROUP:
-            return None
-        rows = ops.parameter([1, PROBE_ROWS, size], node.input_value(0).get_element_type())
+    for node in matrices:
+        rows = ops.parameter([1, num_rows, _input_size(node)], node.input_value(0).get_element_type())
+        product = ops.matmul(rows, node.input_value(1), False, bool(node.get_attributes()["transpose_b"]))
         inputs.append(rows)
-        results.append(ops.result(ops.matmul(rows, node.input_value(1), False, is_transposed)))
+        results.append(ops.result(product))
     return ov.Model(results, inputs)  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
-
-
-def _is_compressed(node: ov.Node) -> bool:
-    if node.get_type_name() != "MatMul" or len(node.input_value(1).get_partial_shape()) != 2:
-        return False
-    weights = through(node.input_value(1), *_DECOMPRESSION).get_node()
-    return weights.get_type_name() == "Constant" and weights.get_element_type().get_type_name() in _COMPRESSED
 
 
 def _seconds(core: ov.Core, device: str, probe: ov.Model, candidates: list[dict[str, Any]]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The engine: one thread that owns the device and serves many requests. A step is: plan, run, choose, deliver."""
+"""The engine: one thread that owns the device and serves many requests. A step is: plan, run, choose; tell during the next."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._evicted: list[int] = []  # since then
         self._step: StepRecord | None = None  # the last call
+        self._unposted: list[Request | StepRecord] = []  # what that has left to be told
         self._num_waiting = 0  # of the requests in the book
         self._is_closing = self._is_draining = False
 
@@ -164,23 +165,34 @@ class Engine:
             self._run_errands()
             if len(self._book):
                 self._call()
+            if not len(self._book):
+                self._post()
         except Exception as error:  # ours: nobody must wait for ever for an engine that has stopped
             for request in self._tenancy.abandon():
                 self._report(request, FinishReason.ERROR, _as_ours(error))
 
     def _call(self) -> None:
-        """Plan, run, choose, deliver; then a record of it."""
+        """Plan, run, choose. What is chosen is told, and recorded, while the next call runs."""
         begin = time.perf_counter()
         parts = self._prepare(self._plan())
         ready = time.perf_counter()
         outputs = self._run(parts)
         done = time.perf_counter()
-        self._deliver(parts, outputs)
+        self._choose_all(parts, outputs)
         runner, step = self._runner, self._step
         assert step is not None
         sampling = time.perf_counter() - done
         host = HostTimes(ready - begin, runner.masks_seconds, runner.rows_seconds, sampling)
-        self.profiler.record(step if step.has_failed else replace(step, host=host))
+        self._unposted += [*(part.request for part in parts), step if step.has_failed else replace(step, host=host)]
+
+    def _post(self) -> None:
+        """Tokens to their readers, the call to the records."""
+        for item in self._unposted:
+            if isinstance(item, StepRecord):
+                self.profiler.record(item)
+            else:
+                item.post()
+        self._unposted.clear()
 
     def _admit(self) -> None:
         with self._wake:
@@ -286,7 +298,7 @@ class Engine:
         for part in parts:
             part.request.started = part.request.started or start
         try:
-            outputs = runner.run(variant, segments, self._aside(parts))
+            outputs = runner.run(variant, segments, self._aside(parts), self._post)
         except Exception as error:
             self._record(start, time.perf_counter() - start, parts, has_failed=True)
             if not runner.cache.is_settled:
@@ -312,7 +324,7 @@ class Engine:
                 room -= count
         return chosen
 
-    def _deliver(self, parts: list[Part], outputs: list[Logits]) -> None:
+    def _choose_all(self, parts: list[Part], outputs: list[Logits]) -> None:
         for part, logits, best in zip(parts, outputs, self._runner.best, strict=False):
             request, count = part.request, len(part.segment.tokens)
             if best is None:

@@ -27,7 +27,7 @@ def inspect_model(models_path: str | os.PathLike[str], device: str, config: Stat
     return {
         "model": str(models_path),
         "device": device,
-        "programs": layout.options.mode,
+        "programs": layout.options.layout,
         "weights_bytes": (Path(models_path) / MODEL_XML).with_suffix(".bin").stat().st_size,
         "vocab_size": shape.vocab_size,
         "num_states": len(shape.row_states),

@@ -16,6 +16,7 @@ from staticllm.pipelines.engine import Engine
 from staticllm.pipelines.loader import OnProgress
 from staticllm.pipelines.scheduling.view import Policy
 from staticllm.pipelines.start import Loaded, Rest, load, make_engine, options_of
+from staticllm.pipelines.trial import random_feeds, run_apart
 
 Candidate = tuple[str, StaticLLMConfig]
 """A device, and the config for it: devices know different properties."""
@@ -73,8 +74,11 @@ def _the_rest(engine: Engine, loaded: Loaded, on_progress: OnProgress) -> Backgr
     compiled = dict(loaded.programs.compiled)
 
     def add(variant: Variant) -> None:
-        compiled[variant] = program = rest.compile(variant)
-        program.create_infer_request().infer()  # the first run of all, in memory of its own: nobody waits for it
+        program = rest.compile(variant)
+        is_first = program not in compiled.values()
+        compiled[variant] = program
+        if is_first:  # it packs its weights: nobody waits for it
+            run_apart(program, random_feeds(program, variant))
 
         def enter() -> None:
             engine.runner.programs.add(variant, program)  # type: ignore[attr-defined]

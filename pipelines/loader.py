@@ -14,13 +14,14 @@ import openvino as ov
 from staticllm.compiler_passes.keep_small_constants import keep_small_constants
 from staticllm.compiler_passes.lower import LoweredModel, LoweringOptions, lower
 from staticllm.config import StaticLLMConfig
-from staticllm.core import ModelShape, Phase, ProgramMode, ProgressEvent, Variant
+from staticllm.core import ModelShape, Phase, ProgramLayout, ProgramMode, ProgressEvent, Variant
 from staticllm.devices import (
     check_device,
     default_mode,
     default_row_type,
     exact_if_asked,
     get_core,
+    merges_projections,
     supported_properties,
 )
 from staticllm.errors import ConfigError
@@ -36,8 +37,8 @@ from staticllm.pipelines.variants import choose_variants
 OnProgress = Callable[[ProgressEvent], None]
 LONG_SECONDS = 0.25  # a variant of a shared program that would run longer than this is not warmed up
 NEAR_ROWS, FAR_ROWS, FAR_CAPACITY = (1, 4, 16, 64, 256), (1, 4, 64), 1024  # sizes from which all costs are estimated
-SMALL_WEIGHTS = 256 << 20  # bytes that may be there twice
-QUICK_SECONDS = 0.15  # a variant that runs faster than this is timed again: its first run is mostly one-time work
+SMALL_WEIGHTS, LARGE_WEIGHTS = 256 << 20, 1 << 30  # bytes; less than the second may be there twice
+QUICK_SECONDS = 0.05  # a variant that runs faster than this is timed again: its first run is mostly one-time work
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,12 @@ def prepare(
         keep_small_constants(model)
     on_progress(ProgressEvent("read", 1, 1, time.perf_counter() - start))
     start = time.perf_counter()
-    lowered = lower(model, LoweringOptions(config.num_kv_rows(mode), row_type))
-    properties = calibrated(core, device, lowered.graph.model, properties)
+    lowered = lower(model, LoweringOptions(config.num_kv_rows(mode), row_type, merges_projections(device)))
+    layout = program_layout(device, path, config)
+    parts = calibrated(core, device, lowered.graph.model, properties, layout)
     variants = choose_variants(config, mode, lowered.shape)
     on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - start))
-    options = CompileOptions(device, mode, row_type, properties, is_split(path, config))
+    options = CompileOptions(device, layout, row_type, parts)
     return core, Layout(lowered, options, variants)
 
 
@@ -140,15 +142,21 @@ def program_mode(device: str, config: StaticLLMConfig) -> ProgramMode:
     return "separate" if config.programs == "separate" else "shared"
 
 
-def is_split(path: Path, config: StaticLLMConfig) -> bool:
-    """Whether each phase has its own shared program.
+def program_layout(device: str, path: Path, config: StaticLLMConfig) -> ProgramLayout:
+    """Which variants have programs in common.
 
-    A program that ran with another number of rows prepares all its nodes anew, some 20 microseconds each: that doubles a
-    decode step of a small model, and is a tenth of one of 0.5 B parameters, which would pay with a copy of its weights.
+    A shared program that ran with another number of rows prepares all its nodes anew, some 20 microseconds each, and on the
+    CPU one for a single row is faster for being told so. A second program costs a copy of the weights: small models have one
+    a phase, medium ones one for single rows, of large ones there is one.
     """
-    if config.programs == "auto":
-        return weights_of(path, config.weights_path).stat().st_size < SMALL_WEIGHTS
-    return config.programs == "phases"
+    if config.programs != "auto":
+        return config.programs
+    if default_mode(device) == "separate":
+        return "separate"
+    size = weights_of(path, config.weights_path).stat().st_size
+    if size < SMALL_WEIGHTS:
+        return "phases"
+    return "single_row" if size < LARGE_WEIGHTS and device.split(".", maxsplit=1)[0] == "CPU" else "shared"
 
 
 def device_properties(device: str) -> frozenset[str]:
@@ -170,7 +178,7 @@ def phase_properties(device: str, config: StaticLLMConfig) -> dict[Phase, Mappin
 def _warm_up(bound: BoundPrograms, programs: Programs, on_progress: OnProgress) -> CostTable:
     """Run variants once, so that no user waits for a first inference; time what is quick once more.
 
-    Each separate program is run. Of a shared one a few sizes, near and far, as long as a run is expected to stay under
+    Each program is run. Of a shared one a few sizes, near and far, as long as a run is expected to stay under
     ``LONG_SECONDS``: there a first run costs a tenth more than the next (docs/design.md), not more, and the costs of all
     others are estimated from these. Where the costs are known each program runs once, to pack its weights.
     """
@@ -178,13 +186,15 @@ def _warm_up(bound: BoundPrograms, programs: Programs, on_progress: OnProgress) 
         return _first_runs(bound, programs, on_progress)
     costs = CostTable()
     chosen = _worth_running(bound)
+    packed: set[int] = set()
     for index, variant in enumerate(chosen, 1):
-        first = 0.0
-        if index == 1 or bound.is_static(variant) or costs(variant) < LONG_SECONDS:
+        first, key = 0.0, id(bound.compiled(variant))
+        if key not in packed or bound.is_static(variant) or costs(variant) < LONG_SECONDS:
             program = bound[variant]
             first = program.run()
-            is_worth_it = first < QUICK_SECONDS or index == 1  # the very first run of all packs the weights
+            is_worth_it = first < QUICK_SECONDS or key not in packed  # a program's first run packs its weights
             costs.update(variant, program.run() if is_worth_it else first)
+            packed.add(key)
         on_progress(ProgressEvent("warm-up", index, len(chosen), first, variant))
     return costs
 
@@ -200,11 +210,9 @@ def _first_runs(bound: BoundPrograms, programs: Programs, on_progress: OnProgres
 
 def _worth_running(programs: BoundPrograms) -> list[Variant]:
     """In the order of the programs, decoding first."""
-    if any(programs.is_static(variant) for variant in programs):
-        return list(programs)
     chosen: dict[tuple[int, bool], Variant] = {}
     for variant in sorted(programs, key=lambda variant: (variant.capacity, variant.sequences)):
         is_far = variant.capacity >= FAR_CAPACITY
         if variant.rows in (FAR_ROWS if is_far else NEAR_ROWS):
             chosen.setdefault((variant.rows, is_far), variant)
-    return [variant for variant in programs if variant in chosen.values()]
+    return [variant for variant in programs if variant in chosen.values() or programs.is_static(variant)]

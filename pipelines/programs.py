@@ -1,4 +1,4 @@
-"""Programs: compiled step programs, one for each variant (``separate``), one for all (``shared``) or one a phase.
+"""Programs: compiled step programs, one for each variant (``separate``), one for all (``shared``), or one for some of them.
 
 Either way the runner sees the same thing: for each variant an inference request whose ports are bound, once, to host memory
 that ``kvcache/`` owns. Bound before the first inference: OpenVINO kills the process when an output that ran with the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,16 @@ import openvino as ov
 
 from staticllm.compiler_passes.lower import LoweredModel
 from staticllm.compiler_passes.store_kv_as import ELEMENT_TYPES
-from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, Phase, ProgramMode, RowType, Variant
+from staticllm.core import (
+    KEY_POSITIONS,
+    QUERY_POSITIONS,
+    ModelShape,
+    Part,
+    ProgramLayout,
+    ProgramMode,
+    RowType,
+    Variant,
+)
 from staticllm.devices import default_mode
 from staticllm.errors import DeviceError
 from staticllm.kvcache.cache import KVCache
@@ -25,18 +35,26 @@ from staticllm.kvcache.step import StepBuffers
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """Where and how programs are compiled. ``properties`` are OpenVINO's, for each phase. ``is_split``: of shared programs
-    each phase has its own, also where the properties are equal."""
+    """Where and how programs are compiled. ``properties`` are OpenVINO's, for each part that has its own."""
 
     device: str
-    mode: ProgramMode
+    layout: ProgramLayout
     row_type: RowType
-    properties: Mapping[Phase, Mapping[str, Any]]
-    is_split: bool = False
+    properties: Mapping[Part, Mapping[str, Any]]
 
-    def family(self, variant: Variant) -> tuple[Phase | None, dict[str, Any]]:
+    @property
+    def mode(self) -> ProgramMode:
+        """Whether a variant has a program to itself."""
+        return "separate" if self.layout == "separate" else "shared"
+
+    def family(self, variant: Variant) -> tuple[Part | None, dict[str, Any]]:
         """Variants with equal families share a program, in ``shared`` mode."""
-        return variant.phase if self.is_split else None, dict(self.properties[variant.phase])
+        part = self._part(variant)
+        is_apart = self.layout in (part, "phases")
+        return part if is_apart else None, dict(self.properties[part])
+
+    def _part(self, variant: Variant) -> Part:
+        return "single_row" if variant.rows == 1 and "single_row" in self.properties else variant.phase
 
 
 class Program:
@@ -52,10 +70,15 @@ class Program:
             (name,) = port.get_names() & tensors.keys()  # plugins add names of their own
             self._request.set_tensor(port, tensors[name])
 
-    def run(self) -> float:
-        """Run once. Returns the seconds that the device took."""
+    def run(self, meanwhile: Callable[[], None] | None = None) -> float:
+        """Run once, and ``meanwhile`` beside it. Returns the seconds that the device took."""
         start = time.perf_counter()
-        self._request.infer()
+        self._request.start_async()
+        try:
+            if meanwhile is not None:
+                meanwhile()
+        finally:
+            self._request.wait()
         return time.perf_counter() - start
 
 
@@ -71,8 +94,9 @@ class BoundPrograms(Mapping[Variant, Program]):
         self._bound: dict[Variant, Program] = {}
 
     def add(self, variant: Variant, compiled: ov.CompiledModel) -> None:
-        """One more variant, of those that there are buffers for."""
+        """One more variant, of those that there are buffers for, or another program for it."""
         self._compiled[variant] = compiled
+        self._bound.pop(variant, None)
 
     def __getitem__(self, variant: Variant) -> Program:
         program = self._bound.get(variant)
@@ -99,24 +123,28 @@ def compile_programs(
 ) -> Iterator[ov.CompiledModel]:
     """Compile the variants in their order; in ``shared`` mode those of one family get the same compiled model.
 
+    Shared programs are compiled at once: each keeps one core busy.
+
     Raises:
         DeviceError: the device refused a program.
     """
-    shared: list[tuple[Any, ov.CompiledModel]] = []
-    for variant in variants:
-        family = options.family(variant)
-        properties = family[1]
-        known = [compiled for other, compiled in shared if other == family]
-        if known:
-            yield known[0]
-        elif options.mode == "shared":
-            members = tuple(other for other in variants if options.family(other) == family)
-            compiled = _compile(core, lowered.share(members), options.device, properties, "the shared program")
-            shared.append((family, compiled))
-            yield compiled
-        else:
+    if options.mode == "separate":
+        for variant in variants:
             model = lowered.specialise(variant, is_static=default_mode(options.device) == "separate")
-            yield _compile(core, model, options.device, properties, str(variant))
+            yield _compile(core, model, options.device, options.family(variant)[1], str(variant))
+        return
+    families: list[tuple[Part | None, dict[str, Any]]] = []
+    for variant in variants:
+        if options.family(variant) not in families:
+            families.append(options.family(variant))
+    models = [lowered.share(tuple(v for v in variants if options.family(v) == family)) for family in families]
+    with ThreadPoolExecutor(len(families)) as pool:
+        compiled = [
+            pool.submit(_compile, core, model, options.device, properties, "the shared program")
+            for model, (_, properties) in zip(models, families, strict=True)
+        ]
+        for variant in variants:
+            yield compiled[families.index(options.family(variant))].result()
 
 
 def first_variants(variants: Sequence[Variant], options: CompileOptions) -> list[Variant]:

@@ -90,10 +90,11 @@ class Request:
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
         vocab_size = self.sampler.vocab_size
+        self._unposted: list[Token] = []
         self._banned = np.array(sorted(t for t in self.stop_token_ids if t < vocab_size), np.intp)
 
     def choose(self, logits: Logits, best: int) -> FinishReason | None:
-        """Choose the next token and deliver it; ``best`` is the most likely one. Why the answer ends with it, None if not."""
+        """Choose the next token; ``best`` is the most likely one. Why the answer ends with it, None if it does not."""
         start = time.perf_counter()
         is_early = self.num_generated < self.min_new_tokens and self._banned.size > 0
         token, logprob = self.sampler.sample(logits, self._banned if is_early else None, best)
@@ -101,7 +102,7 @@ class Request:
         self.tokens.append(token)
         self.num_generated += 1
         self.token_times.append(now)
-        self.mailbox.put(Token(token, logprob, now, now - start))
+        self._unposted.append(Token(token, logprob, now, now - start))
         if token in self.stop_token_ids or (self.watch is not None and self.watch(token)):
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_generated == self.limit else None
@@ -113,6 +114,13 @@ class Request:
         else:
             self.decode_seconds.append(seconds)
 
+    def post(self) -> None:
+        """Hand the tokens chosen since the last time to the reader: while the device runs, so that readers wake up then."""
+        for token in self._unposted:
+            self.mailbox.put(token)
+        self._unposted.clear()
+
     def end(self, reason: FinishReason, error: Exception | None = None) -> None:
         """Tell the reader that nothing more comes."""
+        self.post()
         self.mailbox.put(End(reason, error))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as List
 from typing import Protocol
 
@@ -22,12 +22,15 @@ Logits = NDArray[np.float32]
 
 
 class Runnable(Protocol):
-    """One variant that can run: ``run`` reads and overwrites ``buffers`` and returns the seconds it took."""
+    """One variant that can run: ``run`` reads and overwrites ``buffers`` and returns the seconds it took.
+
+    ``meanwhile`` is called while it runs, and may touch nothing of it.
+    """
 
     @property
     def buffers(self) -> StepBuffers: ...
 
-    def run(self) -> float: ...
+    def run(self, meanwhile: Callable[[], None] | None = None) -> float: ...
 
 
 class ModelRunner:
@@ -85,17 +88,24 @@ class ModelRunner:
         is_fresh = not any(len(segment.sequence) for segment in segments)
         return self._calls.smallest(num_rows, len(segments), self.cache.rows.high_row, is_fresh)
 
-    def run(self, variant: Variant, segments: List[Segment], aside: Collection[int] = ()) -> list[Logits]:
+    def run(
+        self,
+        variant: Variant,
+        segments: List[Segment],
+        aside: Collection[int] = (),
+        meanwhile: Callable[[], None] | None = None,
+    ) -> list[Logits]:
         """Run one variant and keep the rows of every segment whose logits are finite; ``best`` tells of the others.
 
-        The rows of segments in ``aside``, fresh ones, go to ``set_aside`` instead of the arena.
+        The rows of segments in ``aside``, fresh ones, go to ``set_aside`` instead of the arena. ``meanwhile`` is called while
+        the device runs.
         """
         begin = time.perf_counter()
         program, step = self.programs[variant], Step(variant, tuple(segments))
         self.cache.fill(step, program.buffers)
         self.started = time.perf_counter()
         self.masks_seconds = self.started - begin
-        self.seconds = program.run()
+        self.seconds = program.run(meanwhile)
         end = time.perf_counter()
         logits: Logits = program.buffers.logits[0, : len(segments)]
         self.best = [_most_likely(line) for line in logits]

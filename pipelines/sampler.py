@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 Logits = NDArray[np.float32]
 IntArray = NDArray[np.intp]
 COLDEST = 1e-6  # a temperature below this is this: the most likely token and its ties
-BLOCK, FEW = 128, 256  # tokens that are looked at together; tokens that most often hold the mass of top_p
-BIN_SHIFT = 16  # of the bits of a float: bins as wide as a hundredth of their value
+BLOCK = 128  # tokens that are looked at together
+BIN_SHIFT = 17  # of the bits of a float: bins as wide as a fiftieth of their value or less
+NUM_BINS = (0x3F800000 >> BIN_SHIFT) + 1  # up to that of 1, the largest weight
+PIECE = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -88,35 +90,33 @@ class Sampler:
         self._seen[token] = True
 
     def _draw(self, logits: Logits) -> int:
-        params = self._params
-        if not params.top_k and params.top_p == 1.0 and params.min_p == 0.0:
-            return _draw_any(_weights(logits, params), self._rng.random())
-        candidates, probabilities = candidate_distribution(logits, params)
-        return int(candidates[_inverse_cdf(probabilities, self._rng.random())])
+        params, uniform = self._params, self._rng.random()
+        if not params.top_k or params.top_k >= len(logits):
+            return _draw_any(_kept_weights(logits, params), uniform)
+        candidates = _largest(logits, params.top_k)
+        return int(candidates[_draw_any(_kept_weights(logits[candidates], params), uniform)])
 
 
 def candidate_distribution(logits: Logits, params: SamplingParams) -> tuple[IntArray, NDArray[np.float64]]:
     """Tokens that may be drawn, ascending, and their probabilities: temperature, top_k, top_p of these, min_p of these.
 
-    Of equally likely tokens at the border the first ones stay. A vocabulary of 150 k is never sorted as a whole.
+    Of equally likely tokens at the border the first ones stay.
     """
-    if params.top_k and params.top_k < len(logits):
-        candidates = _largest(logits, params.top_k)
-        weights = _weights(logits[candidates], params)
-        total = float(weights.sum(dtype=np.float64))
-    else:
-        weights = _weights(logits, params)
-        total = float(weights.sum(dtype=np.float64))
-        floor = _floor_of_mass(weights, params.top_p * total) if params.top_p < 1.0 else params.min_p
-        candidates = _reaching(weights, floor) if floor else np.arange(len(weights))
-        weights = weights[candidates] if floor else weights
+    is_cut = params.top_k and params.top_k < len(logits)
+    candidates = _largest(logits, params.top_k) if is_cut else np.arange(len(logits))
+    weights = _kept_weights(logits[candidates], params)
+    kept = np.flatnonzero(weights)
+    return candidates[kept], weights[kept].astype(np.float64) / weights.sum(dtype=np.float64)
+
+
+def _kept_weights(logits: Logits, params: SamplingParams) -> Logits:
+    """Probabilities but for a factor, 0 for what top_p and min_p leave out. A vocabulary of 150 k is never sorted as a whole."""
+    weights = _weights(logits, params)
     if params.top_p < 1.0:
-        kept = _nucleus(weights, params.top_p * total)
-        candidates, weights = candidates[kept], weights[kept]
+        weights *= _nucleus(weights, params.top_p)
     if params.min_p > 0.0:
-        kept = _reaching(weights, params.min_p * float(weights.max()))
-        candidates, weights = candidates[kept], weights[kept]
-    return candidates, weights.astype(np.float64) / weights.sum(dtype=np.float64)
+        weights *= weights >= np.float32(params.min_p * float(weights.max()))
+    return weights
 
 
 def _weights(logits: Logits, params: SamplingParams) -> Logits:
@@ -142,27 +142,31 @@ def _largest(values: Logits, count: int) -> IntArray:
     return candidates[chosen]
 
 
-def _floor_of_mass(weights: Logits, mass: float) -> float:
-    """A weight such that those which reach it have this mass: that of a few hundred tokens if they do, else 0."""
-    floor = _floor(weights, min(FEW, len(weights)))
-    return floor if float(weights[_reaching(weights, floor)].sum(dtype=np.float64)) >= mass else 0.0
-
-
-def _nucleus(weights: Logits, mass: float) -> IntArray:
-    """The fewest of the largest weights that together have this mass, ascending; of equal ones the first.
+def _nucleus(weights: Logits, share: float) -> NDArray[np.bool_]:
+    """Which are the fewest of the largest weights that together have this share of all; of equal ones the first.
 
     Only those at the border are sorted: bins by the leading bits of a positive float are in the order of the floats.
     """
-    bins = weights.view(np.uint32) >> BIN_SHIFT
-    sums = np.bincount(bins, weights)[::-1].cumsum()
-    place = min(int(np.searchsorted(sums, mass)), len(sums) - 1)
-    border, rest = len(sums) - 1 - place, mass - (float(sums[place - 1]) if place else 0.0)
-    members = np.flatnonzero(bins == border)
+    sums = _masses(weights)[::-1].cumsum()
+    mass = share * float(sums[-1])
+    place = min(int(np.searchsorted(sums, mass)), NUM_BINS - 1)
+    border, rest = NUM_BINS - 1 - place, mass - (float(sums[place - 1]) if place else 0.0)
+    least, above = (np.array([border, border + 1], np.uint32) << BIN_SHIFT).view(np.float32)
+    kept: NDArray[np.bool_] = weights >= above
+    members = np.flatnonzero((weights >= least) & ~kept)
     order = np.argsort(-weights[members], kind="stable")
     count = int(np.searchsorted(np.cumsum(weights[members][order], dtype=np.float64), rest)) + 1
-    kept = bins > border
     kept[members[order[:count]]] = True
-    return np.flatnonzero(kept)
+    return kept
+
+
+def _masses(weights: Logits) -> NDArray[np.float64]:
+    """The sum of the weights in each bin. Piece by piece: memory for all bins at once would be new pages in every call."""
+    sums = np.zeros(NUM_BINS)
+    for start in range(0, len(weights), PIECE):
+        piece = weights[start : start + PIECE]
+        sums += np.bincount((piece.view(np.uint32) >> BIN_SHIFT).astype(np.intp), piece, NUM_BINS)
+    return sums
 
 
 def _reaching(values: Logits, floor: float) -> IntArray:
@@ -170,17 +174,13 @@ def _reaching(values: Logits, floor: float) -> IntArray:
 
 
 def _draw_any(weights: Logits, uniform: float) -> int:
-    """One of all tokens: first a block of them, then one in it."""
+    """One of those with a weight: first a block of them, then one in it."""
     starts = np.arange(0, len(weights), BLOCK)
     sums = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
     block = min(int(np.searchsorted(sums, uniform * sums[-1], side="right")), len(starts) - 1)
     inside = weights[starts[block] : starts[block] + BLOCK].astype(np.float64)
     rest = uniform * sums[-1] - (sums[block - 1] if block else 0.0)
     return int(starts[block]) + min(int(np.searchsorted(np.cumsum(inside), rest, side="right")), len(inside) - 1)
-
-
-def _inverse_cdf(probabilities: NDArray[np.float64], uniform: float) -> int:
-    return min(int(np.searchsorted(np.cumsum(probabilities), uniform, side="right")), len(probabilities) - 1)
 
 
 def _logprob(logits: Logits, token: int) -> float:

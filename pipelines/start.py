@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import cast
 
 import openvino as ov
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import Phase, ProgramMode, ProgressEvent, RowType, Variant
+from staticllm.core import Part, ProgramLayout, ProgressEvent, RowType, Variant
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, ConfigError
 from staticllm.pipelines.blob_cache import BlobCache, discard, key_of
@@ -151,8 +152,26 @@ def _compiled(job: Job) -> Loaded:
     prepared = prepare(job.directory, job.device, job.config, job.on_progress)
     if _is_staged(job):
         return _staged(job, prepared, finish=lambda programs: None, release=lambda: None)
+    if prepared[1].options.layout == "single_row" and job.config.background_compile is not False:
+        return _single_rows_later(job, *prepared)
     programs = compile_all(*prepared, job.on_progress)
     return Loaded(make_runner(programs, job.on_progress), programs, job.config, "compiled")
+
+
+def _single_rows_later(job: Job, core: ov.Core, layout: Layout) -> Loaded:
+    """One program for all; the faster one for single rows takes its place when it is there."""
+    shared = replace(layout.options, layout="shared", properties={
+        part: values for part, values in layout.options.properties.items() if part != "single_row"
+    })  # fmt: skip
+    programs = compile_all(core, replace(layout, options=shared), job.on_progress)
+    single = tuple(variant for variant in layout.variants if variant.rows == 1)
+
+    @cache
+    def compiled() -> dict[Variant, ov.CompiledModel]:
+        return dict(compile_layout(core, replace(layout, variants=single), job.on_progress))
+
+    rest = Rest(single, lambda variant: compiled()[variant], finish=lambda programs: None, release=lambda: None)
+    return Loaded(make_runner(programs, job.on_progress), programs, job.config, "compiled", rest)
 
 
 def _exported(job: Job) -> Loaded:
@@ -264,10 +283,9 @@ def _imported(job: Job, folder: Path, manifest: Manifest, identity: Identity | N
         check_set(folder, manifest, here.result())
     options = CompileOptions(
         job.device,
-        cast(ProgramMode, manifest.mode),
+        cast(ProgramLayout, manifest.programs),
         cast(RowType, manifest.row_type),
-        {cast(Phase, phase): values for phase, values in manifest.properties.items()},
-        manifest.is_split,
+        {cast(Part, part): values for part, values in manifest.properties.items()},
     )
     weights = job.weights if manifest.is_weightless else None
     compiled: dict[str, ov.CompiledModel] = {}

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 NAMES = {
     "ttft": "TTFT after {} tokens, ms", "tpot": "TPOT after {} tokens, ms", "clients": "{} clients, tokens/s",
     "ttft_turn": "TTFT of the second turn, ms", "load_s": "load, s", "load_cached_s": "load, with a filled cache, s",
+    "later_s": "in the background after loading, s",
     "peak_mb": "peak of private memory, MB", "host_ms": "host time a token, demo model, ms",
     "read_ms": "reading the weights once, ms", "tpot_capacity": "TPOT, 128 tokens of prompt, ms",
     "policy_clients_8": "8 clients, tokens/s",

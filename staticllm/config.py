@@ -33,8 +33,9 @@ class StaticLLMConfig:
         max_prompt_len: The longest prompt (``MAX_PROMPT_LEN``).
         min_response_len: The tokens that a response to the longest prompt can have at least (``MIN_RESPONSE_LEN``).
         programs: ``separate`` compiles one static program a variant, ``shared`` one program for all, ``phases`` one for
-            decoding and one for the rest. ``auto`` asks the device: separate on an NPU; on CPU and GPU shared, or phases where
-            the weights are under 256 MiB (``PROGRAMS``).
+            decoding and one for the rest, ``single_row`` one for calls of one row and one for the rest. ``auto`` asks the
+            device: separate on an NPU; on CPU and GPU phases where the weights are under 256 MiB, on a CPU single_row where
+            they are under 1 GiB, else shared (``PROGRAMS``).
         prefill_rows: Sizes of the prefill programs, None for the default ladder (``PREFILL_ROWS``).
         prefill_capacities: Past rows that a prefill program can see; 0 is a program without past (``PREFILL_CAPACITIES``).
         generate_capacities: Rows that a generate program can see (``GENERATE_CAPACITIES``).
@@ -61,8 +62,8 @@ class StaticLLMConfig:
         blob_path: A blob set: loaded instead of compiling, or written with ``export_blob`` (``BLOB_PATH``).
         export_blob: Compile and write the set to ``blob_path``, or ``openvino_model.blob`` beside the IR (``EXPORT_BLOB``).
         weights_path: The weights, if they do not lie beside the IR (``WEIGHTS_PATH``).
-        background_compile: Serve as soon as the fewest programs are there and compile the others meanwhile; None for yes where
-            each variant is a program of its own, but on a CPU (``BACKGROUND_COMPILE``).
+        background_compile: Serve as soon as the fewest programs are there and compile the others meanwhile. None for yes, but
+            on a CPU only for the program for single rows, and for that only where no blobs are written (``BACKGROUND_COMPILE``).
         serve_from_cpu: Serve from the CPU until the device's programs are there (``SERVE_FROM_CPU``).
         device_properties: OpenVINO properties for every program.
         prefill_config: More properties for prefill programs (``PREFILL_CONFIG``).
@@ -74,7 +75,7 @@ class StaticLLMConfig:
 
     max_prompt_len: int = 1024
     min_response_len: int = 128
-    programs: Literal["auto", "separate", "shared", "phases"] = "auto"
+    programs: Literal["auto", "separate", "shared", "phases", "single_row"] = "auto"
     prefill_rows: tuple[int, ...] | None = None
     prefill_capacities: tuple[int, ...] | None = None
     generate_capacities: tuple[int, ...] | None = None
@@ -111,7 +112,7 @@ class StaticLLMConfig:
         for name in ("max_prompt_len", "min_response_len"):
             object.__setattr__(self, name, whole(name.upper(), getattr(self, name), 1))
         self._check_serving()
-        _one_of("PROGRAMS", self.programs, ("auto", "separate", "shared", "phases"))
+        _one_of("PROGRAMS", self.programs, ("auto", "separate", "shared", "phases", "single_row"))
         if self.kv_cache_precision is not None:
             object.__setattr__(self, "kv_cache_precision", _row_type(self.kv_cache_precision))
         _one_of("PREFIX_CACHING", self.prefix_caching, (True, False))

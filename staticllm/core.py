@@ -8,7 +8,11 @@ from enum import Enum
 from typing import Literal
 
 Phase = Literal["prefill", "generate"]
+Part = Literal["prefill", "generate", "single_row"]
+"""What may have a program and device properties of its own: a phase, or the calls of one row."""
 ProgramMode = Literal["separate", "shared"]
+ProgramLayout = Literal["separate", "shared", "phases", "single_row"]
+"""A program a variant; one for all; one a phase; one for single rows and one for the rest. All but the first share programs."""
 RowType = Literal["f32", "f16", "bf16", "u8"]
 ROW_TYPE_BYTES: dict[RowType, int] = {"f32": 4, "f16": 2, "bf16": 2, "u8": 1}
 

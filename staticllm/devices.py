@@ -61,6 +61,11 @@ def default_mode(device: str) -> ProgramMode:
     return "shared" if device.split(".", maxsplit=1)[0] in _DYNAMIC_SHAPES else "separate"
 
 
+def merges_projections(device: str) -> bool:
+    """Whether small matrices are worth merging: measured on the CPU only; GPUs do it themselves."""
+    return device.split(".", maxsplit=1)[0] == "CPU"
+
+
 def default_row_type(core: ov.Core, device: str, *phases: Mapping[str, Any]) -> RowType:
     """On the CPU what it computes in: f32, or bf16 if every phase does; its keys and values then are bf16 anyway. Else f16."""
     if device.split(".", maxsplit=1)[0] != "CPU":

@@ -19,7 +19,7 @@ A policy of yours runs in an engine over it, without a thread:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -146,9 +146,11 @@ class FakeProgram:
         self._states = cache.states
         self._past = [cache.arena.state_view(i, buffers.variant.capacity) for i in range(len(shape.row_states))]
 
-    def run(self) -> float:
+    def run(self, meanwhile: Callable[[], None] | None = None) -> float:
         """Fill presents and logits from what the buffers and the arena hold now. Pretends to have taken 1 ms a row."""
         self.num_runs += 1
+        if meanwhile is not None:
+            meanwhile()
         buffers = self.buffers
         own = np.stack([buffers.input_ids[0], buffers.position_ids.reshape(-1, buffers.variant.rows)[0]], axis=-1)
         for present in buffers.presents:

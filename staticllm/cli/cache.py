@@ -48,7 +48,7 @@ def _row(entry: Entry, problem: str = "") -> dict[str, Any]:
         "used": time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used)),
         "device": manifest.identity["device"] if manifest else None,
         "max_prompt_len": manifest.config["max_prompt_len"] if manifest else None,
-        "programs": manifest.mode if manifest else None,
+        "programs": manifest.programs if manifest else None,
         "blobs": len(manifest.blobs) if manifest else None,
         "weights": manifest.identity["weights digest"][:12] if manifest else None,
         "openvino": manifest.identity["OpenVINO"] if manifest else None,

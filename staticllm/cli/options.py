@@ -37,8 +37,8 @@ def _with_layout(command: Command, property_flags: tuple[str, ...]) -> Command:
             click.option("--min-response-len", type=int, help="Tokens kept free for the response.  [128]"),
             click.option(
                 "--programs",
-                type=click.Choice(["auto", "separate", "shared", "phases"]),
-                help="One program a variant, one for all, or one a phase.",
+                type=click.Choice(["auto", "separate", "shared", "phases", "single_row"]),
+                help="One program a variant, one for all, one a phase, or one for single rows.",
             ),
             click.option(
                 "--precision",

@@ -42,7 +42,7 @@ def llama_set(tmp_path_factory, zoo):
     return folder
 
 
-@pytest.mark.parametrize("mode", ["shared", "phases", "separate"])
+@pytest.mark.parametrize("mode", ["shared", "phases", "single_row", "separate"])
 @pytest.mark.parametrize("name", ["llama", "lfm2", "bloom"])
 def test_a_set_says_what_the_model_says(name, mode, zoo, tmp_path):
     expected = StatefulReference(zoo / name).greedy(PROMPT, 12)

@@ -38,7 +38,7 @@ def test_greedy_tokens_equal_the_stateful_models(name, mode, model_path, referen
         assert result.finish_reasons == ["length"]
 
 
-@pytest.mark.parametrize("mode", ["separate", "shared", "phases"])
+@pytest.mark.parametrize("mode", ["separate", "shared", "phases", "single_row"])
 def test_small_chunks_and_capacities_change_no_token(mode, model_path, references, prompt_of):
     """Chunks of 16, and generation that crosses two capacities."""
     pipe = pipeline(

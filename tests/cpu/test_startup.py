@@ -132,3 +132,45 @@ def test_the_cpu_serves_until_the_device_can(is_staged, zoo, expected):
         assert [list(handle.result().tokens[0])[:12] for handle in (*running, *later)] == [expected] * 8
         assert say(pipe) == expected
         assert pipe._engine.runner is not first and len(pipe._engine.runner.programs) > 4
+
+
+SINGLE = {**EXACT, "PROGRAMS": "single_row", "MAX_NUM_SEQS": 2}
+
+
+def programs_of(pipe):
+    """The compiled models behind single rows, and those behind all other calls."""
+    programs = pipe._engine.runner.programs
+    return [{id(programs.compiled(v)) for v in programs if (v.rows == 1) == is_single} for is_single in (True, False)]
+
+
+def test_the_program_for_single_rows_comes_later_and_changes_no_token(zoo, expected, monkeypatch):
+    gate, compile_layout = threading.Event(), start.compile_layout
+
+    def held_back(core, layout, on_progress):
+        if all(variant.rows == 1 for variant in layout.variants):
+            gate.wait(30)
+        return compile_layout(core, layout, on_progress)
+
+    monkeypatch.setattr(start, "compile_layout", held_back)
+    with StaticLLMPipeline(zoo / "llama", **SINGLE) as pipe:
+        single, others = programs_of(pipe)
+        assert single == others and not pipe.is_complete and say(pipe) == expected
+        handle = pipe.submit(np.array([PROMPT]), max_new_tokens=64, ignore_eos=True)
+        tokens = handle.tokens()
+        begun = [next(tokens) for _ in range(4)]
+        gate.set()
+        assert pipe.wait_until_complete(60)
+        assert [*begun, *tokens][:12] == expected, "taken over in the middle of an answer"
+        single, others = programs_of(pipe)
+        assert len(single) == len(others) == 1 and single != others and say(pipe) == expected
+        assert pipe.engine.runner.programs[min(pipe.engine.runner.programs)].run() > 0
+
+
+def test_single_rows_wait_for_nobody_where_that_is_asked(zoo, expected, tmp_path):
+    with StaticLLMPipeline(zoo / "llama", **SINGLE, BACKGROUND_COMPILE=False) as pipe:
+        assert pipe.is_complete and programs_of(pipe)[0] != programs_of(pipe)[1] and say(pipe) == expected
+    for origin in ("compiled", "from the cache"):
+        with StaticLLMPipeline(zoo / "llama", **SINGLE, CACHE_DIR=tmp_path) as pipe:
+            assert pipe.is_complete and programs_of(pipe)[0] != programs_of(pipe)[1] and say(pipe) == expected, origin
+    (entry,) = BlobCache(tmp_path).entries()
+    assert entry.manifest.programs == "single_row" and len(entry.manifest.blobs) == 2

@@ -53,7 +53,9 @@ def packed(array, kind):
         return ops.constant(array)
     flat = array.ravel()
     flat = np.append(flat, np.zeros(flat.size % 2, np.uint8))
-    return ops.constant(ov.Tensor(flat[0::2] | (flat[1::2] << 4), ov.Shape(array.shape), kind))
+    tensor = ov.Tensor(kind, ov.Shape(array.shape))  # of its own: one made of an array does not keep that alive
+    tensor.data.reshape(-1)[:] = flat[0::2] | (flat[1::2] << 4)
+    return ops.constant(tensor)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -180,7 +180,7 @@ def test_numbers_that_are_not_finite_end_one_request_only(monkeypatch):
     program = engine.runner.programs[Variant(4, 32, 4)]
     original = program.run
 
-    def run():
+    def run(meanwhile):
         seconds = original()
         program.buffers.logits[0, 1] = float("nan")
         return seconds
@@ -228,7 +228,7 @@ def test_a_failing_device_fails_only_who_was_in_the_call(monkeypatch):
         engine.step()
     for variant, program in engine.runner.programs.items():
         if variant.rows > 4:
-            monkeypatch.setattr(program, "run", lambda: (_ for _ in ()).throw(RuntimeError("device lost\n")))
+            monkeypatch.setattr(program, "run", lambda meanwhile: (_ for _ in ()).throw(RuntimeError("device lost\n")))
     engine.enqueue([arriving])
     run_to_end(engine, [])
     assert str(letters_of(arriving)[-1].error) == "the device failed: device lost"

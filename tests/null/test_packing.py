@@ -26,7 +26,7 @@ moves = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(moves)
 def test_any_schedule_gives_every_sequence_its_own_answer(schedule):
     runner = new_runner()

@@ -83,7 +83,7 @@ def test_a_failed_step_leaves_the_states_as_they_were(monkeypatch):
     runner.prefill(sequence, range(9))
     program = runner.programs[Variant(1, 16)]
 
-    def fail():
+    def fail(meanwhile):
         runner.cache.states.present[0][:] = -1
         raise RuntimeError("the device is gone")
 

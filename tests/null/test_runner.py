@@ -64,7 +64,7 @@ def test_numbers_that_are_not_finite_are_refused_and_leave_no_row(monkeypatch):
     runner = fake_runner(VARIANTS)
     sequence = runner.cache.open()
     program = runner.programs[Variant(4, 0)]
-    monkeypatch.setattr(program, "run", lambda: program.buffers.logits.fill(float("nan")) or 0.0)
+    monkeypatch.setattr(program, "run", lambda meanwhile: program.buffers.logits.fill(float("nan")) or 0.0)
     with pytest.raises(NumericalError, match="not finite"):
         runner.prefill(sequence, [1, 2, 3])
     monkeypatch.undo()

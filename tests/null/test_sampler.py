@@ -34,7 +34,7 @@ def plain_distribution(logits, temperature, top_k, top_p, min_p):
     return keep, probabilities[keep] / probabilities[keep].sum()
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
     st.integers(0, 10**6), st.floats(0.1, 5), st.sampled_from([0, 1, 5, 49, 50]), st.floats(0.05, 1), st.floats(0, 0.9)
 )
