@@ -41,7 +41,7 @@ def _is_projection(node: ov.Node) -> bool:
     if node.get_type_name() != "MatMul" or compressed_weights(node) is None:
         return False
     attributes = node.get_attributes()
-    return attributes["transpose_b"] is True and attributes["transpose_a"] is False
+    return bool(attributes["transpose_b"]) and not bool(attributes["transpose_a"])
 
 
 def _is_small(group: list[ov.Node]) -> bool:

@@ -88,6 +88,8 @@ def prepare(
     lowered = lower(model, LoweringOptions(config.num_kv_rows(mode), row_type, merges_projections(device)))
     layout = program_layout(device, path, config)
     parts = calibrated(core, device, lowered.graph.model, properties, layout)
+    if layout == "single_row" and parts.setdefault("single_row", parts["generate"]) == parts["generate"]:
+        layout = layout if config.programs == layout else "shared"  # nothing to gain from one of their own
     variants = choose_variants(config, mode, lowered.shape)
     on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - start))
     options = CompileOptions(device, layout, row_type, parts)
