@@ -46,7 +46,7 @@ def _is_projection(node: ov.Node) -> bool:
 
 def _is_small(group: list[ov.Node]) -> bool:
     constants = [weights for node in group if (weights := compressed_weights(node)) is not None]
-    return sum(weights.get_byte_size() for weights in constants) <= SMALL_BYTES * len(constants)
+    return bool(sum(weights.get_byte_size() for weights in constants) <= SMALL_BYTES * len(constants))
 
 
 def _merge(group: list[ov.Node]) -> bool:
