@@ -102,7 +102,7 @@ def _join_constants(constants: list[ov.Node], sizes: list[int], axis: int) -> ov
     shapes = [list(constant.get_output_shape(0)) for constant in constants]
     if any(constant.get_element_type() != kind for constant in constants):
         return None
-    bits = [_bytes(constant.data) for constant in constants]
+    bits = [_bytes(np.asarray(constant.data)) for constant in constants]
     if all(math.prod(shape) == 1 and np.array_equal(bits[0], own) for shape, own in zip(shapes, bits, strict=True)):
         return first
     if any(not shape or shape[axis] != size for shape, size in zip(shapes, sizes, strict=True)):
