@@ -17,14 +17,15 @@ SHORT_REST = 64
 
 
 PIECE = 256
-"""Rows that go to the shelf between two calls, unless they are needed at once: whoever decodes must not wait for a long copy."""
+"""Rows that go to the shelf during a call in which somebody decodes: who streams must not wait for a long copy."""
 
 
 class PrefixCache:
     """Knows the tokens of every row: of running sequences, of the last finished one (resident), and of those on the shelf.
 
     The resident stays in the arena, so that a conversation with one user at a time is never copied. It makes way, to the
-    shelf, when others need its rows or pay for them with a larger capacity; piece by piece, if there is time.
+    shelf, when others need its rows or pay for them with a larger capacity: while the device runs or nobody wants it, unless
+    its rows are needed now.
     """
 
     def __init__(self, cache: KVCache, shelf: Shelf, is_enabled: bool = True) -> None:
@@ -74,20 +75,25 @@ class PrefixCache:
             return source
         return self._cache.fork(source, length)
 
-    def make_way(self, num_rows: int = 0, is_decoding: bool = False) -> None:
+    def make_way(self, num_rows: int = 0) -> None:
         """Before a call: the resident leaves if it costs everybody else a larger capacity, or if ``num_rows`` are not free.
 
-        While somebody decodes, who leaves does so piece by piece, unless the rows are needed now.
+        Who leaves has left before that only if these rows are needed.
         """
-        if self._leaving and is_decoding and self._leaving[0].advance(PIECE):
-            self._shelve()
         if self._resident is not None:
             used, idle = self._cache.rows.num_used, self.idle_rows
             others = self._cache.capacity_for(max(used - idle, 1))
             if self._cache.rows.num_free < num_rows or (used > idle and others < self._cache.capacity_for(used)):
                 resident, self._resident = self._resident, None
                 self._leave(resident)
-        while self._leaving and (not is_decoding or self._cache.rows.num_free < num_rows):
+        while self._leaving and self._cache.rows.num_free < num_rows:
+            self._shelve()
+
+    def advance(self, is_hurried: bool = False) -> None:
+        """Move one piece of who leaves to the shelf, or all of them; the device may be reading the arena."""
+        while self._leaving and is_hurried:
+            self._shelve()
+        if self._leaving and self._leaving[0].advance(PIECE):
             self._shelve()
 
     def remember_prompt(self, sequence: Sequence) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from staticllm.core import FinishReason
-from staticllm.errors import BusyError, ClosedError, DeviceError, StaticLLMError
+from staticllm.errors import BusyError, ClosedError, as_ours
 from staticllm.kvcache.step import Segment
 from staticllm.pipelines.profiler import HostTimes, Profiler, RequestRecord, StepRecord
 from staticllm.pipelines.request import Request
@@ -148,6 +148,8 @@ class Engine:
         while True:
             with self._wake:
                 while not (self._inbox or self._errands or self._next or len(self._book) or self._is_closing):
+                    if self._tenancy.prefix.is_leaving:
+                        break
                     self._wake.wait()
                 if self._is_closing and not (self._is_draining and (self._inbox or len(self._book))):
                     break
@@ -167,9 +169,10 @@ class Engine:
                 self._call()
             if not len(self._book):
                 self._post()
+                self._tenancy.tidy()
         except Exception as error:  # ours: nobody must wait for ever for an engine that has stopped
             for request in self._tenancy.abandon():
-                self._report(request, FinishReason.ERROR, _as_ours(error))
+                self._report(request, FinishReason.ERROR, as_ours(error))
 
     def _call(self) -> None:
         """Plan, run, choose. What is chosen is told, and recorded, while the next call runs."""
@@ -185,8 +188,13 @@ class Engine:
         host = HostTimes(ready - begin, runner.masks_seconds, runner.rows_seconds, sampling)
         self._unposted += [*(part.request for part in parts), step if step.has_failed else replace(step, host=host)]
 
+    def _meanwhile(self, is_decoding: bool) -> None:
+        """While the device runs. Who leaves the arena goes in pieces if somebody waits for the next token."""
+        self._post()
+        self._tenancy.prefix.advance(is_hurried=not is_decoding)
+
     def _post(self) -> None:
-        """Tokens to their readers, the call to the records."""
+        """Tokens to their readers, the last call to the records."""
         for item in self._unposted:
             if isinstance(item, StepRecord):
                 self.profiler.record(item)
@@ -253,10 +261,7 @@ class Engine:
         """As many as there are rows and a program for. Plans fit; shared rows and found prefixes may leave less room."""
         while parts:
             num_rows = sum(len(part.segment.tokens) for part in parts)
-            is_decoding = any(not part.is_prefill for part in parts)
-            if self._tenancy.make_room(num_rows, is_decoding) and self._runner.variant_for(
-                [part.segment for part in parts]
-            ):
+            if self._tenancy.make_room(num_rows) and self._runner.variant_for([part.segment for part in parts]):
                 return parts
             if len(parts) == 1:
                 break
@@ -289,7 +294,8 @@ class Engine:
     def _run(self, parts: list[Part]) -> list[Logits]:
         """The call. A device that fails takes the requests of this call with it, and nobody else."""
         runner = self._runner
-        runner.cache.compact()
+        if not self._tenancy.prefix.is_leaving:  # else there will soon be more room
+            runner.cache.compact()
         segments = [part.segment for part in parts]
         variant = runner.variant_for(segments)
         assert variant is not None
@@ -298,13 +304,14 @@ class Engine:
         for part in parts:
             part.request.started = part.request.started or start
         try:
-            outputs = runner.run(variant, segments, self._aside(parts), self._post)
+            is_decoding = any(not part.is_prefill for part in parts)
+            outputs = runner.run(variant, segments, self._aside(parts), lambda: self._meanwhile(is_decoding))
         except Exception as error:
             self._record(start, time.perf_counter() - start, parts, has_failed=True)
             if not runner.cache.is_settled:
                 self._evicted += self._tenancy.reset()
             for part in parts:
-                self._end(part.request, FinishReason.ERROR, _as_ours(error), is_kept=False)
+                self._end(part.request, FinishReason.ERROR, as_ours(error), is_kept=False)
             return []
         for index, stored in runner.set_aside.items():
             self._tenancy.set_aside(parts[index].request, stored)
@@ -386,13 +393,3 @@ class Engine:
             has_failed=has_failed,
         )
         self._evicted = []
-
-
-def _as_ours(error: Exception) -> Exception:
-    """What the reader of a request gets to see."""
-    if isinstance(error, (StaticLLMError, AssertionError)):
-        return error
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    raised = DeviceError(f"the device failed: {lines[-1] if lines else type(error).__name__}")
-    raised.__cause__ = error
-    return raised

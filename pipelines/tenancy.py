@@ -110,10 +110,16 @@ class Tenancy:
         self.book[request.id].change(state="prefilling", num_tokens=len(kept), num_rows=rows, own_rows=rows)
         return True
 
-    def make_room(self, num_rows: int, is_decoding: bool) -> bool:
+    def make_room(self, num_rows: int) -> bool:
         """Whether ``num_rows`` are free now; the idle conversations make way."""
-        self.prefix.make_way(num_rows, is_decoding)
+        self.prefix.make_way(num_rows)
         return self.cache.rows.num_free >= num_rows
+
+    def tidy(self) -> None:
+        """While nobody wants anything: one piece of who leaves; then rows together, so that the next call sees few."""
+        self.prefix.advance()
+        if not self.prefix.is_leaving:
+            self.cache.compact()
 
     def reset(self) -> list[int]:
         """After an exception inside the bookkeeping: every row in the arena is lost. Whose they were is computed anew."""

@@ -95,3 +95,13 @@ class ClosedError(StaticLLMError):
 
 class SavedRowsError(StaticLLMError):
     """Rows that cannot be saved or read back: none begin like this, the file is damaged, or of another model."""
+
+
+def as_ours(error: Exception) -> Exception:
+    """What the reader of a request gets to see."""
+    if isinstance(error, (StaticLLMError, AssertionError)):
+        return error
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    raised = DeviceError(f"the device failed: {lines[-1] if lines else type(error).__name__}")
+    raised.__cause__ = error
+    return raised

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from staticllm.core import Variant
 from staticllm.kvcache import prefix
 from staticllm.kvcache.cache import RowsCopy
 from staticllm.pipelines.scheduling.planner import make_policy
-from staticllm.testing import assert_empty, fake_answer, fake_engine, fake_request, run_to_end
+from staticllm.testing import FakeProgram, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
 
 
 def test_a_prefix_is_stored_once_and_counted():
@@ -50,17 +52,49 @@ def test_a_long_conversation_leaves_the_arena_piece_by_piece(monkeypatch, is_hur
     tenancy, cache = engine.tenancy, engine.runner.cache
     assert engine.is_idle is False and tenancy.prefix.idle_rows == 50 and tenancy.shelf.num_kept_rows == 0
     if is_hurried:
-        tenancy.make_room(cache.max_rows - cache.rows.num_used + 1, is_decoding=True)
+        tenancy.make_room(cache.max_rows - cache.rows.num_used + 1)
         assert tenancy.prefix.idle_rows == 0 and cache.rows.num_used == len(reader.sequence)
     run_to_end(engine, [])
     assert (
-        reader.tokens == expected and pieces.count(8) == (2 if is_hurried else 7) and tenancy.shelf.num_kept_rows == 50
+        reader.tokens == expected and pieces.count(8) == (1 if is_hurried else 7) and tenancy.shelf.num_kept_rows == 50
     )
     again = fake_request([*long.tokens, 7, 8], 5)
     answer = fake_answer(again.tokens, 5)
     run_to_end(engine, [again])
     assert again.num_cached == 50 and again.tokens == answer
     assert_empty(engine)
+
+
+def test_copies_are_made_while_the_device_runs(monkeypatch):
+    running, copied, run, advance = [], [], FakeProgram.run, RowsCopy.advance
+
+    def ran(self, meanwhile=None):
+        def watched():
+            running.append(True)
+            meanwhile()
+            running.pop()
+
+        return run(self, watched)
+
+    monkeypatch.setattr(prefix, "PIECE", 8)
+    monkeypatch.setattr(FakeProgram, "run", ran)
+    monkeypatch.setattr(RowsCopy, "advance", lambda self, count: copied.append(bool(running)) or advance(self, count))
+    engine = fake_engine(make_policy("fcfs"), max_num_seqs=2)
+    run_to_end(engine, [fake_request(range(48), 3), fake_request(range(200, 206), 30)])
+    assert len(copied) == 8 and all(copied), "seven pieces, and to say that it is done"
+
+
+def test_an_engine_that_rests_tidies_up(monkeypatch):
+    monkeypatch.setattr(prefix, "PIECE", 8)
+    engine = fake_engine(make_policy("dynamic"))
+    requests = [fake_request(range(start, start + 20), 5) for start in (0, 100, 200)]
+    for request in requests:
+        engine.submit(request)
+    until = time.monotonic() + 20
+    while engine.call(lambda: engine.tenancy.shelf.num_kept_rows) < 48 and time.monotonic() < until:
+        time.sleep(0.005)
+    assert engine.call(lambda: (engine.tenancy.prefix.idle_rows, engine.tenancy.prefix.is_leaving)) == (24, False)
+    engine.close()
 
 
 def test_nobody_waits_for_a_copy_when_nobody_decodes(monkeypatch):
