@@ -91,7 +91,9 @@ def _join(outputs: list[ov.Output], sizes: list[int], axis: int) -> ov.Node | No
     if data is None or kind == "Convert":
         return data and ops.convert(data, target)
     if kind == "Reshape":
-        return ops.reshape(data, np.array([sum(sizes), *list(outputs[0].get_shape())[1:]]), special_zero=False)
+        shape = list(outputs[0].get_shape())
+        shape[axis] = sum(sizes)
+        return ops.reshape(data, np.array(shape), special_zero=False)
     other = _join([node.input_value(1) for node in nodes], sizes, axis)
     return other and {"Multiply": ops.multiply, "Subtract": ops.subtract}[kind](data, other)
 

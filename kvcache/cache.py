@@ -79,7 +79,7 @@ class KVCache:
         self.rows = RowAllocator(self.max_rows)
         self.states = StateBank(shape.recurrent_states)
         self._masks = MaskBuilder()
-        self.is_settled = True  # False while a commit runs, and after one that an exception ended
+        self.is_settled = True  # False while rows change hands, and after an exception ended that
         self._open: weakref.WeakSet[Sequence] = weakref.WeakSet()
 
     def open(self) -> Sequence:

@@ -91,10 +91,12 @@ class PrefixCache:
 
     def advance(self, is_hurried: bool = False) -> None:
         """Move one piece of who leaves to the shelf, or all of them; the device may be reading the arena."""
+        self._cache.is_settled = False
         while self._leaving and is_hurried:
             self._shelve()
         if self._leaving and self._leaving[0].advance(PIECE):
             self._shelve()
+        self._cache.is_settled = True
 
     def remember_prompt(self, sequence: Sequence) -> None:
         """A prompt has just run, and nothing of its answer: where only whole conversations can be used, hold it by itself.

@@ -99,6 +99,7 @@ def command(model: str | None, **options: Any) -> None:
         check_output(options["profile"])
     path = Path(model or demo_model_path())
     with StaticLLMPipeline(path, options["device"], config=_properties(options, tests)) as pipe:
+        pipe.wait_until_complete()
         with profiling(pipe, options["profile"]):
             found = [(test, list(_measure(pipe, test, options["repetitions"]))) for test in tests]
         mode = program_mode(options["device"], pipe.config)

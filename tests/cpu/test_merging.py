@@ -51,7 +51,8 @@ def layer(matrices, biases=(), transposed=True):
         is_f32 = weights.get_output_element_type(0) == ov.Type.f32
         product = ops.matmul(value, weights if is_f32 else ops.convert(weights, "f32"), False, transposed)
         if index < len(biases) and biases[index] is not None:
-            product = ops.add(product, ops.constant(biases[index]))
+            bias = biases[index] if isinstance(biases[index], ov.Node) else ops.constant(biases[index])
+            product = ops.add(product, bias)
         results.append(ops.result(product))
     return ov.Model(results, [value])
 
@@ -91,6 +92,10 @@ def test_biases_are_merged_where_all_have_one():
     merge(model)
     assert count(model) == 1 and count(model, "Add") == 3, "their shapes differ: they stay apart"
     model = layer([matrix(rng, rows) for rows in (96, 32, 32)], [bias[0], *[bias[1].reshape(1, 1, 32)] * 2])
+    merge(model)
+    assert count(model) == 1 and count(model, "Add") == 1
+    lifted = [ops.reshape(ops.constant(array.ravel()), np.array([1, 1, -1]), special_zero=False) for array in bias]
+    model = layer([matrix(rng, rows) for rows in (96, 32, 32)], lifted)
     merge(model)
     assert count(model) == 1 and count(model, "Add") == 1
     model = layer([matrix(rng, rows) for rows in (96, 32, 32)], [bias[0], None, None])

@@ -9,8 +9,16 @@ import pytest
 from staticllm.core import Variant
 from staticllm.kvcache import prefix
 from staticllm.kvcache.cache import RowsCopy
+from staticllm.pipelines.request import Token
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import FakeProgram, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
+
+
+def reason_of(request):
+    letter = request.mailbox.get(0)
+    while isinstance(letter, Token):
+        letter = request.mailbox.get(0)
+    return letter.reason
 
 
 def test_a_prefix_is_stored_once_and_counted():
@@ -82,6 +90,29 @@ def test_copies_are_made_while_the_device_runs(monkeypatch):
     engine = fake_engine(make_policy("fcfs"), max_num_seqs=2)
     run_to_end(engine, [fake_request(range(48), 3), fake_request(range(200, 206), 30)])
     assert len(copied) == 8 and all(copied), "seven pieces, and to say that it is done"
+
+
+@pytest.mark.parametrize("is_resting", [False, True])
+def test_rows_that_cannot_be_given_back_are_not_lost(is_resting, monkeypatch):
+    """What happens while the device runs fails who runs, what happens while it rests fails nobody; all rows are free again."""
+    monkeypatch.setattr(prefix, "PIECE", 30)
+    engine = fake_engine(make_policy("fcfs"), max_num_seqs=2)
+    first, second = fake_request(range(40), 3), fake_request(range(200, 206), 3 if is_resting else 30)
+    engine.enqueue([first, second])
+    while not engine.tenancy.prefix.is_leaving:
+        engine.step()
+    assert engine.is_idle == is_resting
+    monkeypatch.setattr(engine.runner.cache.rows, "free", lambda rows: (_ for _ in ()).throw(MemoryError("none left")))
+    engine.step()
+    monkeypatch.undo()
+    run_to_end(engine, [])
+    assert reason_of(first) == "length" and reason_of(second) == ("length" if is_resting else "error")
+    assert engine.runner.cache.rows.num_used == engine.tenancy.prefix.idle_rows == 0
+    again = fake_request(range(30), 5)
+    expected = fake_answer(again.tokens, 5)
+    run_to_end(engine, [again])
+    assert again.tokens == expected
+    assert_empty(engine)
 
 
 def test_an_engine_that_rests_tidies_up(monkeypatch):
