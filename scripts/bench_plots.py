@@ -86,16 +86,17 @@ def plot_bench(result: dict[str, Any], path: Path) -> None:
         _bars(axis, medians, [measure for measure in measures if measure in medians])
         axis.set_title(title, fontsize=10)
     axes[0].set_yscale("log")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
-    figure.legend(handles, COLOURS, loc="outside lower center", ncols=len(COLOURS), frameon=False, fontsize=9)
-    figure.suptitle(f"Qwen2-0.5B-shaped model, int8, on a CPU with two cores; medians of {result['rounds']} rounds")
+    shown = [name for name in COLOURS if any(name in found for found in medians.values())]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in shown]
+    figure.legend(handles, shown, loc="outside lower center", ncols=len(shown), frameon=False, fontsize=9)
+    figure.suptitle(f"{result['model']}, random weights, on this CPU; medians of {result['rounds']} rounds")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def _bars(axis: Any, medians: dict[str, dict[str, float]], measures: list[str]) -> None:
     for place, measure in enumerate(measures):
-        found = {name: value for name, value in medians[measure].items() if name in COLOURS}
+        found = {name: medians[measure][name] for name in COLOURS if name in medians[measure]}
         width = 0.86 / max(1, len(found))
         for number, (name, value) in enumerate(found.items()):
             axis.bar(place - 0.43 + (number + 0.5) * width, value, width * 0.92, color=COLOURS[name])
