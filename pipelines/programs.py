@@ -133,10 +133,7 @@ def compile_programs(
             model = lowered.specialise(variant, is_static=default_mode(options.device) == "separate")
             yield _compile(core, model, options.device, options.family(variant)[1], str(variant))
         return
-    families: list[tuple[Part | None, dict[str, Any]]] = []
-    for variant in variants:
-        if options.family(variant) not in families:
-            families.append(options.family(variant))
+    families = [options.family(variant) for variant in first_variants(variants, options)]
     models = [lowered.share(tuple(v for v in variants if options.family(v) == family)) for family in families]
     with ThreadPoolExecutor(len(families)) as pool:
         compiled = [

@@ -177,10 +177,15 @@ def _draw_any(weights: Logits, uniform: float) -> int:
     """One of those with a weight: first a block of them, then one in it."""
     starts = np.arange(0, len(weights), BLOCK)
     sums = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
-    block = min(int(np.searchsorted(sums, uniform * sums[-1], side="right")), len(starts) - 1)
-    inside = weights[starts[block] : starts[block] + BLOCK].astype(np.float64)
-    rest = uniform * sums[-1] - (sums[block - 1] if block else 0.0)
-    return int(starts[block]) + min(int(np.searchsorted(np.cumsum(inside), rest, side="right")), len(inside) - 1)
+    value = uniform * float(sums[-1])
+    block = _place(sums, value)
+    inside = np.cumsum(weights[starts[block] : starts[block] + BLOCK], dtype=np.float64)
+    return int(starts[block]) + _place(inside, value - (float(sums[block - 1]) if block else 0.0))
+
+
+def _place(sums: NDArray[np.float64], value: float) -> int:
+    """The first that is above ``value``; the last that adds something, where rounding leaves none."""
+    return int(min(np.searchsorted(sums, value, side="right"), np.searchsorted(sums, sums[-1])))
 
 
 def _logprob(logits: Logits, token: int) -> float:

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from staticllm.pipelines.sampler import Sampler, SamplingParams, candidate_distribution
+from staticllm.pipelines.sampler import BLOCK, Sampler, SamplingParams, _draw_any, candidate_distribution
 
 VOCAB = 50
 
@@ -130,3 +130,13 @@ def test_banned_tokens_are_never_chosen_and_logits_stay_as_they_were():
     assert sampler().sample(logits, np.array([best]))[0] != best
     sampler(repetition_penalty=1.5, prompt=[best]).sample(logits)
     assert np.array_equal(logits, before)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_left_out_is_never_drawn_not_even_at_the_very_end(seed):
+    """The sums of blocks are rounded otherwise than those inside a block: the last number may fall behind both."""
+    rng = np.random.default_rng(seed)
+    weights = rng.random(4 * BLOCK).astype(np.float32)
+    weights[BLOCK - 28 : BLOCK] = weights[2 * BLOCK - 28 :] = 0.0
+    for uniform in (np.nextafter(1.0, 0.0), 1.0):
+        assert weights[_draw_any(weights, uniform)] > 0.0
