@@ -102,8 +102,17 @@ def test_rows_that_cannot_be_given_back_are_not_lost(is_resting, monkeypatch):
     while not engine.tenancy.prefix.is_leaving:
         engine.step()
     assert engine.is_idle == is_resting
-    monkeypatch.setattr(engine.runner.cache.rows, "free", lambda rows: (_ for _ in ()).throw(MemoryError("none left")))
+    rows, free, failed = engine.runner.cache.rows, engine.runner.cache.rows.free, []
+
+    def fail_once(given):
+        if not failed:
+            failed.append(True)
+            raise MemoryError("none left")
+        free(given)
+
+    monkeypatch.setattr(rows, "free", fail_once)
     engine.step()
+    assert failed
     monkeypatch.undo()
     run_to_end(engine, [])
     assert reason_of(first) == "length" and reason_of(second) == ("length" if is_resting else "error")
