@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from staticllm.core import ModelShape
 from staticllm.kvcache.arena import Arena
+from staticllm.kvcache.finite import is_finite
 from staticllm.kvcache.mask import MaskBuilder, paint_positions
 from staticllm.kvcache.recurrent import StateBank
 from staticllm.kvcache.rows import RowAllocator
@@ -162,6 +163,18 @@ class KVCache:
         self._masks.paint(step, buffers)
         if buffers.key_positions is not None and buffers.query_positions is not None:
             paint_positions(step, buffers.key_positions[0, 0, 0], buffers.query_positions[0, 0, :, 0])
+
+    def are_finite(self, step: Step, buffers: StepBuffers) -> list[bool]:
+        """For each segment of a step that ran: whether its new rows, and the new states, are finite and may be kept."""
+        count = sum(len(segment.tokens) for segment in step.segments)
+        if not all(map(is_finite, self.states.present)):
+            return [False] * len(step.segments)
+        if all(is_finite(present[:, :, :count]) for present in buffers.presents):
+            return [True] * len(step.segments)
+        return [
+            all(is_finite(present[:, :, start : start + len(segment.tokens)]) for present in buffers.presents)
+            for start, segment in step.placed()
+        ]
 
     def commit(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -10,29 +11,29 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import numpy as np
-
 from staticllm.core import FinishReason
-from staticllm.errors import BusyError, ClosedError, as_ours
-from staticllm.kvcache.step import Segment
+from staticllm.errors import BusyError, ClosedError, DeviceError, as_ours
+from staticllm.pipelines.batch import BatchBuilder, Part
 from staticllm.pipelines.profiler import HostTimes, Profiler, RequestRecord, StepRecord
+from staticllm.pipelines.quarantine import Quarantine
 from staticllm.pipelines.request import Request
 from staticllm.pipelines.runner import Logits, ModelRunner, not_finite
 from staticllm.pipelines.scheduling.book import Book, Entry
-from staticllm.pipelines.scheduling.planner import Planner
+from staticllm.pipelines.scheduling.planner import NoPlanError, Planner
 from staticllm.pipelines.scheduling.view import Device, Plan, Policy
 from staticllm.pipelines.tenancy import EngineOptions, Tenancy, make_tenancy
+from staticllm.pipelines.threads import check_process, start_thread
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one request has in the next call."""
+class Switch:
+    """Another runner that takes over between two requests."""
 
-    request: Request
-    segment: Segment
-    is_prefill: bool
+    runner: ModelRunner
+    options: EngineOptions
+    on_switch: Callable[[], None]
 
 
 class Engine:
@@ -41,13 +42,13 @@ class Engine:
     def __init__(self, runner: ModelRunner, policy: Policy, options: EngineOptions) -> None:
         self.profiler = Profiler()
         self._planner = Planner(policy)
-        self._next: tuple[ModelRunner, EngineOptions] | None = None
+        self._next: Switch | None = None
+        self._pid = os.getpid()
         self._seat(runner, options)
         self._inbox: deque[Request] = deque()
         self._errands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._evicted: list[int] = []  # since then
         self._step: StepRecord | None = None  # the last call
         self._unposted: list[Request | StepRecord] = []  # what that has left to be told
         self._num_waiting = 0  # of the requests in the book
@@ -59,37 +60,39 @@ class Engine:
         self._variant = runner.index.variants[0]  # of the last call
         self._book = Book(options.limits)
         self._tenancy = make_tenancy(runner.cache, self._book, options)
+        self._batches = BatchBuilder(runner, self._book, self._tenancy)
+        self._quarantine = Quarantine()
 
-    def switch(self, runner: ModelRunner, options: EngineOptions) -> None:
-        """Go over to another runner when all that run now have ended; who comes meanwhile waits for it.
+    def switch(self, runner: ModelRunner, options: EngineOptions, on_switch: Callable[[], None] = lambda: None) -> None:
+        """Go over to another runner when all requests that run now have ended; new requests wait for it.
+
+        ``on_switch`` is called on the engine's thread in the moment of the change.
 
         Raises:
             ClosedError: the engine was closed.
         """
+        check_process(self._pid)
         with self._wake:
-            if self._is_closing:
-                raise ClosedError("the pipeline is closed: load the model again")
-            self._next = runner, options
             self._start()
+            self._next = Switch(runner, options, on_switch)
 
     def submit(self, request: Request) -> None:
         """Hand a request over.
 
         Raises:
             BusyError: as many wait as may.
-            ClosedError: the engine was closed.
+            ClosedError: the engine was closed, or belongs to another process.
         """
+        check_process(self._pid)
         with self._wake:
-            if self._is_closing:
-                raise ClosedError("the pipeline is closed: load the model again")
             num_waiting = len(self._inbox) + self._num_waiting
             if num_waiting >= self._options.max_waiting:
                 raise BusyError(
                     f"{num_waiting} requests wait, MAX_WAITING is {self._options.max_waiting}: try again later, "
                     "or load with a larger MAX_WAITING"
                 )
-            self._inbox.append(request)
             self._start()
+            self._inbox.append(request)
 
     def enqueue(self, requests: Iterable[Request]) -> None:
         """Hand requests over without starting the thread: whoever calls ``step`` serves them."""
@@ -110,16 +113,20 @@ class Engine:
             except BaseException as error:  # the caller's to handle, not the engine's
                 future.set_exception(error)
 
+        check_process(self._pid)
         with self._wake:
-            if self._is_closing:
-                raise ClosedError("the pipeline is closed: load the model again")
-            self._errands.append(run)
             self._start()
+            self._errands.append(run)
         result: Result = future.result()
         return result
 
     def close(self, drain: bool = False) -> None:
-        """End the thread: after all requests have ended, or at once, cancelling them. Closing again does nothing."""
+        """End the thread: after all requests have ended, or at once, cancelling them. Closing again does nothing.
+
+        Nor does closing in a forked child: the thread, and perhaps the lock, are the parent's.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._wake:
             self._is_closing = True
             self._is_draining = drain and self._thread is not None
@@ -139,9 +146,11 @@ class Engine:
         return self._tenancy
 
     def _start(self) -> None:
+        """Let the thread look at what is about to be handed over; where this fails, nothing was. The caller holds the lock."""
+        if self._is_closing:
+            raise ClosedError("the pipeline is closed: load the model again")
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="staticllm-engine", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._loop, "staticllm-engine")
         self._wake.notify()
 
     def _loop(self) -> None:
@@ -154,8 +163,10 @@ class Engine:
                 if self._is_closing and not (self._is_draining and (self._inbox or len(self._book))):
                     break
             self.step()
-        self._admit()
-        for request in self._tenancy.abandon():
+        with self._wake:  # nothing is added after this: the engine is closing
+            left, self._next = [*self._inbox], None
+            self._inbox.clear()
+        for request in (*self._tenancy.abandon(), *left):
             self._report(request, FinishReason.CANCELLED)
         self._run_errands()
 
@@ -170,14 +181,16 @@ class Engine:
             if not len(self._book):
                 self._post()
                 self._tenancy.tidy()
-        except Exception as error:  # ours: nobody must wait for ever for an engine that has stopped
+        except BaseException as error:  # ours: no request may wait for ever for an engine that has stopped
             for request in self._tenancy.abandon():
                 self._report(request, FinishReason.ERROR, as_ours(error))
 
     def _call(self) -> None:
         """Plan, run, choose. What is chosen is told, and recorded, while the next call runs."""
         begin = time.perf_counter()
-        parts = self._prepare(self._plan())
+        parts = self._prepared()
+        if not parts:
+            return
         ready = time.perf_counter()
         outputs = self._run(parts)
         done = time.perf_counter()
@@ -205,8 +218,9 @@ class Engine:
     def _admit(self) -> None:
         with self._wake:
             if self._next and not len(self._book):
-                runner_and_options, self._next = self._next, None
-                self._seat(*runner_and_options)
+                switch, self._next = self._next, None
+                self._seat(switch.runner, switch.options)
+                switch.on_switch()
             while self._inbox and not self._next:
                 request = self._inbox.popleft()
                 self._tenancy.requests[request.id] = request
@@ -229,67 +243,19 @@ class Engine:
                 self._end(request, FinishReason.DEADLINE)
 
     def _plan(self) -> Plan:
-        device = Device(self._runner.index, self._runner.costs, self._runner.cache.rows.high_row)
-        tenancy = self._tenancy
+        runner, tenancy = self._runner, self._tenancy
+        device = Device(runner.index, runner.costs, runner.cache.rows.high_row, runner.is_complete)
         return self._planner.plan(
             self._book.view(time.perf_counter(), tenancy.free_rows, tenancy.shelf.free_rows, device)
         )
 
-    def _prepare(self, plan: Plan) -> list[Part]:
-        """Park, evict, resume; then say what goes into the call."""
-        requests = self._tenancy.requests
-        for request in plan.evict:
-            self._evict(requests[request])
-        for request in plan.park:
-            self._book.park(request)
-            self._tenancy.park(requests[request])
-        for request in plan.resume:
-            self._tenancy.resume(requests[request])
-        parts = [self._part(requests[request], 1, False) for request in plan.decode]
-        for request, count in plan.prefill:
-            self._tenancy.settle(requests[request])
-            parts.append(self._part(requests[request], count, True))
-        return self._fitting(parts)
-
-    def _part(self, request: Request, count: int, is_prefill: bool) -> Part:
-        assert request.sequence is not None
-        start = len(request.sequence)
-        tokens = np.asarray(request.tokens[start : start + count], np.int64)
-        return Part(request, Segment(request.sequence, tokens), is_prefill)
-
-    def _fitting(self, parts: list[Part]) -> list[Part]:
-        """As many as there are rows and a program for. Plans fit; shared rows and found prefixes may leave less room."""
-        while parts:
-            num_rows = sum(len(part.segment.tokens) for part in parts)
-            if self._tenancy.make_room(num_rows) and self._runner.variant_for([part.segment for part in parts]):
-                return parts
-            if len(parts) == 1:
-                break
-            parts.pop()
-        if parts and (shorter := self._shortened(parts[0])) is not None:
-            return self._fitting([shorter])
-        victims = [
-            r for r in self._tenancy.requests.values() if r.sequence is not None and r not in [p.request for p in parts]
-        ]
-        assert victims, "a plan without rows, and nobody to take them from"
-        self._evict(victims[-1])
-        return self._fitting(parts)
-
-    def _evict(self, request: Request) -> None:
-        self._tenancy.evict(request)
-        self._evicted.append(request.id)
-
-    def _shortened(self, part: Part) -> Part | None:
-        """A prompt whose prefix was found needs programs with a past, and there may be only small ones.
-
-        So does one whose tokens no program holds exactly, where no row may be idle.
-        """
-        for rows in sorted(self._runner.index.widest, reverse=True):
-            if rows < len(part.segment.tokens):
-                shorter = self._part(part.request, rows, part.is_prefill)
-                if self._runner.variant_for([shorter.segment]):
-                    return shorter
-        return None
+    def _prepared(self) -> list[Part]:
+        """What goes into the next call; nothing where a request that cannot run at all has been ended instead."""
+        try:
+            return self._batches.prepare(self._plan(), self._quarantine)
+        except NoPlanError as error:
+            self._end(self._tenancy.requests[error.request], FinishReason.ERROR, DeviceError(str(error)))
+            return []
 
     def _run(self, parts: list[Part]) -> list[Logits]:
         """The call. A device that fails takes the requests of this call with it, and nobody else."""
@@ -305,11 +271,11 @@ class Engine:
             part.request.started = part.request.started or start
         try:
             is_decoding = any(not part.is_prefill for part in parts)
-            outputs = runner.run(variant, segments, self._aside(parts), lambda: self._meanwhile(is_decoding))
+            outputs = runner.run(variant, segments, self._batches.aside(parts), lambda: self._meanwhile(is_decoding))
         except Exception as error:
             self._record(start, time.perf_counter() - start, parts, has_failed=True)
             if not runner.cache.is_settled:
-                self._evicted += self._tenancy.reset()
+                self._batches.evicted += self._tenancy.reset()
             for part in parts:
                 self._end(part.request, FinishReason.ERROR, as_ours(error), is_kept=False)
             return []
@@ -318,26 +284,17 @@ class Engine:
         self._record(runner.started, runner.seconds, parts)
         return outputs
 
-    def _aside(self, parts: list[Part]) -> set[int]:
-        """Whole prompts that find no slot: their rows go from the call to the shelf, past the arena."""
-        if self._book.has_free_slot:
-            return set()
-        chosen, room = set(), self._tenancy.shelf.free_rows
-        for index, part in enumerate(parts):
-            count = len(part.segment.tokens)
-            is_whole = part.is_prefill and count == len(part.request.tokens)
-            if is_whole and not len(part.segment.sequence) and count <= room:
-                chosen.add(index)
-                room -= count
-        return chosen
-
     def _choose_all(self, parts: list[Part], outputs: list[Logits]) -> None:
         for part, logits, best in zip(parts, outputs, self._runner.best, strict=False):
             request, count = part.request, len(part.segment.tokens)
-            if best is None:
+            if best is None and len(parts) > 1:  # perhaps another's fault: nothing was kept, so it can run again
+                self._quarantine.add(request.id)
+            elif best is None:
                 self._end(request, FinishReason.ERROR, not_finite(self._variant), is_kept=False)
-            elif self._book.ran(request.id, count):
-                self._choose(request, logits, best)
+            else:
+                self._quarantine.discard(request.id)
+                if self._book.ran(request.id, count):
+                    self._choose(request, logits, best)
 
     def _choose(self, request: Request, logits: Logits, best: int) -> None:
         if not request.num_generated and request.sequence is not None:
@@ -362,6 +319,7 @@ class Engine:
         self, request: Request, reason: FinishReason, error: Exception | None = None, is_kept: bool = True
     ) -> None:
         self._tenancy.end(request, is_kept)
+        self._quarantine.discard(request.id)
         self._report(request, reason, error)
 
     def _report(self, request: Request, reason: FinishReason, error: Exception | None = None) -> None:
@@ -389,7 +347,7 @@ class Engine:
             num_parked=len(parked),
             num_running=self._book.count("running"),
             parked=parked,
-            evicted=tuple(self._evicted),
+            evicted=tuple(self._batches.evicted),
             has_failed=has_failed,
         )
-        self._evicted = []
+        self._batches.evicted.clear()

@@ -111,7 +111,7 @@ def make_runner(
     bound = BoundPrograms(
         programs.compiled, lambda variant, compiled: bind(compiled, shape, cache, StepBuffers(variant, pool))
     )
-    return ModelRunner(cache, bound, _warm_up(bound, programs, on_progress))
+    return ModelRunner(cache, bound, _warm_up(bound, programs, on_progress), planned)
 
 
 def compile_all(core: ov.Core, layout: Layout, on_progress: OnProgress = lambda event: None) -> Programs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as List
 from typing import Protocol
 
@@ -38,12 +38,19 @@ class ModelRunner:
 
     Of the last call: ``started`` is when (``time.perf_counter``), ``seconds`` what it took on the device, ``masks_seconds`` and
     ``rows_seconds`` what the host did before and after; ``best`` the most likely token after each segment, None where the
-    logits are not finite.
+    logits or the new rows are not finite. ``planned`` are variants that come later, without those that are there.
     """
 
-    def __init__(self, cache: KVCache, programs: Mapping[Variant, Runnable], costs: CostTable | None = None) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        programs: Mapping[Variant, Runnable],
+        costs: CostTable | None = None,
+        planned: Iterable[Variant] = (),
+    ) -> None:
         self.cache = cache
         self.programs = programs
+        self._planned = frozenset(planned)
         self.costs = costs or CostTable()
         self.know()
         self.started = self.seconds = self.masks_seconds = self.rows_seconds = 0.0
@@ -54,6 +61,7 @@ class ModelRunner:
         """Look again which programs there are: some were added."""
         self.index = VariantIndex(self.programs)
         self._calls = VariantIndex(self.programs, needs_real_rows=bool(self.cache.states))
+        self.is_complete = self._planned <= set(self.programs)
 
     def prefill(self, sequence: Sequence, tokens: List[int]) -> Logits:
         """Run a prompt in the cheapest chunks. Returns the logits after its last token, ``[vocab]``."""
@@ -108,7 +116,8 @@ class ModelRunner:
         self.seconds = program.run(meanwhile)
         end = time.perf_counter()
         logits: Logits = program.buffers.logits[0, : len(segments)]
-        self.best = [_most_likely(line) for line in logits]
+        are_finite = self.cache.are_finite(step, program.buffers)
+        self.best = [_most_likely(line) if is_kept else None for line, is_kept in zip(logits, are_finite, strict=True)]
         is_finite = [best is not None for best in self.best]
         self.set_aside = self.cache.commit(step, program.buffers, is_finite, aside)
         self.costs.update(variant, self.seconds)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ModelShape, ProgramMode, Variant
@@ -134,17 +135,27 @@ def _powers(first: int, total: int) -> tuple[int, ...]:
 
 
 class VariantIndex:
-    """The variants of a pipeline, ready to be asked which of them holds a call; ``needs_real_rows``: without an idle row."""
+    """The variants of a pipeline, ready to be asked which of them holds a call; ``needs_real_rows``: without an idle row.
+
+    ``sizes`` are all ``(rows, sequences)``, ascending; ``widest`` maps rows to the most sequences of that many rows.
+    """
 
     def __init__(self, variants: Iterable[Variant], needs_real_rows: bool = False) -> None:
         self.variants, self.needs_real_rows = tuple(variants), needs_real_rows
-        self._ladders: dict[tuple[int, int], list[int]] = {}
+        ladders: dict[tuple[int, int], tuple[int, ...]] = {}
         for variant in sorted(self.variants):
-            self._ladders.setdefault((variant.rows, variant.sequences), []).append(variant.capacity)
-        self.sizes = tuple(sorted(self._ladders))  # (rows, sequences)
-        self.widest = {rows: max(s for r, s in self.sizes if r == rows) for rows, _ in self.sizes}  # rows → sequences
+            size = variant.rows, variant.sequences
+            ladders[size] = (*ladders.get(size, ()), variant.capacity)
+        self._ladders = ladders
+        self.sizes = tuple(sorted(ladders))
+        widest = {rows: max(s for r, s in self.sizes if r == rows) for rows, _ in self.sizes}
+        self.widest: Mapping[int, int] = MappingProxyType(widest)
         self.max_capacity = max(variant.capacity for variant in self.variants)
-        self.max_decoding = max(min(size) for size in self.sizes)  # sequences that can decode in one call
+
+    def max_decoding(self, num_past: int) -> int:
+        """The most sequences that can decode in one call over ``num_past`` arena rows. Programs that are still compiled
+        in the background may leave the larger calls with the smaller capacities."""
+        return max((min(size) for size, ladder in self._ladders.items() if ladder[-1] >= num_past), default=1)
 
     def smallest(self, num_rows: int, num_sequences: int, num_past: int, is_fresh: bool = False) -> Variant | None:
         """The fewest rows, then sequences, then capacity that hold a call over ``num_past`` arena rows; None if nothing does.

@@ -69,7 +69,7 @@ def verify_model(
             name = f"{mode}, chunks of {chunk}"
             runner = load(path, device, _config(device, mode, chunk)).runner
             yield _logits(f"{name}: logits", runner, text, expected)
-            if len(runner.index.widest) and runner.index.max_decoding > 1:
+            if len(runner.index.widest) and runner.index.max_decoding(0) > 1:
                 yield _company(f"{name}: in company", runner, text, expected)
             for length, prompt in prompts.items():
                 yield _greedy(f"{name}: {length} tokens", runner, prompt, answers[length])

@@ -97,7 +97,7 @@ class SavedRowsError(StaticLLMError):
     """Rows that cannot be saved or read back: none begin like this, the file is damaged, or of another model."""
 
 
-def as_ours(error: Exception) -> Exception:
+def as_ours(error: BaseException) -> Exception:
     """What the reader of a request gets to see."""
     if isinstance(error, (StaticLLMError, AssertionError)):
         return error

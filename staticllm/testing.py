@@ -35,9 +35,12 @@ from staticllm.pipelines.sampler import Sampler, SamplingParams
 from staticllm.pipelines.scheduling.book import Limits
 from staticllm.pipelines.scheduling.view import Policy
 from staticllm.pipelines.tenancy import EngineOptions
+from staticllm.pipelines.variants import first_to_serve
 
 CAUSAL = MaskKind()
 VOCAB_SIZE = 997  # a prime, so that every pair matters to the checksum
+POISON = VOCAB_SIZE
+"""A prompt token, never an answer: a call that reads it, or an arena row that holds it, has no finite logits."""
 
 
 def fake_shape(
@@ -67,13 +70,26 @@ def fake_runner(
     vocab_size: int = VOCAB_SIZE,
     is_packable: bool = True,
     is_recurrent: bool = False,
+    is_staged: bool = False,
 ) -> ModelRunner:
-    """A runner over fake programs. ``runner.programs[variant].num_runs`` counts the calls."""
+    """A runner over fake programs. ``runner.programs[variant].num_runs`` counts the calls.
+
+    ``is_staged``: only the fewest programs that can serve are there; ``add_program`` adds those in ``runner.programs.late``.
+    """
     shape, variants = fake_shape(masks, vocab_size, is_packable, is_recurrent), list(variants)
     cache = KVCache(shape, [variant.capacity for variant in variants])
     pool = BufferPool(variants, shape)
-    programs = {variant: FakeProgram(cache, shape, StepBuffers(variant, pool)) for variant in variants}
-    return ModelRunner(cache, programs)
+    programs = FakePrograms((variant, FakeProgram(cache, shape, StepBuffers(variant, pool))) for variant in variants)
+    if is_staged:
+        programs.withhold(set(variants) - set(first_to_serve(variants)))
+    return ModelRunner(cache, programs, planned=variants)
+
+
+def add_program(runner: ModelRunner, variant: Variant) -> None:
+    """A fake program that was still being compiled is there now."""
+    assert isinstance(runner.programs, FakePrograms)
+    runner.programs[variant] = runner.programs.late.pop(variant)
+    runner.know()
 
 
 FAKE_VARIANTS = (
@@ -93,11 +109,12 @@ def fake_engine(
     is_packable: bool = True,
     masks: Sequence[MaskKind] = (CAUSAL,),
     is_recurrent: bool = False,
+    is_staged: bool = False,
 ) -> Engine:
     """An engine over the fake device. ``capacity`` are the rows that one sequence can have."""
     state_rows = fake_shape(masks, is_recurrent=is_recurrent).rows_of_states(capacity)
     options = EngineOptions(Limits(max_num_seqs), capacity, max_waiting, parked_rows, state_rows=state_rows)
-    runner = fake_runner(variants, masks, is_packable=is_packable, is_recurrent=is_recurrent)
+    runner = fake_runner(variants, masks, is_packable=is_packable, is_recurrent=is_recurrent, is_staged=is_staged)
     return Engine(runner, policy, options)
 
 
@@ -160,6 +177,8 @@ class FakeProgram:
             checksum += self._recur()
             buffers.logits[0, index] = -1.0
             buffers.logits[0, index, checksum % self._shape.vocab_size] = 1.0
+        if any((rows[..., 0] == POISON).any() for rows in (own, *self._past)):
+            buffers.logits[:] = np.nan  # hidden or not: 0 x NaN is NaN
         return (8 + buffers.variant.rows) * 1e-3
 
     def _recur(self) -> int:
@@ -180,6 +199,18 @@ class FakeProgram:
         assert np.array_equal(keys[0, 0, 0, seen], pairs[:, 1]), "the positions of keys are not those of their rows"
         assert queries[0, 0, row, 0] == own[row, 1], "the position of a query is not that of its row"
         return checksum_of(pairs[:, 0], pairs[:, 1])
+
+
+class FakePrograms(dict[Variant, FakeProgram]):
+    """Fake programs by variant; ``late`` are those that are still being compiled."""
+
+    def __init__(self, programs: Iterable[tuple[Variant, FakeProgram]]) -> None:
+        super().__init__(programs)
+        self.late: dict[Variant, FakeProgram] = {}
+
+    def withhold(self, variants: Iterable[Variant]) -> None:
+        """These come later."""
+        self.late |= {variant: self.pop(variant) for variant in variants}
 
 
 def checksum_of(tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> int:

@@ -75,7 +75,7 @@ def decode_plan(view: View, resume: list[RequestView] | None = None) -> Plan | N
 
 def take_turns(view: View, running: list[RequestView]) -> list[RequestView]:
     """As many as one call holds; those who wait longest for a token if that is not everybody."""
-    limit = view.device.index.max_decoding
+    limit = view.device.max_decoding
     if len(running) <= limit:
         return running
     return sorted(running, key=lambda request: request.last_token_time or 0.0)[:limit]
@@ -116,6 +116,17 @@ def _resume_by_force(view: View) -> Plan | None:
             break
         evict.append(victim)
     return Plan(decode=(first.id,), resume=(first.id,), evict=_ids(evict))
+
+
+def alone(view: View, request: RequestView) -> list[Plan]:
+    """Plans that run nothing but one request, the longest first; all others give their rows back."""
+    evict = tuple(other.id for other in view.requests if other.id != request.id and other.in_arena and other.num_rows)
+    if request.state == "running":
+        return [Plan(decode=(request.id,), evict=evict)]
+    if request.state == "parked":
+        return [Plan(decode=(request.id,), resume=(request.id,), evict=evict)]
+    counts = sorted({rows for rows in view.device.index.widest if rows < request.num_left} | {request.num_left})
+    return [Plan(prefill=((request.id, count),), evict=evict) for count in reversed(counts)]
 
 
 def _victims(view: View, keep: RequestView) -> list[RequestView]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import queue
-import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import fields, replace
+from itertools import islice
 
+from staticllm.core import Variant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.scheduling.chunked import Chunked
 from staticllm.pipelines.scheduling.decode_first import DecodeFirst
 from staticllm.pipelines.scheduling.dynamic import Dynamic
 from staticllm.pipelines.scheduling.fcfs import Fcfs
+from staticllm.pipelines.scheduling.moves import alone
 from staticllm.pipelines.scheduling.prefill_first import PrefillFirst
 from staticllm.pipelines.scheduling.rules import IllegalPlanError, check
 from staticllm.pipelines.scheduling.view import Plan, Policy, View
+from staticllm.pipelines.threads import start_thread
+from staticllm.pipelines.variants import VariantIndex
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "dynamic": Dynamic,
@@ -45,26 +50,35 @@ def make_policy(scheduler: object) -> Policy:
 class Planner:
     """A legal plan for every view, whatever the policy does.
 
-    Policies of the library are called where they are. One of the user's is called in a thread of its own, so that the
-    device does not wait for it for ever.
+    Policies of the library are called on the engine's thread. One of the user's is called on a thread of its own, with a copy
+    of the view, so that neither a slow policy nor one that changes what it sees can harm the engine.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        is_ours = type(policy) in POLICIES.values()
-        self._thread = None if is_ours else _PolicyThread(policy)
+        self._own = policy
+        self._is_shipped = type(policy) in POLICIES.values()
+        self._thread = None if self._is_shipped else _PolicyThread(policy)
+        self._retry_after: VariantIndex | None = None  # the programs that a replaced policy could not plan with
+        self._has_warned = False
 
     def plan(self, view: View) -> Plan:
-        """A plan that keeps every rule. A policy that raises, stalls or breaks a rule is replaced, with one warning."""
+        """A plan that keeps every rule.
+
+        A policy of the user that raises, stalls or breaks a rule is replaced by ``fcfs``, with one warning. While programs are
+        still being compiled the fault may be ours, so it comes back when another program has arrived. A shipped policy that
+        fails loses that step only.
+
+        Raises:
+            NoPlanError: no request can run at all; names the first.
+        """
+        self._come_back(view)
         try:
-            return check(self._thread.plan(view) if self._thread else self.policy.plan(view), view)
+            return check(self._asked(view), view)
         except Exception as error:
-            reason = str(error) if isinstance(error, (IllegalPlanError, _StallError)) else f"it raised {error!r}"
-        name = type(self.policy).__name__
-        warnings.warn(f"the scheduler {name} is replaced by fcfs: {reason}", RuntimeWarning, stacklevel=2)
-        self.close()
-        self.policy = Fcfs()
-        return check(self.policy.plan(view), view)
+            is_known = isinstance(error, (IllegalPlanError, _StallError))
+            self._fail(view, str(error) if is_known else f"it raised {error!r}", isinstance(error, _StallError))
+        return _fallback(view)
 
     def close(self) -> None:
         """End the policy's thread, if it has one; a stalled one ends when its policy lets it."""
@@ -72,18 +86,72 @@ class Planner:
             self._thread.close()
             self._thread = None
 
+    def _asked(self, view: View) -> object:
+        return self._thread.plan(view) if self._thread else self.policy.plan(view)
+
+    def _fail(self, view: View, reason: str, has_stalled: bool) -> None:
+        name, for_how_long = type(self.policy).__name__, ""
+        if self._is_shipped:
+            for_how_long = " for a step"
+        elif not has_stalled and not view.device.is_complete:
+            for_how_long = " until more programs are compiled"
+            self._retry_after = view.device.index
+        if not for_how_long or not self._has_warned:
+            message = f"the scheduler {name} is replaced by fcfs{for_how_long}: {reason}"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+        self._has_warned = True
+        if not self._is_shipped:
+            self.close()
+            self.policy = Fcfs()
+
+    def _come_back(self, view: View) -> None:
+        if self._retry_after is not None and view.device.index is not self._retry_after:
+            self._retry_after, self.policy = None, self._own
+            self._thread = _PolicyThread(self._own)
+
+
+class NoPlanError(Exception):
+    """Not even one request alone can run; ``request`` is the first of them."""
+
+    def __init__(self, request: int) -> None:
+        super().__init__(f"no program can run request {request}")
+        self.request = request
+
+
+def _fallback(view: View) -> Plan:
+    """What ``fcfs`` plans; if that is illegal too, the first request that can run alone, at the cost of all others' rows.
+
+    Raises:
+        NoPlanError: no request can run.
+    """
+    try:
+        return check(Fcfs().plan(view), view)
+    except Exception:  # a fault of ours costs this step, not the requests
+        requests = sorted(
+            view.requests, key=lambda request: (request.state not in ("running", "parked"), request.arrival)
+        )
+        for request in requests:
+            for plan in alone(view, request):
+                try:
+                    return check(plan, view)
+                except IllegalPlanError:
+                    continue
+        raise NoPlanError(requests[0].id) from None
+
 
 class _StallError(Exception):
     pass
 
 
 class _PolicyThread:
+    """Asks a policy of the user on a thread of its own: nothing that it does can stop or change the engine."""
+
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._views: queue.SimpleQueue[View | None] = queue.SimpleQueue()
         self._plans: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="staticllm-policy", daemon=True)
-        self._thread.start()
+        self._index: tuple[VariantIndex, VariantIndex] | None = None  # the engine's, and the policy's copy
+        self._thread = start_thread(self._run, "staticllm-policy")
 
     def plan(self, view: View) -> object:
         self._views.put(view)
@@ -102,6 +170,43 @@ class _PolicyThread:
     def _run(self) -> None:
         while (view := self._views.get()) is not None:
             try:
-                self._plans.put(self._policy.plan(view))
+                self._plans.put(_plain(self._policy.plan(self._copy(view)), len(view.requests)))
             except BaseException as error:  # whatever it is, the engine must hear of it
                 self._plans.put(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    def _copy(self, view: View) -> View:
+        """The same values in objects that the engine does not use."""
+        index, costs = view.device.index, view.device.seconds
+        if self._index is None or self._index[0] is not index:
+            self._index = index, VariantIndex(index.variants, index.needs_real_rows)
+        device = replace(view.device, index=self._index[1], seconds=_Costs(costs))
+        groups = {
+            name: tuple(map(replace, getattr(view, name))) for name in ("waiting", "prefilling", "running", "parked")
+        }
+        return replace(view, device=device, **groups)
+
+
+class _Costs:
+    """What calls cost, to be asked and not to be changed."""
+
+    def __init__(self, costs: Callable[[Variant], float]) -> None:
+        self.__call = costs
+
+    def __call__(self, variant: Variant) -> float:
+        return self.__call(variant)
+
+
+def _plain(plan: object, num_requests: int) -> object:
+    """The plan with tuples in place of whatever a policy returned, read on the policy's thread: it may never end.
+
+    Raises:
+        IllegalPlanError: more entries than there are requests.
+    """
+    if not isinstance(plan, Plan):
+        return plan
+    entries = {field.name: tuple(islice(getattr(plan, field.name), num_requests + 1)) for field in fields(Plan)}
+    for name, values in entries.items():
+        if len(values) > num_requests:
+            raise IllegalPlanError("named-once", f"{name} names more than the {num_requests} requests that there are")
+    pairs = (pair if isinstance(pair, tuple) else tuple(islice(pair, 3)) for pair in entries["prefill"])
+    return Plan(**{**entries, "prefill": tuple(pairs)})

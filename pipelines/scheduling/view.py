@@ -46,15 +46,24 @@ class RequestView:
 
 @dataclass(frozen=True)
 class Device:
-    """The programs of the device and what each costs, measured and kept current. ``high_row``: arena rows in use reach here."""
+    """The programs of the device and what each costs, measured and kept current. ``high_row``: arena rows in use reach here.
+
+    ``is_complete`` is False while further programs are compiled in the background: the larger calls may still be missing.
+    """
 
     index: VariantIndex
     seconds: Callable[[Variant], float]
     high_row: int = 0
+    is_complete: bool = True
 
     def call(self, num_rows: int, num_sequences: int = 1, is_fresh: bool = False) -> Variant | None:
         """The smallest variant that holds such a call; ``is_fresh`` if no sequence in it has rows. None if nothing does."""
         return self.index.smallest(num_rows, num_sequences, self.high_row, is_fresh)
+
+    @property
+    def max_decoding(self) -> int:
+        """The most sequences that one call can decode now."""
+        return self.index.max_decoding(self.high_row)
 
 
 @dataclass(frozen=True)

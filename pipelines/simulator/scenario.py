@@ -68,6 +68,6 @@ def tabled_model(config: StaticLLMConfig, index: VariantIndex, cost: Cost, host:
             f"prompt and answer of {config.capacity} tokens, the costs have programs for {kv_rows} rows: "
             "shorten them or measure with longer ones"
         )
-    slots = config.max_num_seqs or index.max_decoding
+    slots = config.max_num_seqs or index.max_decoding(0)
     limits = Limits(slots, config.ttft_ms, config.tpot_ms)
     return DeviceModel(index, cost, limits, kv_rows, config.num_parked_rows, config.capacity, host)

@@ -9,10 +9,20 @@ from hypothesis import strategies as st
 
 from staticllm.core import MaskKind, Variant
 from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError
+from staticllm.kvcache import cache as cache_module
 from staticllm.pipelines.request import End, Token
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.pipelines.scheduling.view import Plan
-from staticllm.testing import FAKE_VARIANTS, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
+from staticllm.testing import (
+    FAKE_VARIANTS,
+    POISON,
+    add_program,
+    assert_empty,
+    fake_answer,
+    fake_engine,
+    fake_request,
+    run_to_end,
+)
 
 MASKS = (MaskKind(), MaskKind(9))
 
@@ -61,14 +71,49 @@ schedules = st.fixed_dictionaries(
         "slots": st.integers(1, 4),
         "parked_rows": st.sampled_from([0, 40, 256]),
         "kind": st.sampled_from(["packed", "in turns", "recurrent"]),
+        "poisoned": st.sets(st.integers(0, 8), max_size=2),
+        "compiled": st.none() | st.permutations(range(len(FAKE_VARIANTS))),
     }
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+class Schedule:
+    """Requests that arrive in bursts, with common prefixes, cancellations and numbers that are not finite."""
+
+    def __init__(self, schedule):
+        self.requests, self.arrivals = [], []
+        for family, length, num_new, arrival in schedule["prompts"]:
+            shared = [100 * family + i for i in range(min(length, 20))]
+            prompt = [*shared, *(300 + 7 * len(self.requests) + i for i in range(length - len(shared)))]
+            if len(self.requests) in schedule["poisoned"]:
+                prompt[-1] = POISON
+            self.requests.append(fake_request(prompt, num_new))
+            self.arrivals.append(arrival)
+        self.prompts = [list(request.tokens) for request in self.requests]
+        self.cancels = dict(schedule["cancels"])
+
+    def arrive(self, engine, step):
+        engine.enqueue([r for r, arrival in zip(self.requests, self.arrivals, strict=True) if arrival == step])
+        for index, request in enumerate(self.requests):
+            if self.cancels.get(index) == step and self.arrivals[index] <= step:
+                request.is_cancelled = True
+
+    def check(self, is_recurrent):
+        for request, prompt in zip(self.requests, self.prompts, strict=True):
+            *tokens, end = letters_of(request)
+            if POISON in prompt:
+                assert not tokens and (isinstance(end.error, NumericalError) or end.reason == "cancelled")
+                continue
+            answer = fake_answer(prompt, request.limit, MASKS, is_recurrent)[len(prompt) :]
+            assert [token.id for token in tokens] == answer[: len(tokens)]
+            assert end.error is None and (len(tokens) == request.limit or end.reason == "cancelled")
+            assert end.reason in ("cancelled", "length")
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules)
 def test_any_schedule_gives_everybody_their_own_answer(schedule):
-    """Arrivals in bursts, common prefixes, cancellations, parks, evictions, few rows, models that take turns, recurrent ones."""
+    """Parks, evictions, few rows, models that take turns, recurrent ones, programs that are compiled meanwhile."""
     is_recurrent = schedule["kind"] == "recurrent"
     variants = FAKE_VARIANTS if schedule["kind"] == "packed" else [v for v in FAKE_VARIANTS if v.sequences == 1]
     engine = fake_engine(
@@ -78,33 +123,49 @@ def test_any_schedule_gives_everybody_their_own_answer(schedule):
         parked_rows=schedule["parked_rows"],
         masks=MASKS,
         is_recurrent=is_recurrent,
+        is_staged=schedule["compiled"] is not None,
     )
-    requests, arrivals = [], []
-    for family, length, num_new, arrival in schedule["prompts"]:
-        shared = [100 * family + i for i in range(min(length, 20))]
-        prompt = [*shared, *(300 + 7 * len(requests) + i for i in range(length - len(shared)))]
-        requests.append(fake_request(prompt, num_new))
-        arrivals.append(arrival)
-    prompts = [list(request.tokens) for request in requests]
-    cancels = dict(schedule["cancels"])
+    late = [FAKE_VARIANTS[i] for i in schedule["compiled"] or () if FAKE_VARIANTS[i] in engine.runner.programs.late]
+    run = Schedule(schedule)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(3000):
-            engine.enqueue([r for r, arrival in zip(requests, arrivals, strict=True) if arrival == step])
-            for index, request in enumerate(requests):
-                if cancels.get(index) == step and arrivals[index] <= step:
-                    request.is_cancelled = True
+            run.arrive(engine, step)
+            if late and step % 5 == 0:
+                add_program(engine.runner, late.pop())
             engine.step()
             if step > 60 and engine.is_idle:
                 break
     assert_empty(engine)
     engine.close()
-    for request, prompt in zip(requests, prompts, strict=True):
-        *tokens, end = letters_of(request)
-        answer = fake_answer(prompt, request.limit, MASKS, is_recurrent)[len(prompt) :]
-        assert [token.id for token in tokens] == answer[: len(tokens)]
-        assert end.error is None and (len(tokens) == request.limit or end.reason == "cancelled")
-        assert end.reason in ("cancelled", "length")
+    run.check(is_recurrent)
+
+
+SEPARATE = (
+    *(Variant(1, capacity) for capacity in (32, 64, 128)),
+    *(Variant(rows, capacity, 4) for rows in (4, 16) for capacity in (32, 64, 128)),
+    *(Variant(8, capacity) for capacity in (0, 128)),
+)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("is_users", [False, True])
+def test_a_small_packed_program_that_comes_first_takes_nobody_along(name, is_users):
+    """Four sequences in more rows than it shows must take turns until the next program is there."""
+    engine = fake_engine(Disturbed(name, ["skip"]) if is_users else make_policy(name), 4, SEPARATE, is_staged=True)
+    requests = [fake_request(range(40 * i, 40 * i + 12 + i), 20) for i in range(9)]
+    expected = [fake_answer(request.tokens, 20) for request in requests]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.enqueue(requests)
+        for variant in sorted(engine.runner.programs.late):
+            for _ in range(12):
+                engine.step()
+            add_program(engine.runner, variant)
+        run_to_end(engine, [])
+    engine.close()
+    assert [request.tokens for request in requests] == expected
+    assert_empty(engine)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -171,30 +232,50 @@ def test_priority_goes_first():
 # -- failures
 
 
-def test_numbers_that_are_not_finite_end_one_request_only(monkeypatch):
-    engine = fake_engine(make_policy("dynamic"))
-    requests = [fake_request([10 * i, 10 * i + 1], 12) for i in range(3)]
-    engine.enqueue(requests)
-    while not all(request.num_generated > 2 for request in requests):
-        engine.step()
-    program = engine.runner.programs[Variant(4, 32, 4)]
-    original = program.run
-
-    def run(meanwhile):
-        seconds = original()
-        program.buffers.logits[0, 1] = float("nan")
-        return seconds
-
-    monkeypatch.setattr(program, "run", run)
-    engine.step()
-    monkeypatch.undo()
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_numbers_that_are_not_finite_end_one_request_only(name):
+    """They spoil every call that the request is in; the others run again without it."""
+    engine = fake_engine(make_policy(name))
+    innocent = [fake_request(range(20 * i, 20 * i + 5 + 3 * i), 9) for i in range(8)]
+    guilty = [fake_request([1, POISON, 3], 9), fake_request([*range(60, 80), POISON], 9)]
+    engine.enqueue([*innocent[:3], guilty[0], *innocent[3:6], guilty[1], *innocent[6:]])
     run_to_end(engine, [])
-    ends = [letters_of(request)[-1] for request in requests]
-    assert [end.reason for end in ends] == ["length", "error", "length"]
-    assert isinstance(ends[1].error, NumericalError)
-    for index in (0, 2):
-        assert requests[index].tokens == fake_answer([10 * index, 10 * index + 1], 12)
+    for request in guilty:
+        end = letters_of(request)[-1]
+        assert isinstance(end.error, NumericalError) and not request.num_generated
+    for index, request in enumerate(innocent):
+        assert request.tokens == fake_answer(range(20 * index, 20 * index + 5 + 3 * index), 9)
     assert_empty(engine)
+
+
+def test_suspects_and_others_have_calls_in_turns():
+    engine = fake_engine(make_policy("dynamic"), max_num_seqs=2)
+    decoding = [fake_request([7, 8, i], 40) for i in range(2)]
+    engine.enqueue(decoding)
+    while decoding[1].num_generated < 3:
+        engine.step()
+    prompts = [fake_request([i, i + 1, i + 2], 2) for i in range(30, 36)]
+    engine.enqueue([fake_request([POISON], 2), *prompts])
+    gaps, seen = [0], decoding[0].num_generated
+    for _ in range(60):
+        engine.step()
+        gaps.append(gaps[-1] + 1 if decoding[0].num_generated == seen else 0)
+        seen = decoding[0].num_generated
+        if decoding[0].num_generated == 40:
+            break
+    assert max(gaps) <= 3, "nobody who decodes waits for all suspects"
+    run_to_end(engine, [])
+    assert all(request.num_generated == request.limit for request in (*decoding, *prompts))
+
+
+def test_rows_that_are_not_finite_are_never_kept(monkeypatch):
+    """A model with windows, say: its own logits are finite, but its rows would poison everybody's."""
+    engine = fake_engine(make_policy("fcfs"))
+    request, other = fake_request([1, 2, 3], 5), fake_request([4, 5, 6], 5)
+    monkeypatch.setattr(cache_module, "is_finite", lambda rows: not (rows[..., 0] == 2).any())
+    run_to_end(engine, [request, other])
+    assert isinstance(letters_of(request)[-1].error, NumericalError)
+    assert other.tokens == fake_answer([4, 5, 6], 5)
 
 
 @pytest.mark.parametrize("part", ["arena.write", "rows.allocate"])

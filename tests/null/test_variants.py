@@ -81,7 +81,7 @@ def test_the_smallest_variant_that_holds_a_call():
     assert index.smallest(9, 1, 10, is_fresh=True) == Variant(16, 0)
     assert index.smallest(9, 2, 10) == Variant(16, 64, 4)
     assert index.smallest(2, 2, 65) is None and index.smallest(9, 5, 10) is None
-    assert index.max_decoding == 4
+    assert index.max_decoding(0) == 4
 
 
 def test_ladders_of_the_user():

@@ -1,0 +1,38 @@
+"""Threads of ours: one way to start them, and what to say where there are none: no more in the system, or in a forked child."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from staticllm.errors import ClosedError, StaticLLMError
+
+
+def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
+    """A daemon thread that runs ``run``.
+
+    Raises:
+        StaticLLMError: the system has no thread left.
+    """
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise StaticLLMError(
+            f"the thread {name!r} cannot be started beside {threading.active_count()} others ({error}): end some, or raise "
+            "the limit of threads (ulimit -u), and try again"
+        ) from error
+    return thread
+
+
+def check_process(pid: int) -> None:
+    """
+    Raises:
+        ClosedError: this is another process than ``pid``, a forked child: no thread of ours lives in it.
+    """
+    if os.getpid() != pid:
+        raise ClosedError(
+            f"the pipeline was loaded in process {pid} and this is a forked child, {os.getpid()}: load it in the child, or use "
+            "multiprocessing's 'spawn' method"
+        )
