@@ -46,6 +46,26 @@ class StoredRows:
         return sum(array.nbytes for array in (*self.rows, *self.states))
 
 
+@dataclass(frozen=True)
+class RowLayout:
+    """What a sequence of this model is outside the arena. ``groups``: ``(n, heads, head_dim, type)`` of each group of states,
+    ``states``: shape and type of each recurrent one."""
+
+    groups: tuple[tuple[int, int, int, np.dtype[Any]], ...]
+    states: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+    vocab_size: int
+
+    def rows(self, count: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Shape ``[n, heads, count, head_dim]`` and type of the rows of each group."""
+        return [((members, heads, count, head_dim), dtype) for members, heads, head_dim, dtype in self.groups]
+
+    def fits(self, stored: StoredRows) -> bool:
+        """Whether stored rows have these shapes and types."""
+        rows = [(array.shape, array.dtype) for array in stored.rows]
+        states = [(array.shape, array.dtype) for array in stored.states]
+        return rows == self.rows(len(stored.tokens)) and states == list(self.states)
+
+
 class RowsCopy:
     """The rows of a sequence on their way out of the arena. Nothing may change the sequence meanwhile; its rows may move."""
 
@@ -80,6 +100,11 @@ class KVCache:
         self.rows = RowAllocator(self.max_rows)
         self.states = StateBank(shape.recurrent_states)
         self._masks = MaskBuilder()
+        self.layout = RowLayout(
+            tuple((len(g.members), g.heads, g.head_dim, g.storage.dtype) for g in self.arena.groups),
+            tuple((array.shape, array.dtype) for array in self.states.past),
+            shape.vocab_size,
+        )
         self.is_settled = True  # False while rows change hands, and after an exception ended that
         self._open: weakref.WeakSet[Sequence] = weakref.WeakSet()
 

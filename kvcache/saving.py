@@ -1,84 +1,187 @@
-"""Rows on disk: written whole or not at all, and read only into the model that made them."""
+"""Rows on disk: written whole or not at all, and read only into the model that made them.
+
+A file is a magic line, the length and the digest of a header, the header (JSON), and a body: token ids, rows and states in this
+order, as they lie in memory. Their shapes are not in the file: the model that reads them knows them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import hmac
 import json
+import math
 import os
 import tempfile
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from staticllm.errors import SavedRowsError
-from staticllm.kvcache.cache import StoredRows
+from staticllm.files import open_regular
+from staticllm.kvcache.cache import RowLayout, StoredRows
+from staticllm.kvcache.finite import is_finite
 
-FORMAT = 1
+MAGIC = b"staticllm rows 2\n"
+MAX_HEADER = 1 << 16
+DIGEST_BYTES = 32
+PIECE = 1 << 24
 Identity = Mapping[str, str]
 
 
-def save(stored: StoredRows, path: str | os.PathLike[str], identity: Identity) -> None:
+def save(stored: StoredRows, path: str | os.PathLike[str], identity: Identity, key: bytes = b"") -> None:
     """Write rows to ``path``, beside it first, so that an interruption leaves what was there before.
 
-    ``identity`` says what must be equal where they are read: model, type of the rows, layout.
+    ``identity`` says what must be equal where they are read: model, type of the rows. With a ``key`` only its owner can write
+    files that are read.
 
     Raises:
-        OSError: the file cannot be written.
+        SavedRowsError: the file cannot be written.
     """
     target = Path(path)
-    header = {"format": FORMAT, "identity": dict(identity), "digest": _digest(stored)}
-    arrays: dict[str, Any] = {f"rows{index}": rows for index, rows in enumerate(stored.rows)}
-    arrays |= {f"states{index}": states for index, states in enumerate(stored.states)}
-    arrays["tokens"] = np.array(stored.tokens, np.int64)
-    arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    handle, scratch = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    arrays = _arrays(stored)
+    digest = _hash(key)
+    for array in arrays:
+        digest.update(memoryview(array).cast("B"))
+    header = json.dumps(
+        {
+            "identity": dict(identity),
+            "num_tokens": len(stored.tokens),
+            "is_keyed": bool(key),
+            "digest": digest.hexdigest(),
+        }
+    ).encode()
     try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, **arrays)
-        Path(scratch).replace(target)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+        handle, scratch = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(MAGIC + len(header).to_bytes(4, "little") + _digest(header, key) + header)
+                for array in arrays:
+                    file.write(memoryview(array).cast("B"))
+            Path(scratch).replace(target)
+        except BaseException:
+            Path(scratch).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise SavedRowsError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
 
 
-def load(path: str | os.PathLike[str], identity: Identity) -> StoredRows:
-    """Rows that ``save`` wrote.
+def load(
+    path: str | os.PathLike[str], identity: Identity, layout: RowLayout, max_tokens: int, key: bytes = b""
+) -> StoredRows:
+    """Rows that ``save`` wrote, at most ``max_tokens``, with the shapes that ``layout`` says.
 
     Raises:
-        SavedRowsError: no such file, a damaged one, or rows of another model; names what differs.
+        SavedRowsError: no such file, a damaged one, rows of another model, more than may be, numbers that are not finite.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            header = json.loads(file["header"].tobytes())
-            rows, states = (
-                tuple(file[f"{kind}{index}"] for index in range(sum(name.startswith(kind) for name in file.files)))
-                for kind in ("rows", "states")
-            )
-            stored = StoredRows(tuple(file["tokens"].tolist()), rows, states)
+        with _explained(path), open_regular(Path(path)) as file:
+            header = _read_header(file, path, key)
+            for name, value in identity.items():
+                if header["identity"].get(name) != value:
+                    raise SavedRowsError(
+                        f"{str(path)!r} holds rows of another {name} ({header['identity'].get(name)}, here {value}): "
+                        "save them again"
+                    )
+            count = header["num_tokens"]
+            if not 0 < count <= max_tokens:
+                raise SavedRowsError(
+                    f"{str(path)!r} has {count} rows, PARKED_ROWS is {max_tokens}: load the model with more"
+                )
+            return _read_body(file, path, layout, count, header["digest"], key)
+    except MemoryError:
+        raise SavedRowsError(f"{str(path)!r} does not fit into memory: close something, or load it elsewhere") from None
+
+
+@contextlib.contextmanager
+def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError:
         raise SavedRowsError(f"{str(path)!r} is not there: save rows first") from None
-    except OSError as error:
-        raise SavedRowsError(f"{str(path)!r} cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, NotImplementedError, AttributeError) as error:
-        raise SavedRowsError(f"{str(path)!r} is damaged, or no file of rows: save them again") from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise SavedRowsError(f"{str(path)!r} has another format than {FORMAT}: save the rows again")
-    for name, value in identity.items():
-        if header["identity"].get(name) != value:
-            raise SavedRowsError(
-                f"{str(path)!r} holds rows of another {name} ({header['identity'].get(name)}, here {value}): save them again"
-            )
-    if header["digest"] != _digest(stored):
-        raise SavedRowsError(f"{str(path)!r} is damaged: its digest does not agree; save the rows again")
-    return stored
+    except (OSError, ValueError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SavedRowsError(f"{str(path)!r} cannot be read: {reason}") from None
 
 
-def _digest(stored: StoredRows) -> str:
-    digest = hashlib.sha256(np.array(stored.tokens, np.int64).tobytes())
-    for rows in (*stored.rows, *stored.states):
-        digest.update(repr(rows.shape).encode())
-        digest.update(np.ascontiguousarray(rows).tobytes())
-    return digest.hexdigest()
+def _read_header(file: BinaryIO, path: str | os.PathLike[str], key: bytes) -> dict[str, Any]:
+    start = file.read(len(MAGIC) + 4 + DIGEST_BYTES)
+    length = int.from_bytes(start[len(MAGIC) : len(MAGIC) + 4], "little")
+    if not start.startswith(MAGIC) or length > MAX_HEADER:
+        raise _damaged(path)
+    text = file.read(length)
+    try:
+        header = json.loads(text)
+        is_keyed = header["is_keyed"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise _damaged(path) from None
+    if is_keyed is not bool(key):
+        what = (
+            "were saved with a key: give INTEGRITY_KEY"
+            if is_keyed
+            else "were saved without a key: leave INTEGRITY_KEY out"
+        )
+        raise SavedRowsError(f"the rows in {str(path)!r} {what}, or save them again")
+    if not hmac.compare_digest(start[-DIGEST_BYTES:], _digest(text, key)):
+        raise _damaged(path, key)
+    is_plain = isinstance(header.get("num_tokens"), int) and isinstance(header.get("digest"), str)
+    if not is_plain or not isinstance(header.get("identity"), dict):
+        raise _damaged(path)
+    found: dict[str, Any] = header
+    return found
+
+
+def _read_body(
+    file: BinaryIO, path: str | os.PathLike[str], layout: RowLayout, count: int, expected: str, key: bytes
+) -> StoredRows:
+    """What follows the header: exactly as many bytes as the model's own shapes take."""
+    shapes = [((count,), np.dtype(np.int64)), *layout.rows(count), *layout.states]
+    left = os.fstat(file.fileno()).st_size - file.tell()
+    needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+    if left != needed:
+        raise SavedRowsError(f"{str(path)!r} has {left} bytes of rows, {count} tokens have {needed}: save them again")
+    digest, arrays = _hash(key), list[np.ndarray[Any, Any]]()
+    for shape, dtype in shapes:
+        array = np.empty(shape, dtype)
+        view = memoryview(array).cast("B")
+        if file.readinto(view) != len(view):  # type: ignore[attr-defined]
+            raise _damaged(path)
+        digest.update(view)
+        arrays.append(array)
+    if not hmac.compare_digest(digest.hexdigest(), expected):
+        raise _damaged(path, key)
+    ids, rows, states = arrays[0], arrays[1 : 1 + len(layout.groups)], arrays[1 + len(layout.groups) :]
+    if ids.min() < 0 or ids.max() >= layout.vocab_size:
+        raise SavedRowsError(
+            f"{str(path)!r} has token ids beyond the vocabulary of {layout.vocab_size}: save the rows again"
+        )
+    if not all(map(is_finite, (*rows, *states))):
+        raise SavedRowsError(
+            f"{str(path)!r} has rows that are not finite: they would spoil every request; save them again"
+        )
+    return StoredRows(tuple(ids.tolist()), tuple(rows), tuple(states))
+
+
+def _arrays(stored: StoredRows) -> list[np.ndarray[Any, Any]]:
+    return [np.ascontiguousarray(array) for array in (stored.ids, *stored.rows, *stored.states)]
+
+
+def _hash(key: bytes) -> Any:
+    """BLAKE2b, keyed where there is a key (RFC 7693)."""
+    return hashlib.blake2b(
+        digest_size=DIGEST_BYTES, key=hashlib.sha256(key).digest() if key else b"", person=b"staticllm rows"
+    )
+
+
+def _digest(data: bytes, key: bytes) -> bytes:
+    digest = _hash(key)
+    digest.update(data)
+    found: bytes = digest.digest()
+    return found
+
+
+def _damaged(path: str | os.PathLike[str], key: bytes = b"") -> SavedRowsError:
+    what = ", or was saved with another INTEGRITY_KEY" if key else ", or no file of rows"
+    return SavedRowsError(f"{str(path)!r} is damaged{what}: save the rows again")

@@ -71,7 +71,7 @@ class Engine:
         Raises:
             ClosedError: the engine was closed.
         """
-        check_process(self._pid)
+        self.check_process()
         with self._wake:
             self._start()
             self._next = Switch(runner, options, on_switch)
@@ -83,7 +83,7 @@ class Engine:
             BusyError: as many wait as may.
             ClosedError: the engine was closed, or belongs to another process.
         """
-        check_process(self._pid)
+        self.check_process()
         with self._wake:
             num_waiting = len(self._inbox) + self._num_waiting
             if num_waiting >= self._options.max_waiting:
@@ -93,6 +93,13 @@ class Engine:
                 )
             self._start()
             self._inbox.append(request)
+
+    def check_process(self) -> None:
+        """
+        Raises:
+            ClosedError: this is a forked child of the process that the engine belongs to.
+        """
+        check_process(self._pid)
 
     def enqueue(self, requests: Iterable[Request]) -> None:
         """Hand requests over without starting the thread: whoever calls ``step`` serves them."""
@@ -113,7 +120,7 @@ class Engine:
             except BaseException as error:  # the caller's to handle, not the engine's
                 future.set_exception(error)
 
-        check_process(self._pid)
+        self.check_process()
         with self._wake:
             self._start()
             self._errands.append(run)

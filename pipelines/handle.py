@@ -4,22 +4,58 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
 from staticllm.core import FinishReason
+from staticllm.errors import StaticLLMError
 from staticllm.pipelines.delivery import Answer, Delivery, Piece
 from staticllm.pipelines.outcome import Outcome
 from staticllm.pipelines.request import End, Request, Token
+from staticllm.pipelines.threads import check_process, start_thread
 
 POLL_SECONDS = 0.5
 """How long a reader waits at a time: where Ctrl-C cannot end a wait, it is seen when the wait is over."""
 
 
+class ReaderRole:
+    """Who reads: one thread at a time, which may enter again. Any thread may leave for it, and a thread that ended has left.
+
+    A lock would not do: an iterator may be begun in one thread and dropped in another.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._owner, self._depth = 0, 0
+
+    def enter(self, timeout: float | None = None) -> bool:
+        """Wait for the role; False if another thread still has it after ``timeout`` seconds."""
+        with self._changed:
+            if not self._changed.wait_for(self._is_free, timeout):
+                return False
+            self._owner, self._depth = threading.get_ident(), self._depth + 1
+            return True
+
+    def go_on(self) -> None:
+        """An iterator goes on, perhaps in another thread than the one that began it."""
+        self._owner = threading.get_ident()
+
+    def leave(self) -> None:
+        with self._changed:
+            self._depth -= 1
+            self._changed.notify_all()
+
+    def _is_free(self) -> bool:
+        if not self._depth or self._owner == threading.get_ident():
+            return True
+        return all(thread.ident != self._owner for thread in threading.enumerate())
+
+
 class GenerationHandle:
-    """One request on its way. Read by one reader at a time: iterate text, or ``tokens()``, or ``async for``.
+    """One request on its way. Read by one reader at a time: iterate text, or ``tokens()``, or ``async for``, or ``await``.
 
     A handle that is dropped before its end cancels its request.
     """
@@ -35,7 +71,7 @@ class GenerationHandle:
         self._request, self._delivery, self._finish, self._build = request, delivery, finish, result
         self._end: End | None = End(FinishReason.LENGTH) if is_done else None
         self._outcome: Outcome | None = None
-        self._reading = threading.RLock()
+        self._role, self._pid = ReaderRole(), os.getpid()
         self._thread: threading.Thread | None = None
         self._first: Piece | None = delivery.echo
         if is_done:
@@ -53,10 +89,29 @@ class GenerationHandle:
         for piece in self.pieces(wants_text=False):
             yield from piece.tokens
 
+    def __await__(self) -> Generator[Any, None, Any]:
+        """Wait for the end without holding up the event loop; the same value that ``generate`` returns."""
+
+        async def read() -> Any:
+            async for _ in self._pieces_async():
+                pass
+            return self.result()
+
+        return read().__await__()
+
     async def __aiter__(self) -> AsyncIterator[str]:
         """Text as it comes, without holding up the event loop. Leaving the loop early cancels."""
-        letters, loop = asyncio.Event(), asyncio.get_running_loop()
         self._delivery.wants_text = True
+        async with contextlib.aclosing(self._pieces_async()) as pieces:
+            async for piece in pieces:
+                if piece.text:
+                    yield piece.text
+
+    async def _pieces_async(self) -> AsyncGenerator[Piece, None]:
+        check_process(self._pid)
+        letters, loop = asyncio.Event(), asyncio.get_running_loop()
+        if not self._role.enter(0):
+            raise StaticLLMError("another thread reads this handle: a handle has one reader at a time")
 
         def wake() -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
@@ -65,15 +120,18 @@ class GenerationHandle:
         mailbox = self._request.mailbox
         mailbox.listener = wake
         try:
+            if (first := self._take_first()) is not None:
+                yield first
             while not self.is_done:
                 letters.clear()
                 letter = mailbox.get(0)
                 if letter is None:
                     await letters.wait()
-                elif (piece := self._take(letter)) is not None and piece.text:
-                    yield piece.text
+                elif (piece := self._take(letter)) is not None:
+                    yield piece
         finally:
             mailbox.listener = None
+            self._role.leave()
             if not self.is_done:
                 self.cancel()
         self._raise_error()
@@ -96,8 +154,9 @@ class GenerationHandle:
         """Wait for the end; the same value that ``generate`` returns.
 
         Raises:
-            TimeoutError: it has not ended after ``timeout`` seconds; it goes on.
+            TimeoutError: it has not ended after ``timeout`` seconds, or another thread is still reading it; it goes on.
             StaticLLMError: the request failed.
+            whatever the callback raised.
         """
         return self._build(self.outcome(timeout))
 
@@ -106,27 +165,47 @@ class GenerationHandle:
         until = None if timeout is None else time.monotonic() + timeout
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
-        with self._reading:
+        if not self._enter(until):
+            raise TimeoutError("another thread is reading this handle, and the request has not ended yet; it goes on")
+        try:
             while not self.is_done:
                 self._next(until)
             self._raise_error()
             if self._outcome is None:
                 self._outcome = self._finish(self._delivery.answer)
             return self._outcome
+        finally:
+            self._role.leave()
+
+    def _enter(self, until: float | None) -> bool:
+        """Become the reader; a wait that Ctrl-C cannot end is cut into short ones."""
+        while True:
+            rest = POLL_SECONDS if until is None else min(POLL_SECONDS, max(until - time.monotonic(), 0))
+            if self._role.enter(rest):
+                return True
+            if until is not None and time.monotonic() >= until:
+                return False
 
     def call_back(self, callback: Callable[[str], Any]) -> None:
-        """Let a thread of its own read, and call ``callback`` with text; what it raises ends the request and is the result's."""
+        """Let a thread of its own read, and call ``callback`` with text; what it raises ends the request and is the result's.
+
+        Raises:
+            StaticLLMError: the thread cannot be started; the request was cancelled.
+        """
 
         def read() -> None:
             try:
                 for text in self:
                     callback(text)
-            except Exception as error:
+            except BaseException as error:  # SystemExit and CancelledError too: nobody else would hear of them
                 self.cancel()
                 self._end = End(FinishReason.ERROR, error)
 
-        self._thread = threading.Thread(target=read, name="staticllm-callback", daemon=True)
-        self._thread.start()
+        try:
+            self._thread = start_thread(read, "staticllm-callback")
+        except StaticLLMError:
+            self.cancel()
+            raise
 
     def stop(self, is_dropped: bool = False) -> None:
         """The reader has had enough: cancel, and take nothing more. Where the answer has ended by itself, do nothing."""
@@ -139,21 +218,30 @@ class GenerationHandle:
     def pieces(self, wants_text: bool = True) -> Iterator[Piece]:
         """Tokens together with the text that they add, as they come."""
         self._delivery.wants_text |= wants_text
-        with self._reading:
-            if self._first is not None:
-                first, self._first = self._first, None
+        self._enter(None)
+        try:
+            if (first := self._take_first()) is not None:
                 yield first
             while not self.is_done:
+                self._role.go_on()
                 piece = self._next(None)
                 if piece is not None:
                     yield piece
+        finally:
+            self._role.leave()
         self._raise_error()
+
+    def _take_first(self) -> Piece | None:
+        """The prompt, where it is part of the answer: once."""
+        first, self._first = self._first, None
+        return first
 
     def _raise_error(self) -> None:
         if self._end is not None and self._end.error is not None:
             raise self._end.error
 
     def _next(self, until: float | None) -> Piece | None:
+        check_process(self._pid)
         while True:
             rest = POLL_SECONDS if until is None else min(POLL_SECONDS, until - time.monotonic())
             letter = self._request.mailbox.get(max(rest, 0))

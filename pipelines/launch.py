@@ -18,18 +18,22 @@ from staticllm.pipelines.scheduling.view import Policy
 from staticllm.pipelines.start import Loaded, Rest, load, make_engine, options_of
 from staticllm.pipelines.trial import random_feeds, run_apart
 
+PRECISION = "INFERENCE_PRECISION_HINT"
 Candidate = tuple[str, StaticLLMConfig]
 """A device, and the config for it: devices know different properties."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Launched:
-    """An engine that serves, on ``device``; ``background`` is what still goes on, None if all is there."""
+    """An engine that serves from ``loaded``, on ``device``; ``background`` is what still goes on, None if all is there.
+
+    Where the CPU serves until the device can, ``loaded`` and ``device`` change with the engine's runner.
+    """
 
     engine: Engine
     loaded: Loaded
     device: str
-    background: Background | None
+    background: Background | None = None
 
 
 def launch(directory: Path, candidates: Sequence[Candidate], policy: Policy, on_progress: OnProgress) -> Launched:
@@ -97,25 +101,36 @@ def _from_cpu_first(
     directory: Path, candidates: Sequence[Candidate], policy: Policy, on_progress: OnProgress
 ) -> Launched:
     """The CPU serves until the device can; then a switch between two requests."""
-    own = candidates[0][1]
-    plain = replace(own, programs="auto", cache_dir=None, blob_path=None, export_blob=False, device_properties={},
-                    prefill_config={}, generate_config={}, kv_cache_precision=None, asked=frozenset())  # fmt: skip
-    cpu = load(directory, "CPU", plain, on_progress)
-    engine = make_engine(cpu, policy)
+    cpu = load(directory, "CPU", _config_of_cpu(candidates), on_progress)
+    launched = Launched(make_engine(cpu, policy), cpu, "CPU")
     held: list[Rest] = []
 
     def switch() -> None:
-        loaded, _ = load_first(directory, candidates, on_progress)
+        loaded, device = load_first(directory, candidates, on_progress)
         if loaded.rest is not None:
             held.append(loaded.rest)
             loaded = _completed(loaded, loaded.rest)
-        engine.switch(loaded.runner, options_of(loaded))
+
+        def is_seated() -> None:
+            launched.loaded, launched.device = loaded, device
+
+        launched.engine.switch(loaded.runner, options_of(loaded), is_seated)
 
     def release() -> None:
         for rest in held:
             rest.release()
 
-    return Launched(engine, cpu, "CPU", Background(lambda: [switch], on_progress, release))
+    launched.background = Background(lambda: [switch], on_progress, release)
+    return launched
+
+
+def _config_of_cpu(candidates: Sequence[Candidate]) -> StaticLLMConfig:
+    """What the CPU serves with meanwhile: its own defaults, and the precision that was asked for."""
+    own = candidates[0][1]
+    known = next((config for device, config in candidates if device == "CPU"), own).device_properties
+    precision = {name: value for name, value in known.items() if name == PRECISION}
+    return replace(own, programs="auto", cache_dir=None, blob_path=None, export_blob=False, device_properties=precision,
+                   prefill_config={}, generate_config={}, kv_cache_precision=None, asked=frozenset())  # fmt: skip
 
 
 def _completed(loaded: Loaded, rest: Rest) -> Loaded:

@@ -85,12 +85,11 @@ class StaticLLMPipeline:
         policy = make_policy(asked.scheduler if scheduler is None else scheduler)
         tokenizer = tokenizer or read_tokenizer(directory)
         self._intake = Intake(tokenizer, read_generation_config(directory, tokenizer))
-        launched = launch(directory, candidates, policy, on_progress or (lambda event: None))
-        loaded, self._device, self._background = launched.loaded, launched.device, launched.background
-        self._config, self._directory = loaded.config, directory
-        self._shape, self._row_type = loaded.programs.shape, loaded.programs.options.row_type
-        self._identity_of_rows: dict[str, str] = {}
-        self._engine: Engine = launched.engine
+        self._launched = launch(directory, candidates, policy, on_progress or (lambda event: None))
+        self._engine, self._background = self._launched.engine, self._launched.background
+        self._directory = directory
+        self._shape = self._launched.loaded.programs.shape
+        self._model_identity = ""
         self._finalizer = weakref.finalize(self, _close, self._background, self._engine)
         self._history: list[dict[str, str]] | None = None
         self._lock, self._owner = threading.Lock(), 0
@@ -98,8 +97,8 @@ class StaticLLMPipeline:
 
     @property
     def config(self) -> StaticLLMConfig:
-        """The resolved configuration."""
-        return self._config
+        """The resolved configuration of what serves now; with ``SERVE_FROM_CPU`` first the CPU's, then the device's."""
+        return self._launched.loaded.config
 
     def generate(
         self,
@@ -132,7 +131,9 @@ class StaticLLMPipeline:
             PromptTooLongError: more than ``MAX_PROMPT_LEN`` tokens, and ``overflow`` is ``stop``.
             GenerationConfigError: an unknown option or an impossible value.
             BusyError: ``MAX_WAITING`` requests wait.
+            ClosedError: the pipeline was closed, or this is a forked child of the process that loaded it.
         """
+        self._engine.check_process()
         form, sink = form_of(inputs), make_sink(streamer)
         call = self._intake.call(form, generation_config, kwargs, overflow, priority, None)
         if self._history is not None and form in ("text", "texts"):
@@ -176,6 +177,7 @@ class StaticLLMPipeline:
             BusyError: ``MAX_WAITING`` requests wait.
             PromptError, PromptTooLongError, GenerationConfigError: as for ``generate``.
         """
+        self._engine.check_process()
         call = self._intake.call(form_of(inputs), generation_config, kwargs, overflow, priority, deadline_ms)
         prompts = self._intake.encode(inputs, call)
         if len(prompts) != 1:
@@ -209,7 +211,7 @@ class StaticLLMPipeline:
             SavedRowsError: nothing that is known begins like this.
         """
         ids = self._conversation() if inputs is None else self._ids_of(inputs)
-        return save_rows(self._engine, ids, path, self._identity())
+        return save_rows(self._engine, ids, path, self._identity(), self.config.integrity_key or b"")
 
     def load_rows(self, path: str | os.PathLike[str]) -> int:
         """Read rows that ``save_rows`` wrote; prompts that begin like them do not compute that part. How many tokens.
@@ -217,7 +219,7 @@ class StaticLLMPipeline:
         Raises:
             SavedRowsError: no such file, a damaged one, rows of another model.
         """
-        return load_rows(self._engine, path, self._identity())
+        return load_rows(self._engine, path, self._identity(), self.config.integrity_key or b"")
 
     def stats(self) -> Stats:
         """What the engine has done since it was loaded: latencies, shares of the device, padding, prefix hits, rows."""
@@ -307,17 +309,14 @@ class StaticLLMPipeline:
 
     def _identity(self) -> dict[str, str]:
         """What must be equal where saved rows are read; the digest of the weights is computed when first needed."""
-        if not self._identity_of_rows:
-            weights = weights_of(self._directory, self._config.weights_path)
-            self._identity_of_rows = {
-                "model": " ".join(model_identity(self._directory, weights).values()),
-                "row type": self._row_type,
-            }
-        return self._identity_of_rows
+        if not self._model_identity:
+            weights = weights_of(self._directory, self.config.weights_path)
+            self._model_identity = " ".join(model_identity(self._directory, weights).values())
+        return {"model": self._model_identity, "row type": self._launched.loaded.programs.options.row_type}
 
     def _begin(self, ids: list[int], call: Call) -> GenerationHandle:
         """Check a prompt and hand it to the engine."""
-        limit, options, encoded = self._config.max_prompt_len, call.options, time.perf_counter()
+        limit, options, encoded = self.config.max_prompt_len, call.options, time.perf_counter()
         ids = shorten(ids, limit, call.overflow)
         check_ids(ids, self._shape.vocab_size, limit, call.is_chat)
         options.check_room(len(ids))

@@ -33,7 +33,7 @@ class End:
     """The last thing in a mailbox."""
 
     reason: FinishReason
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 class Mailbox:

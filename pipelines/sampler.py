@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from staticllm.errors import GenerationConfigError
+
 Logits = NDArray[np.float32]
 IntArray = NDArray[np.intp]
 COLDEST = 1e-6  # a temperature below this is this: the most likely token and its ties
@@ -52,6 +54,9 @@ class Sampler:
         """The next token and its log-probability under the model's own logits (0.0 unless asked for).
 
         ``logits [vocab]`` is left as it is; tokens in ``banned`` are not chosen; ``best`` is the most likely one, if known.
+
+        Raises:
+            GenerationConfigError: every token that could be chosen is banned.
         """
         original = logits
         if banned is not None or self._has_penalty or self._params.do_sample:
@@ -62,6 +67,11 @@ class Sampler:
             logits[banned] = -np.inf
         if self._has_penalty:
             self._penalise(logits)
+        if banned is not None and not np.isfinite(logits.max()):
+            raise GenerationConfigError(
+                f"nothing is left to choose: {len(banned)} of {self.vocab_size} tokens end the answer and min_new_tokens "
+                "forbids that; lower min_new_tokens or shorten stop_token_ids"
+            )
         token = self._pick(logits) if best is None else best
         logprob = _logprob(original, token) if self._params.wants_logprobs else 0.0
         if self._has_penalty:

@@ -14,6 +14,7 @@ from staticllm.errors import ConfigError
 
 MAX_LEN = 1 << 20
 MAX_SLOTS = 64
+MIN_KEY_BYTES = 16
 SCHEDULERS = ("dynamic", "fcfs", "prefill_first", "decode_first", "chunked")
 _ROW_TYPES = ("f32", "f16", "bf16", "u8")
 _REPLACED_PREFIXES = ("NPUW_", "NPU_USE_NPUW")
@@ -61,6 +62,8 @@ class StaticLLMConfig:
             then (``WEIGHTS_DECRYPTION_CALLBACK``).
         blob_path: A blob set: loaded instead of compiling, or written with ``export_blob`` (``BLOB_PATH``).
         export_blob: Compile and write the set to ``blob_path``, or ``openvino_model.blob`` beside the IR (``EXPORT_BLOB``).
+        integrity_key: Bytes that only the application knows: blob sets and saved rows are signed with it (BLAKE2b, keyed), and
+            those signed otherwise, or not at all, are refused (``INTEGRITY_KEY``, docs/security.md).
         weights_path: The weights, if they do not lie beside the IR (``WEIGHTS_PATH``).
         background_compile: Serve as soon as the fewest programs are there and compile the others meanwhile. None for yes, but
             on a CPU only for the program for single rows, and for that only where no blobs are written (``BACKGROUND_COMPILE``).
@@ -95,6 +98,7 @@ class StaticLLMConfig:
     weights_decryption_callback: Crypt | None = field(default=None, repr=False)
     blob_path: str | None = None
     export_blob: bool = False
+    integrity_key: bytes | None = field(default=None, repr=False)
     weights_path: str | None = None
     background_compile: bool | None = None
     serve_from_cpu: bool = False
@@ -149,6 +153,9 @@ class StaticLLMConfig:
         decrypt = self.weights_decryption_callback
         if decrypt is not None and not callable(decrypt):
             raise ConfigError(f"WEIGHTS_DECRYPTION_CALLBACK={decrypt!r}: must be a callable, from bytes to bytes")
+        key = self.integrity_key
+        if key is not None and (not isinstance(key, bytes) or len(key) < MIN_KEY_BYTES):
+            raise ConfigError(f"INTEGRITY_KEY: must be bytes, {MIN_KEY_BYTES} or more (os.urandom(32)), or be left out")
         callbacks = self.cache_encryption_callbacks
         if callbacks is not None:
             is_pair = isinstance(callbacks, (tuple, list)) and len(callbacks) == 2 and all(map(callable, callbacks))

@@ -62,10 +62,9 @@ def test_saved_rows_cannot_lie(zoo, prompt_of, tmp_path):
             broken = bytearray(whole)
             broken[place] ^= 1 << rng.randrange(8)
             path.write_bytes(broken)
-            try:
-                assert pipe.load_rows(path) in (39, 40, 43), "a bit of the container that says nothing"
-            except SavedRowsError as error:
-                assert "\n" not in str(error)
+            with pytest.raises(SavedRowsError) as refused:
+                pipe.load_rows(path)
+            assert "\n" not in str(refused.value)
         for length in (0, 10, len(whole) // 2, len(whole) - 1):
             path.write_bytes(whole[:length])
             with pytest.raises(SavedRowsError):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from staticllm import StaticLLMPipeline
-from staticllm.errors import ConfigError, DeviceError
-from staticllm.pipelines import start
+from staticllm.errors import ConfigError, DeviceError, SavedRowsError
+from staticllm.pipelines import launch, start
 from staticllm.pipelines.blob_cache import BlobCache
 from staticllm.pipelines.reference import StatefulReference
 
@@ -132,6 +132,29 @@ def test_the_cpu_serves_until_the_device_can(is_staged, zoo, expected):
         assert [list(handle.result().tokens[0])[:12] for handle in (*running, *later)] == [expected] * 8
         assert say(pipe) == expected
         assert pipe._engine.runner is not first and len(pipe._engine.runner.programs) > 4
+
+
+@pytest.mark.filterwarnings("ignore:device 'TOASTER'")
+def test_config_and_row_type_are_those_of_what_serves(zoo, tmp_path, monkeypatch):
+    gate, load_first = threading.Event(), launch.load_first
+
+    def held_back(*arguments):
+        gate.wait(60)
+        return load_first(*arguments)
+
+    monkeypatch.setattr(launch, "load_first", held_back)
+    options = {**STAGED, "KV_CACHE_PRECISION": "f16", "SERVE_FROM_CPU": True}
+    with StaticLLMPipeline(zoo / "llama", "TOASTER,CPU", **options) as pipe:
+        assert pipe.config.programs == "auto" and pipe.config.kv_cache_precision is None
+        say(pipe)
+        assert pipe.save_rows(tmp_path / "rows", np.array([PROMPT])) > 20
+        assert pipe.load_rows(tmp_path / "rows") > 20
+        gate.set()
+        assert pipe.wait_until_complete(60)
+        say(pipe)
+        assert pipe.config.programs == "separate" and pipe.config.kv_cache_precision == "f16"
+        with pytest.raises(SavedRowsError, match=r"rows of another row type .f32, here f16"):
+            pipe.load_rows(tmp_path / "rows")
 
 
 SINGLE = {**EXACT, "PROGRAMS": "single_row", "MAX_NUM_SEQS": 2}

@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from staticllm.core import MaskKind, Variant
-from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError
-from staticllm.kvcache import cache as cache_module
+from staticllm.errors import BusyError, ClosedError, NumericalError
 from staticllm.pipelines.request import End, Token
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.pipelines.scheduling.view import Plan
@@ -229,123 +228,36 @@ def test_priority_goes_first():
     assert high.token_times[-1] < low.token_times[0]
 
 
-# -- failures
-
-
-@pytest.mark.parametrize("name", sorted(POLICIES))
-def test_numbers_that_are_not_finite_end_one_request_only(name):
-    """They spoil every call that the request is in; the others run again without it."""
-    engine = fake_engine(make_policy(name))
-    innocent = [fake_request(range(20 * i, 20 * i + 5 + 3 * i), 9) for i in range(8)]
-    guilty = [fake_request([1, POISON, 3], 9), fake_request([*range(60, 80), POISON], 9)]
-    engine.enqueue([*innocent[:3], guilty[0], *innocent[3:6], guilty[1], *innocent[6:]])
-    run_to_end(engine, [])
-    for request in guilty:
-        end = letters_of(request)[-1]
-        assert isinstance(end.error, NumericalError) and not request.num_generated
-    for index, request in enumerate(innocent):
-        assert request.tokens == fake_answer(range(20 * index, 20 * index + 5 + 3 * index), 9)
-    assert_empty(engine)
-
-
-def test_suspects_and_others_have_calls_in_turns():
-    engine = fake_engine(make_policy("dynamic"), max_num_seqs=2)
-    decoding = [fake_request([7, 8, i], 40) for i in range(2)]
-    engine.enqueue(decoding)
-    while decoding[1].num_generated < 3:
-        engine.step()
-    prompts = [fake_request([i, i + 1, i + 2], 2) for i in range(30, 36)]
-    engine.enqueue([fake_request([POISON], 2), *prompts])
-    gaps, seen = [0], decoding[0].num_generated
-    for _ in range(60):
-        engine.step()
-        gaps.append(gaps[-1] + 1 if decoding[0].num_generated == seen else 0)
-        seen = decoding[0].num_generated
-        if decoding[0].num_generated == 40:
-            break
-    assert max(gaps) <= 3, "nobody who decodes waits for all suspects"
-    run_to_end(engine, [])
-    assert all(request.num_generated == request.limit for request in (*decoding, *prompts))
-
-
-def test_rows_that_are_not_finite_are_never_kept(monkeypatch):
-    """A model with windows, say: its own logits are finite, but its rows would poison everybody's."""
-    engine = fake_engine(make_policy("fcfs"))
-    request, other = fake_request([1, 2, 3], 5), fake_request([4, 5, 6], 5)
-    monkeypatch.setattr(cache_module, "is_finite", lambda rows: not (rows[..., 0] == 2).any())
-    run_to_end(engine, [request, other])
-    assert isinstance(letters_of(request)[-1].error, NumericalError)
-    assert other.tokens == fake_answer([4, 5, 6], 5)
-
-
-@pytest.mark.parametrize("part", ["arena.write", "rows.allocate"])
-def test_a_failure_inside_a_commit_recomputes_the_others(monkeypatch, part):
-    engine = fake_engine(make_policy("fcfs"))
-    first, second = fake_request([1, 2, 3], 12), fake_request(range(30, 60), 4)
-    engine.enqueue([first])
-    while first.num_generated < 3:
-        engine.step()
-    owner, _, method = part.partition(".")
-    target = getattr(engine.runner.cache, owner)
-
-    def fail(*_):
-        raise RuntimeError("disk on fire")
-
-    engine.enqueue([second])
-    monkeypatch.setattr(target, method, fail)
-    engine.step()
-    monkeypatch.undo()
-    run_to_end(engine, [])
-    assert isinstance(letters_of(second)[-1].error, DeviceError)
-    assert first.tokens == fake_answer([1, 2, 3], 12)
-    assert_empty(engine)
-
-
-def test_a_failing_device_fails_only_who_was_in_the_call(monkeypatch):
-    engine = fake_engine(make_policy("fcfs"))
-    running, arriving = fake_request([1, 2, 3], 8), fake_request(range(20), 3)
+def test_closing_while_a_switch_is_pending_ends_every_request():
+    """New requests wait for the other runner; closed before that, they end as cancelled like all others."""
+    engine, other = fake_engine(make_policy("fcfs")), fake_engine(make_policy("fcfs"))
+    running, waiting = fake_request([1, 2, 3], 60), fake_request([4, 5, 6], 4)
     engine.enqueue([running])
-    while not running.num_generated:
-        engine.step()
-    for variant, program in engine.runner.programs.items():
-        if variant.rows > 4:
-            monkeypatch.setattr(program, "run", lambda meanwhile: (_ for _ in ()).throw(RuntimeError("device lost\n")))
-    engine.enqueue([arriving])
-    run_to_end(engine, [])
-    assert str(letters_of(arriving)[-1].error) == "the device failed: device lost"
-    assert running.tokens == fake_answer([1, 2, 3], 8)
-
-
-def test_a_failure_outside_the_call_ends_everybody_and_the_engine_goes_on(monkeypatch):
-    engine = fake_engine(make_policy("fcfs"))
-    first, second = fake_request([1, 2, 3], 30), fake_request([4, 5, 6], 30)
-    engine.enqueue([first, second])
-    while not second.num_generated:
-        engine.step()
-    first.is_cancelled = True
-
-    def fail(*_):
-        raise MemoryError("no memory for a copy")
-
-    monkeypatch.setattr(engine.tenancy.prefix, "keep", fail)
     engine.step()
-    monkeypatch.undo()
-    assert {letters_of(request)[-1].reason for request in (first, second)} == {"error"}
-    third = fake_request([1, 2, 3], 5)
-    run_to_end(engine, [third])
-    assert third.tokens == fake_answer([1, 2, 3], 5)
-    assert_empty(engine)
+    switched = []
+    engine._start = lambda: None  # this thread serves
+    engine.switch(other.runner, other._options, lambda: switched.append(True))
+    engine.submit(waiting)
+    for _ in range(3):
+        engine.step()
+    engine._is_closing = True
+    engine._loop()
+    assert [reason_of(request) for request in (running, waiting)] == ["cancelled", "cancelled"]
+    assert not switched and engine.is_idle
 
 
-def test_a_failing_stop_string_check_ends_one_request_only():
-    def watch(token):
-        raise ValueError("no such token")
-
-    engine = fake_engine(make_policy("dynamic"))
-    bad, good = fake_request([1, 2], 5, watch=watch), fake_request([3, 4], 5)
-    run_to_end(engine, [bad, good])
-    assert isinstance(letters_of(bad)[-1].error, ValueError) and reason_of(good) == "length"
-    assert_empty(engine)
+def test_a_switch_happens_between_two_requests_and_is_told():
+    engine, other = fake_engine(make_policy("fcfs")), fake_engine(make_policy("fcfs"))
+    running, waiting = fake_request([1, 2, 3], 9), fake_request([4, 5, 6], 4)
+    engine.enqueue([running])
+    engine.step()
+    engine._start, switched = (lambda: None), []
+    engine.switch(other.runner, other._options, lambda: switched.append(engine.is_idle))
+    engine.submit(waiting)
+    run_to_end(engine, [])
+    assert engine.runner is other.runner and len(switched) == 1
+    assert [reason_of(request) for request in (running, waiting)] == ["length", "length"]
+    assert waiting.tokens == fake_answer([4, 5, 6], 4)
 
 
 # -- the thread

@@ -117,7 +117,7 @@ def test_saved_rows_hold_the_states(tmp_path):
     first = fake_request(range(20), 5)
     run_to_end(engine, [first])
     save(engine.tenancy.prefix.find(first.tokens, []), tmp_path / "rows", {"model": "fake"})
-    stored = load(tmp_path / "rows", {"model": "fake"})
+    stored = load(tmp_path / "rows", {"model": "fake"}, engine.runner.cache.layout, 100)
     assert len(stored.states) == 1 and stored.states[0].dtype == np.int64
     another = new_engine()
     another.tenancy.prefix.restore(stored)

@@ -1,0 +1,207 @@
+"""Reading an answer: from several threads, from callbacks that leave in every way, from an event loop, in a forked child."""
+
+import asyncio
+import gc
+import os
+import queue
+import threading
+import time
+
+import pytest
+
+from staticllm import ClosedError, GenerationConfigError, StaticLLMError, StaticLLMPipeline, demo_model_path
+
+SMALL = {"MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 192, "INFERENCE_PRECISION_HINT": "f32"}
+LONG = {"max_new_tokens": 190, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    with StaticLLMPipeline(demo_model_path(), "CPU", **SMALL) as pipe:
+        yield pipe
+
+
+def in_thread(function):
+    """Run a function in a thread of its own to its end; what it returned or raised."""
+    results = queue.SimpleQueue()
+
+    def run():
+        try:
+            results.put((function(), None))
+        except BaseException as error:
+            results.put((None, error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    return results.get(timeout=0)
+
+
+def test_result_with_a_timeout_while_another_thread_holds_a_half_read_iterator(pipe):
+    handle = pipe.submit("hello", **LONG)
+    pieces = iter(handle)
+    next(pieces)
+    start = time.monotonic()
+    _, error = in_thread(lambda: handle.result(timeout=0.2))
+    assert isinstance(error, TimeoutError) and "another thread is reading" in str(error)
+    assert time.monotonic() - start < 5
+    assert "".join(pieces) and len(handle.result().tokens[0]) == 190, "nothing was taken from the reader"
+
+
+def test_an_iterator_begun_in_one_thread_may_be_dropped_in_another(pipe, recwarn):
+    handle = pipe.submit("hello", max_new_tokens=20, ignore_eos=True)
+    held = [iter(handle)]
+    next(held[0])
+
+    def drop():
+        held.clear()
+        gc.collect()
+        return handle.result(timeout=30)
+
+    result, error = in_thread(drop)
+    assert error is None and len(result.tokens[0]) == 20
+    assert not [w for w in recwarn if "Unraisable" in w.category.__name__]
+
+
+def test_an_iterator_may_go_on_in_another_thread_and_a_reader_that_ended_holds_nothing(pipe):
+    handle = pipe.submit("hello", max_new_tokens=20, ignore_eos=True)
+    pieces, _ = in_thread(lambda: (it := iter(handle), next(it))[0])
+    (second, _) = in_thread(lambda: next(pieces))
+    assert second and len(handle.result(timeout=30).tokens[0]) == 20
+    assert list(pieces) == []
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt(), ZeroDivisionError("mine")]
+)
+def test_whatever_a_callback_raises_ends_the_request_and_is_the_results(pipe, error):
+    def callback(text):
+        raise error
+
+    handle = pipe.submit("hello", **LONG, callback=callback)
+    with pytest.raises(type(error)):
+        handle.result(timeout=30)
+    assert pipe.engine.call(lambda: pipe.engine.is_idle) or wait_until_idle(pipe)
+    assert handle.finish_reason == "error"
+
+
+def wait_until_idle(pipe):
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        if pipe.engine.call(lambda: pipe.engine.is_idle):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_async_for_and_await_say_what_generate_says(pipe):
+    async def main():
+        handle = pipe.submit("hello", max_new_tokens=6, echo=True)
+        pieces = [piece async for piece in handle]
+        return pieces, handle.result(), await pipe.submit("hello", max_new_tokens=6, echo=True)
+
+    pieces, result, awaited = asyncio.run(main())
+    expected = pipe.generate("hello", max_new_tokens=6, echo=True)
+    assert len(expected.tokens[0]) == 6 and len(expected) > len(pipe.generate("hello", max_new_tokens=6))
+    assert "".join(pieces) == result == awaited == expected
+
+
+def test_a_cancelled_await_cancels_the_request(pipe):
+    async def main():
+        handle = pipe.submit("hello", **LONG)
+        task = asyncio.ensure_future(handle)
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert wait_until_idle(pipe)
+
+
+def test_an_awaited_error_is_the_requests(pipe):
+    async def main():
+        return await pipe.submit("hello", max_new_tokens=4, min_new_tokens=4, stop_token_ids=set(range(100_000)))
+
+    with pytest.raises(GenerationConfigError, match="nothing is left to choose"):
+        asyncio.run(main())
+
+
+def test_two_readers_at_once_are_refused_in_an_event_loop(pipe):
+    handle = pipe.submit("hello", **LONG)
+    pieces = iter(handle)
+    next(pieces)
+
+    async def read():
+        return await handle
+
+    _, error = in_thread(lambda: asyncio.run(read()))
+    assert isinstance(error, StaticLLMError) and "one reader at a time" in str(error)
+    handle.cancel()
+
+
+# -- where no thread can be had
+
+
+def test_a_thread_that_cannot_be_started_fails_one_call_only(monkeypatch):
+    with StaticLLMPipeline(demo_model_path(), "CPU", **SMALL) as pipe:
+        start = threading.Thread.start
+
+        def fail(thread):
+            if thread.name.startswith("staticllm"):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        for call in (pipe.generate, pipe.submit):
+            with pytest.raises(StaticLLMError, match="'staticllm-engine' cannot be started beside"):
+                call("hello", max_new_tokens=2)
+        monkeypatch.undo()
+        assert pipe.generate("hello", max_new_tokens=2)
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(StaticLLMError, match="'staticllm-callback' cannot be started"):
+            pipe.submit("hello", **LONG, callback=lambda text: None)
+        monkeypatch.undo()
+        assert wait_until_idle(pipe)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_child_is_refused_and_the_parent_goes_on():
+    with StaticLLMPipeline(demo_model_path(), "CPU", **SMALL) as pipe:
+        handle = pipe.submit("hello", **LONG)
+        next(iter(handle))
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            said = []
+            for call in (
+                lambda: pipe.generate("hello"),
+                lambda: pipe.submit("hello"),
+                lambda: pipe.start_chat() or pipe.generate("hello"),
+                lambda: handle.result(timeout=5),
+                pipe.close,
+            ):
+                try:
+                    call()
+                    said.append("done")
+                except BaseException as error:
+                    said.append(type(error).__name__ + " " + str(error))
+            os.write(writer, "\n".join(said).encode())
+            os._exit(0)
+        os.close(writer)
+        try:
+            assert len(handle.result(timeout=60).tokens[0]) == 190
+            until = time.monotonic() + 30
+            while os.waitpid(child, os.WNOHANG) == (0, 0):
+                assert time.monotonic() < until, "the child hangs"
+                time.sleep(0.02)
+        finally:
+            with os.fdopen(reader, encoding="utf-8") as file:
+                said = file.read().split("\n")
+        assert len(said) == 5 and said[-1] == "done"
+        for line in said[:4]:
+            assert line.startswith("ClosedError the pipeline was loaded in process") and "spawn" in line
+        assert pipe.generate("hello", max_new_tokens=2)
+    with pytest.raises(ClosedError, match="is closed"):
+        pipe.generate("hello")
