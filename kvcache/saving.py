@@ -44,7 +44,7 @@ def save(stored: StoredRows, path: str | os.PathLike[str], identity: Identity, k
     arrays = _arrays(stored)
     digest = _hash(key)
     for array in arrays:
-        digest.update(memoryview(array).cast("B"))
+        digest.update(_bytes_of(array))
     header = json.dumps(
         {
             "identity": dict(identity),
@@ -59,7 +59,7 @@ def save(stored: StoredRows, path: str | os.PathLike[str], identity: Identity, k
             with os.fdopen(handle, "wb") as file:
                 file.write(MAGIC + len(header).to_bytes(4, "little") + _digest(header, key) + header)
                 for array in arrays:
-                    file.write(memoryview(array).cast("B"))
+                    file.write(_bytes_of(array))
             Path(scratch).replace(target)
         except BaseException:
             Path(scratch).unlink(missing_ok=True)
@@ -145,7 +145,7 @@ def _read_body(
     digest, arrays = _hash(key), list[np.ndarray[Any, Any]]()
     for shape, dtype in shapes:
         array = np.empty(shape, dtype)
-        view = memoryview(array).cast("B")
+        view = _bytes_of(array)
         if file.readinto(view) != len(view):  # type: ignore[attr-defined]
             raise _damaged(path)
         digest.update(view)
@@ -166,6 +166,11 @@ def _read_body(
 
 def _arrays(stored: StoredRows) -> list[np.ndarray[Any, Any]]:
     return [np.ascontiguousarray(array) for array in (stored.ids, *stored.rows, *stored.states)]
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
+    """The memory of a contiguous array."""
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _hash(key: bytes) -> Any:

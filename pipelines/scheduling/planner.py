@@ -180,10 +180,10 @@ class _PolicyThread:
         if self._index is None or self._index[0] is not index:
             self._index = index, VariantIndex(index.variants, index.needs_real_rows)
         device = replace(view.device, index=self._index[1], seconds=_Costs(costs))
-        groups = {
-            name: tuple(map(replace, getattr(view, name))) for name in ("waiting", "prefilling", "running", "parked")
-        }
-        return replace(view, device=device, **groups)
+        waiting, prefilling, running, parked = (
+            tuple(map(replace, group)) for group in (view.waiting, view.prefilling, view.running, view.parked)
+        )
+        return replace(view, device=device, waiting=waiting, prefilling=prefilling, running=running, parked=parked)
 
 
 class _Costs:
