@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
+import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from staticllm.errors import BlobError
-from staticllm.pipelines.blob_set import MANIFEST, SCRATCH, Manifest, read_manifest, read_stored, remove_leftovers
+from staticllm.pipelines.blob_set import MANIFEST, read_manifest, read_stored, remove_set
+from staticllm.pipelines.file_lock import Lease, acquire
 from staticllm.pipelines.identity import Identity, bytes_digest
+from staticllm.pipelines.manifest import Manifest
 
 PREFIX = "staticllm-"
 """Of every folder that is ours: OpenVINO and others may keep their files beside."""
+_NAME = re.compile(re.escape(PREFIX) + "[0-9a-f]{24}")
 NOT_NOW = 0.0
 
 
@@ -35,44 +37,60 @@ class Entry:
     manifest: Manifest | None
     problem: str
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether its writer never came to the end."""
+        return self.manifest is None and not (self.folder / MANIFEST).exists()
+
 
 def key_of(identity: Identity) -> str:
     """The same for equal identities, in every process and on every machine."""
     return bytes_digest(json.dumps(identity, sort_keys=True).encode())[:24]
 
 
+def _is_entry(path: Path) -> bool:
+    return _NAME.fullmatch(path.name) is not None and path.is_dir() and not path.is_symlink()
+
+
 class BlobCache:
     """``limit`` bytes at most; the set that was written or loaded last always stays."""
 
-    def __init__(self, folder: str | os.PathLike[str], limit: int | None = None) -> None:
+    def __init__(self, folder: str | os.PathLike[str], limit: int | None = None, key: bytes = b"") -> None:
         self.folder = Path(folder)
         self.limit = limit
+        self._key = key  # that sets are signed with, if they are
 
     def path(self, key: str) -> Path:
         return self.folder / f"{PREFIX}{key}"
 
     @contextmanager
     def locked(self, key: str, timeout: float = -1) -> Iterator[None]:
-        """Alone with the set ``key``, of all processes; what a process that died had begun is removed.
+        """Alone with the set ``key``, of all threads of all processes.
 
         Raises:
-            Timeout: somebody else has it for longer than ``timeout`` seconds.
+            Timeout: somebody else has it for longer than ``timeout`` seconds, or this very thread has it already.
             OSError: the folder cannot be written.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.folder / f"{PREFIX}{key}.lock", timeout=timeout, thread_local=False)
-        with lock:
-            remove_leftovers(self.folder, f"{PREFIX}{key}")
+        lease = self.lease(key, timeout)
+        try:
             yield
+        finally:
+            lease.release()
+
+    def lease(self, key: str, timeout: float = -1) -> Lease:
+        """The same, to be released by hand."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return acquire(self.folder / f"{PREFIX}{key}.lock", timeout)
 
     def touch(self, key: str) -> None:
-        """It was used now."""
-        os.utime(self.path(key) / MANIFEST)
+        """It was used now. Where that cannot be written down, it looks older than it is."""
+        with suppress(OSError):
+            os.utime(self.path(key) / MANIFEST)
 
     def entries(self) -> list[Entry]:
         """All sets, the most recently used first."""
-        folders = [path for path in self.folder.glob(f"{PREFIX}*") if path.is_dir()] if self.folder.is_dir() else []
-        return sorted((_entry(path) for path in folders), key=lambda entry: -entry.used)
+        folders = [path for path in self.folder.glob(f"{PREFIX}*") if _is_entry(path)] if self.folder.is_dir() else []
+        return sorted((self._entry(path) for path in folders), key=lambda entry: -entry.used)
 
     def verify(self) -> Iterator[tuple[Entry, str]]:
         """Each set, and what is wrong with its bytes; an empty text where nothing is."""
@@ -87,14 +105,19 @@ class BlobCache:
             yield entry, problem
 
     def prune(self, limit: int | None = None, keep: str | None = None) -> list[Entry]:
-        """Remove sets, the least recently used first, until ``limit`` bytes are left; what is in use stays. Those removed."""
+        """Remove sets, the least recently used first, until ``limit`` bytes are left; what is in use stays. Those removed.
+
+        What processes that died had begun to write goes too.
+        """
         limit = self.limit if limit is None else limit
         if limit is None:
             return []
         removed, total = [], 0
         for entry in self.entries():
             total += entry.num_bytes
-            if total > limit and entry.key != keep and self.remove(entry.key):
+            if entry.is_unfinished and entry.key != keep:
+                self.remove(entry.key)
+            elif total > limit and entry.key != keep and self.remove(entry.key):
                 removed.append(entry)
                 total -= entry.num_bytes
         return removed
@@ -103,32 +126,23 @@ class BlobCache:
         """Remove one set, unless somebody loads or writes it now."""
         try:
             with self.locked(key, NOT_NOW):
-                discard(self.path(key))
+                remove_set(self.path(key))
         except (Timeout, OSError):
             return False
         return True
 
-
-def discard(folder: Path) -> None:
-    """Out of the way at once, then removed: no half set is ever found under its name."""
-    if folder.is_dir():
-        grave = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{folder.name}.", dir=folder.parent))
-        folder.rename(grave / "old")
-        shutil.rmtree(grave, ignore_errors=True)
-
-
-def _entry(folder: Path) -> Entry:
-    manifest, problem = None, ""
-    try:
-        manifest = read_manifest(folder)
-    except BlobError as error:
-        problem = str(error)
-    num_bytes, used = 0, 0.0
-    for path in folder.glob("*"):
+    def _entry(self, folder: Path) -> Entry:
+        manifest, problem = None, ""
         try:
-            stat = path.stat()
-        except OSError:  # it goes while we look
-            continue
-        num_bytes += stat.st_size
-        used = max(used, stat.st_mtime)
-    return Entry(folder.name.removeprefix(PREFIX), folder, num_bytes, used or time.time(), manifest, problem)
+            manifest = read_manifest(folder, self._key)
+        except BlobError as error:
+            problem = str(error)
+        num_bytes, used = 0, 0.0
+        for path in folder.glob("*"):
+            try:
+                stat = path.lstat()
+            except OSError:  # it goes while we look
+                continue
+            num_bytes += stat.st_size
+            used = max(used, stat.st_mtime)
+        return Entry(folder.name.removeprefix(PREFIX), folder, num_bytes, used or time.time(), manifest, problem)

@@ -17,7 +17,7 @@ from staticllm.devices import check_device, default_row_type, get_core
 from staticllm.errors import BlobError, ConfigError
 from staticllm.model_dir import check_model_dir, weights_of
 from staticllm.pipelines.blob_check import says_the_same
-from staticllm.pipelines.blob_set import Manifest, shape_to_json, write_set
+from staticllm.pipelines.blob_set import MANIFEST, is_ours, plain, write_set
 from staticllm.pipelines.identity import Identity, layout_identity, machine_identity, model_identity
 from staticllm.pipelines.loader import (
     Layout,
@@ -28,12 +28,8 @@ from staticllm.pipelines.loader import (
     prepare,
     program_layout,
 )
+from staticllm.pipelines.manifest import LAYOUT_FIELDS, Manifest, shape_to_json
 
-LAYOUT_FIELDS = (
-    "max_prompt_len", "min_response_len", "programs", "prefill_rows", "prefill_capacities", "generate_capacities",
-    "kv_cache_precision", "max_num_seqs", "kv_rows", "device_properties", "prefill_config", "generate_config",
-)  # fmt: skip
-"""What a blob set decides where the user did not."""
 WEIGHTS = "WEIGHTS_PATH"  # a property of devices that can leave weights out of blobs
 
 
@@ -49,6 +45,11 @@ class Job:
     @property
     def weights(self) -> Path:
         return weights_of(self.directory, self.config.weights_path)
+
+    @property
+    def key(self) -> bytes:
+        """What sets are signed with; empty for not at all."""
+        return self.config.integrity_key or b""
 
 
 def job_of(
@@ -84,7 +85,7 @@ def export_set(job: Job, target: Path) -> Manifest:
         ModelError, UnsupportedModelError, DeviceError
         BlobError: the device's blobs of this model are no good.
     """
-    if target.exists():
+    if target.exists() and not (is_ours(target) and not (target / MANIFEST).exists()):
         raise ConfigError(f"{str(target)!r} exists already: choose another path or remove it")
     if not target.resolve().parent.is_dir():
         raise ConfigError(f"the folder {str(target.resolve().parent)!r} does not exist: make it first")
@@ -169,7 +170,7 @@ def write_bad(job: Job, target: Path, exported: Exported, identity: Identity) ->
 def _write(job: Job, target: Path, manifest: Manifest, blobs: Mapping[str, bytes]) -> Manifest:
     callbacks = job.config.cache_encryption_callbacks
     try:
-        return write_set(target, manifest, blobs, callbacks[0] if callbacks else None)
+        return write_set(target, manifest, blobs, callbacks[0] if callbacks else None, job.key)
     except OSError as error:
         raise ConfigError(f"the blobs cannot be written to {str(target)!r}: {error.strerror or error}") from error
 
@@ -204,15 +205,6 @@ def identity_of(job: Job) -> Identity:
         **model_identity(job.directory, job.weights),
         **machine_identity(core, device),
         **layout_identity(config, programs, row_type, {phase: plain(values) for phase, values in properties.items()}),
-    }
-
-
-def plain(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Properties as JSON holds them."""
-    kept = (bool, int, float, str)
-    return {
-        name: value if isinstance(value, kept) else getattr(value, "get_type_name", lambda value=value: str(value))()
-        for name, value in properties.items()
     }
 
 

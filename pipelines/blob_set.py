@@ -1,168 +1,182 @@
 """A blob set: a folder with one blob a program and a manifest that says what they are, what for, and what they must digest to.
 
-Written beside its place and renamed into it, all of it or nothing. Nothing of it reaches OpenVINO before every byte was compared:
+Blobs are named after their digests and the manifest is put in place last, at once: at every moment the folder holds a whole set,
+the one before or the new one, or none that was ever finished. Nothing of it reaches OpenVINO before every byte was compared:
 below us a flipped bit runs, and a short file ends the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
-import json
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import openvino as ov
+from filelock import Timeout
 
-from staticllm.core import MaskKind, ModelShape, RecurrentState, RowState, Variant
-from staticllm.errors import BlobError
+from staticllm.core import Phase
+from staticllm.errors import BlobError, last_line
+from staticllm.files import read_regular
+from staticllm.pipelines.file_lock import locked
 from staticllm.pipelines.identity import Identity, bytes_digest, difference, pass_digests
+from staticllm.pipelines.manifest import MAX_MANIFEST, Manifest, ManifestError, decode, encode, is_blob_name
 
-MANIFEST = "manifest.json"
-SCHEMA = 3
+MANIFEST, LOCK = "manifest.json", ".staticllm.lock"
 SCRATCH = ".staticllm-"
-"""What folders are called while they are written. One that is found unlocked was left by a process that died."""
+"""What files are called while they are written."""
+PATIENCE = 60.0
+"""Seconds to wait for another process that writes the same set."""
+READ_TRIES = 3
+PROBED = {"DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_PRECISION_HINT", "CACHE_MODE"}
+"""Properties that a probe, or the way of exporting, chose for a set."""
 Crypt = Callable[[bytes], bytes]
+Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What lies in a set. ``blobs``: file → digest and bytes. ``tuned``: properties that a probe chose, for each phase.
-    ``costs``: measured seconds of variants. ``verification``: what ``compile --verify`` found, or None."""
-
-    identity: Identity
-    config: Mapping[str, Any]
-    programs: str
-    row_type: str
-    shape: Mapping[str, Any]
-    properties: Mapping[str, Mapping[str, Any]]
-    variants: tuple[Mapping[str, Any], ...]
-    blobs: Mapping[str, Mapping[str, Any]]
-    is_weightless: bool
-    is_encrypted: bool
-    costs: tuple[tuple[int, int, int, float], ...] = ()
-    passes: Mapping[str, str] | None = None
-    created: str = ""
-    verification: Mapping[str, Any] | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(int(blob["bytes"]) for blob in self.blobs.values())
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether its words were compared with the reference, and are not good enough."""
-        return self.verification is not None and not self.verification.get("is_ok")
-
-    def file_of(self) -> dict[Variant, str]:
-        return {Variant(v["rows"], v["capacity"], v["sequences"]): v["file"] for v in self.variants}
-
-
-def write_set(target: Path, manifest: Manifest, blobs: Mapping[str, bytes], encrypt: Crypt | None = None) -> Manifest:
+def write_set(
+    target: Path, manifest: Manifest, blobs: Mapping[str, bytes], encrypt: Crypt | None = None, key: bytes = b""
+) -> Manifest:
     """Write blobs and manifest to the folder ``target``; a set that lies there is replaced. Returns the manifest as written.
 
     Raises:
         OSError: the disk is full, or the place cannot be written. What was there before is still there.
     """
-    scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{target.name}.", dir=target.parent))
-    try:
-        entries = {}
+
+    def put_blobs() -> Manifest:
+        entries, names = {}, {}
         for name, data in blobs.items():
             stored = encrypt(data) if encrypt else data
-            _write(scratch / name, stored)
-            entries[name] = {"digest": bytes_digest(stored), "bytes": len(stored)}
-        written = _replaced(
+            digest = bytes_digest(stored)
+            names[name] = f"{name.removesuffix('.blob')}-{digest[:12]}.blob"
+            _write(target / names[name], stored)
+            entries[names[name]] = {"digest": digest, "bytes": len(stored)}
+        return replace(
             manifest,
             blobs=entries,
+            variants=tuple({**variant, "file": names[variant["file"]]} for variant in manifest.variants),
             is_encrypted=encrypt is not None,
             passes=dict(pass_digests()),
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
-        _write(scratch / MANIFEST, _encoded(written))
-        scratch.chmod(0o755)  # mkdtemp makes it private; a blob set is an ordinary folder
-        _rename(scratch, target)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    return written
+
+    return _written(target, put_blobs, key)
 
 
-def copy_set(source: Path, target: Path) -> None:
+def copy_set(source: Path, target: Path, key: bytes = b"") -> None:
     """Copy a set, every byte compared, whole or not at all.
 
     Raises:
         BlobError: no set lies at ``source``, or it is damaged.
         OSError: ``target`` cannot be written.
     """
-    manifest = read_manifest(source)
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{target.name}.", dir=target.parent))
-    try:
-        for name, data in read_stored(source, manifest):
-            _write(scratch / name, data)
-        _write(scratch / MANIFEST, _encoded(manifest))
-        scratch.chmod(0o755)
-        _rename(scratch, target)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
+
+    def copy(manifest: Manifest) -> None:
+        def put_blobs() -> Manifest:
+            for name, data in read_stored(source, manifest):
+                _write(target / name, data)
+            return manifest
+
+        _written(target, put_blobs, key)
+
+    read_steadily(source, copy, key)
 
 
-def rewrite_manifest(folder: Path, manifest: Manifest) -> None:
+def rewrite_manifest(folder: Path, manifest: Manifest, key: bytes = b"") -> None:
     """Replace the manifest of a set: the result of a verification came in."""
-    handle, name = tempfile.mkstemp(prefix=SCRATCH, dir=folder)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(_encoded(manifest))
-        Path(name).replace(folder / MANIFEST)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    _written(folder, lambda: manifest, key)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def remove_set(folder: Path) -> None:
+    """Remove a set: at once no set lies there, then its files go."""
+    with contextlib.suppress(OSError):
+        (folder / MANIFEST).unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder holds a set, or one that was never finished, and nothing else that could be somebody's."""
+    if not folder.is_dir() or folder.is_symlink():
+        return False
+    names = [path.name for path in folder.iterdir()]
+    return MANIFEST in names or (LOCK in names and all(map(_is_own_file, names)))
+
+
+def read_manifest(folder: Path, key: bytes = b"") -> Manifest:
     """The manifest of a set, whole and unchanged.
 
     Raises:
-        BlobError: no set lies there, or its manifest is damaged or of another schema.
+        BlobError: no set lies there, or its manifest is damaged, of another schema, or signed otherwise.
     """
     path = folder / MANIFEST
     try:
-        stored = path.read_bytes()
-        data = json.loads(stored)
-        digest, content = data["digest"], data["content"]
+        return decode(read_regular(path, MAX_MANIFEST, follow=False), key)
     except FileNotFoundError:
         raise BlobError(f"no blob set at {str(folder)!r}: export one first (EXPORT_BLOB, staticllm compile)") from None
-    except OSError as error:
-        raise BlobError(f"{str(path)!r} cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise _damaged(path) from None
-    if stored != _framed(content, digest) or digest != bytes_digest(_canonical(content)):
-        raise _damaged(path)
-    if content.get("schema") != SCHEMA:
-        raise BlobError(
-            f"{str(path)!r} has schema {content.get('schema')}, this version reads {SCHEMA}: export the set again"
-        )
-    del content["schema"]
-    content["variants"], content["costs"] = tuple(content["variants"]), tuple(map(tuple, content["costs"]))
-    return Manifest(**content)
+    except (OSError, MemoryError) as error:
+        raise BlobError(f"{str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except ManifestError as error:
+        raise BlobError(f"{str(path)!r} {error}; export the set again") from None
+
+
+def read_steadily(folder: Path, use: Callable[[Manifest], Result], key: bytes = b"") -> Result:
+    """Give the manifest of a set to ``use``, which reads its blobs; again if the set was replaced meanwhile.
+
+    Raises:
+        BlobError: as ``read_manifest`` and ``use``.
+    """
+    for _ in range(READ_TRIES):
+        manifest = read_manifest(folder, key)
+        try:
+            return use(manifest)
+        except BlobError:
+            if read_manifest(folder, key) == manifest:
+                raise
+    raise BlobError(f"the set at {str(folder)!r} is replaced again and again: wait for its writer")
 
 
 def check_set(folder: Path, manifest: Manifest, here: Identity) -> None:
     """
     Raises:
-        BlobError: the set is for another model, machine or layout than ``here``, or its words were found wrong.
+        BlobError: the set is for another model, machine or layout than ``here``, or its tokens were found wrong.
     """
     other = difference(here, manifest.identity)
     if other is not None:
         raise BlobError(f"the blobs in {str(folder)!r} are not for this: {other}; export them again")
     if manifest.is_bad:
         raise BlobError(f"{bad(folder, manifest)}: export them again, in another precision")
+
+
+def check_properties(folder: Path, manifest: Manifest, own: Mapping[Phase, Mapping[str, Any]]) -> None:
+    """A set may say what a probe chose; every other property is the user's own (``own``) and no manifest's to set.
+
+    Raises:
+        BlobError: it says something else.
+    """
+    for part, values in manifest.properties.items():
+        mine = plain(own["generate" if part == "single_row" else part])  # type: ignore[index]
+        for name in {*values, *mine} - PROBED:
+            if values.get(name) != mine.get(name):
+                raise BlobError(
+                    f"the blobs in {str(folder)!r} ask for {name}={str(values.get(name))[:40]}, here it is {mine.get(name)}: "
+                    "export them again"
+                )
+
+
+def plain(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Properties as JSON holds them."""
+    kept = (bool, int, float, str)
+    return {
+        name: value if isinstance(value, kept) else getattr(value, "get_type_name", lambda value=value: str(value))()
+        for name, value in properties.items()
+    }
 
 
 def read_blobs(folder: Path, manifest: Manifest, decrypt: Crypt | None = None) -> dict[str, bytes]:
@@ -186,16 +200,18 @@ def read_stored(folder: Path, manifest: Manifest) -> Iterator[tuple[str, bytes]]
     """The bytes of every blob as they are stored, compared with their digests.
 
     Raises:
-        BlobError: one is missing, cut short or changed.
+        BlobError: one is missing, cut short or changed, or is no ordinary file.
     """
     for name, entry in manifest.blobs.items():
         path = folder / name
         try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise BlobError(f"{str(path)!r} cannot be read: {error.strerror or error}") from None
-        if len(data) != entry["bytes"]:
-            raise BlobError(f"{str(path)!r} has {len(data)} bytes, the manifest says {entry['bytes']}: export it again")
+            size = path.lstat().st_size
+            if size != entry["bytes"]:
+                raise BlobError(f"{str(path)!r} has {size} bytes, the manifest says {entry['bytes']}: export it again")
+            data = read_regular(path, size, follow=False)
+        except (OSError, MemoryError) as error:
+            reason = getattr(error, "strerror", None) or error or "not enough memory"
+            raise BlobError(f"{str(path)!r} cannot be read: {reason}") from None
         if bytes_digest(data) != entry["digest"]:
             raise BlobError(f"{str(path)!r} is damaged: its digest does not agree; export it again")
         yield name, data
@@ -220,28 +236,7 @@ def import_blob(
     try:
         return core.import_model(io.BytesIO(data), device, {**properties, **extra})
     except RuntimeError as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise BlobError(f"{device} refused a blob: {lines[-1] if lines else type(error).__name__}") from error
-
-
-def shape_to_json(shape: ModelShape) -> dict[str, Any]:
-    return asdict(shape)
-
-
-def shape_from_json(content: Mapping[str, Any]) -> ModelShape:
-    values = dict(content)
-    values["row_states"] = tuple(RowState(**state) for state in values["row_states"])
-    values["masks"] = tuple(MaskKind(**{**kind, "first_seen": tuple(kind["first_seen"])}) for kind in values["masks"])
-    values["recurrent_states"] = tuple(
-        RecurrentState(**{**state, "shape": tuple(state["shape"])}) for state in values["recurrent_states"]
-    )
-    return ModelShape(**values)
-
-
-def remove_leftovers(folder: Path, name: str = "") -> None:
-    """Remove what processes that died had begun to write for ``name``. The caller holds the lock of that name."""
-    for path in folder.glob(f"{SCRATCH}{name}.*"):
-        shutil.rmtree(path, ignore_errors=True)
+        raise BlobError(f"{device} refused a blob: {last_line(error)}") from error
 
 
 def bad(folder: Path, manifest: Manifest) -> str:
@@ -253,42 +248,54 @@ def bad(folder: Path, manifest: Manifest) -> str:
     return f"the blobs in {str(folder)!r} were verified and found bad ({reason})"
 
 
-def _replaced(manifest: Manifest, **changes: Any) -> Manifest:
-    return Manifest(**{**{name: getattr(manifest, name) for name in manifest.__dataclass_fields__}, **changes})
+def _written(folder: Path, put_blobs: Callable[[], Manifest], key: bytes) -> Manifest:
+    """Write what ``put_blobs`` writes, then the manifest that it returns, then remove what no manifest names."""
+    is_new = not folder.exists()
+    folder.mkdir(exist_ok=True)
+    try:
+        with locked(folder / LOCK, PATIENCE):
+            try:
+                manifest = put_blobs()
+                _write(folder / MANIFEST, encode(manifest, key))
+            finally:
+                _sweep(folder, key)
+    except Timeout:
+        raise OSError(f"another process has been writing to it for {PATIENCE:g} s") from None
+    except BaseException:
+        if is_new and not (folder / MANIFEST).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return manifest
 
 
-def _encoded(manifest: Manifest) -> bytes:
-    content = {"schema": SCHEMA, **asdict(manifest)}
-    content = json.loads(_canonical(content))
-    return _framed(content, bytes_digest(_canonical(content)))
+def _sweep(folder: Path, key: bytes) -> None:
+    """Remove files of ours that the set does not need: of one that was replaced, or of a writer that failed or died."""
+    try:
+        needed = set(read_manifest(folder, key).blobs)
+    except BlobError:
+        if (folder / MANIFEST).exists():
+            return  # nobody can say what belongs to it
+        needed = set()
+    for path in folder.iterdir():
+        if path.name not in (MANIFEST, LOCK, *needed) and _is_own_file(path.name):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
-def _canonical(content: Any) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _framed(content: Any, digest: str) -> bytes:
-    """The one way in which a manifest is written: a flipped bit anywhere, be it in a blank, is seen."""
-    return json.dumps({"digest": digest, "content": content}, indent=1, sort_keys=True).encode() + b"\n"
-
-
-def _damaged(path: Path) -> BlobError:
-    return BlobError(f"{str(path)!r} is damaged: it is not what was written; export the set again")
+def _is_own_file(name: str) -> bool:
+    return name in (MANIFEST, LOCK) or name.startswith(SCRATCH) or is_blob_name(name)
 
 
 def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _rename(scratch: Path, target: Path) -> None:
-    """Put a finished folder in its place; what lies there goes."""
-    if not target.exists():
-        scratch.rename(target)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{target.name}.", dir=target.parent))
-    target.rename(old / "old")
-    scratch.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
+    """Put a file in its place at once, whole or not at all."""
+    handle, scratch = tempfile.mkstemp(prefix=SCRATCH, dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(scratch).chmod(0o644)  # mkstemp makes it private; a blob set is for whoever can read the folder
+        Path(scratch).replace(path)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise

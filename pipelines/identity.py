@@ -45,8 +45,9 @@ def _piece(path: Path, start: int) -> bytes:
         return hashlib.blake2b(file.read(PIECE), digest_size=32).digest()
 
 
-def bytes_digest(data: bytes | memoryview) -> str:
-    return hashlib.blake2b(data, digest_size=32).hexdigest()
+def bytes_digest(data: bytes | memoryview, key: bytes = b"") -> str:
+    """Hex digest (BLAKE2b) of bytes; with a key only its owner can compute it."""
+    return hashlib.blake2b(data, digest_size=32, key=hashlib.sha256(key).digest() if key else b"").hexdigest()
 
 
 def model_identity(directory: Path, weights: Path | None = None) -> Identity:
@@ -106,6 +107,8 @@ def layout_identity(
     return found
 
 
+REQUIRED = ("IR digest", "weights digest", "OpenVINO", "device")
+"""Names that every identity has."""
 ASKED = ("MAX_PROMPT_LEN", "MIN_RESPONSE_LEN", "PROGRAMS", "KV_CACHE_PRECISION", "MAX_NUM_SEQS", "KV_ROWS")
 """Said by a user, unlike the rest, which is so."""
 

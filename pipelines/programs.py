@@ -28,7 +28,7 @@ from staticllm.core import (
     Variant,
 )
 from staticllm.devices import default_mode
-from staticllm.errors import DeviceError
+from staticllm.errors import DeviceError, last_line
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import StepBuffers
 
@@ -156,12 +156,7 @@ def _compile(core: ov.Core, model: ov.Model, device: str, properties: Mapping[st
     try:
         return core.compile_model(model, device, dict(properties))
     except RuntimeError as error:
-        raise DeviceError(f"{device} refused {what}: {_last_line(error)}") from error
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+        raise DeviceError(f"{device} refused {what}: {last_line(error)}") from error
 
 
 def bind(compiled: ov.CompiledModel, shape: ModelShape, cache: KVCache, buffers: StepBuffers) -> Program:

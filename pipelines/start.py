@@ -7,19 +7,19 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import cast
 
 import openvino as ov
+from filelock import Timeout
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Part, ProgramLayout, ProgressEvent, RowType, Variant
 from staticllm.devices import get_core
-from staticllm.errors import BlobError, ConfigError
-from staticllm.pipelines.blob_cache import BlobCache, discard, key_of
+from staticllm.errors import BlobError, ConfigError, StaticLLMError, last_line
+from staticllm.pipelines.blob_cache import BlobCache, key_of
 from staticllm.pipelines.blob_export import (
     Exported,
     Job,
@@ -33,14 +33,15 @@ from staticllm.pipelines.blob_export import (
     write_exported,
 )
 from staticllm.pipelines.blob_set import (
-    MANIFEST,
-    Manifest,
     bad,
+    check_properties,
     check_set,
     import_blob,
+    is_ours,
     read_blobs,
     read_manifest,
-    shape_from_json,
+    read_steadily,
+    remove_set,
 )
 from staticllm.pipelines.engine import Engine
 from staticllm.pipelines.identity import Identity
@@ -51,9 +52,11 @@ from staticllm.pipelines.loader import (
     compile_all,
     compile_layout,
     make_runner,
+    phase_properties,
     prepare,
     program_mode,
 )
+from staticllm.pipelines.manifest import Manifest, shape_from_json
 from staticllm.pipelines.programs import CompileOptions
 from staticllm.pipelines.runner import ModelRunner
 from staticllm.pipelines.scheduling.book import Limits
@@ -177,7 +180,7 @@ def _single_rows_later(job: Job, core: ov.Core, layout: Layout) -> Loaded:
 def _exported(job: Job) -> Loaded:
     """Compile, and leave a set at ``BLOB_PATH``. One that lies there is replaced, anything else is not touched."""
     target = Path(job.config.blob_path) if job.config.blob_path else job.directory / DEFAULT_BLOB
-    if target.exists() and not (target / MANIFEST).is_file():
+    if target.exists() and not is_ours(target):
         raise ConfigError(f"BLOB_PATH={str(target)!r} is there and no blob set: choose another path or remove it")
     try:
         target.resolve().parent.mkdir(parents=True, exist_ok=True)
@@ -197,38 +200,51 @@ def _exported(job: Job) -> Loaded:
 
 
 def _from_blob_path(job: Job, folder: Path) -> Loaded:
-    manifest = read_manifest(folder)
-    job = replace(job, config=_decided_by(manifest, job.config))
-    programs = _imported(job, folder, manifest)
-    return Loaded(make_runner(programs, job.on_progress), programs, job.config, "blob")
+    def import_it(manifest: Manifest) -> Loaded:
+        decided = replace(job, config=_decided_by(manifest, job.config))
+        programs, runner = _imported(decided, folder, manifest)
+        return Loaded(runner, programs, decided.config, "blob")
+
+    return read_steadily(folder, import_it, job.key)
 
 
 def _through_cache(job: Job, folder: str) -> Loaded:
     """What the cache has for exactly this; else compiled, and left there. A set that cannot be read is compiled again."""
-    cache, identity = BlobCache(folder, int(job.config.cache_limit_gb * GB)), identity_of(job)
+    cache, identity = BlobCache(folder, int(job.config.cache_limit_gb * GB), job.key), identity_of(job)
     key = key_of(identity)
     try:
-        with ExitStack() as stack:
-            stack.enter_context(cache.locked(key))
-            found = _from_cache(job, cache, key, identity)
-            if found is not None:
-                return found
-            if _is_staged(job):
-                is_light = wants_light(job)
-
-                def finish(programs: Programs) -> None:
-                    _keep(job, cache.path(key), export_programs(job, programs, is_light), identity, {})
-                    cache.prune(keep=key)
-
-                return _staged(job, prepare_for_export(job, is_light), finish, stack.pop_all().close)
-            exported = compile_for_export(job)
-            runner = make_runner(exported.programs, job.on_progress)
-            _keep(job, cache.path(key), exported, identity, runner.costs.measured)
-    except OSError as error:
-        warnings.warn(f"CACHE_DIR={folder!r} cannot be used: {error.strerror or error}", RuntimeWarning, stacklevel=2)
+        lease = cache.lease(key)
+    except (OSError, Timeout) as error:
+        reason = getattr(error, "strerror", None) or "this thread is already loading the same model from it"
+        warnings.warn(f"CACHE_DIR={folder!r} cannot be used: {reason}", RuntimeWarning, stacklevel=2)
         return _compiled(job)
-    cache.prune(keep=key)
-    return Loaded(runner, exported.programs, job.config, "compiled")
+    try:
+        loaded = _from_cache(job, cache, key, identity) or _into_cache(job, cache, key, identity)
+    except BaseException:
+        lease.release()
+        raise
+    if loaded.rest is None:
+        lease.release()
+        cache.prune(keep=key)
+        return loaded
+    lease.hand_over()
+    return replace(loaded, rest=replace(loaded.rest, release=lease.release))
+
+
+def _into_cache(job: Job, cache: BlobCache, key: str, identity: Identity) -> Loaded:
+    """Compile, and leave a set in the cache: now, or when the rest has been compiled in the background."""
+    if not _is_staged(job):
+        exported = compile_for_export(job)
+        runner = make_runner(exported.programs, job.on_progress)
+        _keep(job, cache.path(key), exported, identity, runner.costs.measured)
+        return Loaded(runner, exported.programs, job.config, "compiled")
+    is_light = wants_light(job)
+
+    def finish(programs: Programs) -> None:
+        _keep(job, cache.path(key), export_programs(job, programs, is_light), identity, {})
+        cache.prune(keep=key)
+
+    return _staged(job, prepare_for_export(job, is_light), finish, release=lambda: None)
 
 
 def _from_cache(job: Job, cache: BlobCache, key: str, identity: Identity) -> Loaded | None:
@@ -236,18 +252,17 @@ def _from_cache(job: Job, cache: BlobCache, key: str, identity: Identity) -> Loa
     if not path.is_dir():
         return None
     try:
-        manifest = read_manifest(path)
+        manifest = read_manifest(path, job.key)
+        cache.touch(key)
         if manifest.is_bad:
             warnings.warn(f"CACHE_DIR is not used: {bad(path, manifest)}", RuntimeWarning, stacklevel=2)
-            cache.touch(key)
             return _compiled(job)
-        programs = _imported(job, path, manifest, identity)
+        programs, runner = _imported(job, path, manifest, identity)
     except BlobError as error:
         warnings.warn(f"compiled again: {error}", RuntimeWarning, stacklevel=2)
-        discard(path)
+        remove_set(path)
         return None
-    cache.touch(key)
-    return Loaded(make_runner(programs, job.on_progress), programs, job.config, "cache")
+    return Loaded(runner, programs, job.config, "cache")
 
 
 def _keep(job: Job, path: Path, exported: Exported, identity: Identity, costs: Mapping[Variant, float]) -> None:
@@ -255,7 +270,9 @@ def _keep(job: Job, path: Path, exported: Exported, identity: Identity, costs: M
     try:
         if exported.blobs is None:
             write_bad(job, path, exported, identity)
-            warnings.warn(f"CACHE_DIR is not used: {bad(path, read_manifest(path))}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"CACHE_DIR is not used: {bad(path, read_manifest(path, job.key))}", RuntimeWarning, stacklevel=2
+            )
         else:
             write_exported(job, path, exported, identity, costs)
     except ConfigError as error:
@@ -269,8 +286,12 @@ def _decided_by(manifest: Manifest, config: StaticLLMConfig) -> StaticLLMConfig:
     return replace(config, asked=frozenset({*asked, *decided}), **decided)
 
 
-def _imported(job: Job, folder: Path, manifest: Manifest, identity: Identity | None = None) -> Programs:
-    """Every program of a set. The model is compared while the blobs are read; nothing is imported before both are done.
+def _imported(
+    job: Job, folder: Path, manifest: Manifest, identity: Identity | None = None
+) -> tuple[Programs, ModelRunner]:
+    """Every program of a set, and a warm runner of them.
+
+    The model is compared while the blobs are read; nothing is imported before both are done.
 
     Raises:
         BlobError: the set is damaged, or for something else.
@@ -281,6 +302,7 @@ def _imported(job: Job, folder: Path, manifest: Manifest, identity: Identity | N
         callbacks = config.cache_encryption_callbacks
         blobs = read_blobs(folder, manifest, callbacks[1] if callbacks else None)
         check_set(folder, manifest, here.result())
+    check_properties(folder, manifest, phase_properties(job.device, config))
     options = CompileOptions(
         job.device,
         cast(ProgramLayout, manifest.programs),
@@ -297,5 +319,12 @@ def _imported(job: Job, folder: Path, manifest: Manifest, identity: Identity | N
             compiled[name] = import_blob(core, blobs[name], job.device, options.family(variant)[1], weights)
             job.on_progress(ProgressEvent("import", len(compiled), len(blobs), time.perf_counter() - start, variant))
     costs = {Variant(rows, capacity, sequences): seconds for rows, capacity, sequences, seconds in manifest.costs}
-    programs = {variant: compiled[name] for variant, name in files.items()}
-    return Programs(shape_from_json(manifest.shape), options, programs, costs)
+    programs = Programs(
+        shape_from_json(manifest.shape), options, {variant: compiled[name] for variant, name in files.items()}, costs
+    )
+    try:
+        return programs, make_runner(programs, job.on_progress)
+    except (RuntimeError, ValueError, KeyError, IndexError) as error:  # shapes that are not those of the blobs
+        if isinstance(error, StaticLLMError):
+            raise
+        raise BlobError(f"the blobs in {str(folder)!r} are not what their manifest says: {last_line(error)}") from error

@@ -101,7 +101,12 @@ def as_ours(error: BaseException) -> Exception:
     """What the reader of a request gets to see."""
     if isinstance(error, (StaticLLMError, AssertionError)):
         return error
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    raised = DeviceError(f"the device failed: {lines[-1] if lines else type(error).__name__}")
+    raised = DeviceError(f"the device failed: {last_line(error)}")
     raised.__cause__ = error
     return raised
+
+
+def last_line(error: BaseException) -> str:
+    """What OpenVINO meant to say: it puts its own files and lines before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -14,7 +14,7 @@ from staticllm.cli.options import layout_options, read_config
 from staticllm.core import ProgressEvent
 
 if TYPE_CHECKING:
-    from staticllm.pipelines.blob_set import Manifest
+    from staticllm.pipelines.manifest import Manifest
 
 WIDTH = 24
 

@@ -152,7 +152,7 @@ def fresh():
 fresh()
 config = StaticLLMConfig(blob_path=str(scratch / "set"))
 start.load(scratch / "model", "CPU", config)  # as it is, it loads
-names = sorted(path.name for path in blobs.iterdir())
+names = sorted(path.name for path in blobs.iterdir() if not path.name.startswith("."))
 places = [("set", name) for name in names] + [("model", "openvino_model.xml"), ("model", "openvino_model.bin")]
 for folder, name in places:
     path = scratch / folder / name
@@ -336,12 +336,13 @@ AGAIN = """
 import sys
 from staticllm import StaticLLMConfig
 from staticllm.pipelines import start
-from staticllm.pipelines.blob_cache import BlobCache, discard
+from staticllm.pipelines.blob_cache import BlobCache
+from staticllm.pipelines.blob_set import remove_set
 while True:
     print("compiles", flush=True)
     start.load(sys.argv[1], "CPU", StaticLLMConfig(cache_dir=sys.argv[2], max_prompt_len=64))
     for entry in BlobCache(sys.argv[2]).entries():
-        discard(entry.folder)
+        remove_set(entry.folder)
 """
 
 
@@ -360,8 +361,9 @@ def test_a_process_that_is_killed_at_any_moment_leaves_a_cache_that_works(zoo, t
         child.communicate()
         loaded = start.load(zoo / "llama", "CPU", StaticLLMConfig(cache_dir=str(tmp_path), max_prompt_len=64))
         assert loaded.origin in ("compiled", "cache")
-        left = [path.name for path in tmp_path.iterdir() if path.name.startswith(blob_set.SCRATCH)]
-        assert not left, "what a dead process had begun is removed"
+        (entry,) = BlobCache(tmp_path).entries()
+        left = {path.name for path in entry.folder.iterdir()} - {blob_set.MANIFEST, blob_set.LOCK}
+        assert left == set(entry.manifest.blobs), "what a dead process had begun is removed"
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen2_moe"])

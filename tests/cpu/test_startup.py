@@ -52,7 +52,8 @@ def test_the_first_token_comes_before_all_variants_are_compiled(zoo, expected):
 def test_all_that_came_is_used(zoo, expected):
     with StaticLLMPipeline(zoo / "llama", **STAGED) as pipe:
         pipe.wait_until_complete()
-        handles = [pipe.submit(np.array([PROMPT]), max_new_tokens=12, ignore_eos=True) for _ in range(2)]
+        options = {"max_new_tokens": 12, "ignore_eos": True}
+        handles = pipe.engine.call(lambda: [pipe.submit(np.array([PROMPT]), **options) for _ in range(2)])
         assert [list(handle.result().tokens[0]) for handle in handles] == [expected] * 2
         assert {v.sequences for v in pipe._engine.runner.index.variants} == {1, 2}
         assert pipe.stats().num_steps < 24, "two answers share calls"

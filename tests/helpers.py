@@ -1,0 +1,42 @@
+"""What tests of several rooms need."""
+
+import json
+
+from staticllm import StaticLLMConfig
+from staticllm.pipelines.blob_set import MANIFEST, write_set
+from staticllm.pipelines.identity import bytes_digest
+from staticllm.pipelines.manifest import LAYOUT_FIELDS, Manifest, _canonical, _framed
+
+IDENTITY = {"IR digest": "1", "weights digest": "2", "OpenVINO": "2026.4", "device": "CPU"}
+SHAPE = {
+    "row_states": [
+        {"layer": 0, "role": role, "variable_id": role, "heads": 2, "head_dim": 4, "row_type": "f32", "is_scale": False}
+        for role in ("key", "value")
+    ],
+    "masks": [{"window": None, "table": "", "first_seen": []}],
+    "vocab_size": 100, "position_rank": 2, "position_copies": 1, "is_packable": True, "has_distances": False,
+    "recurrent_states": [], "max_rows": None,
+}  # fmt: skip
+KEY = b"0123456789abcdef"
+
+
+def a_manifest(**changes):
+    config = {name: getattr(StaticLLMConfig(), name) for name in LAYOUT_FIELDS}
+    values = {
+        "identity": IDENTITY, "config": config, "programs": "shared", "row_type": "f32", "shape": SHAPE,
+        "properties": {"prefill": {}, "generate": {}}, "blobs": {}, "is_weightless": False, "is_encrypted": False,
+        "variants": ({"rows": 1, "capacity": 64, "sequences": 1, "file": "0.blob"},), "costs": ((1, 64, 1, 0.5),),
+    }  # fmt: skip
+    return Manifest(**{**values, **changes})
+
+
+def a_set(folder, data=b"program", key=b""):
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return write_set(folder, a_manifest(), {"0.blob": data}, key=key)
+
+
+def forge(folder, change, key=b""):
+    """Change the content of a set's manifest, with a right digest."""
+    content = json.loads((folder / MANIFEST).read_text())["content"]
+    change(content)
+    (folder / MANIFEST).write_bytes(_framed(content, bytes_digest(_canonical(content), key), bool(key)))
