@@ -28,6 +28,7 @@ class Answer:
     is_dropped: bool = False  # StreamingStatus.CANCEL: a chat must forget the turn
     token_times: list[float] = field(default_factory=list)
     sampling_seconds: list[float] = field(default_factory=list)
+    text_seconds: float | None = None  # detokenization; None while nothing was decoded
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,25 @@ class Delivery:
     def __init__(
         self, decode: Callable[[list[int]], str], options: GenerationOptions, prompt: list[int], wants_text: bool = True
     ) -> None:
-        self._decode = decode
+        self.answer = Answer()
+        self._decode = decode = self._timed(decode)
         self.wants_text = wants_text or bool(options.stop_strings)
         self.echo = Piece(prompt, decode(prompt)) if options.echo else None
         self._stream = TextStream(decode, options.stop_strings, options.include_stop_str_in_output)
         self._stop_token_ids = options.stop_token_ids
         self._unsent: list[int] = []
         self._undecoded: list[int] = []
-        self.answer = Answer()
+
+    def _timed(self, decode: Callable[[list[int]], str]) -> Callable[[list[int]], str]:
+        """``decode``, whose time goes into the answer."""
+
+        def timed(tokens: list[int]) -> str:
+            start = time.perf_counter()
+            text = decode(tokens)
+            self.answer.text_seconds = (self.answer.text_seconds or 0.0) + time.perf_counter() - start
+            return text
+
+        return timed
 
     @property
     def is_stopped(self) -> bool:
@@ -106,15 +118,26 @@ class Delivery:
         self._unsent = tokens[sent:]
 
 
-def metrics_of(answer: Answer, request: Request, load_ms: float, started: float, encoded: float) -> PerfMetrics:
-    """GenAI's metrics of one request that began, and whose prompt was encoded, at these ``time.perf_counter`` moments."""
+@dataclass(frozen=True)
+class Arrival:
+    """When a call began and when its prompt was encoded (``time.perf_counter``), and the seconds of its chat template."""
+
+    started: float
+    encoded: float
+    template_seconds: float | None
+
+
+def metrics_of(answer: Answer, request: Request, load_ms: float, arrival: Arrival) -> PerfMetrics:
+    """GenAI's metrics of one request."""
     metrics = PerfMetrics(load_ms)
     metrics.count(request.num_prompt, len(answer.tokens), request.num_cached)
-    raw, times = metrics.raw_metrics, answer.token_times
-    ended = time.perf_counter()
+    raw, times, started = metrics.raw_metrics, answer.token_times, arrival.started
+    ended, template = time.perf_counter(), arrival.template_seconds
     decoding = request.decode_seconds[: max(len(times) - 1, 0)]
     raw.generate_durations.append((ended - started) * MICRO)
-    raw.tokenization_durations.append((encoded - started) * MICRO)
+    raw.tokenization_durations.append((arrival.encoded - started - (template or 0.0)) * MICRO)
+    raw.chat_template_durations.extend([] if template is None else [template * MICRO])
+    raw.detokenization_durations.extend([] if answer.text_seconds is None else [answer.text_seconds * MICRO])
     raw.inference_durations.append((request.prefill_seconds + sum(decoding)) * MICRO)
     raw.m_times_to_first_token.extend((first - started) * MICRO for first in times[:1])
     raw.m_durations.extend((after - before) * MICRO for before, after in pairwise(times))

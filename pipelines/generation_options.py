@@ -43,6 +43,10 @@ _SUPPORTED = frozenset(
         "rng_seed",
     ]
 )
+_INERT_WITHOUT_BEAMS = frozenset(
+    ["num_beam_groups", "diversity_penalty", "length_penalty", "no_repeat_ngram_size", "stop_criteria"]
+)
+"""Options of beam search: without it they have no effect, here as in GenAI."""
 _DEFAULTS = genai.GenerationConfig()
 """Every other option belongs to a decoding method that is not here, and must be at its default."""
 
@@ -79,6 +83,14 @@ class GenerationOptions:
             )
 
 
+def limit_of(options: GenerationOptions, prompt_len: int, capacity: int | None) -> int | None:
+    """Tokens that may be generated; ``capacity`` rows, if they end the answer, hold prompt and answer, as NPUW counts."""
+    asked = options.max_tokens_after(prompt_len)
+    if capacity is None:
+        return asked
+    return capacity - prompt_len if asked is None else min(asked, capacity - prompt_len)
+
+
 def copy_config(config: genai.GenerationConfig) -> genai.GenerationConfig:
     """A config of our own: GenAI's cannot be copied by ``copy``."""
     copied = genai.GenerationConfig()
@@ -108,7 +120,10 @@ def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> Gen
 
 def _checked(options: Mapping[str, Any]) -> GenerationOptions:
     for name, value in options.items():
-        if name not in _SUPPORTED and value != getattr(_DEFAULTS, name):
+        if name in _SUPPORTED or (name in _INERT_WITHOUT_BEAMS and options["num_beams"] == 1):
+            continue
+        is_off = name == "num_assistant_tokens" and value in (None, 0)
+        if not is_off and value != getattr(_DEFAULTS, name):
             raise GenerationConfigError(
                 f"{name}={value!r} is not supported: decoding is greedy or multinomial, one sequence a prompt; "
                 f"leave {name} at {getattr(_DEFAULTS, name)!r}"
@@ -143,7 +158,7 @@ def _sampling(options: Mapping[str, Any]) -> SamplingParams:
         temperature=_number(options, "temperature", 0.0, 1e6, least_allowed=not do_sample),
         top_k=whole("top_k", top_k, 0, UNLIMITED) % UNLIMITED,
         top_p=_number(options, "top_p", 0.0, 1.0, least_allowed=not do_sample),
-        min_p=_number(options, "min_p", 0.0, 1.0),
+        min_p=_number(options, "min_p", 0.0, 1.0, most_allowed=not do_sample),
         repetition_penalty=_number(options, "repetition_penalty", 1e-3, 1e3),
         presence_penalty=_number(options, "presence_penalty", -2.0, 2.0),
         frequency_penalty=_number(options, "frequency_penalty", -2.0, 2.0),
@@ -152,14 +167,24 @@ def _sampling(options: Mapping[str, Any]) -> SamplingParams:
     )
 
 
-def _number(options: Mapping[str, Any], name: str, least: float, most: float, least_allowed: bool = True) -> float:
+def _number(
+    options: Mapping[str, Any],
+    name: str,
+    least: float,
+    most: float,
+    least_allowed: bool = True,
+    most_allowed: bool = True,
+) -> float:
     value = options[name]
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = float("nan")
-    if not least <= number <= most or (number == least and not least_allowed):
-        bounds = f"{'from' if least_allowed else 'more than'} {least:g}, up to {most:g}"
+    is_edge = (number == least and not least_allowed) or (number == most and not most_allowed)
+    if not least <= number <= most or is_edge:
+        bounds = (
+            f"{'from' if least_allowed else 'more than'} {least:g}, {'up to' if most_allowed else 'less than'} {most:g}"
+        )
         raise GenerationConfigError(f"{name}={value!r}: must be a number {bounds}")
     return number
 

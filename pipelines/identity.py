@@ -15,7 +15,7 @@ import openvino as ov
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Phase, ProgramMode, RowType
 from staticllm.errors import ModelError
-from staticllm.model_dir import MODEL_XML
+from staticllm.model_dir import MODEL_XML, model_in_memory
 
 Identity = dict[str, str]
 PIECE = 16 << 20
@@ -52,6 +52,11 @@ def bytes_digest(data: bytes | memoryview, key: bytes = b"") -> str:
 
 def model_identity(directory: Path, weights: Path | None = None) -> Identity:
     """Digests of the graph and of its weights."""
+    if (held := model_in_memory(directory)) is not None:
+        return {
+            "IR digest": bytes_digest(held.xml.encode()),
+            "weights digest": bytes_digest(held.weights.data.tobytes()),
+        }
     xml = directory / MODEL_XML
     return {"IR digest": file_digest(xml), "weights digest": file_digest(weights or xml.with_suffix(".bin"))}
 

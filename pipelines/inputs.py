@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -10,8 +12,17 @@ import openvino as ov
 import openvino_genai as genai
 
 from staticllm.errors import PromptError, PromptTooLongError
+from staticllm.pipelines.chat_template import render
 
 Form = Literal["text", "texts", "history", "tokens"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the seconds that the chat template took; None if there was none."""
+
+    ids: list[int]
+    template_seconds: float | None = None
 
 
 def form_of(inputs: object) -> Form:
@@ -30,38 +41,59 @@ def form_of(inputs: object) -> Form:
         if not inputs:
             raise PromptError("the list of prompts is empty: give at least one str")
         return "texts"
+    if isinstance(inputs, Sequence) and all(isinstance(item, Mapping) for item in inputs):
+        return "history"
     raise PromptError(
         f"inputs are a {type(inputs).__name__}: must be a str, a list of str, token ids "
-        "(numpy, openvino.Tensor or TokenizedInputs) or a ChatHistory"
+        "(numpy, openvino.Tensor or TokenizedInputs), a ChatHistory or a list of messages"
     )
 
 
-def encode_text(tokenizer: genai.Tokenizer, text: str, apply_chat_template: bool) -> list[int]:
+def encode_text(tokenizer: genai.Tokenizer, text: str, apply_chat_template: bool) -> Prompt:
     """Ids of one prompt; the chat template is applied if asked for and if the model has one."""
     if not text:
         raise PromptError("the prompt is empty: give at least one character")
     _check_text(text)
     if apply_chat_template and tokenizer.chat_template:
         return encode_messages(tokenizer, [{"role": "user", "content": text}])
-    return _real_ids(tokenizer.encode(text))[0]
+    return Prompt(_real_ids(tokenizer.encode(text))[0])
 
 
-def encode_messages(tokenizer: genai.Tokenizer, messages: Any) -> list[int]:
+def encode_messages(tokenizer: genai.Tokenizer, messages: Any) -> Prompt:
     """Ids of a conversation (a list of messages or a ChatHistory) up to where the assistant speaks."""
-    if not (messages if isinstance(messages, list) else messages.get_messages()):
+    turns, tools, extra = _parts_of(messages)
+    if not turns:
         raise PromptError("the chat history is empty: append a message of the user")
-    for message in messages if isinstance(messages, list) else ():
-        if not message["content"] and message["role"] == "user":
-            raise PromptError("the prompt is empty: give at least one character")
-        _check_text(message["content"])
+    for turn in turns:
+        _check_message(turn)
     if not tokenizer.chat_template:
         raise PromptError("the model has no chat template: pass the prompt as a str, or set one on the tokenizer")
-    try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    except (RuntimeError, UnicodeError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise PromptError(f"the chat template refuses the conversation: {lines[-1]}") from error
-    return _real_ids(tokenizer.encode(text, add_special_tokens=False))[0]
+    start = time.perf_counter()
+    tokens = {
+        "bos_token": tokenizer.get_bos_token(),
+        "eos_token": tokenizer.get_eos_token(),
+        "pad_token": tokenizer.get_pad_token(),
+    }
+    text = render(tokenizer.chat_template, turns, tokens, tools, extra)
+    seconds = time.perf_counter() - start
+    return Prompt(_real_ids(tokenizer.encode(text, add_special_tokens=False))[0], seconds)
+
+
+def _parts_of(messages: Any) -> tuple[list[dict[str, Any]], list[Any], dict[str, Any]]:
+    """Messages, tools and extra context."""
+    if isinstance(messages, genai.ChatHistory):
+        return messages.get_messages(), messages.get_tools(), messages.get_extra_context()
+    return list(messages), [], {}
+
+
+def _check_message(message: Mapping[str, Any]) -> None:
+    if not isinstance(message.get("role"), str):
+        raise PromptError(f"a message has the keys {sorted(map(str, message))}: it needs a 'role', and a 'content'")
+    content = message.get("content")
+    if isinstance(content, str):
+        if not content and message["role"] == "user":
+            raise PromptError("the prompt is empty: give at least one character")
+        _check_text(content)
 
 
 def _check_text(text: str) -> None:

@@ -12,7 +12,7 @@ import openvino_genai as genai
 
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation_options import GenerationOptions, copy_config, resolve
-from staticllm.pipelines.inputs import Form, encode_messages, encode_text, token_ids
+from staticllm.pipelines.inputs import Form, Prompt, encode_messages, encode_text, token_ids
 from staticllm.pipelines.overflow import OverflowRule, overflow_rule
 from staticllm.pipelines.text_stream import TextStream
 
@@ -70,11 +70,15 @@ class Intake:
         deadline = None if deadline_ms is None else started + deadline_ms / 1e3
         return Call(form, options, overflow_rule(overflow), priority, deadline, started)
 
-    def encode(self, inputs: Any, call: Call) -> list[list[int]]:
+    def encode(self, inputs: Any, call: Call) -> list[Prompt]:
         """Token ids of every prompt."""
         if call.form == "tokens":
-            return token_ids(inputs)
+            return [Prompt(ids) for ids in token_ids(inputs)]
         if call.form == "history":
+            if not call.options.apply_chat_template:
+                raise GenerationConfigError(
+                    "apply_chat_template=False with a chat history: leave it True, or pass a str"
+                )
             return [encode_messages(self.tokenizer, inputs)]
         texts = [inputs] if call.form == "text" else inputs
         return [encode_text(self.tokenizer, text, call.options.apply_chat_template) for text in texts]

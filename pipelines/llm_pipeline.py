@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -15,16 +14,25 @@ import openvino_genai as genai
 from openvino_genai import StreamingStatus as Status
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import ProgressEvent
-from staticllm.errors import BusyError, GenerationConfigError, SavedRowsError, StaticLLMError
-from staticllm.model_dir import check_model_dir, weights_of
-from staticllm.pipelines.arguments import positional, read_generation_config, read_tokenizer, resolve_candidates
+from staticllm.core import FinishReason, ProgressEvent
+from staticllm.errors import BusyError, GenerationConfigError
+from staticllm.model_dir import forget_in_memory, weights_of
+from staticllm.pipelines.arguments import (
+    named_in_memory,
+    positional,
+    read_generation_config,
+    read_tokenizer,
+    resolve_candidates,
+    source_of,
+)
 from staticllm.pipelines.background import Background
-from staticllm.pipelines.delivery import Answer, Delivery, metrics_of
+from staticllm.pipelines.chat_session import ChatSession
+from staticllm.pipelines.delivery import Answer, Arrival, Delivery, metrics_of
 from staticllm.pipelines.engine import Engine
+from staticllm.pipelines.generation_options import limit_of
 from staticllm.pipelines.handle import GenerationHandle
 from staticllm.pipelines.identity import model_identity
-from staticllm.pipelines.inputs import check_ids, encode_messages, form_of
+from staticllm.pipelines.inputs import Prompt, check_ids, form_of
 from staticllm.pipelines.intake import Call, Intake
 from staticllm.pipelines.launch import launch
 from staticllm.pipelines.outcome import Outcome, results_of
@@ -35,7 +43,7 @@ from staticllm.pipelines.sampler import Sampler
 from staticllm.pipelines.saved_rows import load_rows, save_rows
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.scheduling.view import Policy
-from staticllm.pipelines.streamers import TokenSink, make_sink
+from staticllm.pipelines.streamers import REASONS, TokenSink, make_sink
 from staticllm.pipelines.trace import MAX_RECORDS, Trace, recording
 
 Streamer: TypeAlias = Callable[[str], Any] | genai.StreamerBase | None
@@ -45,9 +53,12 @@ class StaticLLMPipeline:
     """Runs a stateful OpenVINO LLM as programs of fixed shape, for many requests at once.
 
     Args:
-        models_path: A directory exported by optimum-intel: ``openvino_model.xml`` and the OpenVINO tokenizer.
-        args: ``device, config`` or ``tokenizer, device, config``, as in GenAI.
-        device: ``CPU`` (the default), ``NPU``, ``GPU`` … as OpenVINO names it; of several, ``NPU,CPU``, the first that can.
+        models_path: A directory exported by optimum-intel: ``openvino_model.xml`` and the OpenVINO tokenizer. Or the text
+            of an IR's XML, for a model in memory.
+        args: ``device, config`` or ``tokenizer, device, config``, as in GenAI; for a model in memory
+            ``weights, tokenizer, device, generation_config``.
+        device: ``CPU`` (the default), ``NPU``, ``GPU`` … as OpenVINO names it; of several, ``NPU,CPU``, the first that can;
+            ``AUTO`` is NPU, GPU and CPU as far as they are there.
         config: A mapping of properties, or a ``StaticLLMConfig``.
         tokenizer: Instead of the one in ``models_path``.
         on_progress: Called with a ``ProgressEvent`` after each part of loading; what it raises aborts the loading.
@@ -67,7 +78,7 @@ class StaticLLMPipeline:
 
     def __init__(
         self,
-        models_path: str | bytes | os.PathLike[str],
+        models_path: str | bytes | os.PathLike[str] | None = None,
         *args: Any,
         device: str | None = None,
         config: Mapping[str, Any] | StaticLLMConfig | None = None,
@@ -77,22 +88,20 @@ class StaticLLMPipeline:
         **properties: Any,
     ) -> None:
         start = time.perf_counter()
-        device, config, tokenizer = positional(args, device, config, tokenizer)
-        candidates = resolve_candidates(device, config, properties)
-        asked = candidates[0][1]
-        is_encrypted = asked.weights_decryption_callback is not None
-        directory = check_model_dir(models_path, tokenizer is None, asked.weights_path, is_encrypted)
-        policy = make_policy(asked.scheduler if scheduler is None else scheduler)
-        tokenizer = tokenizer or read_tokenizer(directory)
-        self._intake = Intake(tokenizer, read_generation_config(directory, tokenizer))
-        self._launched = launch(directory, candidates, policy, on_progress or (lambda event: None))
+        given = named_in_memory(positional(args, device, config, tokenizer), properties)
+        candidates = resolve_candidates(given.device, given.config, properties)
+        policy = make_policy(candidates[0][1].scheduler if scheduler is None else scheduler)
+        source, candidates = source_of(models_path, given, candidates)
+        self._source = weakref.finalize(self, forget_in_memory, source)
+        tokenizer = given.tokenizer or read_tokenizer(source)
+        self._intake = Intake(tokenizer, given.generation_config or read_generation_config(source, tokenizer))
+        self._chat = ChatSession(tokenizer)
+        self._launched = launch(source, candidates, policy, on_progress or (lambda event: None))
         self._engine, self._background = self._launched.engine, self._launched.background
-        self._directory = directory
+        self._directory = source
         self._shape = self._launched.loaded.programs.shape
         self._model_identity = ""
         self._finalizer = weakref.finalize(self, _close, self._background, self._engine)
-        self._history: list[dict[str, str]] | None = None
-        self._lock, self._owner = threading.Lock(), 0
         self._load_ms = (time.perf_counter() - start) * 1e3
 
     @property
@@ -114,9 +123,10 @@ class StaticLLMPipeline:
 
         Args:
             inputs: A ``str``, a list of ``str``, token ids (numpy or ``openvino.Tensor``, ``[n]`` or ``[batch, n]``;
-                ``TokenizedInputs``) or a ``ChatHistory``.
+                ``TokenizedInputs``), a ``ChatHistory`` or a list of messages.
             generation_config: Replaces the pipeline's own for this call.
-            streamer: A callable that takes text, or an ``openvino_genai.StreamerBase`` that takes tokens; for one prompt.
+            streamer: A callable that takes text, or an ``openvino_genai.StreamerBase`` that takes lists of tokens; for one
+                prompt.
                 It runs in the thread that calls, its exceptions reach the caller, the pipeline stays usable.
             overflow: What becomes of tokens beyond the rows: ``stop``, ``truncate_middle`` or ``shift``.
             priority: Higher ones are served first.
@@ -136,7 +146,7 @@ class StaticLLMPipeline:
         self._engine.check_process()
         form, sink = form_of(inputs), make_sink(streamer)
         call = self._intake.call(form, generation_config, kwargs, overflow, priority, None)
-        if self._history is not None and form in ("text", "texts"):
+        if self._chat.takes(form):
             return self._take_turn(inputs, call, sink)
         prompts = self._intake.encode(inputs, call)
         if len(prompts) == 1:
@@ -188,14 +198,12 @@ class StaticLLMPipeline:
         return handle
 
     def start_chat(self, system_message: str = "") -> None:
-        """From now on ``generate`` of a ``str``, or of a list of one, is a turn of one conversation."""
-        with self._exclusive():
-            self._history = [{"role": "system", "content": system_message}] if system_message else []
+        """From now on ``generate`` of one prompt, a ``str`` or token ids, is a turn of one conversation."""
+        self._chat.start(system_message)
 
     def finish_chat(self) -> None:
         """Forget the conversation."""
-        with self._exclusive():
-            self._history = None
+        self._chat.finish()
 
     def save_rows(self, path: str | os.PathLike[str], inputs: Any = None) -> int:
         """Write the rows of a conversation to disk, so that a later process need not compute them again.
@@ -210,7 +218,7 @@ class StaticLLMPipeline:
         Raises:
             SavedRowsError: nothing that is known begins like this.
         """
-        ids = self._conversation() if inputs is None else self._ids_of(inputs)
+        ids = self._chat.ids() if inputs is None else self._ids_of(inputs)
         return save_rows(self._engine, ids, path, self._identity(), self.config.integrity_key or b"")
 
     def load_rows(self, path: str | os.PathLike[str]) -> int:
@@ -273,39 +281,22 @@ class StaticLLMPipeline:
         """
         self._intake.generation_config = config
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """One turn of the chat at a time. Other threads wait; the same thread, from its streamer, would wait for itself."""
-        if self._owner == threading.get_ident():
-            raise StaticLLMError("a turn of the chat is running in this thread: its streamer cannot begin another")
-        with self._lock:
-            self._owner = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._owner = 0
-
     def _take_turn(self, inputs: Any, call: Call, sink: TokenSink) -> Any:
-        """One turn of ``start_chat``'s conversation."""
-        texts = [inputs] if call.form == "text" else list(inputs)
-        if len(texts) != 1:
-            raise GenerationConfigError(f"a chat takes one prompt a turn, not {len(texts)}: finish_chat first")
-        with self._exclusive():
-            turn = [*(self._history or []), {"role": "user", "content": texts[0]}]
-            ids = encode_messages(self._intake.tokenizer, turn)
-            outcome = self._stream(self._begin(ids, replace(call, is_chat=True)), sink)
+        """One turn of ``start_chat``'s conversation. A turn that its streamer cancelled is forgotten."""
+        turns: list[str | Prompt] = [inputs] if call.form == "text" else list(inputs) if call.form == "texts" else []
+        turns = turns or [*self._intake.encode(inputs, call)]
+        if len(turns) != 1:
+            raise GenerationConfigError(f"a chat takes one prompt a turn, not {len(turns)}: finish_chat first")
+        with self._chat.exclusive():
+            prompt = self._chat.prompt_of(turns[0])
+            outcome = self._stream(self._begin(prompt, replace(call, is_chat=True)), sink)
             if not outcome.answer.is_dropped:
-                self._history = [*turn, {"role": "assistant", "content": outcome.answer.text}]
+                self._chat.add(turns[0], prompt, outcome.answer)
         return results_of(call.form, [outcome], self._intake.decode)
 
     def _ids_of(self, inputs: Any) -> list[int]:
-        (ids, *_) = self._intake.encode(inputs, self._intake.call(form_of(inputs), None, {}, "stop", 0, None))
-        return ids
-
-    def _conversation(self) -> list[int]:
-        if not self._history:
-            raise SavedRowsError("there is no conversation: start_chat and generate first, or pass a prompt")
-        return encode_messages(self._intake.tokenizer, self._history)
+        (prompt, *_) = self._intake.encode(inputs, self._intake.call(form_of(inputs), None, {}, "stop", 0, None))
+        return prompt.ids
 
     def _identity(self) -> dict[str, str]:
         """What must be equal where saved rows are read; the digest of the weights is computed when first needed."""
@@ -314,16 +305,17 @@ class StaticLLMPipeline:
             self._model_identity = " ".join(model_identity(self._directory, weights).values())
         return {"model": self._model_identity, "row type": self._launched.loaded.programs.options.row_type}
 
-    def _begin(self, ids: list[int], call: Call) -> GenerationHandle:
+    def _begin(self, prompt: Prompt, call: Call) -> GenerationHandle:
         """Check a prompt and hand it to the engine."""
-        limit, options, encoded = self.config.max_prompt_len, call.options, time.perf_counter()
-        ids = shorten(ids, limit, call.overflow)
+        limit, options = self.config.max_prompt_len, call.options
+        arrival = Arrival(call.started, time.perf_counter(), prompt.template_seconds)
+        ids = shorten(prompt.ids, limit, call.overflow)
         check_ids(ids, self._shape.vocab_size, limit, call.is_chat)
         options.check_room(len(ids))
         request = Request(
             tokens=list(ids),
             sampler=Sampler(options.sampling, ids, self._shape.vocab_size, self._intake.rng_for(options)),
-            limit=options.max_tokens_after(len(ids)),
+            limit=limit_of(options, len(ids), self.config.capacity if call.overflow == "stop" else None),
             stop_token_ids=options.stop_token_ids,
             min_new_tokens=options.min_new_tokens,
             priority=call.priority,
@@ -334,7 +326,7 @@ class StaticLLMPipeline:
         )
 
         def finish(answer: Answer) -> Outcome:
-            metrics = metrics_of(answer, request, self._load_ms, call.started, encoded)
+            metrics = metrics_of(answer, request, self._load_ms, arrival)
             return Outcome(answer, metrics, ids if options.echo else [])
 
         def result(outcome: Outcome) -> Any:
@@ -350,34 +342,39 @@ class StaticLLMPipeline:
 
     def _stream(self, handle: GenerationHandle, sink: TokenSink) -> Outcome:
         """Read one answer in this thread. Whatever interrupts the reading ends the request."""
+        reason: FinishReason | None = None
         try:
             for piece in handle.pieces(sink.takes_text):
                 status = sink.write(piece.tokens, piece.text)
                 if status != Status.RUNNING:
                     handle.stop(is_dropped=status == Status.CANCEL)
+                    reason = REASONS[status]
             sink.end()
-            return handle.outcome()
+            outcome = handle.outcome()
+            if reason is not None and outcome.answer.finish_reason == FinishReason.CANCELLED:
+                outcome.answer.finish_reason = reason
+            return outcome
         except BaseException:
             handle.cancel()
             raise
 
-    def _run_together(self, prompts: list[list[int]], call: Call) -> list[Outcome]:
+    def _run_together(self, prompts: list[Prompt], call: Call) -> list[Outcome]:
         """Submit all prompts, as many at a time as may wait; an exception ends all of them."""
         handles: list[GenerationHandle] = []
         try:
-            for ids in prompts:
-                handles.append(self._begin_patiently(ids, call, handles))
+            for prompt in prompts:
+                handles.append(self._begin_patiently(prompt, call, handles))
             return [handle.outcome() for handle in handles]
         except BaseException:
             for handle in handles:
                 handle.cancel()
             raise
 
-    def _begin_patiently(self, ids: list[int], call: Call, before: list[GenerationHandle]) -> GenerationHandle:
+    def _begin_patiently(self, prompt: Prompt, call: Call, before: list[GenerationHandle]) -> GenerationHandle:
         """Where the queue is full of this call's own prompts, wait for the first of them."""
         while True:
             try:
-                return self._begin(ids, call)
+                return self._begin(prompt, call)
             except BusyError:
                 unfinished = [handle for handle in before if not handle.is_done]
                 if not unfinished:

@@ -27,7 +27,7 @@ from staticllm.devices import (
 from staticllm.errors import ConfigError
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
-from staticllm.model_dir import check_model_dir, read_model, weights_of
+from staticllm.model_dir import check_model_dir, read_model, weights_size
 from staticllm.pipelines.calibration import calibrated
 from staticllm.pipelines.costs import CostTable
 from staticllm.pipelines.programs import BoundPrograms, CompileOptions, bind, compile_programs, first_variants
@@ -155,7 +155,7 @@ def program_layout(device: str, path: Path, config: StaticLLMConfig) -> ProgramL
         return config.programs
     if default_mode(device) == "separate":
         return "separate"
-    size = weights_of(path, config.weights_path).stat().st_size
+    size = weights_size(path, config.weights_path)
     if size < SMALL_WEIGHTS:
         return "phases"
     return "single_row" if size < LARGE_WEIGHTS and device.split(".", maxsplit=1)[0] == "CPU" else "shared"

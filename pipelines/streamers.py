@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import openvino_genai as genai
 from openvino_genai import StreamingStatus as Status
 
+from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError
 
 
@@ -49,7 +50,7 @@ class TextSink:
 
 
 class StreamerSink:
-    """An ``openvino_genai.StreamerBase``: takes tokens, one at a time."""
+    """An ``openvino_genai.StreamerBase``: takes a list of tokens, as GenAI 2026 gives it: one, or those held back together."""
 
     takes_text = False
 
@@ -57,12 +58,7 @@ class StreamerSink:
         self._streamer = streamer
 
     def write(self, tokens: list[int], piece: str) -> Status:
-        status = Status.RUNNING
-        for token in tokens:
-            status = as_status(self._streamer.write(token))
-            if status != Status.RUNNING:
-                break
-        return status
+        return as_status(self._streamer.write(list(tokens))) if tokens else Status.RUNNING
 
     def end(self) -> None:
         self._streamer.end()
@@ -83,6 +79,14 @@ def make_sink(streamer: object) -> TokenSink:
     raise GenerationConfigError(
         f"streamer is a {type(streamer).__name__}: must be a callable that takes a str, an openvino_genai.StreamerBase or None"
     )
+
+
+REASONS = {
+    Status.STOP: FinishReason.STOP,
+    Status.CANCEL: FinishReason.CANCELLED,
+    Status.TOOL_CALL_STOP: FinishReason.TOOL_CALL,
+}
+"""Why an answer ended that its streamer ended."""
 
 
 def as_status(answer: object) -> Status:

@@ -24,6 +24,7 @@ _NOT_HERE = {
     "ATTENTION_BACKEND": "attention runs in the step programs; leave it out",
     "ENABLE_MMAP": "the IR is always mapped; leave it out",
 }
+"""What the pipeline takes from programs that were written for GenAI, and a config of ours does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)

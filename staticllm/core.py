@@ -169,6 +169,7 @@ class FinishReason(str, Enum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
+    TOOL_CALL = "tool_call"
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, str):

@@ -29,14 +29,15 @@ def get_core() -> ov.Core:
 
 
 def check_device(core: ov.Core, device: object) -> str:
-    """The device's name if it is on this machine.
+    """The device's name, in capitals, if it is on this machine.
 
     Raises:
         DeviceError: it is not; the message lists the devices that are.
     """
     available = core.available_devices
-    if isinstance(device, str) and any(name == device or name.split(".")[0] == device for name in available):
-        return device
+    name = device.upper() if isinstance(device, str) else ""
+    if any(name in (there, there.split(".")[0]) for there in available):
+        return name
     raise DeviceError(f"device {device!r} is not on this machine; there are: {', '.join(available)}")
 
 

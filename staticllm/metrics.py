@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 MICRO = 1e6
 
 
-@dataclass(frozen=True)
-class MeanStdPair:
+class MeanStdPair(NamedTuple):
     """A mean and a standard deviation; -1 both when nothing was measured, as GenAI has it."""
 
     mean: float
@@ -20,6 +20,18 @@ class MeanStdPair:
         if not values:
             return cls(-1.0, -1.0)
         return cls(statistics.fmean(values), statistics.pstdev(values))
+
+
+class SummaryStats(NamedTuple):
+    """Mean, standard deviation, least and most; -1 all when nothing was measured."""
+
+    mean: float = -1.0
+    std: float = -1.0
+    min: float = -1.0
+    max: float = -1.0
+
+    def as_tuple(self) -> tuple[float, float, float, float]:
+        return self.mean, self.std, self.min, self.max
 
 
 @dataclass
@@ -36,7 +48,7 @@ class RawPerfMetrics:
     token_infer_durations: list[float] = field(default_factory=list)  # device calls
     inference_durations: list[float] = field(default_factory=list)  # device time of a request
     sampling_durations: list[float] = field(default_factory=list)  # choosing a token
-    chat_template_durations: list[float] = field(default_factory=list)  # part of tokenization here, so always empty
+    chat_template_durations: list[float] = field(default_factory=list)
     grammar_compile_times: list[float] = field(default_factory=list)  # there are no grammars, so always empty
 
 
@@ -107,12 +119,12 @@ class PerfMetrics:
         return self._ms("sampling_durations")
 
     def get_chat_template_duration(self) -> MeanStdPair:
-        """Nothing is measured: the template is part of the tokenization."""
+        """Ms to render the chat template, which the tokenization does not count; -1 if none was applied."""
         return self._ms("chat_template_durations")
 
-    def get_grammar_compile_time(self) -> MeanStdPair:
+    def get_grammar_compile_time(self) -> SummaryStats:
         """Nothing is measured: there are no grammars."""
-        return self._ms("grammar_compile_times")
+        return SummaryStats()
 
     def get_grammar_compiler_init_times(self) -> dict[str, float]:
         """Empty: there are no grammars."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from staticllm.errors import ModelError
 
@@ -36,6 +38,10 @@ def check_model_dir(
     Raises:
         ModelError: something is missing or shorter than it must be; the message names the file.
     """
+    if path in _IN_MEMORY:
+        return cast(Path, path)
+    if isinstance(path, str) and "<net" in path:
+        raise ModelError("a model as a str needs its weights: pass an openvino.Tensor with them, then the tokenizer")
     try:
         directory = Path(os.fsdecode(path))
     except TypeError:
@@ -53,6 +59,56 @@ def weights_of(directory: Path, weights: str | None = None) -> Path:
     return Path(weights) if weights else (directory / MODEL_XML).with_suffix(".bin")
 
 
+def weights_size(directory: Path, weights: str | None = None) -> int:
+    """Bytes of the weights."""
+    if directory in _IN_MEMORY:
+        return int(_IN_MEMORY[directory].weights.byte_size)
+    return weights_of(directory, weights).stat().st_size
+
+
+@dataclass(frozen=True)
+class ModelInMemory:
+    """An IR that lies on no disk: the text of its XML, and its weights in the order of the XML's offsets."""
+
+    xml: str
+    weights: ov.Tensor
+
+
+def keep_in_memory(xml: object, weights: ov.Tensor) -> Path:
+    """A name that stands for a model directory until ``forget_in_memory``; nothing is written to disk.
+
+    Raises:
+        ModelError: the text is not an IR, or the weights are shorter than it needs.
+    """
+    if not isinstance(xml, str) or not xml.rstrip().endswith("</net>"):
+        raise ModelError(f"the model is a {type(xml).__name__}: with weights it must be the whole text of an IR's XML")
+    needed = _needed(xml.encode())
+    if weights.byte_size < needed:
+        raise ModelError(f"the weights have {weights.byte_size} bytes, the model needs {needed}: pass all of them")
+    name = Path(f"<model in memory {next(_numbers)}>")
+    _IN_MEMORY[name] = ModelInMemory(xml, weights)
+    return name
+
+
+def forget_in_memory(name: Path) -> None:
+    """Let a model in memory go; a path is left alone."""
+    _IN_MEMORY.pop(name, None)
+
+
+def model_in_memory(name: Path) -> ModelInMemory | None:
+    """The model that a name stands for; None for the path of a directory."""
+    return _IN_MEMORY.get(name)
+
+
+_IN_MEMORY: dict[object, ModelInMemory] = {}
+_numbers = count(1)
+
+
+def _needed(xml: bytes) -> int:
+    """Bytes of weights that an IR refers to."""
+    return max((int(a or d) + int(b or c) for a, b, c, d in _CONST_DATA.findall(xml)), default=0)
+
+
 def _check_ir(xml: Path, weights: Path | None = None, is_encrypted: bool = False) -> None:
     if not xml.is_file():
         raise ModelError(
@@ -63,8 +119,7 @@ def _check_ir(xml: Path, weights: Path | None = None, is_encrypted: bool = False
         raise ModelError(f"{str(xml)!r} is cut short ({len(text)} bytes): export or copy it again")
     weights = weights or xml.with_suffix(".bin")
     size = weights.stat().st_size if weights.is_file() else 0
-    sizes = (int(a or d) + int(b or c) for a, b, c, d in _CONST_DATA.findall(text))
-    needed = 1 if is_encrypted else max(sizes, default=0)
+    needed = 1 if is_encrypted else _needed(text)
     if size < needed:
         raise ModelError(f"{str(weights)!r} has {size} bytes, {xml.name} needs {needed}: export or copy it again")
 
@@ -78,7 +133,9 @@ def read_model(
         ModelError: OpenVINO cannot read it, or it is not a language model.
     """
     try:
-        if decrypt is None:
+        if (held := model_in_memory(directory)) is not None:
+            model = core.read_model(held.xml, held.weights)
+        elif decrypt is None:
             model = core.read_model(directory / MODEL_XML, weights_of(directory, weights))
         else:
             model = _decrypted(core, directory, weights_of(directory, weights), decrypt)
@@ -109,7 +166,7 @@ def _decrypted(core: ov.Core, directory: Path, weights: Path, decrypt: Callable[
         plain = bytes(decrypt(weights.read_bytes()))
     except Exception as error:  # of the user's own
         raise ModelError(f"{str(weights)!r} cannot be decrypted: {type(error).__name__}: {error}") from error
-    needed = max((int(a or d) + int(b or c) for a, b, c, d in _CONST_DATA.findall(xml.encode())), default=0)
+    needed = _needed(xml.encode())
     if len(plain) < needed:
         raise ModelError(
             f"{str(weights)!r} has {len(plain)} bytes decrypted, {MODEL_XML} needs {needed}: is the key right?"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from staticllm.core import FinishReason
 from staticllm.metrics import PerfMetrics
@@ -12,7 +14,16 @@ class _Common:
     """Attributes that GenAI's results have, and that have nothing to say here."""
 
     extended_perf_metrics = None
-    parsed: tuple[object, ...] = ()
+
+    @property
+    def parsed(self) -> list[object]:
+        return []
+
+
+def _class_in_genai(name: str, own: type) -> type:
+    """GenAI's class of this name for ``isinstance``, where a program has imported GenAI."""
+    found = getattr(sys.modules.get("openvino_genai"), name, own)
+    return found if isinstance(found, type) else own
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,13 @@ class EncodedResults(_Common):
     finish_reasons: list[FinishReason]
     perf_metrics: PerfMetrics = field(repr=False)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _class_in_genai("EncodedResults", EncodedResults)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EncodedResults, tuple(getattr(self, item.name) for item in fields(EncodedResults))
+
 
 @dataclass(frozen=True)
 class DecodedResults(_Common):
@@ -35,6 +53,13 @@ class DecodedResults(_Common):
     scores: list[float]
     finish_reasons: list[FinishReason]
     perf_metrics: PerfMetrics = field(repr=False)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _class_in_genai("DecodedResults", DecodedResults)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DecodedResults, tuple(getattr(self, item.name) for item in fields(DecodedResults))
 
     def __str__(self) -> str:
         return "\n".join(self.texts)

@@ -129,7 +129,7 @@ def test_stop_strings(pipe):
             received.append("end")
 
     result = pipe.generate(["hello world"], streamer=Streamer(), stop_strings={stop}, **options)
-    assert received == [*result.tokens[0], "end"] and len(result.tokens[0]) < 12
+    assert received == [*([token] for token in result.tokens[0]), "end"] and len(result.tokens[0]) < 12
 
 
 def test_streamed_text_is_the_text(pipe):
@@ -147,9 +147,17 @@ def test_genais_own_text_streamer(pipe):
 
 
 @pytest.mark.parametrize(
-    "status", [True, genai.StreamingStatus.STOP, genai.StreamingStatus.CANCEL, 1], ids=["true", "stop", "cancel", "one"]
+    ("status", "reason"),
+    [
+        (True, "stop"),
+        (1, "stop"),
+        (genai.StreamingStatus.STOP, "stop"),
+        (genai.StreamingStatus.CANCEL, "cancelled"),
+        (genai.StreamingStatus.TOOL_CALL_STOP, "tool_call"),
+    ],
+    ids=["true", "one", "stop", "cancel", "tool_call"],
 )
-def test_a_streamer_can_stop(pipe, status):
+def test_a_streamer_can_stop(pipe, status, reason):
     pieces = []
 
     def streamer(piece):
@@ -157,7 +165,7 @@ def test_a_streamer_can_stop(pipe, status):
         return status if len(pieces) == 3 else None
 
     result = pipe.generate(["hello"], streamer=streamer, max_new_tokens=100, ignore_eos=True)
-    assert result.finish_reasons == ["cancelled"] and len(pieces) == 3
+    assert result.finish_reasons == [reason] and len(pieces) == 3
     assert result.texts[0].startswith("".join(pieces))
 
 
@@ -245,14 +253,19 @@ def test_the_hand_over_moves_no_row(zoo, prompt_of, monkeypatch):
 
 
 def test_a_cancelled_turn_is_forgotten_and_a_stopped_one_is_not(pipe):
-    def turn(status):
+    """Told by the prompt of the turn after it: as long as in a new chat, or longer."""
+
+    def second_prompt(status):
         pipe.start_chat()
         pipe.generate("hello", streamer=lambda piece: status, max_new_tokens=30, ignore_eos=True)
-        kept = len(pipe._history)
+        length = pipe.generate("hello", max_new_tokens=1).perf_metrics.get_num_input_tokens()
         pipe.finish_chat()
-        return kept
+        return length
 
-    assert (turn(genai.StreamingStatus.CANCEL), turn(genai.StreamingStatus.STOP)) == (0, 2)
+    pipe.start_chat()
+    fresh = pipe.generate("hello", max_new_tokens=1).perf_metrics.get_num_input_tokens()
+    pipe.finish_chat()
+    assert second_prompt(genai.StreamingStatus.CANCEL) == fresh < second_prompt(genai.StreamingStatus.STOP)
 
 
 def test_metrics_tell_what_happened(pipe):

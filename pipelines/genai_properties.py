@@ -1,0 +1,145 @@
+"""GenAI's and OpenVINO's ways to say what ours say otherwise: plain names and values, a scheduler config, switches."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import openvino as ov
+import openvino_genai as genai
+
+from staticllm.config import MAX_SLOTS
+from staticllm.errors import ConfigError
+
+BLOCK_ROWS = 32
+"""Tokens of a KV block of GenAI on the CPU."""
+_BACKENDS = ("SDPA", "PA")
+_LOG_LEVELS = {"ERR": "LOG_ERROR", "NO": "LOG_NONE"}
+_DEFAULTS = genai.SchedulerConfig()
+_OTHER_TOKENS = ("use_cache_eviction", "use_sparse_attention")
+_WITHOUT_MEANING = ("cache_size", "max_num_batched_tokens", "num_linear_attention_blocks", "cache_interval_multiplier")
+_REMEDIES = {
+    "cache_size": "memory is counted in rows (KV_ROWS)",
+    "max_num_batched_tokens": "the sizes of steps are chosen by measured cost (PREFILL_ROWS bounds them)",
+}
+
+
+def plain_properties(properties: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Names as plain ``str``: the objects of ``openvino.properties`` are strings that can be called. Values likewise,
+    enum members by the names that devices read, and mappings all the way down."""
+    return {_plain_name(name): _plain_value(value) for name, value in properties.items()}
+
+
+def from_genai(properties: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Properties in our terms: what GenAI takes beside ours is mapped or found to be off.
+
+    Raises:
+        ConfigError: a value is impossible, or asks for other tokens than these programs give.
+    """
+    ours = plain_properties(properties)
+    for name, take in _TAKEN.items():
+        if name in ours:
+            take(ours, ours.pop(name))
+    return ours
+
+
+def _plain_name(name: Any) -> Any:
+    return str.__str__(name) if isinstance(name, str) else name
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Mapping):
+        return plain_properties(value)
+    if isinstance(value, ov.Type):
+        return value.get_type_name()
+    is_enum = type(value).__module__.startswith("openvino.") and hasattr(type(value), "__members__")
+    if not is_enum:
+        return value
+    name = str(value.name)
+    return _LOG_LEVELS.get(name, f"LOG_{name}") if type(value).__name__ == "Level" else name
+
+
+def _attention_backend(properties: dict[Any, Any], value: object) -> None:
+    """Both of GenAI's backends give the same tokens; here attention runs in the step programs."""
+    if value not in _BACKENDS:
+        raise ConfigError(
+            f"ATTENTION_BACKEND={value!r}: must be SDPA or PA, and makes no difference here: leave it out"
+        )
+
+
+def _cache_dir(properties: dict[Any, Any], value: object) -> None:
+    if value != "":  # which turns it off
+        properties["CACHE_DIR"] = value
+
+
+def _static_pipeline(properties: dict[Any, Any], value: object) -> None:
+    _has_no_effect("STATIC_PIPELINE chooses among NPUW's pipelines, which staticllm replaces")
+
+
+def _enable_mmap(properties: dict[Any, Any], value: object) -> None:
+    if value not in (True, "YES"):
+        _has_no_effect("ENABLE_MMAP=False: the weights are always mapped")
+
+
+def _prompt_lookup(properties: dict[Any, Any], value: object) -> None:
+    if value:
+        raise ConfigError("prompt_lookup is not supported: leave it out, the tokens are the same without")
+
+
+def _draft_model(properties: dict[Any, Any], value: object) -> None:
+    raise ConfigError("draft_model is not supported: leave it out, the tokens are the same without")
+
+
+def _scheduler_config(properties: dict[Any, Any], value: object) -> None:
+    """What a ``SchedulerConfig`` asks for, where the properties do not say it themselves."""
+    if value is None:
+        return
+    if not isinstance(value, genai.SchedulerConfig):
+        raise ConfigError(f"scheduler_config is a {type(value).__name__}: must be an openvino_genai.SchedulerConfig")
+    for name in _OTHER_TOKENS:
+        if getattr(value, name):
+            raise ConfigError(f"scheduler_config.{name} is not supported, it changes the tokens: leave it False")
+    asked: dict[str, Any] = {"PREFIX_CACHING": value.enable_prefix_caching}
+    if not value.dynamic_split_fuse:
+        asked["SCHEDULER"] = "prefill_first"
+    if value.max_num_seqs != _DEFAULTS.max_num_seqs:
+        asked["MAX_NUM_SEQS"] = min(value.max_num_seqs, MAX_SLOTS)
+    if value.num_kv_blocks:
+        asked["KV_ROWS"] = max(value.num_kv_blocks * BLOCK_ROWS, _longest(properties))
+    properties.update({name: choice for name, choice in asked.items() if name not in properties})
+    notes = [f"{name} ({_REMEDIES.get(name, 'there is nothing like it')})" for name in _unused(value)]
+    if value.max_num_seqs > MAX_SLOTS and "MAX_NUM_SEQS" in asked:
+        notes.append(f"max_num_seqs above {MAX_SLOTS} (a step holds no more)")
+    if notes:
+        _has_no_effect(f"scheduler_config: {', '.join(notes)}")
+
+
+def _unused(config: genai.SchedulerConfig) -> list[str]:
+    """Fields that were set and mean nothing here; an unlimited batch means nothing anywhere."""
+    changed = [name for name in _WITHOUT_MEANING if getattr(config, name) != getattr(_DEFAULTS, name)]
+    return [name for name in changed if getattr(config, name) != sys.maxsize]
+
+
+def _longest(properties: Mapping[Any, Any]) -> int:
+    """Rows of one longest sequence, which must fit; impossible lengths are reported where they are read."""
+    lengths = (properties.get("MAX_PROMPT_LEN", 1024), properties.get("MIN_RESPONSE_LEN", 128))
+    return sum(length for length in lengths if isinstance(length, int))
+
+
+def _has_no_effect(what: str) -> None:
+    warnings.warn(f"{what}: no effect", stacklevel=2)
+
+
+_TAKEN: dict[str, Callable[[dict[Any, Any], Any], None]] = {
+    "ATTENTION_BACKEND": _attention_backend,
+    "CACHE_DIR": _cache_dir,
+    "STATIC_PIPELINE": _static_pipeline,
+    "ENABLE_MMAP": _enable_mmap,
+    "prompt_lookup": _prompt_lookup,
+    "draft_model": _draft_model,
+    "scheduler_config": _scheduler_config,
+}

@@ -1,0 +1,110 @@
+"""Chats in token ids, full rows and streamers: what GenAI's stateful pipeline and NPUW do, token for token."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+import pytest
+
+from staticllm import StaticLLMPipeline, demo_model_path
+
+LENGTHS = {"MAX_PROMPT_LEN": 128, "MIN_RESPONSE_LEN": 64}
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+NPUW = {"NPUW_DEVICES": "CPU", "NPUW_ONLINE_PIPELINE": "NONE", "INFERENCE_PRECISION_HINT": "f32"}
+PROMPTS = ("What is an NPU?", "Tell me a story about a fox.", "Hello!")
+
+
+@pytest.fixture(scope="module")
+def ours():
+    return StaticLLMPipeline(demo_model_path(), "CPU", **LENGTHS, **EXACT)
+
+
+@pytest.fixture(scope="module")
+def npuw():
+    return genai.LLMPipeline(demo_model_path(), "NPU", **LENGTHS, **NPUW)
+
+
+@pytest.fixture(scope="module")
+def stateful():
+    return genai.LLMPipeline(demo_model_path(), "CPU", ATTENTION_BACKEND="SDPA", **EXACT)
+
+
+@pytest.fixture(autouse=True)
+def _deprecated():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def conversation(pipe, inputs, **options):
+    pipe.start_chat("You are brief.")
+    answers = [pipe.generate(each, **options).tokens for each in inputs]
+    pipe.finish_chat()
+    return answers
+
+
+@pytest.mark.parametrize("options", [{"max_new_tokens": 12, "ignore_eos": True}, {"max_new_tokens": 40}])
+@pytest.mark.parametrize("other", ["npuw", "stateful"])
+def test_a_chat_in_token_ids_goes_on(ours, other, options, request):
+    theirs = request.getfixturevalue(other)
+    encoded = [ours.get_tokenizer().encode(text) for text in PROMPTS]
+    expected = conversation(theirs, encoded, **options)
+    assert conversation(ours, encoded, **options) == expected
+    assert conversation(ours, [ov.Tensor(np.array(each.input_ids.data)) for each in encoded], **options) == expected
+    alone = [ours.generate(each, **options).tokens for each in encoded]
+    assert alone[0] == expected[0] and alone[1:] != expected[1:]
+
+
+def test_a_cancelled_turn_of_token_ids_is_forgotten(ours, stateful):
+    encoded = [ours.get_tokenizer().encode(text) for text in PROMPTS]
+
+    def cancelled(pipe):
+        pipe.start_chat()
+        first = pipe.generate(encoded[0], max_new_tokens=8).tokens
+        pipe.generate(encoded[1], max_new_tokens=8, streamer=lambda text: genai.StreamingStatus.CANCEL)
+        last = pipe.generate(encoded[2], max_new_tokens=8).tokens
+        pipe.finish_chat()
+        return first, last
+
+    assert cancelled(ours) == cancelled(stateful)
+
+
+@pytest.mark.parametrize("length", [3, 50, 128])
+def test_full_rows_hold_as_many_tokens_as_npuws(ours, npuw, length, prompt_of):
+    ids = np.array([prompt_of(length)])
+    options = {"max_new_tokens": 1000, "ignore_eos": True}
+    mine, theirs = ours.generate(ids, **options), npuw.generate(ov.Tensor(ids), **options)
+    assert mine.tokens == theirs.tokens and len(mine.tokens[0]) == 192 - length
+    assert mine.finish_reasons == ["length"]
+
+
+def test_streamers_get_the_same_lists(ours, stateful):
+    class Streamer(genai.StreamerBase):
+        def __init__(self):
+            super().__init__()
+            self.written = []
+
+        def write(self, token):
+            self.written.append(token)
+            return genai.StreamingStatus.RUNNING
+
+        def end(self):
+            self.written.append("end")
+
+    streamers = Streamer(), Streamer()
+    for pipe, streamer in zip((ours, stateful), streamers, strict=True):
+        pipe.generate("Hello!", max_new_tokens=6, streamer=streamer)
+    assert streamers[0].written == streamers[1].written
+
+
+@pytest.mark.parametrize(
+    "status",
+    [True, genai.StreamingStatus.STOP, genai.StreamingStatus.TOOL_CALL_STOP],
+    ids=["true", "stop", "tool_call"],
+)
+def test_a_streamer_that_stops_gives_the_same_reason(ours, stateful, status):
+    results = [pipe.generate(["Hello!"], max_new_tokens=20, streamer=lambda text: status) for pipe in (ours, stateful)]
+    assert results[0].finish_reasons == results[1].finish_reasons
