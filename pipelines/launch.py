@@ -11,6 +11,7 @@ from pathlib import Path
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgressEvent, Variant
 from staticllm.errors import DeviceError
+from staticllm.model_dir import max_positions
 from staticllm.pipelines.background import Background
 from staticllm.pipelines.engine import Engine
 from staticllm.pipelines.loader import OnProgress
@@ -51,10 +52,22 @@ def launch(directory: Path, candidates: Sequence[Candidate], policy: Policy, on_
         loaded, device = load_first(directory, candidates, on_progress)
         engine = make_engine(loaded, policy)
         launched = Launched(engine, loaded, device, _the_rest(engine, loaded, on_progress))
+    _warn_of_length(directory, launched.loaded.config)
     on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
     if launched.background is not None:
         launched.background.start()
     return launched
+
+
+def _warn_of_length(directory: Path, config: StaticLLMConfig) -> None:
+    limit = max_positions(directory)
+    if limit is not None and config.capacity > limit:
+        warnings.warn(
+            f"MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {config.capacity}, the model was made for {limit} positions "
+            "(max_position_embeddings in its config.json): what it says beyond them may be nonsense; lower a length",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def load_first(directory: Path, candidates: Sequence[Candidate], on_progress: OnProgress) -> tuple[Loaded, str]:

@@ -16,7 +16,7 @@ from openvino_genai import StreamingStatus as Status
 from staticllm.config import StaticLLMConfig
 from staticllm.core import FinishReason, ProgressEvent
 from staticllm.errors import BusyError, GenerationConfigError
-from staticllm.model_dir import forget_in_memory, weights_of
+from staticllm.model_dir import forget_in_memory, model_in_memory, weights_of
 from staticllm.pipelines.arguments import (
     named_in_memory,
     positional,
@@ -45,6 +45,7 @@ from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.scheduling.view import Policy
 from staticllm.pipelines.streamers import REASONS, TokenSink, make_sink
 from staticllm.pipelines.trace import MAX_RECORDS, Trace, recording
+from staticllm.pipelines.weights_watch import WeightsWatch
 
 Streamer: TypeAlias = Callable[[str], Any] | genai.StreamerBase | None
 
@@ -100,7 +101,7 @@ class StaticLLMPipeline:
         self._engine, self._background = self._launched.engine, self._launched.background
         self._directory = source
         self._shape = self._launched.loaded.programs.shape
-        self._model_identity = ""
+        self._model_identity, self._watch = "", self._watch_weights()
         self._finalizer = weakref.finalize(self, _close, self._background, self._engine)
         self._load_ms = (time.perf_counter() - start) * 1e3
 
@@ -142,8 +143,9 @@ class StaticLLMPipeline:
             GenerationConfigError: an unknown option or an impossible value.
             BusyError: ``MAX_WAITING`` requests wait.
             ClosedError: the pipeline was closed, or this is a forked child of the process that loaded it.
+            ModelError: the weights file was overwritten while it is in use.
         """
-        self._engine.check_process()
+        self._check_usable()
         form, sink = form_of(inputs), make_sink(streamer)
         call = self._intake.call(form, generation_config, kwargs, overflow, priority, None)
         if self._chat.takes(form):
@@ -187,7 +189,7 @@ class StaticLLMPipeline:
             BusyError: ``MAX_WAITING`` requests wait.
             PromptError, PromptTooLongError, GenerationConfigError: as for ``generate``.
         """
-        self._engine.check_process()
+        self._check_usable()
         call = self._intake.call(form_of(inputs), generation_config, kwargs, overflow, priority, deadline_ms)
         prompts = self._intake.encode(inputs, call)
         if len(prompts) != 1:
@@ -297,6 +299,16 @@ class StaticLLMPipeline:
     def _ids_of(self, inputs: Any) -> list[int]:
         (prompt, *_) = self._intake.encode(inputs, self._intake.call(form_of(inputs), None, {}, "stop", 0, None))
         return prompt.ids
+
+    def _watch_weights(self) -> WeightsWatch | None:
+        is_plain = model_in_memory(self._directory) is None and self.config.weights_decryption_callback is None
+        is_mapped = is_plain and self._launched.loaded.has_mapped_weights
+        return WeightsWatch(weights_of(self._directory, self.config.weights_path)) if is_mapped else None
+
+    def _check_usable(self) -> None:
+        self._engine.check_process()
+        if self._watch is not None:
+            self._watch.check()
 
     def _identity(self) -> dict[str, str]:
         """What must be equal where saved rows are read; the digest of the weights is computed when first needed."""

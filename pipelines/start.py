@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,7 @@ from filelock import Timeout
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Part, ProgramLayout, ProgressEvent, RowType, Variant
 from staticllm.devices import get_core
-from staticllm.errors import BlobError, ConfigError, StaticLLMError, last_line
+from staticllm.errors import BlobError, ConfigError, DeviceError, StaticLLMError, last_line
 from staticllm.pipelines.blob_cache import BlobCache, key_of
 from staticllm.pipelines.blob_export import (
     Exported,
@@ -82,13 +83,14 @@ class Rest:
 @dataclass(frozen=True)
 class Loaded:
     """A model that can run. ``config`` is what holds: a blob set decides what was not asked for. ``origin`` is ``compiled``,
-    ``blob`` or ``cache``."""
+    ``blob`` or ``cache``; ``has_mapped_weights``: whether weights are read from their file as long as it runs."""
 
     runner: ModelRunner
     programs: Programs
     config: StaticLLMConfig
     origin: str
     rest: Rest | None = None
+    has_mapped_weights: bool = True
 
 
 def load(
@@ -104,11 +106,37 @@ def load(
         BlobError: ``BLOB_PATH`` names a set that is damaged, or for something else.
     """
     job = job_of(models_path, device, config, on_progress)
-    if config.export_blob:
-        return _exported(job)
-    if config.blob_path:
-        return _from_blob_path(job, Path(config.blob_path))
-    return _through_cache(job, config.cache_dir) if config.cache_dir else _compiled(job)
+    with _explained(device):
+        if config.export_blob:
+            return _exported(job)
+        if config.blob_path:
+            return _from_blob_path(job, Path(config.blob_path))
+        return _through_cache(job, config.cache_dir) if config.cache_dir else _compiled(job)
+
+
+@contextmanager
+def _explained(device: str) -> Iterator[None]:
+    """What OpenVINO raises in its own words, where memory runs out for instance, becomes one line of ours."""
+    try:
+        yield
+    except StaticLLMError:
+        raise
+    except MemoryError as error:
+        raise DeviceError(
+            f"{device} has not enough memory for this model: lower MAX_PROMPT_LEN, KV_ROWS or MAX_NUM_SEQS"
+        ) from error
+    except RuntimeError as error:
+        if type(error) is not RuntimeError or not _is_openvinos(error):
+            raise  # a callback's own
+        raise DeviceError(f"{device} failed while the model was loaded: {last_line(error)}") from error
+
+
+def _is_openvinos(error: RuntimeError) -> bool:
+    """Whether it was raised below Python: by an extension, whose frames nobody sees."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(("staticllm.", "openvino"))
 
 
 def _is_staged(job: Job) -> bool:
@@ -203,7 +231,7 @@ def _from_blob_path(job: Job, folder: Path) -> Loaded:
     def import_it(manifest: Manifest) -> Loaded:
         decided = replace(job, config=_decided_by(manifest, job.config))
         programs, runner = _imported(decided, folder, manifest)
-        return Loaded(runner, programs, decided.config, "blob")
+        return Loaded(runner, programs, decided.config, "blob", has_mapped_weights=manifest.is_weightless)
 
     return read_steadily(folder, import_it, job.key)
 
@@ -262,7 +290,7 @@ def _from_cache(job: Job, cache: BlobCache, key: str, identity: Identity) -> Loa
         warnings.warn(f"compiled again: {error}", RuntimeWarning, stacklevel=2)
         remove_set(path)
         return None
-    return Loaded(runner, programs, job.config, "cache")
+    return Loaded(runner, programs, job.config, "cache", has_mapped_weights=manifest.is_weightless)
 
 
 def _keep(job: Job, path: Path, exported: Exported, identity: Identity, costs: Mapping[Variant, float]) -> None:

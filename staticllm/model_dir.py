@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from staticllm.errors import ModelError
+from staticllm.files import open_regular, read_regular
+from staticllm.ir_file import MAX_XML, Constant, IrError, IrFile, packed_texts, read_ir
 
 if TYPE_CHECKING:
     import openvino as ov
 
 MODEL_XML = "openvino_model.xml"
+MAX_CONFIG = 16 << 20
 TOKENIZER_XML = ("openvino_tokenizer.xml", "openvino_detokenizer.xml")
-_CONST_DATA = re.compile(rb'\boffset="(\d+)"[^>]*?\bsize="(\d+)"|\bsize="(\d+)"[^>]*?\boffset="(\d+)"')
 
 
 def demo_model_path() -> Path:
@@ -50,7 +53,9 @@ def check_model_dir(
         raise ModelError(f"no model directory at {str(directory)!r}")
     for name in (MODEL_XML, *(TOKENIZER_XML if needs_tokenizer else ())):
         is_model = name == MODEL_XML
-        _check_ir(directory / name, Path(weights) if weights and is_model else None, is_encrypted and is_model)
+        ir = _check_ir(directory / name, Path(weights) if weights and is_model else None, is_encrypted and is_model)
+        if not is_model:
+            _check_texts(directory / name, ir)
     return directory
 
 
@@ -104,24 +109,74 @@ _IN_MEMORY: dict[object, ModelInMemory] = {}
 _numbers = count(1)
 
 
-def _needed(xml: bytes) -> int:
-    """Bytes of weights that an IR refers to."""
-    return max((int(a or d) + int(b or c) for a, b, c, d in _CONST_DATA.findall(xml)), default=0)
+def max_positions(directory: Path) -> int | None:
+    """The longest sequence that a model was made for, by its ``config.json``; None where that does not say."""
+    try:
+        config = json.loads(read_regular(directory / "config.json", MAX_CONFIG))
+        config = config.get("text_config", config)
+        found = config.get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    return found if isinstance(found, int) and found > 0 else None
 
 
-def _check_ir(xml: Path, weights: Path | None = None, is_encrypted: bool = False) -> None:
+def _needed(xml: bytes, name: str = MODEL_XML) -> int:
+    """Bytes of weights that an IR refers to.
+
+    Raises:
+        ModelError: it is damaged.
+    """
+    return _read_ir(xml, name).num_weight_bytes
+
+
+def _read_ir(xml: bytes, name: str) -> IrFile:
+    try:
+        return read_ir(xml)
+    except IrError as error:
+        raise ModelError(f"{name} {error}: export or copy it again") from None
+
+
+def _check_ir(xml: Path, weights: Path | None = None, is_encrypted: bool = False) -> IrFile:
     if not xml.is_file():
         raise ModelError(
             f"{xml.name} is missing in {str(xml.parent)!r}: export the model with optimum-cli export openvino"
         )
-    text = xml.read_bytes()
-    if not text.rstrip().endswith(b"</net>"):
-        raise ModelError(f"{str(xml)!r} is cut short ({len(text)} bytes): export or copy it again")
+    stat = xml.stat()
+    ir = _parsed(xml, stat.st_mtime_ns, stat.st_size)
     weights = weights or xml.with_suffix(".bin")
     size = weights.stat().st_size if weights.is_file() else 0
-    needed = 1 if is_encrypted else _needed(text)
+    needed = 1 if is_encrypted else ir.num_weight_bytes
     if size < needed:
         raise ModelError(f"{str(weights)!r} has {size} bytes, {xml.name} needs {needed}: export or copy it again")
+    return ir
+
+
+@lru_cache(8)  # loading asks several times, and a large XML takes a tenth of a second
+def _parsed(xml: Path, modified: int, size: int) -> IrFile:
+    try:
+        text = read_regular(xml, MAX_XML)
+    except OSError as error:
+        raise ModelError(f"{str(xml)!r} cannot be read: {error.strerror or error}") from None
+    return _read_ir(text, repr(str(xml)))
+
+
+def _check_texts(xml: Path, ir: IrFile) -> None:
+    """A tokenizer reads its vocabulary by places that stand in its weights file; a wrong one kills the process."""
+    import numpy as np
+
+    weights = xml.with_suffix(".bin")
+    with open_regular(weights) as file:
+        for begins, ends, text in packed_texts(ir):
+            first, last = (np.frombuffer(_at(file, constant), "<i4") for constant in (begins, ends))
+            if (first < 0).any() or (last < first).any() or (last > text.size).any():
+                raise ModelError(
+                    f"{str(weights)!r} is damaged: a text in it begins or ends outside; export or copy it again"
+                )
+
+
+def _at(file: BinaryIO, constant: Constant) -> bytes:
+    file.seek(constant.offset)
+    return file.read(constant.size)
 
 
 def read_model(

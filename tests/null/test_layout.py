@@ -19,7 +19,17 @@ HOUSE = {
     "README.md", "LICENSE", "CHANGELOG.md", "docs", "examples", ".ci", ".gitignore",
 }  # fmt: skip
 ROOMS = ("staticllm", "compiler_passes", "kvcache", "pipelines")
-DOOR = {"core": 0, "errors": 0, "config": 1, "devices": 1, "files": 1, "metrics": 1, "results": 2, "model_dir": 1}
+DOOR = {
+    "core": 0,
+    "errors": 0,
+    "config": 1,
+    "devices": 1,
+    "files": 1,
+    "ir_file": 1,
+    "metrics": 1,
+    "results": 2,
+    "model_dir": 1,
+}
 PASSES, CACHE, PIPELINES, CLI = 3, 3, 4, 6
 
 

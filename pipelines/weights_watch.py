@@ -1,0 +1,59 @@
+"""Weights are mapped from their file, not copied: who overwrites it in place changes what a running pipeline answers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from staticllm.errors import ModelError
+from staticllm.files import open_regular
+
+PAGES, PAGE_BYTES = 64, 4096
+
+
+class WeightsWatch:
+    """Notices that a weights file was overwritten. One ``stat`` a question; what changed is read only where that differs.
+
+    A file that is replaced by another one under the same name is no danger: the old one stays mapped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen, self._sample = self._stat(), self._sampled()
+
+    def check(self) -> None:
+        """
+        Raises:
+            ModelError: the file that the weights are mapped from holds something else than when it was loaded.
+        """
+        seen = self._stat()
+        if seen == self._seen or seen is None or self._seen is None or seen[0] != self._seen[0]:
+            return
+        if self._sampled() != self._sample:
+            raise ModelError(
+                f"{str(self._path)!r} was overwritten while it is in use: its weights are mapped, so answers would be wrong "
+                "without a sign; load the model again, and replace such a file by renaming another over it"
+            )
+        self._seen = seen
+
+    def _stat(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def _sampled(self) -> bytes:
+        """A digest of pages that are spread over the file."""
+        digest = hashlib.blake2b()
+        try:
+            with open_regular(self._path) as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(size.to_bytes(8, "little"))
+                for index in range(PAGES):
+                    file.seek(index * max(size - PAGE_BYTES, 0) // (PAGES - 1))
+                    digest.update(file.read(PAGE_BYTES))
+        except OSError:
+            return b""
+        return digest.digest()

@@ -1,0 +1,150 @@
+"""What an IR says of itself, read without OpenVINO, which may crash on a file that is damaged.
+
+Anything can stand in such a file: the parser allows no entities, numbers and depths are bounded, time grows with the size only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from xml.parsers import expat
+
+MAX_XML = 1 << 30
+MAX_DEPTH = 200
+MAX_DIGITS = 19
+ITEM_BYTES = {
+    "u8": 1,
+    "i8": 1,
+    "boolean": 1,
+    "f16": 2,
+    "bf16": 2,
+    "i32": 4,
+    "u32": 4,
+    "f32": 4,
+    "i64": 8,
+    "u64": 8,
+    "f64": 8,
+}
+Key = tuple[int, str]
+"""A graph within the file (bodies of loops have layer ids of their own), and a layer in it."""
+
+
+class IrError(Exception):
+    """What is wrong with an IR, in a few words."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A constant in the weights file: element type, number of elements, place in bytes."""
+
+    element_type: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size
+
+
+@dataclass
+class IrFile:
+    """Constants by layer, and which layers feed a layer's inputs, in the order of its ports."""
+
+    constants: dict[Key, Constant] = field(default_factory=dict)
+    inputs: dict[Key, list[tuple[int, str]]] = field(default_factory=dict)
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Bytes of weights that the constants refer to."""
+        return max((constant.end for constant in self.constants.values()), default=0)
+
+    def constants_of(self, layer: Key) -> list[Constant | None]:
+        """What feeds a layer, in order; None for what is no constant."""
+        return [self.constants.get((layer[0], source)) for _, source in sorted(self.inputs[layer])]
+
+
+def read_ir(xml: bytes) -> IrFile:
+    """Read the text of an IR.
+
+    Raises:
+        IrError: it is not well formed, or says something impossible.
+    """
+    reader = _Reader()
+    parser = expat.ParserCreate()
+    parser.StartDoctypeDeclHandler = _no_doctype
+    parser.StartElementHandler, parser.EndElementHandler = reader.start, reader.end
+    try:
+        parser.Parse(xml, True)
+    except expat.ExpatError as error:
+        raise IrError(f"is damaged or cut short ({error})") from None
+    if not reader.is_net:
+        raise IrError("is no OpenVINO IR: its root is not <net>")
+    return reader.found
+
+
+class _Reader:
+    """Collects constants and edges while the parser goes through the file."""
+
+    def __init__(self) -> None:
+        self.found = IrFile()
+        self.is_net = False
+        self._graphs = [0]
+        self._num_graphs = 1
+        self._depth = 0
+        self._layer = ""
+
+    def start(self, name: str, attributes: dict[str, str]) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self.is_net = name == "net"
+        if self._depth > MAX_DEPTH:
+            raise IrError(f"nests deeper than {MAX_DEPTH}")
+        if name in ("body", "then_body", "else_body"):
+            self._graphs.append(self._num_graphs)
+            self._num_graphs += 1
+        elif name == "layer":
+            self._layer = attributes.get("id", "")
+        elif name == "data" and "offset" in attributes:
+            self.found.constants[self._graphs[-1], self._layer] = _constant(attributes)
+        elif name == "edge" and "to-layer" in attributes:
+            place = _number(attributes.get("to-port", "0")), attributes.get("from-layer", "")
+            self.found.inputs.setdefault((self._graphs[-1], attributes["to-layer"]), []).append(place)
+
+    def end(self, name: str) -> None:
+        self._depth -= 1
+        if name in ("body", "then_body", "else_body"):
+            self._graphs.pop()
+
+
+def _no_doctype(*_: object) -> None:
+    raise IrError("declares a document type, which no IR does")
+
+
+def _constant(attributes: dict[str, str]) -> Constant:
+    shape = attributes.get("shape", "")
+    sizes = tuple(_number(part.strip()) for part in shape.split(",") if part.strip())
+    constant = Constant(
+        attributes.get("element_type", ""), sizes, _number(attributes["offset"]), _number(attributes.get("size", ""))
+    )
+    item = ITEM_BYTES.get(constant.element_type)
+    if item is not None and math.prod(sizes) * item != constant.size:
+        raise IrError(f"has a constant {constant.element_type}{list(sizes)} of {constant.size} bytes")
+    return constant
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS):
+        raise IrError(f"has {text[:24]!r} where a number should be")
+    return int(text)
+
+
+def packed_texts(ir: IrFile) -> Iterator[tuple[Constant, Constant, Constant]]:
+    """Lists of texts, as tokenizers hold their vocabularies: where each begins, where each ends, the bytes of all."""
+    for layer in ir.inputs:
+        constants = ir.constants_of(layer)
+        for begins, ends, text in zip(constants, constants[1:], constants[2:], strict=False):
+            is_list = begins and ends and text and begins.element_type == ends.element_type == "i32"
+            if is_list and begins.shape == ends.shape and text.element_type == "u8" and len(begins.shape) == 1:
+                yield begins, ends, text

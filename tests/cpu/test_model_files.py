@@ -1,0 +1,152 @@
+"""Model directories from anywhere: damaged ones are refused before OpenVINO reads them, which may kill the process."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from staticllm import ModelError, StaticLLMPipeline, demo_model_path
+from staticllm.ir_file import IrError, read_ir
+from staticllm.model_dir import check_model_dir, max_positions
+
+SMALL = {"MAX_PROMPT_LEN": 32, "MIN_RESPONSE_LEN": 16, "INFERENCE_PRECISION_HINT": "f32"}
+
+
+@pytest.fixture
+def model(tmp_path):
+    return shutil.copytree(demo_model_path(), tmp_path / "model")
+
+
+def ir(constant):
+    return f'<net><layers><layer id="0" type="Const"><data {constant}/></layer></layers></net>'.encode()
+
+
+@pytest.mark.parametrize(
+    ("xml", "words"),
+    [
+        (b"", "damaged or cut short"),
+        (b"<net><layers>", "damaged or cut short"),
+        (b"<html></html>", "root is not <net>"),
+        (b'<!DOCTYPE x [<!ENTITY a "aa"><!ENTITY b "&a;&a;">]><net>&b;</net>', "document type"),
+        (b"<net>" * 300 + b"</net>" * 300, "nests deeper"),
+        (ir('element_type="u8" shape="4" offset="-1" size="4"'), "'-1' where a number"),
+        (ir('element_type="u8" shape="4" offset="0x10" size="4"'), "'0x10' where a number"),
+        (ir(f'element_type="u8" shape="4" offset="{"9" * 5000}" size="4"'), "where a number"),
+        (ir('element_type="u8" shape="4" offset="\u0663" size="4"'), "where a number"),
+        (ir('element_type="i32" shape="4" offset="0" size="4"'), "constant i32[4] of 4 bytes"),
+        (ir('element_type="i32" shape="4" offset="0"'), "where a number"),
+    ],
+)
+def test_an_ir_that_says_something_impossible_is_refused(xml, words):
+    with pytest.raises(IrError) as error:
+        read_ir(xml)
+    assert words in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 200
+
+
+def test_time_grows_with_the_size_only():
+    """A pattern once took 40 s for this one."""
+    text = b'<net><layers><layer id="0"><data offset="1" ' + b'x="offset=1" ' * 0 + b"/></layer></layers>"
+    text += b'<a offset="1" b="' + b"offset=&quot;1&quot; " * 100_000 + b'"/></net>'
+    start = time.perf_counter()
+    with pytest.raises(IrError):
+        read_ir(text)
+    assert time.perf_counter() - start < 5
+
+
+def test_bodies_have_layers_of_their_own():
+    text = b"""<net><layers><layer id="0"><data offset="0" size="4" element_type="i32" shape=""/></layer><layer id="1"><body>
+    <layers><layer id="0"><data offset="8" size="8" element_type="i64" shape=""/></layer></layers></body></layer>
+    </layers></net>"""
+    found = read_ir(text)
+    assert found.num_weight_bytes == 16 and len(found.constants) == 2
+
+
+def test_a_tokenizer_whose_texts_lie_outside_is_refused(model):
+    path = model / "openvino_tokenizer.bin"
+    data = bytearray(path.read_bytes())
+    data[168:172] = (2**30).to_bytes(4, "little")  # where the first text of the vocabulary begins
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match="a text in it begins or ends outside"):
+        check_model_dir(model)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in the file system here")
+def test_a_pipe_in_place_of_a_file_hangs_nobody(model):
+    (model / "openvino_model.xml").unlink()
+    os.mkfifo(model / "openvino_model.xml")
+    with pytest.raises(ModelError):
+        check_model_dir(model)
+
+
+def test_weights_that_are_overwritten_in_place_are_noticed(model):
+    with StaticLLMPipeline(model, **SMALL) as pipe:
+        weights = model / "openvino_model.bin"
+        os.utime(weights)
+        assert pipe.generate("hello", max_new_tokens=2), "only its time has changed"
+        data = weights.read_bytes()
+        with weights.open("r+b") as file:
+            file.write(bytes(len(data)))
+        for call in (pipe.generate, pipe.submit):
+            with pytest.raises(ModelError, match="was overwritten while it is in use"):
+                call("hello", max_new_tokens=2)
+        with weights.open("r+b") as file:
+            file.write(data)
+        assert pipe.generate("hello", max_new_tokens=2)
+        copy = model / "copy"
+        copy.write_bytes(bytes(len(data)))
+        if os.name != "nt":  # a mapped file cannot be replaced there
+            copy.replace(weights)
+            assert pipe.generate("hello", max_new_tokens=2), "another file under the name is no danger"
+
+
+def test_lengths_beyond_what_the_model_was_made_for_warn(model):
+    (model / "config.json").write_text('{"max_position_embeddings": 40}')
+    with pytest.warns(RuntimeWarning, match="= 48, the model was made for 40 positions"):
+        StaticLLMPipeline(model, **SMALL).close()
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ('{"max_position_embeddings": 512}', 512),
+        ('{"text_config": {"max_position_embeddings": 64}}', 64),
+        ('{"max_position_embeddings": "many"}', None),
+        ("[1, 2]", None),
+        ("{", None),
+        ("[" * 100_000, None),
+        ("", None),
+    ],
+)
+def test_the_limit_is_read_from_whatever_lies_there(text, limit, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    assert max_positions(tmp_path) == limit and max_positions(tmp_path / "no") is None
+
+
+LITTLE_MEMORY = """
+import resource, sys
+import openvino_genai
+from staticllm import StaticLLMPipeline, StaticLLMError, demo_model_path
+StaticLLMPipeline(demo_model_path(), MAX_PROMPT_LEN=32).close()  # what is loaded once counts no more
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+for spare in (400, 200, 120, 80, 40, 20, 10, 5):
+    resource.setrlimit(resource.RLIMIT_AS, (used + (spare << 20), resource.RLIM_INFINITY))
+    try:
+        StaticLLMPipeline(demo_model_path(), MAX_PROMPT_LEN=1024, KV_ROWS=40000).close()
+        print("loaded")
+    except StaticLLMError as error:
+        assert len(str(error).splitlines()) == 1, error
+        print("refused", error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory as Linux has them")
+def test_without_memory_there_is_one_line_of_ours():
+    done = subprocess.run(
+        [sys.executable, "-c", LITTLE_MEMORY], capture_output=True, text=True, check=False, timeout=120
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout + done.stderr[-1500:]
+    assert len(lines) == 8 and "refused" in lines[-1]
