@@ -109,8 +109,8 @@ class Reference:
     generation_config = None
 
     def __init__(self) -> None:
-        precision = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f16"}
-        self.pipe = OWN(MODEL, "CPU", ATTENTION_BACKEND="SDPA", **precision)
+        exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+        self.pipe = OWN(MODEL, "CPU", ATTENTION_BACKEND="SDPA", **exact)
 
     def generate(self, input_ids: Any = None, inputs: Any = None, generation_config: Any = None, **rest: Any) -> Any:
         ids = np.atleast_2d(np.asarray(inputs if input_ids is None else input_ids))
