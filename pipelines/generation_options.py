@@ -119,7 +119,7 @@ def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> Gen
 
 
 def _checked(options: Mapping[str, Any]) -> GenerationOptions:
-    for name, value in options.items():
+    for name, value in sorted(options.items(), key=lambda item: item[0] != "num_beams"):  # the cause first
         if name in _SUPPORTED or (name in _INERT_WITHOUT_BEAMS and options["num_beams"] == 1):
             continue
         is_off = name == "num_assistant_tokens" and value in (None, 0)

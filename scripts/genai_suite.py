@@ -1,0 +1,187 @@
+"""Run the Python tests and samples of a checkout of openvino.genai with our class in place of LLMPipeline.
+
+python scripts/genai_suite.py CHECKOUT                       # four test files and the samples, beside GenAI's own class
+python scripts/genai_suite.py CHECKOUT test_sampling.py samples --model my_model --only ours
+
+The checkout is yours, nothing of it is copied. Nothing is downloaded: where the tests take a model from a hub they get
+--model, and their reference is GenAI's own stateful pipeline. Devices called NPU are the CPU for our class.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+SCRIPTS = Path(__file__).resolve().parent
+PLUGIN = "genai_suite_plugin"
+TESTS = ("test_llm_pipeline_static.py", "test_llm_pipeline.py", "test_sampling.py", "test_structured_output.py")
+NEEDS = {"test_llm_pipeline.py": "pydantic", "test_structured_output.py": "pydantic"}
+QUESTION = "What is an NPU?"
+SAMPLES: dict[str, list[str]] = {
+    "greedy_causal_lm.py": ["MODEL", QUESTION],
+    "multinomial_causal_lm.py": ["MODEL", QUESTION],
+    "chat_sample.py": ["MODEL"],
+    "encrypted_model_causal_lm.py": ["MODEL", QUESTION],
+    "benchmark_genai.py": ["-m", "MODEL", "-p", QUESTION, "-n", "2"],
+    "beam_search_causal_lm.py": ["MODEL", QUESTION, "Hello!"],
+    "prompt_lookup_decoding_lm.py": ["MODEL", QUESTION],
+    "speculative_decoding_lm.py": ["MODEL", "MODEL", QUESTION],
+    "structured_output_generation.py": ["MODEL"],
+    "compound_grammar_generation.py": ["MODEL"],
+    "structural_tags_generation.py": ["MODEL"],
+}
+"""Those that need no network; two that need an adapter or a data set of their own are left out."""
+SAMPLE_NEEDS = {name: "pydantic" for name in SAMPLES if name.startswith(("structur", "compound"))}
+PASSED = ("passed", "xpassed", "xskipped")
+"""An expected failure that happens, or does not, is no failure."""
+Outcomes = dict[str, dict[str, str]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("checkout", type=Path, help="a checkout of openvino.genai")
+    parser.add_argument("what", nargs="*", default=[*TESTS, "samples"], help="test files, or samples")
+    parser.add_argument("--model", type=Path, help="model directory (default: the demo model)")
+    parser.add_argument("--only", choices=("ours", "genai"), help="one class instead of both")
+    parser.add_argument("--seconds", type=int, default=60, help="a test or sample that runs longer has failed")
+    parser.add_argument("-k", default="", help="as for pytest")
+    options = parser.parse_args()
+    options.checkout, options.model = options.checkout.resolve(), (options.model or demo_model()).resolve()
+    if not (options.checkout / "tests" / "python_tests").is_dir():
+        sys.exit(f"{options.checkout} has no tests/python_tests: give a checkout of openvino.genai")
+    sides = [options.only] if options.only else ["genai", "ours"]
+    found: dict[str, dict[str, Outcomes]] = {}
+    for what in options.what:
+        needed = NEEDS.get(what)
+        if needed and importlib.util.find_spec(needed) is None:
+            print(f"{what} is skipped: {needed} is not installed", flush=True)
+            continue
+        run = run_samples if what == "samples" else run_tests
+        found[what] = {side: run(options, what, side) for side in sides}
+    report(found, sides)
+
+
+def demo_model() -> Path:
+    from staticllm import demo_model_path
+
+    return demo_model_path()
+
+
+def environment(options: argparse.Namespace, side: str, log: str = "") -> dict[str, str]:
+    paths = [str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {"GENAI_SUITE_CLASS": side, "GENAI_SUITE_MODEL": str(options.model), "GENAI_SUITE_LOG": log}
+    return {**os.environ, **own, "GENAI_SUITE_SECONDS": str(options.seconds), "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def run_tests(options: argparse.Namespace, file: str, side: str) -> Outcomes:
+    """Outcomes by test. A test that takes the process with it counts as died, and the others still run."""
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "log"
+        log.touch()
+        command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", PLUGIN, "-p", "no:cacheprovider", file]
+        command += ["-k", options.k] if options.k else []
+        before = -1
+        while True:
+            ended = subprocess.run(
+                command,
+                cwd=options.checkout / "tests" / "python_tests",
+                env=environment(options, side, str(log)),
+                capture_output=True,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                check=False,
+            )
+            outcomes = read_log(log)
+            if ended.returncode in (0, 1, 5) or len(outcomes) == before:
+                break
+            before = len(outcomes)
+        if not outcomes:
+            print(f"{file} with {side}: pytest ran no test:\n{ended.stdout[-2000:]}{ended.stderr[-500:]}", flush=True)
+    return outcomes
+
+
+def read_log(log: Path) -> Outcomes:
+    """The last word on each test; a failure before or after its call is the last word."""
+    outcomes: Outcomes = {}
+    for line in log.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        if outcomes.get(entry["test"], {}).get("outcome") != "failed":
+            outcomes[entry["test"]] = entry
+    return outcomes
+
+
+def run_samples(options: argparse.Namespace, what: str, side: str) -> Outcomes:
+    """Outcomes by sample; it passes if it ends by itself without an error."""
+    outcomes: Outcomes = {}
+    folder = options.checkout / "samples" / "python" / "text_generation"
+    for name, arguments in SAMPLES.items():
+        needed = SAMPLE_NEEDS.get(name)
+        if needed and importlib.util.find_spec(needed) is None:
+            print(f"{name} is skipped: {needed} is not installed", flush=True)
+            continue
+        given = [str(options.model) if argument == "MODEL" else argument for argument in arguments]
+        command = [sys.executable, "-W", "ignore", str(SCRIPTS / f"{PLUGIN}.py"), str(folder / name), *given]
+        outcomes[name] = run_sample(command, environment(options, side), options.seconds)
+    return outcomes
+
+
+def run_sample(command: list[str], env: dict[str, str], seconds: int) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            ended = subprocess.run(
+                command,
+                cwd=scratch,
+                env=env,
+                input=f"{QUESTION}\nHello!\n",
+                capture_output=True,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return {"outcome": "died", "reason": f"ran for more than {seconds} s"}
+    lines = ended.stderr.strip().splitlines()
+    if ended.returncode:
+        return {"outcome": "failed", "reason": lines[-1] if lines else f"exit code {ended.returncode}"}
+    return {"outcome": "passed", "reason": ""}
+
+
+def report(found: dict[str, dict[str, Outcomes]], sides: list[str]) -> None:
+    """A table in Markdown, then why tests fail that GenAI's own class passes."""
+    print("| file | " + " | ".join(f"{side}: passed | failed | skipped" for side in sides) + " |")
+    print("|---|" + "---|" * (3 * len(sides)))
+    for what, outcomes in found.items():
+        cells = [f"{counts(outcomes[side])}" for side in sides]
+        print(f"| {what} | " + " | ".join(cells) + " |")
+    for what, outcomes in found.items():
+        theirs = outcomes.get("genai", {})
+        missed: Counter[str] = Counter()
+        for name, entry in outcomes.get("ours", {}).items():
+            if is_failed(entry) and not is_failed(theirs.get(name, {"outcome": "passed"})):
+                missed[f"{name.split('::')[-1].split('[')[0]}: {entry.get('reason') or entry['outcome']}"[:200]] += 1
+        for reason, times in missed.most_common():
+            print(f"{what}: {times} x {reason}")
+
+
+def is_failed(entry: dict[str, str]) -> bool:
+    return entry["outcome"] not in (*PASSED, "skipped")
+
+
+def counts(outcomes: Outcomes) -> str:
+    skipped = sum(entry["outcome"] == "skipped" for entry in outcomes.values())
+    failed = sum(map(is_failed, outcomes.values()))
+    return f"{len(outcomes) - skipped - failed} | {failed} | {skipped}"
+
+
+if __name__ == "__main__":
+    main()
