@@ -10,6 +10,7 @@ from typing import Any
 import openvino_genai as genai
 
 from staticllm.config import StaticLLMConfig
+from staticllm.devices import last_line
 from staticllm.errors import ConfigError, DeviceError, ModelError
 from staticllm.pipelines.loader import device_properties
 
@@ -78,9 +79,7 @@ def read_tokenizer(directory: os.PathLike[str]) -> genai.Tokenizer:
     try:
         return genai.Tokenizer(directory)
     except RuntimeError as error:
-        raise ModelError(
-            f"the tokenizer in {str(directory)!r} cannot be read: {str(error).splitlines()[-1]}"
-        ) from error
+        raise ModelError(f"the tokenizer in {str(directory)!r} cannot be read: {last_line(error)}") from error
 
 
 def read_generation_config(directory: Any, tokenizer: genai.Tokenizer) -> genai.GenerationConfig:

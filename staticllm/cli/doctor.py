@@ -7,6 +7,8 @@ from dataclasses import asdict
 
 import click
 
+from staticllm.cli.progress import progress
+
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 
 
@@ -16,15 +18,16 @@ MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(devices: tuple[str, ...], cache_dir: str | None, as_json: bool) -> None:
     """Look at packages, devices, memory and cache, and run the embedded model. Exit code 1 if something fails."""
-    from staticllm.pipelines.doctor import examine
-
     findings = []
-    for finding in examine(devices, cache_dir):
-        findings.append(finding)
-        if not as_json:
-            mark, colour = MARKS[finding.level]
-            remedy = f"\n      {finding.remedy}" if finding.remedy else ""
-            click.echo(f"{click.style(mark, fg=colour)}  {finding.name}: {finding.value}{remedy}")
+    with progress("examining") as shown:
+        from staticllm.pipelines.doctor import examine
+
+        for finding in examine(devices, cache_dir):
+            findings.append(finding)
+            if not as_json:
+                mark, colour = MARKS[finding.level]
+                remedy = f"\n      {finding.remedy}" if finding.remedy else ""
+                shown.write(f"{click.style(mark, fg=colour)}  {finding.name}: {finding.value}{remedy}")
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     if any(finding.level == "fail" for finding in findings):

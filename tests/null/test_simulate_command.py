@@ -18,11 +18,11 @@ def run(*arguments):
 def test_a_table_has_a_line_for_each_policy():
     result = run("--policy", "fcfs", "--policy", "chunked", "--devices", "2")
     assert result.exit_code == 0
-    assert [line.split()[0] for line in result.output.splitlines()] == ["policy", "fcfs", "chunked"]
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["policy", "fcfs", "chunked"]
 
 
 def test_json_has_the_figures_of_the_default_policies():
-    figures = json.loads(run("--json", "--disaggregate", "2x1", "--transfer-ms", "5").output)
+    figures = json.loads(run("--json", "--disaggregate", "2x1", "--transfer-ms", "5").stdout)
     assert list(figures) == ["dynamic", "fcfs"]
     for summary in figures.values():
         assert summary["num_requests"] == 8
@@ -35,7 +35,7 @@ def test_costs_that_were_saved_give_the_same_figures(tmp_path):
     first = run("--json", "--save-costs", costs, "--policy", "fcfs")
     again = run("--json", "--costs", costs, "--policy", "fcfs")
     assert first.exit_code == again.exit_code == 0
-    assert json.loads(first.output) == json.loads(again.output)
+    assert json.loads(first.stdout) == json.loads(again.stdout)
 
 
 @pytest.mark.parametrize(
@@ -64,4 +64,4 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run("--plot", str(tmp_path / "plot.png"))
     assert result.exit_code == 1
-    assert 'pip install "staticllm[plot]"' in result.output.splitlines()[-1]
+    assert "pip install matplotlib" in result.output.splitlines()[-1]
