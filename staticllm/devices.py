@@ -58,7 +58,7 @@ def check_device(core: ov.Core, device: object) -> str:
     if not available:
         raise DeviceError(
             f"device {device!r} cannot be used: OpenVINO found no device at all, not even a CPU, so its plugins are missing; "
-            "an application made with PyInstaller needs --collect-all openvino (docs/packaging.md)"
+            "an application made with PyInstaller must collect them (docs/packaging.md)"
         )
     raise DeviceError(f"device {device!r} is not on this machine; there are: {', '.join(available)}")
 
@@ -92,7 +92,7 @@ def npu_compiler_problem(core: ov.Core) -> str:
     from openvino import opset13 as ops
 
     value = ops.parameter([1, 1], ov.Type.f16)
-    model = ov.Model([ops.relu(value)], [value])
+    model = ov.Model([ops.relu(value)], [value])  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
     try:
         core.compile_model(model, "NPU", {"NPU_COMPILER_TYPE": "PLUGIN", "NPU_PLATFORM": "4000"})
     except RuntimeError as error:

@@ -181,8 +181,8 @@ def as_text(argument: str, what: str) -> str:
     """
     try:
         return os.fsencode(argument).decode("utf-8")
-    except UnicodeError as error:
-        raise PromptError(f"{what} is not text in UTF-8 ({error.reason}): convert it first") from None
+    except UnicodeError:
+        raise PromptError(f"{what} is not text in UTF-8: convert it first") from None
 
 
 def read_text(stream: Any) -> str:

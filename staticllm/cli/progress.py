@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import click
 from tqdm import tqdm
@@ -34,7 +35,7 @@ class Progress:
     def __init__(self, text: str) -> None:
         self._start = time.time()
         self._lock = threading.Lock()
-        self._bar: tqdm[None] | None = None
+        self._bar: tqdm[Any] | None = None
         self._text, self._num_done, self._total = text, 0, 0
 
     def __call__(self, event: ProgressEvent) -> None:
@@ -57,12 +58,14 @@ class Progress:
     def tick(self) -> None:
         """Draw the line, with the time that has passed."""
         with self._lock:
-            if self._bar is None:
-                self._bar = tqdm(bar_format=WITHOUT_TOTAL, desc=self._text, leave=False, dynamic_ncols=True)
-                self._bar.start_t = self._start
-            self._bar.bar_format = WITH_TOTAL if self._total > 1 else WITHOUT_TOTAL
-            self._bar.total, self._bar.n = self._total, self._num_done
-            self._bar.set_description_str(self._text)
+            bar: tqdm[Any] | None = self._bar
+            if bar is None:
+                bar = tqdm(bar_format=WITHOUT_TOTAL, desc=self._text, leave=False, dynamic_ncols=True)
+                bar.start_t = self._start
+                self._bar = bar
+            bar.bar_format = WITH_TOTAL if self._total > 1 else WITHOUT_TOTAL
+            bar.total, bar.n = self._total, self._num_done
+            bar.set_description_str(self._text)
 
     def close(self) -> None:
         """Clear the line."""
