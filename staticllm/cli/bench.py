@@ -94,6 +94,7 @@ def _count_option(*names: str, default: str, description: str) -> Callable[[Comm
 @_count_option("-c", "--clients", default="0", description="Requests at once, 64 and 64 tokens each.")
 @click.option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, help="After one to warm up.")
 @click.option("-o", "--output", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="The same as -o json.")
 @click.option(
     "--profile", type=click.Path(), help="Write a Chrome trace (ui.perfetto.dev); print where a token's time goes."
 )
@@ -109,7 +110,7 @@ def command(model: str, **options: Any) -> None:
     if options["profile"] is not None:
         check_output(options["profile"])
     rows = _run(Path(model), properties, tests, options)
-    click.echo({"md": _markdown, "json": _json, "csv": _csv}[options["output"]](rows))
+    click.echo({"md": _markdown, "json": _json, "csv": _csv}["json" if options["as_json"] else options["output"]](rows))
 
 
 def _run(path: Path, properties: dict[str, Any], tests: list[Test], options: dict[str, Any]) -> list[Row]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -37,8 +39,9 @@ def command() -> None:
 @click.option("--new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Tokens in an answer.")
 @click.option("--rate", type=float, help="Requests a second, Poisson.  [all at once]")
 @click.option("--scheduler", type=click.Choice(SCHEDULERS), help="Policy.  [dynamic]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @layout_options
-def record(output: str, model: str, **options: Any) -> None:
+def record(output: str, model: str, as_json: bool, **options: Any) -> None:
     """Serve random prompts and write a Chrome trace.
 
     Perfetto (ui.perfetto.dev) and chrome://tracing show it, `staticllm trace draw` draws it.
@@ -57,6 +60,10 @@ def record(output: str, model: str, **options: Any) -> None:
                 _serve(pipe, options, shown)
             trace.save(output)
             stats = pipe.stats()
+    if as_json:
+        counts = {"trace": output, "device_calls": len(trace.steps), "requests_ended": len(trace.requests)}
+        click.echo(json.dumps({**counts, **asdict(stats)}, indent=2))
+        return
     click.echo(_summary(stats))
     click.echo(f"{len(trace.steps)} device calls, {len(trace.requests)} requests in {output}")
 
@@ -64,7 +71,8 @@ def record(output: str, model: str, **options: Any) -> None:
 @command.command("draw")
 @click.argument("trace", type=click.Path())
 @click.option("-o", "--output", type=click.Path(), required=True, help="Picture to write: PNG, SVG, PDF.")
-def draw(trace: str, output: str) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def draw(trace: str, output: str, as_json: bool) -> None:
     """Draw the timeline of TRACE.
 
     Device calls with their prefill, decode and padding rows, a lane for each request, rows in use and queues.
@@ -73,8 +81,11 @@ def draw(trace: str, output: str) -> None:
     from staticllm.pipelines.trace import Trace
 
     check_output(output)
-    draw_timeline(Trace.load(trace), output)
-    click.echo(f"timeline in {output}")
+    with progress("drawing"):
+        found = Trace.load(trace)
+        draw_timeline(found, output)
+    counts = {"picture": output, "device_calls": len(found.steps), "requests_ended": len(found.requests)}
+    click.echo(json.dumps(counts) if as_json else f"timeline in {output}")
 
 
 def _properties(options: dict[str, Any]) -> dict[str, Any]:

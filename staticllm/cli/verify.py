@@ -38,6 +38,7 @@ def command(ctx: click.Context, model: str, device: str, programs: str, as_json:
     with progress("comparing with the original") as shown:
         for verdict in verify_model(model, device, modes[programs], on_progress=shown):
             verdicts.append(verdict)
+            shown.show("comparing with the original")
             if not as_json:
                 shown.write(_line(verdict.check, verdict.is_ok, verdict.value, verdict.detail))
     is_ok = all(verdict.is_ok for verdict in verdicts)

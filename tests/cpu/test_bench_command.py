@@ -24,7 +24,7 @@ def bench(*arguments):
 def test_every_test_has_a_row_in_every_format(tmp_path):
     which = ["--n-prompt", "16,40", "-n", "8", "-d", "0,30", "-c", "3"]
     names = ["pp16", "pp40", "tg8", "tg8 @ d30", "c3"]
-    rows = json.loads(bench(*which, "-o", "json").stdout)
+    rows = json.loads(bench(*which, "--json").stdout)
     assert [row["test"] for row in rows] == names
     for row in rows:
         assert (

@@ -18,7 +18,9 @@ class Core:
 
 def test_without_any_device_the_plugins_are_what_is_missing():
     """As in an application that PyInstaller made without them."""
-    with pytest.raises(DeviceError, match=r"its plugins are missing; .*PyInstaller must collect them .docs/packaging.md"):
+    with pytest.raises(
+        DeviceError, match=r"its plugins are missing; .*PyInstaller must collect them .docs/packaging.md"
+    ):
         check_device(Core(), "CPU")
     with pytest.raises(DeviceError, match=r"there are: CPU, GPU\.0"):
         check_device(Core("CPU", "GPU.0"), "NPU")

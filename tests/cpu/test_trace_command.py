@@ -48,16 +48,20 @@ def test_draw(recorded, tmp_path):
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread
 
-    done = trace("draw", recorded, "-o", tmp_path / "timeline.png")
-    assert done.returncode == 0 and "timeline.png" in done.stdout, done.stderr
+    done = trace("draw", recorded, "-o", tmp_path / "timeline.png", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["picture"].endswith("timeline.png") and report["requests_ended"] == 6
     image = imread(tmp_path / "timeline.png")[..., :3]
     assert image.std() > 0.05, "it is blank"
 
 
 def test_the_rate_spreads_arrivals(zoo, tmp_path):
-    load = ("--requests", 4, "--prompt-len", 8, "--new-tokens", 2, "--rate", 20)
+    load = ("--requests", 4, "--prompt-len", 8, "--new-tokens", 2, "--rate", 20, "--json")
     done = trace("record", "-o", tmp_path / "trace.json", "-m", zoo / "llama", "--max-prompt-len", 16, *load)
     arrivals = sorted(request.arrival for request in Trace.load(tmp_path / "trace.json").requests)
+    report = json.loads(done.stdout)
+    assert report["requests_ended"] == report["num_requests"] == 4 and report["ttft_ms"] > 0
     assert done.returncode == 0 and arrivals[-1] - arrivals[0] > 0.02
 
 
