@@ -74,6 +74,8 @@ def cli() -> None:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    if sys.stderr is None:  # closed by the shell
+        return
     from tqdm import tqdm  # a warning clears a progress bar before it is printed
 
     tqdm.write(f"Warning: {message}", file=sys.stderr)

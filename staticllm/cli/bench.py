@@ -86,7 +86,7 @@ def _count_option(*names: str, default: str, description: str) -> Callable[[Comm
     return click.option(*names, callback=_counts, metavar="N,N…", default=default, show_default=True, help=description)
 
 
-@click.command("bench")
+@click.command("bench", short_help="Measure prompts, tokens and clients per second.")
 @model_argument
 @_count_option("--n-prompt", default="512", description="Tokens of a prompt; 0: no such test.")
 @_count_option("-n", "--n-gen", default="128", description="Tokens to generate; 0: no such test.")

@@ -21,7 +21,7 @@ GB = 1e9
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-@click.group("cache")
+@click.group("cache", short_help="List, verify, prune, export and import blob sets.")
 def command() -> None:
     """Blob sets in a cache folder (CACHE_DIR)."""
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from staticllm.cli.options import as_text
-from staticllm.cli.run import print_stats, show
+from staticllm.cli.progress import progress
+from staticllm.cli.run import print_stats, shown_after
 from staticllm.errors import ConfigError, PromptTooLongError, StaticLLMError
 
 if TYPE_CHECKING:
@@ -156,7 +157,14 @@ class Chat:
         history.set_messages([*system, *messages])
         self._is_answering, self._interrupts = True, 0
         try:
-            result = self._pipe.generate(history, self._generation, self._stream)
+            with progress("running the prompt") as waiting:
+                write = shown_after(waiting)
+
+                def stream(piece: str) -> bool:
+                    write(piece)
+                    return self._interrupts > 0
+
+                result = self._pipe.generate(history, self._generation, stream)
         except PromptTooLongError as error:
             click.echo(
                 f"The conversation is full ({error.num_tokens} tokens, {error.limit} fit): a new one begins.", err=True
@@ -170,10 +178,6 @@ class Chat:
         self._last_result = result
         if self._with_stats:
             print_stats(result)
-
-    def _stream(self, piece: str) -> bool:
-        show(piece)
-        return self._interrupts > 0
 
 
 def line_reader() -> Callable[[], str]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from staticllm.pipelines.blob_set import Manifest
 
 
-@click.command("compile")
+@click.command("compile", short_help="Compile a model and write a set of blobs.")
 @model_argument
 @click.option("--export-blob", "target", type=click.Path(), required=True, help="Folder to write; must not exist.")
 @click.option(

@@ -12,7 +12,7 @@ from staticllm.cli.progress import progress
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 
 
-@click.command("doctor")
+@click.command("doctor", short_help="Is everything there, and does it compute right?")
 @click.option("--device", "devices", multiple=True, help="Devices for the self-test.  [all]")
 @click.option("--cache-dir", type=click.Path(), help="A cache folder whose sets are verified.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

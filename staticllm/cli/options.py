@@ -34,6 +34,16 @@ class Number(click.FloatRange):
         return number
 
 
+class Whole(click.IntRange):
+    """A whole number from ``min``, of 63 bits at most: what a device or a generator takes."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if number >= 1 << 63:
+            self.fail(f"{value} is more than {(1 << 63) - 1}.", param, ctx)
+        return number
+
+
 def model_option(command: Command) -> Command:
     """``-m``/``--model``, where the place of an argument is taken or there is none; the demo model without it."""
     option = click.option("-m", "--model", type=click.Path(), help=MODEL_HELP)

@@ -11,7 +11,7 @@ from staticllm.cli.options import layout_options, model_argument, read_config
 from staticllm.cli.progress import progress
 
 
-@click.command("plan")
+@click.command("plan", short_help="What a model would take, and whether it fits.")
 @model_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @layout_options

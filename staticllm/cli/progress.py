@@ -35,6 +35,7 @@ class Progress:
     def __init__(self, text: str) -> None:
         self._start = time.time()
         self._lock = threading.Lock()
+        self._is_closed = False
         self._bar: tqdm[Any] | None = None
         self._text, self._num_done, self._total = text, 0, 0
 
@@ -58,6 +59,8 @@ class Progress:
     def tick(self) -> None:
         """Draw the line, with the time that has passed."""
         with self._lock:
+            if self._is_closed:
+                return
             bar: tqdm[Any] | None = self._bar
             if bar is None:
                 bar = tqdm(bar_format=WITHOUT_TOTAL, desc=self._text, leave=False, dynamic_ncols=True)
@@ -68,8 +71,9 @@ class Progress:
             bar.set_description_str(self._text)
 
     def close(self) -> None:
-        """Clear the line."""
+        """Clear the line, for good: what comes next is the answer."""
         with self._lock:
+            self._is_closed = True
             if self._bar is not None:
                 self._bar.close()
 

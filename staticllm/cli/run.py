@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from staticllm.cli.options import (
     Number,
+    Whole,
     as_text,
     check_output,
     layout_options,
@@ -18,25 +20,23 @@ from staticllm.cli.options import (
     read_properties,
     read_text,
 )
-from staticllm.cli.progress import progress
+from staticllm.cli.progress import Progress, progress
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
     from staticllm.results import GeneratedText
 
-MOST = 2**63 - 1
 
-
-@click.command("run")
+@click.command("run", short_help="Answer a prompt, a pipe, or chat.")
 @click.argument("prompt", required=False)
 @model_option
-@click.option("-n", "--max-new-tokens", type=click.IntRange(1, MOST), default=256, show_default=True,
+@click.option("-n", "--max-new-tokens", type=Whole(1), default=256, show_default=True,
               help="Longest answer, in tokens.")  # fmt: skip
 @click.option("--system", default="", help="System message.")
 @click.option("--temperature", type=Number(0, 1e6), help="Sample at this temperature; greedy without it.")
 @click.option("--top-p", type=Number(0, 1, min_open=True), help="Sample from the smallest set with this probability.")
-@click.option("--top-k", type=click.IntRange(0, MOST), help="Sample from this many tokens.")
-@click.option("--seed", type=click.IntRange(0, MOST), help="Seed for sampling.")
+@click.option("--top-k", type=Whole(0), help="Sample from this many tokens.")
+@click.option("--seed", type=Whole(0), help="Seed for sampling.")
 @click.option("--raw", is_flag=True, help="Do not apply the chat template.")
 @click.option("--stats", is_flag=True, help="Print timings to stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a stream.")
@@ -96,7 +96,8 @@ def _generation(options: dict[str, Any]) -> dict[str, Any]:
 def _answer(pipe: StaticLLMPipeline, prompt: str, generation: dict[str, Any], options: dict[str, Any]) -> None:
     if options["system"]:
         pipe.start_chat(options["system"])
-    result = pipe.generate(prompt, generation, None if options["as_json"] else show)
+    with progress("running the prompt") as waiting:
+        result = pipe.generate(prompt, generation, None if options["as_json"] else shown_after(waiting))
     if options["as_json"]:
         click.echo(json.dumps({"text": str(result), "finish_reason": str(result.finish_reasons[0]), **_stats(result)}))
         return
@@ -109,6 +110,16 @@ def show(piece: str) -> None:
     """Print a piece of an answer at once."""
     sys.stdout.write(piece)
     sys.stdout.flush()
+
+
+def shown_after(waiting: Progress) -> Callable[[str], None]:
+    """A streamer that clears the bar, which is shown until the first token."""
+
+    def write(piece: str) -> None:
+        waiting.close()
+        show(piece)
+
+    return write
 
 
 def _stats(result: GeneratedText) -> dict[str, float]:

@@ -28,7 +28,7 @@ HEADER = (
 )
 
 
-@click.command("simulate")
+@click.command("simulate", short_help="Try scheduling policies on a virtual clock.")
 @click.option("--policy", "policies", multiple=True, type=click.Choice(SCHEDULERS), help="Repeat it.  [dynamic, fcfs]")
 @click.option("-n", "--requests", type=click.IntRange(1), default=200, show_default=True, help="Requests.")
 @click.option(

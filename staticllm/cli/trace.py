@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from staticllm.pipelines.profiler import Stats
 
 
-@click.group("trace")
+@click.group("trace", short_help="Record every step of a load, and draw it.")
 def command() -> None:
     """Who ran in which rows, step by step: record a load, draw it."""
 

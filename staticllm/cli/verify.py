@@ -11,7 +11,7 @@ from staticllm.cli.options import model_argument
 from staticllm.cli.progress import progress
 
 
-@click.command("verify")
+@click.command("verify", short_help="Compare a model with its original, in f32.")
 @model_argument
 @click.option("--device", default="CPU", show_default=True, help="OpenVINO device: CPU, NPU, GPU …")
 @click.option(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import time
@@ -111,6 +113,7 @@ def test_the_embedded_model_is_the_default():
         (["run", "hi", "-p", "NONSENSE=5"], 1, "unknown property 'NONSENSE'"),
         (["run", "hi", "-m", "/no/such/model", "--max-prompt-len", "0"], 2, "'--max-prompt-len': 0"),
         (["run", "hi", "-m", "/no/such/model", "-n", "0"], 2, "'--max-new-tokens': 0"),
+        (["run", "hi", "-m", "/no/such/model", "-n", str(1 << 64)], 2, "is more than 9223372036854775807"),
         (["run", "hi", "-m", "/no/such/model", "--top-p", "2"], 2, "'--top-p': 2"),
         (["run", "hi", "-m", "/no/such/model", "--temperature", "nan"], 2, "'nan' is not a number"),
         (["run", "hi", "-m", "/no/such/model", "--seed", "-1"], 2, "'--seed': -1"),
@@ -200,8 +203,6 @@ class TestChat:
     @pytest.fixture
     def terminal(self, llama):
         import pty
-        import select
-        import signal
 
         class Terminal:
             def __init__(self):

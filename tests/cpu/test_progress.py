@@ -56,6 +56,17 @@ def test_a_load_is_followed_part_by_part_and_the_line_is_cleared(screen):
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
+def test_what_is_closed_early_stays_away(screen):
+    with redirect_stderr(screen), progress("running the prompt") as shown:
+        wait_for(screen, "running the prompt")
+        shown.close()
+        screen.write("the answer")
+        time.sleep(0.1)
+        shown.show("more", 1, 2)
+        assert screen.line == "the answer"
+    assert screen.line == "the answer"
+
+
 def test_an_error_leaves_a_clear_line(screen):
     with pytest.raises(ValueError, match="x"), redirect_stderr(screen), progress("loading"):
         wait_for(screen, "loading")
