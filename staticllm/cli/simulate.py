@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from staticllm.cli.comparisons import compare_with_engine, compare_with_tables
-from staticllm.cli.options import model_option
+from staticllm.cli.options import Number, model_option
 from staticllm.cli.progress import progress
 from staticllm.config import SCHEDULERS, StaticLLMConfig
 
@@ -38,7 +38,9 @@ HEADER = (
     show_default=True,
     help="When they come; a burst comes at once.",
 )
-@click.option("--rate", type=float, help="Requests per second.  [60 % of what the devices can do]")
+@click.option(
+    "--rate", type=Number(0, 1e9, min_open=True), help="Requests per second.  [60 % of what the devices can do]"
+)
 @click.option("--prompt", default="256", show_default=True, help="Tokens of a prompt: N, or LEAST-MOST.")
 @click.option("--output", default="256", show_default=True, help="Tokens of an answer: N, or LEAST-MOST.")
 @click.option(
@@ -51,7 +53,9 @@ HEADER = (
 @click.option("--disaggregate", metavar="PxD", help="P devices for prompts and D for answers instead.")
 @click.option("--transfer-ms", type=float, default=0.0, show_default=True, help="From P to D, a request.")
 @click.option("--row-bytes", type=float, default=0.0, show_default=True, help="From P to D, a token.")
-@click.option("--bandwidth", type=float, default=10.0, show_default=True, help="From P to D, GB/s.")
+@click.option(
+    "--bandwidth", type=Number(0, 1e9, min_open=True), default=10.0, show_default=True, help="From P to D, GB/s."
+)
 @click.option(
     "--dispatch",
     type=click.Choice(["least_loaded", "round_robin"]),
@@ -60,11 +64,11 @@ HEADER = (
     help="Which device takes a request.",
 )
 @click.option("--concurrency", type=click.IntRange(1), help="Requests inside at a time; others wait outside.")
-@click.option("--max-num-seqs", type=int, help="Requests that decode together.  [as the pipeline]")
-@click.option("--kv-rows", type=int, help="Rows that all requests share.  [as the pipeline]")
-@click.option("--parked-rows", type=int, help="Rows that may wait outside the arena.  [as the pipeline]")
-@click.option("--ttft-ms", type=float, help="Target for the time to first token.")
-@click.option("--tpot-ms", type=float, help="Target for the time between two tokens.")
+@click.option("--max-num-seqs", type=click.IntRange(1), help="Requests that decode together.  [as the pipeline]")
+@click.option("--kv-rows", type=click.IntRange(1), help="Rows that all requests share.  [as the pipeline]")
+@click.option("--parked-rows", type=click.IntRange(0), help="Rows that may wait outside the arena.  [as the pipeline]")
+@click.option("--ttft-ms", type=Number(0, 1e9, min_open=True), help="Target for the time to first token.")
+@click.option("--tpot-ms", type=Number(0, 1e9, min_open=True), help="Target for the time between two tokens.")
 @click.option("--programs", type=click.Choice(["shared", "separate"]), default="shared", show_default=True,
               help="Which programs there are, without --costs.")  # fmt: skip
 @click.option("--costs", type=click.Path(), help="Costs of a file, JSON: rows, capacity, sequences, seconds.")
@@ -151,8 +155,6 @@ def _scenario(options: dict[str, Any]) -> Scenario:
 
     arrivals = _arrivals(options, 1.0 if options["rate"] is None else options["rate"])
     prefill, decode = _devices(options)
-    if options["bandwidth"] <= 0:
-        raise click.UsageError(f"--bandwidth {options['bandwidth']:g}: must be more than 0")
     scenario = Scenario(
         _model(options, arrivals), tuple(arrivals), prefill, decode,
         Link(options["transfer_ms"] / 1e3, options["row_bytes"], options["bandwidth"] * 1e9),

@@ -12,6 +12,7 @@ import numpy as np
 
 from staticllm.cli.options import (
     TOKEN_IDS,
+    Number,
     check_lengths,
     check_output,
     layout_options,
@@ -37,7 +38,7 @@ def command() -> None:
 @click.option("--requests", type=click.IntRange(1), default=16, show_default=True, help="How many.")
 @click.option("--prompt-len", type=click.IntRange(1), default=128, show_default=True, help="Random tokens in a prompt.")
 @click.option("--new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Tokens in an answer.")
-@click.option("--rate", type=float, help="Requests a second, Poisson.  [all at once]")
+@click.option("--rate", type=Number(0, 1e9, min_open=True), help="Requests a second, Poisson.  [all at once]")
 @click.option("--scheduler", type=click.Choice(SCHEDULERS), help="Policy.  [dynamic]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @layout_options
@@ -46,9 +47,6 @@ def record(output: str, model: str, as_json: bool, **options: Any) -> None:
 
     Perfetto (ui.perfetto.dev) and chrome://tracing show it, `staticllm trace draw` draws it.
     """
-    rate = options["rate"]
-    if rate is not None and not 0 < rate < float("inf"):
-        raise click.BadParameter(f"{rate:g}: must be requests a second, more than 0", param_hint="'--rate'")
     check_output(output)
     properties = _properties(options)
     check_lengths("--prompt-len and --new-tokens", options["prompt_len"], options["new_tokens"], properties)

@@ -84,7 +84,7 @@ def test_a_pipeline_records(zoo, tmp_path):
         (["record", "-o", "."], 1, "is a folder"),
         (["record", "-o", "x.json", "--scheduler", "lottery"], 2, "is not one of"),
         (["record", "-o", "x.json", "-m", "no_such_model"], 1, "no model directory"),
-        (["record", "-o", "x.json", "--rate", "0"], 2, "must be requests a second"),
+        (["record", "-o", "x.json", "--rate", "0"], 2, "'--rate': 0"),
         (["record", "-o", "x.json", "--requests", "0"], 2, "x>=1"),
         (["record", "-o", "x.json", "--prompt-len", "9", "--max-prompt-len", "8"], 2, "--max-prompt-len is 8"),
         (["record"], 2, "--output"),
