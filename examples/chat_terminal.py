@@ -1,24 +1,27 @@
-"""Chat in the terminal: python chat_terminal.py [MODEL_DIR]. Ctrl-D leaves."""
+"""Chat in the terminal: python chat_terminal.py [MODEL_DIR]. Ctrl-C stops an answer; at the prompt it leaves, as Ctrl-D does."""
 
 import sys
 
-from staticllm import PromptTooLongError, StaticLLMPipeline, demo_model_path
-
-
-def show(text: str) -> None:
-    print(text, end="", flush=True)
+from staticllm import StaticLLMError, StaticLLMPipeline, demo_model_path
 
 
 def main() -> None:
-    pipe = StaticLLMPipeline(sys.argv[1] if len(sys.argv) > 1 else demo_model_path())
+    try:
+        pipe = StaticLLMPipeline(sys.argv[1] if len(sys.argv) > 1 else demo_model_path())
+    except StaticLLMError as error:
+        sys.exit(f"The model could not be loaded: {error}")
     pipe.start_chat()
     while True:
         try:
-            pipe.generate(input("\nYou: "), streamer=show)
-        except EOFError:
-            print()
-            return
-        except PromptTooLongError as error:
+            prompt = input("\nYou: ")
+        except (EOFError, KeyboardInterrupt):
+            return print()
+        try:
+            if prompt.strip():
+                pipe.generate(prompt, streamer=lambda text: print(text, end="", flush=True))
+        except KeyboardInterrupt:
+            print(" [stopped; this turn is forgotten]")
+        except StaticLLMError as error:
             print(f"{error}\nThe conversation starts anew.")
             pipe.start_chat()
 

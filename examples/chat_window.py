@@ -11,7 +11,8 @@ from tkinter.scrolledtext import ScrolledText
 import staticllm
 
 FONT = ("Helvetica", 12)  # Tk takes the nearest that the system has
-COLOURS = {"user": "#1d4ed8", "assistant": "#1f2937", "error": "#b91c1c"}
+COLOURS = {"user": "#1d4ed8", "assistant": "#1f2937", "error": "#b91c1c", "hint": "#6b7280"}
+HINT = "Type a message below and press Enter. Escape, or Stop, ends an answer.\n"
 
 
 class ChatWindow:
@@ -93,10 +94,13 @@ class ChatWindow:
             self.events.put(("status", "The model could not be loaded"))
             return
         pipe.start_chat()
+        self.events.put(("hint", HINT))
         self.events.put(("ready", "Ready"))
         for prompt in iter(self.prompts.get, None):
             try:
                 pipe.generate(prompt, streamer=self._on_text)
+                if self.stopping.is_set():
+                    self.events.put(("hint", " [stopped]"))
             except Exception as error:
                 self.events.put(("error", f"\n{error}\nThe conversation starts anew."))
                 pipe.start_chat()

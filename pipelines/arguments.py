@@ -13,7 +13,7 @@ import openvino_genai as genai
 
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core
-from staticllm.errors import ConfigError, DeviceError, ModelError
+from staticllm.errors import ConfigError, DeviceError, ModelError, last_line
 from staticllm.model_dir import check_model_dir, keep_in_memory
 from staticllm.pipelines.genai_properties import from_genai, plain_properties
 from staticllm.pipelines.loader import device_properties
@@ -155,9 +155,7 @@ def read_tokenizer(directory: os.PathLike[str]) -> genai.Tokenizer:
     try:
         return genai.Tokenizer(directory)
     except RuntimeError as error:
-        raise ModelError(
-            f"the tokenizer in {str(directory)!r} cannot be read: {str(error).splitlines()[-1]}"
-        ) from error
+        raise ModelError(f"the tokenizer in {str(directory)!r} cannot be read: {last_line(error)}") from error
 
 
 def read_generation_config(directory: Any, tokenizer: genai.Tokenizer) -> genai.GenerationConfig:

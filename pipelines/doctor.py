@@ -16,7 +16,7 @@ import openvino as ov
 import psutil
 
 from staticllm.config import StaticLLMConfig
-from staticllm.devices import get_core
+from staticllm.devices import get_core, npu_compiler_problem
 from staticllm.errors import StaticLLMError
 from staticllm.model_dir import demo_model_path
 from staticllm.pipelines.blob_cache import BlobCache
@@ -24,7 +24,17 @@ from staticllm.pipelines.reference import EXACT, StatefulReference
 from staticllm.pipelines.start import load
 
 Level = Literal["ok", "warn", "fail"]
-PACKAGES = ("openvino", "openvino-genai", "openvino-tokenizers", "numpy", "click", "filelock", "psutil")
+PACKAGES = (
+    "openvino",
+    "openvino-genai",
+    "openvino-tokenizers",
+    "numpy",
+    "click",
+    "filelock",
+    "psutil",
+    "tqdm",
+    "prompt_toolkit",
+)
 LITTLE_MEMORY, LITTLE_DISK = 2 << 30, 5 << 30
 SELF_TEST = tuple(range(20, 36))
 NUM_NEW = 16
@@ -50,10 +60,19 @@ def examine(devices: tuple[str, ...] = (), cache_dir: str | None = None) -> Iter
         yield _device(device)
     if "NPU" not in available:
         yield Finding("warn", "NPU", "not there", "to use one, install its driver (docs.openvino.ai, NPU device)")
+        yield _npu_compiler()
     if cache_dir is not None:
         yield from _cache(Path(cache_dir))
     for device in devices or tuple(available):
         yield _self_test(device)
+
+
+def _npu_compiler() -> Finding:
+    """Whether OpenVINO could compile for an NPU that is not here."""
+    problem = npu_compiler_problem(get_core())
+    if problem:
+        return Finding("warn", "NPU compiler", problem, "compile for an NPU on the machine that has one")
+    return Finding("ok", "NPU compiler", "lies beside OpenVINO's plugins")
 
 
 def _packages() -> Iterator[Finding]:

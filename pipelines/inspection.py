@@ -8,6 +8,7 @@ from typing import Any
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ModelShape
+from staticllm.devices import check_known
 from staticllm.kvcache.step import buffer_bytes
 from staticllm.model_dir import MODEL_XML
 from staticllm.pipelines.loader import Layout, prepare
@@ -15,12 +16,12 @@ from staticllm.pipelines.programs import first_variants
 
 
 def inspect_model(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> dict[str, Any]:
-    """Lower a model and describe it: states, layers, masks, passes, variants, bytes. JSON-ready.
+    """Lower a model and describe it: states, layers, masks, passes, variants, bytes. JSON-ready. An NPU or GPU need not be there.
 
     Raises:
         ModelError, UnsupportedModelError, DeviceError
     """
-    _, layout = prepare(models_path, device, config)
+    _, layout = prepare(models_path, device, config, check=check_known)
     shape = layout.lowered.shape
     num_rows = config.num_kv_rows(layout.options.mode)
     bytes_a_token = shape.row_bytes

@@ -66,15 +66,17 @@ def prepare(
     config: StaticLLMConfig,
     on_progress: OnProgress = lambda event: None,
     for_blobs: bool = False,
+    check: Callable[[ov.Core, object], str] = check_device,
 ) -> tuple[ov.Core, Layout]:
     """Read and lower a model directory for ``device``; nothing is compiled. ``for_blobs``: so that it can be exported.
+    ``check`` refuses devices.
 
     Raises:
         ModelError, UnsupportedModelError, DeviceError, ConfigError
     """
     start = time.perf_counter()
     core = get_core()
-    check_device(core, device)
+    check(core, device)
     mode = program_mode(device, config)
     properties = phase_properties(device, config)
     row_type = config.kv_cache_precision or default_row_type(core, device, *properties.values())

@@ -9,7 +9,7 @@ import openvino as ov
 import psutil
 
 from staticllm.config import StaticLLMConfig
-from staticllm.devices import get_core
+from staticllm.devices import get_core, is_present
 from staticllm.pipelines.inspection import inspect_model
 
 
@@ -17,7 +17,8 @@ def plan_model(models_path: str | os.PathLike[str], device: str, config: StaticL
     """Bytes of weights, programs, rows, states and buffers for ``device``, what there is, and whether it fits.
 
     Raises:
-        ModelError, UnsupportedModelError, DeviceError, ConfigError
+        ModelError, UnsupportedModelError, ConfigError
+        DeviceError: the device is neither here nor an NPU or GPU.
     """
     report = inspect_model(models_path, device, config)
     copies = report["num_programs"] if device.split(".", maxsplit=1)[0] == "CPU" else 1  # the CPU packs them for each
@@ -33,6 +34,7 @@ def plan_model(models_path: str | os.PathLike[str], device: str, config: StaticL
     return {
         "model": report["model"],
         "device": device,
+        "is_present": is_present(get_core(), device),
         "programs": {"mode": report["programs"], "count": report["num_programs"], "copies_of_weights": copies},
         "variants": [
             {**variant, "mask_bytes": _mask_bytes(variant, len(report["masks"]))} for variant in report["variants"]

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.devices import get_core
-from staticllm.model_dir import MODEL_XML
+from staticllm.errors import ModelError, last_line
+from staticllm.model_dir import read_model
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
 """CPU properties under which nothing is rounded that the model does not round itself."""
@@ -20,10 +21,20 @@ CACHE_POSITION = "cache_position"
 
 
 class StatefulReference:
-    """A stateful IR on the CPU in f32, one conversation at a time."""
+    """A stateful IR on the CPU in f32, one conversation at a time.
+
+    Raises:
+        ModelError: the directory holds no causal language model, or the CPU cannot compile it.
+    """
 
     def __init__(self, models_path: str | os.PathLike[str]) -> None:
-        compiled = get_core().compile_model(Path(models_path) / MODEL_XML, "CPU", EXACT)
+        model = read_model(get_core(), Path(models_path))
+        try:
+            compiled = get_core().compile_model(model, "CPU", EXACT)
+        except RuntimeError as error:
+            raise ModelError(
+                f"the CPU cannot compile the original in {str(models_path)!r}: {last_line(error)}"
+            ) from error
         self._names = {name for port in compiled.inputs for name in port.get_names()}
         self._request = compiled.create_infer_request()
         self._length = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -14,6 +15,7 @@ from staticllm.errors import ConfigError
 from staticllm.pipelines.lanes import Kind, Span, lanes_of
 from staticllm.pipelines.profiler import RequestRecord, StepRecord
 from staticllm.pipelines.trace import Trace
+from staticllm.pipelines.whole_file import write_whole
 
 Box: TypeAlias = tuple[float, float, float, float]  # left, right, bottom, top
 Clock: TypeAlias = Callable[[float], float]  # from seconds to the unit of the time axis
@@ -34,7 +36,7 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> None:
     """
     if not trace.steps:
         raise ConfigError("the trace holds no device calls: record while requests are served")
-    figure_module = _matplotlib("figure")
+    figure_module = matplotlib("figure")
     lanes = lanes_of(trace.steps, trace.requests)
     heights = [2.4, min(8.0, 0.8 + 0.17 * max(len(lanes), 6)), 1.9]
     figure = figure_module.Figure(figsize=(13, sum(heights) + 1.0), layout="constrained")
@@ -48,19 +50,31 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> None:
     counts.set_xlabel(f"time, {unit}")
     counts.set_xlim(-0.005 * end, 1.005 * end)
     figure.suptitle(_title(trace), fontsize=11, color=INK)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _matplotlib(module: str) -> Any:
+def matplotlib(module: str) -> Any:
+    """A module of matplotlib.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
+        import_module("matplotlib")
         return import_module(f"matplotlib.{module}")
     except ImportError:
-        raise ConfigError('a timeline needs matplotlib: pip install "staticllm[plot]"') from None
+        raise ConfigError("a picture needs matplotlib: pip install matplotlib") from None
 
 
-def _save(figure: Any, path: str | os.PathLike[str]) -> None:
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
+    """
+    Raises:
+        ConfigError: matplotlib does not know such pictures, or the file cannot be written.
+    """
+    picture = io.BytesIO()
     try:
-        figure.savefig(path, dpi=130)
+        figure.savefig(picture, dpi=130, format=Path(path).suffix[1:] or "png")
+        write_whole(path, picture.getvalue())
     except OSError as error:
         raise ConfigError(f"cannot write {str(path)!r} ({error.strerror}): choose another path") from error
     except ValueError:
@@ -157,7 +171,7 @@ def _draw_counts(axes: Any, steps: Sequence[StepRecord], clock: Clock) -> None:
 def _fill(axes: Any, boxes: list[Box], colour: str, label: str) -> None:
     """Boxes of one colour as one object: a trace has thousands of them."""
     corners = [[(left, low), (right, low), (right, high), (left, high)] for left, right, low, high in boxes]
-    polygons = _matplotlib("collections").PolyCollection
+    polygons = matplotlib("collections").PolyCollection
     # unsnapped: calls narrower than a pixel blend, where whole pixels would beat against them
     axes.add_collection(polygons(corners, facecolors=colour, linewidths=0, snap=False, label=label), autolim=False)
 

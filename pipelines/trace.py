@@ -13,6 +13,7 @@ from pathlib import Path
 from staticllm.errors import ConfigError, StaticLLMError
 from staticllm.pipelines.chrome_trace import from_chrome, to_chrome
 from staticllm.pipelines.profiler import Profiler, Record, RequestRecord, StepRecord
+from staticllm.pipelines.whole_file import write_whole
 
 MAX_RECORDS = 100_000
 """Some hundred bytes each, and as much again in the file."""
@@ -53,7 +54,7 @@ class Trace:
         """
         text = json.dumps(to_chrome(self.steps, self.requests, self.num_dropped), separators=(",", ":"))
         try:
-            Path(path).write_text(text + "\n", encoding="utf-8")
+            write_whole(path, f"{text}\n".encode())
         except OSError as error:
             raise ConfigError(f"cannot write {str(path)!r} ({error.strerror}): choose another path") from error
 

@@ -17,6 +17,7 @@ from staticllm.devices import check_device, get_core
 from staticllm.kvcache.step import Segment
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.blob_set import read_manifest, rewrite_manifest
+from staticllm.pipelines.loader import OnProgress, prepare
 from staticllm.pipelines.manifest import Manifest
 from staticllm.pipelines.reference import EXACT, StatefulReference
 from staticllm.pipelines.runner import ModelRunner
@@ -50,9 +51,11 @@ def verify_model(
     device: str = "CPU",
     modes: Sequence[ProgramMode] = ("separate", "shared"),
     chunks: Sequence[int] = CHUNKS,
+    on_progress: OnProgress = lambda event: None,
 ) -> Iterator[Verdict]:
-    """Every check for every mode and chunk size, as they are done. On another device than the CPU tokens may differ in
-    near-ties: that is what is to be found out.
+    """Every check for every mode and chunk size, as they are done; ``on_progress`` hears of each load.
+
+    On another device than the CPU tokens may differ in near-ties: that is what is to be found out.
 
     Raises:
         ModelError, DeviceError, ConfigError
@@ -60,6 +63,9 @@ def verify_model(
     """
     path = check_model_dir(models_path, needs_tokenizer=False)
     check_device(get_core(), device)
+    prepare(
+        path, device, _config(device, modes[0], chunks[0])
+    )  # a model that cannot be lowered is refused before it is run
     reference = StatefulReference(path)
     prompts = {length: _tokens(length) for length in GREEDY_PROMPTS}
     text = _tokens(STEPS)
@@ -68,7 +74,7 @@ def verify_model(
     for mode in modes:
         for chunk in chunks:
             name = f"{mode}, chunks of {chunk}"
-            runner = load(path, device, _config(device, mode, chunk)).runner
+            runner = load(path, device, _config(device, mode, chunk), on_progress).runner
             yield _logits(f"{name}: logits", runner, text, expected)
             if len(runner.index.widest) and runner.index.max_decoding(0) > 1:
                 yield _company(f"{name}: in company", runner, text, expected)

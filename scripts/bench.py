@@ -1,6 +1,6 @@
 """staticllm against openvino_genai, side by side: prints tables and ratios, writes JSON and a plot.
 
-    pip install "staticllm[plot,train]" psutil
+    pip install ".[plot,train]" psutil
     python scripts/bench.py            # about 40 minutes on two cores, 24 GiB
     python scripts/bench.py --quick    # under 3 minutes: fewer peers, lengths and rounds
 
@@ -249,7 +249,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     try:
         from bench_plots import plot_bench
     except ImportError:
-        print("no plot: pip install 'staticllm[plot]'", file=sys.stderr)
+        print("no plot: pip install matplotlib", file=sys.stderr)
         return
     plot_bench(result, path)
     print(f"wrote {path}")

@@ -1,6 +1,6 @@
 """What scheduling brings, against static co-location and against the peers. Prints tables, writes JSON and plots.
 
-    pip install "staticllm[plot]"
+    pip install ".[plot]"
     python scripts/bench_scheduling.py                       # all parts, about an hour on two cores
     python scripts/bench_scheduling.py table4 --requests 60  # one part, shorter
 
@@ -154,7 +154,7 @@ def plot(name: str, result: dict[str, object], path: Path) -> None:
     try:
         from bench_plots import plot_freeze, plot_table4
     except ImportError:
-        print("no plots: pip install 'staticllm[plot]'", file=sys.stderr)
+        print("no plots: pip install matplotlib", file=sys.stderr)
         return
     {"table4": plot_table4, "freeze": plot_freeze}[name](result, path)
     print(f"wrote {path}")

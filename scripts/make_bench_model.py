@@ -1,6 +1,6 @@
 """Make the models that benchmarks run on: real shapes, random weights from a seed, nothing downloaded.
 
-    pip install "staticllm[train]"
+    pip install ".[train]"
     python scripts/make_bench_model.py                 # a Qwen2-0.5B-shaped model, int8
     python scripts/make_bench_model.py llama-1b        # a Llama-1B-shaped model, int4
 
@@ -111,7 +111,7 @@ def main() -> None:
     try:
         print(make(parser.parse_args().name))
     except ImportError as error:
-        sys.exit(f"{error.name} is missing: pip install 'staticllm[train]'")
+        sys.exit(f"{error.name} is missing: pip install '.[train]' in the checkout")
 
 
 if __name__ == "__main__":

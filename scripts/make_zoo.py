@@ -1,6 +1,6 @@
 """Make tiny exports of architectures, random weights from a seed, to see whether staticllm runs them.
 
-    pip install "staticllm[train]"
+    pip install ".[train]"
     python scripts/make_zoo.py zoo mamba mpt qwen3_next
     python scripts/make_zoo.py zoo my_arch --set num_hidden_layers=6 --set layer_types='["conv", "full_attention"]'
     staticllm verify zoo/mamba
@@ -108,7 +108,7 @@ def main() -> None:
             make(name, options.folder / name, dict(options.changes))
             print(f"{name}: made")
         except ImportError as error:
-            sys.exit(f"{error.name} is missing: pip install 'staticllm[train]'")
+            sys.exit(f"{error.name} is missing: pip install '.[train]' in the checkout")
         except Exception as error:  # of transformers, torch or optimum: whatever it is, the others are made
             failed += 1
             print(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Train the small demo model of staticllm from scratch and export it to OpenVINO.
 
-    pip install "staticllm[train]"      # torch, transformers, tokenizers, optimum, optimum-intel, nncf
+    pip install ".[train]"      # torch, transformers, tokenizers, optimum, optimum-intel, nncf
     python scripts/train_demo.py        # writes staticllm/demo_model, about 40 minutes on two CPU cores
     python scripts/train_demo.py --quick    # one minute, into the work folder, only to try the script
 

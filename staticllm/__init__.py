@@ -61,3 +61,8 @@ def __getattr__(name: str) -> Any:
     if name == "StaticLLMPipeline":
         return import_module("staticllm.pipelines.llm_pipeline").StaticLLMPipeline
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The names of the module, with those that are imported only when they are used."""
+    return sorted({*globals(), *__all__})

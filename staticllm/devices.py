@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from staticllm.core import ProgramMode, RowType
-from staticllm.errors import DeviceError
+from staticllm.errors import DeviceError, last_line
 
 if TYPE_CHECKING:
     import openvino as ov
 
+_OF_COMPILERS = frozenset(
+    ["INFERENCE_PRECISION_HINT", "EXECUTION_MODE_HINT", "PERFORMANCE_HINT", "COMPILATION_NUM_THREADS", "NPU_PLATFORM",
+     "NPU_COMPILER_TYPE", "NPU_COMPILATION_MODE_PARAMS", "NPU_TILES", "NPU_TURBO", "NPU_QDQ_OPTIMIZATION"]
+)  # fmt: skip
+"""Properties that a plugin only lists where a device or its compiler is there."""
 _DYNAMIC_SHAPES = ("CPU", "GPU")
 """Devices that take bounded dynamic shapes well, and repack the weights for each compiled model."""
 
@@ -28,6 +35,11 @@ def get_core() -> ov.Core:
     return openvino.Core()
 
 
+def is_present(core: ov.Core, device: str) -> bool:
+    """Whether the device is on this machine: ``GPU`` or, of several, ``GPU.0``."""
+    return any(device in (name, name.split(".")[0]) for name in core.available_devices)
+
+
 def check_device(core: ov.Core, device: object) -> str:
     """The device's name, in capitals, if it is on this machine.
 
@@ -36,9 +48,52 @@ def check_device(core: ov.Core, device: object) -> str:
     """
     available = core.available_devices
     name = device.upper() if isinstance(device, str) else ""
-    if any(name in (there, there.split(".")[0]) for there in available):
+    if name and is_present(core, name):
         return name
+    if not available:
+        raise DeviceError(
+            f"device {device!r} cannot be used: OpenVINO found no device at all, not even a CPU, so its plugins are missing; "
+            "an application made with PyInstaller must collect them (docs/packaging.md)"
+        )
     raise DeviceError(f"device {device!r} is not on this machine; there are: {', '.join(available)}")
+
+
+def check_known(core: ov.Core, device: object) -> str:
+    """The device's name if it is on this machine, or an NPU or GPU: what a model would take there can be told without one.
+
+    Raises:
+        DeviceError: neither.
+    """
+    if isinstance(device, str) and device.split(".", maxsplit=1)[0] in ("NPU", "GPU"):
+        return device
+    return check_device(core, device)
+
+
+def known_properties(core: ov.Core, device: str) -> frozenset[str]:
+    """Names of the properties that the device takes, as far as its plugin tells where no such device is there."""
+    try:
+        return supported_properties(core, device) | _OF_COMPILERS
+    except RuntimeError:  # a plugin without a device
+        return _OF_COMPILERS
+
+
+def npu_compiler_problem(core: ov.Core) -> str:
+    """Why OpenVINO cannot compile for an NPU that is not here; empty where it can.
+
+    Its NPU compiler is a library beside its plugins, which the wheels for Linux do not have. A compilation without content asks
+    for it, and the plugin says what it misses.
+    """
+    import openvino as ov
+    from openvino import opset13 as ops
+
+    value = ops.parameter([1, 1], ov.Type.f16)
+    model = ov.Model([ops.relu(value)], [value])  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
+    try:
+        core.compile_model(model, "NPU", {"NPU_COMPILER_TYPE": "PLUGIN", "NPU_PLATFORM": "4000"})
+    except RuntimeError as error:
+        library = re.search(r'Cannot load library "([^"]+)"', str(error))
+        return f"{PurePath(library[1]).name} does not lie beside OpenVINO's plugins" if library else last_line(error)
+    return ""
 
 
 def supported_properties(core: ov.Core, device: str) -> frozenset[str]:

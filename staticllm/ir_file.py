@@ -145,6 +145,7 @@ def packed_texts(ir: IrFile) -> Iterator[tuple[Constant, Constant, Constant]]:
     for layer in ir.inputs:
         constants = ir.constants_of(layer)
         for begins, ends, text in zip(constants, constants[1:], constants[2:], strict=False):
-            is_list = begins and ends and text and begins.element_type == ends.element_type == "i32"
-            if is_list and begins.shape == ends.shape and text.element_type == "u8" and len(begins.shape) == 1:
+            if begins is None or ends is None or text is None or len(begins.shape) != 1 or begins.shape != ends.shape:
+                continue
+            if (begins.element_type, ends.element_type, text.element_type) == ("i32", "i32", "u8"):
                 yield begins, ends, text

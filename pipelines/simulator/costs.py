@@ -12,6 +12,7 @@ from typing import Any
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.costs import CostTable
+from staticllm.pipelines.whole_file import write_whole
 
 Cost = Callable[[Variant], float]
 
@@ -54,7 +55,7 @@ def write_costs(path: str | os.PathLike[str], variants: Iterable[Variant], cost:
         {"rows": v.rows, "capacity": v.capacity, "sequences": v.sequences, "seconds": cost(v)} for v in sorted(variants)
     ]
     text = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
-    Path(path).write_text(f"[\n{text}\n]\n", encoding="utf-8")
+    write_whole(path, f"[\n{text}\n]\n".encode())
 
 
 def read_costs(path: str | os.PathLike[str]) -> tuple[tuple[Variant, ...], CostTable]:

@@ -1,22 +1,38 @@
-"""Plots of runs; needs matplotlib (``pip install "staticllm[plot]"``)."""
+"""Plots of runs; they need matplotlib (``pip install matplotlib``)."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from staticllm.errors import ConfigError
 from staticllm.pipelines.profiler import RequestRecord
 from staticllm.pipelines.simulator.cluster import Run
+from staticllm.pipelines.timeline import matplotlib, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BINS = 60  # of tokens over time
+
+
+def check_plot(path: str | os.PathLike[str]) -> None:
+    """Ask before the runs whether they can be drawn.
+
+    Raises:
+        ConfigError: matplotlib is not installed, the folder does not exist, or no picture has such a name.
+    """
+    known = matplotlib("figure").Figure().canvas.get_supported_filetypes()
+    suffix = Path(path).suffix[1:].lower()
+    if suffix not in known:
+        raise ConfigError(f"cannot draw a file that ends in {suffix!r}: choose a path that ends in .png, .svg or .pdf")
+    if not Path(path).resolve().parent.is_dir():
+        raise ConfigError(f"the folder {str(Path(path).resolve().parent)!r} does not exist: make it first")
 
 
 def plot_runs(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> None:
@@ -25,8 +41,8 @@ def plot_runs(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or cannot write such a file.
     """
-    plt = _pyplot()
-    figure, (first, gaps, rates) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    figure = matplotlib("figure").Figure(figsize=(15, 4.2), layout="constrained")
+    first, gaps, rates = figure.subplots(1, 3)
     for name, run in runs.items():
         served = [request for request in run.requests if request.token_times]
         _plot_first_tokens(first, name, served)
@@ -39,23 +55,7 @@ def plot_runs(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> None:
     for axes in (first, gaps, rates):
         axes.grid(alpha=0.3)
     first.legend()
-    try:
-        figure.savefig(path, dpi=120)
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    finally:
-        plt.close(figure)
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise ConfigError('a plot needs matplotlib: pip install "staticllm[plot]"') from None
-    mpl.use("agg")
-    import matplotlib.pyplot as plt
-
-    return plt
+    save_figure(figure, path)
 
 
 def _plot_first_tokens(axes: Axes, name: str, served: list[RequestRecord]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgramMode
@@ -14,8 +14,11 @@ from staticllm.pipelines.scheduling.view import Policy
 from staticllm.pipelines.simulator.cluster import Cluster, Dispatch, Link, Pool, Run
 from staticllm.pipelines.simulator.costs import Cost, HostCost
 from staticllm.pipelines.simulator.device import DeviceModel
+from staticllm.pipelines.simulator.summary import summarize
 from staticllm.pipelines.simulator.workload import Arrival
 from staticllm.pipelines.variants import VariantIndex, choose_variants
+
+BUSY_REQUESTS = 64  # of each device: enough that filling and draining are a small part
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,20 @@ class Scenario:
         first = Pool(self.model, make, self.num_devices, self.dispatch)
         decode = Pool(self.model, make, self.num_decode_devices, self.dispatch) if self.num_decode_devices else None
         return Cluster(first, decode, self.link, self.concurrency).run(self.arrivals)
+
+
+def capacity_of(scenario: Scenario) -> float:
+    """Requests per second that the devices serve when they never wait for work, under ``fcfs``."""
+    devices = scenario.num_devices + scenario.num_decode_devices
+    count = max(1, min(len(scenario.arrivals), BUSY_REQUESTS * devices))
+    at_once = tuple(replace(arrival, time=0.0) for arrival in scenario.arrivals[:count])
+    return summarize(replace(scenario, arrivals=at_once).run("fcfs").requests).requests_per_second
+
+
+def offered_rate(arrivals: Sequence[Arrival]) -> float:
+    """Requests per second that arrive; infinite where they come at once."""
+    span = max(arrival.time for arrival in arrivals) - min(arrival.time for arrival in arrivals)
+    return (len(arrivals) - 1) / span if span > 0 else float("inf")
 
 
 def longest(arrivals: Sequence[Arrival]) -> tuple[int, int]:

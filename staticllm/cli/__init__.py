@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import signal
 import sys
 import warnings
@@ -59,26 +60,37 @@ class _Group(click.Group):
             ctx.exit(128 + signal.SIGINT)
 
 
-@click.command(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+_SETTINGS = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 100,
+    "color": False if os.environ.get("NO_COLOR") else None,
+}
+
+
+@click.command(cls=_Group, context_settings=_SETTINGS)
 @click.version_option(package_name="staticllm")
 def cli() -> None:
     """Run large language models on devices that only execute graphs of fixed shape."""
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    click.echo(f"Warning: {message}", err=True)
+    if sys.stderr is None:  # closed by the shell
+        return
+    from tqdm import tqdm  # a warning clears a progress bar before it is printed
+
+    tqdm.write(f"Warning: {message}", file=sys.stderr)
 
 
 def main() -> None:
     """Entry point of the console script."""
+    if sys.stdout is None:  # the shell has closed it: `staticllm run … >&-`
+        click.echo("Error: standard output is closed: direct it to a file or to the null device", err=True)
+        sys.exit(1)
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(
             stream, io.TextIOWrapper
         ):  # a character that a console lacks is shown as another, not as a traceback
             stream.reconfigure(errors="replace")
-    if isinstance(sys.stdin, io.TextIOWrapper) and not sys.stdin.isatty():
-        # a pipe on Windows would be read in the ANSI code page
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     warnings.showwarning = _show_warning
     try:
         cli(standalone_mode=True)

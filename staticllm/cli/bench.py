@@ -10,17 +10,27 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 import numpy as np
 
-from staticllm.cli.options import TOKEN_IDS, Command, check_output, layout_options_with, profiling, read_properties
+from staticllm.cli.options import (
+    TOKEN_IDS,
+    Command,
+    check_lengths,
+    check_output,
+    layout_options,
+    model_argument,
+    profiling,
+    read_properties,
+)
+from staticllm.cli.progress import Progress, progress
 from staticllm.config import StaticLLMConfig
-from staticllm.model_dir import demo_model_path
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+    from staticllm.pipelines.programs import BoundPrograms
 
 SHORT_PROMPT = 16  # before tokens that are to be generated at depth 0
 CHART_WIDTH = 40
@@ -28,10 +38,11 @@ CHART_WIDTH = 40
 
 @dataclass(frozen=True)
 class Test:
-    """``pp512``: a prompt of 512 tokens. ``tg128``: 128 tokens after a short prompt, or after ``depth`` tokens. ``c8``: so many
-    requests of 64 and 64 tokens at once."""
+    """``pp512``: a prompt of 512 tokens. ``tg128``: 128 tokens after a short prompt, or after ``depth`` tokens. ``c8``: eight
+    requests of 64 and 64 tokens at once. ``flag`` is the option that asked for it."""
 
     name: str
+    flag: str
     prompt: int
     new: int
     clients: int = 1
@@ -75,47 +86,75 @@ def _count_option(*names: str, default: str, description: str) -> Callable[[Comm
     return click.option(*names, callback=_counts, metavar="N,N…", default=default, show_default=True, help=description)
 
 
-@click.command("bench")
-@click.argument("model", type=click.Path(), required=False)
-@_count_option("-p", "--n-prompt", default="512", description="Tokens of a prompt; 0: no such test.")
+@click.command("bench", short_help="Measure prompts, tokens and clients per second.")
+@model_argument
+@_count_option("--n-prompt", default="512", description="Tokens of a prompt; 0: no such test.")
 @_count_option("-n", "--n-gen", default="128", description="Tokens to generate; 0: no such test.")
 @_count_option("-d", "--n-depth", default="0", description="Tokens before those that are generated.")
 @_count_option("-c", "--clients", default="0", description="Requests at once, 64 and 64 tokens each.")
 @click.option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, help="After one to warm up.")
 @click.option("-o", "--output", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="The same as -o json.")
 @click.option(
     "--profile", type=click.Path(), help="Write a Chrome trace (ui.perfetto.dev); print where a token's time goes."
 )
-@layout_options_with("--property")
-def command(model: str | None, **options: Any) -> None:
+@layout_options
+def command(model: str, **options: Any) -> None:
     """Measure MODEL, or the embedded demo model: prompts (pp), tokens (tg), many requests at once (c)."""
-    from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-    from staticllm.pipelines.loader import program_mode
-
     tests = _tests(options)
     if not tests:
-        raise click.UsageError("nothing to measure: give -p, -n or -c a number above 0")
+        raise click.UsageError("nothing to measure: give --n-prompt, -n or -c a number above 0")
+    properties = _properties(options, tests)
+    for test in tests:
+        check_lengths(test.flag, test.prompt, test.new, properties)
     if options["profile"] is not None:
         check_output(options["profile"])
-    path = Path(model or demo_model_path())
-    with StaticLLMPipeline(path, options["device"], config=_properties(options, tests)) as pipe:
-        pipe.wait_until_complete()
-        with profiling(pipe, options["profile"]):
-            found = [(test, list(_measure(pipe, test, options["repetitions"]))) for test in tests]
-        mode = program_mode(options["device"], pipe.config)
-    rows = [_row(path, options["device"], mode, test, times) for test, times in found]
-    click.echo({"md": _markdown, "json": _json, "csv": _csv}[options["output"]](rows))
+    rows = _run(Path(model), properties, tests, options)
+    click.echo({"md": _markdown, "json": _json, "csv": _csv}["json" if options["as_json"] else options["output"]](rows))
+
+
+def _run(path: Path, properties: dict[str, Any], tests: list[Test], options: dict[str, Any]) -> list[Row]:
+    with progress("loading") as shown:
+        from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+
+        with StaticLLMPipeline(path, options["device"], config=properties, on_progress=shown) as pipe:
+            pipe.wait_until_complete()
+            with profiling(pipe, options["profile"]):
+                found = [(test, list(_measure(pipe, test, options["repetitions"], shown))) for test in tests]
+            programs = programs_of(cast("BoundPrograms", pipe.engine.runner.programs))
+    return [_row(path, options["device"], programs, test, times) for test, times in found]
+
+
+def programs_of(programs: BoundPrograms) -> str:
+    """Which variants share programs, in the words of ``--programs``: read off the programs that run."""
+    owners = {variant: id(programs.compiled(variant)) for variant in programs}
+    by_phase = {phase: {owner for v, owner in owners.items() if v.phase == phase} for phase in ("prefill", "generate")}
+    num_programs = len(set(owners.values()))
+    if num_programs == 1:
+        return "shared"
+    if num_programs == 2:
+        return "phases" if not by_phase["prefill"] & by_phase["generate"] else "single_row"
+    return "separate"
 
 
 def _tests(options: dict[str, Any]) -> list[Test]:
-    prompts = [Test(f"pp{count}", count, 1) for count in options["n_prompt"] if count]
+    prompts = [Test(f"pp{count}", "--n-prompt", count, 1) for count in options["n_prompt"] if count]
     tokens = [
-        Test(f"tg{count}" + (f" @ d{depth}" if depth else ""), depth or SHORT_PROMPT, count + 1)
+        Test(
+            f"tg{count}" + (f" @ d{depth}" if depth else ""),
+            "--n-depth" if depth else "--n-gen",
+            depth or SHORT_PROMPT,
+            count + 1,
+        )
         for depth in options["n_depth"]
         for count in options["n_gen"]
         if count
     ]
-    return [*prompts, *tokens, *(Test(f"c{count}", 64, 64, count) for count in options["clients"] if count)]
+    return [
+        *prompts,
+        *tokens,
+        *(Test(f"c{count}", "--clients", 64, 64, count) for count in options["clients"] if count),
+    ]
 
 
 def _properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
@@ -129,9 +168,10 @@ def _properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
     return {**lengths, "PREFIX_CACHING": False, **read_properties(options)}
 
 
-def _measure(pipe: StaticLLMPipeline, test: Test, repetitions: int) -> Iterator[tuple[float, float]]:
+def _measure(pipe: StaticLLMPipeline, test: Test, repetitions: int, shown: Progress) -> Iterator[tuple[float, float]]:
     """Seconds and the tokens that they brought, for each repetition after the first."""
     for number in range(repetitions + 1):
+        shown.show(f"measuring {test.name}", number, repetitions + 1)
         rng = np.random.default_rng([number, test.prompt, test.clients])
         prompts = [rng.integers(*TOKEN_IDS, test.prompt) for _ in range(test.clients)]
         first = time.perf_counter()
@@ -158,7 +198,7 @@ def _row(path: Path, device: str, programs: str, test: Test, times: list[tuple[f
 
 
 def _markdown(rows: list[Row]) -> str:
-    """A table, and a bar a test."""
+    """A table, and bars where there are tests of one kind to compare."""
     cells = [["model", "device", "programs", "test", "t/s", "ms"]]
     for row in rows:
         rate = f"{row.tokens_per_second:.2f} ± {row.std:.2f}"
@@ -170,14 +210,15 @@ def _markdown(rows: list[Row]) -> str:
     lines.insert(
         1, "|" + "|".join("-" * (width + 1) + (":" if column > 3 else "-") for column, width in enumerate(widths)) + "|"
     )
-    most: dict[str, float] = {}
+    rates: dict[str, list[float]] = {}
     for row in rows:
-        most[row.kind] = max(most.get(row.kind, 0.0), row.tokens_per_second)
+        rates.setdefault(row.kind, []).append(row.tokens_per_second)
     bars = [
-        f"{row.test:<{widths[3]}}  {_bar(row.tokens_per_second / most[row.kind])} {row.tokens_per_second:.1f} t/s"
+        f"{row.test:<{widths[3]}}  {_bar(row.tokens_per_second / max(rates[row.kind]))} {row.tokens_per_second:.1f} t/s"
         for row in rows
+        if len(rates[row.kind]) > 1
     ]
-    return "\n".join([*lines, "", *bars])
+    return "\n".join([*lines, *(["", "share of the fastest test of its kind:", *bars] if bars else [])])
 
 
 def _bar(share: float) -> str:

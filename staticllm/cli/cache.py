@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from staticllm.cli.options import Number
+from staticllm.cli.progress import progress
 from staticllm.errors import BlobError, ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ GB = 1e9
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-@click.group("cache")
+@click.group("cache", short_help="List, verify, prune, export and import blob sets.")
 def command() -> None:
     """Blob sets in a cache folder (CACHE_DIR)."""
 
@@ -57,14 +59,15 @@ def _row(entry: Entry, problem: str = "") -> dict[str, Any]:
     }
 
 
-def _show(rows: list[dict[str, Any]], as_json: bool, empty: str) -> None:
+def _show(rows: list[dict[str, Any]], as_json: bool, empty: str, verb: str = "") -> None:
+    """Print the sets, each with ``verb`` before it: what was done with it."""
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
     for row in rows:
         size = f"{row['bytes'] / 1e6:9.1f} MB"
         what = f"{row['device']}, prompts of {row['max_prompt_len']}, {row['blobs']} blobs, weights {row['weights']}"
-        click.echo(f"{row['key']}  {size}  {row['used']}  {row['problem'] or what}")
+        click.echo(f"{verb}{row['key']}  {size}  {row['used']}  {row['problem'] or what}")
     click.echo(f"{sum(row['bytes'] for row in rows) / 1e6:.1f} MB in {len(rows)} sets" if rows else empty)
 
 
@@ -79,20 +82,39 @@ def list_sets(folder: str, as_json: bool) -> None:
 @_common
 def verify(folder: str, as_json: bool) -> None:
     """Compare every byte of every set in FOLDER with its digest. Exit code 1 if something is wrong."""
-    rows = [_row(entry, problem) for entry, problem in _open(folder).verify()]
-    _show(rows, as_json, "no sets")
-    if any(row["problem"] for row in rows):
+    cache, rows = _open(folder), []
+    with progress("comparing digests") as shown:
+        num_sets = len(cache.entries())
+        for entry, problem in cache.verify():
+            rows.append(_row(entry, problem))
+            shown.show("comparing digests", len(rows), num_sets)
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+    for row in rows if not as_json else ():
+        click.echo(f"BAD  {row['key']}  {row['problem']}" if row["problem"] else f"ok   {row['key']}")
+    num_bad = sum(bool(row["problem"]) for row in rows)
+    if not as_json:
+        click.echo(f"{len(rows) - num_bad} of {len(rows)} sets are ok" if rows else "no sets")
+    if num_bad:
         raise SystemExit(1)
 
 
 @command.command("prune")
 @_common
-@click.option("--limit-gb", type=float, default=0.0, show_default=True, help="Keep at most so much, the newest first.")
-def prune(folder: str, as_json: bool, limit_gb: float) -> None:
+@click.option("--limit-gb", type=Number(0, 1e6), help="Keep at most this size, the most recently used sets.")
+@click.option("--all", "is_all", is_flag=True, help="Remove every set.")
+@click.option("--yes", "is_sure", is_flag=True, help="Do not ask before --all.")
+def prune(folder: str, as_json: bool, limit_gb: float | None, is_all: bool, is_sure: bool) -> None:
     """Remove sets from FOLDER, the least recently used first. What a process loads right now stays."""
-    if limit_gb < 0:
-        raise ConfigError(f"--limit-gb {limit_gb}: must be 0 or more")
-    _show([_row(entry) for entry in _open(folder).prune(int(limit_gb * GB))], as_json, "nothing to remove")
+    if (limit_gb is None) != is_all:
+        raise click.UsageError("say what to keep: --limit-gb N, or remove every set with --all")
+    cache = _open(folder)
+    if is_all and not is_sure:
+        entries = cache.entries()
+        size = f"{sum(entry.num_bytes for entry in entries) / 1e6:.1f} MB"
+        click.confirm(f"Remove {len(entries)} sets ({size}) from {folder}?", abort=True, err=True)
+    removed = cache.prune(int((limit_gb or 0.0) * GB))
+    _show([_row(entry) for entry in removed], as_json, "nothing to remove", "removed  ")
 
 
 @command.command("export")
@@ -103,6 +125,8 @@ def prune(folder: str, as_json: bool, limit_gb: float) -> None:
 def export(folder: str, key: str, target: str, as_json: bool) -> None:
     """Copy the set KEY (or what begins so) out of FOLDER to TARGET, a new folder that BLOB_PATH takes."""
     cache = _open(folder)
+    if not key:
+        raise click.UsageError("KEY is empty: give the beginning of one, `staticllm cache ls` shows them")
     found = [entry for entry in cache.entries() if entry.key.startswith(key)]
     if len(found) != 1:
         raise ConfigError(f"{len(found)} sets in {folder!r} begin with {key!r}: `staticllm cache ls` shows them")
@@ -117,10 +141,12 @@ def export(folder: str, key: str, target: str, as_json: bool) -> None:
 def import_(folder: str, source: str, as_json: bool) -> None:
     """Copy the blob set SOURCE into FOLDER, where a pipeline with CACHE_DIR finds it."""
     from staticllm.pipelines.blob_cache import BlobCache, key_of
-    from staticllm.pipelines.blob_set import read_manifest
+    from staticllm.pipelines.blob_set import read_manifest, read_stored
 
-    cache, identity = BlobCache(folder), read_manifest(Path(source)).identity
-    key = key_of(identity)
+    manifest = read_manifest(Path(source))
+    for _ in read_stored(Path(source), manifest):  # a damaged set leaves no trace in the folder
+        pass
+    cache, key = BlobCache(folder), key_of(manifest.identity)
     _copy(cache, Path(source), cache.path(key), key)
     click.echo(json.dumps({"key": key, "folder": str(cache.path(key))}) if as_json else f"{key} in {folder}")
 

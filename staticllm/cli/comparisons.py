@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from staticllm.model_dir import demo_model_path
+from staticllm.cli.progress import Progress, progress
 
 if TYPE_CHECKING:
     from staticllm.pipelines.simulator.device import DeviceModel
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from staticllm.pipelines.simulator.summary import Summary
     from staticllm.pipelines.simulator.validate import Check
 
+NUM_CELLS = 8  # of table 4
 CHECK_HEADER = (
     f"{'policy':<14}{'lengths':>9}{'rate':>8}  {'tokens/s':>24}  {'TTFT ms':>24}  {'TPOT ms':>24}\n"
     f"{'costs':<31}" + f"  {'simulated measured':>24}" * 3
@@ -26,25 +28,29 @@ CHECK_HEADER = (
 def compare_with_engine(options: dict[str, Any]) -> None:
     """``--validate``."""
     from staticllm.pipelines.simulator.costs import write_costs
-    from staticllm.pipelines.simulator.validate import validate
-
-    def show(check: Check, model: DeviceModel) -> None:
-        models.append(model)
-        if not options["as_json"]:
-            click.echo(_check_lines(check))
+    from staticllm.pipelines.simulator.validate import WORKLOADS, validate
 
     models: list[DeviceModel] = []
     if not options["as_json"]:
         click.echo(CHECK_HEADER)
-    checks = validate(
-        options["model"] or demo_model_path(),
-        options["device"],
-        options["policies"],
-        options["requests"],
-        options["rate"],
-        options["seed"],
-        show,
-    )
+    total = len(options["policies"]) * len(WORKLOADS)
+    with progress("loading the model, and measuring its costs") as shown:
+
+        def show(check: Check, model: DeviceModel) -> None:
+            models.append(model)
+            if not options["as_json"]:
+                shown.write(_check_lines(check))
+            shown.show("serving workloads", len(models), total)
+
+        checks = validate(
+            options["model"],
+            options["device"],
+            options["policies"],
+            options["requests"],
+            options["rate"],
+            options["seed"],
+            show,
+        )
     if options["save_costs"]:
         write_costs(options["save_costs"], models[-1].index.variants, models[-1].cost)
     if options["as_json"]:
@@ -72,9 +78,11 @@ def compare_with_tables(as_json: bool) -> None:
     from staticllm.pipelines.simulator.flexnpu import tables_2_and_3
     from staticllm.pipelines.simulator.flexnpu_single import PREFILL_SHARE, table_4
 
-    interference, comparisons = tables_2_and_3()
+    with progress("simulating tables 2 and 3"):
+        interference, comparisons = tables_2_and_3()
     if as_json:
-        cells = [{**asdict(cell), "deviations": cell.deviations} for cell in table_4()]
+        with progress("simulating table 4") as shown:
+            cells = [{**asdict(cell), "deviations": cell.deviations} for cell in _counted(table_4(), shown)]
         rows = [{**asdict(row), "improvement": row.improvement} for row in comparisons]
         report = {
             "interference": interference,
@@ -91,16 +99,24 @@ def compare_with_tables(as_json: bool) -> None:
     click.echo(
         f"\nTable 4, published in brackets; share of prefill {PREFILL_SHARE:.2f}, fitted on the TTFT of dynamic 1024/256"
     )
-    click.echo(f"{'column':<10}{'lengths':<10}{'tokens/s':>25}{'TTFT ms':>27}{'TPOT ms':>25}")
-    for cell in table_4():
-        click.echo(_cell_line(cell))
+    click.echo(f"{'column':<10}{'lengths':<10}{'tokens/s':>26}{'TTFT ms':>32}{'TPOT ms':>26}")
+    with progress("simulating table 4") as shown:
+        for cell in _counted(table_4(), shown):
+            shown.write(_cell_line(cell))
+
+
+def _counted(cells: Iterator[Cell], shown: Progress) -> Iterator[Cell]:
+    """Pass cells on, and show how many there were."""
+    for number, cell in enumerate(cells, 1):
+        yield cell
+        shown.show("simulating table 4", number, NUM_CELLS)
 
 
 def _comparison_line(row: Comparison) -> str:
     p = row.published
     return (
         f"{p.name:<10}{_pair(row.static, p.static)}{_pair(row.colocated, p.colocated)}"
-        f"{_pair(row.improvement, row.published_improvement)}  {row.prefill_idle:.0%}, {row.decode_idle:.0%}"
+        f"{_pair(row.improvement, row.published_improvement)}  {max(0, row.prefill_idle):.0%}, {max(0, row.decode_idle):.0%}"
     )
 
 
@@ -108,8 +124,8 @@ def _cell_line(cell: Cell) -> str:
     p, (throughput, ttft, tpot) = cell.published, cell.deviations
     return (
         f"{'dynamic' if cell.is_dynamic else 'static':<10}{p.name:<10}"
-        f"{_pair(cell.throughput, p.throughput)}{throughput:>+6.1f}%{_pair(cell.ttft_ms, p.ttft_ms, 20)}{ttft:>+6.1f}%"
-        f"{_pair(cell.tpot_ms, p.tpot_ms)}{tpot:>+6.1f}%"
+        f"{_pair(cell.throughput, p.throughput)}{throughput:>+7.1f}%{_pair(cell.ttft_ms, p.ttft_ms, 24)}{ttft:>+7.1f}%"
+        f"{_pair(cell.tpot_ms, p.tpot_ms)}{tpot:>+7.1f}%"
     )
 
 

@@ -1,4 +1,4 @@
-"""``staticllm compile``: compile every variant, show each, write the blobs."""
+"""``staticllm compile``: compile every program, show each, write the blobs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from staticllm.cli.options import layout_options, read_config
-from staticllm.core import ProgressEvent
+from staticllm.cli.options import layout_options, model_argument, read_config
+from staticllm.cli.progress import Progress, progress
+from staticllm.core import ProgressEvent, Variant
+from staticllm.errors import DeviceError
+
+DONE = {"read": "model read", "passes": "model lowered", "compile": "program compiled", "export": "blob written"}
 
 if TYPE_CHECKING:
     from staticllm.pipelines.manifest import Manifest
 
-WIDTH = 24
 
-
-@click.command("compile")
-@click.argument("model", type=click.Path())
+@click.command("compile", short_help="Compile a model and write a set of blobs.")
+@model_argument
 @click.option("--export-blob", "target", type=click.Path(), required=True, help="Folder to write; must not exist.")
 @click.option(
-    "--verify", "is_verified", is_flag=True, help="Compare its words with the CPU in f32; a bad set is marked."
+    "--verify", "is_verified", is_flag=True, help="Compare its logits with the CPU in f32; a bad set is marked."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
 @layout_options
@@ -31,17 +33,36 @@ def command(model: str, target: str, is_verified: bool, as_json: bool, **options
     """Compile all programs of MODEL and export them as a set of blobs with a manifest: BLOB_PATH loads it."""
     from staticllm.pipelines.blob_export import export_set, job_of
 
-    manifest = export_set(job_of(model, options["device"], read_config(options), Bars()), Path(target))
-    if is_verified:
-        from staticllm.pipelines.verification import verify_set
+    _check_npu(options["device"])
+    with progress("compiling") as shown:
+        manifest = export_set(job_of(model, options["device"], read_config(options), Steps(shown)), Path(target))
+        if is_verified:
+            from staticllm.pipelines.verification import verify_set
 
-        manifest = verify_set(model, options["device"], Path(target))
+            shown.show("comparing with the CPU")
+            manifest = verify_set(model, options["device"], Path(target))
     if as_json:
         click.echo(json.dumps(asdict(manifest), indent=2))
     else:
         _report(manifest, target)
     if manifest.is_bad:
         raise SystemExit(1)
+
+
+def _check_npu(device: str) -> None:
+    """Say what is missing where there is no NPU to compile for.
+
+    Raises:
+        DeviceError: there is none; OpenVINO's compiler for it is named if it is missing too.
+    """
+    from staticllm.devices import get_core, npu_compiler_problem
+
+    core = get_core()
+    if device.split(".", maxsplit=1)[0] != "NPU" or any(name.startswith("NPU") for name in core.available_devices):
+        return
+    problem = npu_compiler_problem(core)
+    remedy = "compile on the machine that has the NPU; `staticllm plan --device NPU` answers here"
+    raise DeviceError(f"there is no NPU on this machine{f', and {problem}' if problem else ''}: {remedy}")
 
 
 def _report(manifest: Manifest, target: str) -> None:
@@ -54,25 +75,24 @@ def _report(manifest: Manifest, target: str) -> None:
         click.echo(f"{verdict}: {text} ({found['against']})")
 
 
-class Bars:
-    """One bar a variant on stderr: empty while it compiles, half full when compiled, full when written.
+class Steps:
+    """What is done, on stderr: the bar on a terminal, else one line per program that is compiled or written."""
 
-    Plain lines if stderr is no terminal.
-    """
-
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._spent = 0.0
+    def __init__(self, shown: Progress) -> None:
+        self._shown = shown
+        self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._compiled: list[Variant | None] = []  # of each program the variant that it was compiled for
 
     def __call__(self, event: ProgressEvent) -> None:
-        if event.variant is None:
-            click.echo(f"{event.stage:<24} {event.seconds:6.2f} s", err=True)
+        self._shown(event)
+        if self._is_terminal or not event.is_done or event.stage not in DONE:
             return
-        is_written = event.stage == "export"
-        self._spent = event.seconds + (self._spent if is_written else 0.0)
-        if self._is_terminal:
-            filled = "█" * (WIDTH if is_written else WIDTH // 2 if event.is_done else 0)
-            line = f"\r{event.variant!s:<24} {filled:░<{WIDTH}} {event.index}/{event.total} {self._spent:6.2f} s"
-            click.echo(line, err=True, nl=is_written)
-        elif is_written:
-            click.echo(f"{event.variant!s:<24} {event.index}/{event.total} {self._spent:6.2f} s", err=True)
+        text, index, total = DONE[event.stage], event.index, event.total
+        if event.stage == "compile":
+            self._compiled = [*(self._compiled if index > 1 else []), event.variant]
+        if event.stage == "export":  # told for every variant; those of one program share its blob
+            if event.variant not in self._compiled:
+                return
+            index, total = self._compiled.index(event.variant) + 1, len(self._compiled)
+        what = f"{text} {index} of {total}" if total > 1 else text
+        click.echo(f"{what:<28} {event.seconds:6.2f} s", err=True)

@@ -7,24 +7,27 @@ from dataclasses import asdict
 
 import click
 
+from staticllm.cli.progress import progress
+
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 
 
-@click.command("doctor")
+@click.command("doctor", short_help="Is everything there, and does it compute right?")
 @click.option("--device", "devices", multiple=True, help="Devices for the self-test.  [all]")
 @click.option("--cache-dir", type=click.Path(), help="A cache folder whose sets are verified.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(devices: tuple[str, ...], cache_dir: str | None, as_json: bool) -> None:
     """Look at packages, devices, memory and cache, and run the embedded model. Exit code 1 if something fails."""
-    from staticllm.pipelines.doctor import examine
-
     findings = []
-    for finding in examine(devices, cache_dir):
-        findings.append(finding)
-        if not as_json:
-            mark, colour = MARKS[finding.level]
-            remedy = f"\n      {finding.remedy}" if finding.remedy else ""
-            click.echo(f"{click.style(mark, fg=colour)}  {finding.name}: {finding.value}{remedy}")
+    with progress("examining") as shown:
+        from staticllm.pipelines.doctor import examine
+
+        for finding in examine(devices, cache_dir):
+            findings.append(finding)
+            if not as_json:
+                mark, colour = MARKS[finding.level]
+                remedy = f"\n      {finding.remedy}" if finding.remedy else ""
+                shown.write(f"{click.style(mark, fg=colour)}  {finding.name}: {finding.value}{remedy}")
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     if any(finding.level == "fail" for finding in findings):

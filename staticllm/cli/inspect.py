@@ -7,18 +7,20 @@ from typing import Any
 
 import click
 
-from staticllm.cli.options import layout_options, read_config
+from staticllm.cli.options import layout_options, model_argument, read_config
+from staticllm.cli.progress import progress
 
 
-@click.command("inspect")
-@click.argument("model", type=click.Path())
+@click.command("inspect", short_help="What a model is, and what would become of it.")
+@model_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @layout_options
 def command(model: str, as_json: bool, **options: Any) -> None:
-    """Show states, masks, passes, variants and bytes of MODEL. Nothing is compiled for the device."""
-    from staticllm.pipelines.inspection import inspect_model
+    """Show states, masks, passes, variants and bytes of MODEL (the demo model without it). Nothing is compiled for the device."""
+    with progress("lowering the model"):
+        from staticllm.pipelines.inspection import inspect_model
 
-    report = inspect_model(model, options["device"], read_config(options))
+        report = inspect_model(model, options["device"], read_config(options, needs_device=False))
     click.echo(json.dumps(report, indent=2) if as_json else _text(report))
 
 

@@ -2,43 +2,103 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from staticllm.config import StaticLLMConfig
-from staticllm.errors import ConfigError
+from staticllm.config import MAX_LEN, StaticLLMConfig
+from staticllm.errors import ConfigError, ModelError, PromptError
+from staticllm.model_dir import MODEL_XML, demo_model_path
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 
 TOKEN_IDS = (8, 1000)  # ordinary tokens of every vocabulary that is not a toy
+MODEL_HELP = "Model directory.  [the embedded demo model]"
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class Number(click.FloatRange):
+    """A float within limits; unlike click's own it refuses NaN, which no limit excludes."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
+
+
+class Whole(click.IntRange):
+    """A whole number from ``min``, of 63 bits at most: what a device or a generator takes."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if number >= 1 << 63:
+            self.fail(f"{value} is more than {(1 << 63) - 1}.", param, ctx)
+        return number
+
+
+def model_option(command: Command) -> Command:
+    """``-m``/``--model``, where the place of an argument is taken or there is none; the demo model without it."""
+    option = click.option("-m", "--model", type=click.Path(), help=MODEL_HELP)
+
+    @wraps(command)
+    def with_model(*arguments: Any, model: str | None, **options: Any) -> Any:
+        return command(*arguments, model=model_directory(model), **options)
+
+    return cast(Command, option(with_model))
+
+
+def model_argument(command: Command) -> Command:
+    """``[MODEL]``, or ``-m``/``--model`` as in the commands that take a prompt; the demo model without either."""
+    option = click.option("-m", "--model", "named", type=click.Path(), help="The same as MODEL.")
+    argument = click.argument("model", type=click.Path(), required=False)
+
+    @wraps(command)
+    def with_model(*arguments: Any, model: str | None, named: str | None, **options: Any) -> Any:
+        if model is not None and named is not None:
+            raise click.UsageError(f"the model is given twice, as {model!r} and as -m {named!r}: leave one out")
+        return command(*arguments, model=model_directory(model if named is None else named), **options)
+
+    return cast(Command, argument(option(with_model)))
+
+
+def model_directory(path: str | None) -> str:
+    """A directory as it stands, of an ``openvino_model.xml`` its directory, of None the embedded demo model.
+
+    Raises:
+        ModelError: a file that is not ``openvino_model.xml``.
+    """
+    if path is None:
+        return str(demo_model_path())
+    if not Path(path).is_file():
+        return path
+    if Path(path).name != MODEL_XML:
+        raise ModelError(f"{path!r} is a file: give the directory that holds {MODEL_XML}, or that file")
+    return str(Path(path).parent)
 
 
 def layout_options(command: Command) -> Command:
     """``--device`` and everything that decides which programs there are."""
-    return layout_options_with("-p", "--property")(command)
-
-
-def layout_options_with(*property_flags: str) -> Callable[[Command], Command]:
-    """The same, where ``-p`` is taken."""
-    return lambda command: _with_layout(command, property_flags)
-
-
-def _with_layout(command: Command, property_flags: tuple[str, ...]) -> Command:
     for option in reversed(
         [
             click.option("--device", default="CPU", show_default=True, help="OpenVINO device: CPU, NPU, GPU …"),
-            click.option("--max-prompt-len", "max_prompt_len", type=int, help="Longest prompt, in tokens.  [1024]"),
-            click.option("--min-response-len", type=int, help="Tokens kept free for the response.  [128]"),
+            click.option(
+                "--max-prompt-len", type=click.IntRange(1, MAX_LEN), help="Longest prompt, in tokens.  [1024]"
+            ),
+            click.option(
+                "--min-response-len", type=click.IntRange(1, MAX_LEN), help="Tokens kept free for the response.  [128]"
+            ),
             click.option(
                 "--programs",
                 type=click.Choice(["auto", "separate", "shared", "phases", "single_row"]),
-                help="One program a variant, one for all, one a phase, or one for single rows.",
+                help="One program per variant, one for all, one per phase, or one for single rows.",
             ),
             click.option(
                 "--precision",
@@ -49,12 +109,29 @@ def _with_layout(command: Command, property_flags: tuple[str, ...]) -> Command:
                 "--kv-precision", type=click.Choice(["f32", "f16", "bf16", "u8"]), help="Store rows in this type."
             ),
             click.option(
-                *property_flags, "properties", multiple=True, metavar="NAME=VALUE", help="Any other property."
+                "-p",
+                "--property",
+                "properties",
+                multiple=True,
+                metavar="NAME=VALUE",
+                callback=_pairs,
+                help="Any other property.",
             ),
         ]
     ):
         command = option(command)
     return command
+
+
+def _pairs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[tuple[str, str]]:
+    """``NAME=VALUE`` as pairs."""
+    pairs = []
+    for value in values:
+        name, equals, text = value.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"{value!r} must be NAME=VALUE, for example -p MAX_NUM_SEQS=4")
+        pairs.append((name, text))
+    return pairs
 
 
 def read_properties(options: dict[str, Any]) -> dict[str, Any]:
@@ -67,19 +144,73 @@ def read_properties(options: dict[str, Any]) -> dict[str, Any]:
         "kv_precision": "KV_CACHE_PRECISION",
     }
     properties = {name: options[key] for key, name in names.items() if options[key] is not None}
-    for pair in options["properties"]:
-        name, equals, value = pair.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"-p {pair!r}: must be NAME=VALUE")
-        properties[name] = _value(value)
-    return properties
+    return {**properties, **{name: _value(text) for name, text in options["properties"]}}
 
 
-def read_config(options: dict[str, Any]) -> StaticLLMConfig:
-    """The typed config of the layout options."""
-    from staticllm.pipelines.loader import device_properties
+def read_config(options: dict[str, Any], needs_device: bool = True) -> StaticLLMConfig:
+    """The typed config of the layout options. Without ``needs_device`` an NPU or GPU need not be there.
 
-    return StaticLLMConfig.from_properties(read_properties(options), device_properties(options["device"]))
+    Raises:
+        ConfigError: a property with an unknown name or an impossible value.
+        DeviceError: the device is not on this machine.
+    """
+    from staticllm.devices import check_device, check_known, get_core, known_properties, supported_properties
+
+    core, device = get_core(), options["device"]
+    known = (
+        supported_properties(core, check_device(core, device))
+        if needs_device
+        else known_properties(core, check_known(core, device))
+    )
+    return StaticLLMConfig.from_properties(read_properties(options), known)
+
+
+def check_lengths(flag: str, prompt: int, answer: int, properties: dict[str, Any]) -> None:
+    """Refuse tokens that the lengths exclude, before the model is loaded; ``flag`` asked for them.
+
+    Raises:
+        UsageError: a prompt longer than the longest, or more tokens than a sequence can have.
+    """
+    longest, room = properties["MAX_PROMPT_LEN"], properties["MIN_RESPONSE_LEN"]
+    if not isinstance(longest, int) or not isinstance(room, int):
+        return  # the config says what is wrong with it
+    if prompt > longest:
+        raise click.UsageError(f"{flag}: a prompt of {prompt} tokens, --max-prompt-len is {longest}; raise it")
+    if prompt + answer > longest + room:
+        raise click.UsageError(
+            f"{flag}: {prompt} and {answer} tokens, --max-prompt-len and --min-response-len hold {longest + room}; "
+            "raise one"
+        )
+
+
+def as_text(argument: str, what: str) -> str:
+    """An argument as the UTF-8 text that it is, whatever encoding the locale names.
+
+    Raises:
+        PromptError: its bytes are not UTF-8.
+    """
+    try:
+        return os.fsencode(argument).decode("utf-8")
+    except UnicodeError:
+        raise PromptError(f"{what} is not text in UTF-8: convert it first") from None
+
+
+def read_text(stream: Any) -> str:
+    """All of standard input, as UTF-8 text without the line ends around it.
+
+    Raises:
+        PromptError: it is binary data, or text in another encoding.
+    """
+    data = stream.buffer.read() if hasattr(stream, "buffer") else stream.read().encode("utf-8", "surrogateescape")
+    try:
+        text: str = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PromptError(
+            f"standard input is not text in UTF-8 (byte 0x{data[error.start]:02x} at {error.start}): convert it first"
+        ) from None
+    if "\0" in text:
+        raise PromptError(f"standard input is binary (a zero byte at {text.index(chr(0))}): pipe text in UTF-8")
+    return text.replace("\r\n", "\n").strip("\n")
 
 
 def _value(text: str) -> Any:
@@ -94,7 +225,11 @@ def _value(text: str) -> Any:
 
 
 def check_output(output: str) -> None:
-    """Before the model is loaded: a load may take minutes."""
+    """Before the model is loaded: a load may take minutes.
+
+    Raises:
+        ConfigError: a folder, or a file in a folder that does not exist.
+    """
     path = Path(output)
     if path.is_dir():
         raise ConfigError(f"{output!r} is a folder: choose the path of a file")

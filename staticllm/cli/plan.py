@@ -7,11 +7,12 @@ from typing import Any
 
 import click
 
-from staticllm.cli.options import layout_options, read_config
+from staticllm.cli.options import layout_options, model_argument, read_config
+from staticllm.cli.progress import progress
 
 
-@click.command("plan")
-@click.argument("model", type=click.Path())
+@click.command("plan", short_help="What a model would take, and whether it fits.")
+@model_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @layout_options
 def command(model: str, as_json: bool, **options: Any) -> None:
@@ -19,9 +20,10 @@ def command(model: str, as_json: bool, **options: Any) -> None:
 
     Exit code 1 if they do not.
     """
-    from staticllm.pipelines.plan import plan_model
+    with progress("lowering the model"):
+        from staticllm.pipelines.plan import plan_model
 
-    found = plan_model(model, options["device"], read_config(options))
+        found = plan_model(model, options["device"], read_config(options, needs_device=False))
     click.echo(json.dumps(found, indent=2) if as_json else _text(found))
     if found["fits"] is False:
         raise SystemExit(1)
@@ -35,7 +37,11 @@ def _text(found: dict[str, Any]) -> str:
     lines += [f"  {name:<22} {_mib(count)}" for name, count in found["bytes"].items()]
     lines.append(f"  {'together':<22} {_mib(found['needed'])}")
     if found["available"] is None:
-        lines.append(f"{found['device']} does not tell how much memory it has")
+        lines.append(
+            f"{found['device']} does not tell how much memory it has"
+            if found["is_present"]
+            else f"there is no {found['device']} on this machine, so its memory is unknown"
+        )
         return "\n".join(lines)
     lines.append(f"  {'available':<22} {_mib(found['available'])}")
     remedy = (

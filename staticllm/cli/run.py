@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from staticllm.cli.options import check_output, layout_options, profiling, read_properties
-from staticllm.errors import PromptTooLongError
-from staticllm.model_dir import demo_model_path
+from staticllm.cli.options import (
+    Number,
+    Whole,
+    as_text,
+    check_output,
+    layout_options,
+    model_option,
+    profiling,
+    read_properties,
+    read_text,
+)
+from staticllm.cli.progress import Progress, progress
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
     from staticllm.results import GeneratedText
 
 
-@click.command("run")
+@click.command("run", short_help="Answer a prompt, a pipe, or chat.")
 @click.argument("prompt", required=False)
-@click.option("-m", "--model", type=click.Path(), help="Model directory.  [the embedded demo model]")
-@click.option("-n", "--max-new-tokens", type=int, default=256, show_default=True, help="Longest answer, in tokens.")
+@model_option
+@click.option("-n", "--max-new-tokens", type=Whole(1), default=256, show_default=True,
+              help="Longest answer, in tokens.")  # fmt: skip
 @click.option("--system", default="", help="System message.")
-@click.option("--temperature", type=float, help="Sample at this temperature; greedy without it.")
-@click.option("--top-p", type=float, help="Sample from the smallest set with this probability.")
-@click.option("--top-k", type=int, help="Sample from this many tokens.")
-@click.option("--seed", type=int, help="Seed for sampling.")
+@click.option("--temperature", type=Number(0, 1e6), help="Sample at this temperature; greedy without it.")
+@click.option("--top-p", type=Number(0, 1, min_open=True), help="Sample from the smallest set with this probability.")
+@click.option("--top-k", type=Whole(0), help="Sample from this many tokens.")
+@click.option("--seed", type=Whole(0), help="Seed for sampling.")
 @click.option("--raw", is_flag=True, help="Do not apply the chat template.")
 @click.option("--stats", is_flag=True, help="Print timings to stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a stream.")
@@ -34,26 +44,43 @@ if TYPE_CHECKING:
     "--profile", type=click.Path(), help="Write a Chrome trace (ui.perfetto.dev); print where a token's time goes."
 )
 @layout_options
-def command(prompt: str | None, model: str | None, **options: Any) -> None:
+def command(prompt: str | None, model: str, **options: Any) -> None:
     """Generate text: for PROMPT, for stdin if it is piped, else in a chat.
 
-    In a chat, Ctrl-C stops the answer, twice leaves.
+    In a chat, Ctrl-C stops the answer, twice leaves; /help lists the commands.
     """
-    from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-
-    if prompt is None and (sys.stdin is None or not sys.stdin.isatty()):
-        prompt = sys.stdin.read().strip("\r\n") if sys.stdin else ""
+    prompt = _prompt(prompt)
+    options["system"] = as_text(options["system"], "--system")
     if options["raw"] and (prompt is None or options["system"]):
         raise click.UsageError("--raw goes with a prompt and without --system: a chat needs the template")
+    if prompt is None and options["as_json"]:
+        raise click.UsageError("--json goes with a prompt: a chat prints text")
     if options["profile"] is not None:
         check_output(options["profile"])
-    pipe = StaticLLMPipeline(model or demo_model_path(), options["device"], config=read_properties(options))
-    generation = _generation(options)
+    pipe = _load(model, options)
     with profiling(pipe, options["profile"]):
         if prompt is None:
-            Chat(pipe, generation, options["stats"]).run(options["system"])
+            from staticllm.cli.chat import Chat
+
+            Chat(pipe, _generation(options), options["stats"], options["system"]).run()
         else:
-            _answer(pipe, prompt, generation, options)
+            _answer(pipe, prompt, _generation(options), options)
+
+
+def _prompt(argument: str | None) -> str | None:
+    """The argument, or what is piped into stdin; None for a chat."""
+    if argument is not None:
+        return as_text(argument, "the prompt")
+    if sys.stdin is None:
+        raise click.UsageError("standard input is closed and there is no PROMPT: give one")
+    return None if sys.stdin.isatty() else read_text(sys.stdin)
+
+
+def _load(model: str, options: dict[str, Any]) -> StaticLLMPipeline:
+    with progress("loading") as shown:
+        from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+
+        return StaticLLMPipeline(model, options["device"], config=read_properties(options), on_progress=shown)
 
 
 def _generation(options: dict[str, Any]) -> dict[str, Any]:
@@ -69,18 +96,30 @@ def _generation(options: dict[str, Any]) -> dict[str, Any]:
 def _answer(pipe: StaticLLMPipeline, prompt: str, generation: dict[str, Any], options: dict[str, Any]) -> None:
     if options["system"]:
         pipe.start_chat(options["system"])
-    result = pipe.generate(prompt, generation, None if options["as_json"] else _show)
+    with progress("running the prompt") as waiting:
+        result = pipe.generate(prompt, generation, None if options["as_json"] else shown_after(waiting))
     if options["as_json"]:
         click.echo(json.dumps({"text": str(result), "finish_reason": str(result.finish_reasons[0]), **_stats(result)}))
         return
     click.echo()
     if options["stats"]:
-        _print_stats(result)
+        print_stats(result)
 
 
-def _show(piece: str) -> None:
+def show(piece: str) -> None:
+    """Print a piece of an answer at once."""
     sys.stdout.write(piece)
     sys.stdout.flush()
+
+
+def shown_after(waiting: Progress) -> Callable[[str], None]:
+    """A streamer that clears the bar, which is shown until the first token."""
+
+    def write(piece: str) -> None:
+        waiting.close()
+        show(piece)
+
+    return write
 
 
 def _stats(result: GeneratedText) -> dict[str, float]:
@@ -96,7 +135,8 @@ def _stats(result: GeneratedText) -> dict[str, float]:
     }
 
 
-def _print_stats(result: GeneratedText) -> None:
+def print_stats(result: Any) -> None:
+    """One line on stderr: tokens and timings of an answer."""
     s = _stats(result)
     tpot = f"TPOT {s['tpot_ms']:.2f} ms ({s['tokens_per_second']:.0f} tokens/s)" if s["tpot_ms"] >= 0 else "TPOT -"
     click.echo(
@@ -104,71 +144,3 @@ def _print_stats(result: GeneratedText) -> None:
         f"({result.finish_reasons[0]}) | TTFT {s['ttft_ms']:.1f} ms | {tpot} | load {s['load_ms'] / 1e3:.2f} s",
         err=True,
     )
-
-
-class Chat:
-    """An interactive chat. One Ctrl-C stops the answer, or asks at the prompt; the next one leaves."""
-
-    def __init__(self, pipe: StaticLLMPipeline, generation: dict[str, Any], with_stats: bool) -> None:
-        self._pipe = pipe
-        self._generation = generation
-        self._with_stats = with_stats
-        self._interrupts = 0
-        self._is_answering = False
-        self._system_message = ""
-
-    def run(self, system_message: str) -> None:
-        """Until Ctrl-D, or Ctrl-C twice."""
-        click.echo("Ctrl-C stops an answer, twice leaves; so does Ctrl-D.", err=True)
-        self._system_message = system_message
-        self._pipe.start_chat(system_message)
-        before = signal.signal(signal.SIGINT, self._on_interrupt)
-        try:
-            while (text := self._ask()) is not None:
-                if text.strip():
-                    self._turn(text)
-        except KeyboardInterrupt:
-            click.echo()
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def _on_interrupt(self, signum: int, frame: object) -> None:
-        """The first Ctrl-C of an answer is only noted: the streamer stops it. At the prompt, and the second, it raises."""
-        self._interrupts += 1
-        if self._interrupts > 1 or not self._is_answering:
-            raise KeyboardInterrupt
-
-    def _ask(self) -> str | None:
-        while True:
-            try:
-                text = input("> ")
-            except EOFError:
-                click.echo()
-                return None
-            except KeyboardInterrupt:
-                if self._interrupts > 1:
-                    raise
-                click.echo("\n(Ctrl-C again to leave)", err=True)
-                continue
-            self._interrupts = 0
-            return text
-
-    def _turn(self, text: str) -> None:
-        self._is_answering = True
-        try:
-            result = self._pipe.generate(text, self._generation, self._stream)
-        except PromptTooLongError as error:
-            click.echo(
-                f"The conversation is full ({error.num_tokens} tokens, {error.limit} fit): a new one begins.", err=True
-            )
-            self._pipe.start_chat(self._system_message)
-            return
-        finally:
-            self._is_answering = False
-        click.echo()
-        if self._with_stats:
-            _print_stats(result)
-
-    def _stream(self, piece: str) -> bool:
-        _show(piece)
-        return self._interrupts > 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from staticllm.cli.comparisons import compare_with_engine, compare_with_tables
+from staticllm.cli.options import Number, model_option
+from staticllm.cli.progress import progress
 from staticllm.config import SCHEDULERS, StaticLLMConfig
 
 if TYPE_CHECKING:
@@ -18,13 +20,15 @@ if TYPE_CHECKING:
     from staticllm.pipelines.simulator.scenario import Scenario
     from staticllm.pipelines.simulator.workload import Arrival
 
+LOAD = 0.6
+"""Default rate, as a share of what the devices can serve: near it queues say more about arrivals than about policies."""
 HEADER = (
     f"{'policy':<14}{'requests/s':>11}{'tokens/s':>10}{'TTFT ms':>11}{'p95':>11}{'TPOT ms':>10}{'decoding':>10}"
     f"{'longest gap':>13}{'latency ms':>12}{'fairness':>10}{'busy':>7}"
 )
 
 
-@click.command("simulate")
+@click.command("simulate", short_help="Try scheduling policies on a virtual clock.")
 @click.option("--policy", "policies", multiple=True, type=click.Choice(SCHEDULERS), help="Repeat it.  [dynamic, fcfs]")
 @click.option("-n", "--requests", type=click.IntRange(1), default=200, show_default=True, help="Requests.")
 @click.option(
@@ -34,7 +38,9 @@ HEADER = (
     show_default=True,
     help="When they come; a burst comes at once.",
 )
-@click.option("--rate", type=float, help="Requests a second.  [4; --validate: 60 % of what the device can do]")
+@click.option(
+    "--rate", type=Number(0, 1e9, min_open=True), help="Requests per second.  [60 % of what the devices can do]"
+)
 @click.option("--prompt", default="256", show_default=True, help="Tokens of a prompt: N, or LEAST-MOST.")
 @click.option("--output", default="256", show_default=True, help="Tokens of an answer: N, or LEAST-MOST.")
 @click.option(
@@ -47,7 +53,9 @@ HEADER = (
 @click.option("--disaggregate", metavar="PxD", help="P devices for prompts and D for answers instead.")
 @click.option("--transfer-ms", type=float, default=0.0, show_default=True, help="From P to D, a request.")
 @click.option("--row-bytes", type=float, default=0.0, show_default=True, help="From P to D, a token.")
-@click.option("--bandwidth", type=float, default=10.0, show_default=True, help="From P to D, GB/s.")
+@click.option(
+    "--bandwidth", type=Number(0, 1e9, min_open=True), default=10.0, show_default=True, help="From P to D, GB/s."
+)
 @click.option(
     "--dispatch",
     type=click.Choice(["least_loaded", "round_robin"]),
@@ -56,11 +64,11 @@ HEADER = (
     help="Which device takes a request.",
 )
 @click.option("--concurrency", type=click.IntRange(1), help="Requests inside at a time; others wait outside.")
-@click.option("--max-num-seqs", type=int, help="Requests that decode together.  [as the pipeline]")
-@click.option("--kv-rows", type=int, help="Rows that all requests share.  [as the pipeline]")
-@click.option("--parked-rows", type=int, help="Rows that may wait outside the arena.  [as the pipeline]")
-@click.option("--ttft-ms", type=float, help="Target for the time to first token.")
-@click.option("--tpot-ms", type=float, help="Target for the time between two tokens.")
+@click.option("--max-num-seqs", type=click.IntRange(1), help="Requests that decode together.  [as the pipeline]")
+@click.option("--kv-rows", type=click.IntRange(1), help="Rows that all requests share.  [as the pipeline]")
+@click.option("--parked-rows", type=click.IntRange(0), help="Rows that may wait outside the arena.  [as the pipeline]")
+@click.option("--ttft-ms", type=Number(0, 1e9, min_open=True), help="Target for the time to first token.")
+@click.option("--tpot-ms", type=Number(0, 1e9, min_open=True), help="Target for the time between two tokens.")
 @click.option("--programs", type=click.Choice(["shared", "separate"]), default="shared", show_default=True,
               help="Which programs there are, without --costs.")  # fmt: skip
 @click.option("--costs", type=click.Path(), help="Costs of a file, JSON: rows, capacity, sequences, seconds.")
@@ -70,13 +78,16 @@ HEADER = (
 @click.option("--host-ms", type=float, default=0.0, show_default=True, help="Between two calls.")
 @click.option("--save-costs", type=click.Path(), help="Write the costs to a file; with --validate, those measured.")
 @click.option("--validate", is_flag=True, help="Compare with the engine, on this machine.")
-@click.option("-m", "--model", type=click.Path(), help="For --validate.  [the embedded demo model]")
+@model_option
 @click.option("--device", default="CPU", show_default=True, help="For --validate.")
 @click.option("--flexnpu", is_flag=True, help="Compare with FlexNPU's Tables 2, 3 and 4.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--plot", type=click.Path(), help="Draw the runs to a file: PNG, SVG, PDF.")
 def command(**options: Any) -> None:
-    """Run policies on a virtual clock: the same objects that the engine runs, over what calls cost."""
+    """Run policies on a virtual clock: the same objects that the engine runs, over what calls cost.
+
+    The model is only loaded for --validate; without it calls cost what --costs or --weights-ms and the like say.
+    """
     if options["flexnpu"] and options["validate"]:
         raise click.UsageError("--flexnpu and --validate are two comparisons: give one of them")
     if options["plot"] and (options["flexnpu"] or options["validate"]):
@@ -92,24 +103,28 @@ def command(**options: Any) -> None:
 
 def _simulate(options: dict[str, Any]) -> None:
     from staticllm.pipelines.simulator.costs import write_costs
+    from staticllm.pipelines.simulator.plot import check_plot, plot_runs
 
-    scenario = _scenario(options)
-    if options["save_costs"]:
-        write_costs(options["save_costs"], scenario.model.index.variants, scenario.model.cost)
+    if options["plot"]:
+        check_plot(options["plot"])
+    with progress("simulating"):
+        scenario = _scenario(options)
+        if options["save_costs"]:
+            write_costs(options["save_costs"], scenario.model.index.variants, scenario.model.cost)
     runs: dict[str, Run] = {}
     results: dict[str, dict[str, float]] = {}
     if not options["as_json"]:
         click.echo(HEADER)
-    for policy in options["policies"]:
-        runs[policy] = scenario.run(policy)
-        results[policy] = _figures(runs[policy])
-        if not options["as_json"]:
-            click.echo(_line(policy, results[policy]))
+    with progress("simulating") as shown:
+        for number, policy in enumerate(options["policies"]):
+            shown.show(f"simulating {policy}", number, len(options["policies"]))
+            runs[policy] = scenario.run(policy)
+            results[policy] = _figures(runs[policy])
+            if not options["as_json"]:
+                shown.write(_line(policy, results[policy]))
     if options["as_json"]:
         click.echo(json.dumps(results, indent=2))
     if options["plot"]:
-        from staticllm.pipelines.simulator.plot import plot_runs
-
         plot_runs(runs, options["plot"])
 
 
@@ -130,27 +145,44 @@ def _line(policy: str, s: dict[str, float]) -> str:
 
 
 def _scenario(options: dict[str, Any]) -> Scenario:
-    from staticllm.pipelines.simulator.cluster import Link
-    from staticllm.pipelines.simulator.scenario import Scenario
+    """The devices, and requests at a rate that they can serve, or at the one that was asked for.
 
-    arrivals = _arrivals(options)
+    A rate above what the devices can do is said on stderr: the queue then grows until the last request has come, and
+    latencies tell how long that took, not how good a policy is.
+    """
+    from staticllm.pipelines.simulator.cluster import Link
+    from staticllm.pipelines.simulator.scenario import Scenario, capacity_of, offered_rate
+
+    arrivals = _arrivals(options, 1.0 if options["rate"] is None else options["rate"])
     prefill, decode = _devices(options)
-    if options["bandwidth"] <= 0:
-        raise click.UsageError(f"--bandwidth {options['bandwidth']:g}: must be more than 0")
-    return Scenario(
+    scenario = Scenario(
         _model(options, arrivals), tuple(arrivals), prefill, decode,
         Link(options["transfer_ms"] / 1e3, options["row_bytes"], options["bandwidth"] * 1e9),
         options["dispatch"], options["concurrency"],
     )  # fmt: skip
+    if options["arrivals"] == "burst" and not options["trace"]:
+        return scenario
+    capacity = capacity_of(scenario)
+    if options["rate"] is None and not options["trace"]:
+        rate = LOAD * capacity
+        click.echo(f"{rate:.3g} requests/s arrive, {LOAD:.0%} of the {capacity:.3g} that can be served", err=True)
+        return replace(scenario, arrivals=tuple(_arrivals(options, rate)))
+    if (rate := offered_rate(arrivals)) > capacity:
+        click.echo(
+            f"Warning: {rate:.3g} requests/s arrive, about {capacity:.3g} can be served: the queue grows, and latencies show "
+            "how long it became; lower --rate to compare policies",
+            err=True,
+        )
+    return scenario
 
 
-def _arrivals(options: dict[str, Any]) -> list[Arrival]:
+def _arrivals(options: dict[str, Any], rate: float) -> list[Arrival]:
     from staticllm.pipelines.simulator import workload
 
     if options["trace"]:
         return workload.read_trace(options["trace"])
     lengths = workload.Lengths(_range("--prompt", options["prompt"]), _range("--output", options["output"]))
-    count, seed, rate = options["requests"], options["seed"], 4.0 if options["rate"] is None else options["rate"]
+    count, seed = options["requests"], options["seed"]
     if options["arrivals"] == "burst":
         return workload.burst(count, lengths, seed)
     return (workload.poisson if options["arrivals"] == "poisson" else workload.uniform)(rate, count, lengths, seed)

@@ -2,59 +2,75 @@
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
 
-from staticllm.cli.options import TOKEN_IDS, check_output, layout_options, read_properties
-from staticllm.config import StaticLLMConfig
-from staticllm.model_dir import demo_model_path
+from staticllm.cli.options import (
+    TOKEN_IDS,
+    Number,
+    check_lengths,
+    check_output,
+    layout_options,
+    model_option,
+    read_properties,
+)
+from staticllm.cli.progress import Progress, progress
+from staticllm.config import SCHEDULERS, StaticLLMConfig
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
     from staticllm.pipelines.profiler import Stats
 
 
-@click.group("trace")
+@click.group("trace", short_help="Record every step of a load, and draw it.")
 def command() -> None:
     """Who ran in which rows, step by step: record a load, draw it."""
 
 
 @command.command("record")
 @click.option("-o", "--output", type=click.Path(), required=True, help="File to write, Chrome trace JSON.")
-@click.option("-m", "--model", type=click.Path(), help="Model directory.  [the embedded demo model]")
+@model_option
 @click.option("--requests", type=click.IntRange(1), default=16, show_default=True, help="How many.")
 @click.option("--prompt-len", type=click.IntRange(1), default=128, show_default=True, help="Random tokens in a prompt.")
 @click.option("--new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Tokens in an answer.")
-@click.option("--rate", type=float, help="Requests a second, Poisson.  [all at once]")
-@click.option("--scheduler", help="Policy: dynamic, fcfs, prefill_first …  [dynamic]")
+@click.option("--rate", type=Number(0, 1e9, min_open=True), help="Requests a second, Poisson.  [all at once]")
+@click.option("--scheduler", type=click.Choice(SCHEDULERS), help="Policy.  [dynamic]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @layout_options
-def record(output: str, model: str | None, **options: Any) -> None:
+def record(output: str, model: str, as_json: bool, **options: Any) -> None:
     """Serve random prompts and write a Chrome trace.
 
     Perfetto (ui.perfetto.dev) and chrome://tracing show it, `staticllm trace draw` draws it.
     """
-    from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-
-    rate = options["rate"]
-    if rate is not None and not 0 < rate < float("inf"):
-        raise click.BadParameter(f"{rate:g}: must be requests a second, more than 0", param_hint="'--rate'")
     check_output(output)
     properties = _properties(options)
-    with StaticLLMPipeline(model or demo_model_path(), options["device"], config=properties) as pipe:
-        with pipe.record() as trace:
-            _serve(pipe, options["requests"], options["prompt_len"], options["new_tokens"], rate)
-        trace.save(output)
-        click.echo(_summary(pipe.stats()))
+    check_lengths("--prompt-len and --new-tokens", options["prompt_len"], options["new_tokens"], properties)
+    with progress("loading") as shown:
+        from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+
+        with StaticLLMPipeline(model, options["device"], config=properties, on_progress=shown) as pipe:
+            with pipe.record() as trace:
+                _serve(pipe, options, shown)
+            trace.save(output)
+            stats = pipe.stats()
+    if as_json:
+        counts = {"trace": output, "device_calls": len(trace.steps), "requests_ended": len(trace.requests)}
+        click.echo(json.dumps({**counts, **asdict(stats)}, indent=2))
+        return
+    click.echo(_summary(stats))
     click.echo(f"{len(trace.steps)} device calls, {len(trace.requests)} requests in {output}")
 
 
 @command.command("draw")
 @click.argument("trace", type=click.Path())
 @click.option("-o", "--output", type=click.Path(), required=True, help="Picture to write: PNG, SVG, PDF.")
-def draw(trace: str, output: str) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def draw(trace: str, output: str, as_json: bool) -> None:
     """Draw the timeline of TRACE.
 
     Device calls with their prefill, decode and padding rows, a lane for each request, rows in use and queues.
@@ -63,8 +79,11 @@ def draw(trace: str, output: str) -> None:
     from staticllm.pipelines.trace import Trace
 
     check_output(output)
-    draw_timeline(Trace.load(trace), output)
-    click.echo(f"timeline in {output}")
+    with progress("drawing"):
+        found = Trace.load(trace)
+        draw_timeline(found, output)
+    counts = {"picture": output, "device_calls": len(found.steps), "requests_ended": len(found.requests)}
+    click.echo(json.dumps(counts) if as_json else f"timeline in {output}")
 
 
 def _properties(options: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +100,8 @@ def _properties(options: dict[str, Any]) -> dict[str, Any]:
     return properties
 
 
-def _serve(pipe: StaticLLMPipeline, count: int, num_prompt: int, num_new: int, rate: float | None) -> None:
+def _serve(pipe: StaticLLMPipeline, options: dict[str, Any], shown: Progress) -> None:
+    count, num_prompt, num_new, rate = (options[name] for name in ("requests", "prompt_len", "new_tokens", "rate"))
     rng = np.random.default_rng([num_prompt, num_new])
     due = np.cumsum(rng.exponential(1 / rate, count)) if rate else np.zeros(count)
     start, handles = time.perf_counter(), []
@@ -89,7 +109,8 @@ def _serve(pipe: StaticLLMPipeline, count: int, num_prompt: int, num_new: int, r
         time.sleep(max(0.0, start + moment - time.perf_counter()))
         prompt = rng.integers(*TOKEN_IDS, num_prompt)
         handles.append(pipe.submit(prompt, max_new_tokens=num_new, ignore_eos=True))
-    for handle in handles:
+    for number, handle in enumerate(handles):
+        shown.show("serving requests", number, count)
         handle.outcome()
 
 

@@ -7,9 +7,12 @@ from dataclasses import asdict
 
 import click
 
+from staticllm.cli.options import model_argument
+from staticllm.cli.progress import progress
 
-@click.command("verify")
-@click.argument("model", type=click.Path())
+
+@click.command("verify", short_help="Compare a model with its original, in f32.")
+@model_argument
 @click.option("--device", default="CPU", show_default=True, help="OpenVINO device: CPU, NPU, GPU …")
 @click.option(
     "--programs",
@@ -32,10 +35,12 @@ def command(ctx: click.Context, model: str, device: str, programs: str, as_json:
         "both": ("separate", "shared"), "separate": ("separate",), "shared": ("shared",),
     }  # fmt: skip
     verdicts: list[Verdict] = []
-    for verdict in verify_model(model, device, modes[programs]):
-        verdicts.append(verdict)
-        if not as_json:
-            click.echo(_line(verdict.check, verdict.is_ok, verdict.value, verdict.detail))
+    with progress("comparing with the original") as shown:
+        for verdict in verify_model(model, device, modes[programs], on_progress=shown):
+            verdicts.append(verdict)
+            shown.show("comparing with the original")
+            if not as_json:
+                shown.write(_line(verdict.check, verdict.is_ok, verdict.value, verdict.detail))
     is_ok = all(verdict.is_ok for verdict in verdicts)
     if as_json:
         click.echo(json.dumps({"model": model, "device": device, "ok": is_ok, "checks": [asdict(v) for v in verdicts]}))
@@ -45,5 +50,6 @@ def command(ctx: click.Context, model: str, device: str, programs: str, as_json:
 
 
 def _line(check: str, is_ok: bool, value: float, detail: str) -> str:
-    figure = f"off by {value:.1e} of the range" if check.endswith("logits") else f"{value:.0%} of the tokens"
+    is_logits = check.endswith(("logits", "in company"))
+    figure = f"logits off by {value:.1e} of their range" if is_logits else f"{value:.0%} of the tokens are the same"
     return f"{'ok ' if is_ok else 'BAD'} {check:<40} {figure}{': ' + detail if detail else ''}"

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from staticllm.cli import cli
 from staticllm.pipelines.trace import Trace
 
-SMALL = ["--max-prompt-len", "64", "--min-response-len", "32", "-r", "1"]
+SMALL = ["--max-prompt-len", "64", "--min-response-len", "64", "-r", "1"]
 
 
 def bench(*arguments):
@@ -22,13 +22,13 @@ def bench(*arguments):
 
 
 def test_every_test_has_a_row_in_every_format(tmp_path):
-    which = ["-p", "16,40", "-n", "8", "-d", "0,30", "-c", "3"]
+    which = ["--n-prompt", "16,40", "-n", "8", "-d", "0,30", "-c", "3"]
     names = ["pp16", "pp40", "tg8", "tg8 @ d30", "c3"]
-    rows = json.loads(bench(*which, "-o", "json").stdout)
+    rows = json.loads(bench(*which, "--json").stdout)
     assert [row["test"] for row in rows] == names
     for row in rows:
         assert (
-            row["tokens_per_second"] > 0 and row["ms"] > 0 and row["repetitions"] == 1 and row["programs"] == "shared"
+            row["tokens_per_second"] > 0 and row["ms"] > 0 and row["repetitions"] == 1 and row["programs"] == "phases"
         )
     prompt = rows[0]
     assert prompt["tokens_per_second"] == pytest.approx(16 / (prompt["ms"] / 1e3)), "one prompt of 16 tokens"
@@ -36,12 +36,21 @@ def test_every_test_has_a_row_in_every_format(tmp_path):
     assert tokens["tokens_per_second"] == pytest.approx(1e3 / tokens["ms"]), "ms a token"
     assert [row["test"] for row in csv.DictReader(io.StringIO(bench(*which, "-o", "csv").stdout))] == names
     table, chart = bench(*which).stdout.split("\n\n")
+    title, *bars = chart.strip().splitlines()
     assert len(table.splitlines()) == 2 + len(names) and len({len(line) for line in table.splitlines()}) == 1
-    assert [line.split("  ")[0].strip() for line in chart.strip().splitlines()] == names and "█" in chart
+    assert title == "share of the fastest test of its kind:"
+    assert [line.split("  ")[0].strip() for line in bars] == names[:4], "one test of c has nothing to be compared with"
+    assert "█" in chart
+
+
+@pytest.mark.parametrize("layout", ["separate", "shared", "phases", "single_row"])
+def test_the_programs_that_ran_are_named(layout):
+    (row,) = json.loads(bench("--n-prompt", "8", "-n", "0", "--programs", layout, "-o", "json").stdout)
+    assert row["programs"] == layout
 
 
 def test_a_profile_is_printed_and_written(tmp_path):
-    result = bench("-p", "16", "-n", "8", "--profile", str(tmp_path / "trace.json"))
+    result = bench("--n-prompt", "16", "-n", "8", "--profile", str(tmp_path / "trace.json"))
     lines = result.stderr.splitlines()
     parts = {line.split()[0] for line in lines}
     assert {"device", "plan", "masks", "rows", "sampling", "other", "together"} <= parts
@@ -61,11 +70,13 @@ def test_a_run_can_be_profiled(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["-p", "0", "-n", "0"], "nothing to measure"),
-        (["-p", "x"], "whole numbers"),
+        (["--n-prompt", "0", "-n", "0"], "nothing to measure"),
+        (["--n-prompt", "x"], "whole numbers"),
+        (["-p", "16"], "must be NAME=VALUE"),
         (["-n", "-3"], "negative"),
-        (["-p", "16", "--profile", "no/such/folder/trace.json"], "make it first"),
-        (["-p", "100"], "100"),
+        (["--n-prompt", "16", "-n", "8", "--profile", "no/such/folder/trace.json"], "make it first"),
+        (["-m", "/no/such/model", "--n-prompt", "100"], "--n-prompt: a prompt of 100 tokens, --max-prompt-len is 64"),
+        (["-m", "/no/such/model", "--n-prompt", "0", "-n", "90", "-d", "60"], "--n-depth: 60 and 91 tokens"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(arguments, word):

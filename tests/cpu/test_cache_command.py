@@ -9,9 +9,9 @@ import pytest
 STATICLLM = [sys.executable, "-m", "staticllm"]
 
 
-def staticllm(*arguments):
+def staticllm(*arguments, stdin=""):
     return subprocess.run(
-        [*STATICLLM, *map(str, arguments)], capture_output=True, text=True, check=False, encoding="utf-8"
+        [*STATICLLM, *map(str, arguments)], input=stdin, capture_output=True, text=True, check=False, encoding="utf-8"
     )
 
 
@@ -29,7 +29,8 @@ def test_sets_are_listed_verified_exported_and_imported(cache, tmp_path):
     assert row["max_prompt_len"] == 64 and row["device"] == "CPU" and not row["problem"]
     text = staticllm("cache", "ls", cache).stdout
     assert row["key"] in text and "prompts of 64" in text and "in 1 sets" in text
-    assert staticllm("cache", "verify", cache).returncode == 0
+    done = staticllm("cache", "verify", cache)
+    assert done.returncode == 0 and done.stdout.splitlines() == [f"ok   {row['key']}", "1 of 1 sets are ok"]
     done = staticllm("cache", "export", cache, row["key"][:6], tmp_path / "set")
     assert done.returncode == 0, done.stderr
     assert staticllm("cache", "import", tmp_path / "other", tmp_path / "set").returncode == 0
@@ -39,8 +40,12 @@ def test_sets_are_listed_verified_exported_and_imported(cache, tmp_path):
     blob.write_bytes(b"x" + blob.read_bytes()[1:])
     done = staticllm("cache", "verify", tmp_path / "other")
     assert done.returncode == 1 and "its digest does not agree" in done.stdout
-    done = staticllm("cache", "prune", tmp_path / "other", "--json")
-    assert [entry["key"] for entry in json.loads(done.stdout)] == [row["key"]]
+    assert f"BAD  {row['key']}" in done.stdout and "0 of 1 sets are ok" in done.stdout
+    done = staticllm("cache", "prune", tmp_path / "other", "--all", stdin="n\n")
+    assert done.returncode == 1 and "Remove 1 sets" in done.stderr
+    assert staticllm("cache", "prune", tmp_path / "other", "--limit-gb", 1).stdout == "nothing to remove\n"
+    done = staticllm("cache", "prune", tmp_path / "other", "--all", "--yes")
+    assert done.stdout.startswith(f"removed  {row['key']}")
     assert staticllm("cache", "ls", tmp_path / "other").stdout == "no sets\n"
 
 
@@ -50,12 +55,53 @@ def test_sets_are_listed_verified_exported_and_imported(cache, tmp_path):
         (["ls", "/no/such/folder"], "there is no cache folder"),
         (["export", "{cache}", "zzz", "x"], "0 sets in"),
         (["import", "{cache}", "/no/such/set"], "no blob set at"),
-        (["prune", "{cache}", "--limit-gb", "-1"], "must be 0 or more"),
     ],
 )
 def test_mistakes_get_one_line(arguments, message, cache):
     done = staticllm("cache", *(str(argument).format(cache=cache) for argument in arguments))
     assert done.returncode == 1 and message in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["prune", "{cache}"], "--limit-gb N, or remove every set with --all"),
+        (["prune", "{cache}", "--limit-gb", "1", "--all"], "say what to keep"),
+        (["prune", "{cache}", "--limit-gb", "-1"], "'--limit-gb': -1"),
+        (["export", "{cache}", "", "x"], "KEY is empty"),
+    ],
+)
+def test_wrong_usage_removes_and_copies_nothing(arguments, message, cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = staticllm("cache", *(argument.format(cache=cache) for argument in arguments))
+    assert done.returncode == 2 and message in done.stderr and not list(tmp_path.iterdir())
+    assert "1 sets" in staticllm("cache", "ls", cache).stdout
+
+
+def test_a_damaged_set_that_is_imported_leaves_nothing(cache, tmp_path):
+    (row,) = json.loads(staticllm("cache", "ls", cache, "--json").stdout)
+    assert staticllm("cache", "export", cache, row["key"], tmp_path / "set").returncode == 0
+    (blob, *_) = (tmp_path / "set").glob("*.blob")
+    blob.write_bytes(b"x" + blob.read_bytes()[1:])
+    done = staticllm("cache", "import", tmp_path / "other", tmp_path / "set")
+    assert done.returncode == 1 and "its digest does not agree" in done.stderr
+    assert not (tmp_path / "other").exists()
+
+
+def test_plan_answers_for_an_npu_that_is_not_there(zoo):
+    import openvino as ov
+
+    if any(name.startswith("NPU") for name in ov.Core().available_devices):
+        pytest.skip("there is one")
+    found = json.loads(staticllm("plan", zoo / "llama", "--device", "NPU", "-p", "NPU_TURBO=YES", "--json").stdout)
+    assert found["programs"]["mode"] == "separate" and found["fits"] is None and found["needed"] > 0
+    text = staticllm("plan", "--device", "NPU").stdout
+    assert "there is no NPU on this machine, so its memory is unknown" in text
+    assert "programs  separate on NPU" in staticllm("inspect", zoo / "llama", "--device", "NPU").stdout
+    done = staticllm("compile", zoo / "llama", "--device", "NPU", "--export-blob", zoo / "never")
+    assert done.returncode == 1 and done.stderr.startswith("Error: there is no NPU on this machine")
+    assert "npu_compiler" in done.stderr or "cannot load" not in done.stderr.lower()
+    assert len(done.stderr.strip().splitlines()) == 1 and not (zoo / "never").exists()
 
 
 def test_plan_says_whether_it_fits(zoo):
@@ -74,7 +120,7 @@ def test_doctor_finds_the_cpu_and_tests_it(cache):
     assert "openvino 20" in findings["packages"]["value"] and findings["cache"]["level"] == "ok"
     assert all(finding["remedy"] for finding in findings.values() if finding["level"] != "ok")
     done = staticllm("doctor", "--device", "TOASTER")
-    assert done.returncode == 1 and "FAIL  self-test TOASTER" in done.stdout
+    assert done.returncode == 1 and "FAIL  self-test TOASTER" in done.stdout and "tqdm 4" in done.stdout
 
 
 def test_compile_verifies_what_it_wrote(zoo, tmp_path):

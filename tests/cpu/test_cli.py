@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import time
 
 import pytest
 
+PROMPT, TAKEN = "\x1b[?2004h", "\x1b[?2004l"
+"""What prompt_toolkit sends when it begins to read a line and when it has one: pasted text is marked meanwhile."""
 STATICLLM = [sys.executable, "-m", "staticllm"]
 ENVIRONMENT = {**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": ""}
 
@@ -40,10 +44,43 @@ def test_run_takes_stdin_and_says_the_same(llama):
     assert from_stdin.returncode == 0 and from_stdin.stdout == from_argument.stdout
 
 
-def test_run_takes_bytes_that_are_no_text_and_full_disks(llama):
+@pytest.mark.parametrize(
+    ("data", "word"), [(b"abc\xff", b"byte 0xff at 3"), (b"\x7fELF\x02\x00", b"a zero byte at 5"), (b"", b"empty")]
+)
+def test_what_is_no_text_is_refused_in_one_line(data, word):
+    command = [*STATICLLM, "run", "-n", "4"]
+    done = subprocess.run(command, input=data, capture_output=True, timeout=60, env=ENVIRONMENT, check=False)
+    assert done.returncode == 1 and not done.stdout
+    assert word in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="arguments are Unicode there")
+def test_utf8_is_utf8_whatever_the_locale_is():
+    """``LC_ALL=C`` without Python's UTF-8 mode: arguments then come as escaped bytes, and pipes as ASCII."""
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command, text = [*STATICLLM, "run", "-n", "4", "--json"], "What is a 🦊?"
+    runs = [
+        subprocess.run([*command, *extra], input=stdin, capture_output=True, timeout=60, env=env, check=False)
+        for extra, stdin, env in (
+            ((text,), None, ENVIRONMENT),
+            ((text,), None, ascii_only),
+            ((), text.encode(), ascii_only),
+        )
+    ]
+    counts = [json.loads(run.stdout)["prompt_tokens"] for run in runs]
+    assert counts[0] == counts[1] == counts[2], [run.stderr for run in runs]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX shell closes it")
+def test_a_closed_standard_output_is_one_line(llama):
+    command = f'"{sys.executable}" -m staticllm run hello -n 2 >&-'
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and done.stderr.startswith("Error: standard output is closed")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_run_survives_a_full_disk(llama):
     command = [*STATICLLM, "run", "-m", str(llama), "-n", "4"]
-    done = subprocess.run(command, input=b"abc\xff", capture_output=True, timeout=60, env=ENVIRONMENT, check=False)
-    assert done.returncode == 0 and done.stdout
     if os.path.exists("/dev/full"):  # noqa: PTH110 - a device, not a path of ours
         with open("/dev/full", "w") as full:  # noqa: PTH123
             done = subprocess.run(
@@ -72,10 +109,16 @@ def test_the_embedded_model_is_the_default():
     [
         (["run", "hi", "-m", "/no/such/model"], 1, "no model directory"),
         (["run", "hi", "--device", "TOASTER"], 1, "there are: CPU"),
-        (["run", "hi", "-p", "NONSENSE"], 1, "NAME=VALUE"),
+        (["run", "hi", "-p", "NONSENSE"], 2, "NAME=VALUE"),
         (["run", "hi", "-p", "NONSENSE=5"], 1, "unknown property 'NONSENSE'"),
-        (["run", "hi", "--max-prompt-len", "0"], 1, "MAX_PROMPT_LEN=0"),
-        (["run", "hi", "-n", "0"], 1, "max_new_tokens=0"),
+        (["run", "hi", "-m", "/no/such/model", "--max-prompt-len", "0"], 2, "'--max-prompt-len': 0"),
+        (["run", "hi", "-m", "/no/such/model", "-n", "0"], 2, "'--max-new-tokens': 0"),
+        (["run", "hi", "-m", "/no/such/model", "-n", str(1 << 64)], 2, "is more than 9223372036854775807"),
+        (["run", "hi", "-m", "/no/such/model", "--top-p", "2"], 2, "'--top-p': 2"),
+        (["run", "hi", "-m", "/no/such/model", "--temperature", "nan"], 2, "'nan' is not a number"),
+        (["run", "hi", "-m", "/no/such/model", "--seed", "-1"], 2, "'--seed': -1"),
+        (["run", "hi", "-m", __file__], 1, "give the directory that holds openvino_model.xml"),
+        (["inspect", "one", "-m", "other"], 2, "the model is given twice"),
         (["run", ""], 1, "empty"),
         (["run", "hi", "-p", "MAX_PROMPT_LEN=--5"], 1, "MAX_PROMPT_LEN='--5'"),
         (["run", "hi", "--raw", "--system", "x"], 2, "--raw goes with a prompt"),
@@ -115,7 +158,9 @@ def test_compile_exports_blobs_that_the_device_imports(llama, tmp_path, mode):
     manifest = json.loads((target / "manifest.json").read_text())["content"]
     num_variants = len(manifest["variants"])
     assert len(manifest["blobs"]) == (1 if mode == "shared" else num_variants)
-    assert sum(line.startswith(("generate[", "prefill[")) for line in done.stderr.splitlines()) == num_variants
+    lines = done.stderr.splitlines()
+    assert sum(line.startswith("blob written") for line in lines) == len(manifest["blobs"])
+    assert sum(line.startswith("program compiled") for line in lines) == len(manifest["blobs"]), "a line per program"
     for name in manifest["blobs"]:
         weights = {"WEIGHTS_PATH": str(llama / "openvino_model.bin"), "CACHE_MODE": "OPTIMIZE_SIZE"}
         imported = ov.Core().import_model((target / name).read_bytes(), "CPU", weights)
@@ -158,8 +203,6 @@ class TestChat:
     @pytest.fixture
     def terminal(self, llama):
         import pty
-        import select
-        import signal
 
         class Terminal:
             def __init__(self):
@@ -167,7 +210,8 @@ class TestChat:
                 self.end, child_end = pty.openpty()
                 self.child = subprocess.Popen(
                     [*STATICLLM, "run", "-m", str(llama), "-n", "1000", "-p", "MAX_PROMPT_LEN=900"],
-                    stdin=child_end, stdout=child_end, stderr=child_end, start_new_session=True, env=ENVIRONMENT,
+                    stdin=child_end, stdout=child_end, stderr=child_end, start_new_session=True,
+                    env={**ENVIRONMENT, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"},
                 )  # fmt: skip
                 os.close(child_end)
 
@@ -203,35 +247,66 @@ class TestChat:
                     os.close(self.end)
 
         terminal = Terminal()
-        terminal.read_until("> ")
+        terminal.read_until(PROMPT)
         yield terminal
         terminal.child.kill()
         terminal.child.wait()
 
+    def test_slash_commands(self, terminal, tmp_path):
+        for text, answer in (
+            ("/regenerate", "there is no answer yet"),
+            ("/nonsense", "no command '/nonsense'"),
+            ("/system Be brief.", "A new conversation begins."),
+            ("/help", "/save FILE"),
+            (f"/load {tmp_path / 'none.json'}", "No such file"),
+        ):
+            terminal.type(f"{text}\r")
+            terminal.read_until(answer)
+            terminal.read_until(PROMPT)
+        terminal.type("hello\r")
+        terminal.read_until(TAKEN)
+        terminal.read_some(30)
+        terminal.interrupt()
+        terminal.read_until("[stopped]")
+        for text, answer in (("/stats", "prompt tokens"), (f"/save {tmp_path / 'chat.json'}", "2 messages in")):
+            terminal.type(f"{text}\r")
+            terminal.read_until(answer)
+        saved = json.loads((tmp_path / "chat.json").read_text(encoding="utf-8"))
+        assert saved["system"] == "Be brief." and [m["role"] for m in saved["messages"]] == ["user", "assistant"]
+        assert saved["messages"][0]["content"] == "hello" and len(saved["messages"][1]["content"]) > 20
+        terminal.type("/clear\r")
+        terminal.read_until("A new conversation")
+        terminal.type(f"/load {tmp_path / 'chat.json'}\r")
+        terminal.read_until("2 messages of")
+        terminal.type("/exit\r")
+        assert terminal.leaves() == 0
+
     def test_turns_and_ctrl_d(self, terminal):
-        terminal.type("hello\n")
-        terminal.read_until("\r\n> ")
+        terminal.type("hello\r")
+        terminal.read_until(PROMPT)
         terminal.type("\x04")
         assert terminal.leaves() == 0
 
     def test_a_full_conversation_begins_anew(self, terminal):
-        terminal.type("hello\n")
-        terminal.read_until("\r\n> ", 60)
-        terminal.type("hello again\n")
+        terminal.type("hello\r")
+        terminal.read_until(PROMPT, 60)
+        terminal.type("hello again\r")
         terminal.read_until("a new one begins")
-        terminal.read_until("> ")
+        terminal.read_until(PROMPT)
         terminal.type("\x04")
         assert terminal.leaves() == 0
 
     def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(self, terminal):
-        terminal.type("hello\n")
+        terminal.type("hello\r")
+        terminal.read_until(TAKEN)
         terminal.read_some(30)
         terminal.interrupt()
-        terminal.read_until("\r\n> ")
-        terminal.type("again\n")
+        terminal.read_until(PROMPT)
+        terminal.type("again\r")
+        terminal.read_until(TAKEN)
         terminal.read_some(30)
         terminal.interrupt()
-        terminal.read_until("\r\n> ")
+        terminal.read_until(PROMPT)
         terminal.type("\x04")
         assert terminal.leaves() == 0
 

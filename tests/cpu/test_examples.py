@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 MODEL = Path(os.environ.get("STATICLLM_ZOO", ROOT.parent / "shared" / "zoo")) / "llama"
+HINT = "Type a message below and press Enter. Escape, or Stop, ends an answer.\n"
 PATIENCE = 60  # seconds; only a failing test waits that long
 PROMPT_SECONDS = 2  # "promptly": much more than a token takes, on a busy machine too
 
@@ -190,6 +192,48 @@ def test_terminal_starts_anew_when_the_conversation_is_too_long(model_dir: Path)
     assert len(done.stdout.split("\nYou: ")[2]) > 20, done.stdout
 
 
+@pytest.mark.skipif(os.name == "nt", reason="pseudo-terminals are POSIX")
+@pytest.mark.parametrize("moment", ["at the prompt", "in an answer"])
+def test_ctrl_c_in_the_terminal_leaves_no_traceback(model_dir: Path, moment: str) -> None:
+    import pty
+
+    end, child_end = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "chat_terminal.py"), str(model_dir)],
+        stdin=child_end, stdout=child_end, stderr=child_end, start_new_session=True,
+    )  # fmt: skip
+    os.close(child_end)
+
+    def read_until(word: str) -> str:
+        text = ""
+        while word not in text:
+            text += os.read(end, 4096).decode(errors="replace")
+        return text
+
+    read_until("You: ")
+    if moment == "in an answer":
+        os.write(end, b"hello\n")
+        read_until("hello\r\n")
+        os.read(end, 4096)
+        child.send_signal(signal.SIGINT)
+        read_until("[stopped")
+        os.write(end, b"\x04")
+    else:
+        time.sleep(0.5)  # a signal before Python waits for keys is only seen at the next key
+        child.send_signal(signal.SIGINT)
+    try:
+        assert child.wait(PATIENCE) == 0
+        assert "Traceback" not in os.read(end, 65536).decode(errors="replace")
+    finally:
+        child.kill()
+        os.close(end)
+
+
+def test_a_wrong_directory_is_one_line_in_the_terminal() -> None:
+    done = run_terminal("/no/such/model", stdin="")
+    assert done.returncode == 1 and "no model directory" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_terminal_is_short() -> None:
     assert len((EXAMPLES / "chat_terminal.py").read_text(encoding="utf-8").splitlines()) <= 30
 
@@ -250,8 +294,9 @@ def test_stop_ends_the_answer_and_the_chat_goes_on(driver: Driver, by: str) -> N
     else:
         driver.press("<Escape>")
     assert driver.wait_until_ready() < PROMPT_SECONDS
+    driver.wait(lambda: driver.text.endswith(" [stopped]"))
     partial = driver.text
-    assert len(partial) > 20
+    assert len(partial) > 20 + len(HINT)
     driver.send("again")
     driver.wait_for_text(20)
     assert driver.text.startswith(partial), "the partial answer is gone"
@@ -270,7 +315,7 @@ def test_empty_message_is_not_sent(driver: Driver) -> None:
     driver.window.entry.insert(0, "   ")
     driver.press("<Return>")
     assert driver.is_enabled("send")
-    assert driver.text == ""
+    assert driver.text == HINT
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # SystemExit while loading

@@ -1,13 +1,48 @@
 """What the README shows, run as it stands there."""
 
+from __future__ import annotations
+
+import os
 import re
+import subprocess
+import sys
+
+import pytest
+
+from staticllm import errors
+
+PAGES = {"README.md": 2, "docs/conversations.md": 2, "docs/errors.md": 1, "docs/packaging.md": 1}
+"""Pages of which every snippet runs by itself, and how many there are."""
 
 
-def test_the_python_of_the_readme_runs(root, capsys):
-    text = (root / "README.md").read_text(encoding="utf-8")
-    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.S))
-    exec(compile(code, "README.md", "exec"), {})
-    assert len(capsys.readouterr().out.split()) > 10
+def snippets(root, page):
+    return re.findall(r"```python\n(.*?)```", (root / page).read_text(encoding="utf-8"), re.S)
+
+
+@pytest.mark.parametrize(
+    ("page", "number"), [(page, number) for page, count in PAGES.items() for number in range(count)]
+)
+def test_each_snippet_runs_alone(root, page, number, tmp_path):
+    """As somebody has it who copies this one into a file."""
+    script = tmp_path / "snippet.py"
+    script.write_text(snippets(root, page)[number], encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, encoding="utf-8", timeout=120, check=False,
+        cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) > 5 and "(0 tokens" not in done.stdout
+
+
+def test_no_snippet_is_forgotten(root):
+    assert {page: len(snippets(root, page)) for page in PAGES} == PAGES
+
+
+def test_every_error_has_a_remedy_on_its_page(root):
+    page = (root / "docs" / "errors.md").read_text(encoding="utf-8")
+    named = {name for line in re.findall(r"^\| `(\w+)` \|", page, re.M) for name in [line]}
+    known = {cls.__name__ for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, Exception)}
+    assert named == known - {"StaticLLMError"}
 
 
 def test_the_serving_example_of_the_documentation_runs(root, capsys):
@@ -25,4 +60,5 @@ def test_text_is_on_the_screen_by_line_40(root):
 def test_links_lead_somewhere(root):
     for page in [root / "README.md", *(root / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-            assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"
+            if not target.startswith("https://"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"

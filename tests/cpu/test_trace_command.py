@@ -48,16 +48,20 @@ def test_draw(recorded, tmp_path):
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread
 
-    done = trace("draw", recorded, "-o", tmp_path / "timeline.png")
-    assert done.returncode == 0 and "timeline.png" in done.stdout, done.stderr
+    done = trace("draw", recorded, "-o", tmp_path / "timeline.png", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["picture"].endswith("timeline.png") and report["requests_ended"] == 6
     image = imread(tmp_path / "timeline.png")[..., :3]
     assert image.std() > 0.05, "it is blank"
 
 
 def test_the_rate_spreads_arrivals(zoo, tmp_path):
-    load = ("--requests", 4, "--prompt-len", 8, "--new-tokens", 2, "--rate", 20)
+    load = ("--requests", 4, "--prompt-len", 8, "--new-tokens", 2, "--rate", 20, "--json")
     done = trace("record", "-o", tmp_path / "trace.json", "-m", zoo / "llama", "--max-prompt-len", 16, *load)
     arrivals = sorted(request.arrival for request in Trace.load(tmp_path / "trace.json").requests)
+    report = json.loads(done.stdout)
+    assert report["requests_ended"] == report["num_requests"] == 4 and report["ttft_ms"] > 0
     assert done.returncode == 0 and arrivals[-1] - arrivals[0] > 0.02
 
 
@@ -78,11 +82,11 @@ def test_a_pipeline_records(zoo, tmp_path):
         (["draw", "no_such.json", "-o", "no/such/x.png"], 1, "make it first"),
         (["record", "-o", "no/such/trace.json"], 1, "make it first"),
         (["record", "-o", "."], 1, "is a folder"),
-        (["record", "-o", "x.json", "--scheduler", "lottery"], 1, "must be one of"),
+        (["record", "-o", "x.json", "--scheduler", "lottery"], 2, "is not one of"),
         (["record", "-o", "x.json", "-m", "no_such_model"], 1, "no model directory"),
-        (["record", "-o", "x.json", "--rate", "0"], 2, "must be requests a second"),
+        (["record", "-o", "x.json", "--rate", "0"], 2, "'--rate': 0"),
         (["record", "-o", "x.json", "--requests", "0"], 2, "x>=1"),
-        (["record", "-o", "x.json", "--prompt-len", "9", "--max-prompt-len", "8"], 1, "MAX_PROMPT_LEN is 8"),
+        (["record", "-o", "x.json", "--prompt-len", "9", "--max-prompt-len", "8"], 2, "--max-prompt-len is 8"),
         (["record"], 2, "--output"),
         (["play"], 2, "No such command"),
     ],

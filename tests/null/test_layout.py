@@ -28,7 +28,7 @@ DOOR = {
     "ir_file": 1,
     "metrics": 1,
     "results": 2,
-    "model_dir": 1,
+    "model_dir": 2,
 }
 PASSES, CACHE, PIPELINES, CLI = 3, 3, 4, 6
 

@@ -1,0 +1,106 @@
+"""The API page and the table of errors, from signatures and docstrings; docs/api.md and docs/errors.md call it through cog."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import staticllm
+from staticllm.errors import StaticLLMError
+from staticllm.pipelines.handle import GenerationHandle
+
+FIRST = ("StaticLLMPipeline", "GenerationHandle", "StaticLLMConfig")
+SECTIONS = ("Args", "Returns", "Raises")
+Member = tuple[str, Any]
+
+
+def api() -> str:
+    """Every public name but the errors: its signature, docstring and public methods."""
+    public = {name: getattr(staticllm, name) for name in staticllm.__all__} | {"GenerationHandle": GenerationHandle}
+    rest = [name for name in public if name not in FIRST and not is_error(public[name])]
+    return "\n\n".join(_entry(name, public[name]) for name in (*FIRST, *sorted(rest)))
+
+
+def errors() -> str:
+    """The tree of errors, a line for each: what it says, by the first sentence of its docstring."""
+    lines = ["```text", *_branch(StaticLLMError, ""), "```"]
+    return "\n".join(lines)
+
+
+def is_error(thing: Any) -> bool:
+    return isinstance(thing, type) and issubclass(thing, StaticLLMError)
+
+
+def _branch(error: type[Exception], indent: str) -> list[str]:
+    name = f"{indent}{error.__name__}"
+    lines = [f"{name:<30}{_first_sentence(error)}"]
+    for child in sorted(error.__subclasses__(), key=lambda child: child.__name__):
+        lines += _branch(child, indent + "  ")
+    return lines
+
+
+def _first_sentence(thing: Any) -> str:
+    text = " ".join((inspect.getdoc(thing) or "").replace("``", "").split())
+    return re.split(r"(?<=\.)\s", text)[0]
+
+
+def _entry(name: str, thing: Any) -> str:
+    if isinstance(thing, type) and issubclass(thing, Enum):
+        values = ", ".join(f"`{member.name}`" for member in thing)
+        return f"## {name}\n\n{_prose(thing)}\n\nMembers: {values}."
+    parts = [f"## {name}", f"```python\n{name}{_signature(thing)}\n```", _prose(thing)]
+    if isinstance(thing, type):
+        parts += [_member(name, member) for member in _members(thing)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _members(owner: type) -> list[Member]:
+    """Its public methods and properties that have a docstring, in the order of the source."""
+    found = [(name, value) for name, value in vars(owner).items() if not name.startswith("_")]
+    return [(name, value) for name, value in found if isinstance(value, property | classmethod) or callable(value)]
+
+
+def _member(owner: str, member: Member) -> str:
+    name, value = member
+    if isinstance(value, property):
+        return f"### {owner}.{name}\n\n{_prose(value)}".rstrip()
+    function: Callable[..., Any] = value.__func__ if isinstance(value, classmethod) else value
+    return f"### {owner}.{name}\n\n```python\n{name}{_signature(function)}\n```\n\n{_prose(function)}".rstrip()
+
+
+def _signature(thing: Any) -> str:
+    """As it stands in the source, without ``self``; one argument per line where it is long."""
+    try:
+        signature = inspect.signature(thing)
+    except ValueError:
+        return "(…)"
+    arguments = [
+        re.sub(r": '([^']*)'(?= = |$)", r": \1", str(p))
+        for name, p in signature.parameters.items()
+        if name not in ("self", "cls")
+    ]
+    kinds = [p.kind for name, p in signature.parameters.items() if name not in ("self", "cls")]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    if keyword in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        arguments.insert(kinds.index(keyword), "*")
+    result = signature.return_annotation
+    arrow = "" if result in (inspect.Signature.empty, "None", None) or isinstance(thing, type) else f" -> {result}"
+    line = f"({', '.join(arguments)}){arrow}"
+    return line if len(line) < 90 else "(\n    " + ",\n    ".join(arguments) + f",\n){arrow}"
+
+
+def _prose(thing: Any) -> str:
+    """A docstring as Markdown: sections in bold, their entries as a list."""
+    lines: list[str] = []
+    for line in (inspect.getdoc(thing) or "").replace("``", "`").splitlines():
+        section = line.rstrip(":")
+        if line.endswith(":") and section in SECTIONS:
+            lines += [f"**{section}**", ""]
+        elif re.match(r" {4}[\w, ]+: ", line):
+            lines.append(re.sub(r"^ {4}([\w, ]+): ", r"- `\1`: ", line))
+        else:
+            lines.append(re.sub(r"^ {4}(?=\S)|^ {8}", "  " if line.startswith(" " * 8) else "", line))
+    return "\n".join(lines).strip()

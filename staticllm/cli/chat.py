@@ -1,0 +1,216 @@
+"""The chat of ``staticllm run``: line editing and history from ``prompt_toolkit``, slash commands, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from staticllm.cli.options import as_text
+from staticllm.cli.progress import progress
+from staticllm.cli.run import print_stats, shown_after
+from staticllm.errors import ConfigError, PromptTooLongError, StaticLLMError
+
+if TYPE_CHECKING:
+    from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+
+Message = dict[str, str]
+PROMPT = "> "
+HELP = {
+    "/help": "list the commands",
+    "/exit": "leave, as Ctrl-D does",
+    "/clear": "begin a new conversation",
+    "/regenerate": "answer the last message again (the same, unless --temperature is set)",
+    "/system TEXT": "begin a new conversation with this system message; without TEXT, show it",
+    "/save FILE": "write the conversation to a file, JSON",
+    "/load FILE": "go on with a conversation that was saved",
+    "/stats": "tokens and timings of the last answer",
+}
+
+
+class Chat:
+    """An interactive chat. One Ctrl-C stops the answer, or asks at the prompt; the next one leaves."""
+
+    def __init__(
+        self, pipe: StaticLLMPipeline, generation: dict[str, Any], with_stats: bool, system_message: str
+    ) -> None:
+        self._pipe = pipe
+        self._generation = generation
+        self._with_stats = with_stats
+        self._interrupts = 0
+        self._is_answering = False
+        self._system_message = system_message
+        self._messages: list[Message] = []  # without the system message
+        self._last_result: Any = None
+        self._read_line = line_reader()
+
+    def run(self) -> None:
+        """Until Ctrl-D, /exit, or Ctrl-C twice."""
+        click.echo("Ctrl-C stops an answer, twice leaves; so does Ctrl-D. /help lists the commands.", err=True)
+        before = signal.signal(signal.SIGINT, self._on_interrupt)
+        try:
+            while (text := self._ask()) is not None and self._take(text):
+                pass
+        except KeyboardInterrupt:
+            click.echo()
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _on_interrupt(self, signum: int, frame: object) -> None:
+        """The first Ctrl-C of an answer is only noted: the streamer stops it. At the prompt, and the second, it raises."""
+        if not self._is_answering:
+            raise KeyboardInterrupt
+        self._interrupts += 1
+        if self._interrupts > 1:
+            raise KeyboardInterrupt
+
+    def _ask(self) -> str | None:
+        is_leaving = False
+        while True:
+            try:
+                return self._read_line()
+            except EOFError:
+                click.echo()
+                return None
+            except KeyboardInterrupt:
+                if is_leaving:
+                    raise
+                is_leaving = True
+                click.echo("\n(Ctrl-C again to leave)", err=True)
+
+    def _take(self, line: str) -> bool:
+        """Run a command, or answer a message; what goes wrong is one line. False to leave the chat."""
+        try:
+            text = as_text(line, "the message")
+            if text.startswith("/"):
+                return self._obey(*text.strip().partition(" ")[::2])
+            if text.strip():
+                self._answer([*self._messages, {"role": "user", "content": text}])
+        except (StaticLLMError, click.UsageError) as error:
+            click.echo(f"Error: {error}", err=True)
+        except OSError as error:
+            if error.filename is None:  # standard output failed: there is nobody to talk to
+                raise
+            click.echo(f"Error: {error.strerror}: {error.filename}", err=True)
+        return True
+
+    def _obey(self, name: str, argument: str) -> bool:
+        """Run one command."""
+        commands: dict[str, Callable[[str], None]] = {
+            "/help": self._help, "/clear": self._clear, "/regenerate": self._regenerate, "/system": self._system,
+            "/save": self._save, "/load": self._load, "/stats": self._stats,
+        }  # fmt: skip
+        if name in ("/exit", "/quit", "/bye"):
+            return False
+        if name not in commands:
+            raise click.UsageError(f"no command {name!r}: /help lists them; a message may begin with a blank")
+        commands[name](argument.strip())
+        return True
+
+    def _help(self, argument: str) -> None:
+        width = max(map(len, HELP))
+        click.echo("\n".join(f"{name:<{width}}  {text}" for name, text in HELP.items()), err=True)
+
+    def _clear(self, argument: str) -> None:
+        self._messages, self._last_result = [], None
+        click.echo("A new conversation begins.", err=True)
+
+    def _regenerate(self, argument: str) -> None:
+        if not self._messages:
+            raise click.UsageError("there is no answer yet: ask something first")
+        self._answer(self._messages[:-1])
+
+    def _system(self, argument: str) -> None:
+        if not argument:
+            click.echo(self._system_message or "(no system message)", err=True)
+            return
+        self._system_message = argument
+        self._clear("")
+
+    def _save(self, argument: str) -> None:
+        path = _path("/save", argument)
+        document = {"system": self._system_message, "messages": self._messages}
+        path.write_text(json.dumps(document, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        click.echo(f"{len(self._messages)} messages in {path}", err=True)
+
+    def _load(self, argument: str) -> None:
+        path = _path("/load", argument)
+        self._system_message, self._messages = read_conversation(path)
+        click.echo(f"{len(self._messages)} messages of {path}", err=True)
+
+    def _stats(self, argument: str) -> None:
+        if self._last_result is None:
+            raise click.UsageError("there is no answer yet: ask something first")
+        print_stats(self._last_result)
+
+    def _answer(self, messages: list[Message]) -> None:
+        """Answer the last message, which is the user's; the conversation then is these messages and the answer."""
+        import openvino_genai as genai
+
+        history = genai.ChatHistory()
+        system = [{"role": "system", "content": self._system_message}] if self._system_message else []
+        history.set_messages([*system, *messages])
+        self._is_answering, self._interrupts = True, 0
+        try:
+            with progress("running the prompt") as waiting:
+                write = shown_after(waiting)
+
+                def stream(piece: str) -> bool:
+                    write(piece)
+                    return self._interrupts > 0
+
+                result = self._pipe.generate(history, self._generation, stream)
+        except PromptTooLongError as error:
+            click.echo(
+                f"The conversation is full ({error.num_tokens} tokens, {error.limit} fit): a new one begins.", err=True
+            )
+            self._messages = []
+            return
+        finally:
+            self._is_answering = False
+        click.echo(" [stopped]" if self._interrupts else "")
+        self._messages = [*messages, {"role": "assistant", "content": result.texts[0]}]
+        self._last_result = result
+        if self._with_stats:
+            print_stats(result)
+
+
+def line_reader() -> Callable[[], str]:
+    """``prompt_toolkit`` on a terminal (arrow keys, Ctrl-R, pasted lines; the history ends with the process), else ``input``."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return lambda: input(PROMPT)
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+
+    commands = WordCompleter([name.partition(" ")[0] for name in HELP], sentence=True)
+    session: PromptSession[str] = PromptSession(completer=commands, complete_while_typing=False)
+    return lambda: session.prompt(PROMPT)
+
+
+def read_conversation(path: Path) -> tuple[str, list[Message]]:
+    """The system message and the messages of a file that ``/save`` wrote.
+
+    Raises:
+        ConfigError: the file holds something else.
+        OSError: it cannot be read.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in document["messages"]]
+        roles = [message["role"] for message in messages]
+        if roles != ["user", "assistant"] * (len(roles) // 2):
+            raise ValueError("messages of user and assistant must take turns")
+        return str(document["system"]), messages
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{str(path)!r} holds no conversation ({error}): /save writes one") from None
+
+
+def _path(command: str, argument: str) -> Path:
+    if not argument:
+        raise click.UsageError(f"{command} needs a file: {command} chat.json")
+    return Path(argument).expanduser()

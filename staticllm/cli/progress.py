@@ -1,0 +1,103 @@
+"""A progress bar on stderr for everything that may take longer than two seconds; nothing where stderr is no terminal.
+
+``tqdm`` draws it: it clears its line when it is done, shows the elapsed time, fits narrow terminals, falls back to ASCII, and
+brings no other package with it. click's own bar stays on the screen and has no clock, and ``rich`` needs three packages more.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from tqdm import tqdm
+
+from staticllm.core import ProgressEvent
+
+DELAY_SECONDS = 0.5
+"""What is done sooner shows no bar."""
+TICK_SECONDS = 0.25
+WITH_TOTAL = "{desc}: {n_fmt}/{total_fmt} {bar} {elapsed}"
+WITHOUT_TOTAL = "{desc} … {elapsed}"
+STAGES = {
+    "read": "reading the model", "passes": "lowering the model", "compile": "compiling", "import": "importing blobs",
+    "warm-up": "warming up", "export": "writing blobs",
+}  # fmt: skip
+
+
+class Progress:
+    """One line on stderr: what is done now, how much of it is done, and the elapsed time (made by ``progress``)."""
+
+    def __init__(self, text: str) -> None:
+        self._start = time.time()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._bar: tqdm[Any] | None = None
+        self._text, self._num_done, self._total = text, 0, 0
+
+    def __call__(self, event: ProgressEvent) -> None:
+        """Show a part of a load: pass this object as ``on_progress``."""
+        if event.stage in STAGES:
+            self.show(STAGES[event.stage], event.index if event.is_done else event.index - 1, event.total)
+
+    def show(self, text: str, num_done: int = 0, total: int = 0) -> None:
+        """Say that ``num_done`` of ``total`` parts are done; without a total there is a clock and no bar."""
+        with self._lock:
+            self._text, self._num_done, self._total = text, num_done, total
+
+    def write(self, line: str) -> None:
+        """Print a line on stdout; the bar stays below it."""
+        with self._lock:
+            if self._bar is not None:
+                self._bar.clear()
+            click.echo(line)
+
+    def tick(self) -> None:
+        """Draw the line, with the time that has passed."""
+        with self._lock:
+            if self._is_closed:
+                return
+            bar: tqdm[Any] | None = self._bar
+            if bar is None:
+                bar = tqdm(bar_format=WITHOUT_TOTAL, desc=self._text, leave=False, dynamic_ncols=True)
+                bar.start_t = self._start
+                self._bar = bar
+            bar.bar_format = WITH_TOTAL if self._total > 1 else WITHOUT_TOTAL
+            bar.total, bar.n = self._total, self._num_done
+            bar.set_description_str(self._text)
+
+    def close(self) -> None:
+        """Clear the line, for good: what comes next is the answer."""
+        with self._lock:
+            self._is_closed = True
+            if self._bar is not None:
+                self._bar.close()
+
+
+@contextmanager
+def progress(text: str) -> Iterator[Progress]:
+    """Show progress while a block runs, and clear the line at its end, however it ends."""
+    shown = Progress(text)
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield shown
+        return
+    done = threading.Event()
+    clock = threading.Thread(target=_tick, args=(shown, done), name="progress", daemon=True)
+    clock.start()
+    try:
+        yield shown
+    finally:
+        done.set()
+        clock.join()
+        shown.close()
+
+
+def _tick(shown: Progress, done: threading.Event) -> None:
+    wait = DELAY_SECONDS
+    while not done.wait(wait):
+        shown.tick()
+        wait = TICK_SECONDS

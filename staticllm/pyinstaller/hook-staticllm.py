@@ -1,0 +1,30 @@
+"""PyInstaller runs this for an application that imports staticllm, and finds what no import statement names.
+
+OpenVINO loads its plugins, and GenAI the tokenizer library, by file name at run time; the demo model is data.
+"""
+
+from __future__ import annotations
+
+from PyInstaller.utils.hooks import (
+    collect_data_files,
+    collect_dynamic_libs,
+    collect_submodules,
+    copy_metadata,
+)
+
+PATTERNS = ["*.dll", "*.dylib", "lib*.so", "lib*.so.*"]
+"""PyInstaller itself leaves out libraries whose version stands after .so."""
+UNUSED = ("_onnx_", "_paddle_", "_pytorch_", "_tensorflow_", "_jax_", "_gguf_")
+"""Parts of the names of libraries that read other formats than OpenVINO's own."""
+
+datas = collect_data_files("staticllm")
+binaries = []
+hiddenimports = [name for name in collect_submodules("staticllm") if ".pyinstaller" not in name]
+for package in ("openvino", "openvino_genai", "openvino_tokenizers"):
+    binaries += [
+        entry
+        for entry in collect_dynamic_libs(package, search_patterns=PATTERNS)
+        if not any(part in entry[0] for part in UNUSED)
+    ]
+for name in ("staticllm", "openvino", "openvino-genai", "openvino-tokenizers"):
+    datas += copy_metadata(name)
