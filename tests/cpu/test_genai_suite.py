@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-TESTS = '''
+TESTS = """
 import os
 import openvino_genai as genai
 import pytest
@@ -35,7 +35,7 @@ def test_skips():
 @pytest.mark.xfail
 def test_is_known():
     raise ValueError
-'''
+"""
 
 
 def test_the_table_counts_what_happened(root, tmp_path):
