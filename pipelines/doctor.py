@@ -18,8 +18,9 @@ import psutil
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core, npu_compiler_problem
 from staticllm.errors import StaticLLMError
-from staticllm.model_dir import demo_model_path
+from staticllm.model_dir import check_model_dir, demo_model_path
 from staticllm.pipelines.blob_cache import BlobCache
+from staticllm.pipelines.identity import model_identity
 from staticllm.pipelines.reference import EXACT, StatefulReference
 from staticllm.pipelines.start import load
 
@@ -32,6 +33,7 @@ PACKAGES = (
     "click",
     "filelock",
     "psutil",
+    "jinja2",
     "tqdm",
     "prompt_toolkit",
 )
@@ -50,8 +52,8 @@ class Finding:
     remedy: str = ""
 
 
-def examine(devices: tuple[str, ...] = (), cache_dir: str | None = None) -> Iterator[Finding]:
-    """Packages, machine, devices, memory, the cache, and the embedded model on each device; as they are found."""
+def examine(devices: tuple[str, ...] = (), cache_dir: str | None = None, model: str | None = None) -> Iterator[Finding]:
+    """Packages, machine, devices, memory, a model, the cache, and the embedded model on each device; as they are found."""
     yield Finding("ok", "system", f"{platform.system()} {platform.release()}, Python {platform.python_version()}")
     yield from _packages()
     yield _memory()
@@ -61,6 +63,8 @@ def examine(devices: tuple[str, ...] = (), cache_dir: str | None = None) -> Iter
     if "NPU" not in available:
         yield Finding("warn", "NPU", "not there", "to use one, install its driver (docs.openvino.ai, NPU device)")
         yield _npu_compiler()
+    if model is not None:
+        yield _model(model, cache_dir)
     if cache_dir is not None:
         yield from _cache(Path(cache_dir))
     for device in devices or tuple(available):
@@ -120,19 +124,42 @@ def _device(device: str) -> Finding:
     return Finding("ok", device, f"{name}{driver} ({precisions})")
 
 
+def _model(path: str, cache_dir: str | None) -> Finding:
+    """Whether the files of a model are whole, and its weights those that a cached set was compiled from."""
+    try:
+        directory = check_model_dir(path)
+        identity = model_identity(directory)
+    except StaticLLMError as error:
+        return Finding("fail", "model", str(error), "export or copy the model again")
+    digest = identity["weights digest"]
+    for entry in BlobCache(cache_dir).entries() if cache_dir is not None else ():
+        there = entry.manifest.identity if entry.manifest is not None else {}
+        if there.get("IR digest") == identity["IR digest"] and there["weights digest"] != digest:
+            return Finding(
+                "warn",
+                "model",
+                f"its weights ({digest[:12]}) are not those of set {entry.key} ({there['weights digest'][:12]})",
+                "if nobody meant to change them, copy the model again; a pipeline that runs meanwhile refuses requests",
+            )
+    return Finding("ok", "model", f"whole, weights {digest[:12]}")
+
+
 def _cache(folder: Path) -> Iterator[Finding]:
     if not folder.is_dir():
         yield Finding("warn", "cache", f"{str(folder)!r} is not there", "it is made by the first start with CACHE_DIR")
         return
     free = shutil.disk_usage(folder).free
     if free < LITTLE_DISK:
-        yield Finding("warn", "disk", f"{free / 1e9:.1f} GB free", f"staticllm cache prune {folder}")
+        yield Finding("warn", "disk", f"{free / 1e9:.1f} GB free", f"staticllm cache prune {folder} --limit-gb 5")
     total = 0
     for entry, problem in BlobCache(folder).verify():
         total += entry.num_bytes
         if problem:
             yield Finding(
-                "fail", "cache", problem, "it is compiled again when it is needed; staticllm cache prune removes it"
+                "fail",
+                "cache",
+                problem,
+                "it is compiled again when it is needed; staticllm cache prune --all removes it",
             )
     yield Finding("ok", "cache", f"{total / 1e6:.1f} MB in {str(folder)!r}, {free / 1e9:.1f} GB free")
 

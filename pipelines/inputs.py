@@ -11,7 +11,7 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
-from staticllm.errors import PromptError, PromptTooLongError
+from staticllm.errors import ModelError, PromptError, PromptTooLongError, last_line
 from staticllm.pipelines.chat_template import render
 
 Form = Literal["text", "texts", "history", "tokens"]
@@ -56,7 +56,7 @@ def encode_text(tokenizer: genai.Tokenizer, text: str, apply_chat_template: bool
     _check_text(text)
     if apply_chat_template and tokenizer.chat_template:
         return encode_messages(tokenizer, [{"role": "user", "content": text}])
-    return Prompt(_real_ids(tokenizer.encode(text))[0])
+    return Prompt(_encoded(tokenizer, text)[0])
 
 
 def encode_messages(tokenizer: genai.Tokenizer, messages: Any) -> Prompt:
@@ -76,7 +76,16 @@ def encode_messages(tokenizer: genai.Tokenizer, messages: Any) -> Prompt:
     }
     text = render(tokenizer.chat_template, turns, tokens, tools, extra)
     seconds = time.perf_counter() - start
-    return Prompt(_real_ids(tokenizer.encode(text, add_special_tokens=False))[0], seconds)
+    return Prompt(_encoded(tokenizer, text, add_special_tokens=False)[0], seconds)
+
+
+def _encoded(tokenizer: genai.Tokenizer, text: str, **options: bool) -> list[list[int]]:
+    try:
+        return _real_ids(tokenizer.encode(text, **options))
+    except RuntimeError as error:
+        if isinstance(error, PromptError):
+            raise
+        raise ModelError(f"the tokenizer cannot encode {len(text)} characters: {last_line(error)}") from error
 
 
 def _parts_of(messages: Any) -> tuple[list[dict[str, Any]], list[Any], dict[str, Any]]:

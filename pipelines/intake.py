@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import openvino_genai as genai
 
-from staticllm.errors import GenerationConfigError
+from staticllm.errors import GenerationConfigError, ModelError, last_line
 from staticllm.pipelines.generation_options import GenerationOptions, copy_config, resolve
 from staticllm.pipelines.inputs import Form, Prompt, encode_messages, encode_text, token_ids
 from staticllm.pipelines.overflow import OverflowRule, overflow_rule
@@ -101,7 +101,14 @@ class Intake:
         return np.random.default_rng(seed or self._rng.integers(1, 2**63))
 
     def decode(self, tokens: list[int]) -> str:
-        text: str = self.tokenizer.decode(tokens)
+        """
+        Raises:
+            ModelError: the tokenizer's files are damaged.
+        """
+        try:
+            text: str = self.tokenizer.decode(tokens)
+        except (RuntimeError, UnicodeError) as error:
+            raise ModelError(f"the tokenizer cannot decode {len(tokens)} tokens: {last_line(error)}") from error
         return text
 
     def _base_config(self, config: object, overrides: dict[str, Any]) -> tuple[genai.GenerationConfig, dict[str, Any]]:

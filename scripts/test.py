@@ -1,6 +1,7 @@
 """Everything a fresh machine needs, then the tests. Arguments go to pytest.
 
-python scripts/test.py
+python scripts/test.py                # the quick ones
+python scripts/test.py --all          # the slow ones too
 python scripts/test.py tests/null -x
 """
 
@@ -13,7 +14,7 @@ from _setup import ensure_environment, run
 
 def main() -> None:
     python = ensure_environment("test")
-    run(python, "-m", "pytest", *sys.argv[1:])
+    run(python, "-m", "pytest", "--durations=10", *sys.argv[1:])
 
 
 if __name__ == "__main__":

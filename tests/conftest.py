@@ -12,6 +12,38 @@ ROOT = Path(__file__).resolve().parent.parent
 ZOO = Path(os.environ.get("STATICLLM_ZOO", ROOT.parent / "shared" / "zoo"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="run the slow tests too, and all cases of those that take a sample"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes long; runs with --all only")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: runs with --all"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _precision() -> None:
+    """``STATICLLM_TEST_PRECISION`` makes this the processor's own precision: tests must hold on machines of every kind."""
+    if wanted := os.environ.get("STATICLLM_TEST_PRECISION"):
+        from staticllm.devices import get_core
+
+        get_core().set_property("CPU", {"INFERENCE_PRECISION_HINT": wanted})
+
+
+@pytest.fixture(scope="session")
+def num_cases(pytestconfig: pytest.Config):
+    """How many of so many cases are run: all with ``--all``, else a sample."""
+    return lambda count: count if pytestconfig.getoption("--all") else max(count // 50, 20)
+
+
 @pytest.fixture(scope="session")
 def zoo() -> Path:
     """The folder of tiny models. Without it the tests that need it are skipped, but never in CI."""

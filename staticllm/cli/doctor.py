@@ -14,15 +14,19 @@ MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "
 
 @click.command("doctor", short_help="Is everything there, and does it compute right?")
 @click.option("--device", "devices", multiple=True, help="Devices for the self-test.  [all]")
+@click.option("-m", "--model", type=click.Path(), help="A model whose files are looked at; none without it.")
 @click.option("--cache-dir", type=click.Path(), help="A cache folder whose sets are verified.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(devices: tuple[str, ...], cache_dir: str | None, as_json: bool) -> None:
-    """Look at packages, devices, memory and cache, and run the embedded model. Exit code 1 if something fails."""
+def command(devices: tuple[str, ...], model: str | None, cache_dir: str | None, as_json: bool) -> None:
+    """Look at packages, devices, memory, a model and a cache, and run the embedded model. Exit code 1 if something fails.
+
+    With both, the weights of the model are compared with those that the sets in the cache were compiled from.
+    """
     findings = []
     with progress("examining") as shown:
         from staticllm.pipelines.doctor import examine
 
-        for finding in examine(devices, cache_dir):
+        for finding in examine(devices, cache_dir, model):
             findings.append(finding)
             if not as_json:
                 mark, colour = MARKS[finding.level]

@@ -1,10 +1,13 @@
 """``staticllm cache``, ``plan``, ``doctor`` and ``compile --verify``, as a user runs them."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
+
+from staticllm.pipelines.doctor import examine
 
 STATICLLM = [sys.executable, "-m", "staticllm"]
 
@@ -129,3 +132,16 @@ def test_compile_verifies_what_it_wrote(zoo, tmp_path):
     assert "verified: " in done.stdout and "tokens agree" in done.stdout
     found = json.loads((tmp_path / "set" / "manifest.json").read_text())["content"]["verification"]
     assert found["is_ok"] and found["agreement"] >= 0.9 and found["places"] == 97
+
+
+def test_doctor_notices_weights_that_have_changed(cache, zoo, tmp_path):
+    model = shutil.copytree(zoo / "llama", tmp_path / "model")
+    for change, level, words in ((0, "ok", "whole, weights"), (1, "warn", "are not those of set")):
+        data = bytearray((model / "openvino_model.bin").read_bytes())
+        data[1000] ^= change
+        (model / "openvino_model.bin").write_bytes(data)
+        (found,) = [f for f in examine(("NONE",), str(cache), str(model)) if f.name == "model"]
+        assert found.level == level and words in found.value
+    (model / "openvino_model.bin").write_bytes(data[:100])
+    (found,) = [f for f in examine(("NONE",), None, str(model)) if f.name == "model"]
+    assert found.level == "fail" and "has 100 bytes" in found.value
