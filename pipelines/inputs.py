@@ -79,7 +79,7 @@ def encode_messages(tokenizer: genai.Tokenizer, messages: Any) -> Prompt:
     return Prompt(_encoded(tokenizer, text, add_special_tokens=False)[0], seconds)
 
 
-def _encoded(tokenizer: genai.Tokenizer, text: str, **options: bool) -> list[list[int]]:
+def _encoded(tokenizer: genai.Tokenizer, text: str, **options: Any) -> list[list[int]]:
     try:
         return _real_ids(tokenizer.encode(text, **options))
     except RuntimeError as error:
