@@ -182,7 +182,7 @@ def _probe_input(parameter: ov.Node, probe: Probe, random: np.random.Generator) 
     return (
         random.integers(0, 50, sizes).astype(dtype)
         if np.dtype(dtype).kind in "iu"
-        else random.random(sizes).astype(dtype)
+        else random.random(sizes, np.float32).astype(dtype, copy=False)
     )
 
 
