@@ -1,5 +1,6 @@
 """The engine over the fake device, one step at a time: whoever shares the steps, everybody gets their own answer."""
 
+import itertools
 import threading
 import warnings
 
@@ -37,6 +38,21 @@ def reason_of(request):
     return letters_of(request)[-1].reason
 
 
+def change(view):
+    object.__setattr__(view, "free_rows", 1 << 20)
+    view.device.index._ladders.clear()
+    return Plan(prefill=tuple((request.id, request.num_left) for request in view.requests))
+
+
+HOSTILE = {
+    "raise": lambda view: 1 // 0,
+    "endless": lambda view: Plan(decode=itertools.count()),
+    "nonsense": lambda view: Plan(decode=(-1,), evict=tuple(request.id for request in view.requests)),
+    "change": change,
+}
+"""What a policy may do that has gone mad: from then on ``fcfs`` plans."""
+
+
 class Disturbed:
     """A shipped policy whose plans are now and then replaced: somebody is parked, evicted, or not decoded."""
 
@@ -46,6 +62,8 @@ class Disturbed:
     def plan(self, view):
         plan = self.policy.plan(view)
         move = self.moves.pop() if self.moves else None
+        if move in HOSTILE:
+            return HOSTILE[move](view)
         if move is None or plan.park or plan.evict or plan.resume or not plan.decode:
             return plan
         victim, *others = sorted(plan.decode)
@@ -66,7 +84,7 @@ schedules = st.fixed_dictionaries(
         "policy": st.sampled_from(sorted(POLICIES)),
         "prompts": st.lists(prompts, min_size=1, max_size=9),
         "cancels": st.sets(st.tuples(st.integers(0, 8), st.integers(0, 60)), max_size=4),
-        "moves": st.lists(st.sampled_from(["park", "evict", "skip", None, None]), max_size=12),
+        "moves": st.lists(st.sampled_from(["park", "evict", "skip", None, None, *HOSTILE]), max_size=12),
         "slots": st.integers(1, 4),
         "parked_rows": st.sampled_from([0, 40, 256]),
         "kind": st.sampled_from(["packed", "in turns", "recurrent"]),
@@ -128,6 +146,7 @@ def test_any_schedule_gives_everybody_their_own_answer(schedule):
     run = Schedule(schedule)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "the scheduler Disturbed is replaced by fcfs")
         for step in range(3000):
             run.arrive(engine, step)
             if late and step % 5 == 0:

@@ -1,0 +1,55 @@
+"""A real model in which one token has no finite embedding: its requests end, all others have the tokens of a run alone."""
+
+import shutil
+
+import numpy as np
+import openvino as ov
+import pytest
+
+from staticllm import NumericalError, StaticLLMPipeline
+from staticllm.pipelines.reference import StatefulReference
+
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32}
+GREEDY = {"max_new_tokens": 8, "ignore_eos": True}
+POISON = 777
+
+
+@pytest.fixture(scope="module")
+def poisoned(zoo, tmp_path_factory):
+    """The zoo's llama with a NaN in the embedding of one token."""
+    folder = shutil.copytree(zoo / "llama", tmp_path_factory.mktemp("nan") / "llama")
+    model = ov.Core().read_model(zoo / "llama" / "openvino_model.xml")
+    vocab_size = model.output("logits").get_partial_shape()[2].get_length()
+    tables = [
+        node
+        for node in model.get_ops()
+        if node.get_type_name() == "Constant" and list(node.shape)[:1] == [vocab_size] and len(node.shape) == 2
+        and any("embed" in target.get_node().get_friendly_name() for out in node.outputs() for target in out.get_target_inputs())
+    ]  # fmt: skip
+    (table,) = tables
+    data = np.array(table.data)
+    data[POISON, 0] = np.nan
+    changed = ov.opset13.constant(data)
+    for target in table.output(0).get_target_inputs():
+        target.replace_source_output(changed.output(0))
+    ov.save_model(model, folder / "openvino_model.xml", compress_to_fp16=False)
+    return folder
+
+
+@pytest.mark.parametrize("scheduler", ["dynamic", "fcfs", "chunked"])
+def test_the_others_run_again_without_it(poisoned, zoo, prompt_of, scheduler):
+    prompts = [prompt_of(8 + 3 * i, seed=i) for i in range(10)]
+    prompts = [[token if token != POISON else 5 for token in prompt] for prompt in prompts]
+    reference = StatefulReference(zoo / "llama")
+    with StaticLLMPipeline(poisoned, "CPU", SCHEDULER=scheduler, MAX_NUM_SEQS=4, **EXACT) as pipe:
+        handles = pipe.engine.call(
+            lambda: [
+                pipe.submit(np.array(p), **GREEDY) for p in (*prompts[:4], [9, POISON, 11], *prompts[4:], [POISON])
+            ]
+        )
+        innocent = [handle for index, handle in enumerate(handles) if index not in (4, 11)]
+        assert [list(handle.result().tokens[0]) for handle in innocent] == [reference.greedy(p, 8) for p in prompts]
+        for guilty in (handles[4], handles[11]):
+            with pytest.raises(NumericalError, match="not finite"):
+                guilty.result()
+        assert list(pipe.generate(np.array(prompts[0]), **GREEDY).tokens[0]) == reference.greedy(prompts[0], 8)
