@@ -43,7 +43,7 @@ def llama_set(tmp_path_factory, zoo):
 
 
 @pytest.mark.parametrize("mode", ["shared", "phases", "single_row", "separate"])
-@pytest.mark.parametrize("name", ["llama", "lfm2", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "lfm2", pytest.param("bloom", marks=pytest.mark.slow)])
 def test_a_set_says_what_the_model_says(name, mode, zoo, tmp_path):
     expected = StatefulReference(zoo / name).greedy(PROMPT, 12)
     target = tmp_path / "compiled.blob"
@@ -313,7 +313,7 @@ print(json.dumps([loaded.origin, {path.name: file_digest(path) for path in files
 """
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_of_several_processes_one_compiles_and_the_others_load(count, zoo, tmp_path):
     children = [
         subprocess.Popen(
@@ -346,6 +346,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_at_any_moment_leaves_a_cache_that_works(zoo, tmp_path):
     random = np.random.default_rng(0)
     for _ in range(20):
@@ -366,6 +367,7 @@ def test_a_process_that_is_killed_at_any_moment_leaves_a_cache_that_works(zoo, t
         assert left == set(entry.manifest.blobs), "what a dead process had begun is removed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen2_moe"])
 def test_a_model_whose_blobs_say_something_else_runs_without_them(name, zoo, tmp_path):
     """OpenVINO 2026.4: blobs of mixtures of experts are refused, or answer otherwise than what they were made from."""

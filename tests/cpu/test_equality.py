@@ -27,7 +27,7 @@ def references(model_path):
     return lambda name: known.setdefault(name, StatefulReference(model_path(name)))
 
 
-@pytest.mark.parametrize("mode", ["separate", "shared"])
+@pytest.mark.parametrize("mode", [pytest.param("separate", marks=pytest.mark.slow), "shared"])
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_equal_the_stateful_models(name, mode, model_path, references, prompt_of):
     pipe = pipeline(model_path(name), mode)
@@ -61,6 +61,7 @@ def test_windows_change_no_token(mode, zoo, prompt_of):
     assert result.tokens[0] == StatefulReference(zoo / "gemma2").greedy(prompt, 48)
 
 
+@pytest.mark.slow
 def test_many_short_prompts_on_int8_weights(references, model_path, prompt_of):
     """The embedded model is int8: f32 must mean f32 there too, whatever was asked before."""
     pipe = pipeline(model_path("demo"), "shared")
@@ -112,6 +113,7 @@ for seed in range(8):
 """
 
 
+@pytest.mark.slow
 def test_row_memory_is_allocated_once(model_path):
     """In a process of its own, where nothing else comes and goes."""
     done = subprocess.run([sys.executable, "-c", MEASURE_MEMORY], capture_output=True, text=True, check=True)

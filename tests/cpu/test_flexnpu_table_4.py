@@ -5,6 +5,7 @@ import pytest
 from staticllm.pipelines.simulator.flexnpu_single import FITTED, table_4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", [256, 1024])
 def test_throughput_and_ttft_are_within_ten_percent(output):
     cells = list(table_4((output,), seeds=(0,)))

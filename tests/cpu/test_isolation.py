@@ -37,7 +37,9 @@ def segment(sequence, token):
 
 @pytest.mark.parametrize("precision", ["f32", "bf16"])
 @pytest.mark.parametrize("mode", ["separate", "shared"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bloom"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt2", "bloom"))]
+)
 def test_logits_do_not_depend_on_who_shares_the_step(name, mode, precision, zoo, prompt_of):
     runner = runner_of(zoo / name, mode, precision)
     mine = runner.cache.open()
@@ -57,7 +59,9 @@ def test_logits_do_not_depend_on_who_shares_the_step(name, mode, precision, zoo,
 
 
 @pytest.mark.parametrize("mode", ["separate", "shared"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bloom"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt2", "bloom"))]
+)
 def test_packed_decoding_gives_everybody_their_own_tokens(name, mode, zoo, prompt_of):
     runner, reference = runner_of(zoo / name, mode, "f32"), StatefulReference(zoo / name)
     prompts = [prompt_of(length) for length in (5, 23, 40, 1)]

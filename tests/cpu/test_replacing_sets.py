@@ -27,6 +27,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_while_replacing_leaves_a_whole_set(tmp_path, root):
     target, rest = tmp_path / "my.blob", {"manifest.json", ".staticllm.lock"}
     a_set(target)

@@ -44,7 +44,7 @@ def alone(pipe, prompt, count):
     return pipe.generate(np.array(prompt), max_new_tokens=count, ignore_eos=True).tokens[0]
 
 
-@pytest.mark.parametrize("programs", ["shared", "separate"])
+@pytest.mark.parametrize("programs", ["shared", pytest.param("separate", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scheduler", sorted(POLICIES))
 def test_together_everybody_has_the_tokens_of_a_run_alone(zoo, prompt_of, scheduler, programs):
     prompts = [prompt_of(length, seed) for seed, length in enumerate((3, 70, 20, 90, 41, 1, 33))]

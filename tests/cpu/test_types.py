@@ -58,7 +58,7 @@ def packed(array, kind):
     return ops.constant(tensor)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "lfm2"])
 def test_compressed_weights_say_what_the_compressed_original_says(name, bits, zoo, tmp_path):
     model = ov.Core().read_model(zoo / name / "openvino_model.xml")
@@ -69,7 +69,7 @@ def test_compressed_weights_say_what_the_compressed_original_says(name, bits, zo
     assert len(verdicts) in (8, 10) and all(verdict.is_ok for verdict in verdicts), verdicts
 
 
-@pytest.mark.parametrize("mode", ["shared", "separate"])
+@pytest.mark.parametrize("mode", ["shared", pytest.param("separate", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("row_type", list(DISTANCE))
 def test_rows_of_any_type_stay_close_and_keep_the_tokens(row_type, mode, model_path):
     path = model_path("demo")

@@ -26,7 +26,10 @@ def table_row(name):
     return found and [cell.strip() for cell in found[1].split("|")]
 
 
-@pytest.mark.parametrize("name", NAMES)
+QUICK = ("llama", "lfm2")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
 def test_a_model_says_what_the_original_says(name, zoo):
     row = table_row(name)
     try:
