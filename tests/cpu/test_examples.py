@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import itertools
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -205,27 +206,29 @@ def test_ctrl_c_in_the_terminal_leaves_no_traceback(model_dir: Path, moment: str
     os.close(child_end)
 
     def read_until(word: str) -> str:
-        text = ""
+        text, until = "", time.monotonic() + PATIENCE
         while word not in text:
+            assert select.select([end], [], [], max(until - time.monotonic(), 0))[0], f"{word!r} never came: {text!r}"
             text += os.read(end, 4096).decode(errors="replace")
         return text
 
-    read_until("You: ")
-    if moment == "in an answer":
-        os.write(end, b"hello\n")
-        read_until("hello\r\n")
-        os.read(end, 4096)
-        child.send_signal(signal.SIGINT)
-        read_until("[stopped")
-        os.write(end, b"\x04")
-    else:
-        time.sleep(0.5)  # a signal before Python waits for keys is only seen at the next key
-        child.send_signal(signal.SIGINT)
     try:
+        read_until("You: ")
+        if moment == "in an answer":
+            os.write(end, b"hello\n")
+            read_until("hello\r\n")
+            os.read(end, 4096)
+            child.send_signal(signal.SIGINT)
+            read_until("[stopped")
+            os.write(end, b"\x04")
+        else:
+            time.sleep(0.5)  # a signal before Python waits for keys is only seen at the next key
+            child.send_signal(signal.SIGINT)
         assert child.wait(PATIENCE) == 0
         assert "Traceback" not in os.read(end, 65536).decode(errors="replace")
     finally:
         child.kill()
+        child.wait()
         os.close(end)
 
 

@@ -10,7 +10,6 @@ SIGINT_AFTER_PIPELINES = """
 import os, signal, sys, time
 import openvino_genai
 from staticllm import StaticLLMPipeline, demo_model_path
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
 for _ in range(3):
     pipe = StaticLLMPipeline(demo_model_path(), "CPU", MAX_PROMPT_LEN=64)
     pipe.generate("hi", max_new_tokens=2)
