@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from staticllm.core import ProgressEvent
 from staticllm.errors import ClosedError
+from staticllm.pipelines.threads import start_thread
 
 PATIENCE = 5.0
 """Seconds that closing waits for the part that is under way: a compiler cannot be interrupted."""
@@ -27,15 +28,19 @@ class Background:
         self._is_closing = False
         self._error: BaseException | None = None
         self._started = time.perf_counter()
-        self._thread = threading.Thread(target=self._run, name="staticllm-background", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        """
+        Raises:
+            StaticLLMError: the thread cannot be started.
+        """
+        self._thread = start_thread(self._run, "staticllm-background")
 
     @property
     def is_done(self) -> bool:
         """Whether nothing more will come: all is there, or a part has failed."""
-        return not self._thread.is_alive()
+        return self._thread is not None and not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until all is there. False if that takes longer than ``timeout`` seconds.
@@ -43,8 +48,9 @@ class Background:
         Raises:
             whatever stopped it.
         """
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if self._thread is not None:
+            self._thread.join(timeout)
+        if not self.is_done:
             return False
         if self._error is not None:
             raise self._error
@@ -53,7 +59,7 @@ class Background:
     def close(self) -> None:
         """Begin nothing more. The part under way ends by itself if it takes long."""
         self._is_closing = True
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(PATIENCE)
 
     def _run(self) -> None:

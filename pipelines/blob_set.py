@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -19,14 +21,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import openvino as ov
+import psutil
 from filelock import Timeout
 
 from staticllm.core import Phase
 from staticllm.errors import BlobError, last_line
 from staticllm.files import read_regular
-from staticllm.pipelines.file_lock import locked
+from staticllm.pipelines.file_lock import acquire, locked
 from staticllm.pipelines.identity import Identity, bytes_digest, difference, pass_digests
-from staticllm.pipelines.manifest import MAX_MANIFEST, Manifest, ManifestError, decode, encode, is_blob_name
+from staticllm.pipelines.manifest import (
+    MAX_MANIFEST,
+    Manifest,
+    ManifestError,
+    decode,
+    encode,
+    is_blob_name,
+    is_manifest,
+)
 
 MANIFEST, LOCK = "manifest.json", ".staticllm.lock"
 SCRATCH = ".staticllm-"
@@ -34,6 +45,7 @@ SCRATCH = ".staticllm-"
 PATIENCE = 60.0
 """Seconds to wait for another process that writes the same set."""
 READ_TRIES = 3
+_WRITTEN = re.compile(r"[A-Za-z0-9._-]+-[0-9a-f]{12}\.blob")
 PROBED = {"DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_PRECISION_HINT", "CACHE_MODE"}
 """Properties that a probe, or the way of exporting, chose for a set."""
 Crypt = Callable[[bytes], bytes]
@@ -102,11 +114,16 @@ def remove_set(folder: Path) -> None:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder holds a set, or one that was never finished, and nothing else that could be somebody's."""
-    if not folder.is_dir() or folder.is_symlink():
+    """Whether a folder holds a set, perhaps a damaged one, or one that was never finished; nothing else may be replaced."""
+    try:
+        if folder.is_symlink() or not folder.is_dir():
+            return False
+        names = [path.name for path in folder.iterdir()]
+        if MANIFEST in names:
+            return is_manifest(read_regular(folder / MANIFEST, MAX_MANIFEST, follow=False))
+    except (OSError, ValueError):
         return False
-    names = [path.name for path in folder.iterdir()]
-    return MANIFEST in names or (LOCK in names and all(map(_is_own_file, names)))
+    return LOCK in names and all(map(_is_own_file, names))
 
 
 def read_manifest(folder: Path, key: bytes = b"") -> Manifest:
@@ -208,6 +225,8 @@ def read_stored(folder: Path, manifest: Manifest) -> Iterator[tuple[str, bytes]]
             size = path.lstat().st_size
             if size != entry["bytes"]:
                 raise BlobError(f"{str(path)!r} has {size} bytes, the manifest says {entry['bytes']}: export it again")
+            if size > psutil.virtual_memory().available:
+                raise OSError(f"{size / 1e9:.1f} GB, more than there is free memory")
             data = read_regular(path, size, follow=False)
         except (OSError, MemoryError) as error:
             reason = getattr(error, "strerror", None) or error or "not enough memory"
@@ -250,25 +269,52 @@ def bad(folder: Path, manifest: Manifest) -> str:
 
 def _written(folder: Path, put_blobs: Callable[[], Manifest], key: bytes) -> Manifest:
     """Write what ``put_blobs`` writes, then the manifest that it returns, then remove what no manifest names."""
-    is_new = not folder.exists()
-    folder.mkdir(exist_ok=True)
     try:
-        with locked(folder / LOCK, PATIENCE):
+        with _alone_in(folder):
+            before = _named_in(folder)
             try:
                 manifest = put_blobs()
                 _write(folder / MANIFEST, encode(manifest, key))
             finally:
-                _sweep(folder, key)
+                _sweep(folder, key, before)
     except Timeout:
         raise OSError(f"another process has been writing to it for {PATIENCE:g} s") from None
     except BaseException:
-        if is_new and not (folder / MANIFEST).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+        _remove_if_empty(folder)
         raise
     return manifest
 
 
-def _sweep(folder: Path, key: bytes) -> None:
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which is made. A writer that failed may have taken folder and lock away meanwhile."""
+    for _ in range(READ_TRIES):
+        folder.mkdir(exist_ok=True)
+        try:
+            lease = acquire(folder / LOCK, PATIENCE)
+        except FileNotFoundError:
+            continue
+        if not (folder / LOCK).exists():
+            lease.release()
+            continue
+        try:
+            yield
+        finally:
+            lease.release()
+        return
+    raise OSError("the folder is removed again and again")
+
+
+def _named_in(folder: Path) -> set[str]:
+    """Blobs of a set, whole or not, of any version, that is about to be replaced."""
+    try:
+        blobs = json.loads(read_regular(folder / MANIFEST, MAX_MANIFEST, follow=False))["content"]["blobs"]
+        return {name for name in blobs if is_blob_name(name)}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return set()
+
+
+def _sweep(folder: Path, key: bytes, before: set[str]) -> None:
     """Remove files of ours that the set does not need: of one that was replaced, or of a writer that failed or died."""
     try:
         needed = set(read_manifest(folder, key).blobs)
@@ -277,13 +323,22 @@ def _sweep(folder: Path, key: bytes) -> None:
             return  # nobody can say what belongs to it
         needed = set()
     for path in folder.iterdir():
-        if path.name not in (MANIFEST, LOCK, *needed) and _is_own_file(path.name):
+        if path.name not in (MANIFEST, LOCK, *needed) and (path.name in before or _is_own_file(path.name)):
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
+def _remove_if_empty(folder: Path) -> None:
+    """A writer failed: where nothing but its lock is left, and no other writer has that, the folder goes."""
+    with contextlib.suppress(OSError, Timeout), locked(folder / LOCK, 0):
+        if [path.name for path in folder.iterdir()] == [LOCK]:
+            (folder / LOCK).unlink()
+            folder.rmdir()
+
+
 def _is_own_file(name: str) -> bool:
-    return name in (MANIFEST, LOCK) or name.startswith(SCRATCH) or is_blob_name(name)
+    """Whether this is what our writers call files: others may lie beside."""
+    return name in (MANIFEST, LOCK) or name.startswith(SCRATCH) or _WRITTEN.fullmatch(name) is not None
 
 
 def _write(path: Path, data: bytes) -> None:

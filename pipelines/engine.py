@@ -244,10 +244,15 @@ class Engine:
         """Between any two calls: who was cancelled, or is late, leaves."""
         now = time.perf_counter()
         for request in list(self._tenancy.requests.values()):
-            if request.is_cancelled:
-                self._end(request, FinishReason.CANCELLED)
-            elif request.deadline is not None and now >= request.deadline:
-                self._end(request, FinishReason.DEADLINE)
+            if (reason := request.reason_to_leave(now)) is not None:
+                self._end(request, reason)
+        if self._next:  # new requests wait for the other runner, and may leave before it comes
+            with self._wake:
+                reasons = [(request, request.reason_to_leave(now)) for request in self._inbox]
+                self._inbox = deque(request for request, reason in reasons if reason is None)
+            for request, reason in reasons:
+                if reason is not None:
+                    self._report(request, reason)
 
     def _plan(self) -> Plan:
         runner, tenancy = self._runner, self._tenancy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,17 @@ class _Holder:
 
 _holders: dict[Path, _Holder] = {}
 _holders_lock = threading.Lock()
+
+
+def _forget() -> None:
+    """In a forked child: its parent's threads, which would give their locks back, do not live here."""
+    global _holders_lock  # noqa: PLW0603
+    _holders_lock = threading.Lock()
+    _holders.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 class Lease:

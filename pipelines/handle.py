@@ -22,36 +22,43 @@ POLL_SECONDS = 0.5
 
 
 class ReaderRole:
-    """Who reads: one thread at a time, which may enter again. Any thread may leave for it, and a thread that ended has left.
+    """Who reads: one thread at a time, which may enter again, or one task of an event loop. Any thread may leave for it.
 
-    A lock would not do: an iterator may be begun in one thread and dropped in another.
+    A lock would not do: an iterator may be begun in one thread and dropped in another, and a thread that ended has left.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._owner, self._depth = 0, 0
+        self._readers: dict[object, tuple[int, object]] = {}  # token → thread and task
 
-    def enter(self, timeout: float | None = None) -> bool:
-        """Wait for the role; False if another thread still has it after ``timeout`` seconds."""
+    def enter(self, token: object, timeout: float | None = None) -> bool:
+        """Wait for the role; False if another reader still has it after ``timeout`` seconds. ``token`` stands for this reader."""
         with self._changed:
             if not self._changed.wait_for(self._is_free, timeout):
                 return False
-            self._owner, self._depth = threading.get_ident(), self._depth + 1
+            self._readers[token] = _here()
             return True
 
-    def go_on(self) -> None:
+    def go_on(self, token: object) -> None:
         """An iterator goes on, perhaps in another thread than the one that began it."""
-        self._owner = threading.get_ident()
+        self._readers[token] = _here()
 
-    def leave(self) -> None:
+    def leave(self, token: object) -> None:
         with self._changed:
-            self._depth -= 1
+            self._readers.pop(token, None)
             self._changed.notify_all()
 
     def _is_free(self) -> bool:
-        if not self._depth or self._owner == threading.get_ident():
-            return True
-        return all(thread.ident != self._owner for thread in threading.enumerate())
+        me, alive = _here(), {thread.ident for thread in threading.enumerate()}
+        return all(reader == me or reader[0] not in alive for reader in self._readers.values())
+
+
+def _here() -> tuple[int, object]:
+    """This thread, and its task where it runs an event loop."""
+    try:
+        return threading.get_ident(), asyncio.current_task()
+    except RuntimeError:
+        return threading.get_ident(), None
 
 
 class GenerationHandle:
@@ -71,7 +78,7 @@ class GenerationHandle:
         self._request, self._delivery, self._finish, self._build = request, delivery, finish, result
         self._end: End | None = End(FinishReason.LENGTH) if is_done else None
         self._outcome: Outcome | None = None
-        self._role, self._pid = ReaderRole(), os.getpid()
+        self._role, self._pid, self._finishing = ReaderRole(), os.getpid(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._first: Piece | None = delivery.echo
         if is_done:
@@ -93,6 +100,8 @@ class GenerationHandle:
         """Wait for the end without holding up the event loop; the same value that ``generate`` returns."""
 
         async def read() -> Any:
+            if self._thread is not None:  # a callback reads; waiting for it would hold up the loop
+                return await asyncio.to_thread(self.result)
             async for _ in self._pieces_async():
                 pass
             return self.result()
@@ -109,9 +118,12 @@ class GenerationHandle:
 
     async def _pieces_async(self) -> AsyncGenerator[Piece, None]:
         check_process(self._pid)
-        letters, loop = asyncio.Event(), asyncio.get_running_loop()
-        if not self._role.enter(0):
-            raise StaticLLMError("another thread reads this handle: a handle has one reader at a time")
+        letters, loop, token = asyncio.Event(), asyncio.get_running_loop(), object()
+        if self.is_done:
+            self._raise_error()
+            return
+        if not self._role.enter(token, 0):
+            raise StaticLLMError("another thread or task reads this handle: a handle has one reader at a time")
 
         def wake() -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
@@ -131,7 +143,7 @@ class GenerationHandle:
                     yield piece
         finally:
             mailbox.listener = None
-            self._role.leave()
+            self._role.leave(token)
             if not self.is_done:
                 self.cancel()
         self._raise_error()
@@ -165,26 +177,31 @@ class GenerationHandle:
         until = None if timeout is None else time.monotonic() + timeout
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
-        if not self._enter(until):
-            raise TimeoutError("another thread is reading this handle, and the request has not ended yet; it goes on")
+        token = object()
         try:
+            if not self._enter(token, until):
+                raise TimeoutError(
+                    "another thread is reading this handle, and the request has not ended yet; it goes on"
+                )
             while not self.is_done:
                 self._next(until)
-            self._raise_error()
+        finally:
+            self._role.leave(token)
+        self._raise_error()
+        with self._finishing:
             if self._outcome is None:
                 self._outcome = self._finish(self._delivery.answer)
-            return self._outcome
-        finally:
-            self._role.leave()
+        return self._outcome
 
-    def _enter(self, until: float | None) -> bool:
-        """Become the reader; a wait that Ctrl-C cannot end is cut into short ones."""
-        while True:
+    def _enter(self, token: object, until: float | None) -> bool:
+        """Become the reader, or see that the end has been read; a wait that Ctrl-C cannot end is cut into short ones."""
+        while not self.is_done:
             rest = POLL_SECONDS if until is None else min(POLL_SECONDS, max(until - time.monotonic(), 0))
-            if self._role.enter(rest):
+            if self._role.enter(token, rest):
                 return True
             if until is not None and time.monotonic() >= until:
-                return False
+                return self.is_done
+        return True
 
     def call_back(self, callback: Callable[[str], Any]) -> None:
         """Let a thread of its own read, and call ``callback`` with text; what it raises ends the request and is the result's.
@@ -218,17 +235,18 @@ class GenerationHandle:
     def pieces(self, wants_text: bool = True) -> Iterator[Piece]:
         """Tokens together with the text that they add, as they come."""
         self._delivery.wants_text |= wants_text
-        self._enter(None)
+        token = object()
+        self._enter(token, None)
         try:
             if (first := self._take_first()) is not None:
                 yield first
             while not self.is_done:
-                self._role.go_on()
+                self._role.go_on(token)
                 piece = self._next(None)
                 if piece is not None:
                     yield piece
         finally:
-            self._role.leave()
+            self._role.leave(token)
         self._raise_error()
 
     def _take_first(self) -> Piece | None:

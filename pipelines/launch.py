@@ -46,17 +46,27 @@ def launch(directory: Path, candidates: Sequence[Candidate], policy: Policy, on_
     """
     begin = time.perf_counter()
     device, config = candidates[0]
+    _warn_of_length(directory, config)
     if config.serve_from_cpu and device.split(".", maxsplit=1)[0] != "CPU":
         launched = _from_cpu_first(directory, candidates, policy, on_progress)
-    else:
-        loaded, device = load_first(directory, candidates, on_progress)
+        _serve(launched, on_progress, begin)
+        return launched
+    loaded, device = load_first(directory, candidates, on_progress)
+    try:
         engine = make_engine(loaded, policy)
         launched = Launched(engine, loaded, device, _the_rest(engine, loaded, on_progress))
-    _warn_of_length(directory, launched.loaded.config)
+        _serve(launched, on_progress, begin)
+    except BaseException:  # a callback's own, say: nothing will run that would release what the rest holds
+        if loaded.rest is not None:
+            loaded.rest.release()
+        raise
+    return launched
+
+
+def _serve(launched: Launched, on_progress: OnProgress, begin: float) -> None:
     on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
     if launched.background is not None:
         launched.background.start()
-    return launched
 
 
 def _warn_of_length(directory: Path, config: StaticLLMConfig) -> None:

@@ -16,7 +16,7 @@ from openvino_genai import StreamingStatus as Status
 from staticllm.config import StaticLLMConfig
 from staticllm.core import FinishReason, ProgressEvent
 from staticllm.errors import BusyError, GenerationConfigError
-from staticllm.model_dir import forget_in_memory, model_in_memory, weights_of
+from staticllm.model_dir import forget_in_memory, weights_of
 from staticllm.pipelines.arguments import (
     named_in_memory,
     positional,
@@ -43,9 +43,9 @@ from staticllm.pipelines.sampler import Sampler
 from staticllm.pipelines.saved_rows import load_rows, save_rows
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.scheduling.view import Policy
-from staticllm.pipelines.streamers import REASONS, TokenSink, make_sink
+from staticllm.pipelines.streamers import REASONS, TokenSink, check_callback, make_sink
 from staticllm.pipelines.trace import MAX_RECORDS, Trace, recording
-from staticllm.pipelines.weights_watch import WeightsWatch
+from staticllm.pipelines.weights_watch import watch_of
 
 Streamer: TypeAlias = Callable[[str], Any] | genai.StreamerBase | None
 
@@ -101,7 +101,7 @@ class StaticLLMPipeline:
         self._engine, self._background = self._launched.engine, self._launched.background
         self._directory = source
         self._shape = self._launched.loaded.programs.shape
-        self._model_identity, self._watch = "", self._watch_weights()
+        self._model_identity, self._watch = "", watch_of(source, self.config, self._launched.loaded.has_mapped_weights)
         self._finalizer = weakref.finalize(self, _close, self._background, self._engine)
         self._load_ms = (time.perf_counter() - start) * 1e3
 
@@ -190,6 +190,7 @@ class StaticLLMPipeline:
             PromptError, PromptTooLongError, GenerationConfigError: as for ``generate``.
         """
         self._check_usable()
+        check_callback(callback)
         call = self._intake.call(form_of(inputs), generation_config, kwargs, overflow, priority, deadline_ms)
         prompts = self._intake.encode(inputs, call)
         if len(prompts) != 1:
@@ -299,11 +300,6 @@ class StaticLLMPipeline:
     def _ids_of(self, inputs: Any) -> list[int]:
         (prompt, *_) = self._intake.encode(inputs, self._intake.call(form_of(inputs), None, {}, "stop", 0, None))
         return prompt.ids
-
-    def _watch_weights(self) -> WeightsWatch | None:
-        is_plain = model_in_memory(self._directory) is None and self.config.weights_decryption_callback is None
-        is_mapped = is_plain and self._launched.loaded.has_mapped_weights
-        return WeightsWatch(weights_of(self._directory, self.config.weights_path)) if is_mapped else None
 
     def _check_usable(self) -> None:
         self._engine.check_process()

@@ -88,14 +88,14 @@ def decode(stored: bytes, key: bytes = b"") -> Manifest:
         is_whole = stored == _framed(content, digest, is_signed)
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ManifestError("is damaged: it is not what was written") from None
-    if not is_whole or not isinstance(digest, str) or not isinstance(content, dict):
+    if not is_whole or not isinstance(digest, str) or not _DIGEST.fullmatch(digest) or not isinstance(content, dict):
         raise ManifestError("is damaged: it is not what was written")
     if content.get("schema") != SCHEMA:
         raise ManifestError(f"has schema {str(content.get('schema'))[:20]}, this version reads {SCHEMA}")
-    if is_signed is not bool(key):
-        raise ManifestError(
-            "is signed: give INTEGRITY_KEY" if is_signed else "is not signed, and INTEGRITY_KEY was given"
-        )
+    if is_signed and not key:
+        raise ManifestError("is signed: give its INTEGRITY_KEY (staticllm cache --key-file)")
+    if key and not is_signed:
+        raise ManifestError("is not signed, and INTEGRITY_KEY was given")
     if not hmac.compare_digest(digest.encode(), bytes_digest(_canonical(content), key).encode()):
         raise ManifestError(
             "is damaged, or signed with another INTEGRITY_KEY" if key else "is damaged: its digest differs"
@@ -119,6 +119,13 @@ def shape_from_json(content: Mapping[str, Any]) -> ModelShape:
         RecurrentState(**{**state, "shape": tuple(state["shape"])}) for state in values["recurrent_states"]
     )
     return ModelShape(**values)
+
+
+def is_manifest(stored: bytes) -> bool:
+    """Whether these bytes were written as a manifest of ours, of any version and in whatever state: no other file looks so."""
+    return stored.startswith(b"{") and all(
+        word in stored for word in (b'"digest"', b'"content"', b'"schema"', b'"identity"')
+    )
 
 
 def is_blob_name(name: object) -> bool:
@@ -225,8 +232,10 @@ def _check_rest(content: Mapping[str, Any]) -> None:
         found = _dict(content["verification"], 64)
         _flag(found["is_ok"])
         for name in ("agreement", "distance"):
-            if name in found and (isinstance(found[name], bool) or not math.isfinite(float(found[name]))):
+            value = found.get(name, 0.0)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise ValueError(f"{name} is not a number")
+        _text(found.get("reason", ""), "reason", 4096)
 
 
 def _cost(cost: object) -> tuple[int, int, int, float]:

@@ -107,6 +107,12 @@ class Request:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_generated == self.limit else None
 
+    def reason_to_leave(self, now: float) -> FinishReason | None:
+        """Whether it was cancelled or is late; None if it may go on."""
+        if self.is_cancelled:
+            return FinishReason.CANCELLED
+        return FinishReason.DEADLINE if self.deadline is not None and now >= self.deadline else None
+
     def spent(self, seconds: float, is_prefill: bool) -> None:
         """It took part in a device call."""
         if is_prefill:

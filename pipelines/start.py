@@ -208,7 +208,7 @@ def _single_rows_later(job: Job, core: ov.Core, layout: Layout) -> Loaded:
 def _exported(job: Job) -> Loaded:
     """Compile, and leave a set at ``BLOB_PATH``. One that lies there is replaced, anything else is not touched."""
     target = Path(job.config.blob_path) if job.config.blob_path else job.directory / DEFAULT_BLOB
-    if target.exists() and not is_ours(target):
+    if _exists(target) and not is_ours(target):
         raise ConfigError(f"BLOB_PATH={str(target)!r} is there and no blob set: choose another path or remove it")
     try:
         target.resolve().parent.mkdir(parents=True, exist_ok=True)
@@ -225,6 +225,17 @@ def _exported(job: Job) -> Loaded:
     runner = make_runner(exported.programs, job.on_progress)
     write_exported(job, target, exported, identity_of(job), runner.costs.measured)
     return Loaded(runner, exported.programs, job.config, "compiled")
+
+
+def _exists(path: Path) -> bool:
+    """
+    Raises:
+        ConfigError: there can be no such path.
+    """
+    try:
+        return path.exists()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"BLOB_PATH={str(path)[:80]!r} cannot be written: {error}") from None
 
 
 def _from_blob_path(job: Job, folder: Path) -> Loaded:

@@ -89,6 +89,15 @@ REASONS = {
 """Why an answer ended that its streamer ended."""
 
 
+def check_callback(callback: object) -> None:
+    """
+    Raises:
+        GenerationConfigError: it is neither None nor callable.
+    """
+    if callback is not None and not callable(callback):
+        raise GenerationConfigError(f"callback is a {type(callback).__name__}: must be a callable that takes a str")
+
+
 def as_status(answer: object) -> Status:
     """What a streamer's return value means."""
     if isinstance(answer, Status):

@@ -101,8 +101,14 @@ class Tenancy:
     def shorten(self, request: Request, limit: int) -> bool:
         """A conversation has filled its rows: keep what its rule keeps and run that anew. False if the rule is to stop."""
         kept = shorten(request.tokens, limit, request.overflow)
-        if len(kept) == len(request.tokens) or request.sequence is None:
+        if len(kept) == len(request.tokens):
             return False
+        if request.sequence is None:  # set aside: its rows never lay in the arena
+            self._drop(request)
+            request.tokens = kept
+            self.book.evict(request.id)
+            self.book[request.id].change(num_tokens=len(kept))
+            return True
         shared = next((i for i, pair in enumerate(zip(kept, request.tokens, strict=False)) if pair[0] != pair[1]), 0)
         request.tokens = kept
         self.cache.cut(request.sequence, min(shared, len(kept) - 1))

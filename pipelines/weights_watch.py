@@ -6,8 +6,10 @@ import hashlib
 import os
 from pathlib import Path
 
+from staticllm.config import StaticLLMConfig
 from staticllm.errors import ModelError
 from staticllm.files import open_regular
+from staticllm.model_dir import model_in_memory, weights_of
 
 PAGES, PAGE_BYTES = 64, 4096
 
@@ -57,3 +59,9 @@ class WeightsWatch:
         except OSError:
             return b""
         return digest.digest()
+
+
+def watch_of(source: Path, config: StaticLLMConfig, is_mapped: bool) -> WeightsWatch | None:
+    """Watch the weights of a model, where they are mapped from a file: not in memory, not encrypted, not within blobs."""
+    is_plain = model_in_memory(source) is None and config.weights_decryption_callback is None
+    return WeightsWatch(weights_of(source, config.weights_path)) if is_plain and is_mapped else None

@@ -254,7 +254,7 @@ def _path(name: str, value: object) -> str | None:
         path = os.fsdecode(cast(Any, value))
     except TypeError:
         path = ""
-    if not path:
+    if not path or "\0" in path:
         raise ConfigError(f"{name}={value!r}: must be the path of a file or folder")
     return path
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO
 
 from staticllm.errors import ModelError
 from staticllm.files import open_regular, read_regular
@@ -41,8 +41,8 @@ def check_model_dir(
     Raises:
         ModelError: something is missing or shorter than it must be; the message names the file.
     """
-    if path in _IN_MEMORY:
-        return cast(Path, path)
+    if isinstance(path, Path) and path in _IN_MEMORY:
+        return path
     if isinstance(path, str) and "<net" in path:
         raise ModelError("a model as a str needs its weights: pass an openvino.Tensor with them, then the tokenizer")
     try:

@@ -76,7 +76,7 @@ class Planner:
         try:
             return check(self._asked(view), view)
         except Exception as error:
-            is_known = isinstance(error, (IllegalPlanError, _StallError))
+            is_known = isinstance(error, (IllegalPlanError, _StallError, _PolicyError))
             self._fail(view, str(error) if is_known else f"it raised {error!r}", isinstance(error, _StallError))
         return _fallback(view)
 
@@ -93,7 +93,7 @@ class Planner:
         name, for_how_long = type(self.policy).__name__, ""
         if self._is_shipped:
             for_how_long = " for a step"
-        elif not has_stalled and not view.device.is_complete:
+        elif self.policy is self._own and not has_stalled and not view.device.is_complete:
             for_how_long = " until more programs are compiled"
             self._retry_after = view.device.index
         if not for_how_long or not self._has_warned:
@@ -143,6 +143,10 @@ class _StallError(Exception):
     pass
 
 
+class _PolicyError(Exception):
+    """What a policy of the user raised, told on its own thread."""
+
+
 class _PolicyThread:
     """Asks a policy of the user on a thread of its own: nothing that it does can stop or change the engine."""
 
@@ -171,8 +175,10 @@ class _PolicyThread:
         while (view := self._views.get()) is not None:
             try:
                 self._plans.put(_plain(self._policy.plan(self._copy(view)), len(view.requests)))
+            except IllegalPlanError as error:
+                self._plans.put(error)
             except BaseException as error:  # whatever it is, the engine must hear of it
-                self._plans.put(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+                self._plans.put(_shown(error))
 
     def _copy(self, view: View) -> View:
         """The same values in objects that the engine does not use."""
@@ -208,5 +214,20 @@ def _plain(plan: object, num_requests: int) -> object:
     for name, values in entries.items():
         if len(values) > num_requests:
             raise IllegalPlanError("named-once", f"{name} names more than the {num_requests} requests that there are")
-    pairs = (pair if isinstance(pair, tuple) else tuple(islice(pair, 3)) for pair in entries["prefill"])
-    return Plan(**{**entries, "prefill": tuple(pairs)})
+    plain = {name: tuple(map(_whole, values)) for name, values in entries.items() if name != "prefill"}
+    return Plan(**plain, prefill=tuple(tuple(map(_whole, islice(pair, 3))) for pair in entries["prefill"]))  # type: ignore[misc]
+
+
+def _whole(value: object) -> int:
+    """An exact ``int``: what a policy of the user made up is neither hashed nor shown on the engine's thread."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise IllegalPlanError("is-a-plan", f"the plan holds a {type(value).__name__} where an id or a count should be")
+    return int.__index__(value)
+
+
+def _shown(error: BaseException) -> _PolicyError:
+    """What a policy raised, as text."""
+    try:
+        return _PolicyError(f"it raised {error!r}"[:500])
+    except BaseException:
+        return _PolicyError(f"it raised {type(error).__name__}")

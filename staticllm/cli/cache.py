@@ -13,17 +13,33 @@ import click
 from staticllm.cli.options import Number
 from staticllm.cli.progress import progress
 from staticllm.errors import BlobError, ConfigError
+from staticllm.files import read_regular
 
 if TYPE_CHECKING:
     from staticllm.pipelines.blob_cache import BlobCache, Entry
 
 GB = 1e9
+MAX_KEY = 1 << 16
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @click.group("cache", short_help="List, verify, prune, export and import blob sets.")
-def command() -> None:
+@click.option("--key-file", type=click.Path(), help="File with the INTEGRITY_KEY that the sets are signed with.")
+@click.pass_context
+def command(ctx: click.Context, key_file: str | None) -> None:
     """Blob sets in a cache folder (CACHE_DIR)."""
+    ctx.obj = b""
+    if key_file is not None:
+        try:
+            ctx.obj = read_regular(Path(key_file), MAX_KEY)
+        except OSError as error:
+            raise ConfigError(f"--key-file {key_file!r} cannot be read: {error.strerror or error}") from None
+
+
+def _key() -> bytes:
+    """What sets are signed with; empty for not at all."""
+    key: bytes = click.get_current_context().obj
+    return key
 
 
 def _common(function: Command) -> Command:
@@ -36,7 +52,7 @@ def _open(folder: str) -> BlobCache:
 
     if not Path(folder).is_dir():
         raise ConfigError(f"there is no cache folder {folder!r}: give what CACHE_DIR names")
-    return BlobCache(folder)
+    return BlobCache(folder, key=_key())
 
 
 def _row(entry: Entry, problem: str = "") -> dict[str, Any]:
@@ -143,10 +159,10 @@ def import_(folder: str, source: str, as_json: bool) -> None:
     from staticllm.pipelines.blob_cache import BlobCache, key_of
     from staticllm.pipelines.blob_set import read_manifest, read_stored
 
-    manifest = read_manifest(Path(source))
+    manifest = read_manifest(Path(source), _key())
     for _ in read_stored(Path(source), manifest):  # a damaged set leaves no trace in the folder
         pass
-    cache, key = BlobCache(folder), key_of(manifest.identity)
+    cache, key = BlobCache(folder, key=_key()), key_of(manifest.identity)
     _copy(cache, Path(source), cache.path(key), key)
     click.echo(json.dumps({"key": key, "folder": str(cache.path(key))}) if as_json else f"{key} in {folder}")
 
@@ -159,6 +175,6 @@ def _copy(cache: BlobCache, source: Path, target: Path, key: str) -> None:
         raise ConfigError(f"{str(target)!r} exists already: choose another path or remove it")
     try:
         with cache.locked(key):
-            copy_set(source, target)
+            copy_set(source, target, _key())
     except OSError as error:
         raise BlobError(f"{str(target)!r} cannot be written: {error.strerror or error}") from error

@@ -46,7 +46,7 @@ HEADER = (
 @click.option(
     "--trace", type=click.Path(), help="Requests of a file instead, JSON lines or CSV: arrival, prompt, output."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of arrivals and lengths.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of arrivals and lengths.")
 @click.option(
     "--devices", type=click.IntRange(1), default=1, show_default=True, help="Devices, prompts and answers on each."
 )

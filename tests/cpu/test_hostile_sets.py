@@ -7,16 +7,18 @@ import sys
 import threading
 
 import pytest
+from click.testing import CliRunner
 from helpers import IDENTITY, KEY, a_manifest, a_set, forge
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from staticllm import StaticLLMPipeline
+from staticllm.cli import cli
 from staticllm.errors import BlobError
 from staticllm.pipelines.blob_cache import BlobCache, key_of
 from staticllm.pipelines.blob_set import MANIFEST, copy_set, read_manifest, read_stored
 from staticllm.pipelines.identity import bytes_digest
-from staticllm.pipelines.manifest import _canonical, _framed, decode, encode
+from staticllm.pipelines.manifest import ManifestError, _canonical, _framed, decode, encode
 
 
 def renamed(name):
@@ -145,6 +147,20 @@ def forged(path, value):
     return _framed(content, bytes_digest(_canonical(content)), False)
 
 
+@pytest.mark.parametrize(
+    "verification",
+    [{"is_ok": False, "agreement": "0.5"}, {"is_ok": False, "reason": ["no"]}, {"is_ok": "no"}, {"distance": 0.1}],
+)
+def test_a_verification_that_is_none_is_refused(verification):
+    with pytest.raises(ManifestError, match="something impossible"):
+        decode(forged(("verification",), verification))
+
+
+def test_a_digest_that_is_no_text_in_utf_8_is_refused():
+    with pytest.raises(ManifestError, match="damaged"):
+        decode(_framed(CONTENT, "\ud800", False))
+
+
 @settings(max_examples=400, deadline=None)
 @given(st.sampled_from(PATHS), st.sampled_from(VALUES))
 def test_a_field_that_is_missing_or_something_else_is_refused_or_harmless(path, value):
@@ -218,9 +234,15 @@ def test_a_key_keeps_other_sets_out(zoo, tmp_path):
     options = {"MAX_PROMPT_LEN": 32, "MIN_RESPONSE_LEN": 16, "BLOB_PATH": tmp_path / "set"}
     StaticLLMPipeline(zoo / "llama", EXPORT_BLOB=True, INTEGRITY_KEY=KEY, **options).close()
     StaticLLMPipeline(zoo / "llama", INTEGRITY_KEY=KEY, **options).close()
-    for key, words in ((None, "is signed: give INTEGRITY_KEY"), (KEY[::-1], "signed with another INTEGRITY_KEY")):
+    for key, words in ((None, "is signed: give its INTEGRITY_KEY"), (KEY[::-1], "signed with another INTEGRITY_KEY")):
         with pytest.raises(BlobError, match=words):
             StaticLLMPipeline(zoo / "llama", INTEGRITY_KEY=key, **options)
+    for flags, words in (([], "is signed"), (["--key-file", str(tmp_path / "key")], "")):
+        (tmp_path / "key").write_bytes(KEY)
+        done = CliRunner().invoke(
+            cli, ["cache", *flags, "import", str(tmp_path / f"cache{len(flags)}"), str(tmp_path / "set")]
+        )
+        assert (done.exit_code == 0) is bool(flags) and words in done.output
     forge(tmp_path / "set", lambda content: None)  # signed by nobody
     with pytest.raises(BlobError, match="is not signed"):
         StaticLLMPipeline(zoo / "llama", INTEGRITY_KEY=KEY, **options)

@@ -140,6 +140,39 @@ def test_two_readers_at_once_are_refused_in_an_event_loop(pipe):
     handle.cancel()
 
 
+def test_two_tasks_at_one_handle_are_refused_and_none_hangs(pipe):
+    async def main():
+        handle = pipe.submit("hello", **LONG)
+
+        async def read():
+            return await handle
+
+        first, second = asyncio.create_task(read()), asyncio.create_task(read())
+        return await asyncio.wait_for(asyncio.gather(first, second, return_exceptions=True), 60)
+
+    first, second = asyncio.run(main())
+    assert len(first.tokens[0]) == 190 and "one reader at a time" in str(second)
+
+
+def test_what_was_read_to_its_end_can_be_asked_again_by_anybody(pipe):
+    handle = pipe.submit("hello", max_new_tokens=8, ignore_eos=True)
+    held, _ = in_thread(lambda: (it := iter(handle), next(it))[0])  # its thread has ended, the iterator has not
+    first = handle.result(timeout=30)
+    second, error = in_thread(lambda: handle.result(timeout=5))
+    assert error is None and second == first and held is not None
+
+
+def test_a_request_with_a_callback_can_be_awaited(pipe):
+    seen = []
+
+    async def main():
+        return await pipe.submit("hello", max_new_tokens=8, ignore_eos=True, callback=seen.append)
+
+    assert asyncio.run(main()) == "".join(seen)
+    with pytest.raises(GenerationConfigError, match="callback is a int"):
+        pipe.submit("hello", callback=1)
+
+
 # -- where no thread can be had
 
 

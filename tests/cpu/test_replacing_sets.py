@@ -1,5 +1,6 @@
 """Blob sets are written whole or not at all, whoever is killed; and one process may open a cache several times."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -7,12 +8,14 @@ import time
 import warnings
 
 import pytest
+from filelock import Timeout
 from helpers import a_set
 
 from staticllm import StaticLLMPipeline
-from staticllm.pipelines import blob_set
+from staticllm.pipelines import blob_set, file_lock
 from staticllm.pipelines.blob_cache import BlobCache
 from staticllm.pipelines.blob_set import MANIFEST, is_ours, read_manifest, read_stored
+from staticllm.pipelines.file_lock import acquire, locked
 
 REPLACE = """
 import sys
@@ -160,3 +163,81 @@ def test_in_the_callback_of_its_own_load(zoo, tmp_path):
     for each in (pipe, *inner):
         assert each.generate("hello", max_new_tokens=1)
         each.close()
+
+
+def test_a_callback_that_ends_the_load_at_its_last_moment_leaves_no_lock(zoo, tmp_path):
+    def fails(event):
+        if event.stage == "ready":
+            raise ZeroDivisionError("the user's own")
+
+    with pytest.raises(ZeroDivisionError):
+        StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path, on_progress=fails)
+    done = []
+    thread = threading.Thread(
+        target=lambda: done.append(StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path)), daemon=True
+    )
+    thread.start()
+    thread.join(60)
+    assert done, "the next load waits for a lock that nobody gives back"
+    done[0].close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_child_does_not_wait_for_locks_of_its_parents_threads(tmp_path):
+    with locked(tmp_path / "lock"):
+        child = os.fork()
+        if not child:
+            try:
+                with locked(tmp_path / "other"):
+                    acquire(tmp_path / "lock", 0.1)
+            except Timeout:
+                os._exit(3)  # of the parent's file, as any other process
+            os._exit(4)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    with locked(tmp_path / "lock"):
+        child = os.fork()
+        if not child:
+            file_lock._holders_lock.acquire(timeout=1)
+            os._exit(5 if file_lock._holders else 6)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 6
+
+
+def test_files_of_others_stay(tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "manifest.json").write_text('{"name": "my web app"}')
+    (site / "12345678.blob").write_bytes(b"mine")
+    assert not is_ours(site) and not is_ours(tmp_path / "nothing")
+    a_set(tmp_path / "set", b"first")
+    (tmp_path / "set" / "98765.blob").write_bytes(b"OpenVINO's own cache")
+    a_set(tmp_path / "set", b"second")
+    assert (tmp_path / "set" / "98765.blob").exists() and is_ours(tmp_path / "set")
+
+
+def test_a_writer_that_fails_leaves_another_ones_folder_alone(tmp_path, monkeypatch):
+    write, gate, results = blob_set._write, threading.Event(), []
+
+    def slow(path, data):
+        if threading.current_thread().name == "failing":
+            gate.wait(10)
+            raise OSError(28, "No space left on device")
+        write(path, data)
+
+    monkeypatch.setattr(blob_set, "_write", slow)
+
+    def run():
+        try:
+            results.append(a_set(tmp_path / "set"))
+        except OSError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=run, name=name) for name in ("failing", "working")]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.2)
+    gate.set()
+    for thread in threads:
+        thread.join(30)
+    assert sum(isinstance(result, OSError) for result in results) == 1
+    assert read_manifest(tmp_path / "set").blobs

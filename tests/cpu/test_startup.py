@@ -50,7 +50,7 @@ def test_the_first_token_comes_before_all_variants_are_compiled(zoo, expected):
 
 
 def test_all_that_came_is_used(zoo, expected):
-    with StaticLLMPipeline(zoo / "llama", **STAGED) as pipe:
+    with StaticLLMPipeline(zoo / "llama", **STAGED, SCHEDULER="prefill_first") as pipe:  # costs decide nothing
         pipe.wait_until_complete()
         options = {"max_new_tokens": 12, "ignore_eos": True}
         handles = pipe.engine.call(lambda: [pipe.submit(np.array([PROMPT]), **options) for _ in range(2)])

@@ -279,6 +279,41 @@ def test_a_switch_happens_between_two_requests_and_is_told():
     assert waiting.tokens == fake_answer([4, 5, 6], 4)
 
 
+def test_requests_that_wait_for_a_switch_may_leave():
+    engine, other = fake_engine(make_policy("fcfs")), fake_engine(make_policy("fcfs"))
+    running = fake_request([1, 2, 3], 60)
+    engine.enqueue([running])
+    engine.step()
+    engine._start = lambda: None
+    engine.switch(other.runner, other._options)
+    cancelled, late, waiting = fake_request([4], 4), fake_request([5], 4, deadline=0.0), fake_request([6], 4)
+    for request in (cancelled, late, waiting):
+        engine.submit(request)
+    cancelled.is_cancelled = True
+    engine.step()
+    assert (reason_of(cancelled), reason_of(late)) == ("cancelled", "deadline") and running.mailbox.get(0) is not None
+    run_to_end(engine, [])
+    assert waiting.tokens == fake_answer([6], 4)
+
+
+@pytest.mark.parametrize("slots_taken", [0, 1])
+def test_a_full_prompt_that_was_set_aside_goes_on_by_its_rule(slots_taken):
+    variants = (
+        *FAKE_VARIANTS,
+        *(Variant(64, capacity) for capacity in (0, 64, 128)),
+        Variant(1, 256),
+        Variant(64, 256),
+    )
+    engine = fake_engine(make_policy("prefill_first"), 1, variants, capacity=64, parked_rows=512)
+    engine.enqueue([fake_request([1, 2, 3], 30) for _ in range(slots_taken)])
+    for _ in range(4):
+        engine.step()
+    request = fake_request(range(64), 10, overflow="shift")
+    run_to_end(engine, [request])
+    assert request.num_generated == 10
+    assert_empty(engine)
+
+
 # -- the thread
 
 

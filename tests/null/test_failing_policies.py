@@ -81,7 +81,40 @@ class EmptiesTheCosts:
         return Plan()
 
 
-HOSTILE = [Raises, RaisesLater, Nonsense, Nothing, Exits, Endless, EndlessPrompts, ChangesTheView, EmptiesTheCosts]
+class SlowId(int):
+    def __hash__(self):
+        time.sleep(30)
+        return 1
+
+
+class HashesSlowly:
+    def plan(self, view):
+        return Plan(decode=tuple(SlowId(request.id) for request in view.running), prefill=((SlowId(1), 1),))
+
+
+class UnspeakableError(Exception):
+    def __repr__(self):
+        raise ValueError("not even this")
+
+
+class RaisesWhatCannotBeShown:
+    def plan(self, view):
+        raise UnspeakableError
+
+
+HOSTILE = [
+    HashesSlowly,
+    RaisesWhatCannotBeShown,
+    Raises,
+    RaisesLater,
+    Nonsense,
+    Nothing,
+    Exits,
+    Endless,
+    EndlessPrompts,
+    ChangesTheView,
+    EmptiesTheCosts,
+]
 
 
 @pytest.mark.parametrize("policy", HOSTILE)
