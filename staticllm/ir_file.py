@@ -26,6 +26,8 @@ ITEM_BYTES = {
     "u64": 8,
     "f64": 8,
 }
+_NEEDED = {"ReadValue": ("variable_id",), "Assign": ("variable_id",)}
+"""Attributes without which OpenVINO's reader crashes."""
 Key = tuple[int, str]
 """A graph within the file (bodies of loops have layer ids of their own), and a layer in it."""
 
@@ -94,6 +96,7 @@ class _Reader:
         self._num_graphs = 1
         self._depth = 0
         self._layer = ""
+        self._missing: set[str] = set()  # attributes that this layer still needs
 
     def start(self, name: str, attributes: dict[str, str]) -> None:
         self._depth += 1
@@ -106,6 +109,9 @@ class _Reader:
             self._num_graphs += 1
         elif name == "layer":
             self._layer = attributes.get("id", "")
+            self._missing = set(_NEEDED.get(attributes.get("type", ""), ()))
+        elif name == "data" and self._missing:
+            self._missing -= attributes.keys()
         elif name == "data" and "offset" in attributes:
             self.found.constants[self._graphs[-1], self._layer] = _constant(attributes)
         elif name == "edge" and "to-layer" in attributes:
@@ -114,6 +120,8 @@ class _Reader:
 
     def end(self, name: str) -> None:
         self._depth -= 1
+        if name == "layer" and self._missing:
+            raise IrError(f"has a state without {min(self._missing)!r}")
         if name in ("body", "then_body", "else_body"):
             self._graphs.pop()
 

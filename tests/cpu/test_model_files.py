@@ -38,6 +38,11 @@ def ir(constant):
         (ir('element_type="u8" shape="4" offset="\u0663" size="4"'), "where a number"),
         (ir('element_type="i32" shape="4" offset="0" size="4"'), "constant i32[4] of 4 bytes"),
         (ir('element_type="i32" shape="4" offset="0"'), "where a number"),
+        (
+            b'<net><layers><layer id="0" type="ReadValue"><dada variable_id="x"/></layer></layers></net>',
+            "a state without",
+        ),
+        (b'<net><layers><layer id="0" type="Assign"/></layers></net>', "a state without 'variable_id'"),
     ],
 )
 def test_an_ir_that_says_something_impossible_is_refused(xml, words):
