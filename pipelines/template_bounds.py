@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 from jinja2 import pass_context
 from jinja2.runtime import Context, Macro
 
+from staticllm.errors import PromptError
+
 MAX_SECONDS = 3.0
 MAX_CHARS, MAX_ITEMS = 4 << 20, 1 << 18
 """Of any text, and of any list with all that it holds."""
@@ -116,7 +118,7 @@ def _leaf_chars(value: Any) -> int:
         return value.bit_length() // 3 if value.bit_length() > 64 else 0
     if value is None or isinstance(value, float):
         return 0
-    return _OBJECT_CHARS + (len(value.name) if isinstance(value, Macro) else 0)
+    return _OBJECT_CHARS + (len(str(value.name)) if isinstance(value, Macro) else 0)
 
 
 @contextmanager
@@ -256,12 +258,13 @@ def copied(value: Any, level: int = 0) -> Any:
     """A copy of what the caller gave, for the template to use: text, numbers, lists and dicts.
 
     Raises:
-        TemplateLimitError: it nests too deeply, is too large or holds something else.
+        PromptError: it nests too deeply or holds something else.
+        TemplateLimitError: it is too large.
     """
     if value is None or isinstance(value, (str, int, float)):
         return value
     if level > MAX_DEPTH:
-        raise TemplateLimitError(f"the conversation nests lists deeper than {MAX_DEPTH}")
+        raise PromptError(f"the conversation nests lists deeper than {MAX_DEPTH}")
     if isinstance(value, Mapping):
         budget().spend_items(len(value) + 1)
         return {copied(key, level + 1): copied(item, level + 1) for key, item in value.items()}
@@ -269,6 +272,4 @@ def copied(value: Any, level: int = 0) -> Any:
         budget().spend_items(len(value) + 1)
         items = [copied(item, level + 1) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
-    raise TemplateLimitError(
-        f"the conversation holds a {type(value).__name__}: a template takes text, numbers, lists and dicts"
-    )
+    raise PromptError(f"the conversation holds a {type(value).__name__}: pass text, numbers, lists and dicts")

@@ -8,7 +8,6 @@ from typing import Any
 
 from staticllm.pipelines.template_bounds import (
     MAX_BITS,
-    MAX_CHARS,
     MAX_ITEMS,
     TemplateLimitError,
     as_text,
@@ -32,19 +31,119 @@ _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _NAMED = frozenset(["sep", "maxsplit", "keepends", "count"])
 
 FILTERS = frozenset(
-    "abs batch capitalize center count d default dictsort e escape first float format groupby indent int items join last "
-    "length list lower map max min reject rejectattr replace reverse round safe select selectattr slice sort string sum "
-    "title tojson trim truncate unique upper wordcount".split()
+    [
+        "abs",
+        "batch",
+        "capitalize",
+        "center",
+        "count",
+        "d",
+        "default",
+        "dictsort",
+        "e",
+        "escape",
+        "first",
+        "float",
+        "format",
+        "groupby",
+        "indent",
+        "int",
+        "items",
+        "join",
+        "last",
+        "length",
+        "list",
+        "lower",
+        "map",
+        "max",
+        "min",
+        "reject",
+        "rejectattr",
+        "replace",
+        "reverse",
+        "round",
+        "safe",
+        "select",
+        "selectattr",
+        "slice",
+        "sort",
+        "string",
+        "sum",
+        "title",
+        "tojson",
+        "trim",
+        "truncate",
+        "unique",
+        "upper",
+        "wordcount",
+    ]
 )
 """What prompts are made with. Others (``wordwrap``, ``urlize``, ``pprint`` …) take time that grows faster than their text."""
 ITERATING = frozenset(
-    "batch groupby join list map max min reject rejectattr reverse select selectattr slice sort sum unique".split()
+    [
+        "batch",
+        "groupby",
+        "join",
+        "list",
+        "map",
+        "max",
+        "min",
+        "reject",
+        "rejectattr",
+        "reverse",
+        "select",
+        "selectattr",
+        "slice",
+        "sort",
+        "sum",
+        "unique",
+    ]
 )
 _STR_METHODS = frozenset(
-    "capitalize casefold center count endswith find format index isalnum isalpha isascii isdecimal isdigit isidentifier "
-    "islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix "
-    "replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper "
-    "zfill".split()
+    [
+        "capitalize",
+        "casefold",
+        "center",
+        "count",
+        "endswith",
+        "find",
+        "format",
+        "index",
+        "isalnum",
+        "isalpha",
+        "isascii",
+        "isdecimal",
+        "isdigit",
+        "isidentifier",
+        "islower",
+        "isnumeric",
+        "isprintable",
+        "isspace",
+        "istitle",
+        "isupper",
+        "join",
+        "ljust",
+        "lower",
+        "lstrip",
+        "partition",
+        "removeprefix",
+        "removesuffix",
+        "replace",
+        "rfind",
+        "rindex",
+        "rjust",
+        "rpartition",
+        "rsplit",
+        "rstrip",
+        "split",
+        "splitlines",
+        "startswith",
+        "strip",
+        "swapcase",
+        "title",
+        "upper",
+        "zfill",
+    ]
 )
 METHODS: dict[type, frozenset[str]] = {
     str: _STR_METHODS,
@@ -81,7 +180,9 @@ def check_format(pattern: str, arguments: Iterable[Any]) -> None:
     widths = [int(found[:6]) for found in _DIGITS.findall(pattern)]
     given = list(arguments)
     if max(widths, default=0) > MAX_WIDTH:
-        raise TemplateLimitError(f"it formats to a width of {max(_DIGITS.findall(pattern), key=len)[:12]}, at most {MAX_WIDTH}")
+        raise TemplateLimitError(
+            f"it formats to a width of {max(_DIGITS.findall(pattern), key=len)[:12]}, at most {MAX_WIDTH}"
+        )
     if _TAKES_WIDTH.search(pattern):
         _check_widths(given)
         widths += [abs(width) for width in given if isinstance(width, int)]
@@ -124,7 +225,7 @@ def _check_replacement(content: str, old: Any, new: Any, count: Any = None) -> N
 
 def _check_join(items: Any, between: str) -> None:
     if isinstance(items, (list, tuple, str, dict)):
-        sizes = (text_size(item) for item in items)
+        sizes = (text_size(item) for item in items) if not isinstance(items, str) else [len(items)]
         expect_chars(sum(sizes) + len(items) * len(between))
 
 
@@ -169,16 +270,13 @@ FILTER_CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {
     ),
     "round": _check_widths_of("precision"),
     "slice": _check_widths_of("slices"),
+    "title": lambda given: _check_matches(r"[-\s({\[<]+", as_text(given["s"])),
     "tojson": _check_json,
     "trim": lambda given: _check_work(as_text(given["value"]), given.get("chars")),
     "truncate": _check_widths_of("length", "leeway", "end"),
+    "wordcount": lambda given: _check_matches(r"\w+", as_text(given["s"])),
 }
-"""By the names of the filter's parameters."""
-
-
-def check_filter(name: str, given: Mapping[str, Any]) -> None:
-    if name in FILTER_CHECKS:
-        FILTER_CHECKS[name](given)
+"""What to check before a filter runs, by the names of its parameters."""
 
 
 def check_method(content: str, name: str, args: Sequence[Any], named: Mapping[str, Any]) -> None:
@@ -206,10 +304,13 @@ def check_method(content: str, name: str, args: Sequence[Any], named: Mapping[st
 
 
 def _check_split(content: str, separator: Any) -> None:
+    if isinstance(separator, str) and separator:
+        check_items(content.count(separator) + 1)
+    else:
+        _check_matches(r"\S+", content)
+
+
+def _check_matches(pattern: str, content: str) -> None:
+    """A text that is taken apart."""
     if len(content) > MAX_ITEMS:
-        found = content.count(separator) if isinstance(separator, str) and separator else _count_words(content)
-        check_items(found + 1)
-
-
-def _count_words(content: str) -> int:
-    return sum(1 for _ in re.finditer(r"\S+", content[: MAX_CHARS]))
+        check_items(sum(1 for _ in re.finditer(pattern, content)))

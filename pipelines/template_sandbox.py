@@ -7,7 +7,7 @@ What Jinja compiles to plain Python (lists, slices, comparisons, ``~``, pieces o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -21,10 +21,10 @@ from jinja2.visitor import NodeTransformer
 from staticllm.pipelines import template_bounds as bounds
 from staticllm.pipelines.template_bounds import TemplateLimitError, budget, listed, made, tick
 from staticllm.pipelines.template_operations import (
+    FILTER_CHECKS,
     FILTERS,
     ITERATING,
     METHODS,
-    check_filter,
     check_format,
     check_method,
     check_operands,
@@ -161,7 +161,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         It runs at once and not when its result is read: filters on filters on filters would exhaust the stack.
         """
-        signature, num_hidden = inspect.signature(function), int(hasattr(function, "jinja_pass_arg"))
+        original = inspect.unwrap(function)  # Jinja wraps some, and the wrapper takes an argument more
+        signature, num_hidden = inspect.signature(original), int(hasattr(function, "jinja_pass_arg"))
+        num_dropped = num_hidden - int(hasattr(original, "jinja_pass_arg"))
 
         @wraps(function)
         def bounded(*arguments: Any, **named: Any) -> Any:
@@ -171,7 +173,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 given[num_hidden] = _iterable(name, given[num_hidden])
             for argument in (*given[num_hidden:], *named.values()):
                 bounds.expect_chars(bounds.text_size(argument))
-            check_filter(name, signature.bind(*given, **named).arguments)
+            if name in FILTER_CHECKS:
+                FILTER_CHECKS[name](signature.bind(*given[num_dropped:], **named).arguments)
             result = function(*given, **named)
             if isinstance(result, Iterator):
                 return iter(listed(result))
@@ -216,6 +219,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             budget().together((*args, *named.values()))
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str):
+            if name == "join" and args:
+                args = (_iterable(name, args[0]), *args[1:])
             check_method(owner, name, args, named)
         result = super().call(__context, __obj, *args, **kwargs)
         is_new = not isinstance(__obj, Macro) and not (isinstance(owner, dict) and name == "get")
@@ -242,6 +247,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 def _iterable(name: str, items: Any) -> Any:
     """What a filter iterates over: no iterator, and no text of too many characters."""
+    if name == "join" and isinstance(items, Iterable) and not isinstance(items, (list, tuple, dict, str)):
+        return listed(items)
     if isinstance(items, Iterator) and not isinstance(items, LoopContext):
         return listed(items)
     if isinstance(items, str) and name not in ("join", "reverse"):
