@@ -191,7 +191,7 @@ def _shows(template: str, messages: list[dict[str, Any]]) -> bool:
     context = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": False}
     try:
         return _PROBE in _run(template, {**context, "bos_token": "", "eos_token": "", "pad_token": ""})
-    except (TemplateLimitError, RecursionError, PromptError):
+    except (TemplateLimitError, RecursionError, MemoryError, PromptError):
         raise
     except Exception:  # it refuses this shape
         return False

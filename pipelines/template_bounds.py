@@ -31,8 +31,10 @@ MAX_BITS = 4096
 """Of a whole number."""
 _PIECE_CHARS, _CONTAINER_ITEMS, _OBJECT_CHARS = 32, 8, 64
 """What a piece of output, an empty list and an object cost beside what they hold."""
-_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
-_CONTAINERS = (list, tuple, dict, *_VIEWS)
+_EMPTY: dict[str, Any] = {}
+_ITEMS_VIEW = type(_EMPTY.items())
+VIEWS: tuple[type, ...] = (type(_EMPTY.keys()), type(_EMPTY.values()), _ITEMS_VIEW)
+_CONTAINERS = (list, tuple, dict, *VIEWS)
 _thread = threading.local()
 
 
@@ -107,7 +109,7 @@ def _parts(value: Any) -> Sequence[Any]:
         return value
     if isinstance(value, dict):
         return [*value, *value.values()]
-    return [part for pair in value for part in pair] if isinstance(value, _VIEWS[2]) else list(value)
+    return [part for pair in value for part in pair] if isinstance(value, _ITEMS_VIEW) else list(value)
 
 
 def _leaf_chars(value: Any) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from staticllm.pipelines.template_bounds import (
     MAX_BITS,
     MAX_ITEMS,
+    VIEWS,
     TemplateLimitError,
     as_text,
     budget,
@@ -30,128 +31,32 @@ _TAKES_WIDTH = re.compile(r"%[^a-zA-Z]*\*|:[^{}]*\{")
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _NAMED = frozenset(["sep", "maxsplit", "keepends", "count"])
 
-FILTERS = frozenset(
-    [
-        "abs",
-        "batch",
-        "capitalize",
-        "center",
-        "count",
-        "d",
-        "default",
-        "dictsort",
-        "e",
-        "escape",
-        "first",
-        "float",
-        "format",
-        "groupby",
-        "indent",
-        "int",
-        "items",
-        "join",
-        "last",
-        "length",
-        "list",
-        "lower",
-        "map",
-        "max",
-        "min",
-        "reject",
-        "rejectattr",
-        "replace",
-        "reverse",
-        "round",
-        "safe",
-        "select",
-        "selectattr",
-        "slice",
-        "sort",
-        "string",
-        "sum",
-        "title",
-        "tojson",
-        "trim",
-        "truncate",
-        "unique",
-        "upper",
-        "wordcount",
-    ]
+
+def _names(listed: str) -> frozenset[str]:
+    return frozenset(listed.split())
+
+
+FILTERS = _names(
+    "abs batch capitalize center count d default dictsort e escape first float format groupby indent int items join "
+    "last length list lower map max min reject rejectattr replace reverse round safe select selectattr slice sort "
+    "string sum title tojson trim truncate unique upper wordcount"
 )
 """What prompts are made with. Others (``wordwrap``, ``urlize``, ``pprint`` …) take time that grows faster than their text."""
-ITERATING = frozenset(
-    [
-        "batch",
-        "groupby",
-        "join",
-        "list",
-        "map",
-        "max",
-        "min",
-        "reject",
-        "rejectattr",
-        "reverse",
-        "select",
-        "selectattr",
-        "slice",
-        "sort",
-        "sum",
-        "unique",
-    ]
+ITERATING = _names(
+    "batch groupby join list map max min reject rejectattr reverse select selectattr slice sort sum unique"
 )
-_STR_METHODS = frozenset(
-    [
-        "capitalize",
-        "casefold",
-        "center",
-        "count",
-        "endswith",
-        "find",
-        "format",
-        "index",
-        "isalnum",
-        "isalpha",
-        "isascii",
-        "isdecimal",
-        "isdigit",
-        "isidentifier",
-        "islower",
-        "isnumeric",
-        "isprintable",
-        "isspace",
-        "istitle",
-        "isupper",
-        "join",
-        "ljust",
-        "lower",
-        "lstrip",
-        "partition",
-        "removeprefix",
-        "removesuffix",
-        "replace",
-        "rfind",
-        "rindex",
-        "rjust",
-        "rpartition",
-        "rsplit",
-        "rstrip",
-        "split",
-        "splitlines",
-        "startswith",
-        "strip",
-        "swapcase",
-        "title",
-        "upper",
-        "zfill",
-    ]
+_STR_METHODS = _names(
+    "capitalize casefold center count endswith find format index isalnum isalpha isascii isdecimal isdigit "
+    "isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition "
+    "removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith "
+    "strip swapcase title upper zfill"
 )
 METHODS: dict[type, frozenset[str]] = {
     str: _STR_METHODS,
     dict: frozenset(["copy", "get", "items", "keys", "values"]),
     list: frozenset(["copy", "count", "index"]),
     tuple: frozenset(["count", "index", "grouper", "list"]),  # groupby makes tuples with names
-    **{kind: frozenset[str]() for kind in (bytes, int, float, complex, range)},
-    **{type(view): frozenset[str]() for view in ({}.keys(), {}.values(), {}.items())},
+    **{kind: frozenset[str]() for kind in (bytes, int, float, complex, range, *VIEWS)},
 }
 """The attributes of plain values that a template may use."""
 
@@ -282,8 +187,8 @@ FILTER_CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {
 def check_method(content: str, name: str, args: Sequence[Any], named: Mapping[str, Any]) -> None:
     """A method of a text."""
     if name == "format":
-        return check_format(content, [*args, *named.values()])
-    if not named.keys() <= _NAMED:
+        check_format(content, [*args, *named.values()])
+    elif not named.keys() <= _NAMED:
         raise TemplateLimitError(f"{name}() takes no {sorted(named.keys() - _NAMED)[0][:40]!r}")
     first = args[0] if args else None
     if name in ("center", "ljust", "rjust", "zfill"):

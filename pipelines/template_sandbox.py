@@ -9,13 +9,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
-from typing import Any, NoReturn
+from typing import Any
 
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame, operators
-from jinja2.runtime import Context, LoopContext, Macro, Namespace
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Cycler, Joiner
+from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 
 from staticllm.pipelines import template_bounds as bounds
@@ -120,11 +120,9 @@ class _BoundedCode(CodeGenerator):
     def _output_const_repr(self, group: Any) -> str:
         return f"environment.text({super()._output_const_repr(group)})"
 
-    def _refuse(self, node: nodes.Node, _frame: Frame) -> NoReturn:
+    def visit_EvalContextModifier(self, node: nodes.EvalContextModifier, frame: Frame) -> None:  # noqa: N802
+        """``autoescape``, which makes texts longer after they were measured."""
         self.fail("a prompt needs no autoescape", node.lineno)
-
-    visit_EvalContextModifier = _refuse  # noqa: N815
-    visit_ScopedEvalContextModifier = _refuse  # noqa: N815
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -256,7 +254,7 @@ def _iterable(name: str, items: Any) -> Any:
     return items
 
 
-def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
+def _timed(function: Any) -> Callable[..., Any]:
     @wraps(function)
     def timed(*arguments: Any, **named: Any) -> Any:
         tick()

@@ -160,7 +160,7 @@ HANGS = {
     "rsplit": "{{ ('a' * 4000000).rsplit('ab' + 'a' * 2000000) }}",
     "strip": "{{ ('a' * 4000000).strip('b' * 3000000 + 'a') }}",
     "trim": "{{ ('a' * 4000000)|trim('b' * 3000000 + 'a') }}",
-    "sum": "{{ (([[1]] * 100000) | sum(start=[])) | length }}",
+    "sum": "{{ (([[1]] * 260000) | sum(start=[])) | length }}",
     "filters on filters": "{% set ns = namespace(g=[1]) %}{% for i in range(100000) %}{% set ns.g = ns.g|map('upper') %}"
     "{% endfor %}{{ ns.g|list }}",
     "compile": "{{1}}" * 200000,
@@ -214,7 +214,7 @@ if sys.platform == "linux":
 template_bounds.MAX_SECONDS = 1.0
 start = time.monotonic()
 try:
-    said = render(template, [{"role": "user", "content": "Hi"}], {})
+    said = render(template, [], {})
 except Exception as error:
     said = f"{type(error).__name__}: {error}"
 print(json.dumps([said[:300], time.monotonic() - start]))
