@@ -142,27 +142,21 @@ HANGS = {
     "compare dicts": nested("{'x': X, 'y': X}") + "{{ ns.a == ns.b }}",
     "compare results of dict": nested("dict(x=X, y=X)") + "{{ ns.a == ns.b }}",
     "compare slices": nested("[X, X, 0][:2]") + "{{ ns.a == ns.b }}",
-    "compare batches": nested("(X + X)|batch(2)|list") + "{{ ns.a == ns.b }}",
-    "compare groups": nested("[{'k': 1, 'v': X}, {'k': 1, 'v': X}]|groupby('k')") + "{{ ns.a == ns.b }}",
     "compare items of cyclers": nested("cycler(X, X).items") + "{{ ns.a == ns.b }}",
     "compare views": nested("[{'x': X, 'y': X}.items()]") + "{{ ns.a == ns.b }}",
-    "compare arguments": "{% macro f(n) %}{% if n %}{{ f(n - 1, varargs, varargs) }}{% else %}{{ varargs == [varargs] }}"
-    "{{ [varargs] == [[varargs]] }}{{ varargs }}{% endif %}{% endmacro %}{{ f(60, 1) }}",
+    "hash arguments": "{% macro f(n) %}{% if n %}{{ f(n - 1, varargs, varargs) }}{% else %}{{ {varargs: 1}|length }}{% endif %}"
+    "{% endmacro %}{{ f(60, 1) }}",
     "in": nested("[X, X]") + "{{ ns.a in [ns.b] }}",
     "key": nested("(X, X)", "(0,)") + "{{ {ns.a: 1} }}",
     "get": nested("(X, X)", "(0,)") + "{{ {}.get(ns.a) }}",
-    "unique": nested("(X, X)", "(0,)") + "{{ [ns.a, ns.b]|unique|list|length }}",
     "text of namespaces": nested("namespace(x=X, y=X)") + "{{ ns.a }}{{ 1 // 0 }}",
     "long texts": "{% set a = 'x' * 4000000 %}{% set b = 'x' * 4000000 %}{{ [a] * 200000 == [b] * 200000 }}",
-    "chained": "{% set a = [1] * 200000 %}{% set b = [1] * 200000 %}{{ a" + " == b == a" * 3000 + " }}",
+    "chained": "{% set a = [1000 * 1] * 200000 %}{% set b = [1000 * 1] * 200000 %}{{ a" + " == b == a" * 6000 + " }}",
     "keys": "{% set a = (1,) * 200000 %}{{ {" + "a: 1, " * 9000 + "} }}",
     "rfind": "{{ ('a' * 4000000).rfind('ab' + 'a' * 2000000) }}",
     "rsplit": "{{ ('a' * 4000000).rsplit('ab' + 'a' * 2000000) }}",
     "strip": "{{ ('a' * 4000000).strip('b' * 3000000 + 'a') }}",
     "trim": "{{ ('a' * 4000000)|trim('b' * 3000000 + 'a') }}",
-    "sum": "{{ (([[1]] * 260000) | sum(start=[])) | length }}",
-    "filters on filters": "{% set ns = namespace(g=[1]) %}{% for i in range(100000) %}{% set ns.g = ns.g|map('upper') %}"
-    "{% endfor %}{{ ns.g|list }}",
     "compile": "{{1}}" * 200000,
 }
 MEMORY = {
@@ -176,26 +170,23 @@ MEMORY = {
     "% of large floats": "{{ ('%f%f%f%f%f%f%f%f' * 30000 % ((1e308,) * 240000) * 1)|length }}",
     "format": "{{ ('{0:9999}' * 200000).format('a')|length }}",
     "format of a list": f"{{{{ ('{{0}}' * 2000).format([{ONE_MB}])|length }}}}",
-    "format filter": f"{{{{ ('%s' * 2000)|format(*[{ONE_MB}] * 2000)|length }}}}",
     "tojson": "{{ ([1] * 200000)|tojson(indent=9999)|length }}",
     "tojson with text": f"{{{{ ([1] * 2000)|tojson(indent={ONE_MB})|length }}}}",
     "tojson with separators": f"{{{{ ([1] * 2000)|tojson(separators=({ONE_MB}, ':'))|length }}}}",
     "indent": f"{{{{ ('a\n' * 2000)|indent({ONE_MB})|length }}}}",
-    "join": f"{{{{ range(2000)|join({ONE_MB})|length }}}}",
-    "join by name": f"{{{{ ('b' * 2000)|join(d={ONE_MB})|length }}}}",
     "join of a filter": f"{{{{ {ONE_MB}.join(range(2000)|map('string'))|length }}}}",
-    "sort": "{{ (['x' * 4000000] * 2000)|sort|length }}",
     "text of a view": f"{{{{ ({{'a': [{ONE_MB}] * 2000}}.values()|string)|length }}}}",
     "names of macros": "{% macro "
     + "a" * 20000
     + "() %}{% endmacro %}{{ (["
     + "a" * 20000
     + "] * 200000)|string|length }}",
-    "large numbers": "{{ ([2 ** 2040] * 200000 * 1)|string|length }}{{ ('{0:b}' * 800000).format(2 ** 2040)|length }}",
+    "large numbers": "{% set a = [2 ** 2040] * 200000 %}{% for i in range(9) %}{% set b = a|string %}{% endfor %}",
+    "large numbers in binary": "{{ ('{0:b}' * 400000).format(2 ** 2040)|length }}",
     "to_bytes": "{{ (1).to_bytes(2000000000, 'big')|length }}",
     "many texts": "{% set ns = namespace(l=[]) %}{% for i in range(100000) %}{% set ns.l = ns.l + ['x' * 4000000] %}{% endfor %}",
     "many small texts": "{% set ns = namespace(l='') %}{% for i in range(2000) %}"
-    "{% set ns.l = namespace(a=ns.l, b='x' * 1000000) %}{% endfor %}",
+    "{% set ns.l = namespace(a=ns.l, b='x' * 4000000) %}{% endfor %}",
     "slices": "{% set s = 'x' * 2000000 %}{% set ns = namespace(l='') %}{% for i in range(1, 2000) %}"
     "{% set ns.l = namespace(a=ns.l, b=s[i:]) %}{% endfor %}",
     "blocks": "{% set ns = namespace(l='') %}{% for i in range(2000) %}{% set x %}{{ 'a' * 1000000 }}{% endset %}"
@@ -211,7 +202,7 @@ if sys.platform == "linux":
     import resource
     pages = int(open("/proc/self/statm").read().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (256 << 20),) * 2)
-template_bounds.MAX_SECONDS = 1.0
+template_bounds.MAX_SECONDS = 1.5
 start = time.monotonic()
 try:
     said = render(template, [], {})
@@ -232,6 +223,7 @@ def test_what_python_does_in_one_go_ends(name):
     said, seconds = json.loads(child.stdout)
     assert said.startswith("PromptError") and "MemoryError" not in said, said
     assert seconds < 4
+    assert name in HANGS or "runs for more than" not in said  # a slow machine is not a bound of memory
 
 
 @pytest.mark.parametrize(
