@@ -18,9 +18,11 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 
 from staticllm.errors import PromptError
-from staticllm.pipelines.template_bounds import BoundedEnvironment, TemplateLimitError, limited
+from staticllm.pipelines.template_bounds import TemplateLimitError, copied, limited, tick
+from staticllm.pipelines.template_sandbox import BoundedEnvironment
 
-MAX_TEMPLATE_CHARS = 1 << 20
+MAX_TEMPLATE_CHARS = 1 << 16
+MAX_SAID_CHARS, MAX_DATE_CHARS = 1000, 256
 _PROBE = "<probe-of-the-template>"
 _NAME = "<chat template>"
 
@@ -64,8 +66,8 @@ def render(
     context["add_generation_prompt"] = add_generation_prompt
     try:
         with limited():
-            adapted = _adapted(template, [dict(message) for message in messages])
-            return _run(template, {**context, "messages": adapted})
+            adapted = _adapted(template, [copied(message) for message in messages])
+            return _run(template, {**copied(context), "messages": adapted})
     except RecursionError as error:
         raise PromptError(
             "the chat template recurses without end: correct it, or set another on the tokenizer"
@@ -89,16 +91,9 @@ def _compiled(template: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = environment.bounded_filter("tojson", _to_json)
-    environment.globals = {
-        "namespace": environment.globals["namespace"],
-        "range": environment.globals["range"],
-        "dict": dict,
-        "cycler": environment.globals["cycler"],
-        "joiner": environment.globals["joiner"],
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-    }
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     source = environment.compile(template, filename=_NAME)
+    tick()
     return environment.template_class.from_code(environment, source, environment.globals)
 
 
@@ -117,13 +112,15 @@ def _raise_exception(message: object) -> None:
 
 
 def _strftime_now(pattern: str) -> str:
+    if len(pattern) > MAX_DATE_CHARS:  # the C library fills fields up to any width, to 256 times the pattern
+        raise TemplateLimitError(f"it formats a date to {len(pattern)} characters, at most {MAX_DATE_CHARS}")
     return datetime.now().strftime(pattern)
 
 
 def _said(error: Exception) -> str:
     """One line: what went wrong, and where."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    what = lines[0] if lines else type(error).__name__
+    what = lines[0][:MAX_SAID_CHARS] if lines else type(error).__name__
     if isinstance(error, TemplateError):
         return f"the chat template refuses the conversation: {what}"
     line = error.lineno if isinstance(error, jinja2.TemplateSyntaxError) else _line_of(error)
@@ -194,7 +191,7 @@ def _shows(template: str, messages: list[dict[str, Any]]) -> bool:
     context = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": False}
     try:
         return _PROBE in _run(template, {**context, "bos_token": "", "eos_token": "", "pad_token": ""})
-    except (TemplateLimitError, RecursionError, PromptError):
+    except (TemplateLimitError, RecursionError, MemoryError, PromptError):
         raise
     except Exception:  # it refuses this shape
         return False
