@@ -27,6 +27,7 @@ from staticllm.pipelines.loader import (
     phase_properties,
     prepare,
     program_layout,
+    with_rows,
 )
 from staticllm.pipelines.manifest import LAYOUT_FIELDS, Manifest, shape_to_json
 
@@ -64,7 +65,9 @@ def job_of(
     """
     is_encrypted = config.weights_decryption_callback is not None
     directory = check_model_dir(models_path, False, config.weights_path, is_encrypted)
-    return Job(directory, check_device(get_core(), device), config, on_progress)
+    core, name = get_core(), check_device(get_core(), device)
+    row_type = config.kv_cache_precision or default_row_type(core, name, *phase_properties(name, config).values())
+    return Job(directory, name, with_rows(config, directory, row_type), on_progress)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ _BACKENDS = ("SDPA", "PA")
 _LOG_LEVELS = {"ERR": "LOG_ERROR", "NO": "LOG_NONE"}
 _DEFAULTS = genai.SchedulerConfig()
 _OTHER_TOKENS = ("use_cache_eviction", "use_sparse_attention")
-_WITHOUT_MEANING = ("cache_size", "max_num_batched_tokens", "num_linear_attention_blocks", "cache_interval_multiplier")
+_WITHOUT_MEANING = ("max_num_batched_tokens", "num_linear_attention_blocks", "cache_interval_multiplier")
 _REMEDIES = {
-    "cache_size": "memory is counted in rows (KV_ROWS)",
     "max_num_batched_tokens": "the sizes of steps are chosen by measured cost (PREFILL_ROWS bounds them)",
 }
 
@@ -110,6 +109,8 @@ def _scheduler_config(properties: dict[Any, Any], value: object) -> None:
         asked["MAX_NUM_SEQS"] = min(value.max_num_seqs, MAX_SLOTS)
     if value.num_kv_blocks:
         asked["KV_ROWS"] = max(value.num_kv_blocks * BLOCK_ROWS, _longest(properties))
+    elif value.cache_size and "KV_ROWS" not in properties:
+        asked["KV_CACHE_GB"] = value.cache_size
     properties.update({name: choice for name, choice in asked.items() if name not in properties})
     notes = [f"{name} ({_REMEDIES.get(name, 'there is nothing like it')})" for name in _unused(value)]
     if value.max_num_seqs > MAX_SLOTS and "MAX_NUM_SEQS" in asked:

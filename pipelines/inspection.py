@@ -11,7 +11,7 @@ from staticllm.core import ModelShape
 from staticllm.devices import check_known
 from staticllm.kvcache.step import buffer_bytes
 from staticllm.model_dir import MODEL_XML
-from staticllm.pipelines.loader import Layout, prepare
+from staticllm.pipelines.loader import Layout, prepare, with_rows
 from staticllm.pipelines.programs import first_variants
 
 
@@ -23,6 +23,7 @@ def inspect_model(models_path: str | os.PathLike[str], device: str, config: Stat
     """
     _, layout = prepare(models_path, device, config, check=check_known)
     shape = layout.lowered.shape
+    config = with_rows(config, Path(models_path), layout.options.row_type)
     num_rows = config.num_kv_rows(layout.options.mode)
     bytes_a_token = shape.row_bytes
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,16 @@ import openvino as ov
 from staticllm.compiler_passes.keep_small_constants import keep_small_constants
 from staticllm.compiler_passes.lower import LoweredModel, LoweringOptions, lower
 from staticllm.config import StaticLLMConfig
-from staticllm.core import ModelShape, Phase, ProgramLayout, ProgramMode, ProgressEvent, Variant
+from staticllm.core import (
+    ROW_TYPE_BYTES,
+    ModelShape,
+    Phase,
+    ProgramLayout,
+    ProgramMode,
+    ProgressEvent,
+    RowType,
+    Variant,
+)
 from staticllm.devices import (
     check_device,
     default_mode,
@@ -27,7 +36,7 @@ from staticllm.devices import (
 from staticllm.errors import ConfigError
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
-from staticllm.model_dir import check_model_dir, read_model, weights_size
+from staticllm.model_dir import check_model_dir, read_model, row_shapes, weights_size
 from staticllm.pipelines.calibration import calibrated
 from staticllm.pipelines.costs import CostTable
 from staticllm.pipelines.programs import BoundPrograms, CompileOptions, bind, compile_programs, first_variants
@@ -35,6 +44,7 @@ from staticllm.pipelines.runner import ModelRunner
 from staticllm.pipelines.variants import choose_variants
 
 OnProgress = Callable[[ProgressEvent], None]
+MAX_ROWS = 1 << 24
 LONG_SECONDS = 0.25  # a variant of a shared program that would run longer than this is not warmed up
 NEAR_ROWS, FAR_ROWS, FAR_CAPACITY = (1, 4, 16, 64, 256), (1, 4, 64), 1024  # sizes from which all costs are estimated
 SMALL_WEIGHTS, LARGE_WEIGHTS = 256 << 20, 1 << 30  # bytes; less than the second may be there twice
@@ -82,6 +92,7 @@ def prepare(
     row_type = config.kv_cache_precision or default_row_type(core, device, *properties.values())
     decrypt = config.weights_decryption_callback
     path = check_model_dir(models_path, False, config.weights_path, decrypt is not None)
+    config = with_rows(config, path, row_type)
     model = read_model(core, path, config.weights_path, decrypt)
     if for_blobs:
         keep_small_constants(model)
@@ -96,6 +107,19 @@ def prepare(
     on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - start))
     options = CompileOptions(device, layout, row_type, parts)
     return core, Layout(lowered, options, variants)
+
+
+def with_rows(config: StaticLLMConfig, directory: Path, row_type: RowType) -> StaticLLMConfig:
+    """The config with ``KV_CACHE_GB`` as a number of rows of this model: one longest sequence at least."""
+    if config.kv_cache_gb is None:
+        return config
+    item = ROW_TYPE_BYTES[row_type]
+    scales = 2 * ROW_TYPE_BYTES["f32"] if row_type == "u8" else 0
+    row_bytes = sum(heads * (size * item + scales) for heads, size in row_shapes(directory))
+    rows = int(config.kv_cache_gb * 1e9) // row_bytes if row_bytes else 0
+    kv_rows = min(max(rows, config.capacity), MAX_ROWS)
+    asked = frozenset({*(config.asked or ()), "kv_rows"}) - {"kv_cache_gb"}
+    return replace(config, kv_cache_gb=None, kv_rows=kv_rows, asked=asked)
 
 
 def make_runner(

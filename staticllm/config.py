@@ -46,6 +46,7 @@ class StaticLLMConfig:
         max_num_seqs: Requests that decode together, None for 16, or 4 where each program is a blob (``MAX_NUM_SEQS``).
         kv_rows: Rows that all requests share, None for those of 4 longest sequences, or 2 where each program is a blob
             (``KV_ROWS``).
+        kv_cache_gb: The memory of those rows, GB, in place of their number; at least one longest sequence (``KV_CACHE_GB``).
         parked_rows: Rows that may wait in host memory, of parked requests and of conversations kept for their prefix;
             None for 16 longest sequences (``PARKED_ROWS``).
         max_waiting: Requests that may wait; one more is refused with ``BusyError`` (``MAX_WAITING``).
@@ -87,6 +88,7 @@ class StaticLLMConfig:
     prefix_caching: bool = True
     max_num_seqs: int | None = None
     kv_rows: int | None = None
+    kv_cache_gb: float | None = None
     parked_rows: int | None = None
     max_waiting: int = 128
     scheduler: Literal["dynamic", "fcfs", "prefill_first", "decode_first", "chunked"] = "dynamic"
@@ -177,6 +179,13 @@ class StaticLLMConfig:
                 f"KV_ROWS={self.kv_rows}: one sequence can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {self.capacity} rows; "
                 "raise it or lower a length"
             )
+        size = self.kv_cache_gb
+        if size is not None and (
+            isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < MAX_LEN
+        ):
+            raise ConfigError(f"KV_CACHE_GB={size!r}: must be a number of GB, more than 0")
+        if size is not None and self.kv_rows is not None:
+            raise ConfigError(f"KV_CACHE_GB={size} and KV_ROWS={self.kv_rows}: both size the same memory, give one")
         _one_of("SCHEDULER", self.scheduler, SCHEDULERS)
         for name in ("ttft_ms", "tpot_ms"):
             object.__setattr__(self, name, _milliseconds(name.upper(), getattr(self, name)))

@@ -56,6 +56,14 @@ class IrFile:
 
     constants: dict[Key, Constant] = field(default_factory=dict)
     inputs: dict[Key, list[tuple[int, str]]] = field(default_factory=dict)
+    states: dict[str, tuple[int | None, ...]] = field(default_factory=dict)
+    """Shape of each state by its variable; None for a size that grows or is open."""
+
+    @property
+    def row_shapes(self) -> list[tuple[int, int]]:
+        """Heads and head size of each state that grows by a row per token: ``[batch, heads, rows, head_dim]``."""
+        shapes = [shape for shape in self.states.values() if len(shape) == 4]
+        return [(heads, size) for batch, heads, rows, size in shapes if batch is None is rows and heads and size]
 
     @property
     def num_weight_bytes(self) -> int:
@@ -112,6 +120,8 @@ class _Reader:
             self._missing = set(_NEEDED.get(attributes.get("type", ""), ()))
         elif name == "data" and self._missing:
             self._missing -= attributes.keys()
+            if "variable_id" in attributes and "variable_shape" in attributes:
+                self.found.states[attributes["variable_id"]] = _open_shape(attributes["variable_shape"])
         elif name == "data" and "offset" in attributes:
             self.found.constants[self._graphs[-1], self._layer] = _constant(attributes)
         elif name == "edge" and "to-layer" in attributes:
@@ -140,6 +150,13 @@ def _constant(attributes: dict[str, str]) -> Constant:
     if item is not None and math.prod(sizes) * item != constant.size:
         raise IrError(f"has a constant {constant.element_type}{list(sizes)} of {constant.size} bytes")
     return constant
+
+
+def _open_shape(text: str) -> tuple[int | None, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    return tuple(
+        int(part) if part.isascii() and part.isdecimal() and len(part) <= MAX_DIGITS else None for part in parts
+    )
 
 
 def _number(text: str) -> int:

@@ -56,13 +56,29 @@ def test_a_scheduler_config_is_mapped():
     }
     own = {"MAX_NUM_SEQS": 2, "MAX_PROMPT_LEN": 4096, "scheduler_config": scheduler(max_num_seqs=3, num_kv_blocks=1)}
     assert from_genai(own) == {"MAX_NUM_SEQS": 2, "MAX_PROMPT_LEN": 4096, "KV_ROWS": 4224, "PREFIX_CACHING": False}
-    with pytest.warns(UserWarning, match="cache_size") as caught:
-        from_genai({"scheduler_config": scheduler(cache_size=2, max_num_batched_tokens=512)})
-    assert len(caught) == 1 and "max_num_batched_tokens" in str(caught[0].message)
+    with pytest.warns(UserWarning, match="max_num_batched_tokens") as caught:
+        found = from_genai({"scheduler_config": scheduler(cache_size=2, max_num_batched_tokens=512)})
+    assert len(caught) == 1 and found["KV_CACHE_GB"] == 2
     with pytest.raises(ConfigError, match="use_cache_eviction"):
         from_genai({"scheduler_config": scheduler(use_cache_eviction=True)})
     with pytest.raises(ConfigError, match="must be an"):
         from_genai({"scheduler_config": {}})
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "demo"])
+def test_a_cache_size_becomes_rows_of_the_model(name, model_path):
+    """As many as the arena has room for, by its own count of bytes; one longest sequence at least."""
+    options = {"MAX_PROMPT_LEN": 32, "MIN_RESPONSE_LEN": 16, "KV_CACHE_PRECISION": "f32"}
+    with StaticLLMPipeline(model_path(name), KV_CACHE_GB=0.004, **options) as pipe:
+        arena = pipe.engine.runner.cache.arena
+        bytes_per_row = arena.num_bytes / arena.max_capacity
+        assert pipe.config.kv_rows == arena.max_capacity == int(0.004e9 // bytes_per_row) > 48
+        assert pipe.generate(np.arange(10, 20), max_new_tokens=2, ignore_eos=True).tokens
+    with StaticLLMPipeline(model_path(name), KV_CACHE_GB=1e-9, **options) as pipe:
+        assert pipe.config.kv_rows == 48
+    for bad in ({"KV_CACHE_GB": 0}, {"KV_CACHE_GB": "2"}, {"KV_CACHE_GB": 1, "KV_ROWS": 64}):
+        with pytest.raises(ConfigError, match="KV_CACHE_GB"):
+            StaticLLMPipeline(model_path(name), **options, **bad)
 
 
 def test_names_and_values_of_properties_become_plain():
