@@ -38,6 +38,7 @@ def test_is_known():
 """
 
 
+@pytest.mark.slow
 def test_the_table_counts_what_happened(root, tmp_path):
     folder = tmp_path / "tests" / "python_tests"
     (folder / "utils").mkdir(parents=True)

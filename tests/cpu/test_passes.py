@@ -39,7 +39,10 @@ PAST, NEW = 40, 6
 core = ov.Core()
 
 
-@pytest.fixture(params=MODELS)
+QUICK = ("llama", "gemma2", "bloom")
+
+
+@pytest.fixture(params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
 def model(request, zoo):
     return core.read_model(zoo / request.param / "openvino_model.xml")
 

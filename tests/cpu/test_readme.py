@@ -19,6 +19,7 @@ def snippets(root, page):
     return re.findall(r"```python\n(.*?)```", (root / page).read_text(encoding="utf-8"), re.S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "number"), [(page, number) for page, count in PAGES.items() for number in range(count)]
 )
