@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 TESTS = """
 import os
 import openvino_genai as genai
