@@ -7,6 +7,7 @@ import warnings
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mailboxes import letters_of
 
 from staticllm.core import MaskKind, Variant
 from staticllm.errors import BusyError, ClosedError, NumericalError
@@ -25,13 +26,6 @@ from staticllm.testing import (
 )
 
 MASKS = (MaskKind(), MaskKind(9))
-
-
-def letters_of(request):
-    letters = []
-    while (letter := request.mailbox.get(0)) is not None:
-        letters.append(letter)
-    return letters
 
 
 def reason_of(request):

@@ -1,15 +1,12 @@
 """The engine over the fake device when something fails: it ends the request that it belongs to, and no other."""
 
 import pytest
+from mailboxes import letters_of
 
 from staticllm.errors import DeviceError, NumericalError
 from staticllm.kvcache import cache as cache_module
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import POISON, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
-
-
-def letters_of(request):
-    return list(iter(lambda: request.mailbox.get(0), None))
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

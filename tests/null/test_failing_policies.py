@@ -7,6 +7,7 @@ import warnings
 from dataclasses import replace
 
 import pytest
+from mailboxes import letters_of
 
 from staticllm.errors import ConfigError, DeviceError
 from staticllm.pipelines.scheduling import planner as planner_module
@@ -21,10 +22,6 @@ from staticllm.testing import (
     fake_request,
     run_to_end,
 )
-
-
-def letters_of(request):
-    return list(iter(lambda: request.mailbox.get(0), None))
 
 
 class Raises:

@@ -1,0 +1,6 @@
+"""What an engine has put into a request's mailbox."""
+
+
+def letters_of(request):
+    """All tokens so far, and the end if it has come."""
+    return list(iter(lambda: request.mailbox.get(0), None))
