@@ -27,15 +27,10 @@ from staticllm.pipelines.arguments import (
 )
 from staticllm.pipelines.background import Background
 from staticllm.pipelines.chat_session import ChatSession
-from staticllm.pipelines.delivery import Answer, Arrival, Delivery, metrics_of
 from staticllm.pipelines.engine import Engine
 from staticllm.pipelines.generation_options import limit_of
-from staticllm.pipelines.handle import GenerationHandle
 from staticllm.pipelines.identity import model_identity
-from staticllm.pipelines.inputs import Prompt, check_ids, form_of
-from staticllm.pipelines.intake import Call, Intake
 from staticllm.pipelines.launch import launch
-from staticllm.pipelines.outcome import Outcome, results_of
 from staticllm.pipelines.overflow import shorten
 from staticllm.pipelines.profiler import Stats
 from staticllm.pipelines.request import Request
@@ -43,7 +38,12 @@ from staticllm.pipelines.sampler import Sampler
 from staticllm.pipelines.saved_rows import load_rows, save_rows
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.scheduling.view import Policy
-from staticllm.pipelines.streamers import REASONS, TokenSink, check_callback, make_sink
+from staticllm.pipelines.text.handle import GenerationHandle
+from staticllm.pipelines.text.input_processor import Call, Intake
+from staticllm.pipelines.text.outcome import Outcome, results_of
+from staticllm.pipelines.text.output_processor import Answer, Arrival, Delivery, metrics_of
+from staticllm.pipelines.text.streamers import REASONS, TokenSink, check_callback, make_sink
+from staticllm.pipelines.text.tokenization import Prompt, check_ids, form_of
 from staticllm.pipelines.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.weights_watch import watch_of
 

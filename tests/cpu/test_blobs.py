@@ -127,7 +127,8 @@ import json, random, shutil, sys
 from pathlib import Path
 from staticllm import StaticLLMConfig
 from staticllm.errors import StaticLLMError
-from staticllm.pipelines import blob_export, start
+from staticllm.pipelines import blob_export
+from staticllm.pipelines import start
 
 model, blobs, scratch = map(Path, sys.argv[1:])
 random.seed(0)

@@ -13,8 +13,8 @@ import pytest
 
 from staticllm import StaticLLMPipeline, demo_model_path
 from staticllm.errors import PromptError
-from staticllm.pipelines import template_bounds
-from staticllm.pipelines.chat_template import MAX_TEMPLATE_CHARS, render
+from staticllm.pipelines.text import template_bounds
+from staticllm.pipelines.text.chat_template import MAX_TEMPLATE_CHARS, render
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -195,8 +195,8 @@ MEMORY = {
 }
 CHILD = """
 import json, sys, time
-from staticllm.pipelines import template_bounds
-from staticllm.pipelines.chat_template import render
+from staticllm.pipelines.text import template_bounds
+from staticllm.pipelines.text.chat_template import render
 name, template = json.loads(sys.stdin.readline())
 if sys.platform == "linux":
     import resource

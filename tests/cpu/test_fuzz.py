@@ -112,8 +112,8 @@ def _used(what, folder):
     from staticllm.devices import get_core
     from staticllm.model_dir import check_model_dir, read_model
     from staticllm.pipelines.arguments import read_generation_config, read_tokenizer
-    from staticllm.pipelines.inputs import encode_text
-    from staticllm.pipelines.intake import Intake
+    from staticllm.pipelines.text.input_processor import Intake
+    from staticllm.pipelines.text.tokenization import encode_text
 
     try:
         check_model_dir(folder)

@@ -110,7 +110,7 @@ def test_what_is_tested_without_a_device_needs_no_openvino(root):
         "staticllm.testing",
         "staticllm.cli",
         "staticllm.pipelines.sampler",
-        "staticllm.pipelines.text_stream",
+        "staticllm.pipelines.text.detokenizer",
     ]
     code = f"import sys, {', '.join(modules)}; sys.exit('openvino' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,9 +3,9 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staticllm.pipelines.delivery import Delivery
 from staticllm.pipelines.request import Token
-from staticllm.pipelines.text_stream import TextStream
+from staticllm.pipelines.text.detokenizer import TextStream
+from staticllm.pipelines.text.output_processor import Delivery
 
 
 def decode(tokens):

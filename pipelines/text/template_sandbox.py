@@ -18,9 +18,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 
-from staticllm.pipelines import template_bounds as bounds
-from staticllm.pipelines.template_bounds import TemplateLimitError, budget, listed, made, tick
-from staticllm.pipelines.template_operations import (
+from staticllm.pipelines.text import template_bounds as bounds
+from staticllm.pipelines.text.template_bounds import TemplateLimitError, budget, listed, made, tick
+from staticllm.pipelines.text.template_operations import (
     FILTER_CHECKS,
     FILTERS,
     ITERATING,

@@ -12,7 +12,7 @@ import openvino as ov
 import openvino_genai as genai
 
 from staticllm.errors import ModelError, PromptError, PromptTooLongError, last_line
-from staticllm.pipelines.chat_template import render
+from staticllm.pipelines.text.chat_template import render
 
 Form = Literal["text", "texts", "history", "tokens"]
 

@@ -9,8 +9,8 @@ from operator import add
 from typing import Any
 
 from staticllm.metrics import PerfMetrics
-from staticllm.pipelines.delivery import Answer
-from staticllm.pipelines.inputs import Form
+from staticllm.pipelines.text.output_processor import Answer
+from staticllm.pipelines.text.tokenization import Form
 from staticllm.results import DecodedResults, EncodedResults, GeneratedText
 
 
