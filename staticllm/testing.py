@@ -29,9 +29,9 @@ from staticllm.core import MaskKind, ModelShape, RecurrentState, RowState, Varia
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.pipelines.engine import Engine
+from staticllm.pipelines.generation.sampler import Sampler, SamplingParams
 from staticllm.pipelines.request import Request
 from staticllm.pipelines.runner import ModelRunner
-from staticllm.pipelines.sampler import Sampler, SamplingParams
 from staticllm.pipelines.scheduling.book import Limits
 from staticllm.pipelines.scheduling.view import Policy
 from staticllm.pipelines.tenancy import EngineOptions

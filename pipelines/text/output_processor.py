@@ -14,7 +14,7 @@ from staticllm.pipelines.request import Request, Token
 from staticllm.pipelines.text.detokenizer import TextStream
 
 if TYPE_CHECKING:
-    from staticllm.pipelines.generation_options import GenerationOptions
+    from staticllm.pipelines.generation.options import GenerationOptions
 
 
 @dataclass

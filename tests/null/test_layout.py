@@ -109,7 +109,7 @@ def test_what_is_tested_without_a_device_needs_no_openvino(root):
         "staticllm",
         "staticllm.testing",
         "staticllm.cli",
-        "staticllm.pipelines.sampler",
+        "staticllm.pipelines.generation.sampler",
         "staticllm.pipelines.text.detokenizer",
     ]
     code = f"import sys, {', '.join(modules)}; sys.exit('openvino' in sys.modules)"

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from staticllm.pipelines.sampler import BLOCK, Sampler, SamplingParams, _draw_any, candidate_distribution
+from staticllm.pipelines.generation.sampler import BLOCK, Sampler, SamplingParams, _draw_any, candidate_distribution
 
 VOCAB = 50
 
