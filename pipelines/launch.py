@@ -13,7 +13,7 @@ from staticllm.core import ProgressEvent, Variant
 from staticllm.errors import DeviceError
 from staticllm.model_dir import max_positions
 from staticllm.pipelines.background import Background
-from staticllm.pipelines.engine import Engine
+from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.loader import OnProgress
 from staticllm.pipelines.scheduling.view import Policy
 from staticllm.pipelines.start import Loaded, Rest, load, make_engine, options_of

@@ -27,15 +27,15 @@ from staticllm.pipelines.arguments import (
 )
 from staticllm.pipelines.background import Background
 from staticllm.pipelines.chat_session import ChatSession
-from staticllm.pipelines.engine import Engine
+from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.engine.kv_snapshot import load_rows, save_rows
+from staticllm.pipelines.engine.overflow import shorten
+from staticllm.pipelines.engine.request import Request
 from staticllm.pipelines.generation.options import limit_of
 from staticllm.pipelines.generation.sampler import Sampler
 from staticllm.pipelines.identity import model_identity
 from staticllm.pipelines.launch import launch
-from staticllm.pipelines.overflow import shorten
 from staticllm.pipelines.profiler import Stats
-from staticllm.pipelines.request import Request
-from staticllm.pipelines.saved_rows import load_rows, save_rows
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.scheduling.view import Policy
 from staticllm.pipelines.text.handle import GenerationHandle

@@ -44,7 +44,8 @@ from staticllm.pipelines.blob_set import (
     read_steadily,
     remove_set,
 )
-from staticllm.pipelines.engine import Engine
+from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.engine.kv_manager import EngineOptions
 from staticllm.pipelines.identity import Identity
 from staticllm.pipelines.loader import (
     Layout,
@@ -62,7 +63,6 @@ from staticllm.pipelines.programs import CompileOptions
 from staticllm.pipelines.runner import ModelRunner
 from staticllm.pipelines.scheduling.book import Limits
 from staticllm.pipelines.scheduling.view import Policy
-from staticllm.pipelines.tenancy import EngineOptions
 from staticllm.pipelines.variants import first_to_serve
 
 DEFAULT_BLOB = "openvino_model.blob"

@@ -12,7 +12,7 @@ from typing import Any
 
 from staticllm.core import FinishReason
 from staticllm.errors import StaticLLMError
-from staticllm.pipelines.request import End, Request, Token
+from staticllm.pipelines.engine.request import End, Request, Token
 from staticllm.pipelines.text.outcome import Outcome
 from staticllm.pipelines.text.output_processor import Answer, Delivery, Piece
 from staticllm.pipelines.threads import check_process, start_thread

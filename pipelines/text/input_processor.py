@@ -11,8 +11,8 @@ import numpy as np
 import openvino_genai as genai
 
 from staticllm.errors import GenerationConfigError, ModelError, last_line
+from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule
 from staticllm.pipelines.generation.options import GenerationOptions, copy_config, resolve
-from staticllm.pipelines.overflow import OverflowRule, overflow_rule
 from staticllm.pipelines.text.detokenizer import TextStream
 from staticllm.pipelines.text.tokenization import Form, Prompt, encode_messages, encode_text, token_ids
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from staticllm.core import FinishReason
 from staticllm.metrics import MICRO, PerfMetrics
-from staticllm.pipelines.request import Request, Token
+from staticllm.pipelines.engine.request import Request, Token
 from staticllm.pipelines.text.detokenizer import TextStream
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from mailboxes import letters_of
 
 from staticllm.core import MaskKind, Variant
 from staticllm.errors import BusyError, ClosedError, NumericalError
-from staticllm.pipelines.request import End, Token
+from staticllm.pipelines.engine.request import End, Token
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.pipelines.scheduling.view import Plan
 from staticllm.testing import (

@@ -9,7 +9,7 @@ from staticllm.core import Variant
 from staticllm.kvcache.cache import StoredRows
 from staticllm.kvcache.saving import load, save
 from staticllm.kvcache.shelf import Shelf
-from staticllm.pipelines.overflow import shorten
+from staticllm.pipelines.engine.overflow import shorten
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import (
     FAKE_VARIANTS,

@@ -9,7 +9,7 @@ import pytest
 from staticllm.core import Variant
 from staticllm.kvcache import prefix
 from staticllm.kvcache.cache import RowsCopy
-from staticllm.pipelines.request import Token
+from staticllm.pipelines.engine.request import Token
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import FakeProgram, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
 

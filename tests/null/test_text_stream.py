@@ -3,7 +3,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staticllm.pipelines.request import Token
+from staticllm.pipelines.engine.request import Token
 from staticllm.pipelines.text.detokenizer import TextStream
 from staticllm.pipelines.text.output_processor import Delivery
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from staticllm.core import FinishReason
 from staticllm.kvcache.sequence import Sequence
+from staticllm.pipelines.engine.overflow import OverflowRule
 from staticllm.pipelines.generation.sampler import Logits, Sampler
-from staticllm.pipelines.overflow import OverflowRule
 
 _numbers = count(1)
 

@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 
 from staticllm.core import FinishReason
 from staticllm.errors import BusyError, ClosedError, DeviceError, as_ours
-from staticllm.pipelines.batch import BatchBuilder, Part
+from staticllm.pipelines.engine.batch import BatchBuilder, Part
+from staticllm.pipelines.engine.kv_manager import EngineOptions, Tenancy, make_tenancy
+from staticllm.pipelines.engine.quarantine import Quarantine
+from staticllm.pipelines.engine.request import Request
 from staticllm.pipelines.profiler import HostTimes, Profiler, RequestRecord, StepRecord
-from staticllm.pipelines.quarantine import Quarantine
-from staticllm.pipelines.request import Request
 from staticllm.pipelines.runner import Logits, ModelRunner, not_finite
 from staticllm.pipelines.scheduling.book import Book, Entry
 from staticllm.pipelines.scheduling.planner import NoPlanError, Planner
 from staticllm.pipelines.scheduling.view import Device, Plan, Policy
-from staticllm.pipelines.tenancy import EngineOptions, Tenancy, make_tenancy
 from staticllm.pipelines.threads import check_process, start_thread
 
 Result = TypeVar("Result")

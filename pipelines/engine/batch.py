@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from staticllm.kvcache.step import Segment
-from staticllm.pipelines.quarantine import Quarantine
-from staticllm.pipelines.request import Request
+from staticllm.pipelines.engine.kv_manager import Tenancy
+from staticllm.pipelines.engine.quarantine import Quarantine
+from staticllm.pipelines.engine.request import Request
 from staticllm.pipelines.runner import ModelRunner
 from staticllm.pipelines.scheduling.book import Book
 from staticllm.pipelines.scheduling.planner import NoPlanError
 from staticllm.pipelines.scheduling.view import Plan
-from staticllm.pipelines.tenancy import Tenancy
 
 
 @dataclass(frozen=True)

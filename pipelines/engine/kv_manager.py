@@ -9,8 +9,8 @@ from staticllm.kvcache.cache import KVCache, StoredRows
 from staticllm.kvcache.prefix import PrefixCache
 from staticllm.kvcache.sequence import Sequence
 from staticllm.kvcache.shelf import Shelf
-from staticllm.pipelines.overflow import shorten
-from staticllm.pipelines.request import Request
+from staticllm.pipelines.engine.overflow import shorten
+from staticllm.pipelines.engine.request import Request
 from staticllm.pipelines.scheduling.book import Book, Limits
 
 
