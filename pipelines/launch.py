@@ -15,7 +15,7 @@ from staticllm.model_dir import max_positions
 from staticllm.pipelines.background import Background
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.loader import OnProgress
-from staticllm.pipelines.scheduling.view import Policy
+from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.start import Loaded, Rest, load, make_engine, options_of
 from staticllm.pipelines.trial import random_feeds, run_apart
 

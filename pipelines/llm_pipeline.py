@@ -36,8 +36,8 @@ from staticllm.pipelines.generation.sampler import Sampler
 from staticllm.pipelines.identity import model_identity
 from staticllm.pipelines.launch import launch
 from staticllm.pipelines.profiler import Stats
+from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
-from staticllm.pipelines.scheduling.view import Policy
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.input_processor import Call, Intake
 from staticllm.pipelines.text.outcome import Outcome, results_of

@@ -61,8 +61,8 @@ from staticllm.pipelines.loader import (
 from staticllm.pipelines.manifest import Manifest, shape_from_json
 from staticllm.pipelines.programs import CompileOptions
 from staticllm.pipelines.runner import ModelRunner
-from staticllm.pipelines.scheduling.book import Limits
-from staticllm.pipelines.scheduling.view import Policy
+from staticllm.pipelines.scheduling.interface import Policy
+from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.variants import first_to_serve
 
 DEFAULT_BLOB = "openvino_model.blob"

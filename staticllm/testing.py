@@ -33,8 +33,8 @@ from staticllm.pipelines.engine.kv_manager import EngineOptions
 from staticllm.pipelines.engine.request import Request
 from staticllm.pipelines.generation.sampler import Sampler, SamplingParams
 from staticllm.pipelines.runner import ModelRunner
-from staticllm.pipelines.scheduling.book import Limits
-from staticllm.pipelines.scheduling.view import Policy
+from staticllm.pipelines.scheduling.interface import Policy
+from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.variants import first_to_serve
 
 CAUSAL = MaskKind()

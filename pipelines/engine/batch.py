@@ -11,9 +11,9 @@ from staticllm.pipelines.engine.kv_manager import Tenancy
 from staticllm.pipelines.engine.quarantine import Quarantine
 from staticllm.pipelines.engine.request import Request
 from staticllm.pipelines.runner import ModelRunner
-from staticllm.pipelines.scheduling.book import Book
+from staticllm.pipelines.scheduling.interface import Plan
 from staticllm.pipelines.scheduling.planner import NoPlanError
-from staticllm.pipelines.scheduling.view import Plan
+from staticllm.pipelines.scheduling.request_table import Book
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from staticllm.pipelines.engine.quarantine import Quarantine
 from staticllm.pipelines.engine.request import Request
 from staticllm.pipelines.profiler import HostTimes, Profiler, RequestRecord, StepRecord
 from staticllm.pipelines.runner import Logits, ModelRunner, not_finite
-from staticllm.pipelines.scheduling.book import Book, Entry
+from staticllm.pipelines.scheduling.interface import Device, Plan, Policy
 from staticllm.pipelines.scheduling.planner import NoPlanError, Planner
-from staticllm.pipelines.scheduling.view import Device, Plan, Policy
+from staticllm.pipelines.scheduling.request_table import Book, Entry
 from staticllm.pipelines.threads import check_process, start_thread
 
 Result = TypeVar("Result")

@@ -11,7 +11,7 @@ from staticllm.kvcache.sequence import Sequence
 from staticllm.kvcache.shelf import Shelf
 from staticllm.pipelines.engine.overflow import shorten
 from staticllm.pipelines.engine.request import Request
-from staticllm.pipelines.scheduling.book import Book, Limits
+from staticllm.pipelines.scheduling.request_table import Book, Limits
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from staticllm.pipelines.scheduling.interface import Plan, View
 from staticllm.pipelines.scheduling.moves import (
     begun_first,
     chunk_of,
@@ -11,7 +12,6 @@ from staticllm.pipelines.scheduling.moves import (
     with_prefill,
 )
 from staticllm.pipelines.scheduling.packing import pack
-from staticllm.pipelines.scheduling.view import Plan, View
 
 
 class DecodeFirst:

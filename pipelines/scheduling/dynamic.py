@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from staticllm.pipelines.scheduling.interface import Device, Plan, RequestView, View
 from staticllm.pipelines.scheduling.moves import (
     begun_first,
     chunk_of,
@@ -13,7 +14,6 @@ from staticllm.pipelines.scheduling.moves import (
     with_prefill,
 )
 from staticllm.pipelines.scheduling.packing import pack
-from staticllm.pipelines.scheduling.view import Device, Plan, RequestView, View
 
 GAP_STEPS, GAP_SECONDS = 8, 0.1
 """Without a target for TPOT nobody waits longer for a token than so many decode steps, or than a reader notices."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from staticllm.pipelines.scheduling.view import Plan, RequestView, View
+from staticllm.pipelines.scheduling.interface import Plan, RequestView, View
 from staticllm.pipelines.variants import plan_chunks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from staticllm.core import Variant
-from staticllm.pipelines.scheduling.view import Plan, RequestView, View
+from staticllm.pipelines.scheduling.interface import Plan, RequestView, View
 
 
 def pack(view: View, backlog: Iterable[RequestView], plan: Plan, variant: Variant) -> list[tuple[int, int]]:

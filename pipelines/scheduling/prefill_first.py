@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from staticllm.pipelines.scheduling.interface import Plan, View
 from staticllm.pipelines.scheduling.moves import begun_first, chunk_of, decode_plan, fits, prefill_by_force
-from staticllm.pipelines.scheduling.view import Plan, View
 
 
 class PrefillFirst:

@@ -10,9 +10,9 @@ from staticllm.core import FinishReason, Variant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.costs import CostTable
 from staticllm.pipelines.profiler import RequestRecord, StepRecord
-from staticllm.pipelines.scheduling.book import Book, Entry, Limits
+from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, View
 from staticllm.pipelines.scheduling.planner import Planner
-from staticllm.pipelines.scheduling.view import Device, Plan, Policy, View
+from staticllm.pipelines.scheduling.request_table import Book, Entry, Limits
 from staticllm.pipelines.simulator.costs import Cost, HostCost
 from staticllm.pipelines.simulator.workload import Arrival
 from staticllm.pipelines.variants import VariantIndex

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgramMode
 from staticllm.errors import ConfigError
-from staticllm.pipelines.scheduling.book import Limits
+from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
-from staticllm.pipelines.scheduling.view import Policy
+from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.simulator.cluster import Cluster, Dispatch, Link, Pool, Run
 from staticllm.pipelines.simulator.costs import Cost, HostCost
 from staticllm.pipelines.simulator.device import DeviceModel

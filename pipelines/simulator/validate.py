@@ -16,7 +16,7 @@ from staticllm.errors import StaticLLMError
 from staticllm.pipelines.costs import CostTable
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.profiler import RequestRecord, StepRecord
-from staticllm.pipelines.scheduling.book import Limits
+from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.simulator.costs import HostCost
 from staticllm.pipelines.simulator.device import DeviceModel
 from staticllm.pipelines.simulator.scenario import Scenario

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import staticllm
 from staticllm import BusyError, ClosedError, GenerationConfigError, PromptError, StaticLLMPipeline
+from staticllm.pipelines.scheduling.interface import Plan
 from staticllm.pipelines.scheduling.planner import POLICIES
-from staticllm.pipelines.scheduling.view import Plan
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 SMALL = {"MAX_PROMPT_LEN": 96, "MIN_RESPONSE_LEN": 64, **EXACT}

@@ -12,8 +12,8 @@ from mailboxes import letters_of
 from staticllm.core import MaskKind, Variant
 from staticllm.errors import BusyError, ClosedError, NumericalError
 from staticllm.pipelines.engine.request import End, Token
+from staticllm.pipelines.scheduling.interface import Plan
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
-from staticllm.pipelines.scheduling.view import Plan
 from staticllm.testing import (
     FAKE_VARIANTS,
     POISON,

@@ -11,9 +11,9 @@ from mailboxes import letters_of
 
 from staticllm.errors import ConfigError, DeviceError
 from staticllm.pipelines.scheduling import planner as planner_module
+from staticllm.pipelines.scheduling.interface import Plan
 from staticllm.pipelines.scheduling.planner import POLICIES, Planner, make_policy
-from staticllm.pipelines.scheduling.rules import IllegalPlanError
-from staticllm.pipelines.scheduling.view import Plan
+from staticllm.pipelines.scheduling.validation import IllegalPlanError
 from staticllm.testing import (
     add_program,
     assert_empty,

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from staticllm.core import Variant
+from staticllm.pipelines.scheduling.interface import Device, Plan, RequestView, View
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
-from staticllm.pipelines.scheduling.rules import IllegalPlanError, check
-from staticllm.pipelines.scheduling.view import Device, Plan, RequestView, View
+from staticllm.pipelines.scheduling.validation import IllegalPlanError, check
 from staticllm.pipelines.variants import VariantIndex
 from staticllm.testing import (
     FAKE_VARIANTS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from staticllm.pipelines.scheduling.view import Plan, RequestView, View
+from staticllm.pipelines.scheduling.interface import Plan, RequestView, View
 
 
 class IllegalPlanError(Exception):

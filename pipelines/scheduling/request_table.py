@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from staticllm.pipelines.scheduling.view import Device, RequestView, State, View
+from staticllm.pipelines.scheduling.interface import Device, RequestView, State, View
 
 
 @dataclass
