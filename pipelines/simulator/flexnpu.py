@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from staticllm.core import Variant
-from staticllm.pipelines.scheduling.dynamic import Dynamic
-from staticllm.pipelines.scheduling.fcfs import Fcfs
+from staticllm.pipelines.scheduling.policies.dynamic import Dynamic
+from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.simulator.cluster import Cluster, Pool, Run
 from staticllm.pipelines.simulator.device import DeviceModel

@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from staticllm.core import Variant
-from staticllm.pipelines.scheduling.dynamic import Dynamic
-from staticllm.pipelines.scheduling.fcfs import Fcfs
 from staticllm.pipelines.scheduling.interface import Policy
+from staticllm.pipelines.scheduling.policies.dynamic import Dynamic
+from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.simulator.cluster import colocated
 from staticllm.pipelines.simulator.device import DeviceModel

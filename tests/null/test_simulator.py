@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.scheduling.fcfs import Fcfs
 from staticllm.pipelines.scheduling.planner import POLICIES
+from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.simulator.cluster import Cluster, Link, Pool
 from staticllm.pipelines.simulator.costs import AnalyticCosts, HostCost, read_costs, write_costs

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from staticllm.pipelines.scheduling.interface import Plan, View
-from staticllm.pipelines.scheduling.moves import begun_first, chunk_of, decode_plan, fits, in_order, prefill_by_force
+from staticllm.pipelines.scheduling.policies.common import (
+    begun_first,
+    chunk_of,
+    decode_plan,
+    fits,
+    in_order,
+    prefill_by_force,
+)
 
 
 class Fcfs:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from staticllm.pipelines.scheduling.interface import Plan, View
-from staticllm.pipelines.scheduling.moves import begun_first, decode_plan, prefill_by_force, with_prefill
-from staticllm.pipelines.scheduling.packing import pack
+from staticllm.pipelines.scheduling.policies.common import begun_first, decode_plan, prefill_by_force, with_prefill
+from staticllm.pipelines.scheduling.policies.packing import pack
 
 TOKEN_BUDGET = 64
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from staticllm.pipelines.scheduling.interface import Device, Plan, RequestView, View
-from staticllm.pipelines.scheduling.moves import (
+from staticllm.pipelines.scheduling.policies.common import (
     begun_first,
     chunk_of,
     decode_plan,
@@ -13,7 +13,7 @@ from staticllm.pipelines.scheduling.moves import (
     prefill_by_force,
     with_prefill,
 )
-from staticllm.pipelines.scheduling.packing import pack
+from staticllm.pipelines.scheduling.policies.packing import pack
 
 GAP_STEPS, GAP_SECONDS = 8, 0.1
 """Without a target for TPOT nobody waits longer for a token than so many decode steps, or than a reader notices."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from staticllm.pipelines.scheduling.interface import Plan, View
-from staticllm.pipelines.scheduling.moves import (
+from staticllm.pipelines.scheduling.policies.common import (
     begun_first,
     chunk_of,
     decode_plan,
@@ -11,7 +11,7 @@ from staticllm.pipelines.scheduling.moves import (
     prefill_by_force,
     with_prefill,
 )
-from staticllm.pipelines.scheduling.packing import pack
+from staticllm.pipelines.scheduling.policies.packing import pack
 
 
 class DecodeFirst:
