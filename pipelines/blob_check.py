@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from staticllm.core import Variant
 from staticllm.errors import BlobError
 from staticllm.pipelines.blob_set import import_blob
-from staticllm.pipelines.trial import random_feeds, run_apart
+from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 
 TOLERANCE = 1e-3
 """Of the range of the program's own answer; they come out equal to the bit."""

@@ -19,7 +19,8 @@ from staticllm.model_dir import check_model_dir, weights_of
 from staticllm.pipelines.blob_check import says_the_same
 from staticllm.pipelines.blob_set import MANIFEST, is_ours, plain, write_set
 from staticllm.pipelines.identity import Identity, layout_identity, machine_identity, model_identity
-from staticllm.pipelines.loader import (
+from staticllm.pipelines.manifest import LAYOUT_FIELDS, Manifest, shape_to_json
+from staticllm.pipelines.programs.build import (
     Layout,
     OnProgress,
     Programs,
@@ -29,7 +30,6 @@ from staticllm.pipelines.loader import (
     program_layout,
     with_rows,
 )
-from staticllm.pipelines.manifest import LAYOUT_FIELDS, Manifest, shape_to_json
 
 WEIGHTS = "WEIGHTS_PATH"  # a property of devices that can leave weights out of blobs
 

@@ -14,10 +14,10 @@ from staticllm.errors import DeviceError
 from staticllm.model_dir import max_positions
 from staticllm.pipelines.background import Background
 from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.loader import OnProgress
+from staticllm.pipelines.programs.build import OnProgress
+from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.start import Loaded, Rest, load, make_engine, options_of
-from staticllm.pipelines.trial import random_feeds, run_apart
 
 PRECISION = "INFERENCE_PRECISION_HINT"
 Candidate = tuple[str, StaticLLMConfig]

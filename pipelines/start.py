@@ -47,7 +47,8 @@ from staticllm.pipelines.blob_set import (
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.kv_manager import EngineOptions
 from staticllm.pipelines.identity import Identity
-from staticllm.pipelines.loader import (
+from staticllm.pipelines.manifest import Manifest, shape_from_json
+from staticllm.pipelines.programs.build import (
     Layout,
     OnProgress,
     Programs,
@@ -58,12 +59,11 @@ from staticllm.pipelines.loader import (
     prepare,
     program_mode,
 )
-from staticllm.pipelines.manifest import Manifest, shape_from_json
-from staticllm.pipelines.programs import CompileOptions
-from staticllm.pipelines.runner import ModelRunner
+from staticllm.pipelines.programs.compile import CompileOptions
+from staticllm.pipelines.programs.model_runner import ModelRunner
+from staticllm.pipelines.programs.variants import first_to_serve
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.request_table import Limits
-from staticllm.pipelines.variants import first_to_serve
 
 DEFAULT_BLOB = "openvino_model.blob"
 GB = 1_000_000_000

@@ -17,10 +17,10 @@ from staticllm.devices import check_device, get_core
 from staticllm.kvcache.step import Segment
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.blob_set import read_manifest, rewrite_manifest
-from staticllm.pipelines.loader import OnProgress, prepare
 from staticllm.pipelines.manifest import Manifest
+from staticllm.pipelines.programs.build import OnProgress, prepare
+from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.reference import EXACT, StatefulReference
-from staticllm.pipelines.runner import ModelRunner
 from staticllm.pipelines.start import load
 
 STEPS, NUM_NEW, GREEDY_PROMPTS = 96, 48, (5, 40, 300)

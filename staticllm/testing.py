@@ -32,10 +32,10 @@ from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.kv_manager import EngineOptions
 from staticllm.pipelines.engine.request import Request
 from staticllm.pipelines.generation.sampler import Sampler, SamplingParams
-from staticllm.pipelines.runner import ModelRunner
+from staticllm.pipelines.programs.model_runner import ModelRunner
+from staticllm.pipelines.programs.variants import first_to_serve
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.request_table import Limits
-from staticllm.pipelines.variants import first_to_serve
 
 CAUSAL = MaskKind()
 VOCAB_SIZE = 997  # a prime, so that every pair matters to the checksum

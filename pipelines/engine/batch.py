@@ -10,7 +10,7 @@ from staticllm.kvcache.step import Segment
 from staticllm.pipelines.engine.kv_manager import Tenancy
 from staticllm.pipelines.engine.quarantine import Quarantine
 from staticllm.pipelines.engine.request import Request
-from staticllm.pipelines.runner import ModelRunner
+from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import Plan
 from staticllm.pipelines.scheduling.planner import NoPlanError
 from staticllm.pipelines.scheduling.request_table import Book

@@ -18,7 +18,7 @@ from staticllm.pipelines.engine.kv_manager import EngineOptions, Tenancy, make_t
 from staticllm.pipelines.engine.quarantine import Quarantine
 from staticllm.pipelines.engine.request import Request
 from staticllm.pipelines.profiler import HostTimes, Profiler, RequestRecord, StepRecord
-from staticllm.pipelines.runner import Logits, ModelRunner, not_finite
+from staticllm.pipelines.programs.model_runner import Logits, ModelRunner, not_finite
 from staticllm.pipelines.scheduling.interface import Device, Plan, Policy
 from staticllm.pipelines.scheduling.planner import NoPlanError, Planner
 from staticllm.pipelines.scheduling.request_table import Book, Entry

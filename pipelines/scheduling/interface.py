@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from staticllm.core import Variant
-from staticllm.pipelines.variants import VariantIndex
+from staticllm.pipelines.programs.variants import VariantIndex
 
 State = Literal["waiting", "prefilling", "running", "parked"]
 

@@ -10,6 +10,7 @@ from itertools import islice
 
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
+from staticllm.pipelines.programs.variants import VariantIndex
 from staticllm.pipelines.scheduling.interface import Plan, Policy, View
 from staticllm.pipelines.scheduling.policies.chunked import Chunked
 from staticllm.pipelines.scheduling.policies.common import alone
@@ -19,7 +20,6 @@ from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.policies.prefill_first import PrefillFirst
 from staticllm.pipelines.scheduling.validation import IllegalPlanError, check
 from staticllm.pipelines.threads import start_thread
-from staticllm.pipelines.variants import VariantIndex
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "dynamic": Dynamic,

@@ -11,7 +11,7 @@ from typing import Any
 
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.costs import CostTable
+from staticllm.pipelines.programs.cost_model import CostTable
 from staticllm.pipelines.whole_file import write_whole
 
 Cost = Callable[[Variant], float]

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.costs import CostTable
 from staticllm.pipelines.profiler import RequestRecord, StepRecord
+from staticllm.pipelines.programs.cost_model import CostTable
+from staticllm.pipelines.programs.variants import VariantIndex
 from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, View
 from staticllm.pipelines.scheduling.planner import Planner
 from staticllm.pipelines.scheduling.request_table import Book, Entry, Limits
 from staticllm.pipelines.simulator.costs import Cost, HostCost
 from staticllm.pipelines.simulator.workload import Arrival
-from staticllm.pipelines.variants import VariantIndex
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from staticllm.core import Variant
+from staticllm.pipelines.programs.variants import VariantIndex
 from staticllm.pipelines.scheduling.policies.dynamic import Dynamic
 from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.request_table import Limits
@@ -23,7 +24,6 @@ from staticllm.pipelines.simulator.cluster import Cluster, Pool, Run
 from staticllm.pipelines.simulator.device import DeviceModel
 from staticllm.pipelines.simulator.summary import steady_rate
 from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst
-from staticllm.pipelines.variants import VariantIndex
 
 PREFILL_INSTANCES, PREFILL_CARDS = 6, 16
 DECODE_INSTANCES, DECODE_CARDS = 2, 144

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from staticllm.core import Variant
+from staticllm.pipelines.programs.variants import VariantIndex
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.policies.dynamic import Dynamic
 from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
@@ -31,7 +32,6 @@ from staticllm.pipelines.simulator.cluster import colocated
 from staticllm.pipelines.simulator.device import DeviceModel
 from staticllm.pipelines.simulator.summary import Summary, summarize
 from staticllm.pipelines.simulator.workload import Lengths, poisson
-from staticllm.pipelines.variants import VariantIndex
 
 NUM_REQUESTS, RATE, SLOTS = 200, 4.0, 4
 SEEDS = (0, 1)

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import StaticLLMError
-from staticllm.pipelines.costs import CostTable
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.profiler import RequestRecord, StepRecord
+from staticllm.pipelines.programs.cost_model import CostTable
 from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.simulator.costs import HostCost
 from staticllm.pipelines.simulator.device import DeviceModel

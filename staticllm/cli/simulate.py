@@ -189,9 +189,9 @@ def _arrivals(options: dict[str, Any], rate: float) -> list[Arrival]:
 
 
 def _model(options: dict[str, Any], arrivals: list[Arrival]) -> DeviceModel:
+    from staticllm.pipelines.programs.variants import VariantIndex
     from staticllm.pipelines.simulator.costs import AnalyticCosts, HostCost, read_costs
     from staticllm.pipelines.simulator.scenario import configured_model, longest, tabled_model
-    from staticllm.pipelines.variants import VariantIndex
 
     for name in ("weights_ms", "row_ms", "attention_us", "host_ms", "transfer_ms", "row_bytes"):
         if not 0 <= options[name] < float("inf"):

@@ -11,8 +11,8 @@ from staticllm import demo_model_path
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core
 from staticllm.pipelines import calibration, loader
-from staticllm.pipelines.calibration import GROUP_SIZE, LARGE_GROUP, PRECISION, calibrated
-from staticllm.pipelines.loader import prepare
+from staticllm.pipelines.programs.autotune import GROUP_SIZE, LARGE_GROUP, PRECISION, calibrated
+from staticllm.pipelines.programs.build import prepare
 
 PHASES = {"prefill": {"PERFORMANCE_HINT": "LATENCY"}, "generate": {"PERFORMANCE_HINT": "LATENCY"}}
 

@@ -12,7 +12,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.kvcache.step import Segment
 from staticllm.model_dir import read_model
-from staticllm.pipelines.loader import compile_all, make_runner, prepare
+from staticllm.pipelines.programs.build import compile_all, make_runner, prepare
 from staticllm.pipelines.reference import StatefulReference
 
 PACKED = Variant(8, 256, 8)

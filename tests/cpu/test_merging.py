@@ -15,8 +15,8 @@ from staticllm.compiler_passes.graph import StepGraph
 from staticllm.compiler_passes.merge_projections import merge_projections
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core
-from staticllm.pipelines import loader
-from staticllm.pipelines.loader import prepare
+from staticllm.pipelines.programs import build as loader
+from staticllm.pipelines.programs.build import prepare
 from staticllm.pipelines.reference import EXACT
 
 SIZE, ROWS = 64, 3

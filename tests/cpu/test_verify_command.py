@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from staticllm.cli import cli
 from staticllm.pipelines import verification
+from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.reference import StatefulReference
-from staticllm.pipelines.runner import ModelRunner
 
 
 def verify(*arguments):

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from staticllm.core import Variant
+from staticllm.pipelines.programs.variants import VariantIndex
 from staticllm.pipelines.scheduling.interface import Device, Plan, RequestView, View
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.pipelines.scheduling.validation import IllegalPlanError, check
-from staticllm.pipelines.variants import VariantIndex
 from staticllm.testing import (
     FAKE_VARIANTS,
     fake_answer,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
+from staticllm.pipelines.programs.variants import VariantIndex
 from staticllm.pipelines.scheduling.planner import POLICIES
 from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.request_table import Limits
@@ -22,7 +23,6 @@ from staticllm.pipelines.simulator.device import DeviceModel
 from staticllm.pipelines.simulator.scenario import Scenario, configured_model, tabled_model
 from staticllm.pipelines.simulator.summary import jain, steady_rate, summarize
 from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst, poisson, read_trace, uniform
-from staticllm.pipelines.variants import VariantIndex
 
 COSTS = AnalyticCosts(weights=0.020, row=0.0005, attention=1e-8, fixed=0.001)
 

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.costs import CostTable
-from staticllm.pipelines.variants import VariantIndex, choose_variants, plan_chunks
+from staticllm.pipelines.programs.cost_model import CostTable
+from staticllm.pipelines.programs.variants import VariantIndex, choose_variants, plan_chunks
 from staticllm.testing import fake_shape
 
 lengths = st.integers(1, 3000)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from staticllm.pipelines.programs.variants import plan_chunks
 from staticllm.pipelines.scheduling.interface import Plan, RequestView, View
-from staticllm.pipelines.variants import plan_chunks
 
 
 def in_order(requests: Iterable[RequestView]) -> list[RequestView]:

@@ -37,11 +37,11 @@ from staticllm.errors import ConfigError
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.model_dir import check_model_dir, read_model, row_shapes, weights_size
-from staticllm.pipelines.calibration import calibrated
-from staticllm.pipelines.costs import CostTable
-from staticllm.pipelines.programs import BoundPrograms, CompileOptions, bind, compile_programs, first_variants
-from staticllm.pipelines.runner import ModelRunner
-from staticllm.pipelines.variants import choose_variants
+from staticllm.pipelines.programs.autotune import calibrated
+from staticllm.pipelines.programs.compile import BoundPrograms, CompileOptions, bind, compile_programs, first_variants
+from staticllm.pipelines.programs.cost_model import CostTable
+from staticllm.pipelines.programs.model_runner import ModelRunner
+from staticllm.pipelines.programs.variants import choose_variants
 
 OnProgress = Callable[[ProgressEvent], None]
 MAX_ROWS = 1 << 24

@@ -15,8 +15,8 @@ from staticllm.errors import NumericalError
 from staticllm.kvcache.cache import KVCache, StoredRows
 from staticllm.kvcache.sequence import Sequence
 from staticllm.kvcache.step import Segment, Step, StepBuffers
-from staticllm.pipelines.costs import CostTable
-from staticllm.pipelines.variants import VariantIndex, plan_chunks
+from staticllm.pipelines.programs.cost_model import CostTable
+from staticllm.pipelines.programs.variants import VariantIndex, plan_chunks
 
 Logits = NDArray[np.float32]
 
