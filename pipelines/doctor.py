@@ -19,8 +19,8 @@ from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core, npu_compiler_problem
 from staticllm.errors import StaticLLMError
 from staticllm.model_dir import check_model_dir, demo_model_path
-from staticllm.pipelines.blob_cache import BlobCache
-from staticllm.pipelines.identity import model_identity
+from staticllm.pipelines.blobs.cache import BlobCache
+from staticllm.pipelines.blobs.fingerprint import model_identity
 from staticllm.pipelines.reference import EXACT, StatefulReference
 from staticllm.pipelines.start import load
 

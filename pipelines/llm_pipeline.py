@@ -26,6 +26,7 @@ from staticllm.pipelines.arguments import (
     source_of,
 )
 from staticllm.pipelines.background import Background
+from staticllm.pipelines.blobs.fingerprint import model_identity
 from staticllm.pipelines.chat_session import ChatSession
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.kv_snapshot import load_rows, save_rows
@@ -33,7 +34,6 @@ from staticllm.pipelines.engine.overflow import shorten
 from staticllm.pipelines.engine.request import Request
 from staticllm.pipelines.generation.options import limit_of
 from staticllm.pipelines.generation.sampler import Sampler
-from staticllm.pipelines.identity import model_identity
 from staticllm.pipelines.launch import launch
 from staticllm.pipelines.profiler import Stats
 from staticllm.pipelines.scheduling.interface import Policy

@@ -20,8 +20,19 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import Part, ProgramLayout, ProgressEvent, RowType, Variant
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, ConfigError, DeviceError, StaticLLMError, last_line
-from staticllm.pipelines.blob_cache import BlobCache, key_of
-from staticllm.pipelines.blob_export import (
+from staticllm.pipelines.blobs.blob_set import (
+    bad,
+    check_properties,
+    check_set,
+    import_blob,
+    is_ours,
+    read_blobs,
+    read_manifest,
+    read_steadily,
+    remove_set,
+)
+from staticllm.pipelines.blobs.cache import BlobCache, key_of
+from staticllm.pipelines.blobs.export import (
     Exported,
     Job,
     compile_for_export,
@@ -33,21 +44,10 @@ from staticllm.pipelines.blob_export import (
     write_bad,
     write_exported,
 )
-from staticllm.pipelines.blob_set import (
-    bad,
-    check_properties,
-    check_set,
-    import_blob,
-    is_ours,
-    read_blobs,
-    read_manifest,
-    read_steadily,
-    remove_set,
-)
+from staticllm.pipelines.blobs.fingerprint import Identity
+from staticllm.pipelines.blobs.manifest import Manifest, shape_from_json
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.kv_manager import EngineOptions
-from staticllm.pipelines.identity import Identity
-from staticllm.pipelines.manifest import Manifest, shape_from_json
 from staticllm.pipelines.programs.build import (
     Layout,
     OnProgress,

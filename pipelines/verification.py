@@ -16,8 +16,8 @@ from staticllm.core import ProgramMode
 from staticllm.devices import check_device, get_core
 from staticllm.kvcache.step import Segment
 from staticllm.model_dir import check_model_dir
-from staticllm.pipelines.blob_set import read_manifest, rewrite_manifest
-from staticllm.pipelines.manifest import Manifest
+from staticllm.pipelines.blobs.blob_set import read_manifest, rewrite_manifest
+from staticllm.pipelines.blobs.manifest import Manifest
 from staticllm.pipelines.programs.build import OnProgress, prepare
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.reference import EXACT, StatefulReference

@@ -15,8 +15,8 @@ import pytest
 from staticllm import StaticLLMConfig, StaticLLMPipeline
 from staticllm.errors import BlobError, ConfigError, ModelError
 from staticllm.pipelines import blob_set, start
-from staticllm.pipelines.blob_cache import BlobCache
-from staticllm.pipelines.blob_set import read_manifest, rewrite_manifest
+from staticllm.pipelines.blobs.blob_set import read_manifest, rewrite_manifest
+from staticllm.pipelines.blobs.cache import BlobCache
 from staticllm.pipelines.reference import StatefulReference
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32}
@@ -127,7 +127,7 @@ import json, random, shutil, sys
 from pathlib import Path
 from staticllm import StaticLLMConfig
 from staticllm.errors import StaticLLMError
-from staticllm.pipelines import blob_export
+from staticllm.pipelines.blobs import export as blob_export
 from staticllm.pipelines import start
 
 model, blobs, scratch = map(Path, sys.argv[1:])
@@ -305,7 +305,7 @@ import json, sys
 from pathlib import Path
 from staticllm import StaticLLMConfig
 from staticllm.pipelines import start
-from staticllm.pipelines.identity import file_digest
+from staticllm.pipelines.blobs.fingerprint import file_digest
 sys.stdin.readline()
 config = StaticLLMConfig(cache_dir=sys.argv[2], max_prompt_len=64)
 loaded = start.load(sys.argv[1], "CPU", config)
@@ -337,8 +337,8 @@ AGAIN = """
 import sys
 from staticllm import StaticLLMConfig
 from staticllm.pipelines import start
-from staticllm.pipelines.blob_cache import BlobCache
-from staticllm.pipelines.blob_set import remove_set
+from staticllm.pipelines.blobs.cache import BlobCache
+from staticllm.pipelines.blobs.blob_set import remove_set
 while True:
     print("compiles", flush=True)
     start.load(sys.argv[1], "CPU", StaticLLMConfig(cache_dir=sys.argv[2], max_prompt_len=64))

@@ -20,7 +20,7 @@ from staticllm import StaticLLMError, demo_model_path
 from staticllm.core import Variant
 from staticllm.kvcache.cache import StoredRows
 from staticllm.kvcache.saving import load, save
-from staticllm.pipelines.manifest import ManifestError, decode, encode
+from staticllm.pipelines.blobs.manifest import ManifestError, decode, encode
 from staticllm.testing import fake_runner
 
 IDENTITY = {"model": "fake", "row type": "f32"}

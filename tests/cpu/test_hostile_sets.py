@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from staticllm import StaticLLMPipeline
 from staticllm.cli import cli
 from staticllm.errors import BlobError
-from staticllm.pipelines.blob_cache import BlobCache, key_of
-from staticllm.pipelines.blob_set import MANIFEST, copy_set, read_manifest, read_stored
-from staticllm.pipelines.identity import bytes_digest
-from staticllm.pipelines.manifest import ManifestError, _canonical, _framed, decode, encode
+from staticllm.pipelines.blobs.blob_set import MANIFEST, copy_set, read_manifest, read_stored
+from staticllm.pipelines.blobs.cache import BlobCache, key_of
+from staticllm.pipelines.blobs.fingerprint import bytes_digest
+from staticllm.pipelines.blobs.manifest import ManifestError, _canonical, _framed, decode, encode
 
 
 def renamed(name):

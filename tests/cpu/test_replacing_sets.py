@@ -13,9 +13,9 @@ from helpers import a_set
 
 from staticllm import StaticLLMPipeline
 from staticllm.pipelines import blob_set, file_lock
-from staticllm.pipelines.blob_cache import BlobCache
-from staticllm.pipelines.blob_set import MANIFEST, is_ours, read_manifest, read_stored
-from staticllm.pipelines.file_lock import acquire, locked
+from staticllm.pipelines.blobs.blob_set import MANIFEST, is_ours, read_manifest, read_stored
+from staticllm.pipelines.blobs.cache import BlobCache
+from staticllm.pipelines.blobs.file_lock import acquire, locked
 
 REPLACE = """
 import sys

@@ -10,7 +10,7 @@ import pytest
 from staticllm import StaticLLMPipeline
 from staticllm.errors import ConfigError, DeviceError, SavedRowsError
 from staticllm.pipelines import launch, start
-from staticllm.pipelines.blob_cache import BlobCache
+from staticllm.pipelines.blobs.cache import BlobCache
 from staticllm.pipelines.reference import StatefulReference
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32}

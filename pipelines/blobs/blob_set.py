@@ -27,9 +27,9 @@ from filelock import Timeout
 from staticllm.core import Phase
 from staticllm.errors import BlobError, last_line
 from staticllm.files import read_regular
-from staticllm.pipelines.file_lock import acquire, locked
-from staticllm.pipelines.identity import Identity, bytes_digest, difference, pass_digests
-from staticllm.pipelines.manifest import (
+from staticllm.pipelines.blobs.file_lock import acquire, locked
+from staticllm.pipelines.blobs.fingerprint import Identity, bytes_digest, difference, pass_digests
+from staticllm.pipelines.blobs.manifest import (
     MAX_MANIFEST,
     Manifest,
     ManifestError,

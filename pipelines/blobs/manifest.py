@@ -17,7 +17,7 @@ from typing import Any, get_args
 from staticllm.config import StaticLLMConfig
 from staticllm.core import MaskKind, ModelShape, Part, ProgramLayout, RecurrentState, RowState, RowType, Variant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.identity import REQUIRED, Identity, bytes_digest
+from staticllm.pipelines.blobs.fingerprint import REQUIRED, Identity, bytes_digest
 
 SCHEMA = 4
 MAX_MANIFEST = 16 << 20

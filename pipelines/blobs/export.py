@@ -16,10 +16,10 @@ from staticllm.core import Part, ProgressEvent, Variant
 from staticllm.devices import check_device, default_row_type, get_core
 from staticllm.errors import BlobError, ConfigError
 from staticllm.model_dir import check_model_dir, weights_of
-from staticllm.pipelines.blob_check import says_the_same
-from staticllm.pipelines.blob_set import MANIFEST, is_ours, plain, write_set
-from staticllm.pipelines.identity import Identity, layout_identity, machine_identity, model_identity
-from staticllm.pipelines.manifest import LAYOUT_FIELDS, Manifest, shape_to_json
+from staticllm.pipelines.blobs.blob_set import MANIFEST, is_ours, plain, write_set
+from staticllm.pipelines.blobs.check import says_the_same
+from staticllm.pipelines.blobs.fingerprint import Identity, layout_identity, machine_identity, model_identity
+from staticllm.pipelines.blobs.manifest import LAYOUT_FIELDS, Manifest, shape_to_json
 from staticllm.pipelines.programs.build import (
     Layout,
     OnProgress,

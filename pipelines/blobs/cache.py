@@ -14,10 +14,10 @@ from pathlib import Path
 from filelock import Timeout
 
 from staticllm.errors import BlobError
-from staticllm.pipelines.blob_set import MANIFEST, read_manifest, read_stored, remove_set
-from staticllm.pipelines.file_lock import Lease, acquire
-from staticllm.pipelines.identity import Identity, bytes_digest
-from staticllm.pipelines.manifest import Manifest
+from staticllm.pipelines.blobs.blob_set import MANIFEST, read_manifest, read_stored, remove_set
+from staticllm.pipelines.blobs.file_lock import Lease, acquire
+from staticllm.pipelines.blobs.fingerprint import Identity, bytes_digest
+from staticllm.pipelines.blobs.manifest import Manifest
 
 PREFIX = "staticllm-"
 """Of every folder that is ours: OpenVINO and others may keep their files beside."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from staticllm.core import Variant
 from staticllm.errors import BlobError
-from staticllm.pipelines.blob_set import import_blob
+from staticllm.pipelines.blobs.blob_set import import_blob
 from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 
 TOLERANCE = 1e-3
