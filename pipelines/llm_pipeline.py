@@ -17,15 +17,6 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import FinishReason, ProgressEvent
 from staticllm.errors import BusyError, GenerationConfigError
 from staticllm.model_dir import forget_in_memory, weights_of
-from staticllm.pipelines.arguments import (
-    named_in_memory,
-    positional,
-    read_generation_config,
-    read_tokenizer,
-    resolve_candidates,
-    source_of,
-)
-from staticllm.pipelines.background import Background
 from staticllm.pipelines.blobs.fingerprint import model_identity
 from staticllm.pipelines.chat_session import ChatSession
 from staticllm.pipelines.engine.engine import Engine
@@ -34,7 +25,17 @@ from staticllm.pipelines.engine.overflow import shorten
 from staticllm.pipelines.engine.request import Request
 from staticllm.pipelines.generation.options import limit_of
 from staticllm.pipelines.generation.sampler import Sampler
-from staticllm.pipelines.launch import launch
+from staticllm.pipelines.model_loader.arguments import (
+    named_in_memory,
+    positional,
+    read_generation_config,
+    read_tokenizer,
+    resolve_candidates,
+    source_of,
+)
+from staticllm.pipelines.model_loader.background import Background
+from staticllm.pipelines.model_loader.launch import launch
+from staticllm.pipelines.model_loader.weights_watch import watch_of
 from staticllm.pipelines.profiler import Stats
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
@@ -45,7 +46,6 @@ from staticllm.pipelines.text.output_processor import Answer, Arrival, Delivery,
 from staticllm.pipelines.text.streamers import REASONS, TokenSink, check_callback, make_sink
 from staticllm.pipelines.text.tokenization import Prompt, check_ids, form_of
 from staticllm.pipelines.trace import MAX_RECORDS, Trace, recording
-from staticllm.pipelines.weights_watch import watch_of
 
 Streamer: TypeAlias = Callable[[str], Any] | genai.StreamerBase | None
 

@@ -128,7 +128,7 @@ from pathlib import Path
 from staticllm import StaticLLMConfig
 from staticllm.errors import StaticLLMError
 from staticllm.pipelines.blobs import export as blob_export
-from staticllm.pipelines import start
+from staticllm.pipelines.model_loader import load as start
 
 model, blobs, scratch = map(Path, sys.argv[1:])
 random.seed(0)
@@ -304,7 +304,7 @@ START = """
 import json, sys
 from pathlib import Path
 from staticllm import StaticLLMConfig
-from staticllm.pipelines import start
+from staticllm.pipelines.model_loader import load as start
 from staticllm.pipelines.blobs.fingerprint import file_digest
 sys.stdin.readline()
 config = StaticLLMConfig(cache_dir=sys.argv[2], max_prompt_len=64)
@@ -336,7 +336,7 @@ def test_of_several_processes_one_compiles_and_the_others_load(count, zoo, tmp_p
 AGAIN = """
 import sys
 from staticllm import StaticLLMConfig
-from staticllm.pipelines import start
+from staticllm.pipelines.model_loader import load as start
 from staticllm.pipelines.blobs.cache import BlobCache
 from staticllm.pipelines.blobs.blob_set import remove_set
 while True:

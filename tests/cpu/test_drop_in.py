@@ -15,8 +15,8 @@ import pytest
 
 from staticllm import DecodedResults, StaticLLMPipeline, demo_model_path
 from staticllm.errors import ConfigError, GenerationConfigError, ModelError, PromptError
-from staticllm.pipelines.arguments import device_names
-from staticllm.pipelines.genai_properties import from_genai, plain_properties
+from staticllm.pipelines.model_loader.arguments import device_names
+from staticllm.pipelines.model_loader.genai_properties import from_genai, plain_properties
 
 SMALL = {"MAX_PROMPT_LEN": 128, "MIN_RESPONSE_LEN": 64, "INFERENCE_PRECISION_HINT": "f32"}
 QUESTION = [{"role": "user", "content": "What is an NPU?"}]

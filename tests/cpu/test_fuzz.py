@@ -111,7 +111,7 @@ def read_all(what, first, last):
 def _used(what, folder):
     from staticllm.devices import get_core
     from staticllm.model_dir import check_model_dir, read_model
-    from staticllm.pipelines.arguments import read_generation_config, read_tokenizer
+    from staticllm.pipelines.model_loader.arguments import read_generation_config, read_tokenizer
     from staticllm.pipelines.text.input_processor import Intake
     from staticllm.pipelines.text.tokenization import encode_text
 

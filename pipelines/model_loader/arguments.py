@@ -15,7 +15,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core
 from staticllm.errors import ConfigError, DeviceError, ModelError, last_line
 from staticllm.model_dir import check_model_dir, keep_in_memory
-from staticllm.pipelines.genai_properties import from_genai, plain_properties
+from staticllm.pipelines.model_loader.genai_properties import from_genai, plain_properties
 from staticllm.pipelines.programs.build import device_properties
 
 AUTO = ["NPU", "GPU", "CPU"]

@@ -12,12 +12,12 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgressEvent, Variant
 from staticllm.errors import DeviceError
 from staticllm.model_dir import max_positions
-from staticllm.pipelines.background import Background
 from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.model_loader.background import Background
+from staticllm.pipelines.model_loader.load import Loaded, Rest, load, make_engine, options_of
 from staticllm.pipelines.programs.build import OnProgress
 from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.pipelines.start import Loaded, Rest, load, make_engine, options_of
 
 PRECISION = "INFERENCE_PRECISION_HINT"
 Candidate = tuple[str, StaticLLMConfig]
