@@ -36,7 +36,8 @@ from staticllm.pipelines.model_loader.arguments import (
 from staticllm.pipelines.model_loader.background import Background
 from staticllm.pipelines.model_loader.launch import launch
 from staticllm.pipelines.model_loader.weights_watch import watch_of
-from staticllm.pipelines.profiler import Stats
+from staticllm.pipelines.profiling.records import Stats
+from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.text.handle import GenerationHandle
@@ -45,7 +46,6 @@ from staticllm.pipelines.text.outcome import Outcome, results_of
 from staticllm.pipelines.text.output_processor import Answer, Arrival, Delivery, metrics_of
 from staticllm.pipelines.text.streamers import REASONS, TokenSink, check_callback, make_sink
 from staticllm.pipelines.text.tokenization import Prompt, check_ids, form_of
-from staticllm.pipelines.trace import MAX_RECORDS, Trace, recording
 
 Streamer: TypeAlias = Callable[[str], Any] | genai.StreamerBase | None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.profiler import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
 from staticllm.pipelines.programs.cost_model import CostTable
 from staticllm.pipelines.programs.variants import VariantIndex
 from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, View

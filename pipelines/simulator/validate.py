@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import StaticLLMError
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-from staticllm.pipelines.profiler import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
 from staticllm.pipelines.programs.cost_model import CostTable
 from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.simulator.costs import HostCost

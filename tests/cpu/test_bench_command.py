@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from staticllm.cli import cli
-from staticllm.pipelines.trace import Trace
+from staticllm.pipelines.profiling.trace import Trace
 
 SMALL = ["--max-prompt-len", "64", "--min-response-len", "64", "-r", "1"]
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from staticllm import StaticLLMPipeline
-from staticllm.pipelines.trace import Trace
+from staticllm.pipelines.profiling.trace import Trace
 
 
 def trace(*arguments):

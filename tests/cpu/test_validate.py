@@ -4,7 +4,7 @@ import pytest
 
 from staticllm.core import FinishReason, Variant
 from staticllm.model_dir import demo_model_path
-from staticllm.pipelines.profiler import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
 from staticllm.pipelines.simulator import validate as validation
 from staticllm.pipelines.simulator.workload import Lengths, burst, poisson
 

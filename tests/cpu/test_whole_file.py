@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from staticllm.pipelines.trace import Trace
+from staticllm.pipelines.profiling.trace import Trace
 from staticllm.pipelines.whole_file import write_whole
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.profiler import StepRecord
-from staticllm.pipelines.timeline import draw
-from staticllm.pipelines.trace import Trace
+from staticllm.pipelines.profiling.records import StepRecord
+from staticllm.pipelines.profiling.timeline import draw
+from staticllm.pipelines.profiling.trace import Trace
 
 
 def steps_of(count, rows=128):

@@ -9,12 +9,12 @@ import pytest
 
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import ConfigError, StaticLLMError
-from staticllm.pipelines.chrome_trace import to_chrome
-from staticllm.pipelines.lanes import lanes_of
-from staticllm.pipelines.profiler import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.chrome_trace import to_chrome
+from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.request_spans import lanes_of
+from staticllm.pipelines.profiling.trace import Trace, recording
 from staticllm.pipelines.scheduling.interface import Plan
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
-from staticllm.pipelines.trace import Trace, recording
 from staticllm.testing import fake_answer, fake_engine, fake_request, run_to_end
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from staticllm.pipelines.profiler import StepRecord
+from staticllm.pipelines.profiling.records import StepRecord
 
 PARTS = ("device", "plan", "masks", "rows", "sampling", "other")
 

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from staticllm.errors import ConfigError
-from staticllm.pipelines.lanes import Kind, Span, lanes_of
-from staticllm.pipelines.profiler import RequestRecord, StepRecord
-from staticllm.pipelines.trace import Trace
+from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.request_spans import Kind, Span, lanes_of
+from staticllm.pipelines.profiling.trace import Trace
 from staticllm.pipelines.whole_file import write_whole
 
 Box: TypeAlias = tuple[float, float, float, float]  # left, right, bottom, top

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from staticllm.pipelines.profiler import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
 
 Kind: TypeAlias = Literal["queued", "prefill", "decode", "parked"]
 

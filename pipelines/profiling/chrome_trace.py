@@ -11,8 +11,8 @@ from dataclasses import fields
 from typing import Any, TypeAlias
 
 from staticllm.core import FinishReason, Variant
-from staticllm.pipelines.lanes import lanes_of
-from staticllm.pipelines.profiler import HostTimes, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import HostTimes, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.request_spans import lanes_of
 
 Event: TypeAlias = dict[str, Any]
 Clock: TypeAlias = Callable[[float], int]  # from seconds to ns after the first moment of the trace
