@@ -37,7 +37,7 @@ def command(model: str, target: str, is_verified: bool, as_json: bool, **options
     with progress("compiling") as shown:
         manifest = export_set(job_of(model, options["device"], read_config(options), Steps(shown)), Path(target))
         if is_verified:
-            from staticllm.pipelines.verification import verify_set
+            from staticllm.pipelines.diagnostics.verify import verify_set
 
             shown.show("comparing with the CPU")
             manifest = verify_set(model, options["device"], Path(target))

@@ -17,7 +17,7 @@ from staticllm.errors import BlobError, ConfigError, ModelError
 from staticllm.pipelines import blob_set, start
 from staticllm.pipelines.blobs.blob_set import read_manifest, rewrite_manifest
 from staticllm.pipelines.blobs.cache import BlobCache
-from staticllm.pipelines.reference import StatefulReference
+from staticllm.pipelines.diagnostics.reference import StatefulReference
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32}
 PROMPT = list(range(20, 45))

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from staticllm.cli import cli
-from staticllm.pipelines import plan
-from staticllm.pipelines.doctor import examine
+from staticllm.pipelines.diagnostics import memory as plan
+from staticllm.pipelines.diagnostics.doctor import examine
 
 STATICLLM = [sys.executable, "-m", "staticllm"]
 

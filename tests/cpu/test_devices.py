@@ -8,7 +8,7 @@ import staticllm
 from staticllm.cli import cli
 from staticllm.devices import check_device, check_known, get_core, known_properties, npu_compiler_problem
 from staticllm.errors import DeviceError
-from staticllm.pipelines.verification import verify_model
+from staticllm.pipelines.diagnostics.verify import verify_model
 
 
 class Core:

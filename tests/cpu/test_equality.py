@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from staticllm import StaticLLMPipeline
-from staticllm.pipelines.reference import StatefulReference
+from staticllm.pipelines.diagnostics.reference import StatefulReference
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 MODELS = ["llama", "qwen2", "qwen3", "mistral", "bloom", "demo"]

@@ -24,7 +24,7 @@ from staticllm.compiler_passes.verify import verify_graph, verify_static
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, MaskKind, Variant
 from staticllm.errors import UnsupportedModelError
 from staticllm.kvcache.step import HIDDEN
-from staticllm.pipelines.reference import EXACT, StatefulReference
+from staticllm.pipelines.diagnostics.reference import EXACT, StatefulReference
 
 MODELS = [
     "llama",

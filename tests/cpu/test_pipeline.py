@@ -8,7 +8,7 @@ import openvino_genai as genai
 import pytest
 
 from staticllm import DecodedResults, EncodedResults, GeneratedText, StaticLLMConfig, StaticLLMPipeline
-from staticllm.pipelines.reference import StatefulReference
+from staticllm.pipelines.diagnostics.reference import StatefulReference
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 PROMPT = [5, 6, 7]

@@ -11,7 +11,7 @@ from staticllm import StaticLLMPipeline
 from staticllm.errors import ConfigError, DeviceError, SavedRowsError
 from staticllm.pipelines import launch, start
 from staticllm.pipelines.blobs.cache import BlobCache
-from staticllm.pipelines.reference import StatefulReference
+from staticllm.pipelines.diagnostics.reference import StatefulReference
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32}
 STAGED = {**EXACT, "PROGRAMS": "separate", "BACKGROUND_COMPILE": True, "MAX_NUM_SEQS": 2}

@@ -8,8 +8,8 @@ import pytest
 from openvino import opset13 as ops
 
 from staticllm import StaticLLMPipeline
-from staticllm.pipelines.reference import StatefulReference
-from staticllm.pipelines.verification import verify_model
+from staticllm.pipelines.diagnostics.reference import StatefulReference
+from staticllm.pipelines.diagnostics.verify import verify_model
 
 DISTANCE = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-2, "u8": 2e-2}
 """Of the range of the logits, over 96 given tokens."""

@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from staticllm.cli import cli
-from staticllm.pipelines import verification
+from staticllm.pipelines.diagnostics import verify as verification
+from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.reference import StatefulReference
 
 
 def verify(*arguments):

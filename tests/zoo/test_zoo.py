@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from staticllm.errors import UnsupportedModelError
-from staticllm.pipelines.verification import verify_model
+from staticllm.pipelines.diagnostics.verify import verify_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = Path(os.environ.get("STATICLLM_ZOO", ROOT.parent / "shared" / "zoo"))

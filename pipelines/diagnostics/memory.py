@@ -10,7 +10,7 @@ import psutil
 
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core, is_present
-from staticllm.pipelines.inspection import inspect_model
+from staticllm.pipelines.diagnostics.inspect import inspect_model
 
 
 def plan_model(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from staticllm.errors import StaticLLMError
 from staticllm.model_dir import check_model_dir, demo_model_path
 from staticllm.pipelines.blobs.cache import BlobCache
 from staticllm.pipelines.blobs.fingerprint import model_identity
+from staticllm.pipelines.diagnostics.reference import EXACT, StatefulReference
 from staticllm.pipelines.model_loader.load import load
-from staticllm.pipelines.reference import EXACT, StatefulReference
 
 Level = Literal["ok", "warn", "fail"]
 PACKAGES = (

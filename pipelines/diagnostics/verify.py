@@ -18,10 +18,10 @@ from staticllm.kvcache.step import Segment
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.blobs.blob_set import read_manifest, rewrite_manifest
 from staticllm.pipelines.blobs.manifest import Manifest
+from staticllm.pipelines.diagnostics.reference import EXACT, StatefulReference
 from staticllm.pipelines.model_loader.load import load
 from staticllm.pipelines.programs.build import OnProgress, prepare
 from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.reference import EXACT, StatefulReference
 
 STEPS, NUM_NEW, GREEDY_PROMPTS = 96, 48, (5, 40, 300)
 CAPACITIES = (48, 64)
