@@ -11,7 +11,7 @@ from typing import Literal
 
 from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
 from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.pipelines.simulator.device import DeviceModel, Job, SimulatedDevice
+from staticllm.pipelines.simulator.simulated_device import DeviceModel, Job, SimulatedDevice
 from staticllm.pipelines.simulator.workload import Arrival
 
 Dispatch = Literal["least_loaded", "round_robin"]

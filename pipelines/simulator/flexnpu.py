@@ -21,7 +21,7 @@ from staticllm.pipelines.scheduling.policies.dynamic import Dynamic
 from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.simulator.cluster import Cluster, Pool, Run
-from staticllm.pipelines.simulator.device import DeviceModel
+from staticllm.pipelines.simulator.simulated_device import DeviceModel
 from staticllm.pipelines.simulator.summary import steady_rate
 from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst
 

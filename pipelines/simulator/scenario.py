@@ -13,8 +13,8 @@ from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.simulator.cluster import Cluster, Dispatch, Link, Pool, Run
-from staticllm.pipelines.simulator.costs import Cost, HostCost
-from staticllm.pipelines.simulator.device import DeviceModel
+from staticllm.pipelines.simulator.cost_model import Cost, HostCost
+from staticllm.pipelines.simulator.simulated_device import DeviceModel
 from staticllm.pipelines.simulator.summary import summarize
 from staticllm.pipelines.simulator.workload import Arrival
 

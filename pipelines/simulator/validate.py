@@ -17,9 +17,9 @@ from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
 from staticllm.pipelines.programs.cost_model import CostTable
 from staticllm.pipelines.scheduling.request_table import Limits
-from staticllm.pipelines.simulator.costs import HostCost
-from staticllm.pipelines.simulator.device import DeviceModel
+from staticllm.pipelines.simulator.cost_model import HostCost
 from staticllm.pipelines.simulator.scenario import Scenario
+from staticllm.pipelines.simulator.simulated_device import DeviceModel
 from staticllm.pipelines.simulator.summary import Summary, summarize
 from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst, poisson
 from staticllm.pipelines.text.handle import GenerationHandle

@@ -12,9 +12,9 @@ import click
 from staticllm.cli.progress import Progress, progress
 
 if TYPE_CHECKING:
-    from staticllm.pipelines.simulator.device import DeviceModel
     from staticllm.pipelines.simulator.flexnpu import Comparison
     from staticllm.pipelines.simulator.flexnpu_single import Cell
+    from staticllm.pipelines.simulator.simulated_device import DeviceModel
     from staticllm.pipelines.simulator.summary import Summary
     from staticllm.pipelines.simulator.validate import Check
 
@@ -27,7 +27,7 @@ CHECK_HEADER = (
 
 def compare_with_engine(options: dict[str, Any]) -> None:
     """``--validate``."""
-    from staticllm.pipelines.simulator.costs import write_costs
+    from staticllm.pipelines.simulator.cost_model import write_costs
     from staticllm.pipelines.simulator.validate import WORKLOADS, validate
 
     models: list[DeviceModel] = []

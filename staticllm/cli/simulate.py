@@ -16,8 +16,8 @@ from staticllm.config import SCHEDULERS, StaticLLMConfig
 
 if TYPE_CHECKING:
     from staticllm.pipelines.simulator.cluster import Run
-    from staticllm.pipelines.simulator.device import DeviceModel
     from staticllm.pipelines.simulator.scenario import Scenario
+    from staticllm.pipelines.simulator.simulated_device import DeviceModel
     from staticllm.pipelines.simulator.workload import Arrival
 
 LOAD = 0.6
@@ -102,7 +102,7 @@ def command(**options: Any) -> None:
 
 
 def _simulate(options: dict[str, Any]) -> None:
-    from staticllm.pipelines.simulator.costs import write_costs
+    from staticllm.pipelines.simulator.cost_model import write_costs
     from staticllm.pipelines.simulator.plot import check_plot, plot_runs
 
     if options["plot"]:
@@ -190,7 +190,7 @@ def _arrivals(options: dict[str, Any], rate: float) -> list[Arrival]:
 
 def _model(options: dict[str, Any], arrivals: list[Arrival]) -> DeviceModel:
     from staticllm.pipelines.programs.variants import VariantIndex
-    from staticllm.pipelines.simulator.costs import AnalyticCosts, HostCost, read_costs
+    from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost, read_costs
     from staticllm.pipelines.simulator.scenario import configured_model, longest, tabled_model
 
     for name in ("weights_ms", "row_ms", "attention_us", "host_ms", "transfer_ms", "row_bytes"):

@@ -14,7 +14,7 @@ from staticllm.pipelines.programs.variants import VariantIndex
 from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, View
 from staticllm.pipelines.scheduling.planner import Planner
 from staticllm.pipelines.scheduling.request_table import Book, Entry, Limits
-from staticllm.pipelines.simulator.costs import Cost, HostCost
+from staticllm.pipelines.simulator.cost_model import Cost, HostCost
 from staticllm.pipelines.simulator.workload import Arrival
 
 
