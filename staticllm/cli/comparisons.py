@@ -12,8 +12,8 @@ import click
 from staticllm.cli.progress import Progress, progress
 
 if TYPE_CHECKING:
-    from staticllm.pipelines.simulator.flexnpu import Comparison
-    from staticllm.pipelines.simulator.flexnpu_single import Cell
+    from staticllm.pipelines.simulator.papers.flexnpu_cluster import Comparison
+    from staticllm.pipelines.simulator.papers.flexnpu_single import Cell
     from staticllm.pipelines.simulator.simulated_device import DeviceModel
     from staticllm.pipelines.simulator.summary import Summary
     from staticllm.pipelines.simulator.validate import Check
@@ -75,8 +75,8 @@ def _check_cells(simulated: Summary, measured: Summary) -> str:
 
 def compare_with_tables(as_json: bool) -> None:
     """``--flexnpu``."""
-    from staticllm.pipelines.simulator.flexnpu import tables_2_and_3
-    from staticllm.pipelines.simulator.flexnpu_single import PREFILL_SHARE, table_4
+    from staticllm.pipelines.simulator.papers.flexnpu_cluster import tables_2_and_3
+    from staticllm.pipelines.simulator.papers.flexnpu_single import PREFILL_SHARE, table_4
 
     with progress("simulating tables 2 and 3"):
         interference, comparisons = tables_2_and_3()

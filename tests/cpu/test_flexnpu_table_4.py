@@ -2,7 +2,7 @@
 
 import pytest
 
-from staticllm.pipelines.simulator.flexnpu_single import FITTED, table_4
+from staticllm.pipelines.simulator.papers.flexnpu_single import FITTED, table_4
 
 
 @pytest.mark.slow

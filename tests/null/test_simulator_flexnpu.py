@@ -2,7 +2,7 @@
 
 import pytest
 
-from staticllm.pipelines.simulator.flexnpu import tables_2_and_3
+from staticllm.pipelines.simulator.papers.flexnpu_cluster import tables_2_and_3
 
 
 def test_co_location_improves_on_disaggregation_as_published():
