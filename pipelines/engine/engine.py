@@ -22,7 +22,7 @@ from staticllm.pipelines.programs.model_runner import Logits, ModelRunner, not_f
 from staticllm.pipelines.scheduling.interface import Device, Plan, Policy
 from staticllm.pipelines.scheduling.planner import NoPlanError, Planner
 from staticllm.pipelines.scheduling.request_table import Book, Entry
-from staticllm.pipelines.threads import check_process, start_thread
+from staticllm.threads import check_process, start_thread
 
 Result = TypeVar("Result")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from staticllm.core import ProgressEvent
 from staticllm.errors import ClosedError
-from staticllm.pipelines.threads import start_thread
+from staticllm.threads import start_thread
 
 PATIENCE = 5.0
 """Seconds that closing waits for the part that is under way: a compiler cannot be interrupted."""

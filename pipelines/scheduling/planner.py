@@ -19,7 +19,7 @@ from staticllm.pipelines.scheduling.policies.dynamic import Dynamic
 from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.policies.prefill_first import PrefillFirst
 from staticllm.pipelines.scheduling.validation import IllegalPlanError, check
-from staticllm.pipelines.threads import start_thread
+from staticllm.threads import start_thread
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "dynamic": Dynamic,

@@ -15,7 +15,7 @@ from staticllm.errors import StaticLLMError
 from staticllm.pipelines.engine.request import End, Request, Token
 from staticllm.pipelines.text.outcome import Outcome
 from staticllm.pipelines.text.output_processor import Answer, Delivery, Piece
-from staticllm.pipelines.threads import check_process, start_thread
+from staticllm.threads import check_process, start_thread
 
 POLL_SECONDS = 0.5
 """How long a reader waits at a time: where Ctrl-C cannot end a wait, it is seen when the wait is over."""
