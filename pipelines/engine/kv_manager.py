@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from staticllm.kvcache.cache import KVCache, StoredRows
+from staticllm.kvcache.host_pool import Shelf
 from staticllm.kvcache.prefix import PrefixCache
 from staticllm.kvcache.sequence import Sequence
-from staticllm.kvcache.shelf import Shelf
 from staticllm.pipelines.engine.overflow import shorten
 from staticllm.pipelines.engine.request import Request
 from staticllm.pipelines.scheduling.request_table import Book, Limits

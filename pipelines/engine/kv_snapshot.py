@@ -6,7 +6,7 @@ import os
 
 from staticllm.errors import SavedRowsError
 from staticllm.kvcache.cache import StoredRows
-from staticllm.kvcache.saving import Identity, load, save
+from staticllm.kvcache.snapshot import Identity, load, save
 from staticllm.pipelines.engine.engine import Engine
 
 

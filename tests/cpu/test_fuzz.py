@@ -19,7 +19,7 @@ from helpers import a_manifest
 from staticllm import StaticLLMError, demo_model_path
 from staticllm.core import Variant
 from staticllm.kvcache.cache import StoredRows
-from staticllm.kvcache.saving import load, save
+from staticllm.kvcache.snapshot import load, save
 from staticllm.pipelines.blobs.manifest import ManifestError, decode, encode
 from staticllm.testing import fake_runner
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from staticllm.core import Variant
 from staticllm.kvcache.cache import StoredRows
-from staticllm.kvcache.saving import load, save
-from staticllm.kvcache.shelf import Shelf
+from staticllm.kvcache.host_pool import Shelf
+from staticllm.kvcache.snapshot import load, save
 from staticllm.pipelines.engine.overflow import shorten
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import (

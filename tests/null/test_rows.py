@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staticllm.kvcache.rows import RowAllocator
+from staticllm.kvcache.slot_allocator import RowAllocator
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=60))

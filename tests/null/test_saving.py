@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from staticllm.core import Variant
 from staticllm.errors import SavedRowsError
 from staticllm.kvcache.cache import StoredRows
-from staticllm.kvcache.saving import MAGIC, load, save
+from staticllm.kvcache.snapshot import MAGIC, load, save
 from staticllm.testing import VOCAB_SIZE, fake_runner
 
 IDENTITY = {"model": "fake", "row type": "f32"}
