@@ -9,6 +9,7 @@ from openvino import opset6
 from openvino import opset13 as ops
 from openvino.op.util import Variable, VariableInfo
 
+from staticllm.compiler_passes.check_graph import verify_graph, verify_static
 from staticllm.compiler_passes.classify_mask import Seen, visible_cells
 from staticllm.compiler_passes.decompose_attention import decompose_attention
 from staticllm.compiler_passes.expose_mask import _with_bias, expose_mask
@@ -20,7 +21,6 @@ from staticllm.compiler_passes.lift_state import lift_state
 from staticllm.compiler_passes.lower import PASSES, LoweringOptions, lower
 from staticllm.compiler_passes.select_logits import select_logits
 from staticllm.compiler_passes.store_kv_as import store_kv_as
-from staticllm.compiler_passes.verify import verify_graph, verify_static
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, MaskKind, Variant
 from staticllm.errors import UnsupportedModelError
 from staticllm.kvcache.step import HIDDEN
