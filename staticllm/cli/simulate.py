@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from staticllm.cli.comparisons import compare_with_engine, compare_with_tables
 from staticllm.cli.options import Number, model_option
 from staticllm.cli.progress import progress
+from staticllm.cli.simulate_compare import compare_with_engine, compare_with_tables
 from staticllm.config import SCHEDULERS, StaticLLMConfig
 
 if TYPE_CHECKING:
