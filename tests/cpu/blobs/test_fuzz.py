@@ -136,7 +136,7 @@ def test_model_and_tokenizer_files(what, count, num_cases):
     command = [sys.executable, str(Path(__file__)), what]
     done = subprocess.run(
         [*command, str(first), str(last)], capture_output=True, text=True, check=False, timeout=3000,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     lines = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
     outcomes = [line for line in lines if line[:1] == ["became"]]

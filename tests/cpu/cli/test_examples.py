@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
 MODEL = Path(os.environ.get("STATICLLM_ZOO", ROOT.parent / "shared" / "zoo")) / "llama"
 HINT = "Type a message below and press Enter. Escape, or Stop, ends an answer.\n"
