@@ -27,7 +27,7 @@ def runner_of(path, mode, precision):
         device_properties={"INFERENCE_PRECISION_HINT": precision},
     )
     core, layout = prepare(path, "CPU", config)
-    lowered = lower(read_model(core, path), LoweringOptions(config.capacity, layout.options.row_type))
+    lowered = lower(read_model(core, path), LoweringOptions(config.max_seq_len, layout.options.kv_type))
     return make_runner(compile_all(core, dataclasses.replace(layout, lowered=lowered, variants=VARIANTS)))
 
 

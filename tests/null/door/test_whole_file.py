@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
+from staticllm.files import write_whole
 from staticllm.pipelines.profiling.trace import Trace
-from staticllm.pipelines.whole_file import write_whole
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
     path = tmp_path / "trace.json"
     write_whole(path, b"old")
 
-    def half(self, data):
-        with self.open("wb") as file:
-            file.write(data[: len(data) // 2])
+    def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", half)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_whole(path, b"newer")
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
