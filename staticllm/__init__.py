@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from staticllm.config import StaticLLMConfig
@@ -27,6 +28,12 @@ from staticllm.results import DecodedResults, EncodedResults, GeneratedText
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+
+_CHECKOUT = Path(__file__).resolve().parent.parent
+if __name__ != "staticllm":
+    raise ImportError(f"this package is called staticllm, not {__name__}")
+if (_CHECKOUT / "pipelines" / "llm_pipeline.py").is_file() and not Path(__file__).with_name("pipelines").is_dir():
+    __path__.append(str(_CHECKOUT))  # in a checkout compiler_passes, kvcache and pipelines lie beside this folder
 
 __version__ = "0.1.0"
 

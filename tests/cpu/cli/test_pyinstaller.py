@@ -53,7 +53,7 @@ def stand_ins():
     hooks.collect_dynamic_libs = lambda package, search_patterns: [
         (str(path), package) for pattern in search_patterns for path in folder(package).rglob(pattern)
     ]
-    hooks.collect_submodules = lambda package: ["staticllm.pipelines.llm_pipeline", "staticllm.pyinstaller"]
+    hooks.collect_submodules = lambda package, on_error: ["staticllm.pipelines.llm_pipeline", "staticllm.pyinstaller"]
     hooks.copy_metadata = lambda name: [(name, name)]
     return hooks
 
