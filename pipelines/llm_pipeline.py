@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeAlias
 
 import openvino_genai as genai
@@ -17,7 +17,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import FinishReason, ProgressEvent
 from staticllm.errors import BusyError, GenerationConfigError
 from staticllm.model_dir import forget_in_memory, weights_of
-from staticllm.pipelines.blobs.fingerprint import model_identity
+from staticllm.pipelines.blobs.fingerprint import fingerprint_model
 from staticllm.pipelines.chat_session import ChatSession
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
@@ -91,7 +91,7 @@ class StaticLLMPipeline:
         start = time.perf_counter()
         given = named_in_memory(positional(args, device, config, tokenizer), properties)
         candidates = resolve_candidates(given.device, given.config, properties)
-        policy = make_policy(candidates[0][1].scheduler if scheduler is None else scheduler)
+        policy = make_policy(candidates[0].config.scheduler if scheduler is None else scheduler)
         source, candidates = source_of(models_path, given, candidates)
         self._source = weakref.finalize(self, forget_in_memory, source)
         tokenizer = given.tokenizer or read_tokenizer(source)
@@ -314,7 +314,7 @@ class StaticLLMPipeline:
         """What must be equal where saved rows are read; the digest of the weights is computed when first needed."""
         if not self._model_identity:
             weights = weights_of(self._directory, self.config.weights_path)
-            self._model_identity = " ".join(model_identity(self._directory, weights).values())
+            self._model_identity = " ".join(asdict(fingerprint_model(self._directory, weights)).values())
         return {"model": self._model_identity, "row type": self._launched.loaded.programs.options.kv_type}
 
     def _begin(self, prompt: Prompt, call: Call) -> GenerationHandle:

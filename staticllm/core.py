@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -206,3 +207,7 @@ class ProgressEvent:
     variant: Variant | None = None
     is_done: bool = True
     message: str = ""
+
+
+OnProgress = Callable[[ProgressEvent], None]
+"""Is called with each part of loading, on the thread that loads."""

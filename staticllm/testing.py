@@ -29,7 +29,7 @@ from staticllm.core import KVState, MaskKind, ModelShape, RecurrentState, Varian
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.engine.kv_manager import EngineOptions
+from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.request import Request
 from staticllm.pipelines.generation.sampler import Sampler, SamplingParams
 from staticllm.pipelines.programs.model_runner import ModelRunner

@@ -3,11 +3,17 @@
 import json
 
 from staticllm import StaticLLMConfig
+from staticllm.core import Variant
 from staticllm.pipelines.blobs.blob_set import MANIFEST, write_set
-from staticllm.pipelines.blobs.fingerprint import bytes_digest
-from staticllm.pipelines.blobs.manifest import LAYOUT_FIELDS, Manifest, _canonical, _framed
+from staticllm.pipelines.blobs.fingerprint import Fingerprint, bytes_digest
+from staticllm.pipelines.blobs.manifest import LAYOUT_FIELDS, Manifest, VariantFile, _canonical, _framed
 
-IDENTITY = {"IR digest": "1", "weights digest": "2", "OpenVINO": "2026.4", "device": "CPU"}
+FINGERPRINT = Fingerprint(
+    ir_digest="1", weights_digest="2", openvino="2026.4", plugin="1", passes="0", device="CPU", device_name="a CPU",
+    capabilities="FP32", max_prompt_len="1024", min_response_len="128", programs="shared", kv_cache_precision="f32",
+    max_num_seqs="16", kv_slots="4608", prefill_rows="default", prefill_kv_lens="default", generate_kv_lens="default",
+    prefill_properties="", generate_properties="",
+)  # fmt: skip
 SHAPE = {
     "kv_states": [
         {"layer": 0, "role": role, "variable_id": role, "heads": 2, "head_dim": 4, "kv_type": "f32", "is_scale": False}
@@ -23,9 +29,9 @@ KEY = b"0123456789abcdef"
 def a_manifest(**changes):
     config = {name: getattr(StaticLLMConfig(), name) for name in LAYOUT_FIELDS}
     values = {
-        "identity": IDENTITY, "config": config, "programs": "shared", "kv_type": "f32", "shape": SHAPE,
+        "fingerprint": FINGERPRINT, "config": config, "programs": "shared", "kv_type": "f32", "shape": SHAPE,
         "properties": {"prefill": {}, "generate": {}}, "blobs": {}, "is_weightless": False, "is_encrypted": False,
-        "variants": ({"rows": 1, "kv_len": 64, "sequences": 1, "file": "0.blob"},), "costs": ((1, 64, 1, 0.5),),
+        "variants": (VariantFile(Variant(1, 64), "0.blob"),), "costs": {Variant(1, 64): 0.5},
     }  # fmt: skip
     return Manifest(**{**values, **changes})
 

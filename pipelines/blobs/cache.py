@@ -16,7 +16,7 @@ from filelock import Timeout
 from staticllm.errors import BlobError
 from staticllm.pipelines.blobs.blob_set import MANIFEST, read_manifest, read_stored, remove_set
 from staticllm.pipelines.blobs.file_lock import Lease, acquire
-from staticllm.pipelines.blobs.fingerprint import Identity, bytes_digest
+from staticllm.pipelines.blobs.fingerprint import Fingerprint, bytes_digest
 from staticllm.pipelines.blobs.manifest import Manifest
 
 PREFIX = "staticllm-"
@@ -43,9 +43,9 @@ class Entry:
         return self.manifest is None and not (self.folder / MANIFEST).exists()
 
 
-def key_of(identity: Identity) -> str:
-    """The same for equal identities, in every process and on every machine."""
-    return bytes_digest(json.dumps(identity, sort_keys=True).encode())[:24]
+def key_of(fingerprint: Fingerprint) -> str:
+    """The name of a set in a cache: the same for equal fingerprints, in every process and on every machine."""
+    return bytes_digest(json.dumps(fingerprint.to_json(), sort_keys=True).encode())[:24]
 
 
 def _is_entry(path: Path) -> bool:

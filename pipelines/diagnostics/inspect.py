@@ -11,8 +11,8 @@ from staticllm.core import ModelShape
 from staticllm.devices import check_known
 from staticllm.kvcache.step import buffer_bytes
 from staticllm.model_dir import MODEL_XML
-from staticllm.pipelines.programs.build import CompilePlan, prepare, with_kv_slots
 from staticllm.pipelines.programs.compile import first_variants
+from staticllm.pipelines.programs.compile_plan import CompilePlan, prepare, with_kv_slots
 
 
 def inspect_model(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> dict[str, Any]:

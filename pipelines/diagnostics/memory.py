@@ -9,7 +9,7 @@ import openvino as ov
 import psutil
 
 from staticllm.config import StaticLLMConfig
-from staticllm.devices import get_core, is_present
+from staticllm.devices import get_core, is_present, kind
 from staticllm.pipelines.diagnostics.inspect import inspect_model
 
 
@@ -21,7 +21,7 @@ def estimate_memory(models_path: str | os.PathLike[str], device: str, config: St
         DeviceError: the device is neither here nor an NPU or GPU.
     """
     report = inspect_model(models_path, device, config)
-    copies = report["num_programs"] if device.split(".", maxsplit=1)[0] == "CPU" else 1  # the CPU packs them for each
+    copies = report["num_programs"] if kind(device) == "CPU" else 1  # the CPU packs them for each
     parts = {
         "weights": report["weights_bytes"] * copies,
         "rows": report["kv"]["bytes"],
@@ -52,7 +52,7 @@ def _mask_bytes(variant: dict[str, Any], num_masks: int) -> int:
 
 def device_memory(core: ov.Core, device: str) -> int | None:
     """Bytes that a device can still give; None where it does not tell."""
-    if device.split(".", maxsplit=1)[0] == "CPU":
+    if kind(device) == "CPU":
         return int(psutil.virtual_memory().available)
     for name in ("GPU_DEVICE_TOTAL_MEM_SIZE", "NPU_DEVICE_TOTAL_MEM_SIZE"):
         try:

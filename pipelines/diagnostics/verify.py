@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import ProgramMode
+from staticllm.core import OnProgress, ProgramMode
 from staticllm.devices import check_device, get_core
 from staticllm.kvcache.step import Segment
 from staticllm.model_dir import check_model_dir
@@ -20,7 +20,7 @@ from staticllm.pipelines.blobs.blob_set import read_manifest, rewrite_manifest
 from staticllm.pipelines.blobs.manifest import Manifest
 from staticllm.pipelines.diagnostics.reference import EXACT, StatefulReference
 from staticllm.pipelines.model_loader.load import load
-from staticllm.pipelines.programs.build import OnProgress, prepare
+from staticllm.pipelines.programs.compile_plan import prepare
 from staticllm.pipelines.programs.model_runner import ModelRunner
 
 STEPS, NUM_NEW, GREEDY_PROMPTS = 96, 48, (5, 40, 300)

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from staticllm.core import FinishReason
 from staticllm.errors import BusyError, ClosedError, DeviceError, as_ours
 from staticllm.pipelines.engine.batch import BatchBuilder, Part
-from staticllm.pipelines.engine.kv_manager import EngineOptions, KVCacheManager, make_kv_manager
+from staticllm.pipelines.engine.kv_manager import KVCacheManager, make_kv_manager
+from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.quarantine import Quarantine
 from staticllm.pipelines.engine.request import Request
 from staticllm.pipelines.profiling.records import HostTimes, Profiler, RequestRecord, StepRecord

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from staticllm.kvcache.cache import KVCache, StoredSequence
 from staticllm.kvcache.host_pool import HostPool
 from staticllm.kvcache.prefix import PrefixCache
 from staticllm.kvcache.sequence import Sequence
+from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.overflow import shorten
 from staticllm.pipelines.engine.request import Request
-from staticllm.pipelines.scheduling.request_table import Limits, RequestTable
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What an engine is told about slots and requests.
-
-    ``max_seq_len``: slots that one sequence can have. ``max_waiting``: requests that may wait; ``host_kv_slots``: the host pool;
-    ``state_slots``: how many slots the recurrent states of one sequence are worth there."""
-
-    limits: Limits
-    max_seq_len: int
-    max_waiting: int = 128
-    host_kv_slots: int = 0
-    prefix_caching: bool = True
-    state_slots: int = 0
+from staticllm.pipelines.scheduling.request_table import RequestTable
 
 
 class KVCacheManager:

@@ -13,6 +13,7 @@ from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph import compressed_weights
 from staticllm.core import Part, Phase, ProgramLayout
+from staticllm.devices import kind
 
 GROUP_SIZE, PRECISION = "DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_PRECISION_HINT"
 LARGE_GROUP = 128
@@ -43,7 +44,7 @@ def calibrated(
     they are.
     """
     found: dict[Part, Properties] = {phase: properties for phase, properties in phases.items()}  # noqa: C416
-    matrices = _matrices(model) if device.split(".", maxsplit=1)[0] == "CPU" else []
+    matrices = _matrices(model) if kind(device) == "CPU" else []
     if matrices:
         probe = Probe(core, device, matrices)
         if not any(GROUP_SIZE in properties for properties in phases.values()) and probe.takes_large_groups:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from staticllm.core import Variant
-from staticllm.pipelines.programs.variants import VariantIndex
+from staticllm.pipelines.programs.variant_index import VariantIndex
 
 State = Literal["waiting", "prefilling", "running", "swapped"]
 

@@ -12,7 +12,7 @@ from filelock import Timeout
 from helpers import a_set
 
 from staticllm import StaticLLMPipeline
-from staticllm.pipelines import blob_set, file_lock
+from staticllm.pipelines.blobs import blob_set, file_lock
 from staticllm.pipelines.blobs.blob_set import MANIFEST, is_ours, read_manifest, read_stored
 from staticllm.pipelines.blobs.cache import BlobCache
 from staticllm.pipelines.blobs.file_lock import acquire, locked

@@ -13,7 +13,8 @@ from staticllm.core import Variant
 from staticllm.kvcache.step import Segment
 from staticllm.model_dir import read_model
 from staticllm.pipelines.diagnostics.reference import StatefulReference
-from staticllm.pipelines.programs.build import compile_all, make_runner, prepare
+from staticllm.pipelines.programs.build import compile_all, make_runner
+from staticllm.pipelines.programs.compile_plan import prepare
 
 PACKED = Variant(8, 256, 8)
 VARIANTS = (PACKED, Variant(64, 0), Variant(64, 256), Variant(64, 256, 8), Variant(1, 256))
