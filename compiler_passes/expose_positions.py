@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph import StepGraph, consumers, is_live, redirect, upstream
-from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
+from staticllm.ports import CallSizes, Port, find_port
 
 STAGE = "expose_positions"
 NEWS = (7, 11, 13)
@@ -46,6 +46,8 @@ _KEEPS_POSITIONS = frozenset(
         "Clamp",
     }
 )
+_ATTENTION_MASK, _PER_TOKEN = Port("attention_mask", ("1", "T+S"), "int64"), Port(".*", ("S",))
+"""Inputs of exported models that step programs do not have."""
 Values = dict[int, NDArray[np.generic]]
 
 
@@ -198,19 +200,13 @@ def _values(nodes: list[ov.Node], wanted: list[int]) -> Values:
 
 
 def _probe_shape(port: ov.Output, past: int, new: int) -> ov.PartialShape:
-    """By the names that the passes before gave: rows of the past, cells of masks, tokens everywhere else."""
-    name, shape = port.get_any_name(), port.get_partial_shape()
-    last = shape.rank.get_length() - 1
-    if name.startswith("past."):
-        shape[2] = past
-    elif name.startswith("mask."):
-        shape[2], shape[3] = new, past + new
-    elif name == KEY_POSITIONS or "attention_mask" in port.get_names():
-        shape[last] = past + new
-    elif name == QUERY_POSITIONS:
-        shape[2] = new
-    elif not name.startswith("state."):
-        shape[last] = new
+    """The shape of an input in a call of ``new`` tokens over ``past`` KV slots. An unknown input has one value per token."""
+    sizes = CallSizes((new, new), (past, past), (new, new))
+    contracts = [_ATTENTION_MASK if name == "attention_mask" else find_port(name) for name in port.get_names()]
+    contract = next((found for found in contracts if found is not None), _PER_TOKEN)
+    shape = port.get_partial_shape()
+    for axis, bounds in contract.ranges(len(shape), sizes).items():
+        shape[axis] = ov.Dimension(*bounds)
     return shape
 
 
@@ -233,10 +229,12 @@ def _drop_attention_mask(graph: StepGraph) -> None:
 
 
 def _refuse_lengths(graph: StepGraph) -> None:
-    """Without rows nobody knows how long a conversation is but ``attention_mask``; what counts it cannot be fed.
+    """Refuse nodes that count the tokens of a conversation in ``attention_mask``.
+
+    A model without KV slots has no other source of that length, and the host does not feed it.
 
     Raises:
-        UnsupportedModelError: names what counts.
+        UnsupportedModelError: names the node.
     """
     parameter = graph.parameter("attention_mask")
     queue = consumers(parameter.output(0)) if parameter is not None else []

@@ -20,8 +20,9 @@ from staticllm.compiler_passes.lift_state import lift_state
 from staticllm.compiler_passes.merge_projections import merge_projections
 from staticllm.compiler_passes.select_logits import select_logits
 from staticllm.compiler_passes.store_kv_as import store_kv_as
-from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, KVType, ModelShape, Variant
+from staticllm.core import KEY_POSITIONS, KVType, ModelShape, Variant
 from staticllm.errors import UnsupportedModelError
+from staticllm.ports import LOGITS, POSITION_IDS, input_names
 
 
 @dataclass(frozen=True)
@@ -104,22 +105,14 @@ def lower(model: ov.Model, options: LoweringOptions) -> LoweredModel:
 
 
 def _shape_of(graph: StepGraph) -> ModelShape:
-    position_ids = graph.parameter("position_ids")
+    position_ids = graph.parameter(POSITION_IDS)
     dims = list(position_ids.get_partial_shape()) if position_ids is not None else []
-    vocab = graph.model.output("logits").get_partial_shape()[2]
+    vocab = graph.model.output(LOGITS).get_partial_shape()[2]
     if vocab.is_dynamic:
         raise UnsupportedModelError("select_logits", "the vocabulary size of the logits is not known")
-    known = {"input_ids", "position_ids", "logit_rows", *(kind.port_name for kind in graph.masks)}
-    known |= {state.past_name for state in graph.ports} | {
-        KEY_POSITIONS,
-        QUERY_POSITIONS,
-    }
-    for port in graph.model.inputs:
-        if port.get_any_name() not in known:
-            raise UnsupportedModelError("lower", f"nobody knows how to feed the input {port.get_any_name()!r}")
     copies = dims[0].get_length() if len(dims) == 3 else 1
     has_distances = graph.parameter(KEY_POSITIONS) is not None
-    return ModelShape(
+    shape = ModelShape(
         tuple(graph.kv_states),
         tuple(graph.masks),
         vocab.get_length(),
@@ -130,3 +123,10 @@ def _shape_of(graph: StepGraph) -> ModelShape:
         recurrent_states=tuple(graph.recurrent_states),
         max_rows=graph.max_rows,
     )
+    known = input_names(shape)
+    for port in graph.model.inputs:
+        if port.get_any_name() not in known:
+            raise UnsupportedModelError(
+                "lower", f"the input {port.get_any_name()!r} is unknown: nothing can be fed to it"
+            )
+    return shape

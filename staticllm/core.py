@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+import numpy as np
+
 Phase = Literal["prefill", "generate"]
 Part = Literal["prefill", "generate", "single_row"]
 """What may have a program and device properties of its own: a phase, or the calls of one row."""
@@ -22,14 +24,20 @@ KV_TYPE_BYTES: dict[KVType, int] = {"f32": 4, "f16": 2, "bf16": 2, "u8": 1}
 class Variant:
     """The sizes of a step program.
 
-    ``rows`` (S) is how many tokens one call processes, ``kv_len`` (T) how many KV slots it can see, ``sequences`` (R) how
-    many sequences can share the rows, each with logits after its last token. A KV length of 0 is a program without past: the
-    first chunks of fresh prompts. Where each row is a sequence of its own the program decodes.
+    ``rows`` (S) is how many tokens one call processes, ``kv_len`` (T) how many KV slots it can see, ``sequences`` how many
+    sequences can share the rows, ``num_logits`` (R) how many rows get logits; without a number as many as there are sequences,
+    the last row of each. A KV length of 0 is a program without past: the first chunks of fresh prompts. Where each row is a
+    sequence of its own the program decodes.
     """
 
     rows: int
     kv_len: int
     sequences: int = 1
+    num_logits: int = None  # type: ignore[assignment]  # an int as soon as the object is made
+
+    def __post_init__(self) -> None:
+        if self.num_logits is None:
+            object.__setattr__(self, "num_logits", self.sequences)
 
     @property
     def phase(self) -> Phase:
@@ -37,7 +45,8 @@ class Variant:
 
     def __str__(self) -> str:
         shared = f"x{self.sequences}" if self.sequences > 1 else ""
-        return f"{self.phase}[{self.rows}x{self.kv_len}{shared}]"
+        logits = f",logits={self.num_logits}" if self.num_logits != self.sequences else ""
+        return f"{self.phase}[{self.rows}x{self.kv_len}{shared}{logits}]"
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,8 @@ class RecurrentState:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * int(self.dtype.lstrip("abcdefghijklmnopqrstuvwxyz")) // 8
+        """Bytes of the state of one sequence."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @property
     def past_name(self) -> str:

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from staticllm.errors import ModelError
+from staticllm.errors import ModelError, last_line
 from staticllm.files import open_regular, read_regular
 from staticllm.ir_file import MAX_XML, Constant, IrError, IrFile, packed_texts, read_ir
 
@@ -209,8 +209,7 @@ def read_model(
         else:
             model = _decrypted(core, directory, weights_of(directory, weights), decrypt)
     except RuntimeError as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise ModelError(f"OpenVINO cannot read {str(directory / MODEL_XML)!r}: {lines[-1]}") from error
+        raise ModelError(f"OpenVINO cannot read {str(directory / MODEL_XML)!r}: {last_line(error)}") from error
     names = {name for port in model.inputs for name in port.get_names()}
     outputs = {name for port in model.outputs for name in port.get_names()}
     if "input_ids" not in names or "logits" not in outputs:

@@ -17,7 +17,7 @@ import psutil
 
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core, kind, npu_compiler_problem
-from staticllm.errors import StaticLLMError
+from staticllm.errors import StaticLLMError, last_line
 from staticllm.model_dir import check_model_dir, demo_model_path
 from staticllm.pipelines.blobs.cache import BlobCache
 from staticllm.pipelines.blobs.fingerprint import fingerprint_model
@@ -120,7 +120,7 @@ def _device(device: str) -> Finding:
         )
         precisions = ", ".join(core.get_property(device, "OPTIMIZATION_CAPABILITIES"))
     except RuntimeError as error:
-        return Finding("fail", device, str(error).splitlines()[0], "install or repair its driver")
+        return Finding("fail", device, last_line(error), "install or repair its driver")
     return Finding("ok", device, f"{name}{driver} ({precisions})")
 
 

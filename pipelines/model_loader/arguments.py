@@ -193,7 +193,7 @@ def read_generation_config(directory: Any, tokenizer: genai.Tokenizer) -> genai.
     try:
         config = genai.GenerationConfig(path) if path.is_file() else genai.GenerationConfig()
     except RuntimeError as error:
-        raise ModelError(f"{str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"{str(path)!r} cannot be read: {last_line(error)}") from error
     if config.eos_token_id == -1 and tokenizer.get_eos_token_id() != -1:
         config.set_eos_token_id(tokenizer.get_eos_token_id())
     return config

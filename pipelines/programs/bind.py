@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import openvino as ov
+from numpy.typing import NDArray
 
 from staticllm.compiler_passes.store_kv_as import ELEMENT_TYPES
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, Variant
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import StepBuffers
+from staticllm.ports import INPUT_IDS, LOGIT_ROWS, LOGITS, POSITION_IDS, port_of
 
 
 class Program:
@@ -32,7 +34,7 @@ class Program:
             self._request.set_tensor(port, tensors[name])
 
     def run(self, meanwhile: Callable[[], None] | None = None) -> float:
-        """Run once, and ``meanwhile`` beside it. Returns the seconds that the device took."""
+        """Run once, and call ``meanwhile`` while the device runs. Returns the seconds that the device took."""
         start = time.perf_counter()
         self._request.start_async()
         try:
@@ -44,7 +46,7 @@ class Program:
 
 
 class BoundPrograms(Mapping[Variant, Program]):
-    """The programs of all variants. A variant of a shared program is bound when it runs first: most never do."""
+    """The programs of all variants. A variant of a shared program is bound when it first runs; most variants never run."""
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class BoundPrograms(Mapping[Variant, Program]):
         self._bound: dict[Variant, Program] = {}
 
     def add(self, variant: Variant, compiled: ov.CompiledModel) -> None:
-        """One more variant, of those that there are buffers for, or another program for it."""
+        """Add a variant, one that there are buffers for, or replace its program."""
         self._compiled[variant] = compiled
         self._bound.pop(variant, None)
 
@@ -72,6 +74,7 @@ class BoundPrograms(Mapping[Variant, Program]):
         return len(self._compiled)
 
     def compiled(self, variant: Variant) -> ov.CompiledModel:
+        """The compiled model behind a variant, whether it is bound or not."""
         return self._compiled[variant]
 
     def is_static(self, variant: Variant) -> bool:
@@ -80,25 +83,33 @@ class BoundPrograms(Mapping[Variant, Program]):
 
 
 def bind(compiled: ov.CompiledModel, shape: ModelShape, cache: KVCache, buffers: StepBuffers) -> Program:
-    """Make a program of one variant whose ports are the host's own memory."""
-    arrays: dict[str, Any] = {
-        "input_ids": buffers.input_ids,
-        "position_ids": buffers.position_ids,
-        "logit_rows": buffers.logit_rows,
-        "logits": buffers.logits,
-        **{kind.port_name: mask for kind, mask in buffers.masks.items()},
-        KEY_POSITIONS: buffers.key_positions,
-        QUERY_POSITIONS: buffers.query_positions,
-    }
-    tensors = {name: ov.Tensor(array, shared_memory=True) for name, array in arrays.items() if array is not None}
+    """A program of one variant whose ports are the host's own memory: the arena, the states, and ``buffers``."""
+    variant = buffers.variant
+    tensors = {name: ov.Tensor(array, shared_memory=True) for name, array in _step_arrays(buffers).items()}
     for index, state in enumerate(shape.kv_states):
-        rows = {
-            state.past_name: cache.arena.state_view(index, buffers.variant.kv_len),
+        slots = {
+            state.past_name: cache.arena.state_view(index, variant.kv_len),
             state.present_name: buffers.present_of(index),
         }
-        for name, array in rows.items():  # numpy has no bf16: the type is said, not read off the array
+        for name, array in slots.items():  # numpy has no bf16: the type is given, not read off the array
             tensors[name] = ov.Tensor(array, ov.Shape(array.shape), ELEMENT_TYPES[state.kv_type])
     for index, recurrent in enumerate(shape.recurrent_states):
         tensors[recurrent.past_name] = ov.Tensor(cache.states.past[index], shared_memory=True)
         tensors[recurrent.present_name] = ov.Tensor(cache.states.present[index], shared_memory=True)
+    for name, tensor in tensors.items():
+        assert port_of([name])[1].fits(tensor.shape, variant), f"{name} has shape {tensor.shape} at {variant}"
     return Program(compiled, buffers, tensors)
+
+
+def _step_arrays(buffers: StepBuffers) -> dict[str, NDArray[Any]]:
+    """The memory of every port that is neither a KV slot nor a state, by the port's name."""
+    arrays: dict[str, NDArray[Any] | None] = {
+        INPUT_IDS: buffers.input_ids,
+        POSITION_IDS: buffers.position_ids,
+        LOGIT_ROWS: buffers.logit_rows,
+        LOGITS: buffers.logits,
+        **{kind.port_name: mask for kind, mask in buffers.masks.items()},
+        KEY_POSITIONS: buffers.key_positions,
+        QUERY_POSITIONS: buffers.query_positions,
+    }
+    return {name: array for name, array in arrays.items() if array is not None}

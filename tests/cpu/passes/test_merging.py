@@ -16,7 +16,7 @@ from staticllm.compiler_passes.merge_projections import merge_projections
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core
 from staticllm.pipelines.diagnostics.reference import EXACT
-from staticllm.pipelines.programs import build as loader
+from staticllm.pipelines.programs import compile_plan
 from staticllm.pipelines.programs.compile_plan import prepare
 
 SIZE, ROWS = 64, 3
@@ -148,5 +148,5 @@ def test_projections_of_the_embedded_model_are_merged_where_that_helps(monkeypat
     (note,) = note_of()
     merged, _, after = (int(word) for word in note.split() if word.isdigit())
     assert 0 < after < merged
-    monkeypatch.setattr(loader, "merges_projections", lambda device: False)
+    monkeypatch.setattr(compile_plan, "merges_projections", lambda device: False)
     assert not note_of()

@@ -23,7 +23,7 @@ LEVELS = (
     "core errors",
     "devices files ir_file metrics threads",
     "config",
-    "properties",
+    "properties ports",
     "results model_dir",
     "compiler_passes kvcache",
     "pipelines.generation pipelines.profiling",
