@@ -47,7 +47,7 @@ def _drop_past(model: ov.Model) -> None:
 
 
 def _bypass_concats(past: ov.Output) -> None:
-    """Concat(past, new) with an empty past is new; rows of another type are converted before."""
+    """Concat(past, new) with an empty past is new; slots of another type are converted before."""
     for target in past.get_target_inputs():
         node = target.get_node()
         if node.get_type_name() in ("Convert", "Slice", "Multiply", "Add"):

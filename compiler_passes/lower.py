@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import openvino as ov
 
-from staticllm.compiler_passes.check_graph import verify_graph, verify_static
+from staticllm.compiler_passes.check_graph import check_graph, check_static
 from staticllm.compiler_passes.decompose_attention import decompose_attention
 from staticllm.compiler_passes.expose_mask import expose_mask
 from staticllm.compiler_passes.expose_positions import expose_positions
@@ -27,8 +27,11 @@ from staticllm.ports import LOGITS, POSITION_IDS, input_names
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """What the passes must know: the largest KV length that will be asked for, the type of the rows, and whether small
-    projections are to be merged, which helps where each matrix costs time beside that of reading it."""
+    """What the passes must know.
+
+    ``max_kv_len``: the largest KV length of any variant. ``kv_type``: the element type of the KV slots. ``merges_projections``:
+    whether small projections are merged, which helps where each matrix costs time beside that of reading it.
+    """
 
     max_kv_len: int
     kv_type: KVType = "f32"
@@ -79,7 +82,7 @@ class LoweredModel:
         """The program of one variant; every shape in it is static, unless the device does without."""
         model = fix_shapes(self.graph, variant)
         if is_static:
-            verify_static(model, f"fix_shapes{variant}")
+            check_static(model, f"fix_shapes{variant}")
         return model
 
     def share(self, variants: tuple[Variant, ...]) -> ov.Model:
@@ -98,7 +101,7 @@ def lower(model: ov.Model, options: LoweringOptions) -> LoweredModel:
     for entry in PASSES:
         before = len(model.get_ordered_ops())
         entry.run(graph, options)
-        verify_graph(graph, entry.name)
+        check_graph(graph, entry.name)
         notes = tuple(graph.notes.get(entry.name, ()))
         reports.append(PassReport(entry.name, before, len(model.get_ordered_ops()), notes))
     return LoweredModel(graph, _shape_of(graph), tuple(reports))

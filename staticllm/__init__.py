@@ -64,7 +64,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the pipeline, and OpenVINO with it, only when somebody asks for it."""
+    """Import the pipeline, and OpenVINO with it, only when it is used."""
     if name == "StaticLLMPipeline":
         return import_module("staticllm.pipelines.llm_pipeline").StaticLLMPipeline
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

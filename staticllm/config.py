@@ -29,27 +29,27 @@ class StaticLLMConfig:
     Args:
         max_prompt_len: The longest prompt (``MAX_PROMPT_LEN``).
         min_response_len: The tokens that a response to the longest prompt can have at least (``MIN_RESPONSE_LEN``).
-        programs: ``separate`` compiles one static program a variant, ``shared`` one program for all, ``phases`` one for
+        programs: ``separate`` compiles one static program per variant, ``shared`` one program for all, ``phases`` one for
             decoding and one for the rest, ``single_row`` one for calls of one row and one for the rest. ``auto`` asks the
             device: separate on an NPU; on CPU and GPU phases where the weights are under 256 MiB, on a CPU single_row where
             they are under 1 GiB, else shared (``PROGRAMS``).
         prefill_rows: Sizes of the prefill programs, None for the default buckets (``PREFILL_ROWS``).
-        prefill_kv_lens: Past rows that a prefill program can see; 0 is a program without past (``PREFILL_KV_LENS``).
-        generate_kv_lens: Rows that a generate program can see (``GENERATE_KV_LENS``).
-        kv_cache_precision: Type of the rows, None for the device's default (``KV_CACHE_PRECISION``).
-        prefix_caching: Keep the rows of conversations and reuse the longest common prefix (``PREFIX_CACHING``).
+        prefill_kv_lens: KV slots that a prefill program can see; 0 is a program without past (``PREFILL_KV_LENS``).
+        generate_kv_lens: KV slots that a generate program can see (``GENERATE_KV_LENS``).
+        kv_cache_precision: Element type of the KV slots, None for the device's default (``KV_CACHE_PRECISION``).
+        prefix_caching: Keep the KV slots of conversations and reuse the longest common prefix (``PREFIX_CACHING``).
         max_num_seqs: Requests that decode together, None for 16, or 4 where each program is a blob (``MAX_NUM_SEQS``).
-        kv_slots: Rows that all requests share, None for those of 4 longest sequences, or 2 where each program is a blob
+        kv_slots: KV slots that all requests share, None for those of 4 longest sequences, or 2 where each program is a blob
             (``KV_SLOTS``).
-        kv_cache_gb: The memory of those rows, GB, in place of their number; at least one longest sequence (``KV_CACHE_GB``).
-        host_kv_slots: Rows that may wait in host memory, of swapped out requests and of conversations kept for their prefix;
+        kv_cache_gb: The memory of those slots, GB, in place of their number; at least one longest sequence (``KV_CACHE_GB``).
+        host_kv_slots: KV slots in host memory, of swapped out requests and of conversations kept for their prefix;
             None for 16 longest sequences (``HOST_KV_SLOTS``).
         max_waiting: Requests that may wait; one more is refused with ``BusyError`` (``MAX_WAITING``).
-        scheduler: Who runs next: ``dynamic``, ``fcfs``, ``prefill_first``, ``decode_first`` or ``chunked``
+        scheduler: The scheduling policy: ``dynamic``, ``fcfs``, ``prefill_first``, ``decode_first`` or ``chunked``
             (``SCHEDULER``, docs/scheduling.md).
         ttft_ms: Target for the time to first token, ms; None for as soon as possible (``TTFT_MS``).
         tpot_ms: Target for the time between two tokens, ms; None for a bound relative to a decode step (``TPOT_MS``).
-        cache_dir: Folder of blob sets: what was compiled once is loaded from there; None for no cache (``CACHE_DIR``).
+        cache_dir: Folder of blob sets: programs that were compiled once are loaded from it; None for no cache (``CACHE_DIR``).
         cache_mode: ``OPTIMIZE_SIZE`` writes blobs without weights, where the device can, and reads those beside the IR;
             ``OPTIMIZE_SPEED`` writes whole blobs (``CACHE_MODE``).
         cache_limit_gb: Size of the cache, GB; the least recently used sets go (``CACHE_LIMIT_GB``).
@@ -59,7 +59,7 @@ class StaticLLMConfig:
             then (``WEIGHTS_DECRYPTION_CALLBACK``).
         blob_path: A blob set: loaded instead of compiling, or written with ``export_blob`` (``BLOB_PATH``).
         export_blob: Compile and write the set to ``blob_path``, or ``openvino_model.blob`` beside the IR (``EXPORT_BLOB``).
-        integrity_key: Bytes that only the application knows: blob sets and saved rows are signed with it (BLAKE2b, keyed), and
+        integrity_key: Bytes that only the application knows: blob sets and snapshots are signed with it (BLAKE2b, keyed), and
             those signed otherwise, or not at all, are refused (``INTEGRITY_KEY``, docs/security.md).
         weights_path: The weights, if they do not lie beside the IR (``WEIGHTS_PATH``).
         background_compile: Serve as soon as the fewest programs are there and compile the others meanwhile. None for yes, but
@@ -166,7 +166,7 @@ class StaticLLMConfig:
             raise ConfigError(f"MAX_NUM_SEQS={self.max_num_seqs}: a step holds at most {MAX_SEQS} sequences; lower it")
         if self.kv_slots is not None and self.kv_slots < self.max_seq_len:
             raise ConfigError(
-                f"KV_SLOTS={self.kv_slots}: one sequence can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {self.max_seq_len} rows; "
+                f"KV_SLOTS={self.kv_slots}: one sequence can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {self.max_seq_len} slots; "
                 "raise it or lower a length"
             )
         size = self.kv_cache_gb
@@ -182,7 +182,7 @@ class StaticLLMConfig:
 
     @property
     def max_seq_len(self) -> int:
-        """Rows that one sequence can have: prompt and response together."""
+        """KV slots that one sequence can have: prompt and response together."""
         return self.max_prompt_len + self.min_response_len
 
     def num_seqs(self, mode: ProgramMode) -> int:
@@ -190,13 +190,13 @@ class StaticLLMConfig:
         return self.max_num_seqs or (16 if mode == "shared" else 4)
 
     def num_kv_slots(self, mode: ProgramMode) -> int:
-        """Rows of the arena."""
+        """KV slots of the arena."""
         longest = min(self.num_seqs(mode), 4 if mode == "shared" else 2)
         return self.kv_slots or longest * self.max_seq_len
 
     @property
     def num_host_slots(self) -> int:
-        """Rows that may wait in host memory."""
+        """KV slots of the host pool."""
         return 16 * self.max_seq_len if self.host_kv_slots is None else self.host_kv_slots
 
     @property

@@ -12,10 +12,10 @@ import numpy as np
 
 Phase = Literal["prefill", "generate"]
 Part = Literal["prefill", "generate", "single_row"]
-"""What may have a program and device properties of its own: a phase, or the calls of one row."""
+"""A part of the calls that may have a program and device properties of its own: a phase, or the calls of one row."""
 ProgramMode = Literal["separate", "shared"]
 ProgramLayout = Literal["separate", "shared", "phases", "single_row"]
-"""A program a variant; one for all; one a phase; one for single rows and one for the rest. All but the first share programs."""
+"""One program per variant; one for all variants; one per phase; one for single rows and one for all other calls."""
 KVType = Literal["f32", "f16", "bf16", "u8"]
 KV_TYPE_BYTES: dict[KVType, int] = {"f32": 4, "f16": 2, "bf16": 2, "u8": 1}
 
@@ -41,6 +41,7 @@ class Variant:
 
     @property
     def phase(self) -> Phase:
+        """``generate`` where each row is a sequence of its own."""
         return "generate" if self.rows == self.sequences else "prefill"
 
     def __str__(self) -> str:
@@ -51,9 +52,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class KVState:
-    """A state that grows by one row a token: keys or values of one layer, ``[1, heads, rows, head_dim]``.
+    """A state that grows by one slot per token: keys or values of one layer, ``[1, heads, slots, head_dim]``.
 
-    Rows of ``u8`` have a scale state beside them, ``[1, heads, rows, 2]``: what one unit is worth, and the smallest value.
+    A ``u8`` state has a scale state beside it, ``[1, heads, slots, 2]``: the size of one unit, and the smallest value.
     """
 
     layer: int
@@ -66,10 +67,12 @@ class KVState:
 
     @property
     def past_name(self) -> str:
+        """The name of the input."""
         return f"past.{self.layer}.{self.role}" + (".scale" if self.is_scale else "")
 
     @property
     def present_name(self) -> str:
+        """The name of the output: the slots of this call's rows."""
         return f"present.{self.layer}.{self.role}" + (".scale" if self.is_scale else "")
 
     @property
@@ -97,16 +100,18 @@ class RecurrentState:
 
     @property
     def past_name(self) -> str:
+        """The name of the input."""
         return f"state.{self.index}"
 
     @property
     def present_name(self) -> str:
+        """The name of the output: the state after this call."""
         return f"state.{self.index}.next"
 
 
 @dataclass(frozen=True)
 class MaskKind:
-    """What a token may see: everything before it, its last ``window`` tokens, or whatever a ``table`` says.
+    """What a token may see: everything before it, its last ``window`` tokens, or the tokens in a ``table``.
 
     ``first_seen[q]``, of a table that was read off the model's own mask, is the first position that the token at q sees.
     """
@@ -128,23 +133,25 @@ class MaskKind:
 
     @property
     def label(self) -> str:
+        """What the mask does, as reports show it."""
         if self.table:
             return f"table:{self.table}"
         return "causal" if self.window is None else f"window:{self.window}"
 
     @property
     def port_name(self) -> str:
+        """The name of the input that layers with this mask share."""
         return f"mask.{self.label}"
 
 
 KEY_POSITIONS, QUERY_POSITIONS = "key_positions", "query_positions"
 """Ports of models with a bias that depends on the distance of two tokens: positions in their sequences, ``[1, 1, 1, T+S]`` of all
-rows that a step sees and ``[1, 1, S, 1]`` of its own."""
+KV slots and rows that a step sees and ``[1, 1, S, 1]`` of its own."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the host must know of a lowered model to feed it: the contract between passes, rows and runner."""
+    """What the host must know of a lowered model to feed it: the contract between passes, KV cache and runner."""
 
     kv_states: tuple[KVState, ...]
     masks: tuple[MaskKind, ...]
@@ -167,7 +174,7 @@ class ModelShape:
         return sum(state.slot_bytes for state in self.kv_states)
 
     def slots_of_states(self, kv_len: int) -> int:
-        """How many rows the recurrent states of one sequence are worth in memory, ``num_slots`` at most; 0 if there are none."""
+        """How many KV slots take the memory of one sequence's recurrent states, ``kv_len`` at most; 0 if there are none."""
         num_bytes = sum(state.num_bytes for state in self.recurrent_states)
         return min(kv_len, -(-num_bytes // self.slot_bytes) if self.slot_bytes else kv_len) if num_bytes else 0
 

@@ -92,7 +92,7 @@ def npu_compiler_problem(core: ov.Core) -> str:
     """Why OpenVINO cannot compile for an NPU that is not here; empty where it can.
 
     Its NPU compiler is a library beside its plugins, which the wheels for Linux do not have. A compilation without content asks
-    for it, and the plugin says what it misses.
+    for it, and the error of the plugin names the missing library.
     """
     import openvino as ov
     from openvino import opset13 as ops
@@ -135,7 +135,7 @@ def merges_projections(device: str) -> bool:
 
 
 def default_kv_type(core: ov.Core, device: str, *phases: Mapping[str, Any]) -> KVType:
-    """On the CPU what it computes in: f32, or bf16 if every phase does; its keys and values then are bf16 anyway. Else f16."""
+    """The element type of KV slots by default: f16, but on the CPU f32, or bf16 if every phase computes in it."""
     if kind(device) != "CPU":
         return "f16"
     own = core.get_property(device, "INFERENCE_PRECISION_HINT")

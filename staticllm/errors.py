@@ -12,7 +12,7 @@
     │   └── PromptTooLongError
     ├── BlobError              a set of blobs that is damaged, or for another model, machine or layout
     ├── NumericalError         the device answered with numbers that are not finite
-    ├── SnapshotError         a file of saved rows that is damaged, or of another model
+    ├── SnapshotError         a snapshot of KV slots that is damaged, or of another model
     ├── BusyError              more requests wait than may
     └── ClosedError            the pipeline was closed
 """
@@ -78,11 +78,11 @@ class PromptTooLongError(PromptError):
 
 
 class NumericalError(StaticLLMError):
-    """Logits that are not finite. The rows are cleared, the pipeline stays usable."""
+    """Logits that are not finite. The KV slots are cleared, the pipeline stays usable."""
 
 
 class BlobError(StaticLLMError):
-    """A set of blobs that cannot be loaded: damaged, cut short, or made for something else. Says which one thing differs."""
+    """A set of blobs that cannot be loaded: damaged, cut short, or made for something else. The message names one difference."""
 
 
 class BusyError(StaticLLMError):
@@ -94,7 +94,7 @@ class ClosedError(StaticLLMError):
 
 
 class SnapshotError(StaticLLMError):
-    """Rows that cannot be saved or read back: none begin like this, the file is damaged, or of another model."""
+    """A snapshot that cannot be saved or read back: no cached prefix fits, or the file is damaged, or of another model."""
 
 
 def as_ours(error: BaseException) -> Exception:
@@ -107,6 +107,6 @@ def as_ours(error: BaseException) -> Exception:
 
 
 def last_line(error: BaseException) -> str:
-    """What OpenVINO meant to say: it puts its own files and lines before it."""
+    """The message of an OpenVINO error: its last line, after the places in OpenVINO's own source."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

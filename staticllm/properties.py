@@ -62,9 +62,13 @@ def resolve(properties: Mapping[str, Any], supported: Collection[str] = ()) -> R
 
 
 def _phase_properties(name: str, extra: Mapping[str, Any], supported: Collection[str]) -> dict[str, Any]:
-    """The properties of one phase: only what a device takes. The type of the rows is not one phase's to choose."""
+    """The properties of one phase: those that the device takes.
+
+    Raises:
+        ConfigError: one is unknown, or sets the type of the KV slots, which both phases share.
+    """
     if "KV_CACHE_PRECISION" in extra:
-        raise ConfigError(f"KV_CACHE_PRECISION in {name}: both phases share the rows, give it beside {name}")
+        raise ConfigError(f"KV_CACHE_PRECISION in {name}: both phases share the KV slots, give it beside {name}")
     for key in extra:
         if key not in supported:
             _refuse(key, supported)

@@ -1,4 +1,4 @@
-"""A blob set: a folder with one blob a program and a manifest that says what they are, what for, and what they must digest to.
+"""A blob set: a folder with one blob per program, and a manifest with their variants, their fingerprint and their digests.
 
 Blobs are named after their digests and the manifest is put in place last, at once: at every moment the folder holds a whole set,
 the one before or the new one, or none that was ever finished. Nothing of it reaches OpenVINO before every byte was compared:
@@ -41,7 +41,7 @@ from staticllm.pipelines.blobs.manifest import (
 
 MANIFEST, LOCK = "manifest.json", ".staticllm.lock"
 SCRATCH = ".staticllm-"
-"""What files are called while they are written."""
+"""How the names of files begin that are being written."""
 LOCK_TIMEOUT = 60.0
 """Seconds to wait for another process that writes the same set."""
 READ_TRIES = 3
@@ -173,10 +173,10 @@ def check_set(folder: Path, manifest: Manifest, here: Fingerprint) -> None:
 
 
 def check_properties(folder: Path, manifest: Manifest, own: Mapping[Phase, Mapping[str, Any]]) -> None:
-    """A set may say what a probe chose; every other property is the user's own (``own``) and no manifest's to set.
+    """Check the properties in a manifest: a probe may have chosen some of them, all others must be the user's (``own``).
 
     Raises:
-        BlobError: it says something else.
+        BlobError: one of the others differs.
     """
     for part, values in manifest.properties.items():
         phase: Phase = "prefill" if part == "prefill" else "generate"
@@ -326,7 +326,7 @@ def _remove_leftovers(folder: Path, key: bytes, before: set[str]) -> None:
         needed = set(read_manifest(folder, key).blobs)
     except BlobError:
         if (folder / MANIFEST).exists():
-            return  # nobody can say what belongs to it
+            return  # a damaged manifest does not tell what belongs to the set
         needed = set()
     for path in folder.iterdir():
         if path.name not in (MANIFEST, LOCK, *needed) and (path.name in before or _is_own_file(path.name)):
@@ -348,6 +348,6 @@ def _is_own_file(name: str) -> bool:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Put a file in its place as a whole or not at all; whoever can read the folder can read it."""
+    """Put a file in its place, as a whole or not at all, with the access rights of the folder."""
     with whole_file(path, prefix=SCRATCH) as file:
         file.write(data)

@@ -11,7 +11,7 @@ from typing import Any
 import openvino as ov
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import Part, ProgressEvent, Variant
+from staticllm.core import Part, Phase, ProgressEvent, Variant
 from staticllm.devices import default_kv_type, get_core
 from staticllm.errors import BlobError, ConfigError
 from staticllm.pipelines.blobs.blob_set import MANIFEST, ImportTarget, is_ours, json_properties, write_set
@@ -179,7 +179,9 @@ def fingerprint_of(job: Job) -> Fingerprint:
     properties = phase_properties(device, config)
     kv_type = config.kv_cache_precision or default_kv_type(core, device, *properties.values())
     layout = program_layout(device, job.directory, config)
-    values = {phase: json_properties(of_phase) for phase, of_phase in properties.items()}
+    values: dict[Phase, Mapping[str, Any]] = {
+        phase: json_properties(of_phase) for phase, of_phase in properties.items()
+    }
     return Fingerprint(
         **asdict(fingerprint_model(job.directory, job.weights)),
         **machine_values(core, device),

@@ -23,7 +23,7 @@ PIECE = 16 << 20
 """Bytes that are digested at once. The digest of a file is that of its pieces' digests, so that two cores share a large one."""
 _PASSES = Path(str(compiler_passes.__file__)).parent
 Kind = Literal["graph", "weights", "machine", "user"]
-"""What a value says: a digest of the graph or of the weights, a fact about the machine, or what the user asked for."""
+"""The origin of a value: a digest of the graph or of the weights, a fact about the machine, or the user's choice."""
 
 
 def _labelled(label: str, kind: Kind = "machine", default: str | None = "") -> Any:
@@ -124,7 +124,7 @@ def _digest_of_piece(path: Path, start: int) -> bytes:
 
 
 def bytes_digest(data: bytes | memoryview, key: bytes = b"") -> str:
-    """Hex digest (BLAKE2b) of bytes. With a key, only who has the key can compute it."""
+    """Hex digest (BLAKE2b) of bytes. It cannot be computed without ``key``, if there is one."""
     return hashlib.blake2b(data, digest_size=32, key=hashlib.sha256(key).digest() if key else b"").hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a blob set: what its blobs are, what for, and what they must digest to.
+"""The manifest of a blob set: the variants of its blobs, their fingerprint, and the digests of their bytes.
 
 A manifest may come from anywhere, so that every field is checked before anything is believed: names are plain file names, sizes
 are bounded, and nothing that is unknown, missing or of another type gets past ``decode``.

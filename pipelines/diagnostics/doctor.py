@@ -1,4 +1,4 @@
-"""Is everything there that staticllm needs? Each finding with what to do about it."""
+"""Is everything there that staticllm needs? Each finding comes with a remedy."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _model(path: str, cache_dir: str | None) -> Finding:
                 "warn",
                 "model",
                 f"its weights ({here.weights_digest[:12]}) are not those of set {entry.key} ({there.weights_digest[:12]})",
-                "if nobody meant to change them, copy the model again; a pipeline that runs meanwhile refuses requests",
+                "unless this was meant, copy the model again; a pipeline that runs meanwhile refuses requests",
             )
     return Finding("ok", "model", f"whole, weights {here.weights_digest[:12]}")
 
@@ -187,6 +187,6 @@ def _self_test(device: str) -> Finding:
     expected = StatefulReference(path).greedy(list(SELF_TEST), NUM_NEW)
     same = sum(mine == other for mine, other in zip(tokens, expected, strict=True))
     if same == NUM_NEW:
-        return Finding("ok", name, f"{NUM_NEW} of {NUM_NEW} tokens as the original says them")
+        return Finding("ok", name, f"{NUM_NEW} of {NUM_NEW} tokens equal the original's")
     remedy = "do not trust this device: update its driver, or set INFERENCE_PRECISION_HINT=f32"
-    return Finding("fail", name, f"{same} of {NUM_NEW} tokens as the original says them", remedy)
+    return Finding("fail", name, f"{same} of {NUM_NEW} tokens equal the original's", remedy)

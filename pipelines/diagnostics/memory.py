@@ -1,4 +1,4 @@
-"""What a model would take on a device, before anything is compiled: bytes of weights, rows and buffers, and whether they fit."""
+"""Memory that a model would take on a device, before anything is compiled, and whether it fits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from staticllm.pipelines.diagnostics.inspect import inspect_model
 
 
 def estimate_memory(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> dict[str, Any]:
-    """Bytes of weights, programs, rows, states and buffers for ``device``, what there is, and whether it fits.
+    """Bytes of weights, programs, KV slots, states and buffers for ``device``, what there is, and whether it fits.
 
     Raises:
         ModelError, UnsupportedModelError, ConfigError
@@ -24,7 +24,7 @@ def estimate_memory(models_path: str | os.PathLike[str], device: str, config: St
     copies = report["num_programs"] if kind(device) == "CPU" else 1  # the CPU packs them for each
     parts = {
         "weights": report["weights_bytes"] * copies,
-        "rows": report["kv"]["bytes"],
+        "KV slots": report["kv"]["bytes"],
         "host pool, at most": report["kv"]["host_bytes"],
         "recurrent states": report["recurrent"]["bytes_a_sequence"] * 2,
         "buffers": report["buffers_bytes"],

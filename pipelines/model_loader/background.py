@@ -19,9 +19,13 @@ CLOSE_TIMEOUT = 5.0
 class BackgroundWork(Protocol):
     """What a ``BackgroundLoader`` runs: parts, one after the other, and a release at the end, also after an error."""
 
-    def parts(self) -> list[Callable[[], None]]: ...
+    def parts(self) -> list[Callable[[], None]]:
+        """What is to be done, in order."""
+        ...
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Called once, on the thread that ran the parts."""
+        ...
 
 
 class BackgroundLoader:

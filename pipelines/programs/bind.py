@@ -97,7 +97,7 @@ def bind(compiled: ov.CompiledModel, shape: ModelShape, cache: KVCache, buffers:
         tensors[recurrent.past_name] = ov.Tensor(cache.states.past[index], shared_memory=True)
         tensors[recurrent.present_name] = ov.Tensor(cache.states.present[index], shared_memory=True)
     for name, tensor in tensors.items():
-        assert port_of([name])[1].fits(tensor.shape, variant), f"{name} has shape {tensor.shape} at {variant}"
+        assert port_of([name])[1].fits(list(tensor.shape), variant), f"{name} has shape {tensor.shape} at {variant}"
     return Program(compiled, buffers, tensors)
 
 

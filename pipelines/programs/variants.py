@@ -13,25 +13,28 @@ EXACT_BUCKETS: dict[ProgramMode, tuple[int, ...]] = {
     "shared": (2, 4, 8, 16, 32, 64, 128, 256, 512),
     "separate": (8, 64),
 }
-"""Where no row may be idle: any prompt in few calls, single rows at its end."""
+"""Sizes for models in which no row may be idle: any prompt takes few calls, the last of them with single rows."""
 MIXED_ROWS = (16, 32, 64, 128, 256)
 MIXED_SEQUENCES, MORE_SEQUENCES = (2, 4, 8, 12, 16), 4
-"""A mixed call is there for so many sequences, and for a full house and some prompts more: unused logits cost time too."""
+"""Mixed calls exist for these numbers of sequences, and for ``max_num_seqs`` + ``MORE_SEQUENCES``: unused logits cost time."""
 LARGEST_CHUNK = 1024
 SMALLEST_KV_LEN = 256
 
 
 def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShape | None = None) -> tuple[Variant, ...]:
-    """All variants of a pipeline, those that decode first.
+    """All variants of a pipeline; those that decode come first.
 
-    Capacities: powers of two, then what one sequence can have (``max_seq_len``), then what all together can have
-    (``kv_slots``); where a KV length costs no program of its own, every 256 rows.
-    Decoding: one row; packed, one row a sequence: 2, 4, 8 … up to ``max_num_seqs`` (the last alone when each is a blob).
-    Prefill: 16, 64, 256, then the longest prompt or 1024 rows (64 and that when each is a blob), of one sequence.
-    Mixed, rows of many sequences, whatever phase they are in: 16 … 256, only where it costs no program.
+    KV lengths: powers of two, then the longest sequence (``max_seq_len``), then all slots of the arena (``kv_slots``). Where a KV
+    length takes no program of its own (``shared``): every 256 slots.
+    Decoding: one row; packed, one row per sequence: 2, 4, 8 … up to ``max_num_seqs`` (``separate``: only the last).
+    Prefill, of one sequence: 16, 64, 256 rows, then the longest prompt or 1024 (``separate``: 64 and the last).
+    Mixed, prompts and decoding of many sequences: 16 … 256 rows, only in ``shared`` mode.
 
-    A model with recurrent states runs one sequence a call and no idle rows: its prompts are put together from more sizes. One
-    without rows has one KV length.
+    A model with recurrent states runs one sequence per call and no idle rows: it has more sizes, to put any prompt together. A
+    model without KV states has one KV length.
+
+    Raises:
+        ConfigError: ``GENERATE_KV_LENS`` or ``PREFILL_KV_LENS`` ends too low for the lengths.
     """
     total, num_seqs = config.num_kv_slots(mode), config.num_seqs(mode) if shape is None or shape.is_packable else 1
     needs_real_rows = shape is not None and shape.needs_real_rows
@@ -67,7 +70,7 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShap
 
 
 def first_to_serve(variants: Iterable[Variant]) -> tuple[Variant, ...]:
-    """The fewest that can run any prompt: single rows and the smallest chunk, both where they see everything."""
+    """The fewest variants that can run any prompt: single rows and the smallest chunk, at the largest KV length."""
     known = list(variants)
     most = max(variant.kv_len for variant in known)
     alone = [variant for variant in known if variant.sequences == 1 and variant.kv_len == most]
@@ -94,7 +97,7 @@ def _prefill_variants(
             f"PREFILL_KV_LENS ends at {chosen[-1]}: with chunks of {rows[-1]} the last chunk of a "
             f"prompt of {config.max_prompt_len} tokens needs more; add {config.max_seq_len}"
         )
-    if chosen[-1] == config.max_seq_len:  # the rows of others lie beyond
+    if chosen[-1] == config.max_seq_len:  # the slots of other sequences lie beyond
         chosen = (*chosen, total)
     is_worth_it = config.prefill_kv_lens or mode == "separate"
     return [
@@ -119,7 +122,7 @@ def _packed_rows(num_seqs: int, mode: ProgramMode) -> tuple[int, ...]:
 
 
 def _steps(total: int) -> tuple[int, ...]:
-    """Capacities that cost no program of their own: every 256 rows, every eighth from 2048 on, then ``total``."""
+    """KV lengths that take no program of their own: every 256 slots, wider steps from 4096 on (an eighth), then ``total``."""
     buckets, step = [], SMALLEST_KV_LEN
     while step < total:
         buckets.append(step)
