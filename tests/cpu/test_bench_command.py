@@ -12,6 +12,8 @@ from click.testing import CliRunner
 from staticllm.cli import cli
 from staticllm.pipelines.trace import Trace
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SMALL = ["--max-prompt-len", "64", "--min-response-len", "64", "-r", "1"]
 
 

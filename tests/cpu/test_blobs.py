@@ -19,6 +19,8 @@ from staticllm.pipelines.blob_cache import BlobCache
 from staticllm.pipelines.blob_set import read_manifest, rewrite_manifest
 from staticllm.pipelines.reference import StatefulReference
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32}
 PROMPT = list(range(20, 45))
 

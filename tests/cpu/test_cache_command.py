@@ -12,6 +12,8 @@ from staticllm.cli import cli
 from staticllm.pipelines import plan
 from staticllm.pipelines.doctor import examine
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 STATICLLM = [sys.executable, "-m", "staticllm"]
 
 

@@ -12,6 +12,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 PROMPT, TAKEN = "\x1b[?2004h", "\x1b[?2004l"
 """What prompt_toolkit sends when it begins to read a line and when it has one: pasted text is marked meanwhile."""
 STATICLLM = [sys.executable, "-m", "staticllm"]

@@ -18,6 +18,8 @@ from staticllm.errors import ConfigError, GenerationConfigError, ModelError, Pro
 from staticllm.pipelines.arguments import device_names
 from staticllm.pipelines.genai_properties import from_genai, plain_properties
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SMALL = {"MAX_PROMPT_LEN": 128, "MIN_RESPONSE_LEN": 64, "INFERENCE_PRECISION_HINT": "f32"}
 QUESTION = [{"role": "user", "content": "What is an NPU?"}]
 

@@ -20,6 +20,8 @@ from staticllm.pipelines.blob_set import MANIFEST, copy_set, read_manifest, read
 from staticllm.pipelines.identity import bytes_digest
 from staticllm.pipelines.manifest import ManifestError, _canonical, _framed, decode, encode
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 def renamed(name):
     def change(content):

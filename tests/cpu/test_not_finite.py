@@ -9,6 +9,8 @@ import pytest
 from staticllm import NumericalError, StaticLLMPipeline
 from staticllm.pipelines.reference import StatefulReference
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32}
 GREEDY = {"max_new_tokens": 8, "ignore_eos": True}
 POISON = 777

@@ -10,6 +10,8 @@ import pytest
 from staticllm import DecodedResults, EncodedResults, GeneratedText, StaticLLMConfig, StaticLLMPipeline
 from staticllm.pipelines.reference import StatefulReference
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 PROMPT = [5, 6, 7]
 

@@ -17,6 +17,8 @@ from staticllm.pipelines.blob_cache import BlobCache
 from staticllm.pipelines.blob_set import MANIFEST, is_ours, read_manifest, read_stored
 from staticllm.pipelines.file_lock import acquire, locked
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 REPLACE = """
 import sys
 from pathlib import Path

@@ -18,6 +18,8 @@ from staticllm import BusyError, ClosedError, GenerationConfigError, PromptError
 from staticllm.pipelines.scheduling.planner import POLICIES
 from staticllm.pipelines.scheduling.view import Plan
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 SMALL = {"MAX_PROMPT_LEN": 96, "MIN_RESPONSE_LEN": 64, **EXACT}
 

@@ -13,6 +13,8 @@ from staticllm.pipelines import launch, start
 from staticllm.pipelines.blob_cache import BlobCache
 from staticllm.pipelines.reference import StatefulReference
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32}
 STAGED = {**EXACT, "PROGRAMS": "separate", "BACKGROUND_COMPILE": True, "MAX_NUM_SEQS": 2}
 PROMPT = list(range(20, 45))

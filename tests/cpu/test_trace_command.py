@@ -12,6 +12,8 @@ import pytest
 from staticllm import StaticLLMPipeline
 from staticllm.pipelines.trace import Trace
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 def trace(*arguments):
     command = [sys.executable, "-m", "staticllm", "trace", *map(str, arguments)]

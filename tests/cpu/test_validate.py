@@ -8,6 +8,8 @@ from staticllm.pipelines.profiler import RequestRecord, StepRecord
 from staticllm.pipelines.simulator import validate as validation
 from staticllm.pipelines.simulator.workload import Lengths, burst, poisson
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 ONE, TWO = Variant(1, 64), Variant(2, 64, 2)
 
 

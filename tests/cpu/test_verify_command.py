@@ -12,6 +12,8 @@ from staticllm.pipelines import verification
 from staticllm.pipelines.reference import StatefulReference
 from staticllm.pipelines.runner import ModelRunner
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 def verify(*arguments):
     return CliRunner().invoke(cli, ["verify", *map(str, arguments)])

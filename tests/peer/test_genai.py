@@ -9,6 +9,8 @@ import pytest
 
 from staticllm import StaticLLMPipeline
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
 MODELS = ["llama", "qwen2", "qwen3", "mistral", "demo"]
 
