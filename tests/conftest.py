@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -23,6 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores it for what runs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name, count in (("all", 100), ("quick", 20)):
+        hypothesis.settings.register_profile(name, max_examples=count)
+    hypothesis.settings.load_profile("all" if config.getoption("--all") else "quick")
     config.addinivalue_line("markers", "slow: takes long; runs with --all only")
 
 
@@ -91,6 +95,14 @@ def shared_programs(_programs_of_this_run) -> Iterator[None]:
     """In a module that uses this, what another test has compiled before is not compiled again."""
     with _programs_of_this_run.in_place():
         yield
+
+
+@pytest.fixture(scope="module", params=["here", pytest.param("child", marks=pytest.mark.slow)])
+def staticllm(request: pytest.FixtureRequest):
+    """The command line: in this process, and with ``--all`` in a child process of its own too."""
+    import command_line
+
+    return command_line.in_here if request.param == "here" else command_line.in_child
 
 
 @pytest.fixture(scope="session")

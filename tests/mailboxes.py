@@ -4,3 +4,8 @@
 def letters_of(request):
     """All tokens so far, and the end if it has come."""
     return list(iter(lambda: request.mailbox.get(0), None))
+
+
+def reason_of(request):
+    """Why a request ended, all tokens taken out before."""
+    return letters_of(request)[-1].reason

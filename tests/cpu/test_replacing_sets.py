@@ -135,6 +135,7 @@ def test_the_same_model_twice_in_one_thread(zoo, tmp_path):
         assert len(second.generate("hello", max_new_tokens=2, ignore_eos=True).tokens[0]) == 2
 
 
+@pytest.mark.slow
 def test_again_in_an_except_block(zoo, tmp_path):
     def fails(event):
         if event.stage == "warm-up":

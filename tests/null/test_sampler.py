@@ -100,13 +100,12 @@ def test_draws_follow_the_distribution():
 
 
 def test_a_seed_repeats_itself():
-    texts = [
-        [s.sample(random_logits(i))[0] for i in range(20)] for s in (sampler(do_sample=True, seed=3),) * 1 for _ in "a"
-    ]
+    first = sampler(do_sample=True, seed=3)
+    tokens = [first.sample(random_logits(i))[0] for i in range(20)]
     again = sampler(do_sample=True, seed=3)
-    assert texts[0] == [again.sample(random_logits(i))[0] for i in range(20)]
+    assert tokens == [again.sample(random_logits(i))[0] for i in range(20)]
     other = sampler(do_sample=True, seed=4)
-    assert texts[0] != [other.sample(random_logits(i))[0] for i in range(20)]
+    assert tokens != [other.sample(random_logits(i))[0] for i in range(20)]
 
 
 def test_repetition_penalty_counts_prompt_and_answer():

@@ -26,11 +26,13 @@ def test_the_default_rate_leaves_the_devices_room():
     assert float(fourfold) > 2 * float(rate)
 
 
+@pytest.mark.slow
 def test_slower_costs_make_a_lower_rate():
     rates = [float(simulate("--weights-ms", ms).stderr.split()[0]) for ms in ("20", "80")]
     assert rates[1] < rates[0] / 2
 
 
+@pytest.mark.slow
 def test_too_many_requests_are_told():
     done = simulate("--rate", "4")
     assert (
