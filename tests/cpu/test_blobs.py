@@ -293,6 +293,7 @@ def test_a_full_disk_leaves_no_half_set(property_name, zoo, tmp_path, monkeypatc
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
 
 
+@SLOW
 def test_the_least_recently_used_go_first_and_what_is_in_use_stays(zoo, tmp_path):
     for length in (16, 32, 48):
         load(zoo / "llama", CACHE_DIR=tmp_path, MAX_PROMPT_LEN=length)

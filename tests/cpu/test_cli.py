@@ -190,6 +190,7 @@ def test_a_closed_pipe_ends_it_quietly(llama):
     child.stderr.close()
 
 
+@pytest.mark.slow
 def test_tokens_appear_as_they_come(llama):
     child = subprocess.Popen(
         [*STATICLLM, "run", "hello", "-m", str(llama), "-n", "900", "--raw"],

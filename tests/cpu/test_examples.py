@@ -178,6 +178,7 @@ def run_terminal(*arguments: str, stdin: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_terminal_answers(model_dir: Path) -> None:
     done = run_terminal(str(model_dir), stdin="hello\n")
     assert done.returncode == 0, done.stderr

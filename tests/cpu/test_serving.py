@@ -44,7 +44,13 @@ def held_rows(pipe):
 
 
 @pytest.mark.parametrize("programs", ["shared", pytest.param("separate", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("scheduler", sorted(POLICIES))
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        name if name in ("dynamic", "chunked") else pytest.param(name, marks=pytest.mark.slow)
+        for name in sorted(POLICIES)
+    ],
+)
 def test_together_everybody_has_the_tokens_of_a_run_alone(zoo, prompt_of, scheduler, programs):
     prompts = [prompt_of(length, seed) for seed, length in enumerate((3, 70, 20, 90, 41, 1, 33))]
     with StaticLLMPipeline(

@@ -131,6 +131,7 @@ def test_the_cpu_serves_until_the_device_can(is_staged, zoo, expected):
         assert pipe._engine.runner is not first and len(pipe._engine.runner.programs) > 4
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:device 'TOASTER'")
 def test_config_and_row_type_are_those_of_what_serves(zoo, tmp_path, monkeypatch):
     gate, load_first = threading.Event(), launch.load_first

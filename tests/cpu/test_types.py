@@ -76,7 +76,7 @@ def test_compressed_weights_say_what_the_compressed_original_says(name, bits, zo
 
 
 @pytest.mark.parametrize("mode", ["shared", pytest.param("separate", marks=SLOW)])
-@pytest.mark.parametrize("row_type", [pytest.param("f32", marks=SLOW), "f16", "bf16", "u8"])
+@pytest.mark.parametrize("row_type", [*(pytest.param(name, marks=SLOW) for name in ("f32", "f16")), "bf16", "u8"])
 def test_rows_of_any_type_stay_close_and_keep_the_tokens(row_type, mode, model_path, original):
     path = model_path("demo")
     text = np.random.default_rng(3).integers(8, 1000, 96).tolist()
@@ -99,7 +99,8 @@ def test_rows_of_any_type_stay_close_and_keep_the_tokens(row_type, mode, model_p
 
 
 def test_rows_of_u8_take_a_quarter(model_path):
-    with StaticLLMPipeline(model_path("demo"), KV_CACHE_PRECISION="u8", MAX_PROMPT_LEN=64) as pipe:
+    rows = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "u8", "MAX_PROMPT_LEN": 128}
+    with StaticLLMPipeline(model_path("demo"), PROGRAMS="shared", **rows) as pipe:
         shape, arena = pipe._shape, pipe._engine.runner.cache.arena
         heads, head_dim = shape.row_states[0].heads, shape.row_states[0].head_dim
         num_states = sum(not state.is_scale for state in shape.row_states)

@@ -77,7 +77,7 @@ def test_a_cancelled_turn_of_token_ids_is_forgotten(ours, stateful):
     assert cancelled(ours) == cancelled(stateful)
 
 
-@pytest.mark.parametrize("length", [3, pytest.param(50, marks=pytest.mark.slow), 128])
+@pytest.mark.parametrize("length", [*(pytest.param(length, marks=pytest.mark.slow) for length in (3, 50)), 128])
 def test_full_rows_hold_as_many_tokens_as_npuws(ours, npuw, length, prompt_of):
     ids = np.array([prompt_of(length)])
     options = {"max_new_tokens": 1000, "ignore_eos": True}

@@ -12,7 +12,7 @@ from staticllm.pipelines.reference import EXACT
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
-MODELS = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "mistral")), "demo"]
+MODELS = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "mistral", "demo"))]
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +128,7 @@ def test_a_conversation_is_the_same():
         assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 def test_static_programs_say_what_npuw_says(zoo, prompt_of):
     """The incumbent itself, NPUW, on the CPU: our separate programs against its prefill and generate models."""
     lengths = {"MAX_PROMPT_LEN": 128, "MIN_RESPONSE_LEN": 64}
