@@ -113,6 +113,7 @@ def test_encrypted_blobs_need_their_key(zoo, tmp_path):
         load(zoo / "llama", BLOB_PATH=target, CACHE_ENCRYPTION_CALLBACKS=(crypt, lambda data: {}["key"]))
 
 
+@SLOW
 def test_weights_may_lie_encrypted(zoo, tmp_path):
     expected, model = answer(zoo / "llama"), tmp_path / "model"
     shutil.copytree(zoo / "llama", model)

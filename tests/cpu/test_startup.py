@@ -189,6 +189,7 @@ def test_the_program_for_single_rows_comes_later_and_changes_no_token(zoo, expec
         assert len(bound) > 1 and all(bound), "what ran before is bound anew"
 
 
+@pytest.mark.slow
 def test_single_rows_wait_for_nobody_where_that_is_asked(zoo, expected, tmp_path):
     with StaticLLMPipeline(zoo / "llama", **SINGLE, BACKGROUND_COMPILE=False) as pipe:
         assert pipe.is_complete and programs_of(pipe)[0] != programs_of(pipe)[1] and tokens_of(pipe) == expected

@@ -87,6 +87,7 @@ def test_sampling_draws_from_the_same_tokens(pair):
     assert np.abs(shares[0] - shares[1]).sum() / 2 < 0.12
 
 
+@pytest.mark.slow
 def test_stop_ids_of_the_model_hold_for_configs_of_the_user(zoo, tmp_path):
     for path in (zoo / "llama").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
