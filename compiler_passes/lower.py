@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import openvino as ov
 
+from staticllm.compiler_passes.check_graph import verify_graph, verify_static
 from staticllm.compiler_passes.decompose_attention import decompose_attention
 from staticllm.compiler_passes.expose_mask import expose_mask
 from staticllm.compiler_passes.expose_positions import expose_positions
@@ -19,7 +20,6 @@ from staticllm.compiler_passes.lift_state import lift_state
 from staticllm.compiler_passes.merge_projections import merge_projections
 from staticllm.compiler_passes.select_logits import select_logits
 from staticllm.compiler_passes.store_kv_as import store_kv_as
-from staticllm.compiler_passes.verify import verify_graph, verify_static
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, RowType, Variant
 from staticllm.errors import UnsupportedModelError
 

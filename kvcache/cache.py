@@ -18,8 +18,8 @@ from staticllm.kvcache.arena import Arena
 from staticllm.kvcache.finite import is_finite
 from staticllm.kvcache.mask import MaskBuilder, paint_positions
 from staticllm.kvcache.recurrent import StateBank
-from staticllm.kvcache.rows import RowAllocator
 from staticllm.kvcache.sequence import Sequence, StateSet
+from staticllm.kvcache.slot_allocator import RowAllocator
 from staticllm.kvcache.step import Step, StepBuffers
 
 PAD_TOKEN = 0  # idle rows hold it; nobody sees what becomes of them

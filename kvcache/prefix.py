@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as TokenList
 
 from staticllm.kvcache.cache import KVCache, RowsCopy, StoredRows
+from staticllm.kvcache.host_pool import Shelf
 from staticllm.kvcache.sequence import Sequence, common_prefix
-from staticllm.kvcache.shelf import Shelf
 
 WORTH_IT = 16
 """Shorter prefixes are computed again, unless they are half of the prompt: a fresh prompt runs in cheaper programs."""

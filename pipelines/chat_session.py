@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import openvino_genai as genai
 
 from staticllm.errors import GenerationConfigError, SavedRowsError, StaticLLMError
-from staticllm.pipelines.delivery import Answer
-from staticllm.pipelines.inputs import Form, Prompt, encode_messages
+from staticllm.pipelines.text.output_processor import Answer
+from staticllm.pipelines.text.tokenization import Form, Prompt, encode_messages
 
 
 class ChatSession:

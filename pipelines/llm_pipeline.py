@@ -17,7 +17,15 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import FinishReason, ProgressEvent
 from staticllm.errors import BusyError, GenerationConfigError
 from staticllm.model_dir import forget_in_memory, weights_of
-from staticllm.pipelines.arguments import (
+from staticllm.pipelines.blobs.fingerprint import model_identity
+from staticllm.pipelines.chat_session import ChatSession
+from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.engine.kv_snapshot import load_rows, save_rows
+from staticllm.pipelines.engine.overflow import shorten
+from staticllm.pipelines.engine.request import Request
+from staticllm.pipelines.generation.options import limit_of
+from staticllm.pipelines.generation.sampler import Sampler
+from staticllm.pipelines.model_loader.arguments import (
     named_in_memory,
     positional,
     read_generation_config,
@@ -25,27 +33,19 @@ from staticllm.pipelines.arguments import (
     resolve_candidates,
     source_of,
 )
-from staticllm.pipelines.background import Background
-from staticllm.pipelines.chat_session import ChatSession
-from staticllm.pipelines.delivery import Answer, Arrival, Delivery, metrics_of
-from staticllm.pipelines.engine import Engine
-from staticllm.pipelines.generation_options import limit_of
-from staticllm.pipelines.handle import GenerationHandle
-from staticllm.pipelines.identity import model_identity
-from staticllm.pipelines.inputs import Prompt, check_ids, form_of
-from staticllm.pipelines.intake import Call, Intake
-from staticllm.pipelines.launch import launch
-from staticllm.pipelines.outcome import Outcome, results_of
-from staticllm.pipelines.overflow import shorten
-from staticllm.pipelines.profiler import Stats
-from staticllm.pipelines.request import Request
-from staticllm.pipelines.sampler import Sampler
-from staticllm.pipelines.saved_rows import load_rows, save_rows
+from staticllm.pipelines.model_loader.background import Background
+from staticllm.pipelines.model_loader.launch import launch
+from staticllm.pipelines.model_loader.weights_watch import watch_of
+from staticllm.pipelines.profiling.records import Stats
+from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
+from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
-from staticllm.pipelines.scheduling.view import Policy
-from staticllm.pipelines.streamers import REASONS, TokenSink, check_callback, make_sink
-from staticllm.pipelines.trace import MAX_RECORDS, Trace, recording
-from staticllm.pipelines.weights_watch import watch_of
+from staticllm.pipelines.text.handle import GenerationHandle
+from staticllm.pipelines.text.input_processor import Call, Intake
+from staticllm.pipelines.text.outcome import Outcome, results_of
+from staticllm.pipelines.text.output_processor import Answer, Arrival, Delivery, metrics_of
+from staticllm.pipelines.text.streamers import REASONS, TokenSink, check_callback, make_sink
+from staticllm.pipelines.text.tokenization import Prompt, check_ids, form_of
 
 Streamer: TypeAlias = Callable[[str], Any] | genai.StreamerBase | None
 

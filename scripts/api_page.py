@@ -10,7 +10,7 @@ from typing import Any
 
 import staticllm
 from staticllm.errors import StaticLLMError
-from staticllm.pipelines.handle import GenerationHandle
+from staticllm.pipelines.text.handle import GenerationHandle
 
 FIRST = ("StaticLLMPipeline", "GenerationHandle", "StaticLLMConfig")
 SECTIONS = ("Args", "Returns", "Raises")

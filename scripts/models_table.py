@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 from staticllm.errors import UnsupportedModelError
-from staticllm.pipelines.verification import verify_model
+from staticllm.pipelines.diagnostics.verify import verify_model
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 HEAD = """# Models

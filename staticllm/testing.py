@@ -28,14 +28,14 @@ from numpy.typing import NDArray
 from staticllm.core import MaskKind, ModelShape, RecurrentState, RowState, Variant
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
-from staticllm.pipelines.engine import Engine
-from staticllm.pipelines.request import Request
-from staticllm.pipelines.runner import ModelRunner
-from staticllm.pipelines.sampler import Sampler, SamplingParams
-from staticllm.pipelines.scheduling.book import Limits
-from staticllm.pipelines.scheduling.view import Policy
-from staticllm.pipelines.tenancy import EngineOptions
-from staticllm.pipelines.variants import first_to_serve
+from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.engine.kv_manager import EngineOptions
+from staticllm.pipelines.engine.request import Request
+from staticllm.pipelines.generation.sampler import Sampler, SamplingParams
+from staticllm.pipelines.programs.model_runner import ModelRunner
+from staticllm.pipelines.programs.variants import first_to_serve
+from staticllm.pipelines.scheduling.interface import Policy
+from staticllm.pipelines.scheduling.request_table import Limits
 
 CAUSAL = MaskKind()
 VOCAB_SIZE = 997  # a prime, so that every pair matters to the checksum

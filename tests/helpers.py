@@ -5,9 +5,9 @@ import json
 import numpy as np
 
 from staticllm import StaticLLMConfig
-from staticllm.pipelines.blob_set import MANIFEST, write_set
-from staticllm.pipelines.identity import bytes_digest
-from staticllm.pipelines.manifest import LAYOUT_FIELDS, Manifest, _canonical, _framed
+from staticllm.pipelines.blobs.blob_set import MANIFEST, write_set
+from staticllm.pipelines.blobs.fingerprint import bytes_digest
+from staticllm.pipelines.blobs.manifest import LAYOUT_FIELDS, Manifest, _canonical, _framed
 
 IDENTITY = {"IR digest": "1", "weights digest": "2", "OpenVINO": "2026.4", "device": "CPU"}
 SHAPE = {

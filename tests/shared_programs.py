@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from staticllm.pipelines import loader
-from staticllm.pipelines.reference import StatefulReference
+from staticllm.pipelines.diagnostics.reference import StatefulReference
+from staticllm.pipelines.programs import build as loader
 
 
 class SharedPrograms:

@@ -10,16 +10,16 @@ from itertools import islice
 
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.scheduling.chunked import Chunked
-from staticllm.pipelines.scheduling.decode_first import DecodeFirst
-from staticllm.pipelines.scheduling.dynamic import Dynamic
-from staticllm.pipelines.scheduling.fcfs import Fcfs
-from staticllm.pipelines.scheduling.moves import alone
-from staticllm.pipelines.scheduling.prefill_first import PrefillFirst
-from staticllm.pipelines.scheduling.rules import IllegalPlanError, check
-from staticllm.pipelines.scheduling.view import Plan, Policy, View
-from staticllm.pipelines.threads import start_thread
-from staticllm.pipelines.variants import VariantIndex
+from staticllm.pipelines.programs.variants import VariantIndex
+from staticllm.pipelines.scheduling.interface import Plan, Policy, View
+from staticllm.pipelines.scheduling.policies.chunked import Chunked
+from staticllm.pipelines.scheduling.policies.common import alone
+from staticllm.pipelines.scheduling.policies.decode_first import DecodeFirst
+from staticllm.pipelines.scheduling.policies.dynamic import Dynamic
+from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
+from staticllm.pipelines.scheduling.policies.prefill_first import PrefillFirst
+from staticllm.pipelines.scheduling.validation import IllegalPlanError, check
+from staticllm.threads import start_thread
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "dynamic": Dynamic,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
-from staticllm.pipelines.profiler import RequestRecord, StepRecord
-from staticllm.pipelines.scheduling.view import Policy
-from staticllm.pipelines.simulator.device import DeviceModel, Job, SimulatedDevice
+from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
+from staticllm.pipelines.scheduling.interface import Policy
+from staticllm.pipelines.simulator.simulated_device import DeviceModel, Job, SimulatedDevice
 from staticllm.pipelines.simulator.workload import Arrival
 
 Dispatch = Literal["least_loaded", "round_robin"]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from staticllm.errors import ConfigError
-from staticllm.pipelines.profiler import RequestRecord
+from staticllm.pipelines.profiling.records import RequestRecord
+from staticllm.pipelines.profiling.timeline import matplotlib, save_figure
 from staticllm.pipelines.simulator.cluster import Run
-from staticllm.pipelines.timeline import matplotlib, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgramMode
 from staticllm.errors import ConfigError
-from staticllm.pipelines.scheduling.book import Limits
+from staticllm.pipelines.programs.variants import VariantIndex, choose_variants
+from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
-from staticllm.pipelines.scheduling.view import Policy
+from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.simulator.cluster import Cluster, Dispatch, Link, Pool, Run
-from staticllm.pipelines.simulator.costs import Cost, HostCost
-from staticllm.pipelines.simulator.device import DeviceModel
+from staticllm.pipelines.simulator.cost_model import Cost, HostCost
+from staticllm.pipelines.simulator.simulated_device import DeviceModel
 from staticllm.pipelines.simulator.summary import summarize
 from staticllm.pipelines.simulator.workload import Arrival
-from staticllm.pipelines.variants import VariantIndex, choose_variants
 
 BUSY_REQUESTS = 64  # of each device: enough that filling and draining are a small part
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from staticllm.pipelines.profiler import RequestRecord, StepRecord, percentile
+from staticllm.pipelines.profiling.records import RequestRecord, StepRecord, percentile
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import StaticLLMError
-from staticllm.pipelines.costs import CostTable
-from staticllm.pipelines.handle import GenerationHandle
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-from staticllm.pipelines.profiler import RequestRecord, StepRecord
-from staticllm.pipelines.scheduling.book import Limits
-from staticllm.pipelines.simulator.costs import HostCost
-from staticllm.pipelines.simulator.device import DeviceModel
+from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
+from staticllm.pipelines.programs.cost_model import CostTable
+from staticllm.pipelines.scheduling.request_table import Limits
+from staticllm.pipelines.simulator.cost_model import HostCost
 from staticllm.pipelines.simulator.scenario import Scenario
+from staticllm.pipelines.simulator.simulated_device import DeviceModel
 from staticllm.pipelines.simulator.summary import Summary, summarize
 from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst, poisson
+from staticllm.pipelines.text.handle import GenerationHandle
 
 WORKLOADS = ((64, 64), (64, 256), (256, 64), (256, 256))
 SLOTS = 4

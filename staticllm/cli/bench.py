@@ -30,7 +30,7 @@ from staticllm.config import StaticLLMConfig
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-    from staticllm.pipelines.programs import BoundPrograms
+    from staticllm.pipelines.programs.compile import BoundPrograms
 
 SHORT_PROMPT = 16  # before tokens that are to be generated at depth 0
 CHART_WIDTH = 40

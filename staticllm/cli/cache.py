@@ -16,7 +16,7 @@ from staticllm.errors import BlobError, ConfigError
 from staticllm.files import read_regular
 
 if TYPE_CHECKING:
-    from staticllm.pipelines.blob_cache import BlobCache, Entry
+    from staticllm.pipelines.blobs.cache import BlobCache, Entry
 
 GB = 1e9
 MAX_KEY = 1 << 16
@@ -48,7 +48,7 @@ def _common(function: Command) -> Command:
 
 
 def _open(folder: str) -> BlobCache:
-    from staticllm.pipelines.blob_cache import BlobCache
+    from staticllm.pipelines.blobs.cache import BlobCache
 
     if not Path(folder).is_dir():
         raise ConfigError(f"there is no cache folder {folder!r}: give what CACHE_DIR names")
@@ -156,8 +156,8 @@ def export(folder: str, key: str, target: str, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def import_(folder: str, source: str, as_json: bool) -> None:
     """Copy the blob set SOURCE into FOLDER, where a pipeline with CACHE_DIR finds it."""
-    from staticllm.pipelines.blob_cache import BlobCache, key_of
-    from staticllm.pipelines.blob_set import read_manifest, read_stored
+    from staticllm.pipelines.blobs.blob_set import read_manifest, read_stored
+    from staticllm.pipelines.blobs.cache import BlobCache, key_of
 
     manifest = read_manifest(Path(source), _key())
     for _ in read_stored(Path(source), manifest):  # a damaged set leaves no trace in the folder
@@ -169,7 +169,7 @@ def import_(folder: str, source: str, as_json: bool) -> None:
 
 def _copy(cache: BlobCache, source: Path, target: Path, key: str) -> None:
     """A set, compared on the way, whole or not at all."""
-    from staticllm.pipelines.blob_set import copy_set
+    from staticllm.pipelines.blobs.blob_set import copy_set
 
     if target.exists():
         raise ConfigError(f"{str(target)!r} exists already: choose another path or remove it")

@@ -18,7 +18,7 @@ from staticllm.errors import DeviceError
 DONE = {"read": "model read", "passes": "model lowered", "compile": "program compiled", "export": "blob written"}
 
 if TYPE_CHECKING:
-    from staticllm.pipelines.manifest import Manifest
+    from staticllm.pipelines.blobs.manifest import Manifest
 
 
 @click.command("compile", short_help="Compile a model and write a set of blobs.")
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 @layout_options
 def command(model: str, target: str, is_verified: bool, as_json: bool, **options: Any) -> None:
     """Compile all programs of MODEL and export them as a set of blobs with a manifest: BLOB_PATH loads it."""
-    from staticllm.pipelines.blob_export import export_set, job_of
+    from staticllm.pipelines.blobs.export import export_set, job_of
 
     _check_npu(options["device"])
     with progress("compiling") as shown:
         manifest = export_set(job_of(model, options["device"], read_config(options), Steps(shown)), Path(target))
         if is_verified:
-            from staticllm.pipelines.verification import verify_set
+            from staticllm.pipelines.diagnostics.verify import verify_set
 
             shown.show("comparing with the CPU")
             manifest = verify_set(model, options["device"], Path(target))

@@ -24,7 +24,7 @@ def command(devices: tuple[str, ...], model: str | None, cache_dir: str | None, 
     """
     findings = []
     with progress("examining") as shown:
-        from staticllm.pipelines.doctor import examine
+        from staticllm.pipelines.diagnostics.doctor import examine
 
         for finding in examine(devices, cache_dir, model):
             findings.append(finding)

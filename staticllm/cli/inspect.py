@@ -18,7 +18,7 @@ from staticllm.cli.progress import progress
 def command(model: str, as_json: bool, **options: Any) -> None:
     """Show states, masks, passes, variants and bytes of MODEL (the demo model without it). Nothing is compiled for the device."""
     with progress("lowering the model"):
-        from staticllm.pipelines.inspection import inspect_model
+        from staticllm.pipelines.diagnostics.inspect import inspect_model
 
         report = inspect_model(model, options["device"], read_config(options, needs_device=False))
     click.echo(json.dumps(report, indent=2) if as_json else _text(report))

@@ -243,7 +243,7 @@ def profiling(pipe: StaticLLMPipeline, path: str | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    from staticllm.pipelines.profile import profile_of, table
+    from staticllm.pipelines.profiling.breakdown import profile_of, table
 
     with pipe.record() as trace:
         yield

@@ -21,7 +21,7 @@ def command(model: str, as_json: bool, **options: Any) -> None:
     Exit code 1 if they do not.
     """
     with progress("lowering the model"):
-        from staticllm.pipelines.plan import plan_model
+        from staticllm.pipelines.diagnostics.memory import plan_model
 
         found = plan_model(model, options["device"], read_config(options, needs_device=False))
     click.echo(json.dumps(found, indent=2) if as_json else _text(found))

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from staticllm.cli.comparisons import compare_with_engine, compare_with_tables
 from staticllm.cli.options import Number, model_option
 from staticllm.cli.progress import progress
+from staticllm.cli.simulate_compare import compare_with_engine, compare_with_tables
 from staticllm.config import SCHEDULERS, StaticLLMConfig
 
 if TYPE_CHECKING:
     from staticllm.pipelines.simulator.cluster import Run
-    from staticllm.pipelines.simulator.device import DeviceModel
     from staticllm.pipelines.simulator.scenario import Scenario
+    from staticllm.pipelines.simulator.simulated_device import DeviceModel
     from staticllm.pipelines.simulator.workload import Arrival
 
 LOAD = 0.6
@@ -102,7 +102,7 @@ def command(**options: Any) -> None:
 
 
 def _simulate(options: dict[str, Any]) -> None:
-    from staticllm.pipelines.simulator.costs import write_costs
+    from staticllm.pipelines.simulator.cost_model import write_costs
     from staticllm.pipelines.simulator.plot import check_plot, plot_runs
 
     if options["plot"]:
@@ -189,9 +189,9 @@ def _arrivals(options: dict[str, Any], rate: float) -> list[Arrival]:
 
 
 def _model(options: dict[str, Any], arrivals: list[Arrival]) -> DeviceModel:
-    from staticllm.pipelines.simulator.costs import AnalyticCosts, HostCost, read_costs
+    from staticllm.pipelines.programs.variants import VariantIndex
+    from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost, read_costs
     from staticllm.pipelines.simulator.scenario import configured_model, longest, tabled_model
-    from staticllm.pipelines.variants import VariantIndex
 
     for name in ("weights_ms", "row_ms", "attention_us", "host_ms", "transfer_ms", "row_bytes"):
         if not 0 <= options[name] < float("inf"):

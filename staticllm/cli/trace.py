@@ -24,7 +24,7 @@ from staticllm.config import SCHEDULERS, StaticLLMConfig
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-    from staticllm.pipelines.profiler import Stats
+    from staticllm.pipelines.profiling.records import Stats
 
 
 @click.group("trace", short_help="Record every step of a load, and draw it.")
@@ -75,8 +75,8 @@ def draw(trace: str, output: str, as_json: bool) -> None:
 
     Device calls with their prefill, decode and padding rows, a lane for each request, rows in use and queues.
     """
-    from staticllm.pipelines.timeline import draw as draw_timeline
-    from staticllm.pipelines.trace import Trace
+    from staticllm.pipelines.profiling.timeline import draw as draw_timeline
+    from staticllm.pipelines.profiling.trace import Trace
 
     check_output(output)
     with progress("drawing"):

@@ -29,7 +29,7 @@ def command(ctx: click.Context, model: str, device: str, programs: str, as_json:
     Small chunks, and capacities that generation outgrows. Exit code 1 if anything differs.
     """
     from staticllm.core import ProgramMode
-    from staticllm.pipelines.verification import Verdict, verify_model
+    from staticllm.pipelines.diagnostics.verify import Verdict, verify_model
 
     modes: dict[str, tuple[ProgramMode, ...]] = {
         "both": ("separate", "shared"), "separate": ("separate",), "shared": ("shared",),

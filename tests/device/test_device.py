@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from staticllm import StaticLLMPipeline
-from staticllm.pipelines.reference import StatefulReference
+from staticllm.pipelines.diagnostics.reference import StatefulReference
 
 DEVICE = os.environ.get("STATICLLM_DEVICE", "")
 

@@ -10,7 +10,7 @@ import openvino_genai as genai
 import pytest
 
 from staticllm import StaticLLMPipeline, demo_model_path
-from staticllm.pipelines.reference import EXACT
+from staticllm.pipelines.diagnostics.reference import EXACT
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

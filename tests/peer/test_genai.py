@@ -8,7 +8,7 @@ import openvino_genai as genai
 import pytest
 
 from staticllm import StaticLLMPipeline
-from staticllm.pipelines.reference import EXACT
+from staticllm.pipelines.diagnostics.reference import EXACT
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from staticllm.errors import UnsupportedModelError
-from staticllm.pipelines import verification
-from staticllm.pipelines.verification import CHUNKS, verify_model
+from staticllm.pipelines.diagnostics import verify as verification
+from staticllm.pipelines.diagnostics.verify import CHUNKS, verify_model
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

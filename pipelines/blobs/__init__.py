@@ -1,0 +1,1 @@
+"""Compiled programs as files: written whole, verified before use."""

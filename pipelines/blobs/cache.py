@@ -1,0 +1,148 @@
+"""A folder of blob sets, one for each identity: found by key, locked between processes; the least recently used go first."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import Timeout
+
+from staticllm.errors import BlobError
+from staticllm.pipelines.blobs.blob_set import MANIFEST, read_manifest, read_stored, remove_set
+from staticllm.pipelines.blobs.file_lock import Lease, acquire
+from staticllm.pipelines.blobs.fingerprint import Identity, bytes_digest
+from staticllm.pipelines.blobs.manifest import Manifest
+
+PREFIX = "staticllm-"
+"""Of every folder that is ours: OpenVINO and others may keep their files beside."""
+_NAME = re.compile(re.escape(PREFIX) + "[0-9a-f]{24}")
+NOT_NOW = 0.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One set in a cache. ``used`` is when it was last loaded or written (seconds since the epoch); ``problem`` says why it
+    cannot be read, or is empty."""
+
+    key: str
+    folder: Path
+    num_bytes: int
+    used: float
+    manifest: Manifest | None
+    problem: str
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether its writer never came to the end."""
+        return self.manifest is None and not (self.folder / MANIFEST).exists()
+
+
+def key_of(identity: Identity) -> str:
+    """The same for equal identities, in every process and on every machine."""
+    return bytes_digest(json.dumps(identity, sort_keys=True).encode())[:24]
+
+
+def _is_entry(path: Path) -> bool:
+    return _NAME.fullmatch(path.name) is not None and path.is_dir() and not path.is_symlink()
+
+
+class BlobCache:
+    """``limit`` bytes at most; the set that was written or loaded last always stays."""
+
+    def __init__(self, folder: str | os.PathLike[str], limit: int | None = None, key: bytes = b"") -> None:
+        self.folder = Path(folder)
+        self.limit = limit
+        self._key = key  # that sets are signed with, if they are
+
+    def path(self, key: str) -> Path:
+        return self.folder / f"{PREFIX}{key}"
+
+    @contextmanager
+    def locked(self, key: str, timeout: float = -1) -> Iterator[None]:
+        """Alone with the set ``key``, of all threads of all processes.
+
+        Raises:
+            Timeout: somebody else has it for longer than ``timeout`` seconds, or this very thread has it already.
+            OSError: the folder cannot be written.
+        """
+        lease = self.lease(key, timeout)
+        try:
+            yield
+        finally:
+            lease.release()
+
+    def lease(self, key: str, timeout: float = -1) -> Lease:
+        """The same, to be released by hand."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return acquire(self.folder / f"{PREFIX}{key}.lock", timeout)
+
+    def touch(self, key: str) -> None:
+        """It was used now. Where that cannot be written down, it looks older than it is."""
+        with suppress(OSError):
+            os.utime(self.path(key) / MANIFEST)
+
+    def entries(self) -> list[Entry]:
+        """All sets, the most recently used first."""
+        folders = [path for path in self.folder.glob(f"{PREFIX}*") if _is_entry(path)] if self.folder.is_dir() else []
+        return sorted((self._entry(path) for path in folders), key=lambda entry: -entry.used)
+
+    def verify(self) -> Iterator[tuple[Entry, str]]:
+        """Each set, and what is wrong with its bytes; an empty text where nothing is."""
+        for entry in self.entries():
+            problem = entry.problem
+            if entry.manifest is not None and not problem:
+                try:
+                    for _ in read_stored(entry.folder, entry.manifest):
+                        pass
+                except BlobError as error:
+                    problem = str(error)
+            yield entry, problem
+
+    def prune(self, limit: int | None = None, keep: str | None = None) -> list[Entry]:
+        """Remove sets, the least recently used first, until ``limit`` bytes are left; what is in use stays. Those removed.
+
+        What processes that died had begun to write goes too.
+        """
+        limit = self.limit if limit is None else limit
+        if limit is None:
+            return []
+        removed, total = [], 0
+        for entry in self.entries():
+            total += entry.num_bytes
+            if entry.is_unfinished and entry.key != keep:
+                self.remove(entry.key)
+            elif total > limit and entry.key != keep and self.remove(entry.key):
+                removed.append(entry)
+                total -= entry.num_bytes
+        return removed
+
+    def remove(self, key: str) -> bool:
+        """Remove one set, unless somebody loads or writes it now."""
+        try:
+            with self.locked(key, NOT_NOW):
+                remove_set(self.path(key))
+        except (Timeout, OSError):
+            return False
+        return True
+
+    def _entry(self, folder: Path) -> Entry:
+        manifest, problem = None, ""
+        try:
+            manifest = read_manifest(folder, self._key)
+        except BlobError as error:
+            problem = str(error)
+        num_bytes, used = 0, 0.0
+        for path in folder.glob("*"):
+            try:
+                stat = path.lstat()
+            except OSError:  # it goes while we look
+                continue
+            num_bytes += stat.st_size
+            used = max(used, stat.st_mtime)
+        return Entry(folder.name.removeprefix(PREFIX), folder, num_bytes, used or time.time(), manifest, problem)

@@ -1,0 +1,289 @@
+"""The manifest of a blob set: what its blobs are, what for, and what they must digest to.
+
+A manifest may come from anywhere, so that every field is checked before anything is believed: names are plain file names, sizes
+are bounded, and nothing that is unknown, missing or of another type gets past ``decode``.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, get_args
+
+from staticllm.config import StaticLLMConfig
+from staticllm.core import MaskKind, ModelShape, Part, ProgramLayout, RecurrentState, RowState, RowType, Variant
+from staticllm.errors import ConfigError
+from staticllm.pipelines.blobs.fingerprint import REQUIRED, Identity, bytes_digest
+
+SCHEMA = 4
+MAX_MANIFEST = 16 << 20
+MAX_SIZE = 1 << 24  # of any count or length in a manifest
+MAX_ENTRIES = 1 << 14
+MAX_BLOB_BYTES = 1 << 40
+LAYOUT_FIELDS = (
+    "max_prompt_len", "min_response_len", "programs", "prefill_rows", "prefill_capacities", "generate_capacities",
+    "kv_cache_precision", "max_num_seqs", "kv_rows", "device_properties", "prefill_config", "generate_config",
+)  # fmt: skip
+"""What a blob set decides where the user did not."""
+_BLOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.blob")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class ManifestError(Exception):
+    """What is wrong with a manifest, in a few words."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What lies in a set. ``blobs``: file → digest and bytes. ``properties``: OpenVINO's, for each part that has its own, those
+    that a probe chose included. ``costs``: measured seconds of variants. ``verification``: what ``compile --verify`` found."""
+
+    identity: Identity
+    config: Mapping[str, Any]
+    programs: str
+    row_type: str
+    shape: Mapping[str, Any]
+    properties: Mapping[str, Mapping[str, Any]]
+    variants: tuple[Mapping[str, Any], ...]
+    blobs: Mapping[str, Mapping[str, Any]]
+    is_weightless: bool
+    is_encrypted: bool
+    costs: tuple[tuple[int, int, int, float], ...] = ()
+    passes: Mapping[str, str] | None = None
+    created: str = ""
+    verification: Mapping[str, Any] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(int(blob["bytes"]) for blob in self.blobs.values())
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether its tokens were compared with the reference, and are not good enough."""
+        return self.verification is not None and not self.verification.get("is_ok")
+
+    def file_of(self) -> dict[Variant, str]:
+        return {Variant(v["rows"], v["capacity"], v["sequences"]): v["file"] for v in self.variants}
+
+
+def encode(manifest: Manifest, key: bytes = b"") -> bytes:
+    """The bytes of a manifest, signed where there is a key."""
+    content = json.loads(_canonical({"schema": SCHEMA, **asdict(manifest)}))
+    return _framed(content, bytes_digest(_canonical(content), key), bool(key))
+
+
+def decode(stored: bytes, key: bytes = b"") -> Manifest:
+    """A manifest from its bytes, every field checked.
+
+    Raises:
+        ManifestError: it is damaged, of another schema, signed otherwise than with ``key``, or says something impossible.
+    """
+    try:
+        data = json.loads(stored)
+        digest, content, is_signed = data["digest"], data["content"], data["is_signed"]
+        is_whole = stored == _framed(content, digest, is_signed)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ManifestError("is damaged: it is not what was written") from None
+    if not is_whole or not isinstance(digest, str) or not _DIGEST.fullmatch(digest) or not isinstance(content, dict):
+        raise ManifestError("is damaged: it is not what was written")
+    if content.get("schema") != SCHEMA:
+        raise ManifestError(f"has schema {str(content.get('schema'))[:20]}, this version reads {SCHEMA}")
+    if is_signed and not key:
+        raise ManifestError("is signed: give its INTEGRITY_KEY (staticllm cache --key-file)")
+    if key and not is_signed:
+        raise ManifestError("is not signed, and INTEGRITY_KEY was given")
+    if not hmac.compare_digest(digest.encode(), bytes_digest(_canonical(content), key).encode()):
+        raise ManifestError(
+            "is damaged, or signed with another INTEGRITY_KEY" if key else "is damaged: its digest differs"
+        )
+    try:
+        return _checked({name: value for name, value in content.items() if name != "schema"})
+    except (ConfigError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        detail = str(error).splitlines()[0][:200] if str(error) else ""
+        raise ManifestError(f"says something impossible ({type(error).__name__}: {detail})") from None
+
+
+def shape_to_json(shape: ModelShape) -> dict[str, Any]:
+    return asdict(shape)
+
+
+def shape_from_json(content: Mapping[str, Any]) -> ModelShape:
+    values = dict(content)
+    values["row_states"] = tuple(RowState(**state) for state in values["row_states"])
+    values["masks"] = tuple(MaskKind(**{**kind, "first_seen": tuple(kind["first_seen"])}) for kind in values["masks"])
+    values["recurrent_states"] = tuple(
+        RecurrentState(**{**state, "shape": tuple(state["shape"])}) for state in values["recurrent_states"]
+    )
+    return ModelShape(**values)
+
+
+def is_manifest(stored: bytes) -> bool:
+    """Whether these bytes were written as a manifest of ours, of any version and in whatever state: no other file looks so."""
+    return stored.startswith(b"{") and all(
+        word in stored for word in (b'"digest"', b'"content"', b'"schema"', b'"identity"')
+    )
+
+
+def is_blob_name(name: object) -> bool:
+    """Whether this is a plain file name of a blob: no folder, nothing hidden."""
+    return isinstance(name, str) and _BLOB_NAME.fullmatch(name) is not None and ".." not in name
+
+
+# -- what each field must be; a ValueError, TypeError or KeyError says what is not
+
+
+def _checked(content: Mapping[str, Any]) -> Manifest:
+    expected = {item.name for item in fields(Manifest)}
+    if set(content) != expected:
+        raise ValueError(f"fields {sorted(set(content) ^ expected)[:3]} are unknown or missing")
+    identity = _dict(content["identity"], 256)
+    for name, value in identity.items():
+        _text(value, f"identity {name!r}", 1 << 16)
+    if missing := [name for name in REQUIRED if name not in identity]:
+        raise ValueError(f"the identity has no {missing[0]!r}")
+    _check_config(_dict(content["config"], 64))
+    _one_of(content["programs"], get_args(ProgramLayout), "programs")
+    _one_of(content["row_type"], get_args(RowType), "row type")
+    _check_shape(_dict(content["shape"], 64))
+    for part, values in _dict(content["properties"], 8).items():
+        _one_of(part, get_args(Part), "part")
+        for value in _dict(values, 256).values():
+            if not isinstance(value, (bool, int, float, str)):
+                raise ValueError("a property is neither a number nor a text")
+    _check_blobs(content)
+    _check_rest(content)
+    costs = tuple(_cost(cost) for cost in _list(content["costs"], MAX_ENTRIES))
+    return Manifest(**{**content, "variants": tuple(content["variants"]), "costs": costs})
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    if unknown := set(config) - set(LAYOUT_FIELDS):
+        raise ValueError(f"config has {sorted(unknown)[0]!r}")
+    if missing := set(LAYOUT_FIELDS) - set(config):
+        raise ValueError(f"config has no {sorted(missing)[0]!r}")
+    StaticLLMConfig(**config)
+
+
+def _check_shape(content: Mapping[str, Any]) -> None:
+    for name in ("row_states", "masks", "recurrent_states"):
+        _list(content[name], MAX_ENTRIES)
+    shape = shape_from_json(content)
+    for state in shape.row_states:
+        _whole(state.layer, 0)
+        _whole(state.heads, 1)
+        _whole(state.head_dim, 1)
+        _one_of(state.role, ("key", "value"), "role")
+        _one_of(state.row_type, get_args(RowType), "row type")
+        _text(state.variable_id, "variable", 4096)
+        _flag(state.is_scale)
+    for kind in shape.masks:
+        _text(kind.table, "table", 256)
+        if kind.window is not None:
+            _whole(kind.window, 1)
+        for first in kind.first_seen:
+            _whole(first, 0)
+    for recurrent in shape.recurrent_states:
+        _whole(recurrent.index, 0)
+        _text(recurrent.variable_id, "variable", 4096)
+        _one_of(recurrent.dtype, ("float32", "float16", "int64", "int32"), "type")
+        for size in recurrent.shape:
+            _whole(size, 1)
+        if recurrent.num_bytes > 1 << 34:
+            raise ValueError("a state of more than 16 GiB")
+    _whole(shape.vocab_size, 1)
+    _one_of(shape.position_rank, (0, 2, 3), "rank of positions")
+    _whole(shape.position_copies, 0, 64)
+    _flag(shape.is_packable)
+    _flag(shape.has_distances)
+    if shape.max_rows is not None:
+        _whole(shape.max_rows, 1)
+
+
+def _check_blobs(content: Mapping[str, Any]) -> None:
+    blobs = _dict(content["blobs"], MAX_ENTRIES)
+    for name, entry in blobs.items():
+        if not is_blob_name(name):
+            raise ValueError(f"{name[:80]!r} is not a plain file name")
+        if set(_dict(entry, 2)) != {"digest", "bytes"} or not _DIGEST.fullmatch(_text(entry["digest"], "digest", 64)):
+            raise ValueError(f"blob {name!r} has no digest or no size")
+        _whole(entry["bytes"], 0, MAX_BLOB_BYTES)
+    for variant in _list(content["variants"], MAX_ENTRIES):
+        if set(_dict(variant, 4)) != {"rows", "capacity", "sequences", "file"} or variant["file"] not in blobs:
+            raise ValueError("a variant has no blob")
+        for name, least in (("rows", 1), ("capacity", 0), ("sequences", 1)):
+            _whole(variant[name], least)
+    is_empty = not content["variants"]
+    verification = content["verification"]
+    if is_empty and (not isinstance(verification, dict) or verification.get("is_ok")):
+        raise ValueError("it has no variants")
+
+
+def _check_rest(content: Mapping[str, Any]) -> None:
+    _flag(content["is_weightless"])
+    _flag(content["is_encrypted"])
+    _text(content["created"], "created", 64)
+    for name, value in _dict(content["passes"] or {}, 1024).items():
+        _text(value, f"pass {name}", 64)
+    if content["verification"] is not None:
+        found = _dict(content["verification"], 64)
+        _flag(found["is_ok"])
+        for name in ("agreement", "distance"):
+            value = found.get(name, 0.0)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ValueError(f"{name} is not a number")
+        _text(found.get("reason", ""), "reason", 4096)
+
+
+def _cost(cost: object) -> tuple[int, int, int, float]:
+    rows, capacity, sequences, seconds = _list(cost, 4)
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < MAX_SIZE:
+        raise ValueError("a cost is not in seconds")
+    return _whole(rows, 1), _whole(capacity, 0), _whole(sequences, 1), float(seconds)
+
+
+def _dict(value: object, most: int) -> dict[str, Any]:
+    if not isinstance(value, dict) or len(value) > most:
+        raise TypeError(f"{str(value)[:40]!r} should be an object of at most {most} entries")
+    return value
+
+
+def _list(value: object, most: int) -> list[Any]:
+    if not isinstance(value, list) or len(value) > most:
+        raise TypeError(f"{str(value)[:40]!r} should be a list of at most {most}")
+    return value
+
+
+def _whole(value: object, least: int, most: int = MAX_SIZE) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{str(value)[:40]} should be a whole number from {least} to {most}")
+    return value
+
+
+def _text(value: object, what: str, most: int) -> str:
+    if not isinstance(value, str) or len(value) > most:
+        raise TypeError(f"{what} should be a text of at most {most} characters")
+    return value
+
+
+def _flag(value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{str(value)[:40]!r} should be true or false")
+
+
+def _one_of(value: object, allowed: tuple[Any, ...], what: str) -> None:
+    if not any(value == item and type(value) is type(item) for item in allowed):
+        raise ValueError(f"{what} {str(value)[:40]!r} should be one of {allowed}")
+
+
+def _canonical(content: Any) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _framed(content: Any, digest: str, is_signed: bool) -> bytes:
+    """The one way in which a manifest is written: a flipped bit anywhere, be it in a blank, is seen."""
+    frame = {"digest": digest, "is_signed": is_signed, "content": content}
+    return json.dumps(frame, indent=1, sort_keys=True).encode() + b"\n"

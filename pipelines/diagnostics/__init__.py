@@ -1,0 +1,1 @@
+"""Reports about models, programs and machines."""

@@ -1,0 +1,193 @@
+"""Is everything there that staticllm needs? Each finding with what to do about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import openvino as ov
+import psutil
+
+from staticllm.config import StaticLLMConfig
+from staticllm.devices import get_core, npu_compiler_problem
+from staticllm.errors import StaticLLMError
+from staticllm.model_dir import check_model_dir, demo_model_path
+from staticllm.pipelines.blobs.cache import BlobCache
+from staticllm.pipelines.blobs.fingerprint import model_identity
+from staticllm.pipelines.diagnostics.reference import EXACT, StatefulReference
+from staticllm.pipelines.model_loader.load import load
+
+Level = Literal["ok", "warn", "fail"]
+PACKAGES = (
+    "openvino",
+    "openvino-genai",
+    "openvino-tokenizers",
+    "numpy",
+    "click",
+    "filelock",
+    "psutil",
+    "jinja2",
+    "tqdm",
+    "prompt_toolkit",
+)
+LITTLE_MEMORY, LITTLE_DISK = 2 << 30, 5 << 30
+SELF_TEST = tuple(range(20, 36))
+NUM_NEW = 16
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. ``remedy`` is empty where nothing is to be done."""
+
+    level: Level
+    name: str
+    value: str
+    remedy: str = ""
+
+
+def examine(devices: tuple[str, ...] = (), cache_dir: str | None = None, model: str | None = None) -> Iterator[Finding]:
+    """Packages, machine, devices, memory, a model, the cache, and the embedded model on each device; as they are found."""
+    yield Finding("ok", "system", f"{platform.system()} {platform.release()}, Python {platform.python_version()}")
+    yield from _packages()
+    yield _memory()
+    available = get_core().available_devices
+    for device in available:
+        yield _device(device)
+    if "NPU" not in available:
+        yield Finding("warn", "NPU", "not there", "to use one, install its driver (docs.openvino.ai, NPU device)")
+        yield _npu_compiler()
+    if model is not None:
+        yield _model(model, cache_dir)
+    if cache_dir is not None:
+        yield from _cache(Path(cache_dir))
+    for device in devices or tuple(available):
+        yield _self_test(device)
+
+
+def _npu_compiler() -> Finding:
+    """Whether OpenVINO could compile for an NPU that is not here."""
+    problem = npu_compiler_problem(get_core())
+    if problem:
+        return Finding("warn", "NPU compiler", problem, "compile for an NPU on the machine that has one")
+    return Finding("ok", "NPU compiler", "lies beside OpenVINO's plugins")
+
+
+def _packages() -> Iterator[Finding]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            yield Finding("fail", name, "not installed", f"{Path(sys.executable).name} -m pip install {name}")
+    yield Finding("ok", "packages", ", ".join(f"{name} {number}" for name, number in found.items()))
+    releases = {".".join(number.split(".")[:3]) for name, number in found.items() if name.startswith("openvino")}
+    if len(releases) > 1:
+        yield Finding(
+            "fail",
+            "OpenVINO",
+            f"packages of {len(releases)} releases",
+            "install openvino, -genai and -tokenizers of one release",
+        )
+    if found.get("openvino") and not ov.get_version().startswith(found["openvino"]):
+        yield Finding(
+            "warn", "OpenVINO", f"runs {ov.get_version()}, installed {found['openvino']}", "is another one on the path?"
+        )
+
+
+def _memory() -> Finding:
+    memory = psutil.virtual_memory()
+    value = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free, {os.cpu_count()} processors"
+    is_little = memory.available < LITTLE_MEMORY
+    return Finding(
+        "warn" if is_little else "ok", "memory", value, "close something before loading" if is_little else ""
+    )
+
+
+def _device(device: str) -> Finding:
+    core = get_core()
+    try:
+        name = str(core.get_property(device, "FULL_DEVICE_NAME")).strip()
+        supported = core.get_property(device, "SUPPORTED_PROPERTIES")
+        driver = (
+            f", driver {core.get_property(device, 'NPU_DRIVER_VERSION')}" if "NPU_DRIVER_VERSION" in supported else ""
+        )
+        precisions = ", ".join(core.get_property(device, "OPTIMIZATION_CAPABILITIES"))
+    except RuntimeError as error:
+        return Finding("fail", device, str(error).splitlines()[0], "install or repair its driver")
+    return Finding("ok", device, f"{name}{driver} ({precisions})")
+
+
+def _model(path: str, cache_dir: str | None) -> Finding:
+    """Whether the files of a model are whole, and its weights those that a cached set was compiled from."""
+    try:
+        directory = check_model_dir(path)
+        identity = model_identity(directory)
+    except StaticLLMError as error:
+        return Finding("fail", "model", str(error), "export or copy the model again")
+    digest = identity["weights digest"]
+    for entry in BlobCache(cache_dir).entries() if cache_dir is not None else ():
+        there = entry.manifest.identity if entry.manifest is not None else {}
+        if there.get("IR digest") == identity["IR digest"] and there["weights digest"] != digest:
+            return Finding(
+                "warn",
+                "model",
+                f"its weights ({digest[:12]}) are not those of set {entry.key} ({there['weights digest'][:12]})",
+                "if nobody meant to change them, copy the model again; a pipeline that runs meanwhile refuses requests",
+            )
+    return Finding("ok", "model", f"whole, weights {digest[:12]}")
+
+
+def _cache(folder: Path) -> Iterator[Finding]:
+    if not folder.is_dir():
+        yield Finding("warn", "cache", f"{str(folder)!r} is not there", "it is made by the first start with CACHE_DIR")
+        return
+    free = shutil.disk_usage(folder).free
+    if free < LITTLE_DISK:
+        yield Finding("warn", "disk", f"{free / 1e9:.1f} GB free", f"staticllm cache prune {folder} --limit-gb 5")
+    total = 0
+    for entry, problem in BlobCache(folder).verify():
+        total += entry.num_bytes
+        if problem:
+            yield Finding(
+                "fail",
+                "cache",
+                problem,
+                "it is compiled again when it is needed; staticllm cache prune --all removes it",
+            )
+    yield Finding("ok", "cache", f"{total / 1e6:.1f} MB in {str(folder)!r}, {free / 1e9:.1f} GB free")
+
+
+def _self_test(device: str) -> Finding:
+    """The embedded model on one device, against the stateful original on the CPU."""
+    name, path = f"self-test {device}", demo_model_path()
+    try:
+        exact = {key: value for key, value in EXACT.items() if key != "KV_CACHE_PRECISION"}
+        properties = exact if device.split(".", maxsplit=1)[0] == "CPU" else {}
+        config = StaticLLMConfig(
+            max_prompt_len=64,
+            min_response_len=64,
+            max_num_seqs=1,
+            kv_cache_precision="f32",
+            device_properties=properties,
+        )
+        runner = load(path, device, config).runner
+        sequence, tokens = runner.reset(), list[int]()
+        logits = runner.prefill(sequence, SELF_TEST)
+        while len(tokens) < NUM_NEW:
+            tokens.append(int(logits.argmax()))
+            logits = runner.decode(sequence, tokens[-1])
+    except StaticLLMError as error:
+        return Finding("fail", name, str(error), "update the driver, or use another device")
+    expected = StatefulReference(path).greedy(list(SELF_TEST), NUM_NEW)
+    same = sum(mine == other for mine, other in zip(tokens, expected, strict=True))
+    if same == NUM_NEW:
+        return Finding("ok", name, f"{NUM_NEW} of {NUM_NEW} tokens as the original says them")
+    remedy = "do not trust this device: update its driver, or set INFERENCE_PRECISION_HINT=f32"
+    return Finding("fail", name, f"{same} of {NUM_NEW} tokens as the original says them", remedy)

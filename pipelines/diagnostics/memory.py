@@ -1,0 +1,62 @@
+"""What a model would take on a device, before anything is compiled: bytes of weights, rows and buffers, and whether they fit."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import openvino as ov
+import psutil
+
+from staticllm.config import StaticLLMConfig
+from staticllm.devices import get_core, is_present
+from staticllm.pipelines.diagnostics.inspect import inspect_model
+
+
+def plan_model(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> dict[str, Any]:
+    """Bytes of weights, programs, rows, states and buffers for ``device``, what there is, and whether it fits.
+
+    Raises:
+        ModelError, UnsupportedModelError, ConfigError
+        DeviceError: the device is neither here nor an NPU or GPU.
+    """
+    report = inspect_model(models_path, device, config)
+    copies = report["num_programs"] if device.split(".", maxsplit=1)[0] == "CPU" else 1  # the CPU packs them for each
+    parts = {
+        "weights": report["weights_bytes"] * copies,
+        "rows": report["rows"]["bytes"],
+        "parked rows, at most": report["rows"]["parked_bytes"],
+        "recurrent states": report["recurrent"]["bytes_a_sequence"] * 2,
+        "buffers": report["buffers_bytes"],
+    }
+    needed = sum(parts.values())
+    there = device_memory(get_core(), device)
+    return {
+        "model": report["model"],
+        "device": device,
+        "is_present": is_present(get_core(), device),
+        "programs": {"mode": report["programs"], "count": report["num_programs"], "copies_of_weights": copies},
+        "variants": [
+            {**variant, "mask_bytes": _mask_bytes(variant, len(report["masks"]))} for variant in report["variants"]
+        ],
+        "bytes": parts,
+        "needed": needed,
+        "available": there,
+        "fits": None if there is None else needed <= there,
+    }
+
+
+def _mask_bytes(variant: dict[str, Any], num_masks: int) -> int:
+    return int(4 * variant["rows"] * (variant["capacity"] + variant["rows"]) * num_masks)
+
+
+def device_memory(core: ov.Core, device: str) -> int | None:
+    """Bytes that a device can still give; None where it does not tell."""
+    if device.split(".", maxsplit=1)[0] == "CPU":
+        return int(psutil.virtual_memory().available)
+    for name in ("GPU_DEVICE_TOTAL_MEM_SIZE", "NPU_DEVICE_TOTAL_MEM_SIZE"):
+        try:
+            return int(core.get_property(device, name))
+        except (RuntimeError, TypeError, ValueError):
+            continue
+    return None

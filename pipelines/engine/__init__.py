@@ -1,0 +1,1 @@
+"""The engine: one thread that owns a device, and its requests."""

@@ -1,0 +1,169 @@
+"""What the pipeline is made from: arguments in GenAI's orders, the config, the tokenizer, the model's own options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import openvino as ov
+import openvino_genai as genai
+
+from staticllm.config import StaticLLMConfig
+from staticllm.devices import get_core
+from staticllm.errors import ConfigError, DeviceError, ModelError, last_line
+from staticllm.model_dir import check_model_dir, keep_in_memory
+from staticllm.pipelines.model_loader.genai_properties import from_genai, plain_properties
+from staticllm.pipelines.programs.build import device_properties
+
+AUTO = ["NPU", "GPU", "CPU"]
+"""The devices that ``AUTO`` means, the first that is there and can."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of a constructor, whichever of GenAI's orders they came in."""
+
+    device: str
+    config: Any
+    tokenizer: genai.Tokenizer | None
+    weights: ov.Tensor | None = None
+    generation_config: genai.GenerationConfig | None = None
+
+
+def positional(args: tuple[Any, ...], device: Any, config: Any, tokenizer: Any) -> Given:
+    """GenAI's orders after the path or the model, by name or by place: ``device, config``, ``tokenizer, device, config``
+    and ``weights, tokenizer, device, generation_config``."""
+    rest = list(args)
+    weights = rest.pop(0) if rest and isinstance(rest[0], ov.Tensor) else None
+    if rest and (rest[0] is None or isinstance(rest[0], genai.Tokenizer)):
+        tokenizer = rest.pop(0) or tokenizer
+    if rest and not isinstance(rest[0], (Mapping, StaticLLMConfig, genai.GenerationConfig)):
+        if device is not None:
+            raise ConfigError(f"the device is given twice: {rest[0]!r} by place and {device!r} by name")
+        device = rest.pop(0)
+    generation_config = rest.pop(0) if rest and isinstance(rest[0], genai.GenerationConfig) else None
+    if rest and config is None:
+        config = rest.pop(0)
+    if rest:
+        raise ConfigError(f"{len(args) + 1} positional arguments: at most models_path, tokenizer, device and config")
+    if tokenizer is not None and not isinstance(tokenizer, genai.Tokenizer):
+        raise ConfigError(f"tokenizer is a {type(tokenizer).__name__}: must be an openvino_genai.Tokenizer")
+    return Given("CPU" if device is None else device, config, tokenizer, weights, generation_config)
+
+
+def named_in_memory(given: Given, properties: dict[str, Any]) -> Given:
+    """A model in memory by name: ``weights`` and ``generation_config`` are taken out of the properties."""
+    weights = given.weights if given.weights is not None else properties.pop("weights", None)
+    if weights is None:
+        return given
+    if not isinstance(weights, ov.Tensor):
+        raise ConfigError(f"weights is a {type(weights).__name__}: must be an openvino.Tensor")
+    if given.tokenizer is None:
+        raise ConfigError(
+            "a model in memory has no directory to read a tokenizer from: pass an openvino_genai.Tokenizer"
+        )
+    config = given.generation_config or properties.pop("generation_config", None)
+    if config is not None and not isinstance(config, genai.GenerationConfig):
+        raise ConfigError(f"generation_config is a {type(config).__name__}: must be an openvino_genai.GenerationConfig")
+    return replace(given, weights=weights, generation_config=config)
+
+
+def source_of(
+    models_path: Any, given: Given, candidates: list[tuple[str, StaticLLMConfig]]
+) -> tuple[Path, list[tuple[str, StaticLLMConfig]]]:
+    """The checked model directory, or a name that stands for the model in memory, and the configs that hold for it.
+
+    Raises:
+        ModelError: the directory is missing or half-written, or the model in memory is not whole.
+        ConfigError: blobs of a model in memory are to lie beside it.
+    """
+    asked = candidates[0][1]
+    if given.weights is None:
+        is_encrypted = asked.weights_decryption_callback is not None
+        return check_model_dir(models_path, given.tokenizer is None, asked.weights_path, is_encrypted), candidates
+    if asked.export_blob and asked.blob_path is None:
+        raise ConfigError("EXPORT_BLOB of a model in memory: say where with BLOB_PATH")
+    whole = [(name, replace(config, weights_decryption_callback=bytes)) for name, config in candidates]
+    return keep_in_memory(models_path, given.weights), whole  # no file of weights: blobs must have theirs
+
+
+def device_names(devices: Any) -> list[Any]:
+    """``"npu, cpu"`` → ``["NPU", "CPU"]``; of ``AUTO`` and ``AUTO:GPU,CPU`` those that are there, in their order."""
+    if not isinstance(devices, str):
+        return [devices]
+    names = [name.strip() for name in devices.upper().split(",")]
+    if names[0].split(":")[0] != "AUTO":
+        return names
+    listed = [name.strip() for name in ",".join(names).partition(":")[2].split(",") if name.strip()] or AUTO
+    available = {name.split(".")[0] for name in get_core().available_devices}
+    return [name for name in listed if name.split(".")[0] in available] or listed
+
+
+def resolve_candidates(devices: str, config: Any, properties: dict[str, Any]) -> list[tuple[str, StaticLLMConfig]]:
+    """``(device, config)`` for each of ``"NPU,GPU,CPU"``. A property that another of them knows is left out where it is unknown.
+
+    Raises:
+        ConfigError: no device knows a property, or a value is impossible.
+        DeviceError: none of the devices is on this machine.
+    """
+    names = device_names(devices)
+    supported: dict[str, frozenset[str]] = {}
+    for name in names:
+        try:
+            supported[name] = device_properties(name)
+        except DeviceError:  # it is reported when its turn comes
+            if len(names) == 1:
+                raise
+            supported[name] = frozenset()
+    if isinstance(config, StaticLLMConfig):
+        if properties:
+            raise ConfigError(f"both a StaticLLMConfig and the property {next(iter(properties))!r}: give one of them")
+        return [(name, _with_plain_properties(config)) for name in names]
+    if config is not None and not isinstance(config, Mapping):
+        raise ConfigError(f"config is a {type(config).__name__}: must be a dict of properties or a StaticLLMConfig")
+    known = frozenset().union(*supported.values())
+    resolved = StaticLLMConfig.from_properties(from_genai({**(config or {}), **properties}), known)
+    return [(name, _for_device(resolved, supported[name])) for name in names]
+
+
+def _with_plain_properties(config: StaticLLMConfig) -> StaticLLMConfig:
+    return replace(
+        config,
+        device_properties=plain_properties(config.device_properties),
+        prefill_config=plain_properties(config.prefill_config),
+        generate_config=plain_properties(config.generate_config),
+    )
+
+
+def _for_device(config: StaticLLMConfig, supported: frozenset[str]) -> StaticLLMConfig:
+    return replace(
+        config,
+        device_properties=_only(config.device_properties, supported),
+        prefill_config=_only(config.prefill_config, supported),
+        generate_config=_only(config.generate_config, supported),
+    )
+
+
+def _only(properties: Mapping[str, Any], supported: frozenset[str]) -> dict[str, Any]:
+    return {name: value for name, value in properties.items() if name in supported}
+
+
+def read_tokenizer(directory: os.PathLike[str]) -> genai.Tokenizer:
+    try:
+        return genai.Tokenizer(directory)
+    except RuntimeError as error:
+        raise ModelError(f"the tokenizer in {str(directory)!r} cannot be read: {last_line(error)}") from error
+
+
+def read_generation_config(directory: Any, tokenizer: genai.Tokenizer) -> genai.GenerationConfig:
+    path = directory / "generation_config.json"
+    try:
+        config = genai.GenerationConfig(path) if path.is_file() else genai.GenerationConfig()
+    except RuntimeError as error:
+        raise ModelError(f"{str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
+    if config.eos_token_id == -1 and tokenizer.get_eos_token_id() != -1:
+        config.set_eos_token_id(tokenizer.get_eos_token_id())
+    return config

@@ -1,0 +1,1 @@
+"""Records of steps and requests, and pictures of them."""

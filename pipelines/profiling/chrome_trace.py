@@ -1,0 +1,183 @@
+"""Records as Chrome trace events and back (the "Trace Event Format" that Perfetto and chrome://tracing read).
+
+Process 1 is the device: one slice a call, counters, and what the host did around each call. Process 2 are the requests, a
+track each. What reading needs lies in the ``args`` of the slices of category ``call`` and ``request``; all else is for the eye.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any, TypeAlias
+
+from staticllm.core import FinishReason, Variant
+from staticllm.pipelines.profiling.records import HostTimes, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.request_spans import lanes_of
+
+Event: TypeAlias = dict[str, Any]
+Clock: TypeAlias = Callable[[float], int]  # from seconds to ns after the first moment of the trace
+DEVICE, REQUESTS = 1, 2
+HOST_TRACK = 1
+SCHEMA = 2
+
+
+def to_chrome(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], num_dropped: int = 0) -> dict[str, Any]:
+    """The whole document. ``ts`` and ``dur`` are microseconds; 0 is the first moment of any record."""
+    zero = min([*(step.start for step in steps), *(request.arrival for request in requests)], default=0.0)
+
+    def clock(seconds: float) -> int:
+        return round((seconds - zero) * 1e9)
+
+    events = [
+        *_names(),
+        *(event for step in steps for event in _step_events(step, clock)),
+        *(event for request in requests for event in _request_events(request, clock)),
+        *_lane_events(steps, requests, clock),  # after: of slices that begin together, the first in the file lies above
+    ]
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"producer": "staticllm", "schema": SCHEMA, "dropped_records": num_dropped},
+    }
+
+
+def from_chrome(document: Any) -> tuple[list[StepRecord], list[RequestRecord], int]:
+    """Steps, requests and the number of dropped records of a document that ``to_chrome`` made.
+
+    Raises:
+        LookupError, TypeError, ValueError: it did not.
+    """
+    calls = [event for event in document["traceEvents"] if event.get("cat") == "call"]
+    ends = [event for event in document["traceEvents"] if event.get("cat") == "request"]
+    num_dropped = int(document.get("otherData", {}).get("dropped_records", 0))
+    return [_step(event) for event in calls], [_request(event) for event in ends], num_dropped
+
+
+def _names() -> Iterator[Event]:
+    for pid, name in ((DEVICE, "device"), (REQUESTS, "requests")):
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+    for track, name in ((0, "calls"), (HOST_TRACK, "host")):
+        yield {"ph": "M", "name": "thread_name", "pid": DEVICE, "tid": track, "args": {"name": name}}
+
+
+def _slice(name: str, category: str, pid: int, tid: int, start: int, end: int, args: dict[str, Any]) -> Event:
+    """Whole ns up to here: two slices that touch must not overlap by a rounding."""
+    return {
+        "ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid,
+        "ts": start / 1e3, "dur": max(0, end - start) / 1e3, "args": args,
+    }  # fmt: skip
+
+
+def _step_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
+    variant = step.variant
+    args = {
+        "rows": variant.rows, "capacity": variant.capacity, "sequences": variant.sequences,
+        "prefill": [list(pair) for pair in step.prefill], "decode": list(step.decode), "padding": step.padding_rows,
+        "rows_in_use": step.rows_in_use, "waiting": step.num_waiting, "running": step.num_running,
+        "num_parked": step.num_parked, "parked": list(step.parked), "evicted": list(step.evicted),
+        "failed": step.has_failed, "host_ns": None if step.host is None else _host_ns(step.host),
+    }  # fmt: skip
+    start, name = clock(step.start), f"{variant} failed" if step.has_failed else str(variant)
+    yield _slice(name, "call", DEVICE, 0, start, clock(step.end), args)
+    yield from _host_events(step, clock)
+    for request in step.evicted:
+        yield _mark("evicted", "evicted", request, start)
+    counters = {
+        "rows in use": {"rows": step.rows_in_use},
+        "running": {"requests": step.num_running},
+        "waiting": {"requests": step.num_waiting},
+        "parked": {"requests": step.num_parked},
+    }
+    for name, value in counters.items():
+        yield {"ph": "C", "name": name, "pid": DEVICE, "ts": start / 1e3, "args": value}
+
+
+def _host_ns(host: HostTimes) -> dict[str, int]:
+    return {field.name: round(getattr(host, field.name) * 1e9) for field in fields(host)}
+
+
+def _host_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
+    """What the engine's thread did before and after the call, on a track of its own."""
+    if step.host is None:
+        return
+    host, end = step.host, step.end
+    moments = {
+        "plan": (step.start - host.masks - host.plan, step.start - host.masks),
+        "masks": (step.start - host.masks, step.start),
+        "rows": (end, end + host.rows),
+        "sampling": (end + host.rows, end + host.rows + host.sampling),
+    }
+    for name, (first, last) in moments.items():
+        yield _slice(name, "host", DEVICE, HOST_TRACK, max(0, clock(first)), max(0, clock(last)), {})
+
+
+def _lane_events(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], clock: Clock) -> Iterator[Event]:
+    for number, spans in lanes_of(steps, requests).items():
+        name = {"name": f"request {number}"}
+        yield {"ph": "M", "name": "thread_name", "pid": REQUESTS, "tid": number, "args": name}
+        for span in spans:
+            args = {"rows": span.rows} if span.rows else {}
+            yield _slice(span.kind, "lane", REQUESTS, number, clock(span.start), clock(span.end), args)
+
+
+def _request_events(request: RequestRecord, clock: Clock) -> Iterator[Event]:
+    """The slice that lies above all others of a request, and the mark at its end."""
+    args = {
+        "prompt_tokens": request.num_prompt, "cached_tokens": request.num_cached, "reason": str(request.reason),
+        "started_ns": _optional(clock, request.started), "ended_ns": _optional(clock, request.ended),
+        "token_times_ns": [clock(moment) for moment in request.token_times],
+    }  # fmt: skip
+    last = max(moment for moment in (request.arrival, request.ended, *request.token_times) if moment is not None)
+    name, start, end = f"request {request.id}", clock(request.arrival), clock(last)
+    yield _slice(name, "request", REQUESTS, request.id, start, end, args)
+    yield _mark(str(request.reason), "end", request.id, end)
+
+
+def _mark(name: str, category: str, request: int, moment: int) -> Event:
+    """A moment on the track of a request."""
+    return {
+        "ph": "i", "name": name, "cat": category, "s": "t", "pid": REQUESTS, "tid": request, "ts": moment / 1e3,
+    }  # fmt: skip
+
+
+def _optional(clock: Clock, seconds: float | None) -> int | None:
+    return None if seconds is None else clock(seconds)
+
+
+def _step(event: Event) -> StepRecord:
+    args = event["args"]
+    return StepRecord(
+        start=event["ts"] / 1e6,
+        seconds=event["dur"] / 1e6,
+        variant=Variant(args["rows"], args["capacity"], args["sequences"]),
+        decode=tuple(args["decode"]),
+        prefill=tuple((number, count) for number, count in args["prefill"]),
+        rows_in_use=args["rows_in_use"],
+        num_waiting=args["waiting"],
+        num_parked=args["num_parked"],
+        num_running=args["running"],
+        parked=tuple(args["parked"]),
+        evicted=tuple(args.get("evicted", ())),  # version 1 of the schema had neither
+        has_failed=args.get("failed", False),
+        host=_host(args.get("host_ns")),
+    )
+
+
+def _host(parts: dict[str, int] | None) -> HostTimes | None:
+    return None if parts is None else HostTimes(**{name: value / 1e9 for name, value in parts.items()})
+
+
+def _request(event: Event) -> RequestRecord:
+    args = event["args"]
+    started, ended = args["started_ns"], args["ended_ns"]
+    return RequestRecord(
+        id=event["tid"],
+        arrival=event["ts"] / 1e6,
+        started=None if started is None else started / 1e9,
+        token_times=tuple(moment / 1e9 for moment in args["token_times_ns"]),
+        num_prompt=args["prompt_tokens"],
+        num_cached=args["cached_tokens"],
+        reason=FinishReason(args["reason"]),
+        ended=None if ended is None else ended / 1e9,
+    )

@@ -1,0 +1,1 @@
+"""Compiled step programs: which sizes, what they cost, how they run."""

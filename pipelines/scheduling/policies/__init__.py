@@ -1,0 +1,1 @@
+"""The policies: each one answers a view with a plan."""

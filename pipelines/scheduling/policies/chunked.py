@@ -1,0 +1,47 @@
+"""A budget of tokens a step, tokens of answers first (Sarathi-Serve, arXiv 2403.02310)."""
+
+from __future__ import annotations
+
+from staticllm.pipelines.scheduling.interface import Plan, View
+from staticllm.pipelines.scheduling.policies.common import begun_first, decode_plan, prefill_by_force, with_prefill
+from staticllm.pipelines.scheduling.policies.packing import pack
+
+TOKEN_BUDGET = 64
+
+
+class Chunked:
+    """Every call decodes for everybody and fills up with prompts, to ``token_budget`` rows.
+
+    Where no program holds both, calls of prompts and of answers alternate.
+    """
+
+    def __init__(self, token_budget: int = TOKEN_BUDGET) -> None:
+        self._budget = token_budget
+        self._prefilled = False
+
+    def plan(self, view: View) -> Plan:
+        """A token for everybody and chunks of prompts beside."""
+        backlog = begun_first(view)
+        decode = decode_plan(view) or Plan()
+        if not decode.park and not decode.evict:
+            mixed = with_prefill(decode, self._prompts(view, decode))
+            if mixed.prefill:
+                return mixed
+            if not self._prefilled or not decode.decode:
+                alone = Plan(prefill=tuple(self._prompts(view, Plan())))
+                if alone.prefill:
+                    self._prefilled = True
+                    return alone
+        self._prefilled = False
+        return decode if decode.num_rows else prefill_by_force(view, backlog[0])
+
+    def _prompts(self, view: View, beside: Plan) -> list[tuple[int, int]]:
+        """What the widest call within the budget has room for, alone or beside answers."""
+        backlog = begun_first(view)
+        sizes = [size for size in view.device.index.sizes if size[0] <= max(self._budget, beside.num_rows + 1)]
+        for rows, sequences in reversed(sizes):
+            is_fresh = not beside.num_rows and bool(backlog) and not backlog[0].num_rows
+            variant = view.device.index.at(rows, sequences, view.device.high_row, is_fresh)
+            if variant is not None and rows > beside.num_rows and sequences > beside.num_sequences:
+                return pack(view, backlog, beside, variant)
+        return []

@@ -1,0 +1,32 @@
+"""Tokens before prompts."""
+
+from __future__ import annotations
+
+from staticllm.pipelines.scheduling.interface import Plan, View
+from staticllm.pipelines.scheduling.policies.common import (
+    begun_first,
+    chunk_of,
+    decode_plan,
+    fits,
+    prefill_by_force,
+    with_prefill,
+)
+from staticllm.pipelines.scheduling.policies.packing import pack
+
+
+class DecodeFirst:
+    """A decode step is never delayed: prompts run in the rows that it leaves idle, and when nobody decodes."""
+
+    def plan(self, view: View) -> Plan:
+        """A token for everybody, and what prompts fit beside."""
+        backlog = begun_first(view)
+        plan = decode_plan(view)
+        if plan is None:
+            head = backlog[0]
+            return (
+                Plan(prefill=((head.id, chunk_of(view, head)),)) if fits(view, head) else prefill_by_force(view, head)
+            )
+        variant = view.device.call(plan.num_rows, plan.num_sequences)
+        if variant is None or plan.park or plan.evict:
+            return plan
+        return with_prefill(plan, pack(view, backlog, plan, variant))

@@ -1,0 +1,25 @@
+"""First come, first served: static co-location."""
+
+from __future__ import annotations
+
+from staticllm.pipelines.scheduling.interface import Plan, View
+from staticllm.pipelines.scheduling.policies.common import (
+    begun_first,
+    chunk_of,
+    decode_plan,
+    fits,
+    in_order,
+    prefill_by_force,
+)
+
+
+class Fcfs:
+    """A request holds its slot from its first prompt token to its last token. A prompt runs alone, before anybody decodes."""
+
+    def plan(self, view: View) -> Plan:
+        """The first prompt that has a slot, else a token for everybody."""
+        free = view.max_num_seqs - len(view.running) - len(view.parked) - len(view.prefilling)
+        admitted = [*in_order(view.prefilling), *(in_order(view.waiting)[:free] if free > 0 else ())]
+        if admitted and fits(view, admitted[0]):
+            return Plan(prefill=((admitted[0].id, chunk_of(view, admitted[0])),))
+        return decode_plan(view) or prefill_by_force(view, (admitted or begun_first(view))[0])

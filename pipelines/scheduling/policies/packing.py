@@ -1,0 +1,32 @@
+"""Prompts into the rows of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from staticllm.core import Variant
+from staticllm.pipelines.scheduling.interface import Plan, RequestView, View
+
+
+def pack(view: View, backlog: Iterable[RequestView], plan: Plan, variant: Variant) -> list[tuple[int, int]]:
+    """``(request, tokens)`` of prompts that fit beside ``plan`` into ``variant``, in the order of the backlog.
+
+    A prompt is begun only if all of it finds rows in the arena beside what decoding needs next. A variant without past takes
+    fresh prompts only.
+    """
+    rows, sequences = variant.rows - plan.num_rows, variant.sequences - plan.num_sequences
+    brought = {request.id: request.num_rows for request in view.parked if not request.in_arena}
+    free = view.free_rows - plan.num_rows - len(view.running) - sum(brought.get(request, 0) for request in plan.resume)
+    chosen: list[tuple[int, int]] = []
+    for request in backlog:
+        if rows <= 0 or len(chosen) >= sequences:
+            break
+        if request.num_rows and not variant.capacity:
+            continue
+        if request.num_left > free:
+            break
+        count = min(rows, request.num_left)
+        chosen.append((request.id, count))
+        rows -= count
+        free -= request.num_left
+    return chosen

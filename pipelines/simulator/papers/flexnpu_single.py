@@ -1,0 +1,174 @@
+"""FlexNPU's Table 4: one device, 200 requests at 4 a second, 4 sequences; static against dynamic co-location.
+
+Taken from the static column, by arithmetic: what a prompt costs and what a step of decode costs. A slot serves one request
+after another, so that its cycle, ``slots * output / throughput``, is a prompt and ``output - 1`` published TPOTs; and within
+those TPOTs the other three slots have run a prompt each. Through the means of both prompt lengths goes a line: 0.117 s a call
+and 0.125 ms a token. (Without the edges of a run, where slots fill and drain, it would be 0.102 s: the TTFT of 256 tokens in
+the dynamic column then comes out 15 % too low. No other cell depends on it so much.)
+
+Fitted, on the TTFT of 1024/256 in the dynamic column: ``PREFILL_SHARE``, the share of the AI cores that prefill gets while
+decode runs beside. Both are processes of their own there. What a prompt costs by its tokens is work for the cores, and takes
+``1 / share`` times as long; decode has the rest of the cores meanwhile. What a call costs whatever its length (launching the
+kernels of a process) leaves the cores to decode.
+
+Predicted: the TTFT of the static column, all of the dynamic column but the fitted cell; throughput and TPOT of the static
+column come back as they went in, but for the line. Arrivals are Poisson, stretched to 50 s as vLLM's benchmark does, and
+averaged over two seeds, as the paper averages two runs. In the dynamic column TPOT leaves out the wait for the second token,
+in which a request is parked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from staticllm.core import Variant
+from staticllm.pipelines.programs.variants import VariantIndex
+from staticllm.pipelines.scheduling.interface import Policy
+from staticllm.pipelines.scheduling.policies.dynamic import Dynamic
+from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
+from staticllm.pipelines.scheduling.request_table import Limits
+from staticllm.pipelines.simulator.cluster import colocated
+from staticllm.pipelines.simulator.simulated_device import DeviceModel
+from staticllm.pipelines.simulator.summary import Summary, summarize
+from staticllm.pipelines.simulator.workload import Lengths, poisson
+
+NUM_REQUESTS, RATE, SLOTS = 200, 4.0, 4
+SEEDS = (0, 1)
+PREFILL_SHARE = 0.60
+EAGER_TTFT_MS = 1.0  # a target that is always missed: prompts run as they come, and do not wait for company
+
+
+@dataclass(frozen=True)
+class Published:
+    """One configuration of one column: tokens a second, ms."""
+
+    prompt: int
+    output: int
+    throughput: float
+    ttft_ms: float
+    tpot_ms: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.prompt}/{self.output}"
+
+
+STATIC = (
+    Published(256, 256, 186.305, 109941.5, 20.9980),
+    Published(256, 1024, 195.275, 488099.0, 20.3510),
+    Published(1024, 256, 177.310, 118164.5, 21.8010),
+    Published(1024, 1024, 189.215, 506536.5, 20.8925),
+)
+DYNAMIC = (
+    Published(256, 256, 192.950, 331.0, 20.5530),
+    Published(256, 1024, 194.250, 331.5, 20.5340),
+    Published(1024, 256, 183.270, 8568.5, 21.5550),
+    Published(1024, 1024, 189.515, 8311.5, 21.0415),
+)
+FITTED = DYNAMIC[2]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One configuration of one column, simulated."""
+
+    published: Published
+    throughput: float
+    ttft_ms: float
+    tpot_ms: float
+    is_dynamic: bool
+
+    @property
+    def deviations(self) -> tuple[float, float, float]:
+        """Of throughput, TTFT and TPOT, in percent of what is published."""
+        p = self.published
+        pairs = ((self.throughput, p.throughput), (self.ttft_ms, p.ttft_ms), (self.tpot_ms, p.tpot_ms))
+        simulated_to_published = [simulated / published - 1 for simulated, published in pairs]
+        throughput, ttft, tpot = (100 * ratio for ratio in simulated_to_published)
+        return throughput, ttft, tpot
+
+
+def table_4(outputs: tuple[int, ...] = (256, 1024), seeds: tuple[int, ...] = SEEDS) -> Iterator[Cell]:
+    """The rows with these output lengths, static ones first; each takes seconds."""
+    for column in (STATIC, DYNAMIC):
+        for row in column:
+            if row.output in outputs:
+                yield _cell(row, column is DYNAMIC, seeds)
+
+
+def _cell(row: Published, is_dynamic: bool, seeds: tuple[int, ...]) -> Cell:
+    model = (_shared_model if is_dynamic else _static_model)(row.prompt, row.output)
+    policy = Dynamic if is_dynamic else Fcfs
+    runs = [_run(model, policy, row, seed) for seed in seeds]
+    return Cell(
+        row,
+        sum(run.tokens_per_second for run in runs) / len(runs),
+        sum(run.ttft_ms for run in runs) / len(runs),
+        sum(run.decode_tpot_ms if is_dynamic else run.tpot_ms for run in runs) / len(runs),
+        is_dynamic,
+    )
+
+
+def _run(model: DeviceModel, policy: Callable[[], Policy], row: Published, seed: int) -> Summary:
+    lengths = Lengths.fixed(row.prompt, row.output)
+    arrivals = poisson(RATE, NUM_REQUESTS, lengths, seed, is_span_fixed=True)
+    return summarize(colocated(model, policy).run(arrivals).requests)
+
+
+def prompt_line() -> tuple[float, float]:
+    """Seconds of a call for a prompt whatever its length, and seconds a token: through the means of both lengths."""
+    short, long = (_mean([_prompt_seconds(row) for row in STATIC if row.prompt == prompt]) for prompt in (256, 1024))
+    per_token = (long - short) / (1024 - 256)
+    return short - 256 * per_token, per_token
+
+
+def step_seconds(prompt: int, output: int) -> float:
+    """Of a step of decode with nothing beside: the static TPOT without the prompts that the other slots ran."""
+    (row,) = (row for row in STATIC if (row.prompt, row.output) == (prompt, output))
+    return row.tpot_ms / 1e3 - (SLOTS - 1) * _prompt_seconds(row) / (output - 1)
+
+
+def _prompt_seconds(row: Published) -> float:
+    """What is left of a slot's cycle without its steps of decode."""
+    return SLOTS * row.output / row.throughput - (row.output - 1) * row.tpot_ms / 1e3
+
+
+def _static_model(prompt: int, output: int) -> DeviceModel:
+    fixed, per_token = prompt_line()
+    alone = fixed + per_token * prompt
+    return _model(prompt, output, alone, {})
+
+
+def _shared_model(prompt: int, output: int) -> DeviceModel:
+    """A call with rows of both phases takes as long as a step of decode beside a prompt, and holds what runs of it meanwhile."""
+    fixed, per_token = prompt_line()
+    step, alone = step_seconds(prompt, output), fixed + per_token * prompt
+    cores = per_token * prompt / PREFILL_SHARE
+    beside = fixed + cores
+    num_steps = round((fixed + cores * (1 - PREFILL_SHARE)) / step)
+    rows = SLOTS + -(-prompt // num_steps)
+    return _model(prompt, output, alone, {(rows, SLOTS + 1): beside / num_steps})
+
+
+def _model(prompt: int, output: int, alone: float, mixed: dict[tuple[int, int], float]) -> DeviceModel:
+    capacity = prompt + output
+    kv_rows = 2 * SLOTS * capacity
+    costs = {
+        Variant(prompt, 0): alone,
+        Variant(prompt, kv_rows): alone,
+        Variant(SLOTS, kv_rows, SLOTS): step_seconds(prompt, output),
+        **{Variant(rows, kv_rows, sequences): seconds for (rows, sequences), seconds in mixed.items()},
+    }
+    return DeviceModel(
+        VariantIndex(costs),
+        costs.__getitem__,
+        Limits(SLOTS, ttft_ms=EAGER_TTFT_MS),
+        kv_rows,
+        parked_rows=NUM_REQUESTS * capacity,
+        capacity=capacity,
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,251 @@
+"""One simulated device: the engine's step with a clock in place of the programs. Prefixes are not shared."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from staticllm.core import FinishReason, Variant
+from staticllm.errors import ConfigError
+from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
+from staticllm.pipelines.programs.cost_model import CostTable
+from staticllm.pipelines.programs.variants import VariantIndex
+from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, View
+from staticllm.pipelines.scheduling.planner import Planner
+from staticllm.pipelines.scheduling.request_table import Book, Entry, Limits
+from staticllm.pipelines.simulator.cost_model import Cost, HostCost
+from staticllm.pipelines.simulator.workload import Arrival
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """What a device can run and what that costs. ``kv_rows`` are those of the arena, ``parked_rows`` those of the shelf,
+    ``capacity`` those that one sequence can have.
+
+    The policy knows what calls cost; with ``known`` it begins with those measurements, and learns, as the engine's does.
+    """
+
+    index: VariantIndex
+    cost: Cost
+    limits: Limits
+    kv_rows: int
+    parked_rows: int
+    capacity: int
+    host: HostCost = field(default_factory=HostCost)
+    known: Mapping[Variant, float] | None = None
+
+
+@dataclass
+class Job:
+    """A request on its way through one device or two. ``limit``: tokens that it generates before it leaves this device;
+    ``has_rows``: its prompt ran elsewhere and its rows came with it."""
+
+    arrival: Arrival
+    limit: int
+    has_rows: bool = False
+    started: float | None = None
+    token_times: list[float] = field(default_factory=list)
+    reason: FinishReason = FinishReason.LENGTH
+
+    @property
+    def num_tokens(self) -> int:
+        return self.arrival.num_prompt + len(self.token_times)
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.token_times) >= self.limit
+
+    def record(self) -> RequestRecord:
+        a = self.arrival
+        return RequestRecord(a.id, a.time, self.started, tuple(self.token_times), a.num_prompt, 0, self.reason)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one request has in the call."""
+
+    request: int
+    num_rows: int
+    is_prefill: bool
+
+
+class SimulatedDevice:
+    """``begin`` a call, and at the moment that it returns ``finish`` it."""
+
+    def __init__(self, model: DeviceModel, policy: Policy) -> None:
+        self.model = model
+        self.planner = Planner(policy)
+        self.steps: list[StepRecord] = []
+        self.book = Book(model.limits)
+        self.rows_used = self.shelf_used = 0
+        self._learned = None if model.known is None else CostTable(model.known)
+        self._jobs: dict[int, Job] = {}
+        self._inbox: deque[Job] = deque()
+        self._parts: list[Part] = []
+        self._idle_since = float("-inf")
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not left."""
+        return len(self._jobs) + len(self._inbox)
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._parts)
+
+    def submit(self, job: Job) -> None:
+        """Take a request; it is seen by the next plan.
+
+        Raises:
+            ConfigError: its rows can never fit.
+        """
+        needed = job.num_tokens
+        if needed > self.model.capacity:
+            raise ConfigError(
+                f"a prompt of {needed} tokens: a sequence can have {self.model.capacity} rows; raise them"
+            )
+        if job.has_rows and needed > self.model.parked_rows:
+            raise ConfigError(f"{needed} rows arrive at once, PARKED_ROWS is {self.model.parked_rows}: raise it")
+        self._inbox.append(job)
+
+    def begin(self, now: float) -> float | None:
+        """Start a call. Returns when it ends; None if there is nothing to do."""
+        self._admit()
+        if not len(self.book):
+            return None
+        model = self.model
+        free, free_shelf = model.kv_rows - self.rows_used, model.parked_rows - self.shelf_used
+        device = Device(model.index, self._learned or model.cost, self.rows_used)
+        view = self.book.view(now, free, free_shelf, device)
+        plan = self.planner.plan(view)
+        self._parts = self._fitting(self._prepare(plan))
+        variant = self._variant(self._parts)
+        assert variant is not None
+        num_rows = sum(part.num_rows for part in self._parts)
+        was_idle = now > self._idle_since
+        lead = model.host.wake if was_idle and model.host.wake is not None else model.host(num_rows, len(self._parts))
+        start, seconds = now + lead, model.cost(variant)
+        for part in self._parts:
+            job = self._jobs[part.request]
+            job.started = start if job.started is None else job.started
+        if self._learned is not None:
+            self._learned.update(variant, seconds)
+        self._record(start, seconds, variant, view, plan.evict)
+        return start + seconds
+
+    def finish(self, now: float) -> list[Job]:
+        """The call has returned: count rows, hand out tokens. Returns who leaves."""
+        parts, self._parts, self._idle_since = self._parts, [], now
+        out = now + self.model.host.answer
+        gone: list[Job] = []
+        for part in parts:
+            self.rows_used += part.num_rows
+            if self.book.ran(part.request, part.num_rows):
+                job = self._jobs[part.request]
+                job.token_times.append(out)
+                if job.is_over or job.num_tokens > self.model.capacity:
+                    self._end(job)
+                    gone.append(job)
+                else:
+                    self._chose(part.request, out)
+        return gone
+
+    def _chose(self, request: int, now: float) -> None:
+        self.book.chose(request, now)
+        if self.book[request].state == "parked":
+            self._shelve(request)
+
+    def _admit(self) -> None:
+        """Who comes with rows waits outside until the shelf has room for them."""
+        while self._inbox:
+            job = self._inbox[0]
+            rows = job.num_tokens - 1 if job.has_rows else 0
+            if rows > self.model.parked_rows - self.shelf_used:
+                return
+            self._inbox.popleft()
+            arrival = job.arrival
+            entry = Entry(arrival.id, arrival.time, job.num_tokens, arrival.priority)
+            if job.has_rows:
+                entry.change(
+                    state="parked", num_rows=rows, in_arena=False,
+                    num_generated=len(job.token_times), last_token_time=job.token_times[-1],
+                )  # fmt: skip
+                self.shelf_used += rows
+            self._jobs[arrival.id] = job
+            self.book.add(entry)
+
+    def _prepare(self, plan: Plan) -> list[Part]:
+        """As the engine does: evict, park, resume; then say what goes into the call."""
+        for request in plan.evict:
+            self._evict(request)
+        for request in plan.park:
+            self.book.park(request)
+            self._shelve(request)
+        for request in plan.resume:
+            self._resume(request)
+        decode = [Part(request, 1, False) for request in plan.decode]
+        return [*decode, *(Part(request, count, True) for request, count in plan.prefill)]
+
+    def _fitting(self, parts: list[Part]) -> list[Part]:
+        """As many as there are rows and a program for; rows that were brought back may need a larger program."""
+        while len(parts) > 1 and not self._fits(parts):
+            parts.pop()
+        while not self._fits(parts):
+            keep = parts[0].request
+            victims = [e.id for e in self.book if e.own_rows and e.in_arena and e.id != keep]
+            assert victims, "a plan without rows, and nobody to take them from"
+            self._evict(victims[-1])
+        return parts
+
+    def _fits(self, parts: list[Part]) -> bool:
+        num_rows = sum(part.num_rows for part in parts)
+        return num_rows <= self.model.kv_rows - self.rows_used and self._variant(parts) is not None
+
+    def _variant(self, parts: list[Part]) -> Variant | None:
+        is_fresh = not any(self.book[part.request].num_rows for part in parts)
+        num_rows = sum(part.num_rows for part in parts)
+        return self.model.index.smallest(num_rows, len(parts), self.rows_used, is_fresh)
+
+    def _evict(self, request: int) -> None:
+        self._release(request)
+        self.book.evict(request)
+
+    def _shelve(self, request: int) -> None:
+        """Rows of a parked request leave the arena; they stay if the shelf has no room."""
+        entry = self.book[request]
+        if entry.num_rows <= self.model.parked_rows - self.shelf_used:
+            self.shelf_used += entry.num_rows
+            self.rows_used -= entry.own_rows
+            entry.change(in_arena=False, own_rows=0)
+
+    def _resume(self, request: int) -> None:
+        entry = self.book[request]
+        was_in_arena = entry.in_arena
+        self.book.resume(request)
+        if not was_in_arena:
+            self.shelf_used -= entry.num_rows
+            self.rows_used += entry.num_rows
+            entry.change(own_rows=entry.num_rows)
+
+    def _end(self, job: Job) -> None:
+        self._release(job.arrival.id)
+        self.book.remove(job.arrival.id)
+        del self._jobs[job.arrival.id]
+
+    def _release(self, request: int) -> None:
+        entry = self.book[request]
+        if entry.in_arena:
+            self.rows_used -= entry.own_rows
+        else:
+            self.shelf_used -= entry.num_rows
+
+    def _record(self, start: float, seconds: float, variant: Variant, view: View, evicted: tuple[int, ...]) -> None:
+        decode = tuple(part.request for part in self._parts if not part.is_prefill)
+        prefill = tuple((part.request, part.num_rows) for part in self._parts if part.is_prefill)
+        rows = self.rows_used + sum(part.num_rows for part in self._parts)
+        self.steps.append(
+            StepRecord(
+                start, seconds, variant, decode, prefill, rows, len(view.waiting), len(view.parked), evicted=evicted
+            )
+        )

@@ -1,0 +1,155 @@
+"""From what the user passes to token ids."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+
+from staticllm.errors import ModelError, PromptError, PromptTooLongError, last_line
+from staticllm.pipelines.text.chat_template import render
+
+Form = Literal["text", "texts", "history", "tokens"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the seconds that the chat template took; None if there was none."""
+
+    ids: list[int]
+    template_seconds: float | None = None
+
+
+def form_of(inputs: object) -> Form:
+    """Which of GenAI's input forms this is.
+
+    Raises:
+        PromptError: none of them.
+    """
+    if isinstance(inputs, str):
+        return "text"
+    if isinstance(inputs, genai.ChatHistory):
+        return "history"
+    if isinstance(inputs, (np.ndarray, ov.Tensor, genai.TokenizedInputs)):
+        return "tokens"
+    if isinstance(inputs, Sequence) and all(isinstance(item, str) for item in inputs):
+        if not inputs:
+            raise PromptError("the list of prompts is empty: give at least one str")
+        return "texts"
+    if isinstance(inputs, Sequence) and all(isinstance(item, Mapping) for item in inputs):
+        return "history"
+    raise PromptError(
+        f"inputs are a {type(inputs).__name__}: must be a str, a list of str, token ids "
+        "(numpy, openvino.Tensor or TokenizedInputs), a ChatHistory or a list of messages"
+    )
+
+
+def encode_text(tokenizer: genai.Tokenizer, text: str, apply_chat_template: bool) -> Prompt:
+    """Ids of one prompt; the chat template is applied if asked for and if the model has one."""
+    if not text:
+        raise PromptError("the prompt is empty: give at least one character")
+    _check_text(text)
+    if apply_chat_template and tokenizer.chat_template:
+        return encode_messages(tokenizer, [{"role": "user", "content": text}])
+    return Prompt(_encoded(tokenizer, text)[0])
+
+
+def encode_messages(tokenizer: genai.Tokenizer, messages: Any) -> Prompt:
+    """Ids of a conversation (a list of messages or a ChatHistory) up to where the assistant speaks."""
+    turns, tools, extra = _parts_of(messages)
+    if not turns:
+        raise PromptError("the chat history is empty: append a message of the user")
+    for turn in turns:
+        _check_message(turn)
+    if not tokenizer.chat_template:
+        raise PromptError("the model has no chat template: pass the prompt as a str, or set one on the tokenizer")
+    start = time.perf_counter()
+    tokens = {
+        "bos_token": tokenizer.get_bos_token(),
+        "eos_token": tokenizer.get_eos_token(),
+        "pad_token": tokenizer.get_pad_token(),
+    }
+    text = render(tokenizer.chat_template, turns, tokens, tools, extra)
+    seconds = time.perf_counter() - start
+    return Prompt(_encoded(tokenizer, text, add_special_tokens=False)[0], seconds)
+
+
+def _encoded(tokenizer: genai.Tokenizer, text: str, **options: Any) -> list[list[int]]:
+    try:
+        return _real_ids(tokenizer.encode(text, **options))
+    except RuntimeError as error:
+        if isinstance(error, PromptError):
+            raise
+        raise ModelError(f"the tokenizer cannot encode {len(text)} characters: {last_line(error)}") from error
+
+
+def _parts_of(messages: Any) -> tuple[list[dict[str, Any]], list[Any], dict[str, Any]]:
+    """Messages, tools and extra context."""
+    if isinstance(messages, genai.ChatHistory):
+        return messages.get_messages(), messages.get_tools(), messages.get_extra_context()
+    return list(messages), [], {}
+
+
+def _check_message(message: Mapping[str, Any]) -> None:
+    if not isinstance(message.get("role"), str):
+        raise PromptError(f"a message has the keys {sorted(map(str, message))}: it needs a 'role', and a 'content'")
+    content = message.get("content")
+    if isinstance(content, str):
+        if not content and message["role"] == "user":
+            raise PromptError("the prompt is empty: give at least one character")
+        _check_text(content)
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        broken = text[error.start]
+        raise PromptError(f"the prompt has {broken!r} at {error.start}, half a character: not text in UTF-8") from error
+
+
+def token_ids(inputs: Any) -> list[list[int]]:
+    """Ids of each prompt from numpy, ``openvino.Tensor`` (``[n]`` or ``[batch, n]``) or ``TokenizedInputs`` (without padding)."""
+    if isinstance(inputs, genai.TokenizedInputs):
+        return _real_ids(inputs)
+    array = np.asarray(inputs.data if isinstance(inputs, ov.Tensor) else inputs)
+    if array.dtype.kind not in "iu":
+        raise PromptError(f"token ids are {array.dtype}: must be whole numbers")
+    return [[int(token) for token in row] for row in _as_rows(array)]
+
+
+def check_ids(ids: list[int], vocab_size: int, limit: int, is_chat: bool = False) -> None:
+    """Refuse what the device must not see.
+
+    Raises:
+        PromptError: no tokens, or an id outside the vocabulary.
+        PromptTooLongError: more tokens than ``limit``.
+    """
+    if not ids:
+        raise PromptError("the prompt has no tokens: give at least one")
+    if len(ids) > limit:
+        raise PromptTooLongError(len(ids), limit, is_chat)
+    outside = [token for token in ids if not 0 <= token < vocab_size]
+    if outside:
+        raise PromptError(f"token id {outside[0]} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")
+
+
+def _real_ids(tokenized: genai.TokenizedInputs) -> list[list[int]]:
+    ids = _as_rows(np.asarray(tokenized.input_ids.data))
+    mask = _as_rows(np.asarray(tokenized.attention_mask.data))
+    if ids.shape != mask.shape or ids.dtype.kind not in "iu":
+        raise PromptError(
+            f"TokenizedInputs with {ids.size} ids of {ids.dtype} and a mask of {mask.size}: must be whole numbers, as many"
+        )
+    return [[int(token) for token in row[seen != 0]] for row, seen in zip(ids, mask, strict=True)]
+
+
+def _as_rows(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    if array.ndim not in (1, 2) or (array.ndim == 2 and not array.shape[0]):
+        raise PromptError(f"token ids have the shape {list(array.shape)}: must be [n] or [batch, n]")
+    return np.atleast_2d(array)

@@ -1,0 +1,70 @@
+"""What the PyInstaller hook collects. An application is built by hand (docs/packaging.md): it takes a minute and 270 MB."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import types
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import staticllm
+from staticllm.pyinstaller import hook_dirs
+
+
+def hook():
+    (folder,) = hook_dirs()
+    return Path(folder) / "hook-staticllm.py"
+
+
+def test_the_wheel_names_the_folder_of_the_hook():
+    (found,) = [entry for entry in entry_points(group="pyinstaller40") if entry.value.startswith("staticllm")]
+    assert found.load()() == hook_dirs() and hook().is_file()
+
+
+def test_plugins_and_readers_and_the_demo_model_are_collected(monkeypatch):
+    """With PyInstaller's own functions where it is installed, else with stand-ins that look into the same folders."""
+    try:
+        import PyInstaller.utils.hooks  # noqa: F401
+    except ImportError:
+        monkeypatch.setitem(sys.modules, "PyInstaller", types.ModuleType("PyInstaller"))
+        monkeypatch.setitem(sys.modules, "PyInstaller.utils", types.ModuleType("PyInstaller.utils"))
+        monkeypatch.setitem(sys.modules, "PyInstaller.utils.hooks", stand_ins())
+    found = runpy.run_path(str(hook()))
+    libraries = " ".join(Path(source).name for source, _ in found["binaries"])
+    for part in ("intel_cpu_plugin", "intel_npu_plugin", "ir_frontend", "openvino_tokenizers", "openvino_genai"):
+        assert part in libraries, f"{part} is not collected"
+    assert "onnx" not in libraries
+    data = {Path(source).name for source, _ in found["datas"]}
+    assert {"openvino_model.xml", "openvino_model.bin", "chat_template.jinja"} <= data
+    assert "staticllm.pipelines.llm_pipeline" in found["hiddenimports"]
+
+
+def stand_ins():
+    def folder(package):
+        return Path(pytest.importorskip(package).__file__).parent
+
+    hooks = types.ModuleType("PyInstaller.utils.hooks")
+    hooks.collect_data_files = lambda package: [
+        (str(path), package) for path in folder(package).rglob("*") if path.suffix not in (".py", ".pyc")
+    ]
+    hooks.collect_dynamic_libs = lambda package, search_patterns: [
+        (str(path), package) for pattern in search_patterns for path in folder(package).rglob(pattern)
+    ]
+    hooks.collect_submodules = lambda package: ["staticllm.pipelines.llm_pipeline", "staticllm.pyinstaller"]
+    hooks.copy_metadata = lambda name: [(name, name)]
+    return hooks
+
+
+def test_a_missing_plugin_is_what_the_error_says(monkeypatch):
+    from staticllm import devices
+
+    class Core:
+        available_devices: tuple[str, ...] = ()
+
+    monkeypatch.setattr("staticllm.pipelines.programs.build.get_core", Core)
+    monkeypatch.setattr(devices, "get_core", Core)
+    with pytest.raises(staticllm.DeviceError, match="its plugins are missing"):
+        staticllm.StaticLLMPipeline(staticllm.demo_model_path())

@@ -1,0 +1,56 @@
+"""What is said about devices that are not there."""
+
+from __future__ import annotations
+
+import pytest
+
+import staticllm
+from staticllm.cli import cli
+from staticllm.devices import check_device, check_known, get_core, known_properties, npu_compiler_problem
+from staticllm.errors import DeviceError
+from staticllm.pipelines.diagnostics.verify import verify_model
+
+
+class Core:
+    def __init__(self, *devices):
+        self.available_devices = devices
+
+
+def test_without_any_device_the_plugins_are_what_is_missing():
+    """As in an application that PyInstaller made without them."""
+    with pytest.raises(
+        DeviceError, match=r"its plugins are missing; .*PyInstaller must collect them .docs/packaging.md"
+    ):
+        check_device(Core(), "CPU")
+    with pytest.raises(DeviceError, match=r"there are: CPU, GPU\.0"):
+        check_device(Core("CPU", "GPU.0"), "NPU")
+
+
+def test_an_npu_need_not_be_there_to_be_asked_about():
+    assert check_known(Core("CPU"), "NPU.4000") == "NPU.4000" and check_known(Core("CPU"), "CPU") == "CPU"
+    with pytest.raises(DeviceError, match="TPU"):
+        check_known(Core("CPU"), "TPU")
+    assert {"INFERENCE_PRECISION_HINT", "NPU_TURBO"} <= known_properties(get_core(), "NPU")
+
+
+def test_the_library_that_an_npu_compilation_lacks_is_named():
+    """Either OpenVINO's compiler is there, or the one line says which library is not."""
+    problem = npu_compiler_problem(get_core())
+    assert "\n" not in problem and ("npu_compiler" in problem or not problem)
+
+
+def test_what_is_no_language_model_is_one_line(zoo, tmp_path):
+    from click.testing import CliRunner
+
+    for end in ("xml", "bin"):
+        data = (zoo / "llama" / f"openvino_tokenizer.{end}").read_bytes()
+        (tmp_path / f"openvino_model.{end}").write_bytes(data)
+    for arguments in (["verify"], ["inspect"], ["bench"]):
+        done = CliRunner().invoke(cli, [*arguments, str(tmp_path)])
+        assert done.exit_code == 1 and done.stderr.startswith("Error: ") and len(done.stderr.strip().splitlines()) == 1
+    with pytest.raises(staticllm.ModelError):
+        list(verify_model(tmp_path))
+
+
+def test_the_module_lists_what_it_imports_late():
+    assert "StaticLLMPipeline" in dir(staticllm) and set(staticllm.__all__) <= set(dir(staticllm))

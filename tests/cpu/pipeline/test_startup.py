@@ -1,0 +1,203 @@
+"""Starting as a desktop app needs it: what can serve serves, the rest comes meanwhile, and whatever fails is told."""
+
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+from helpers import PROMPT, SHORT, tokens_of
+
+from staticllm import StaticLLMPipeline
+from staticllm.errors import ConfigError, DeviceError, SavedRowsError
+from staticllm.pipelines.blobs.cache import BlobCache
+from staticllm.pipelines.model_loader import launch
+from staticllm.pipelines.model_loader import load as start
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
+STAGED = {**SHORT, "PROGRAMS": "separate", "BACKGROUND_COMPILE": True, "MAX_NUM_SEQS": 2}
+
+
+@pytest.fixture
+def expected(zoo, original):
+    return original(zoo / "llama").greedy(PROMPT, 12)
+
+
+def test_the_first_token_comes_before_all_variants_are_compiled(zoo, expected):
+    events = []
+    with StaticLLMPipeline(
+        zoo / "llama", **STAGED, on_progress=lambda e: events.append((time.perf_counter(), e))
+    ) as pipe:
+        first = []
+        answer = pipe.generate(
+            np.array([PROMPT]), max_new_tokens=12, ignore_eos=True,
+            streamer=lambda text: first.append(time.perf_counter()) and None,
+        )  # fmt: skip
+        assert list(answer.tokens[0]) == expected
+        answers = [tokens_of(pipe) for _ in range(10)]
+        assert pipe.wait_until_complete(60) and pipe.is_complete
+        num_programs = len(pipe._engine.runner.programs)
+        assert [*answers, tokens_of(pipe)] == [expected] * 11, "whatever programs are there, the words are the same"
+    compiled = [(when, e) for when, e in events if e.stage == "compile" and e.is_done]
+    stages = [e.stage for _, e in events]
+    assert len(compiled) == num_programs > 4
+    assert stages.index("ready") < stages.index("complete") == len(stages) - 1
+    assert first[0] < compiled[-1][0], "the first token was there before the last program"
+
+
+def test_all_that_came_is_used(zoo, expected):
+    with StaticLLMPipeline(zoo / "llama", **STAGED, SCHEDULER="prefill_first") as pipe:  # costs decide nothing
+        pipe.wait_until_complete()
+        options = {"max_new_tokens": 12, "ignore_eos": True}
+        handles = pipe.engine.call(lambda: [pipe.submit(np.array([PROMPT]), **options) for _ in range(2)])
+        assert [list(handle.result().tokens[0]) for handle in handles] == [expected] * 2
+        assert {v.sequences for v in pipe._engine.runner.index.variants} == {1, 2}
+        assert pipe.stats().num_steps < 24, "two answers share calls"
+
+
+def test_a_staged_start_fills_the_cache(zoo, tmp_path, expected):
+    with StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path) as pipe:
+        assert tokens_of(pipe) == expected
+        pipe.wait_until_complete()
+    (entry,) = BlobCache(tmp_path).entries()
+    events = []
+    with StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path, on_progress=events.append) as pipe:
+        assert pipe.is_complete and tokens_of(pipe) == expected
+    assert {e.stage for e in events} == {"import", "warm-up", "ready"}
+    assert sum(e.stage == "import" and e.is_done for e in events) == len(entry.manifest.blobs)
+
+
+def test_an_error_in_the_background_reaches_the_user(zoo, expected, monkeypatch):
+    compile_layout, calls, events = start.compile_layout, [], []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) > 2:
+            raise DeviceError("the compiler is out of memory")
+        return compile_layout(*arguments)
+
+    monkeypatch.setattr(start, "compile_layout", failing)
+    with StaticLLMPipeline(zoo / "llama", **STAGED, on_progress=events.append) as pipe:
+        with pytest.warns(RuntimeWarning, match="what is there goes on: DeviceError: the compiler is out of memory"):
+            while not pipe.is_complete:
+                time.sleep(0.01)
+            gc.collect()
+        with pytest.raises(DeviceError, match="out of memory"):
+            pipe.wait_until_complete()
+        assert [e.message for e in events if e.stage == "error"] == ["DeviceError: the compiler is out of memory"]
+        assert tokens_of(pipe) == expected, "what is there goes on serving"
+
+
+def test_closing_ends_the_background(zoo, tmp_path):
+    before = threading.active_count()
+    pipe = StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path)
+    pipe.close()
+    deadline = time.perf_counter() + 20
+    while threading.active_count() > before and time.perf_counter() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() <= before
+    with BlobCache(tmp_path).locked("any"), StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path) as again:
+        again.wait_until_complete()  # the lock was given back
+    assert len(BlobCache(tmp_path).entries()) == 1
+
+
+def test_devices_are_tried_in_turn_and_each_failure_is_told(zoo, expected):
+    events = []
+    with (
+        pytest.warns(RuntimeWarning, match="'TOASTER' is not on this machine.*trying CPU"),
+        StaticLLMPipeline(zoo / "llama", "TOASTER,CPU", **SHORT, on_progress=events.append) as pipe,
+    ):
+        assert tokens_of(pipe) == expected
+    (fallback,) = [e for e in events if e.stage == "fallback"]
+    assert "TOASTER" in fallback.message and "trying CPU" in fallback.message
+    with pytest.warns(RuntimeWarning), pytest.raises(DeviceError, match="MIXER"):
+        StaticLLMPipeline(zoo / "llama", "TOASTER,MIXER")
+    with pytest.raises(ConfigError, match="unknown property 'NUM_STREAM'"):
+        StaticLLMPipeline(zoo / "llama", "TOASTER,CPU", NUM_STREAM=1)
+
+
+@pytest.mark.filterwarnings("ignore:device 'TOASTER'")
+@pytest.mark.parametrize("is_staged", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_cpu_serves_until_the_device_can(is_staged, zoo, expected):
+    """Here the device that is waited for turns out to be the CPU again, with programs of its own."""
+    options = {**STAGED, "BACKGROUND_COMPILE": is_staged}
+    with StaticLLMPipeline(zoo / "llama", "TOASTER,CPU", **options, SERVE_FROM_CPU=True) as pipe:
+        first = pipe._engine.runner
+        running = [pipe.submit(np.array([PROMPT]), max_new_tokens=12, ignore_eos=True) for _ in range(4)]
+        assert pipe.wait_until_complete(60)
+        later = [pipe.submit(np.array([PROMPT]), max_new_tokens=12, ignore_eos=True) for _ in range(4)]
+        assert [list(handle.result().tokens[0])[:12] for handle in (*running, *later)] == [expected] * 8
+        assert tokens_of(pipe) == expected
+        assert pipe._engine.runner is not first and len(pipe._engine.runner.programs) > 4
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:device 'TOASTER'")
+def test_config_and_row_type_are_those_of_what_serves(zoo, tmp_path, monkeypatch):
+    gate, load_first = threading.Event(), launch.load_first
+
+    def held_back(*arguments):
+        gate.wait(60)
+        return load_first(*arguments)
+
+    monkeypatch.setattr(launch, "load_first", held_back)
+    options = {**STAGED, "KV_CACHE_PRECISION": "f16", "SERVE_FROM_CPU": True}
+    with StaticLLMPipeline(zoo / "llama", "TOASTER,CPU", **options) as pipe:
+        assert pipe.config.programs == "auto" and pipe.config.kv_cache_precision is None
+        tokens_of(pipe)
+        assert pipe.save_rows(tmp_path / "rows", np.array([PROMPT])) > 20
+        assert pipe.load_rows(tmp_path / "rows") > 20
+        gate.set()
+        assert pipe.wait_until_complete(60)
+        tokens_of(pipe)
+        assert pipe.config.programs == "separate" and pipe.config.kv_cache_precision == "f16"
+        with pytest.raises(SavedRowsError, match=r"rows of another row type .f32, here f16"):
+            pipe.load_rows(tmp_path / "rows")
+
+
+SINGLE = {**SHORT, "PROGRAMS": "single_row", "MAX_NUM_SEQS": 2}
+
+
+def programs_of(pipe):
+    """The compiled models behind single rows, and those behind all other calls."""
+    programs = pipe._engine.runner.programs
+    return [{id(programs.compiled(v)) for v in programs if (v.rows == 1) == is_single} for is_single in (True, False)]
+
+
+def test_the_program_for_single_rows_comes_later_and_changes_no_token(zoo, expected, monkeypatch):
+    gate, compile_layout = threading.Event(), start.compile_layout
+
+    def held_back(core, layout, on_progress):
+        if all(variant.rows == 1 for variant in layout.variants):
+            gate.wait(30)
+        return compile_layout(core, layout, on_progress)
+
+    monkeypatch.setattr(start, "compile_layout", held_back)
+    with StaticLLMPipeline(zoo / "llama", **SINGLE) as pipe:
+        single, others = programs_of(pipe)
+        assert single == others and not pipe.is_complete and tokens_of(pipe) == expected
+        handle = pipe.submit(np.array([PROMPT]), max_new_tokens=64, ignore_eos=True)
+        tokens = handle.tokens()
+        begun = [next(tokens) for _ in range(4)]
+        gate.set()
+        assert pipe.wait_until_complete(60)
+        assert [*begun, *tokens][:12] == expected, "taken over in the middle of an answer"
+        single, others = programs_of(pipe)
+        assert len(single) == len(others) == 1 and single != others and tokens_of(pipe) == expected
+        programs = pipe.engine.runner.programs
+        bound = [programs[variant].compiled is programs.compiled(variant) for variant in programs if variant.rows == 1]
+        assert len(bound) > 1 and all(bound), "what ran before is bound anew"
+
+
+@pytest.mark.slow
+def test_single_rows_wait_for_nobody_where_that_is_asked(zoo, expected, tmp_path):
+    with StaticLLMPipeline(zoo / "llama", **SINGLE, BACKGROUND_COMPILE=False) as pipe:
+        assert pipe.is_complete and programs_of(pipe)[0] != programs_of(pipe)[1] and tokens_of(pipe) == expected
+    for origin in ("compiled", "from the cache"):
+        with StaticLLMPipeline(zoo / "llama", **SINGLE, CACHE_DIR=tmp_path) as pipe:
+            assert pipe.is_complete and programs_of(pipe)[0] != programs_of(pipe)[1] and tokens_of(pipe) == expected, (
+                origin
+            )
+    (entry,) = BlobCache(tmp_path).entries()
+    assert entry.manifest.programs == "single_row" and len(entry.manifest.blobs) == 2

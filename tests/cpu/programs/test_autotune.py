@@ -1,0 +1,128 @@
+"""What the CPU is told to do faster: only where it was measured to be, and never over the user's head."""
+
+from __future__ import annotations
+
+import numpy as np
+import openvino as ov
+import pytest
+from openvino import opset13 as ops
+
+from staticllm import demo_model_path
+from staticllm.config import StaticLLMConfig
+from staticllm.devices import get_core
+from staticllm.pipelines.programs import autotune as calibration
+from staticllm.pipelines.programs import build as loader
+from staticllm.pipelines.programs.autotune import GROUP_SIZE, LARGE_GROUP, PRECISION, calibrated
+from staticllm.pipelines.programs.build import prepare
+
+PHASES = {"prefill": {"PERFORMANCE_HINT": "LATENCY"}, "generate": {"PERFORMANCE_HINT": "LATENCY"}}
+
+
+def stack(size=1024, count=2, head=64, compressed=True):
+    """``count`` square matrices in 8 bits and one more, the head."""
+    value = ops.parameter([1, -1, size], np.float32)
+    result = value
+    for rows in (*[size] * count, head):
+        weights = np.ones((rows, size), np.uint8 if compressed else np.float32)
+        constant = ops.constant(weights)
+        if compressed:
+            constant = ops.multiply(ops.convert(constant, np.float32), np.full((rows, 1), 0.01, np.float32))
+        result = ops.matmul(result, constant, False, True)
+    return ov.Model([ops.result(result)], [value])
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Seconds of each kind of candidate; how many rows were timed, and how many matrices."""
+    seconds, probes = {"own": 2.0, LARGE_GROUP: 1.0, 0: 1.0, "f32": 1.0}, []
+
+    def measured(self, num_rows, candidates, is_cold=False):
+        probes.append((num_rows, self._sizes))
+        assert is_cold == (num_rows == 1), "a single row reads its weights from memory"
+        kinds = ["f32" if PRECISION in c else c.get(GROUP_SIZE, "own") for c in candidates]
+        return [seconds[kind] for kind in kinds]
+
+    monkeypatch.setattr(calibration.Probe, "seconds", measured)
+    return seconds, probes
+
+
+def calibrate(model, layout="shared", device="CPU", **generate):
+    return calibrated(get_core(), device, model, {**PHASES, "generate": {**PHASES["generate"], **generate}}, layout)
+
+
+def test_the_faster_group_is_taken_for_both_phases_which_still_share_a_program(timed):
+    found = calibrate(stack())
+    assert found == {phase: {"PERFORMANCE_HINT": "LATENCY", GROUP_SIZE: LARGE_GROUP} for phase in PHASES}
+    assert timed[1] == [(calibration.MANY_ROWS, [1024])], "one matrix of each shape, no head"
+    assert GROUP_SIZE not in PHASES["prefill"]
+
+
+def test_a_small_gain_changes_nothing(timed):
+    timed[0]["own"] = 1.05
+    assert calibrate(stack()) == PHASES
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (stack(), {"device": "NPU"}),
+        (stack(), {GROUP_SIZE: 0}),  # the user's, or what asking for f32 brings
+        (stack(size=256), {}),  # too small to tell
+        (stack(size=1000), {}),  # does not divide
+        (stack(compressed=False), {}),
+    ],
+)  # fmt: skip
+def test_where_there_is_nothing_to_try_nothing_is_timed(model, options, timed):
+    expected = {**PHASES, "generate": {**PHASES["generate"], **{k: v for k, v in options.items() if k != "device"}}}
+    assert calibrate(model, **options) == expected
+    assert not timed[1]
+
+
+IS_F32 = get_core().get_property("CPU", PRECISION).get_type_name() == "f32"
+
+
+@pytest.mark.parametrize("layout", ["single_row", "separate"])
+def test_single_rows_are_not_quantized_unless_that_is_clearly_slower(layout, timed):
+    plain = {"PERFORMANCE_HINT": "LATENCY", GROUP_SIZE: 0}
+    found = calibrate(stack(), layout)
+    assert found["single_row"] == plain and found["generate"][GROUP_SIZE] == LARGE_GROUP
+    assert [rows for rows, _ in timed[1]] == [calibration.MANY_ROWS, 1]
+    timed[0][0] = 1.1
+    assert calibrate(stack(), layout)["single_row"] == plain, "within what a probe varies by"
+    timed[0].update({0: 1.3, "f32": 1.3})
+    assert calibrate(stack(), layout)["single_row"] == found["generate"], "as weights in 4 bits are"
+    if not IS_F32:
+        timed[0].update({0: 1.3, "f32": 0.9})
+        assert calibrate(stack(), layout)["single_row"] == {**plain, PRECISION: "f32"}
+        assert PRECISION not in calibrate(stack(), layout)["generate"]
+
+
+def test_what_the_user_said_of_decoding_holds_for_single_rows(timed):
+    timed[0].update({0: 1.3, "f32": 0.5})
+    asked = {GROUP_SIZE: 64}
+    assert calibrate(stack(), "single_row", **asked)["single_row"] == {**PHASES["generate"], **asked}
+    timed[0][0] = 1.0
+    asked = {PRECISION: "bf16"}
+    assert calibrate(stack(), "single_row", **asked)["single_row"] == {**PHASES["generate"], **asked, GROUP_SIZE: 0}
+    assert "single_row" not in calibrate(stack(), "shared")
+
+
+@pytest.mark.parametrize(("seconds", "layout"), [(1.0, "single_row"), (1.3, "shared")])
+def test_where_single_rows_gain_nothing_they_share_the_program(seconds, layout, timed, monkeypatch):
+    timed[0].update({0: seconds, "f32": 1.3})
+    monkeypatch.setattr(calibration, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(loader, "program_layout", lambda *arguments: "single_row")
+    model = demo_model_path()
+    assert prepare(model, "CPU", StaticLLMConfig())[1].options.layout == layout
+    asked = prepare(model, "CPU", StaticLLMConfig(programs="single_row"))[1].options
+    assert asked.layout == "single_row" and "single_row" in asked.properties
+
+
+def test_every_candidate_is_run_and_the_model_stays_as_it_was():
+    model = stack()
+    before = len(model.get_ordered_ops())
+    probe = calibration.Probe(get_core(), "CPU", calibration._matrices(model))
+    for num_rows, is_cold in ((calibration.MANY_ROWS, False), (1, True)):
+        times = probe.seconds(num_rows, [{}, {GROUP_SIZE: LARGE_GROUP}], is_cold)
+        assert len(times) == 2 and all(0 < time < 10 for time in times)
+    assert len(probe._requests) == 2 and len(model.get_ordered_ops()) == before

@@ -1,0 +1,139 @@
+"""The house: what lies where, who may import whom, and what no file may contain."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+
+import pytest
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    tomllib = pytest.importorskip("tomli")
+
+HOUSE = {
+    "pyproject.toml", "staticllm", "compiler_passes", "kvcache", "pipelines", "tests", "scripts",
+    "README.md", "LICENSE", "CHANGELOG.md", "docs", "examples", ".ci", ".gitignore",
+}  # fmt: skip
+ROOMS = ("staticllm", "compiler_passes", "kvcache", "pipelines")
+LEVELS = (
+    "core errors",
+    "config devices files ir_file metrics threads",
+    "results model_dir",
+    "compiler_passes kvcache",
+    "pipelines.generation pipelines.profiling",
+    "pipelines.programs",
+    "pipelines.scheduling pipelines.blobs",
+    "pipelines.scheduling.policies",
+    "pipelines.engine",
+    "pipelines.text pipelines.model_loader",
+    "pipelines",
+    "pipelines.simulator pipelines.diagnostics",
+    "pipelines.simulator.papers",
+    "cli pyinstaller",
+    "testing __main__",
+    "",
+)
+"""The import order: a room may import only rooms of an earlier line. Rooms of one line do not know each other."""
+RANKS = {room: rank for rank, line in enumerate(LEVELS) for room in line.split(" ")}
+MAX_FILES = 16
+
+
+def sources(root):
+    return [path for room in ROOMS for path in sorted((root / room).rglob("*.py"))]
+
+
+def module_of(root, path):
+    parts = path.relative_to(root).with_suffix("").parts
+    parts = parts if parts[0] == "staticllm" else ("staticllm", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module):
+    """The longest name in the table that the module's name begins with, without ``staticllm.``."""
+    parts = module.split(".")[1:]
+    while ".".join(parts) not in RANKS:
+        parts.pop()
+    return ".".join(parts)
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+
+
+def test_top_level_is_the_house(root):
+    listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    assert {line.split("/")[0] for line in listed.stdout.splitlines()} == HOUSE
+
+
+def test_package_list_is_what_is_on_disk(root):
+    setup = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    folders = {path.parent for path in sources(root)}
+    assert set(setup["packages"]) == {module_of(root, folder / "__init__.py") for folder in folders}
+    for package, folder in setup["package-dir"].items():
+        assert (root / folder / "__init__.py").is_file(), package
+
+
+def test_imports_are_absolute_and_in_order(root):
+    bare = set(ROOMS) - {"staticllm"}
+    for path in sources(root):
+        me = module_of(root, path)
+        for name in imports_of(path):
+            assert name.split(".")[0] not in bare, f"{me} imports the bare name {name}"
+            if not name.startswith("staticllm.") or me == "staticllm":
+                continue
+            mine, other = room_of(me), room_of(name)
+            allowed = mine == other or RANKS[other] < RANKS[mine]
+            assert allowed, f"{me} may not import {name}: {mine} lies below {other} or beside it"
+
+
+def test_no_room_is_too_full(root):
+    for folder in {path.parent for path in sources(root)}:
+        modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(modules) <= MAX_FILES, f"{folder.relative_to(root)} holds {len(modules)} modules"
+    assert {path.stem for path in (root / "pipelines").glob("*.py")} == {"__init__", "llm_pipeline", "chat_session"}
+
+
+def test_every_module_is_on_the_page_that_describes_them(root):
+    page = (root / "docs" / "structure.md").read_text(encoding="utf-8")
+    for path in sources(root):
+        _, *rest = path.relative_to(root).parts
+        if path.name != "__init__.py":
+            assert f"| `{'/'.join(rest)}` |" in page, f"docs/structure.md does not describe {path.relative_to(root)}"
+
+
+def test_no_condition_on_a_models_name(root, zoo):
+    names = {path.name for path in zoo.iterdir() if path.is_dir()} | {"model_type", "architectures"}
+    for path in sources(root):
+        text = path.read_text(encoding="utf-8").lower()
+        found = [name for name in names if re.search(rf"(?<![a-z0-9_]){name}(?![a-z0-9_])", text)]
+        assert not found, f"{path.relative_to(root)} names {found}"
+
+
+def test_what_is_tested_without_a_device_needs_no_openvino(root):
+    modules = [
+        "staticllm",
+        "staticllm.testing",
+        "staticllm.cli",
+        "staticllm.pipelines.generation.sampler",
+        "staticllm.pipelines.text.detokenizer",
+    ]
+    code = f"import sys, {', '.join(modules)}; sys.exit('openvino' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_folder_of_tests_says_what_it_needs(root):
+    assert {path.name for path in (root / "tests").iterdir() if path.is_dir() and path.name[0] != "_"} == {
+        "null", "cpu", "peer", "zoo", "device",
+    }  # fmt: skip
+    assert list((root / "tests").rglob("conftest.py")) == [root / "tests" / "conftest.py"]

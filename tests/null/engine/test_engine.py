@@ -1,0 +1,362 @@
+"""The engine over the fake device, one step at a time: whoever shares the steps, everybody gets their own answer."""
+
+import itertools
+import threading
+import warnings
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mailboxes import letters_of, reason_of
+from quick import examples
+
+from staticllm.core import MaskKind, Variant
+from staticllm.errors import BusyError, ClosedError, NumericalError
+from staticllm.pipelines.engine.request import End, Token
+from staticllm.pipelines.scheduling.interface import Plan
+from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
+from staticllm.testing import (
+    FAKE_VARIANTS,
+    POISON,
+    add_program,
+    assert_empty,
+    fake_answer,
+    fake_engine,
+    fake_request,
+    run_to_end,
+)
+
+MASKS = (MaskKind(), MaskKind(9))
+
+
+def change(view):
+    object.__setattr__(view, "free_rows", 1 << 20)
+    view.device.index._ladders.clear()
+    return Plan(prefill=tuple((request.id, request.num_left) for request in view.requests))
+
+
+HOSTILE = {
+    "raise": lambda view: 1 // 0,
+    "endless": lambda view: Plan(decode=itertools.count()),
+    "nonsense": lambda view: Plan(decode=(-1,), evict=tuple(request.id for request in view.requests)),
+    "change": change,
+}
+"""What a policy may do that has gone mad: from then on ``fcfs`` plans."""
+
+
+class Disturbed:
+    """A shipped policy whose plans are now and then replaced: somebody is parked, evicted, or not decoded."""
+
+    def __init__(self, name, moves):
+        self.policy, self.moves, self.used = make_policy(name), list(moves), set()
+
+    def plan(self, view):
+        plan = self.policy.plan(view)
+        move = self.moves.pop() if self.moves else None
+        if move in HOSTILE:
+            return HOSTILE[move](view)
+        if move is None or plan.park or plan.evict or plan.resume or not plan.decode:
+            return plan
+        victim, *others = sorted(plan.decode)
+        if not others and not plan.prefill:
+            return plan
+        self.used.add(move)
+        if move == "skip":
+            return Plan(decode=tuple(others), prefill=plan.prefill)
+        rows = next(request.num_rows for request in view.running if request.id == victim)
+        if move == "park" and rows <= view.free_parked_rows:
+            return Plan(decode=tuple(others), prefill=plan.prefill, park=(victim,))
+        return Plan(decode=tuple(others), prefill=plan.prefill, evict=(victim,))
+
+
+prompts = st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(1, 12), st.integers(0, 40))
+schedules = st.fixed_dictionaries(
+    {
+        "policy": st.sampled_from(sorted(POLICIES)),
+        "prompts": st.lists(prompts, min_size=1, max_size=9),
+        "cancels": st.sets(st.tuples(st.integers(0, 8), st.integers(0, 60)), max_size=4),
+        "moves": st.lists(st.sampled_from(["park", "evict", "skip", None, None, *HOSTILE]), max_size=12),
+        "slots": st.integers(1, 4),
+        "parked_rows": st.sampled_from([0, 40, 256]),
+        "kind": st.sampled_from(["packed", "in turns", "recurrent"]),
+        "poisoned": st.sets(st.integers(0, 8), max_size=2),
+        "compiled": st.none() | st.permutations(range(len(FAKE_VARIANTS))),
+    }
+)
+
+
+class Schedule:
+    """Requests that arrive in bursts, with common prefixes, cancellations and numbers that are not finite."""
+
+    def __init__(self, schedule):
+        self.requests, self.arrivals = [], []
+        for family, length, num_new, arrival in schedule["prompts"]:
+            shared = [100 * family + i for i in range(min(length, 20))]
+            prompt = [*shared, *(300 + 7 * len(self.requests) + i for i in range(length - len(shared)))]
+            if len(self.requests) in schedule["poisoned"]:
+                prompt[-1] = POISON
+            self.requests.append(fake_request(prompt, num_new))
+            self.arrivals.append(arrival)
+        self.prompts = [list(request.tokens) for request in self.requests]
+        self.cancels = dict(schedule["cancels"])
+
+    def arrive(self, engine, step):
+        engine.enqueue([r for r, arrival in zip(self.requests, self.arrivals, strict=True) if arrival == step])
+        for index, request in enumerate(self.requests):
+            if self.cancels.get(index) == step and self.arrivals[index] <= step:
+                request.is_cancelled = True
+
+    def check(self, is_recurrent):
+        for request, prompt in zip(self.requests, self.prompts, strict=True):
+            *tokens, end = letters_of(request)
+            if POISON in prompt:
+                assert not tokens and (isinstance(end.error, NumericalError) or end.reason == "cancelled")
+                continue
+            answer = fake_answer(prompt, request.limit, MASKS, is_recurrent)[len(prompt) :]
+            assert [token.id for token in tokens] == answer[: len(tokens)]
+            assert end.error is None and (len(tokens) == request.limit or end.reason == "cancelled")
+            assert end.reason in ("cancelled", "length")
+
+
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(schedules)
+def test_any_schedule_gives_everybody_their_own_answer(schedule):
+    """Parks, evictions, few rows, models that take turns, recurrent ones, programs that are compiled meanwhile."""
+    is_recurrent = schedule["kind"] == "recurrent"
+    variants = FAKE_VARIANTS if schedule["kind"] == "packed" else [v for v in FAKE_VARIANTS if v.sequences == 1]
+    engine = fake_engine(
+        Disturbed(schedule["policy"], schedule["moves"]),
+        schedule["slots"],
+        variants,
+        parked_rows=schedule["parked_rows"],
+        masks=MASKS,
+        is_recurrent=is_recurrent,
+        is_staged=schedule["compiled"] is not None,
+    )
+    late = [FAKE_VARIANTS[i] for i in schedule["compiled"] or () if FAKE_VARIANTS[i] in engine.runner.programs.late]
+    run = Schedule(schedule)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "the scheduler Disturbed is replaced by fcfs")
+        for step in range(3000):
+            run.arrive(engine, step)
+            if late and step % 5 == 0:
+                add_program(engine.runner, late.pop())
+            engine.step()
+            if step > 60 and engine.is_idle:
+                break
+    assert_empty(engine)
+    engine.close()
+    run.check(is_recurrent)
+
+
+SEPARATE = (
+    *(Variant(1, capacity) for capacity in (32, 64, 128)),
+    *(Variant(rows, capacity, 4) for rows in (4, 16) for capacity in (32, 64, 128)),
+    *(Variant(8, capacity) for capacity in (0, 128)),
+)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("is_users", [False, True])
+def test_a_small_packed_program_that_comes_first_takes_nobody_along(name, is_users):
+    """Four sequences in more rows than it shows must take turns until the next program is there."""
+    engine = fake_engine(Disturbed(name, ["skip"]) if is_users else make_policy(name), 4, SEPARATE, is_staged=True)
+    requests = [fake_request(range(40 * i, 40 * i + 12 + i), 20) for i in range(9)]
+    expected = [fake_answer(request.tokens, 20) for request in requests]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.enqueue(requests)
+        for variant in sorted(engine.runner.programs.late):
+            for _ in range(12):
+                engine.step()
+            add_program(engine.runner, variant)
+        run_to_end(engine, [])
+    engine.close()
+    assert [request.tokens for request in requests] == expected
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("slots", [1, 3])
+def test_every_policy_serves_a_crowd(name, slots):
+    engine = fake_engine(make_policy(name), slots)
+    requests = [fake_request(range(10 * i, 10 * i + 3 + 5 * i), 8) for i in range(9)]
+    expected = [fake_answer(request.tokens, 8) for request in requests]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_to_end(engine, requests)
+    assert [request.tokens for request in requests] == expected
+    assert all(reason_of(request) == "length" for request in requests)
+    assert_empty(engine)
+
+
+def test_several_sequences_share_a_call():
+    engine = fake_engine(make_policy("dynamic"))
+    requests = [fake_request(range(50 * i, 50 * i + 5), 20) for i in range(4)]
+    run_to_end(engine, requests)
+    assert engine.profiler.stats().num_steps < 30, "80 tokens in packed steps"
+
+
+def test_cancellation_between_the_chunks_of_a_prompt():
+    engine = fake_engine(make_policy("fcfs"))
+    request = fake_request(range(60), 5)
+    engine.enqueue([request])
+    engine.step()
+    assert engine.tenancy.book[request.id].state == "prefilling"
+    request.is_cancelled = True
+    engine.step()
+    assert reason_of(request) == "cancelled" and not request.num_generated
+    assert_empty(engine)
+
+
+def test_a_deadline_ends_a_request_with_what_it_has():
+    engine = fake_engine(make_policy("fcfs"))
+    late, fine = fake_request([1, 2], 5, deadline=0.0), fake_request([1, 2], 5)
+    run_to_end(engine, [late, fine])
+    assert (reason_of(late), reason_of(fine)) == ("deadline", "length")
+
+
+def test_the_queue_is_bounded_and_nothing_is_lost():
+    engine = fake_engine(make_policy("fcfs"), max_waiting=2)
+    engine._start = lambda: None  # nobody serves: all wait
+    requests = [fake_request([1, 2, i], 3) for i in range(3)]
+    engine.submit(requests[0])
+    engine.submit(requests[1])
+    with pytest.raises(BusyError, match="2 requests wait, MAX_WAITING is 2"):
+        engine.submit(requests[2])
+    run_to_end(engine, [])
+    engine.submit(requests[2])
+    run_to_end(engine, [])
+    assert [reason_of(request) for request in requests] == ["length"] * 3
+
+
+def test_priority_goes_first():
+    engine = fake_engine(make_policy("fcfs"), max_num_seqs=1)
+    low, high = fake_request([1, 2], 3), fake_request([3, 4], 3, priority=5)
+    run_to_end(engine, [low, high])
+    assert high.token_times[-1] < low.token_times[0]
+
+
+def test_closing_while_a_switch_is_pending_ends_every_request():
+    """New requests wait for the other runner; closed before that, they end as cancelled like all others."""
+    engine, other = fake_engine(make_policy("fcfs")), fake_engine(make_policy("fcfs"))
+    running, waiting = fake_request([1, 2, 3], 60), fake_request([4, 5, 6], 4)
+    engine.enqueue([running])
+    engine.step()
+    switched = []
+    engine._start = lambda: None  # this thread serves
+    engine.switch(other.runner, other._options, lambda: switched.append(True))
+    engine.submit(waiting)
+    for _ in range(3):
+        engine.step()
+    engine._is_closing = True
+    engine._loop()
+    assert [reason_of(request) for request in (running, waiting)] == ["cancelled", "cancelled"]
+    assert not switched and engine.is_idle
+
+
+def test_a_switch_happens_between_two_requests_and_is_told():
+    engine, other = fake_engine(make_policy("fcfs")), fake_engine(make_policy("fcfs"))
+    running, waiting = fake_request([1, 2, 3], 9), fake_request([4, 5, 6], 4)
+    engine.enqueue([running])
+    engine.step()
+    engine._start, switched = (lambda: None), []
+    engine.switch(other.runner, other._options, lambda: switched.append(engine.is_idle))
+    engine.submit(waiting)
+    run_to_end(engine, [])
+    assert engine.runner is other.runner and len(switched) == 1
+    assert [reason_of(request) for request in (running, waiting)] == ["length", "length"]
+    assert waiting.tokens == fake_answer([4, 5, 6], 4)
+
+
+def test_requests_that_wait_for_a_switch_may_leave():
+    engine, other = fake_engine(make_policy("fcfs")), fake_engine(make_policy("fcfs"))
+    running = fake_request([1, 2, 3], 60)
+    engine.enqueue([running])
+    engine.step()
+    engine._start = lambda: None
+    engine.switch(other.runner, other._options)
+    cancelled, late, waiting = fake_request([4], 4), fake_request([5], 4, deadline=0.0), fake_request([6], 4)
+    for request in (cancelled, late, waiting):
+        engine.submit(request)
+    cancelled.is_cancelled = True
+    engine.step()
+    assert (reason_of(cancelled), reason_of(late)) == ("cancelled", "deadline") and running.mailbox.get(0) is not None
+    run_to_end(engine, [])
+    assert waiting.tokens == fake_answer([6], 4)
+
+
+@pytest.mark.parametrize("slots_taken", [0, 1])
+def test_a_full_prompt_that_was_set_aside_goes_on_by_its_rule(slots_taken):
+    variants = (
+        *FAKE_VARIANTS,
+        *(Variant(64, capacity) for capacity in (0, 64, 128)),
+        Variant(1, 256),
+        Variant(64, 256),
+    )
+    engine = fake_engine(make_policy("prefill_first"), 1, variants, capacity=64, parked_rows=512)
+    engine.enqueue([fake_request([1, 2, 3], 30) for _ in range(slots_taken)])
+    for _ in range(4):
+        engine.step()
+    request = fake_request(range(64), 10, overflow="shift")
+    run_to_end(engine, [request])
+    assert request.num_generated == 10
+    assert_empty(engine)
+
+
+# -- the thread
+
+
+def test_the_thread_serves_and_ends():
+    engine = fake_engine(make_policy("dynamic"))
+    requests = [fake_request(range(i, i + 10), 10) for i in range(6)]
+    for request in requests:
+        engine.submit(request)
+    engine.close(drain=True)
+    assert [reason_of(request) for request in requests] == ["length"] * 6
+    assert not [t for t in threading.enumerate() if t.name.startswith("staticllm") and t is engine._thread]
+    with pytest.raises(ClosedError):
+        engine.submit(fake_request([1], 1))
+    with pytest.raises(ClosedError):
+        engine.call(lambda: None)
+    engine.close()
+
+
+def test_closing_without_draining_cancels():
+    engine = fake_engine(make_policy("dynamic"))
+    request = fake_request([1, 2], 50)
+    engine.submit(request)
+    first = request.mailbox.get(5)
+    engine.close()
+    rest = letters_of(request)
+    assert isinstance(first, Token) and isinstance(rest[-1], End) and rest[-1].reason in ("cancelled", "length")
+    assert_empty(engine)
+
+
+def test_an_errand_runs_between_steps_and_its_failure_is_the_callers():
+    engine = fake_engine(make_policy("dynamic"))
+    assert engine.call(lambda: threading.current_thread().name) == "staticllm-engine"
+    with pytest.raises(KeyError):
+        engine.call(lambda: {}["x"])
+    engine.close()
+
+
+# -- overflow
+
+
+@pytest.mark.parametrize(("rule", "head"), [("shift", 4), ("truncate_middle", 8)])
+def test_a_conversation_that_fills_its_rows_goes_on_with_what_the_rule_keeps(rule, head):
+    engine = fake_engine(make_policy("dynamic"), capacity=64)
+    request, other = fake_request(range(40), 60, overflow=rule), fake_request(range(500, 510), 60)
+    run_to_end(engine, [request, other])
+    expected, produced = list(range(40)), []
+    while len(produced) < 60:
+        produced.append(fake_answer(expected, 1)[-1])
+        expected.append(produced[-1])
+        if len(expected) > 64:
+            expected = [*expected[:head], *expected[head - 32 :]]
+    tokens = [letter.id for letter in letters_of(request) if isinstance(letter, Token)]
+    assert tokens == produced
+    assert len([x for x in letters_of(other) if isinstance(x, Token)]) == 55, "the rule of the other is to stop"
+    assert_empty(engine)

@@ -1,0 +1,141 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from staticllm.pipelines.generation.sampler import BLOCK, Sampler, SamplingParams, _draw_any, candidate_distribution
+
+VOCAB = 50
+
+
+def sampler(prompt=(), seed=0, **params):
+    return Sampler(SamplingParams(**params), list(prompt), VOCAB, np.random.default_rng(seed))
+
+
+def random_logits(seed):
+    return np.random.default_rng(seed).normal(scale=3, size=VOCAB).astype(np.float32)
+
+
+def plain_distribution(logits, temperature, top_k, top_p, min_p):
+    """Sort everything, filter in order, renormalise."""
+    scaled = logits.astype(np.float64) / temperature
+    probabilities = np.exp(scaled - scaled.max())
+    probabilities /= probabilities.sum()
+    order = np.argsort(-probabilities, kind="stable")
+    order = order[:top_k] if top_k else order
+    share = probabilities[order].sum()
+    keep, total = [], 0.0
+    for token in order:
+        keep.append(token)
+        total += probabilities[token] / share
+        if top_p < 1 and total >= top_p:
+            break
+    keep = [token for token in keep if probabilities[token] >= min_p * probabilities[order[0]]]
+    return keep, probabilities[keep] / probabilities[keep].sum()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(0, 10**6), st.floats(0.1, 5), st.sampled_from([0, 1, 5, 49, 50]), st.floats(0.05, 1), st.floats(0, 0.9)
+)
+def test_filters_equal_the_plain_computation(seed, temperature, top_k, top_p, min_p):
+    check_filters(random_logits(seed), temperature, top_k, top_p, min_p)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 10**6), st.sampled_from([0.3, 1, 3]), st.sampled_from([3000, 3071, 40_000]), st.sampled_from([0, 40, 2000]),
+    st.sampled_from([1.0, 0.95, 0.5]), st.sampled_from([0.0, 0.02])
+)  # fmt: skip
+def test_filters_of_a_large_vocabulary(seed, scale, vocab, top_k, top_p, min_p):
+    """Flat and peaky, and with many that are equally likely."""
+    logits = np.random.default_rng(seed).normal(scale=scale, size=vocab).astype(np.float32)
+    check_filters(np.round(logits, 1) if seed % 2 else logits, 0.8, top_k, top_p, min_p)
+
+
+def check_filters(logits, temperature, top_k, top_p, min_p):
+    params = SamplingParams(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    tokens, probabilities = candidate_distribution(logits, params)
+    expected, expected_probabilities = plain_distribution(logits, temperature, top_k, top_p, min_p)
+    assert (np.diff(tokens) > 0).all()
+    if abs(len(tokens) - len(expected)) == 1:  # a sum that meets top_p, or a share that meets min_p, to the last bit
+        return
+    dense, expected_dense = np.zeros(len(logits)), np.zeros(len(logits))
+    dense[tokens], expected_dense[expected] = probabilities, expected_probabilities
+    assert np.allclose(dense, expected_dense, atol=1e-5)
+
+
+def test_draws_from_a_large_vocabulary_follow_the_distribution():
+    """Without filters nothing is sorted or summed up as a whole; the last, shorter block counts as the others do."""
+    logits = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    drawer = Sampler(SamplingParams(do_sample=True), [], 1000, np.random.default_rng(1))
+    counts = np.bincount([drawer.sample(logits)[0] for _ in range(60_000)], minlength=1000)
+    expected = np.exp(logits.astype(np.float64))
+    expected *= 60_000 / expected.sum()
+    assert ((counts - expected) ** 2 / expected).sum() < 1000 + 5 * np.sqrt(2 * 1000), (
+        "chi-squared, 999 degrees of freedom"
+    )
+    assert counts[896:].sum() == pytest.approx(expected[896:].sum(), rel=0.05)
+
+
+def test_greedy_takes_the_most_likely():
+    logits = random_logits(1)
+    assert sampler().sample(logits) == (int(logits.argmax()), 0.0)
+
+
+def test_log_probability_is_the_models_own():
+    logits = random_logits(2)
+    token, logprob = sampler(wants_logprobs=True).sample(logits)
+    plain = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
+    assert logprob == pytest.approx(plain[token], abs=1e-5)
+
+
+def test_draws_follow_the_distribution():
+    logits = np.full(VOCAB, -np.inf, np.float32)
+    logits[[3, 7, 9]] = np.log([0.5, 0.3, 0.2])
+    drawer = sampler(do_sample=True, seed=5)
+    counts = np.bincount([drawer.sample(logits)[0] for _ in range(4000)], minlength=VOCAB)
+    assert counts[[3, 7, 9]].sum() == 4000
+    assert np.allclose(counts[[3, 7, 9]] / 4000, [0.5, 0.3, 0.2], atol=0.03)
+
+
+def test_a_seed_repeats_itself():
+    first = sampler(do_sample=True, seed=3)
+    tokens = [first.sample(random_logits(i))[0] for i in range(20)]
+    again = sampler(do_sample=True, seed=3)
+    assert tokens == [again.sample(random_logits(i))[0] for i in range(20)]
+    other = sampler(do_sample=True, seed=4)
+    assert tokens != [other.sample(random_logits(i))[0] for i in range(20)]
+
+
+def test_repetition_penalty_counts_prompt_and_answer():
+    logits = np.zeros(VOCAB, np.float32)
+    logits[[4, 5, 6]] = [3.0, 2.5, 2.4]
+    penalised = sampler(prompt=[4], repetition_penalty=2.0)
+    assert [penalised.sample(logits)[0] for _ in range(3)] == [5, 6, 4]
+
+
+def test_presence_and_frequency_penalties_count_the_answer_only():
+    logits = np.zeros(VOCAB, np.float32)
+    logits[[4, 5]] = [3.0, 2.0]
+    assert [sampler(prompt=[4], presence_penalty=2.0).sample(logits)[0]] == [4]
+    frequent = sampler(frequency_penalty=0.4)
+    assert [frequent.sample(logits)[0] for _ in range(5)] == [4, 4, 4, 5, 4]
+
+
+def test_banned_tokens_are_never_chosen_and_logits_stay_as_they_were():
+    logits = random_logits(3)
+    before, best = logits.copy(), int(logits.argmax())
+    assert sampler().sample(logits, np.array([best]))[0] != best
+    sampler(repetition_penalty=1.5, prompt=[best]).sample(logits)
+    assert np.array_equal(logits, before)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_left_out_is_never_drawn_not_even_at_the_very_end(seed):
+    """The sums of blocks are rounded otherwise than those inside a block: the last number may fall behind both."""
+    rng = np.random.default_rng(seed)
+    weights = rng.random(4 * BLOCK).astype(np.float32)
+    weights[BLOCK - 28 : BLOCK] = weights[2 * BLOCK - 28 :] = 0.0
+    for uniform in (np.nextafter(1.0, 0.0), 1.0):
+        assert weights[_draw_any(weights, uniform)] > 0.0

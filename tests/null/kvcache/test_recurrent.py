@@ -1,0 +1,170 @@
+"""Recurrent states over the fake device: no idle row touches one, and whoever moves takes theirs along."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from staticllm.core import Variant
+from staticllm.kvcache.cache import StoredRows
+from staticllm.kvcache.host_pool import Shelf
+from staticllm.kvcache.snapshot import load, save
+from staticllm.pipelines.engine.overflow import shorten
+from staticllm.pipelines.scheduling.planner import make_policy
+from staticllm.testing import (
+    FAKE_VARIANTS,
+    fake_answer,
+    fake_engine,
+    fake_next_token,
+    fake_request,
+    fake_runner,
+    fake_shape,
+    run_to_end,
+)
+
+VARIANTS = [Variant(rows, capacity) for rows in (1, 4, 16) for capacity in (0, 16, 64) if rows > 1 or capacity]
+ALONE = [variant for variant in FAKE_VARIANTS if variant.sequences == 1]
+
+
+def said(logits, sequence):
+    assert int(logits.argmax()) == fake_next_token(sequence.tokens, is_recurrent=True)
+
+
+def new_engine(**options):
+    return fake_engine(make_policy("dynamic"), variants=ALONE, is_recurrent=True, **options)
+
+
+@given(st.integers(1, 50), st.integers(1, 5))
+def test_prompts_run_in_calls_without_idle_rows(length, count):
+    runner = fake_runner(VARIANTS, is_recurrent=True)
+    sequence = runner.cache.open()
+    said(runner.prefill(sequence, range(length)), sequence)
+    for token in range(count):
+        said(runner.decode(sequence, token), sequence)
+
+
+moves = st.lists(
+    st.tuples(st.sampled_from(["run", "fork", "close", "park"]), st.integers(0, 3), st.integers(1, 6)), max_size=30
+)
+
+
+@given(moves)
+def test_whoever_moves_takes_their_states_along(schedule):
+    runner = fake_runner(VARIANTS, is_recurrent=True)
+    cache = runner.cache
+    sequences = [cache.open() for _ in range(4)]
+    for move, index, number in schedule:
+        sequence = sequences[index]
+        if move == "run" and cache.rows.num_free >= number:
+            said(runner.prefill(sequence, range(7 * index, 7 * index + number)), sequence)
+        elif move == "fork" and number % 4 != index:
+            cache.close(sequence)
+            sequences[index] = cache.fork(sequences[number % 4], len(sequences[number % 4]))
+        elif move == "close":
+            cache.close(sequence)
+        elif move == "park" and len(sequence):
+            stored = cache.copy_out(sequence)
+            cache.close(sequence)
+            sequences[index] = cache.bring_back(stored, len(stored.tokens))
+
+
+def test_a_cut_forgets_everything():
+    runner = fake_runner(VARIANTS, is_recurrent=True)
+    sequence = runner.cache.open()
+    runner.prefill(sequence, range(20))
+    runner.cache.cut(sequence, 10)
+    assert len(sequence) == 0 and runner.cache.rows.num_used == 0
+    said(runner.prefill(sequence, range(5)), sequence)
+
+
+def test_a_failed_step_leaves_the_states_as_they_were(monkeypatch):
+    runner = fake_runner(VARIANTS, is_recurrent=True)
+    sequence = runner.cache.open()
+    runner.prefill(sequence, range(9))
+    program = runner.programs[Variant(1, 16)]
+
+    def fail(meanwhile):
+        runner.cache.states.present[0][:] = -1
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "run", fail)
+        with pytest.raises(RuntimeError):
+            runner.decode(sequence, 3)
+    said(runner.decode(sequence, 3), sequence)
+
+
+def test_the_next_turn_runs_only_what_is_new():
+    engine = new_engine()
+    first = fake_request(range(20), 5)
+    run_to_end(engine, [first])
+    again = fake_request([*first.tokens, 7, 8], 3)
+    run_to_end(engine, [again])
+    assert again.num_cached == 24, "all but the last token of the answer, which never ran"
+    assert again.tokens == fake_answer([*first.tokens, 7, 8], 3, is_recurrent=True)
+
+
+def test_a_prompt_that_leaves_the_conversation_earlier_is_computed_anew():
+    engine = new_engine()
+    run_to_end(engine, [fake_request(range(20), 5)])
+    other = fake_request([*range(15), 99, 98], 3)
+    run_to_end(engine, [other])
+    assert other.num_cached == 0 and other.tokens == fake_answer([*range(15), 99, 98], 3, is_recurrent=True)
+
+
+def test_saved_rows_hold_the_states(tmp_path):
+    engine = new_engine()
+    first = fake_request(range(20), 5)
+    run_to_end(engine, [first])
+    save(engine.tenancy.prefix.find(first.tokens, []), tmp_path / "rows", {"model": "fake"})
+    stored = load(tmp_path / "rows", {"model": "fake"}, engine.runner.cache.layout, 100)
+    assert len(stored.states) == 1 and stored.states[0].dtype == np.int64
+    another = new_engine()
+    another.tenancy.prefix.restore(stored)
+    request = fake_request([*first.tokens, 7], 3)
+    run_to_end(another, [request])
+    assert request.num_cached == 24 and request.tokens == fake_answer([*first.tokens, 7], 3, is_recurrent=True)
+
+
+def test_a_conversation_that_fills_its_rows_goes_on():
+    engine = new_engine(capacity=32)
+    request = fake_request(range(20), 40, overflow="shift")
+    run_to_end(engine, [request])
+    tokens = list(range(20))
+    for _ in range(40):
+        tokens = fake_answer(shorten(tokens, 16, "shift") if len(tokens) > 32 else tokens, 1, is_recurrent=True)
+    assert request.tokens[-4:] == tokens[-4:] and request.num_generated == 40
+
+
+def test_a_prefix_that_several_begin_with_stays():
+    """A state cannot be cut: the shorter conversation is not contained in the longer one."""
+    engine = new_engine()
+    run_to_end(engine, [fake_request(range(20), 1)])
+    for other in range(3):
+        request = fake_request([*range(20), 100 + other, 7], 2)
+        run_to_end(engine, [request])
+        assert request.num_cached == 20
+        assert request.tokens == fake_answer([*range(20), 100 + other, 7], 2, is_recurrent=True)
+
+
+def test_states_count_on_the_shelf():
+    """A hundred short conversations with large states must not fill the host's memory."""
+    shape = fake_shape(is_recurrent=True)
+    assert shape.rows_of_states(64) == 1 and fake_shape().rows_of_states(64) == 0
+    shelf = Shelf(100, state_rows=30)
+    for index in range(10):
+        shelf.keep(StoredRows((index,), (), (np.zeros((1, 1)),)))
+    assert shelf.num_kept_rows == 93 and shelf.free_rows == 70
+
+
+def test_a_prompt_is_remembered_without_its_answer():
+    """Asked again, or answered in tokens that come back otherwise: what is known begins at the end of the prompt."""
+    engine = new_engine()
+    first = fake_request(range(20), 5)
+    run_to_end(engine, [first])
+    assert len(engine.tenancy.prefix.find(range(20), []).tokens) == 20
+    for rest in ([77, 78], [79]):
+        again = fake_request([*range(20), *rest], 3)
+        run_to_end(engine, [again])
+        assert again.num_cached == 20
+        assert again.tokens == fake_answer([*range(20), *rest], 3, is_recurrent=True)

@@ -1,0 +1,132 @@
+"""Saved rows are files that somebody else may have written: read as they were written, or refused in one line."""
+
+import os
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from quick import examples
+
+from staticllm.core import Variant
+from staticllm.errors import SavedRowsError
+from staticllm.kvcache.cache import StoredRows
+from staticllm.kvcache.snapshot import MAGIC, load, save
+from staticllm.testing import VOCAB_SIZE, fake_runner
+
+IDENTITY = {"model": "fake", "row type": "f32"}
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def cache():
+    return fake_runner([Variant(16, 0), Variant(1, 64)], is_recurrent=True).cache
+
+
+@pytest.fixture(scope="module")
+def stored(cache):
+    rng = np.random.default_rng(0)
+    rows = tuple(rng.random(shape, np.float32).astype(dtype) for shape, dtype in cache.layout.rows(COUNT))
+    states = tuple(np.full(shape, 7, dtype) for shape, dtype in cache.layout.states)
+    return StoredRows(tuple(range(5, 5 + COUNT)), rows, states)
+
+
+def read(path, cache, key=b"", most=64, identity=IDENTITY):
+    return load(path, identity, cache.layout, most, key)
+
+
+def refused(path, cache, **options):
+    with pytest.raises(SavedRowsError) as error:
+        read(path, cache, **options)
+    text = str(error.value)
+    assert "\n" not in text and path.name in text
+    return text
+
+
+def test_what_was_saved_is_what_is_read(tmp_path, cache, stored):
+    for key in (b"", b"0123456789abcdef"):
+        save(stored, tmp_path / "rows", IDENTITY, key)
+        found = read(tmp_path / "rows", cache, key)
+        assert found.tokens == stored.tokens and cache.layout.fits(found)
+        for mine, theirs in zip((*found.rows, *found.states), (*stored.rows, *stored.states), strict=True):
+            assert np.array_equal(mine, theirs)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
+
+
+def test_every_flipped_bit_and_every_length_is_refused(tmp_path, cache, stored):
+    path = tmp_path / "rows"
+    save(stored, path, IDENTITY)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        broken = bytearray(whole)
+        broken[place] ^= 1 << place % 8
+        path.write_bytes(broken)
+        refused(path, cache)
+    for length in (*range(0, len(whole), 7), len(whole) - 1):
+        path.write_bytes(whole[:length])
+        refused(path, cache)
+    path.write_bytes(whole + b"\0")
+    assert "has" in refused(path, cache)
+
+
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=300), st.booleans())
+def test_any_bytes_are_refused(tmp_path, cache, data, is_framed):
+    path = tmp_path / "rows"
+    path.write_bytes(MAGIC + data if is_framed else data)
+    refused(path, cache)
+
+
+def test_right_digests_do_not_make_wrong_rows_right(tmp_path, cache, stored):
+    """Whoever can compute a digest can write anything: shapes and numbers are checked too."""
+    path = tmp_path / "rows"
+    narrow = tuple(rows[..., :1] for rows in stored.rows)
+    for wrong, words in [
+        (replace(stored, rows=narrow), "bytes of rows"),
+        (replace(stored, rows=stored.rows[:-1]), "bytes of rows"),
+        (replace(stored, states=()), "bytes of rows"),
+        (replace(stored, tokens=tuple(range(COUNT + 1))), "bytes of rows"),
+        (replace(stored, tokens=()), "0 rows"),
+        (replace(stored, tokens=(*range(COUNT - 1), VOCAB_SIZE)), "beyond the vocabulary"),
+        (replace(stored, tokens=(*range(COUNT - 1), -1)), "beyond the vocabulary"),
+        (replace(stored, rows=tuple(np.where(rows == rows.max(), np.nan, rows) for rows in stored.rows)), "not finite"),
+        (replace(stored, rows=tuple(np.full_like(rows, np.inf) for rows in stored.rows)), "not finite"),
+    ]:
+        save(wrong, path, IDENTITY)
+        assert words in refused(path, cache), words
+
+
+def test_what_differs_is_named(tmp_path, cache, stored):
+    path = tmp_path / "rows"
+    save(stored, path, {**IDENTITY, "row type": "bf16"})
+    assert "rows of another row type (bf16, here f32)" in refused(path, cache)
+    save(stored, path, IDENTITY)
+    assert "PARKED_ROWS is 11" in refused(path, cache, most=COUNT - 1)
+
+
+def test_a_key_keeps_others_out(tmp_path, cache, stored):
+    path = tmp_path / "rows"
+    save(stored, path, IDENTITY)
+    assert "were saved without a key" in refused(path, cache, key=b"k" * 16)
+    save(stored, path, IDENTITY, b"k" * 16)
+    assert "were saved with a key" in refused(path, cache)
+    assert "another INTEGRITY_KEY" in refused(path, cache, key=b"j" * 16)
+
+
+def test_what_is_no_ordinary_file_is_refused(tmp_path, cache):
+    assert "is not there" in refused(tmp_path / "nothing", cache)
+    assert refused(tmp_path, cache)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe")
+        found = []
+        thread = threading.Thread(target=lambda: found.append(refused(tmp_path / "pipe", cache)), daemon=True)
+        thread.start()
+        thread.join(10)
+        assert "not an ordinary file" in found[0]
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path, stored):
+    with pytest.raises(SavedRowsError, match="cannot be written"):
+        save(stored, tmp_path / "no" / "rows", IDENTITY)

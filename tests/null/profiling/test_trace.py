@@ -1,0 +1,245 @@
+"""Traces: what the records say, as Chrome's events, as lanes, and read back from a file."""
+
+import json
+import warnings
+from dataclasses import astuple, replace
+from itertools import pairwise
+
+import pytest
+
+from staticllm.core import FinishReason, Variant
+from staticllm.errors import ConfigError, StaticLLMError
+from staticllm.pipelines.profiling.chrome_trace import to_chrome
+from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.request_spans import lanes_of
+from staticllm.pipelines.profiling.trace import Trace, recording
+from staticllm.pipelines.scheduling.interface import Plan
+from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
+from staticllm.testing import fake_answer, fake_engine, fake_request, run_to_end
+
+
+def served(name="prefill_first", count=9, slots=3, new=7):
+    """The trace of a crowd, and its requests: random-looking prompts without a common prefix."""
+    engine = fake_engine(make_policy(name), slots)
+    requests = [fake_request([50 * i + k for k in range(5 + 3 * i)], new) for i in range(count)]
+    with recording(engine.profiler) as trace:
+        run_to_end(engine, requests)
+    assert engine.profiler.trace is None
+    return trace, requests
+
+
+def call(start, prefill=(), decode=(), parked=()):
+    return StepRecord(start, 0.5, Variant(16, 64, 6), decode, prefill, 3, 1, len(parked), len(decode), parked)
+
+
+def slices(document, category):
+    return [event for event in document["traceEvents"] if event.get("cat") == category]
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_step_and_every_row_is_in_it(name):
+    trace, requests = served(name)
+    document = json.loads(json.dumps(to_chrome(trace.steps, trace.requests)))
+    calls, lanes = slices(document, "call"), slices(document, "lane")
+    assert len(calls) == len(trace.steps) > 9
+    for event in calls:
+        args = event["args"]
+        rows = sum(count for _, count in args["prefill"]) + len(args["decode"])
+        assert rows > 0 and rows + args["padding"] == args["rows"]
+    for request in requests:
+        mine = [event for event in lanes if event["tid"] == request.id]
+        rows = {
+            kind: sum(e["args"].get("rows", 0) for e in mine if e["name"] == kind) for kind in ("prefill", "decode")
+        }
+        assert rows == {"prefill": request.num_prompt - request.num_cached, "decode": request.num_generated - 1}
+        assert sum(event["name"] == "queued" for event in mine) == 1
+
+
+def test_the_document_is_what_viewers_read():
+    trace, requests = served()
+    document = to_chrome(trace.steps, trace.requests)
+    assert set(document) == {"traceEvents", "displayTimeUnit", "otherData"}
+    for event in document["traceEvents"]:
+        assert event["ph"] in "XMCi" and isinstance(event["name"], str) and isinstance(event["pid"], int)
+        assert event["ph"] == "M" or event["ts"] >= 0
+        assert event["ph"] != "X" or (event["dur"] >= 0 and isinstance(event["tid"], int))
+        assert event["ph"] != "C" or all(value >= 0 for value in event["args"].values())
+    counters = {event["name"] for event in document["traceEvents"] if event["ph"] == "C"}
+    assert counters == {"rows in use", "running", "waiting", "parked"}
+    assert [e["name"] for e in slices(document, "end")] == ["length"] * len(requests)
+    named = {e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"}
+    assert named == {"calls", "host", *(f"request {request.id}" for request in requests)}
+
+
+def test_a_file_says_the_same(tmp_path):
+    trace, _ = served()
+    trace.save(tmp_path / "trace.json")
+    again = Trace.load(tmp_path / "trace.json")
+    zero = min(request.arrival for request in trace.requests)
+    for before, after in zip(trace.steps, again.steps, strict=True):
+        assert (after.start, after.seconds) == pytest.approx((before.start - zero, before.seconds), abs=2e-9)
+        assert astuple(after.host) == pytest.approx(astuple(before.host), abs=2e-9)
+        assert after == replace(before, start=after.start, seconds=after.seconds, host=after.host)
+    for before, after in zip(trace.requests, again.requests, strict=True):
+        assert after.token_times == pytest.approx([moment - zero for moment in before.token_times], abs=2e-9)
+        assert after.ended == pytest.approx(before.ended - zero, abs=2e-9)
+        assert (after.id, after.num_prompt, after.num_cached) == (before.id, before.num_prompt, before.num_cached)
+        assert after.reason is before.reason
+    again.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == (tmp_path / "trace.json").read_text()
+
+
+def test_who_was_parked_and_when():
+    steps = [call(1, prefill=((7, 4),)), call(2, decode=(8,), parked=(7,)), call(3, decode=(8,), parked=(7,))]
+    steps += [call(4, decode=(7, 8)), call(5, decode=(8,), parked=(7,))]
+    request = RequestRecord(7, 0.25, 1.0, (1.6,), 4, 0, FinishReason.CANCELLED, ended=5.25)
+    lanes = lanes_of(steps, [request])
+    assert [(span.kind, span.start, span.end) for span in lanes[7]] == [
+        ("queued", 0.25, 1), ("prefill", 1, 1.5), ("parked", 2, 4), ("decode", 4, 4.5), ("parked", 5, 5.25),
+    ]  # fmt: skip
+    assert [span.kind for span in lanes[8]] == ["decode"] * 4, "no record of its end: its steps are all that is known"
+
+
+def test_slices_of_one_track_lie_beside_or_within_each_other():
+    """At moments that no float holds exactly: a viewer drops a slice that overlaps another by a rounding."""
+    steps = [call(0.1 * k, decode=(7,), parked=(8,)) for k in range(1, 40)]
+    steps = [StepRecord(s.start, 0.1, *list(vars(s).values())[2:]) for s in steps]
+    requests = [RequestRecord(number, 0.03, 0.1, (0.2, 4.1), 4, 0, FinishReason.LENGTH, 4.1) for number in (7, 8)]
+    document = to_chrome(steps, requests)
+    for number in (7, 8):
+        mine = [e for c in ("request", "lane") for e in slices(document, c) if e["tid"] == number]
+        whole, *inner = [(round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3)) for e in mine]
+        assert whole[0] == inner[0][0] and inner[-1][1] <= whole[1]
+        assert all(before[1] <= after[0] for before, after in pairwise(inner))
+
+
+def test_a_request_that_never_ran_was_queued_until_its_end():
+    engine = fake_engine(make_policy("fcfs"))
+    request = fake_request([1, 2], 3)
+    request.is_cancelled = True
+    with recording(engine.profiler) as trace:
+        run_to_end(engine, [request])
+    ((span,),) = lanes_of(trace.steps, trace.requests).values()
+    assert span.kind == "queued" and span.end >= span.start == request.arrival
+    assert slices(to_chrome(trace.steps, trace.requests), "end")[0]["name"] == "cancelled"
+
+
+def test_a_full_trace_keeps_the_end_and_says_so(tmp_path):
+    engine = fake_engine(make_policy("fcfs"))
+    with (
+        pytest.warns(UserWarning, match="lost its .* oldest records, it holds 5"),
+        recording(engine.profiler, 5) as trace,
+    ):
+        run_to_end(engine, [fake_request([1, 2], 12)])
+    assert len(trace.steps) == 4 and len(trace.requests) == 1 and trace.num_dropped == 8
+    trace.save(tmp_path / "trace.json")
+    assert Trace.load(tmp_path / "trace.json").num_dropped == 8
+
+
+def test_nothing_is_recorded_before_and_after():
+    engine = fake_engine(make_policy("fcfs"))
+    run_to_end(engine, [fake_request([1, 2], 4)])
+    with warnings.catch_warnings(), recording(engine.profiler) as trace:
+        warnings.simplefilter("error")
+        with pytest.raises(StaticLLMError, match="already"), recording(engine.profiler):
+            pass
+        run_to_end(engine, [fake_request([3, 4], 4)])
+    num_steps = len(trace.steps)
+    run_to_end(engine, [fake_request([5, 6], 4)])
+    assert len(trace.steps) == num_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        (None, "No such file"),
+        ("", "not JSON"),
+        ("[1, 2]", "not a trace"),
+        ("{}", "not a trace"),
+        ('{"traceEvents": [{"ph": "X", "cat": "call"}]}', "not a trace"),
+        ('{"traceEvents": [{"ph": "X", "cat": "gpu", "name": "kernel"}]}', "no device calls"),
+        ('{"traceEvents": []}', "no device calls"),
+    ],
+)
+def test_files_without_a_trace(tmp_path, text, word):
+    if text is not None:
+        (tmp_path / "trace.json").write_text(text)
+    with pytest.raises(ConfigError, match=word) as caught:
+        Trace.load(tmp_path / "trace.json")
+    assert "staticllm trace record" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_written(tmp_path):
+    with pytest.raises(ConfigError, match="choose another path"):
+        served()[0].save(tmp_path)
+    with pytest.raises(ConfigError, match="max_records=0"), recording(fake_engine(make_policy("fcfs")).profiler, 0):
+        pass
+
+
+class Fickle:
+    """Takes the rows of the only request away, once, after its second token."""
+
+    def __init__(self):
+        self.has_evicted = False
+
+    def plan(self, view):
+        if view.running and view.running[0].num_generated == 2 and not self.has_evicted:
+            self.has_evicted = True
+            first, other = sorted((*view.running, *view.waiting), key=lambda request: request.id)
+            return Plan(evict=(first.id,), prefill=((other.id, other.num_left),))
+        waiting = (*view.prefilling, *view.waiting)
+        if waiting and not view.running:
+            return Plan(prefill=((waiting[0].id, waiting[0].num_left),))
+        return Plan(decode=tuple(request.id for request in view.running))
+
+
+def test_who_was_evicted_waits_again():
+    engine = fake_engine(Fickle())
+    first, other = fake_request([1, 2, 3], 4), fake_request([7, 8], 2)
+    with recording(engine.profiler) as trace:
+        run_to_end(engine, [first, other])
+    assert first.tokens == fake_answer([1, 2, 3], 4) and engine.profiler.stats().num_evictions == 1
+    (step,) = [step for step in trace.steps if step.evicted]
+    spans = lanes_of(trace.steps, trace.requests)[first.id]
+    assert [span.kind for span in spans] == ["queued", "prefill", "decode", "queued", "prefill", "decode"]
+    assert spans[3].start == step.start and spans[3].end == spans[4].start > step.start
+    document = to_chrome(trace.steps, trace.requests)
+    (mark,) = slices(document, "evicted")
+    (event,) = [event for event in slices(document, "call") if event["args"]["evicted"] == [first.id]]
+    assert mark["tid"] == first.id and mark["ts"] == event["ts"] and step.evicted == (first.id,)
+
+
+def test_a_call_that_failed_is_in_the_trace_and_not_in_the_sums(monkeypatch):
+    engine = fake_engine(make_policy("fcfs"))
+    run, calls = engine.runner.run, []
+
+    def fails_once(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("the driver was reset")
+        return run(*args)
+
+    monkeypatch.setattr(engine.runner, "run", fails_once)
+    with recording(engine.profiler) as trace:
+        run_to_end(engine, [fake_request([1, 2], 3)])
+        run_to_end(engine, [fake_request([5, 6], 3)])
+    assert [step.has_failed for step in trace.steps] == [False, True, False, False, False]
+    assert trace.steps[1].decode and slices(to_chrome(trace.steps, []), "call")[1]["name"].endswith("failed")
+    stats = engine.profiler.stats()
+    assert (stats.num_steps, stats.num_failed_steps) == (5, 1)
+    assert stats.device_seconds == pytest.approx(sum(s.seconds for s in trace.steps if not s.has_failed))
+
+
+def test_who_runs_does_not_wait():
+    engine = fake_engine(make_policy("fcfs"), 1)
+    with recording(engine.profiler) as trace:
+        run_to_end(engine, [fake_request([1, 2], 2), fake_request([5, 6], 2)])
+    assert [step.num_waiting for step in trace.steps] == [1, 1, 0, 0]
+
+
+def test_traces_of_the_first_schema_are_read(tmp_path):
+    document = to_chrome(served()[0].steps, [])
+    for event in slices(document, "call"):
+        del event["args"]["evicted"], event["args"]["failed"]
+    (tmp_path / "old.json").write_text(json.dumps(document))
+    assert not any(step.evicted or step.has_failed for step in Trace.load(tmp_path / "old.json").steps)

@@ -1,0 +1,102 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from staticllm.config import StaticLLMConfig
+from staticllm.core import Variant
+from staticllm.errors import ConfigError
+from staticllm.pipelines.programs.cost_model import CostTable
+from staticllm.pipelines.programs.variants import VariantIndex, choose_variants, plan_chunks
+from staticllm.testing import fake_shape
+
+lengths = st.integers(1, 3000)
+
+
+@given(lengths, st.integers(1, 600), st.sampled_from(["shared", "separate"]), st.data())
+def test_every_prompt_has_a_plan_that_fits(max_prompt_len, min_response_len, mode, data):
+    config = StaticLLMConfig(max_prompt_len=max_prompt_len, min_response_len=min_response_len)
+    variants = choose_variants(config, mode)
+    num_tokens = data.draw(st.integers(1, max_prompt_len))
+    is_fresh = data.draw(st.booleans())
+    past = data.draw(st.integers(0, config.num_kv_rows(mode) - num_tokens))
+    done = 0
+    for variant, count in plan_chunks(VariantIndex(variants), CostTable(), num_tokens, past, is_fresh):
+        is_seen = variant.capacity >= past + done or (is_fresh and not done and not variant.capacity)
+        assert variant in variants and 1 <= count <= variant.rows and is_seen
+        done += count
+    assert done == num_tokens
+
+
+def test_default_ladders():
+    assert [str(v) for v in choose_variants(StaticLLMConfig(), "separate")] == [
+        *(f"generate[1x{c}]" for c in (256, 512, 1024, 1152, 2304)),
+        *(f"generate[4x{c}x4]" for c in (1152, 2304)),
+        *(f"prefill[{r}x{c}]" for r in (64, 1024) for c in (0, 2304)),
+    ]
+    alone = StaticLLMConfig(max_num_seqs=1)
+    assert [str(v) for v in choose_variants(alone, "separate")] == [
+        *(f"generate[1x{c}]" for c in (256, 512, 1024, 1152)),
+        *(f"prefill[{r}x{c}]" for r in (64, 1024) for c in (0, 1152)),
+    ]
+    assert choose_variants(StaticLLMConfig(kv_rows=1152), "separate", fake_shape(is_packable=False)) == choose_variants(
+        alone, "separate"
+    ), "a model that cannot be packed has no packed programs"
+    shared = choose_variants(StaticLLMConfig(max_prompt_len=8192, min_response_len=128, max_num_seqs=12), "shared")
+    assert sorted({(v.rows, v.sequences) for v in shared if v.phase == "generate"}) == [
+        (1, 1),
+        (2, 2),
+        (4, 4),
+        (8, 8),
+        (12, 12),
+    ]
+    assert sorted({v.rows for v in shared if v.sequences == 1}) == [1, 16, 64, 256, 1024]
+    assert sorted({v.sequences for v in shared if v.rows == 64}) == [1, 2, 4, 8, 16]
+    assert max(v.capacity for v in shared) == 4 * 8320 and 8320 in {v.capacity for v in shared}
+    assert min(v.capacity for v in shared if v.rows == 1024 and v.capacity) == 1024
+
+
+def test_short_prompts_run_in_small_programs_and_long_ones_in_chunks():
+    index, costs = VariantIndex(choose_variants(StaticLLMConfig(max_num_seqs=1), "shared")), CostTable()
+    assert plan_chunks(index, costs, 5, 0, True) == [(Variant(16, 0), 5)]
+    assert plan_chunks(index, costs, 10, 900) == [(Variant(16, 1024), 10)]
+    assert plan_chunks(index, costs, 10, 900, True) == [(Variant(16, 0), 10)], "rows of others need not be seen"
+    assert plan_chunks(index, lambda variant: 1.0, 1000, 0, True) == [(Variant(1024, 0), 1000)], "calls are what costs"
+    assert plan_chunks(index, costs, 1, 100) == [(Variant(1, 256), 1)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [({16: 1.0, 64: 1.5}, [(64, 20)]), ({16: 1.0, 64: 4.0}, [(16, 16), (16, 4)])]
+)
+def test_padding_is_weighed_against_another_call_by_measured_cost(seconds, expected):
+    index = VariantIndex([Variant(16, 0), Variant(16, 128), Variant(64, 0), Variant(64, 128)])
+    plan = plan_chunks(index, lambda variant: seconds[variant.rows], 20, 0, True)
+    assert [(variant.rows, count) for variant, count in plan] == expected
+
+
+def test_the_smallest_variant_that_holds_a_call():
+    index = VariantIndex([Variant(1, 64), Variant(4, 64, 4), Variant(16, 0), Variant(16, 0, 4), Variant(16, 64, 4)])
+    assert index.smallest(1, 1, 10) == Variant(1, 64)
+    assert index.smallest(3, 3, 64) == Variant(4, 64, 4)
+    assert index.smallest(3, 1, 10, is_fresh=True) == Variant(4, 64, 4)
+    assert index.smallest(9, 1, 10, is_fresh=True) == Variant(16, 0)
+    assert index.smallest(9, 2, 10) == Variant(16, 64, 4)
+    assert index.smallest(2, 2, 65) is None and index.smallest(9, 5, 10) is None
+    assert index.max_decoding(0) == 4
+
+
+def test_ladders_of_the_user():
+    config = StaticLLMConfig(
+        max_prompt_len=100, min_response_len=28, prefill_rows=(8, 100), generate_capacities=(64, 128), max_num_seqs=1
+    )
+    assert {str(v) for v in choose_variants(config, "separate")} == {
+        "generate[1x64]", "generate[1x128]", "prefill[8x0]", "prefill[8x128]", "prefill[100x0]", "prefill[100x128]",
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="its last size must be"):
+        choose_variants(StaticLLMConfig(max_prompt_len=100, min_response_len=28, generate_capacities=(64,)), "shared")
+    with pytest.raises(ConfigError, match="PREFILL_CAPACITIES ends at 0"):
+        choose_variants(StaticLLMConfig(max_prompt_len=100, prefill_rows=(8,), prefill_capacities=(0,)), "shared")
+
+
+def test_a_prompt_has_a_plan_where_holes_below_the_highest_row_must_hold_it():
+    index = VariantIndex([Variant(1, 64), Variant(16, 0), Variant(16, 64)])
+    assert sum(count for _, count in plan_chunks(index, CostTable(), 30, num_past=60)) == 30

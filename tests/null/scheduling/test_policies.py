@@ -1,0 +1,239 @@
+"""Plans: every rule is held, whatever breaks one never reaches the device, and what the shipped policies decide."""
+
+import re
+import warnings
+from dataclasses import replace
+
+import pytest
+
+from staticllm.core import Variant
+from staticllm.pipelines.programs.variants import VariantIndex
+from staticllm.pipelines.scheduling.interface import Device, Plan, RequestView, View
+from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
+from staticllm.pipelines.scheduling.validation import IllegalPlanError, check
+from staticllm.testing import (
+    FAKE_VARIANTS,
+    fake_answer,
+    fake_engine,
+    fake_request,
+    run_to_end,
+)
+
+INDEX = VariantIndex(FAKE_VARIANTS)
+
+
+def seconds(variant):
+    return (8 + variant.rows) * 1e-3
+
+
+def a_view(**changes):
+    """1 waits, 2 prefills, 3 and 4 run, 5 is parked outside the arena."""
+    view = View(
+        now=100.0,
+        waiting=(RequestView(1, "waiting", 99.0, 10),),
+        prefilling=(RequestView(2, "prefilling", 98.0, 20, 16, 16),),
+        running=tuple(RequestView(i, "running", 90.0 + i, 12, 11, 11, 3, 99.99) for i in (3, 4)),
+        parked=(RequestView(5, "parked", 97.0, 9, 8, 0, 1, 99.5, in_arena=False),),
+        max_num_seqs=3,
+        free_rows=40,
+        free_parked_rows=50,
+        device=Device(INDEX, seconds, 64),
+    )
+    return replace(view, **changes)
+
+
+@pytest.mark.parametrize(
+    ("rule", "plan", "changes"),
+    [
+        ("is-a-plan", "decode everybody", {}),
+        ("is-a-plan", Plan(decode=([],)), {}),
+        ("is-a-plan", Plan(prefill=((1, 2, 3),)), {}),
+        ("known-requests", Plan(decode=(9,)), {}),
+        ("known-requests", Plan(prefill=((9, 1),)), {}),
+        ("named-once", Plan(decode=(3, 3)), {}),
+        ("resume-parked", Plan(decode=(3,), resume=(4,)), {}),
+        ("park-running", Plan(decode=(3,), park=(2,)), {}),
+        ("one-fate", Plan(decode=(3,), park=(4,), evict=(4,)), {}),
+        ("decode-has-slot", Plan(decode=(5,)), {}),
+        ("decode-has-slot", Plan(decode=(1,)), {}),
+        ("decode-has-slot", Plan(decode=(3,), park=(3,)), {}),
+        ("prefill-unfinished", Plan(prefill=((3, 1),)), {}),
+        ("prefill-unfinished", Plan(prefill=((2, 1),), evict=(2,)), {}),
+        ("prefill-count", Plan(prefill=((2, 5),)), {}),
+        ("prefill-count", Plan(prefill=((2, 0),)), {}),
+        ("prefill-count", Plan(prefill=((2, 1.5),)), {}),
+        ("runs-something", Plan(), {}),
+        ("runs-something", Plan(resume=(5,)), {}),
+        ("slots", Plan(decode=(3,), resume=(5,)), {"max_num_seqs": 2}),
+        ("rows", Plan(prefill=((1, 10),)), {"free_rows": 9}),
+        ("rows", Plan(decode=(3,), resume=(5,)), {"free_rows": 8}),
+        ("parked-rows", Plan(decode=(3,), park=(4,)), {"free_parked_rows": 10}),
+        ("holds", Plan(decode=(3, 4), prefill=((1, 10), (2, 4))), {"device": Device(INDEX, seconds, 999)}),
+    ],
+)
+def test_every_rule_is_held(rule, plan, changes):
+    with pytest.raises(IllegalPlanError) as error:
+        check(plan, a_view(**changes))
+    assert error.value.rule == rule and rule in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(decode=(3, 4), prefill=((2, 4), (1, 10))),
+        Plan(decode=(3, 5), resume=(5,), park=(4,)),
+        Plan(prefill=((1, 1),), evict=(3, 4, 2, 5)),
+        Plan(decode=(5,), resume=(5,), evict=(3,)),
+    ],
+)
+def test_legal_plans_pass(plan):
+    assert check(plan, a_view()) is plan
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("free_rows", [0, 1, 2, 5, 40])
+@pytest.mark.parametrize("free_parked_rows", [0, 50])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("without", [(), ("running",), ("waiting", "prefilling"), ("running", "prefilling", "waiting")])
+def test_shipped_policies_break_no_rule_when_rows_run_short(name, free_rows, free_parked_rows, slots, without):
+    view = a_view(free_rows=free_rows, free_parked_rows=free_parked_rows, max_num_seqs=slots)
+    view = replace(replace(view, running=view.running[:slots]), **dict.fromkeys(without, ()))
+    if not view.requests:
+        return
+    held = sorted(request.own_rows for request in view.requests)[:-1]
+    if free_rows + sum(held) < 9:
+        view = replace(view, free_rows=9)  # one request alone never fills the arena
+    check(make_policy(name).plan(view), view)
+
+
+def test_a_policy_cannot_change_what_it_sees():
+    view = a_view()
+    with pytest.raises(AttributeError):
+        view.running[0].num_rows = 0
+    with pytest.raises(AttributeError):
+        view.free_rows = 10_000
+
+
+# -- what they decide
+
+
+def test_fcfs_holds_a_slot_from_the_first_token_to_the_last():
+    view = a_view()  # two run, one prefills, one is parked: four hold three slots
+    assert make_policy("fcfs").plan(view).prefill == ((2, 4),)
+    busy = replace(view, prefilling=())
+    plan = make_policy("fcfs").plan(busy)
+    assert plan.decode == (3, 4, 5) and plan.resume == (5,) and not plan.prefill
+
+
+def test_prefill_first_lets_nobody_decode_before_prompts():
+    plan = make_policy("prefill_first").plan(a_view())
+    assert plan.prefill and not plan.decode
+
+
+def test_decode_first_uses_idle_rows_only():
+    plan = make_policy("decode_first").plan(a_view(max_num_seqs=2, device=Device(INDEX, seconds, 40)))
+    assert plan.decode == (3, 4) and not plan.prefill, "two rows decode in a call of two"
+    alone = make_policy("decode_first").plan(a_view(running=(), parked=()))
+    assert alone.prefill and not alone.decode
+
+
+def test_chunked_fills_up_a_budget():
+    plan = make_policy("chunked").plan(a_view())
+    assert plan.decode == (3, 4, 5) and plan.prefill == ((2, 4), (1, 9)), "sixteen rows, answers first"
+
+
+def slow_prompts(variant):
+    """Prompts cost much more than tokens: 10 ms a step of decoding, 50 ms for four rows, 100 ms for eight, 200 for sixteen."""
+    return 0.01 if variant.rows <= 2 else variant.rows / 80
+
+
+def test_dynamic_prefills_on_arrival_though_all_slots_are_taken():
+    view = a_view(max_num_seqs=2, now=100.0)
+    plan = make_policy("dynamic").plan(view)
+    assert {request for request, _ in plan.prefill} >= {2}
+
+
+@pytest.mark.parametrize(
+    ("tpot_ms", "waited", "prefills"), [(None, 0.0, True), (15, 0.0, False), (300, 0.0, True), (300, 0.29, False)]
+)
+def test_dynamic_keeps_nobody_waiting_for_longer_than_the_target(tpot_ms, waited, prefills):
+    device = Device(VariantIndex(v for v in FAKE_VARIANTS if v.rows <= 8), slow_prompts, 64)
+    running = tuple(replace(request, last_token_time=100.0 - waited) for request in a_view().running)
+    policy = make_policy("dynamic")
+    policy._prefill_end, policy._prefill_seconds = 100.0 - waited - 1e-6, 1.0  # prompts had their share
+    gap = {} if tpot_ms is None else {"tpot_ms": tpot_ms}
+    if tpot_ms is None:
+        device = replace(device, seconds=lambda variant: 0.01 if variant.rows <= 2 else 0.02)
+    plan = policy.plan(a_view(parked=(), running=running, device=device, **gap))
+    assert bool(plan.prefill) is prefills
+
+
+def test_dynamic_never_starves_prompts_of_a_target_that_no_call_keeps():
+    device = Device(INDEX, slow_prompts, 64)
+    policy, now, prefilled = make_policy("dynamic"), 100.0, 0.0
+    for _ in range(200):
+        view = a_view(now=now, parked=(), device=device, tpot_ms=15, max_num_seqs=2)
+        running = tuple(replace(request, last_token_time=now) for request in view.running)
+        plan = policy.plan(replace(view, running=running))
+        variant = device.call(plan.num_rows, plan.num_sequences)
+        now += slow_prompts(variant)
+        prefilled += slow_prompts(variant) if plan.prefill else 0.0
+    assert 0.1 < prefilled / (now - 100.0) < 0.4
+
+
+def test_dynamic_lets_short_prompts_wait_for_company_while_all_slots_are_taken():
+    device = Device(INDEX, lambda variant: 0.02 if variant.rows > 2 else 0.01, 64)  # sixteen rows cost what four do
+    view = a_view(now=99.001, prefilling=(), parked=(), max_num_seqs=2, device=device)
+    short = tuple(RequestView(10 + i, "waiting", 99.0, 4) for i in range(4))
+    assert not make_policy("dynamic").plan(replace(view, waiting=short[:1])).prefill
+    assert len(make_policy("dynamic").plan(replace(view, waiting=short)).prefill) == 4
+    assert make_policy("dynamic").plan(replace(view, waiting=short[:1], now=105.0)).prefill, "but not for ever"
+    assert make_policy("dynamic").plan(replace(view, waiting=short[:1], max_num_seqs=3)).prefill, "a slot is free"
+
+
+@pytest.mark.parametrize(("slots", "num_tokens", "is_alone"), [(6, 4, True), (2, 4, False), (6, 40, False)])
+def test_dynamic_fills_free_slots_before_a_step_that_would_leave_them_empty(slots, num_tokens, is_alone):
+    """A mixed call adds less than a call of prompts alone takes; but its tokens for two of six slots are worth little."""
+
+    def cost(variant):
+        return (
+            variant.rows * 1e-3 if not variant.capacity else 0.01 if variant.rows <= 2 else 8e-3 + 0.9e-3 * variant.rows
+        )
+
+    waiting = tuple(RequestView(10 + i, "waiting", 99.0, num_tokens) for i in range(4))
+    changes = {"waiting": waiting, "prefilling": (), "parked": (), "max_num_seqs": slots, "free_rows": 400}
+    plan = make_policy("dynamic").plan(a_view(device=Device(INDEX, cost, 64), **changes))
+    assert plan.prefill and (not plan.decode) is is_alone
+
+
+def test_the_variant_of_a_plan_is_the_smallest():
+    assert Device(INDEX, seconds, 30).call(3, 3) == Variant(4, 32, 4)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_nobody_begins_a_prompt_that_could_only_be_evicted(name):
+    """Few rows and a short shelf: every prompt runs once."""
+    engine = fake_engine(make_policy(name), 2, capacity=60, parked_rows=40)
+    requests = [fake_request(range(30 * i, 30 * i + 28), 24) for i in range(12)]
+    run_to_end(engine, requests)
+    stats = engine.profiler.stats()
+    rows_run = stats.prefill_rows_per_second * stats.prefill_share * stats.device_seconds
+    assert rows_run == pytest.approx(12 * 28), "prompts were evicted and computed again"
+
+
+def test_the_policy_in_the_documentation_works(root):
+    page = (root / "docs" / "scheduling.md").read_text(encoding="utf-8")
+    serving, policy, trial = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(policy.strip().splitlines()) <= 30
+    scope = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exec(policy + trial, scope)
+        engine = fake_engine(scope["ShortestFirst"](), max_num_seqs=2)
+        requests = [fake_request(range(i, i + 40 - 3 * i), 12) for i in range(10)]
+        expected = [fake_answer(request.tokens, 12) for request in requests]
+        run_to_end(engine, requests)
+    engine.close()
+    scope["engine"].close()
+    assert [request.tokens for request in requests] == expected
+    compile(serving, "docs/scheduling.md", "exec")

@@ -1,0 +1,94 @@
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from staticllm.pipelines.engine.request import Token
+from staticllm.pipelines.text.detokenizer import TextStream
+from staticllm.pipelines.text.output_processor import Delivery
+
+
+def decode(tokens):
+    """Byte tokens: one character may take up to four."""
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def stream(text, **options):
+    pieces, reader = [], TextStream(decode, **options)
+    for token in text.encode():
+        pieces.append(reader.push(token))
+        if reader.is_stopped:
+            break
+    pieces.append(reader.finish())
+    return reader, pieces
+
+
+@given(st.text(max_size=200))
+def test_pieces_add_up_and_no_character_is_split(text):
+    reader, pieces = stream(text)
+    assert "".join(pieces) == reader.text == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(
+    st.text("ab.", max_size=60), st.sets(st.text("ab.", min_size=1, max_size=4), min_size=1, max_size=3), st.booleans()
+)
+def test_nothing_of_a_stop_string_is_ever_shown(text, stops, include):
+    """The stop that is complete first ends the text; of those complete at once, the one that began first."""
+    reader, pieces = stream(text, stop_strings=stops, include_stop=include)
+    ends = {end for stop in stops if (place := text.find(stop)) >= 0 for end in [place + len(stop)]}
+    expected = text
+    if ends:
+        begin, stop = min((text.find(s), s) for s in stops if text.find(s) >= 0 and text.find(s) + len(s) == min(ends))
+        expected = text[: begin + (len(stop) if include else 0)]
+    assert reader.is_stopped == bool(ends)
+    assert reader.text == expected == "".join(pieces)
+
+
+def test_a_possible_stop_is_held_back_and_released():
+    reader = TextStream(decode, ["STOP"])
+    assert [reader.push(ord(c)) for c in "aSTx"] == ["a", "", "", "STx"]
+    assert not reader.is_holding
+
+
+def test_bytes_that_are_no_text_are_shown_and_not_kept_for_ever():
+    reader = TextStream(decode)
+    pieces = [reader.push(0xFF) for _ in range(100)]
+    assert len("".join(pieces)) >= 97 and len(reader._window) < 50
+    assert "".join(pieces) + reader.finish() == "\ufffd" * 100
+
+
+@given(st.binary(max_size=120))
+def test_any_bytes_add_up(data):
+    reader = TextStream(decode)
+    pieces = [reader.push(byte) for byte in data]
+    assert "".join(pieces) + reader.finish() == decode(list(data)) == reader.text
+
+
+def test_long_texts_are_decoded_in_a_window():
+    longest = 0
+
+    def counting(tokens):
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return decode(tokens)
+
+    reader = TextStream(counting)
+    text = "".join(reader.push(token) for token in ("grüße " * 200).encode()) + reader.finish()
+    assert text == "grüße " * 200 and longest < 50
+
+
+def test_tokens_that_nobody_reads_as_text_are_not_decoded():
+    def refuse(tokens):
+        raise AssertionError("decoded for nobody")
+
+    options = SimpleNamespace(
+        stop_strings=frozenset(), include_stop_str_in_output=False, stop_token_ids=frozenset(), echo=False
+    )
+    silent = Delivery(refuse, options, [1], wants_text=False)
+    assert [silent.push(Token(token, 0.0, 0.0, 0.0)).tokens for token in b"abc"] == [[97], [98], [99]]
+    late = Delivery(decode, options, [1], wants_text=False)
+    late.push(Token(97, 0.0, 0.0, 0.0))
+    late.wants_text = True
+    assert late.push(Token(98, 0.0, 0.0, 0.0)).text == "ab", "who asks later misses nothing"
