@@ -23,9 +23,9 @@ PIECE = 256
 class PrefixCache:
     """Knows the tokens of every row: of running sequences, of the last finished one (resident), and of those on the shelf.
 
-    The resident stays in the arena, so that a conversation with one user at a time is never copied. It makes way, to the
-    shelf, when others need its rows or pay for them with a larger capacity: while the device runs or nobody wants it, unless
-    its rows are needed now.
+    The last finished sequence stays in the arena, so that a conversation with one user at a time is never copied. It is
+    offloaded to the host pool when other sequences need its slots or pay for them with a larger KV length: while the device
+    runs or is idle, unless its slots are needed at once.
     """
 
     def __init__(self, cache: KVCache, shelf: Shelf, is_enabled: bool = True) -> None:

@@ -11,8 +11,8 @@ from staticllm.pipelines.blobs.manifest import LAYOUT_FIELDS, Manifest, _canonic
 
 IDENTITY = {"IR digest": "1", "weights digest": "2", "OpenVINO": "2026.4", "device": "CPU"}
 SHAPE = {
-    "row_states": [
-        {"layer": 0, "role": role, "variable_id": role, "heads": 2, "head_dim": 4, "row_type": "f32", "is_scale": False}
+    "kv_states": [
+        {"layer": 0, "role": role, "variable_id": role, "heads": 2, "head_dim": 4, "kv_type": "f32", "is_scale": False}
         for role in ("key", "value")
     ],
     "masks": [{"window": None, "table": "", "first_seen": []}],
@@ -35,9 +35,9 @@ def tokens_of(pipe, prompt=PROMPT, count=12, **options):
 def a_manifest(**changes):
     config = {name: getattr(StaticLLMConfig(), name) for name in LAYOUT_FIELDS}
     values = {
-        "identity": IDENTITY, "config": config, "programs": "shared", "row_type": "f32", "shape": SHAPE,
+        "identity": IDENTITY, "config": config, "programs": "shared", "kv_type": "f32", "shape": SHAPE,
         "properties": {"prefill": {}, "generate": {}}, "blobs": {}, "is_weightless": False, "is_encrypted": False,
-        "variants": ({"rows": 1, "capacity": 64, "sequences": 1, "file": "0.blob"},), "costs": ((1, 64, 1, 0.5),),
+        "variants": ({"rows": 1, "kv_len": 64, "sequences": 1, "file": "0.blob"},), "costs": ((1, 64, 1, 0.5),),
     }  # fmt: skip
     return Manifest(**{**values, **changes})
 

@@ -1,11 +1,11 @@
-"""What an engine has put into a request's mailbox."""
+"""What an engine has put into a request's output queue."""
 
 
-def letters_of(request):
+def outputs_of(request):
     """All tokens so far, and the end if it has come."""
-    return list(iter(lambda: request.mailbox.get(0), None))
+    return list(iter(lambda: request.output_queue.get(0), None))
 
 
 def reason_of(request):
     """Why a request ended, all tokens taken out before."""
-    return letters_of(request)[-1].reason
+    return outputs_of(request)[-1].reason

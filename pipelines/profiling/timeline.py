@@ -86,8 +86,8 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
 def _time_axis(steps: Sequence[StepRecord], lanes: Mapping[int, list[Span]]) -> tuple[Clock, str, float]:
     """A clock that begins with the trace, in ms, or in seconds if it is long; its unit, and where it ends."""
     spans = [span for lane in lanes.values() for span in lane]
-    first = min(*(step.start for step in steps), *(span.start for span in spans))
-    last = max(*(step.end for step in steps), *(span.end for span in spans))
+    first = min(*(step.start for step in steps), *(span.start for span in every))
+    last = max(*(step.end for step in steps), *(span.end for span in every))
     factor, unit = (1e3, "ms") if last - first < 10 else (1.0, "s")
     return lambda seconds: (seconds - first) * factor, unit, (last - first) * factor
 

@@ -52,7 +52,7 @@ def _check_requests(plan: Plan, known: dict[int, RequestView]) -> None:
 def _check_moves(plan: Plan, known: dict[int, RequestView]) -> None:
     for request in plan.resume:
         if known[request].state != "parked":
-            raise IllegalPlanError("resume-parked", f"request {request} is resumed but not parked")
+            raise IllegalPlanError("swap-in-swapped", f"request {request} is resumed but not parked")
     for request in plan.park:
         if known[request].state != "running":
             raise IllegalPlanError("park-running", f"request {request} is parked but not running")
@@ -61,7 +61,7 @@ def _check_moves(plan: Plan, known: dict[int, RequestView]) -> None:
         raise IllegalPlanError("one-fate", "a request is evicted and parked or resumed at once")
     for request in plan.decode:
         if request in gone or (known[request].state != "running" and request not in plan.resume):
-            raise IllegalPlanError("decode-has-slot", f"request {request} decodes without a slot")
+            raise IllegalPlanError("decode-running", f"request {request} decodes but is not running")
 
 
 def _check_resources(plan: Plan, view: View, known: dict[int, RequestView]) -> None:
@@ -74,7 +74,7 @@ def _check_resources(plan: Plan, view: View, known: dict[int, RequestView]) -> N
     brought = sum(known[request].num_rows for request in plan.resume if not known[request].in_arena)
     if plan.num_rows + brought > view.free_rows + freed:
         raise IllegalPlanError(
-            "rows",
+            "free-slots",
             f"{plan.num_rows + brought} rows are needed, {view.free_rows + freed} are free: park or evict somebody",
         )
     parked_rows = sum(known[request].num_rows for request in plan.park)

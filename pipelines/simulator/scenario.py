@@ -45,7 +45,7 @@ class Scenario:
         return Cluster(first, decode, self.link, self.concurrency).run(self.arrivals)
 
 
-def capacity_of(scenario: Scenario) -> float:
+def max_rate(scenario: Scenario) -> float:
     """Requests per second that the devices serve when they never wait for work, under ``fcfs``."""
     devices = scenario.num_devices + scenario.num_decode_devices
     count = max(1, min(len(scenario.arrivals), BUSY_REQUESTS * devices))

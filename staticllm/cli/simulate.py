@@ -52,7 +52,7 @@ HEADER = (
 )
 @click.option("--disaggregate", metavar="PxD", help="P devices for prompts and D for answers instead.")
 @click.option("--transfer-ms", type=float, default=0.0, show_default=True, help="From P to D, a request.")
-@click.option("--row-bytes", type=float, default=0.0, show_default=True, help="From P to D, a token.")
+@click.option("--slot-bytes", type=float, default=0.0, show_default=True, help="From P to D, a token.")
 @click.option(
     "--bandwidth", type=Number(0, 1e9, min_open=True), default=10.0, show_default=True, help="From P to D, GB/s."
 )
@@ -65,13 +65,13 @@ HEADER = (
 )
 @click.option("--concurrency", type=click.IntRange(1), help="Requests inside at a time; others wait outside.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Requests that decode together.  [as the pipeline]")
-@click.option("--kv-rows", type=click.IntRange(1), help="Rows that all requests share.  [as the pipeline]")
-@click.option("--parked-rows", type=click.IntRange(0), help="Rows that may wait outside the arena.  [as the pipeline]")
+@click.option("--kv-slots", type=click.IntRange(1), help="Rows that all requests share.  [as the pipeline]")
+@click.option("--host-kv-slots", type=click.IntRange(0), help="Rows that may wait outside the arena.  [as the pipeline]")
 @click.option("--ttft-ms", type=Number(0, 1e9, min_open=True), help="Target for the time to first token.")
 @click.option("--tpot-ms", type=Number(0, 1e9, min_open=True), help="Target for the time between two tokens.")
 @click.option("--programs", type=click.Choice(["shared", "separate"]), default="shared", show_default=True,
               help="Which programs there are, without --costs.")  # fmt: skip
-@click.option("--costs", type=click.Path(), help="Costs of a file, JSON: rows, capacity, sequences, seconds.")
+@click.option("--costs", type=click.Path(), help="Costs of a file, JSON: rows, kv_len, sequences, seconds.")
 @click.option("--weights-ms", type=float, default=20.0, show_default=True, help="Without --costs: a call,")
 @click.option("--row-ms", type=float, default=0.5, show_default=True, help="and each row of it,")
 @click.option("--attention-us", type=float, default=0.05, show_default=True, help="and each row for each row it sees.")
@@ -151,7 +151,7 @@ def _scenario(options: dict[str, Any]) -> Scenario:
     latencies tell how long that took, not how good a policy is.
     """
     from staticllm.pipelines.simulator.cluster import Link
-    from staticllm.pipelines.simulator.scenario import Scenario, capacity_of, offered_rate
+    from staticllm.pipelines.simulator.scenario import Scenario, max_rate, offered_rate
 
     arrivals = _arrivals(options, 1.0 if options["rate"] is None else options["rate"])
     prefill, decode = _devices(options)
@@ -162,14 +162,14 @@ def _scenario(options: dict[str, Any]) -> Scenario:
     )  # fmt: skip
     if options["arrivals"] == "burst" and not options["trace"]:
         return scenario
-    capacity = capacity_of(scenario)
+    served = max_rate(scenario)
     if options["rate"] is None and not options["trace"]:
-        rate = LOAD * capacity
-        click.echo(f"{rate:.3g} requests/s arrive, {LOAD:.0%} of the {capacity:.3g} that can be served", err=True)
+        rate = LOAD * served
+        click.echo(f"{rate:.3g} requests/s arrive, {LOAD:.0%} of the {served:.3g} that can be served", err=True)
         return replace(scenario, arrivals=tuple(_arrivals(options, rate)))
-    if (rate := offered_rate(arrivals)) > capacity:
+    if (rate := offered_rate(arrivals)) > served:
         click.echo(
-            f"Warning: {rate:.3g} requests/s arrive, about {capacity:.3g} can be served: the queue grows, and latencies show "
+            f"Warning: {rate:.3g} requests/s arrive, about {served:.3g} can be served: the queue grows, and latencies show "
             "how long it became; lower --rate to compare policies",
             err=True,
         )

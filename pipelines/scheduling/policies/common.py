@@ -17,8 +17,8 @@ def in_order(requests: Iterable[RequestView]) -> list[RequestView]:
 def begun_first(view: View) -> list[RequestView]:
     """Prompts that may run: of equal priority, those that hold rows before those that do not.
 
-    A prompt is begun only if there will be a slot for it, or room on the shelf: parked in the arena, it would take the rows
-    that those who decode need next, be evicted and computed again.
+    A prompt is admitted only if it will be able to decode, or if the host pool has room for it. Swapped out but left in the
+    arena, it would hold slots that the decoding requests need next, and would be preempted and recomputed.
     """
     slots = view.free_slots - len(view.parked) - len(view.prefilling)
     parking = view.free_parked_rows - sum(request.num_tokens for request in view.prefilling)

@@ -18,7 +18,7 @@ from helpers import a_manifest
 
 from staticllm import StaticLLMError, demo_model_path
 from staticllm.core import Variant
-from staticllm.kvcache.cache import StoredRows
+from staticllm.kvcache.cache import StoredSequence
 from staticllm.kvcache.snapshot import load, save
 from staticllm.pipelines.blobs.manifest import ManifestError, decode, encode
 from staticllm.testing import fake_runner
@@ -67,10 +67,10 @@ def test_manifests(num_cases):
 
 def test_saved_rows(num_cases, tmp_path):
     cache = fake_runner([Variant(16, 0), Variant(1, 64)], is_recurrent=True).cache
-    rows = tuple(np.ones(shape, dtype) for shape, dtype in cache.layout.rows(9))
+    rows = tuple(np.ones(shape, dtype) for shape, dtype in cache.layout.kv_shapes(9))
     states = tuple(np.ones(shape, dtype) for shape, dtype in cache.layout.states)
     path, rng = tmp_path / "rows", random.Random(2)
-    save(StoredRows(tuple(range(9)), rows, states), path, IDENTITY)
+    save(StoredSequence(tuple(range(9)), rows, states), path, IDENTITY)
     whole = path.read_bytes()
     load(path, IDENTITY, cache.layout, 64)
     for _ in range(num_cases(6000)):
@@ -112,7 +112,7 @@ def _used(what, folder):
     from staticllm.devices import get_core
     from staticllm.model_dir import check_model_dir, read_model
     from staticllm.pipelines.model_loader.arguments import read_generation_config, read_tokenizer
-    from staticllm.pipelines.text.input_processor import Intake
+    from staticllm.pipelines.text.input_processor import InputProcessor
     from staticllm.pipelines.text.tokenization import encode_text
 
     try:
@@ -122,7 +122,7 @@ def _used(what, folder):
         else:
             tokenizer = read_tokenizer(folder)
             prompt = encode_text(tokenizer, "Tell me a story, hé!", False)
-            Intake(tokenizer, read_generation_config(folder, tokenizer)).decode(prompt.ids[:8])
+            InputProcessor(tokenizer, read_generation_config(folder, tokenizer)).decode(prompt.ids[:8])
     except StaticLLMError as error:
         return "refused" if "\n" not in str(error) else f"two lines: {error!r}"
     except Exception as error:

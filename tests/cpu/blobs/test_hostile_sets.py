@@ -222,7 +222,7 @@ def test_a_set_may_not_set_properties(zoo, tmp_path):
 def test_a_shape_that_is_not_the_blobs_is_refused(zoo, tmp_path):
     options = {"MAX_PROMPT_LEN": 32, "MIN_RESPONSE_LEN": 16, "BLOB_PATH": tmp_path / "set"}
     StaticLLMPipeline(zoo / "llama", EXPORT_BLOB=True, **options).close()
-    forge(tmp_path / "set", lambda content: content["shape"]["row_states"][0].update(heads=7))
+    forge(tmp_path / "set", lambda content: content["shape"]["kv_states"][0].update(heads=7))
     with pytest.raises(BlobError, match="are not what their manifest says"):
         StaticLLMPipeline(zoo / "llama", **options)
 

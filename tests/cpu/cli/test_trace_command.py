@@ -35,7 +35,7 @@ def test_record_writes_every_request(recorded):
     assert {"X", "M", "C", "i"} == {event["ph"] for event in events}
     ended = Trace.load(recorded).requests
     assert [len(request.token_times) for request in ended] == [8] * 6 and {r.num_prompt for r in ended} == {40}
-    assert any(event["name"] == "parked" and event["ph"] == "X" for event in events), "six requests, two slots"
+    assert any(event["name"] == "swapped" and event["ph"] == "X" for event in events), "six requests, two slots"
 
 
 def test_slices_of_one_track_do_not_overlap(recorded):

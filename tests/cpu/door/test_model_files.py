@@ -139,7 +139,7 @@ used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 for spare in (400, 200, 120, 80, 40, 20, 10, 5):
     resource.setrlimit(resource.RLIMIT_AS, (used + (spare << 20), resource.RLIM_INFINITY))
     try:
-        StaticLLMPipeline(demo_model_path(), MAX_PROMPT_LEN=1024, KV_ROWS=40000).close()
+        StaticLLMPipeline(demo_model_path(), MAX_PROMPT_LEN=1024, KV_SLOTS=40000).close()
         print("loaded")
     except StaticLLMError as error:
         assert len(str(error).splitlines()) == 1, error

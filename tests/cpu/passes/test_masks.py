@@ -7,11 +7,11 @@ from staticllm.compiler_passes.classify_mask import Probe, _linear, classify_one
 from staticllm.core import MaskKind
 
 PROBES = [Probe(0, 7), Probe(3, 4), Probe(256, 5), Probe(259, 1)]
-CAPACITY = PROBES[2].past
+KV_LEN = PROBES[2].past
 
 
 def kind_of(masks, evaluate=None):
-    return classify_one(PROBES, masks, evaluate or (lambda probe: pytest.fail("nothing more to ask")), CAPACITY)
+    return classify_one(PROBES, masks, evaluate or (lambda probe: pytest.fail("nothing more to ask")), KV_LEN)
 
 
 def biased(slopes, window=None, hidden=-65504.0, shift=0.0, probes=PROBES):
@@ -63,7 +63,7 @@ def chunked(probe, size, hole=None):
 
 def test_attention_in_chunks_is_a_table_of_first_positions():
     found = kind_of([chunked(probe, 9) for probe in PROBES], lambda probe: chunked(probe, 9))
-    assert [found.kind.first(query) for query in (0, 8, 9, 17, 18, CAPACITY)] == [0, 0, 9, 9, 18, CAPACITY // 9 * 9]
+    assert [found.kind.first(query) for query in (0, 8, 9, 17, 18, KV_LEN)] == [0, 0, 9, 9, 18, KV_LEN // 9 * 9]
     assert found.kind != kind_of([chunked(p, 10) for p in PROBES], lambda probe: chunked(probe, 10)).kind
     assert not found.kind.sees_all and found.kind.port_name.startswith("mask.table:")
 

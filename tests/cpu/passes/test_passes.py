@@ -104,7 +104,7 @@ def feeds_for(graph, seed=0):
 def rename_rows(graph, feeds):
     """The same feeds under the names that ``keep_new_rows`` gives, and the map of results."""
     by_variable = {state.variable_id: index for index, state in enumerate(graph.states)}
-    pairs = [(by_variable[state.variable_id], state) for state in graph.row_states]
+    pairs = [(by_variable[state.variable_id], state) for state in graph.kv_states]
     return {**feeds, **{state.past_name: feeds[f"state.{index}"] for index, state in pairs}}, pairs
 
 
@@ -189,7 +189,7 @@ def test_keep_new_rows_returns_what_was_appended(model):
     same(after["logits"], before["logits"])
     for index, state in pairs:
         same(after[state.present_name], before[f"state.{index}.next"][:, :, PAST:])
-    assert [(s.layer, s.role) for s in graph.row_states] == [
+    assert [(s.layer, s.role) for s in graph.kv_states] == [
         (layer, role) for layer in range(len(graph.attentions())) for role in ("key", "value")
     ]
 
@@ -211,7 +211,7 @@ def test_expose_mask_finds_windows(zoo):
         assert graph.layer_masks == expected
     graph = lowered_until(core.read_model(zoo / "gemma2" / "openvino_model.xml"), "expose_mask")
     expose_mask(graph, 16)
-    assert graph.layer_masks == ["causal"] * 4, "a window longer than the capacity hides nothing"
+    assert graph.layer_masks == ["causal"] * 4, "a window longer than the KV length hides nothing"
 
 
 def test_select_logits_returns_the_rows_asked_for(model):
@@ -235,7 +235,7 @@ def test_group_queries_computes_the_same_attention(model, request):
     after = evaluate(graph.model, feeds)
     for name, value in before.items():
         same(after[name], value)
-    is_grouped = graph.query_heads[0] != graph.row_states[0].heads
+    is_grouped = graph.query_heads[0] != graph.kv_states[0].heads
     assert (graph.notes["group_queries"][-1].split()[0] != "0") == is_grouped
 
 
@@ -266,25 +266,25 @@ def test_attention_with_a_sink_is_left_to_the_plugin(zoo):
     assert all("an attention sink" in note for note in graph.notes["decompose_attention"][:-1])
 
 
-@pytest.mark.parametrize(("row_type", "tolerance"), [pytest.param("f32", 1e-5, marks=pytest.mark.slow), ("f16", 2e-2)])
-def test_store_kv_as_changes_the_type_of_rows_only(model, row_type, tolerance):
+@pytest.mark.parametrize(("kv_type", "tolerance"), [pytest.param("f32", 1e-5, marks=pytest.mark.slow), ("f16", 2e-2)])
+def test_store_kv_as_changes_the_type_of_rows_only(model, kv_type, tolerance):
     graph = lowered_until(model, "store_kv_as")
     feeds, _ = rename_rows(graph, feeds_for(graph))
     before = evaluate_before("store_kv_as", graph, feeds)
-    store_kv_as(graph, row_type)
+    store_kv_as(graph, kv_type)
     verify_graph(graph, "store_kv_as")
     stored = {name: value.astype(np.float16) for name, value in feeds.items() if name.startswith("past.")}
-    after = evaluate(graph.model, feeds | (stored if row_type == "f16" else {}))
+    after = evaluate(graph.model, feeds | (stored if kv_type == "f16" else {}))
     assert np.abs(after["logits"] - before["logits"]).max() <= tolerance * np.ptp(before["logits"])
-    for state in graph.row_states:
-        assert after[state.present_name].dtype == (np.float16 if row_type == "f16" else np.float32)
+    for state in graph.kv_states:
+        assert after[state.present_name].dtype == (np.float16 if kv_type == "f16" else np.float32)
 
 
 def test_rows_of_u8_are_a_quantum_off_at_most(model):
     graph = lowered_until(model, "store_kv_as")
     feeds, _ = rename_rows(graph, feeds_for(graph))
     before = evaluate_before("store_kv_as", graph, feeds)
-    rows = {state.past_name: feeds.pop(state.past_name) for state in graph.row_states}
+    rows = {state.past_name: feeds.pop(state.past_name) for state in graph.kv_states}
     store_kv_as(graph, "u8")
     verify_graph(graph, "store_kv_as")
     for name, values in rows.items():
@@ -296,8 +296,8 @@ def test_rows_of_u8_are_a_quantum_off_at_most(model):
         }
     after = evaluate(graph.model, feeds)
     assert np.abs(after["logits"] - before["logits"]).max() <= 2e-2 * np.ptp(before["logits"])
-    own = [state for state in graph.row_states if not state.is_scale]
-    assert len(graph.row_states) == 2 * len(own)
+    own = [state for state in graph.kv_states if not state.is_scale]
+    assert len(graph.kv_states) == 2 * len(own)
     for state in [state for state in own if state.layer == 0]:  # later layers see what the first made of its past
         scale = after[f"{state.present_name}.scale"]
         assert after[state.present_name].dtype == np.uint8 and scale.dtype == np.float32
@@ -305,17 +305,17 @@ def test_rows_of_u8_are_a_quantum_off_at_most(model):
         assert (np.abs(values - before[state.present_name]) <= scale[..., :1] * 0.51).all()
 
 
-@pytest.mark.parametrize("capacity", [PAST, 0])
-def test_fix_shapes_and_bound_shapes_change_no_number(model, capacity):
+@pytest.mark.parametrize("kv_len", [PAST, 0])
+def test_fix_shapes_and_bound_shapes_change_no_number(model, kv_len):
     graph = lowered_until(model, "fix_shapes")
     feeds, _ = rename_rows(graph, feeds_for(graph))
-    if capacity == 0:
+    if kv_len == 0:
         feeds = {name: value[:, :, :0] if name.startswith("past.") else value for name, value in feeds.items()}
         feeds |= {name: feeds[name][..., PAST:] for name in (KEY_POSITIONS, *(kind.port_name for kind in graph.masks))}
     before = evaluate(graph.model.clone(), feeds)
-    static = fix_shapes(graph, Variant(NEW, capacity))
+    static = fix_shapes(graph, Variant(NEW, kv_len))
     verify_static(static, "fix_shapes")
-    assert any(name.startswith("past.") for port in static.inputs for name in port.get_names()) == bool(capacity)
+    assert any(name.startswith("past.") for port in static.inputs for name in port.get_names()) == bool(kv_len)
     bounded = bound_shapes(graph, [Variant(1, 0), Variant(NEW + 5, 2 * PAST)])
     for program in (static, bounded):
         after = evaluate(program, feeds)

@@ -76,20 +76,20 @@ def test_compressed_weights_say_what_the_compressed_original_says(name, bits, zo
 
 
 @pytest.mark.parametrize("mode", ["shared", pytest.param("separate", marks=SLOW)])
-@pytest.mark.parametrize("row_type", [*(pytest.param(name, marks=SLOW) for name in ("f32", "f16")), "bf16", "u8"])
-def test_rows_of_any_type_stay_close_and_keep_the_tokens(row_type, mode, model_path, original):
+@pytest.mark.parametrize("kv_type", [*(pytest.param(name, marks=SLOW) for name in ("f32", "f16")), "bf16", "u8"])
+def test_rows_of_any_type_stay_close_and_keep_the_tokens(kv_type, mode, model_path, original):
     path = model_path("demo")
     text = np.random.default_rng(3).integers(8, 1000, 96).tolist()
     reference = original(path)
     expected = reference.logits(text)
     with StaticLLMPipeline(
-        path, PROGRAMS=mode, INFERENCE_PRECISION_HINT="f32", KV_CACHE_PRECISION=row_type, MAX_PROMPT_LEN=128
+        path, PROGRAMS=mode, INFERENCE_PRECISION_HINT="f32", KV_CACHE_PRECISION=kv_type, MAX_PROMPT_LEN=128
     ) as pipe:
         runner = pipe._engine.runner
         sequence = runner.cache.open()
         found = [runner.prefill(sequence, text[:32]).copy()] + [runner.decode(sequence, t).copy() for t in text[32:]]
         assert np.isfinite(found).all()
-        assert np.abs(np.stack(found) - expected[31:]).max() <= DISTANCE[row_type] * np.ptp(expected)
+        assert np.abs(np.stack(found) - expected[31:]).max() <= DISTANCE[kv_type] * np.ptp(expected)
         runner.cache.close(sequence)
         tokenizer = pipe.get_tokenizer()
         for prompt in PROMPTS:
@@ -102,6 +102,6 @@ def test_rows_of_u8_take_a_quarter(model_path):
     rows = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "u8", "MAX_PROMPT_LEN": 128}
     with StaticLLMPipeline(model_path("demo"), PROGRAMS="shared", **rows) as pipe:
         shape, arena = pipe._shape, pipe._engine.runner.cache.arena
-        heads, head_dim = shape.row_states[0].heads, shape.row_states[0].head_dim
-        num_states = sum(not state.is_scale for state in shape.row_states)
-        assert arena.num_bytes == num_states * heads * (head_dim + 2 * 4) * arena.max_capacity
+        heads, head_dim = shape.kv_states[0].heads, shape.kv_states[0].head_dim
+        num_states = sum(not state.is_scale for state in shape.kv_states)
+        assert arena.num_bytes == num_states * heads * (head_dim + 2 * 4) * arena.num_slots

@@ -48,7 +48,11 @@ def stays_usable(request):
     assert pipe.generate(prompt, **GREEDY).tokens == before
     engine = pipe.engine
     rows, requests, kept = engine.call(
-        lambda: (engine.runner.cache.rows.num_used, len(engine.tenancy.requests), engine.tenancy.prefix.idle_rows)
+        lambda: (
+            engine.runner.cache.slots.num_used,
+            len(engine.kv_manager.requests),
+            engine.kv_manager.prefix.idle_slots,
+        )
     )
     assert (rows, requests) == (kept, 0)
 
@@ -216,7 +220,7 @@ def test_bad_prompts(pipe, inputs, word):
     assert word in one_line(error)
 
 
-def test_prompt_longer_than_the_capacity(pipe):
+def test_prompt_longer_than_the_slots(pipe):
     with pytest.raises(PromptTooLongError) as error:
         pipe.generate(np.full(65, 7), max_new_tokens=3)
     assert "65 tokens, MAX_PROMPT_LEN is 64" in one_line(error) and "MAX_PROMPT_LEN=65" in str(error.value)
@@ -347,7 +351,7 @@ def test_a_streamer_may_call_its_own_pipeline_but_not_its_own_chat(pipe):
         assert "its streamer cannot begin another" in one_line(error)
 
 
-@pytest.mark.parametrize("moment", ["rows.allocate", "arena.write"])
+@pytest.mark.parametrize("moment", ["slots.allocate", "arena.write"])
 def test_a_failure_in_the_middle_of_the_bookkeeping_loses_no_row(pipe, moment, monkeypatch):
     """Rows taken and not yet owned, or owned and not yet given back: the engine puts it right before it goes on."""
     pipe.generate(np.arange(5, 40), max_new_tokens=3)

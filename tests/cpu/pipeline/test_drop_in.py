@@ -47,7 +47,7 @@ def test_arguments_of_genai_give_the_same_tokens(pipe, backend):
         CACHE_DIR="",
         prompt_lookup=False,
     )
-    assert (other.config.max_num_seqs, other.config.kv_rows, other.config.cache_dir) == (3, 1920, None)
+    assert (other.config.max_num_seqs, other.config.kv_slots, other.config.cache_dir) == (3, 1920, None)
     assert other.generate("Hello!", max_new_tokens=12).tokens == pipe.generate("Hello!", max_new_tokens=12).tokens
 
 
@@ -57,7 +57,7 @@ def test_a_scheduler_config_is_mapped():
         "SCHEDULER": "prefill_first",
     }
     own = {"MAX_NUM_SEQS": 2, "MAX_PROMPT_LEN": 4096, "scheduler_config": scheduler(max_num_seqs=3, num_kv_blocks=1)}
-    assert from_genai(own) == {"MAX_NUM_SEQS": 2, "MAX_PROMPT_LEN": 4096, "KV_ROWS": 4224, "PREFIX_CACHING": False}
+    assert from_genai(own) == {"MAX_NUM_SEQS": 2, "MAX_PROMPT_LEN": 4096, "KV_SLOTS": 4224, "PREFIX_CACHING": False}
     with pytest.warns(UserWarning, match="max_num_batched_tokens") as caught:
         found = from_genai({"scheduler_config": scheduler(cache_size=2, max_num_batched_tokens=512)})
     assert len(caught) == 1 and found["KV_CACHE_GB"] == 2
@@ -73,12 +73,12 @@ def test_a_cache_size_becomes_rows_of_the_model(name, model_path):
     options = {"MAX_PROMPT_LEN": 32, "MIN_RESPONSE_LEN": 16, "KV_CACHE_PRECISION": "f32"}
     with StaticLLMPipeline(model_path(name), KV_CACHE_GB=0.004, **options) as pipe:
         arena = pipe.engine.runner.cache.arena
-        bytes_per_row = arena.num_bytes / arena.max_capacity
-        assert pipe.config.kv_rows == arena.max_capacity == int(0.004e9 // bytes_per_row) > 48
+        bytes_per_slot = arena.num_bytes / arena.num_slots
+        assert pipe.config.kv_slots == arena.num_slots == int(0.004e9 // bytes_per_slot) > 48
         assert pipe.generate(np.arange(10, 20), max_new_tokens=2, ignore_eos=True).tokens
     with StaticLLMPipeline(model_path(name), KV_CACHE_GB=1e-9, **options) as pipe:
-        assert pipe.config.kv_rows == 48
-    for bad in ({"KV_CACHE_GB": 0}, {"KV_CACHE_GB": "2"}, {"KV_CACHE_GB": 1, "KV_ROWS": 64}):
+        assert pipe.config.kv_slots == 48
+    for bad in ({"KV_CACHE_GB": 0}, {"KV_CACHE_GB": "2"}, {"KV_CACHE_GB": 1, "KV_SLOTS": 64}):
         with pytest.raises(ConfigError, match="KV_CACHE_GB"):
             StaticLLMPipeline(model_path(name), **options, **bad)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import EXACT, tokens_of
 
-from staticllm import SavedRowsError, StaticLLMPipeline
+from staticllm import SnapshotError, StaticLLMPipeline
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -37,13 +37,13 @@ def test_rows_survive_the_process(zoo, prompt_of, tmp_path):
     with StaticLLMPipeline(zoo / "llama", "CPU", **SMALL) as pipe:
         answer = tokens_of(pipe, prompt, 20)
         longer = [*prompt, *answer, 5, 6]
-        saved = pipe.save_rows(path, np.array(longer))
+        saved = pipe.save_snapshot(path, np.array(longer))
         expected = pipe.generate(np.array(longer), max_new_tokens=8, ignore_eos=True).tokens
-        with pytest.raises(SavedRowsError, match="nothing that is known"):
-            pipe.save_rows(tmp_path / "no", np.array([900, 901, 902]))
+        with pytest.raises(SnapshotError, match="nothing that is known"):
+            pipe.save_snapshot(tmp_path / "no", np.array([900, 901, 902]))
     assert saved == 79 and [entry.name for entry in tmp_path.iterdir()] == ["chat.rows"]
     with StaticLLMPipeline(zoo / "llama", "CPU", **SMALL) as pipe:
-        assert pipe.load_rows(path) == 79
+        assert pipe.load_snapshot(path) == 79
         result = pipe.generate(np.array(longer), max_new_tokens=8, ignore_eos=True)
         assert result.tokens == expected and result.perf_metrics.get_num_cached_tokens() == 79
 
@@ -52,7 +52,7 @@ def test_saved_rows_cannot_lie(zoo, prompt_of, tmp_path):
     path = tmp_path / "chat.rows"
     with StaticLLMPipeline(zoo / "llama", "CPU", **SMALL) as pipe:
         pipe.generate(np.array(prompt_of(40)), max_new_tokens=4)
-        pipe.save_rows(path, np.array(prompt_of(40)))
+        pipe.save_snapshot(path, np.array(prompt_of(40)))
         whole = path.read_bytes()
         rng = random.Random(0)
         for _ in range(60):
@@ -60,18 +60,18 @@ def test_saved_rows_cannot_lie(zoo, prompt_of, tmp_path):
             broken = bytearray(whole)
             broken[place] ^= 1 << rng.randrange(8)
             path.write_bytes(broken)
-            with pytest.raises(SavedRowsError) as refused:
-                pipe.load_rows(path)
+            with pytest.raises(SnapshotError) as refused:
+                pipe.load_snapshot(path)
             assert "\n" not in str(refused.value)
         for length in (0, 10, len(whole) // 2, len(whole) - 1):
             path.write_bytes(whole[:length])
-            with pytest.raises(SavedRowsError):
-                pipe.load_rows(path)
+            with pytest.raises(SnapshotError):
+                pipe.load_snapshot(path)
         path.write_bytes(whole)
-        with pytest.raises(SavedRowsError, match="is not there"):
-            pipe.load_rows(tmp_path / "nothing")
+        with pytest.raises(SnapshotError, match="is not there"):
+            pipe.load_snapshot(tmp_path / "nothing")
     with (
         StaticLLMPipeline(zoo / "qwen2", "CPU", **SMALL) as other,
-        pytest.raises(SavedRowsError, match="rows of another model"),
+        pytest.raises(SnapshotError, match="rows of another model"),
     ):
-        other.load_rows(path)
+        other.load_snapshot(path)

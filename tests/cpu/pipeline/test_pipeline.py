@@ -68,7 +68,7 @@ def test_the_orders_of_arguments_that_genai_takes(zoo):
         StaticLLMPipeline(str(path).encode(), device="CPU", config=small),
         StaticLLMPipeline(path, config=StaticLLMConfig(max_prompt_len=32, min_response_len=16), tokenizer=tokenizer),
     ]
-    assert {pipe.config.capacity for pipe in pipes} == {48}
+    assert {pipe.config.max_seq_len for pipe in pipes} == {48}
     assert len({tuple(tokens(pipe, max_new_tokens=4)) for pipe in pipes}) == 1
 
 
@@ -244,14 +244,14 @@ def test_the_hand_over_moves_no_row(zoo, prompt_of, monkeypatch):
         sequence = runner.reset()
         logits = runner.prefill(sequence, prompt_of(length))
         moved.clear()
-        if length < 256:  # there a new token has no room in the capacity
+        if length < 256:  # there a new token has no room in the KV length
             runner.decode(sequence, int(logits.argmax()))
         assert not moved
     sequence = runner.reset()
     runner.prefill(sequence, prompt_of(20))
     runner.prefill(sequence, prompt_of(40, seed=3))
     runner.decode(sequence, 7)
-    assert not moved, "a second turn that fits the same capacity"
+    assert not moved, "a second turn that fits the same KV length"
 
 
 def test_a_cancelled_turn_is_forgotten_and_a_stopped_one_is_not(pipe):

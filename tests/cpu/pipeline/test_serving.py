@@ -31,14 +31,14 @@ def pipe(zoo):
         yield pipe
 
 
-def held_rows(pipe):
+def held_slots(pipe):
     """Rows in use beside the idle conversations, and requests in the engine."""
     engine = pipe.engine
     return engine.call(
         lambda: (
-            engine.runner.cache.rows.num_used - engine.tenancy.prefix.idle_rows,
-            len(engine.tenancy.requests),
-            engine.tenancy.shelf.num_parked_rows,
+            engine.runner.cache.slots.num_used - engine.kv_manager.prefix.idle_slots,
+            len(engine.kv_manager.requests),
+            engine.kv_manager.host_pool.num_host_slots,
         )
     )
 
@@ -60,7 +60,7 @@ def test_together_everybody_has_the_tokens_of_a_run_alone(zoo, prompt_of, schedu
             warnings.simplefilter("error")
             handles = [pipe.submit(np.array(prompt), max_new_tokens=24, ignore_eos=True) for prompt in prompts]
             together = [handle.result().tokens[0] for handle in handles]
-        assert held_rows(pipe) == (0, 0, 0)
+        assert held_slots(pipe) == (0, 0, 0)
     with StaticLLMPipeline(zoo / "llama", "CPU", MAX_NUM_SEQS=1, PREFIX_CACHING=False, **SMALL) as single:
         assert together == [tokens_of(single, prompt, 24) for prompt in prompts]
 
@@ -107,7 +107,7 @@ def test_cancel_gives_what_came_until_then(pipe):
     result = handle.result()
     assert result.finish_reasons == ["cancelled"] and len(result.tokens[0]) == len(rest) + 1 < 64
     handle.cancel()
-    assert held_rows(pipe) == (0, 0, 0)
+    assert held_slots(pipe) == (0, 0, 0)
 
 
 def test_cancel_before_the_first_token(zoo, prompt_of):
@@ -123,10 +123,10 @@ def test_a_dropped_handle_cancels_its_request(pipe):
     pipe.submit("hello", max_new_tokens=64, ignore_eos=True)
     gc.collect()
     for _ in range(200):
-        if held_rows(pipe)[1] == 0:
+        if held_slots(pipe)[1] == 0:
             break
         time.sleep(0.01)
-    assert held_rows(pipe) == (0, 0, 0)
+    assert held_slots(pipe) == (0, 0, 0)
 
 
 def test_deadlines_end_with_their_reason(pipe):
@@ -154,7 +154,7 @@ def test_bad_options_of_submit(pipe, options, word):
     assert word in str(error.value) and "\n" not in str(error.value)
     with pytest.raises((GenerationConfigError, PromptError)):
         pipe.submit(["a", "b"])
-    assert held_rows(pipe) == (0, 0, 0)
+    assert held_slots(pipe) == (0, 0, 0)
 
 
 def test_a_full_queue_is_an_answer(zoo):
@@ -188,7 +188,7 @@ def test_a_failing_callback_ends_its_request_and_nobody_elses(pipe):
     with pytest.raises(ZeroDivisionError, match="mine"):
         bad.result()
     assert len(good.result().tokens[0]) == 8
-    assert held_rows(pipe) == (0, 0, 0)
+    assert held_slots(pipe) == (0, 0, 0)
 
 
 def test_a_slow_callback_holds_up_nobody(pipe):
@@ -233,7 +233,7 @@ def test_leaving_an_async_loop_cancels(pipe):
     assert asyncio.run(first())
     gc.collect()
     pipe.generate("hello", max_new_tokens=1)
-    assert held_rows(pipe) == (0, 0, 0)
+    assert held_slots(pipe) == (0, 0, 0)
 
 
 def test_a_chat_and_requests_beside_it(pipe):
@@ -250,10 +250,10 @@ def test_a_policy_of_the_users(zoo):
     class LastComeFirstServed:
         def plan(self, view):
             newest = max([*view.waiting, *view.prefilling], key=lambda request: request.arrival, default=None)
-            if newest is not None and view.free_rows > 200:
+            if newest is not None and view.free_slots > 200:
                 return Plan(prefill=((newest.id, min(16, newest.num_left)),))
-            resume = view.parked[: view.free_slots]
-            return Plan(decode=tuple(r.id for r in (*view.running, *resume)), resume=tuple(r.id for r in resume))
+            swap_in = view.swapped[: view.free_seqs]
+            return Plan(decode=tuple(r.id for r in (*view.running, *swap_in)), swap_in=tuple(r.id for r in swap_in))
 
     with (
         StaticLLMPipeline(zoo / "llama", "CPU", scheduler=LastComeFirstServed(), **SMALL) as pipe,
@@ -319,7 +319,7 @@ schedules = st.lists(
 @settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(schedules)
 def test_whoever_shares_the_steps_tokens_are_those_of_a_run_alone(pipe, solo_tokens, schedule):
-    """Ten or fewer requests with common prefixes on four slots, so that some are parked, some cancelled on the way."""
+    """Ten or fewer requests with common prefixes on four slots, so that some are swapped out, some cancelled on the way."""
     handles = []
     for which, count, cancel_after, pauses in schedule:
         prompt, answer = solo_tokens[which]
@@ -336,4 +336,4 @@ def test_whoever_shares_the_steps_tokens_are_those_of_a_run_alone(pipe, solo_tok
     for handle, answer, cancel_after in handles:
         tokens = handle.result().tokens[0]
         assert tokens == answer[: len(tokens)] and (cancel_after is not None or len(tokens) == len(answer))
-    assert held_rows(pipe) == (0, 0, 0)
+    assert held_slots(pipe) == (0, 0, 0)

@@ -9,7 +9,7 @@ import pytest
 from helpers import PROMPT, SHORT, tokens_of
 
 from staticllm import StaticLLMPipeline
-from staticllm.errors import ConfigError, DeviceError, SavedRowsError
+from staticllm.errors import ConfigError, DeviceError, SnapshotError
 from staticllm.pipelines.blobs.cache import BlobCache
 from staticllm.pipelines.model_loader import launch
 from staticllm.pipelines.model_loader import load as start
@@ -146,14 +146,14 @@ def test_config_and_row_type_are_those_of_what_serves(zoo, tmp_path, monkeypatch
     with StaticLLMPipeline(zoo / "llama", "TOASTER,CPU", **options) as pipe:
         assert pipe.config.programs == "auto" and pipe.config.kv_cache_precision is None
         tokens_of(pipe)
-        assert pipe.save_rows(tmp_path / "rows", np.array([PROMPT])) > 20
-        assert pipe.load_rows(tmp_path / "rows") > 20
+        assert pipe.save_snapshot(tmp_path / "rows", np.array([PROMPT])) > 20
+        assert pipe.load_snapshot(tmp_path / "rows") > 20
         gate.set()
         assert pipe.wait_until_complete(60)
         tokens_of(pipe)
         assert pipe.config.programs == "separate" and pipe.config.kv_cache_precision == "f16"
-        with pytest.raises(SavedRowsError, match=r"rows of another row type .f32, here f16"):
-            pipe.load_rows(tmp_path / "rows")
+        with pytest.raises(SnapshotError, match=r"rows of another row type .f32, here f16"):
+            pipe.load_snapshot(tmp_path / "rows")
 
 
 SINGLE = {**SHORT, "PROGRAMS": "single_row", "MAX_NUM_SEQS": 2}

@@ -71,4 +71,4 @@ def test_a_calibrated_device_knows_what_the_engine_measured():
         validation.serve(pipe, poisson(50, 3, Lengths.fixed(12, 4)), 0)
         model = validation.calibrate(pipe, burst(3, Lengths.fixed(12, 4)))
         assert model.known == pipe.engine.runner.costs.measured
-        assert model.kv_rows == pipe.engine.runner.cache.rows.max_rows
+        assert model.kv_slots == pipe.engine.runner.cache.slots.num_slots

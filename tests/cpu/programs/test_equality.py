@@ -43,15 +43,15 @@ def test_greedy_tokens_equal_the_stateful_models(name, mode, model_path, referen
 @pytest.mark.parametrize(
     "mode", ["separate", "shared", *(pytest.param(mode, marks=SLOW) for mode in ("phases", "single_row"))]
 )
-def test_small_chunks_and_capacities_change_no_token(mode, model_path, references, prompt_of):
-    """Chunks of 16, and generation that crosses two capacities."""
+def test_small_chunks_and_kv_lens_change_no_token(mode, model_path, references, prompt_of):
+    """Chunks of 16, and generation that crosses two KV lengths."""
     pipe = pipeline(
         model_path("qwen3"),
         mode,
         MAX_PROMPT_LEN=100,
         MIN_RESPONSE_LEN=28,
         PREFILL_ROWS=[16],
-        GENERATE_CAPACITIES=[48, 64, 128],
+        GENERATE_KV_LENS=[48, 64, 128],
     )
     prompt = prompt_of(40)
     assert tokens_of(pipe, prompt, 60) == references("qwen3").greedy(prompt, 60)
@@ -106,7 +106,7 @@ MEASURE_MEMORY = """
 import numpy as np, psutil
 from staticllm import StaticLLMPipeline, demo_model_path
 
-pipe = StaticLLMPipeline(demo_model_path(), "CPU", PARKED_ROWS=0)
+pipe = StaticLLMPipeline(demo_model_path(), "CPU", HOST_KV_SLOTS=0)
 arena = pipe.engine.runner.cache.arena
 for seed in range(8):
     prompt = np.random.default_rng(seed).integers(8, 1000, 1000)
@@ -122,7 +122,7 @@ def test_row_memory_is_allocated_once(model_path):
     lines = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
     assert len({(num_bytes, addresses) for _, num_bytes, addresses in lines}) == 1
     shape = StaticLLMPipeline(model_path("demo"))._shape
-    assert int(lines[0][1]) == shape.row_bytes * 4 * 1152
+    assert int(lines[0][1]) == shape.slot_bytes * 4 * 1152
     settled, last = int(lines[3][0]), int(lines[-1][0])
     assert last - settled < int(lines[0][1]) / 4, "the process grew while generating"
 

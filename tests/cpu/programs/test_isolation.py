@@ -22,7 +22,7 @@ def runner_of(path, mode, precision):
     config = StaticLLMConfig(
         max_prompt_len=200,
         min_response_len=56,
-        kv_rows=256,
+        kv_slots=256,
         programs=mode,
         device_properties={"INFERENCE_PRECISION_HINT": precision},
     )

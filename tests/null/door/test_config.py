@@ -19,7 +19,7 @@ def test_genai_names_and_typed_fields_are_the_same_thing():
         max_prompt_len=300, min_response_len=50, kv_cache_precision="f16", programs="shared",
         device_properties={"INFERENCE_PRECISION_HINT": "f32"}, prefill_config={"NUM_STREAMS": 1},
     )  # fmt: skip
-    assert config.capacity == 350
+    assert config.max_seq_len == 350
 
 
 @pytest.mark.parametrize("name", ["MAX_PROMPT_LEN", "MIN_RESPONSE_LEN"])
@@ -41,8 +41,8 @@ def test_lengths_are_whole_and_positive(name, value):
         ({"PREFILL_CONFIG": 5}, "must be a dict"),
         ({"PREFILL_ROWS": [16, 0]}, "PREFILL_ROWS=0: must be a whole number from 1"),
         ({"PREFILL_ROWS": [4096]}, "PREFILL_ROWS has 4096, more than MAX_PROMPT_LEN=1024"),
-        ({"GENERATE_CAPACITIES": [9999]}, "more than MAX_PROMPT_LEN"),
-        ({"GENERATE_CAPACITIES": []}, "is empty"),
+        ({"GENERATE_KV_LENS": [9999]}, "more than MAX_PROMPT_LEN"),
+        ({"GENERATE_KV_LENS": []}, "is empty"),
         ({"PREFILL_HINT": "FAST"}, "PREFILL_HINT='FAST': must be one of"),
         ({"ATTENTION_BACKEND": "x"}, "ATTENTION_BACKEND is not supported"),
         ({"BLOB_PATH": 5}, "BLOB_PATH=5: must be the path"),
@@ -60,7 +60,7 @@ def test_bad_properties_are_refused_in_one_line(properties, message):
 
 def test_hints_of_npuw_choose_ladders():
     assert read(PREFILL_HINT="STATIC", MAX_PROMPT_LEN=512).prefill_rows == (512,)
-    assert read(GENERATE_HINT="FAST_COMPILE").generate_capacities == (1152,)
+    assert read(GENERATE_HINT="FAST_COMPILE").generate_kv_lens == (1152,)
     assert read(PREFILL_HINT="DYNAMIC", GENERATE_HINT="BEST_PERF") == StaticLLMConfig()
 
 

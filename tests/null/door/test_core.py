@@ -13,7 +13,7 @@ def test_the_public_surface_is_closed():
         "BusyError", "ClosedError",
         "ConfigError", "DecodedResults", "DeviceError", "EncodedResults", "FinishReason", "GeneratedText",
         "GenerationConfigError", "ModelError", "NumericalError", "PerfMetrics", "ProgressEvent", "PromptError",
-        "PromptTooLongError", "SavedRowsError",
+        "PromptTooLongError", "SnapshotError",
         "StaticLLMConfig", "StaticLLMError", "StaticLLMPipeline", "UnsupportedModelError", "Variant",
         "demo_model_path",
     }  # fmt: skip

@@ -7,7 +7,7 @@ import warnings
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mailboxes import letters_of, reason_of
+from output_queues import outputs_of, reason_of
 from quick import examples
 
 from staticllm.core import MaskKind, Variant
@@ -30,22 +30,22 @@ MASKS = (MaskKind(), MaskKind(9))
 
 
 def change(view):
-    object.__setattr__(view, "free_rows", 1 << 20)
-    view.device.index._ladders.clear()
+    object.__setattr__(view, "free_slots", 1 << 20)
+    view.device.index._buckets.clear()
     return Plan(prefill=tuple((request.id, request.num_left) for request in view.requests))
 
 
 HOSTILE = {
     "raise": lambda view: 1 // 0,
     "endless": lambda view: Plan(decode=itertools.count()),
-    "nonsense": lambda view: Plan(decode=(-1,), evict=tuple(request.id for request in view.requests)),
+    "nonsense": lambda view: Plan(decode=(-1,), preempt=tuple(request.id for request in view.requests)),
     "change": change,
 }
 """What a policy may do that has gone mad: from then on ``fcfs`` plans."""
 
 
 class Disturbed:
-    """A shipped policy whose plans are now and then replaced: somebody is parked, evicted, or not decoded."""
+    """A shipped policy whose plans are now and then replaced: somebody is swapped out, preempted, or not decoded."""
 
     def __init__(self, name, moves):
         self.policy, self.moves, self.used = make_policy(name), list(moves), set()
@@ -55,7 +55,7 @@ class Disturbed:
         move = self.moves.pop() if self.moves else None
         if move in HOSTILE:
             return HOSTILE[move](view)
-        if move is None or plan.park or plan.evict or plan.resume or not plan.decode:
+        if move is None or plan.swap_out or plan.preempt or plan.swap_in or not plan.decode:
             return plan
         victim, *others = sorted(plan.decode)
         if not others and not plan.prefill:
@@ -63,10 +63,10 @@ class Disturbed:
         self.used.add(move)
         if move == "skip":
             return Plan(decode=tuple(others), prefill=plan.prefill)
-        rows = next(request.num_rows for request in view.running if request.id == victim)
-        if move == "park" and rows <= view.free_parked_rows:
-            return Plan(decode=tuple(others), prefill=plan.prefill, park=(victim,))
-        return Plan(decode=tuple(others), prefill=plan.prefill, evict=(victim,))
+        rows = next(request.num_computed for request in view.running if request.id == victim)
+        if move == "swap_out" and rows <= view.free_host_slots:
+            return Plan(decode=tuple(others), prefill=plan.prefill, swap_out=(victim,))
+        return Plan(decode=tuple(others), prefill=plan.prefill, preempt=(victim,))
 
 
 prompts = st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(1, 12), st.integers(0, 40))
@@ -75,9 +75,9 @@ schedules = st.fixed_dictionaries(
         "policy": st.sampled_from(sorted(POLICIES)),
         "prompts": st.lists(prompts, min_size=1, max_size=9),
         "cancels": st.sets(st.tuples(st.integers(0, 8), st.integers(0, 60)), max_size=4),
-        "moves": st.lists(st.sampled_from(["park", "evict", "skip", None, None, *HOSTILE]), max_size=12),
+        "moves": st.lists(st.sampled_from(["swap_out", "preempt", "skip", None, None, *HOSTILE]), max_size=12),
         "slots": st.integers(1, 4),
-        "parked_rows": st.sampled_from([0, 40, 256]),
+        "host_kv_slots": st.sampled_from([0, 40, 256]),
         "kind": st.sampled_from(["packed", "in turns", "recurrent"]),
         "poisoned": st.sets(st.integers(0, 8), max_size=2),
         "compiled": st.none() | st.permutations(range(len(FAKE_VARIANTS))),
@@ -108,7 +108,7 @@ class Schedule:
 
     def check(self, is_recurrent):
         for request, prompt in zip(self.requests, self.prompts, strict=True):
-            *tokens, end = letters_of(request)
+            *tokens, end = outputs_of(request)
             if POISON in prompt:
                 assert not tokens and (isinstance(end.error, NumericalError) or end.reason == "cancelled")
                 continue
@@ -128,7 +128,7 @@ def test_any_schedule_gives_everybody_their_own_answer(schedule):
         Disturbed(schedule["policy"], schedule["moves"]),
         schedule["slots"],
         variants,
-        parked_rows=schedule["parked_rows"],
+        host_kv_slots=schedule["host_kv_slots"],
         masks=MASKS,
         is_recurrent=is_recurrent,
         is_staged=schedule["compiled"] is not None,
@@ -151,9 +151,9 @@ def test_any_schedule_gives_everybody_their_own_answer(schedule):
 
 
 SEPARATE = (
-    *(Variant(1, capacity) for capacity in (32, 64, 128)),
-    *(Variant(rows, capacity, 4) for rows in (4, 16) for capacity in (32, 64, 128)),
-    *(Variant(8, capacity) for capacity in (0, 128)),
+    *(Variant(1, kv_len) for kv_len in (32, 64, 128)),
+    *(Variant(rows, kv_len, 4) for rows in (4, 16) for kv_len in (32, 64, 128)),
+    *(Variant(8, kv_len) for kv_len in (0, 128)),
 )
 
 
@@ -203,7 +203,7 @@ def test_cancellation_between_the_chunks_of_a_prompt():
     request = fake_request(range(60), 5)
     engine.enqueue([request])
     engine.step()
-    assert engine.tenancy.book[request.id].state == "prefilling"
+    assert engine.kv_manager.table[request.id].state == "prefilling"
     request.is_cancelled = True
     engine.step()
     assert reason_of(request) == "cancelled" and not request.num_generated
@@ -282,21 +282,23 @@ def test_requests_that_wait_for_a_switch_may_leave():
         engine.submit(request)
     cancelled.is_cancelled = True
     engine.step()
-    assert (reason_of(cancelled), reason_of(late)) == ("cancelled", "deadline") and running.mailbox.get(0) is not None
+    assert (reason_of(cancelled), reason_of(late)) == ("cancelled", "deadline") and running.output_queue.get(
+        0
+    ) is not None
     run_to_end(engine, [])
     assert waiting.tokens == fake_answer([6], 4)
 
 
-@pytest.mark.parametrize("slots_taken", [0, 1])
-def test_a_full_prompt_that_was_set_aside_goes_on_by_its_rule(slots_taken):
+@pytest.mark.parametrize("num_running", [0, 1])
+def test_a_full_prompt_that_was_set_aside_goes_on_by_its_rule(num_running):
     variants = (
         *FAKE_VARIANTS,
-        *(Variant(64, capacity) for capacity in (0, 64, 128)),
+        *(Variant(64, kv_len) for kv_len in (0, 64, 128)),
         Variant(1, 256),
         Variant(64, 256),
     )
-    engine = fake_engine(make_policy("prefill_first"), 1, variants, capacity=64, parked_rows=512)
-    engine.enqueue([fake_request([1, 2, 3], 30) for _ in range(slots_taken)])
+    engine = fake_engine(make_policy("prefill_first"), 1, variants, max_seq_len=64, host_kv_slots=512)
+    engine.enqueue([fake_request([1, 2, 3], 30) for _ in range(num_running)])
     for _ in range(4):
         engine.step()
     request = fake_request(range(64), 10, overflow="shift")
@@ -327,9 +329,9 @@ def test_closing_without_draining_cancels():
     engine = fake_engine(make_policy("dynamic"))
     request = fake_request([1, 2], 50)
     engine.submit(request)
-    first = request.mailbox.get(5)
+    first = request.output_queue.get(5)
     engine.close()
-    rest = letters_of(request)
+    rest = outputs_of(request)
     assert isinstance(first, Token) and isinstance(rest[-1], End) and rest[-1].reason in ("cancelled", "length")
     assert_empty(engine)
 
@@ -347,7 +349,7 @@ def test_an_errand_runs_between_steps_and_its_failure_is_the_callers():
 
 @pytest.mark.parametrize(("rule", "head"), [("shift", 4), ("truncate_middle", 8)])
 def test_a_conversation_that_fills_its_rows_goes_on_with_what_the_rule_keeps(rule, head):
-    engine = fake_engine(make_policy("dynamic"), capacity=64)
+    engine = fake_engine(make_policy("dynamic"), max_seq_len=64)
     request, other = fake_request(range(40), 60, overflow=rule), fake_request(range(500, 510), 60)
     run_to_end(engine, [request, other])
     expected, produced = list(range(40)), []
@@ -356,7 +358,7 @@ def test_a_conversation_that_fills_its_rows_goes_on_with_what_the_rule_keeps(rul
         expected.append(produced[-1])
         if len(expected) > 64:
             expected = [*expected[:head], *expected[head - 32 :]]
-    tokens = [letter.id for letter in letters_of(request) if isinstance(letter, Token)]
+    tokens = [output.id for output in outputs_of(request) if isinstance(output, Token)]
     assert tokens == produced
-    assert len([x for x in letters_of(other) if isinstance(x, Token)]) == 55, "the rule of the other is to stop"
+    assert len([x for x in outputs_of(other) if isinstance(x, Token)]) == 55, "the rule of the other is to stop"
     assert_empty(engine)

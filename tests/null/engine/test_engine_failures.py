@@ -1,7 +1,7 @@
 """The engine over the fake device when something fails: it ends the request that it belongs to, and no other."""
 
 import pytest
-from mailboxes import letters_of
+from output_queues import outputs_of
 
 from staticllm.errors import DeviceError, NumericalError
 from staticllm.kvcache import cache as cache_module
@@ -18,7 +18,7 @@ def test_numbers_that_are_not_finite_end_one_request_only(name):
     engine.enqueue([*innocent[:3], guilty[0], *innocent[3:6], guilty[1], *innocent[6:]])
     run_to_end(engine, [])
     for request in guilty:
-        end = letters_of(request)[-1]
+        end = outputs_of(request)[-1]
         assert isinstance(end.error, NumericalError) and not request.num_generated
     for index, request in enumerate(innocent):
         assert request.tokens == fake_answer(range(20 * index, 20 * index + 5 + 3 * index), 9)
@@ -51,11 +51,11 @@ def test_rows_that_are_not_finite_are_never_kept(monkeypatch):
     request, other = fake_request([1, 2, 3], 5), fake_request([4, 5, 6], 5)
     monkeypatch.setattr(cache_module, "is_finite", lambda rows: not (rows[..., 0] == 2).any())
     run_to_end(engine, [request, other])
-    assert isinstance(letters_of(request)[-1].error, NumericalError)
+    assert isinstance(outputs_of(request)[-1].error, NumericalError)
     assert other.tokens == fake_answer([4, 5, 6], 5)
 
 
-@pytest.mark.parametrize("part", ["arena.write", "rows.allocate"])
+@pytest.mark.parametrize("part", ["arena.write", "slots.allocate"])
 def test_a_failure_inside_a_commit_recomputes_the_others(monkeypatch, part):
     engine = fake_engine(make_policy("fcfs"))
     first, second = fake_request([1, 2, 3], 12), fake_request(range(30, 60), 4)
@@ -73,7 +73,7 @@ def test_a_failure_inside_a_commit_recomputes_the_others(monkeypatch, part):
     engine.step()
     monkeypatch.undo()
     run_to_end(engine, [])
-    assert isinstance(letters_of(second)[-1].error, DeviceError)
+    assert isinstance(outputs_of(second)[-1].error, DeviceError)
     assert first.tokens == fake_answer([1, 2, 3], 12)
     assert_empty(engine)
 
@@ -89,7 +89,7 @@ def test_a_failing_device_fails_only_who_was_in_the_call(monkeypatch):
             monkeypatch.setattr(program, "run", lambda meanwhile: (_ for _ in ()).throw(RuntimeError("device lost\n")))
     engine.enqueue([arriving])
     run_to_end(engine, [])
-    assert str(letters_of(arriving)[-1].error) == "the device failed: device lost"
+    assert str(outputs_of(arriving)[-1].error) == "the device failed: device lost"
     assert running.tokens == fake_answer([1, 2, 3], 8)
 
 
@@ -104,10 +104,10 @@ def test_a_failure_outside_the_call_ends_everybody_and_the_engine_goes_on(monkey
     def fail(*_):
         raise MemoryError("no memory for a copy")
 
-    monkeypatch.setattr(engine.tenancy.prefix, "keep", fail)
+    monkeypatch.setattr(engine.kv_manager.prefix, "keep", fail)
     engine.step()
     monkeypatch.undo()
-    assert {letters_of(request)[-1].reason for request in (first, second)} == {"error"}
+    assert {outputs_of(request)[-1].reason for request in (first, second)} == {"error"}
     third = fake_request([1, 2, 3], 5)
     run_to_end(engine, [third])
     assert third.tokens == fake_answer([1, 2, 3], 5)
@@ -121,5 +121,5 @@ def test_a_failing_stop_string_check_ends_one_request_only():
     engine = fake_engine(make_policy("dynamic"))
     bad, good = fake_request([1, 2], 5, watch=watch), fake_request([3, 4], 5)
     run_to_end(engine, [bad, good])
-    assert isinstance(letters_of(bad)[-1].error, ValueError) and letters_of(good)[-1].reason == "length"
+    assert isinstance(outputs_of(bad)[-1].error, ValueError) and outputs_of(good)[-1].reason == "length"
     assert_empty(engine)

@@ -1,15 +1,15 @@
-"""Whose rows lie where: prefixes found again, conversations on their way to the shelf, prompts past the arena."""
+"""Whose rows lie where: prefixes found again, conversations on their way to the host pool, prompts past the arena."""
 
 from __future__ import annotations
 
 import time
 
 import pytest
-from mailboxes import reason_of
+from output_queues import reason_of
 
 from staticllm.core import Variant
 from staticllm.kvcache import prefix
-from staticllm.kvcache.cache import RowsCopy
+from staticllm.kvcache.cache import SequenceCopy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import FakeProgram, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
 
@@ -20,8 +20,8 @@ def test_a_prefix_is_stored_once_and_counted():
     engine.enqueue(requests)
     while not all(request.num_generated for request in requests):
         engine.step()
-    assert engine.runner.cache.rows.num_shared == 24
-    assert engine.runner.cache.rows.num_used < 24 + 3 * 31
+    assert engine.runner.cache.slots.num_shared == 24
+    assert engine.runner.cache.slots.num_used < 24 + 3 * 31
     assert [request.num_cached for request in requests] == [0, 24, 24]
     run_to_end(engine, [])
     assert [request.tokens for request in requests] == [fake_answer([*system, 500 + i], 30) for i in range(3)]
@@ -42,22 +42,24 @@ def test_a_conversation_is_found_again_after_others_came():
 @pytest.mark.parametrize("is_hurried", [False, True])
 def test_a_long_conversation_leaves_the_arena_piece_by_piece(monkeypatch, is_hurried):
     """Somebody decodes while it goes: between two calls a few rows are copied, unless somebody needs all of them."""
-    engine, pieces, advance = fake_engine(make_policy("fcfs"), max_num_seqs=2), [], RowsCopy.advance
+    engine, pieces, advance = fake_engine(make_policy("fcfs"), max_num_seqs=2), [], SequenceCopy.advance
     monkeypatch.setattr(prefix, "PIECE", 8)
-    monkeypatch.setattr(RowsCopy, "advance", lambda self, count: pieces.append(count) or advance(self, count))
+    monkeypatch.setattr(SequenceCopy, "advance", lambda self, count: pieces.append(count) or advance(self, count))
     long, reader = fake_request(range(48), 3), fake_request(range(200, 206), 30)
     expected = fake_answer(reader.tokens, 30)
     engine.enqueue([long, reader])
     while not pieces:
         engine.step()
-    tenancy, cache = engine.tenancy, engine.runner.cache
-    assert engine.is_idle is False and tenancy.prefix.idle_rows == 50 and tenancy.shelf.num_kept_rows == 0
+    kv_manager, cache = engine.kv_manager, engine.runner.cache
+    assert engine.is_idle is False and kv_manager.prefix.idle_slots == 50 and kv_manager.host_pool.num_kept_slots == 0
     if is_hurried:
-        tenancy.make_room(cache.max_rows - cache.rows.num_used + 1)
-        assert tenancy.prefix.idle_rows == 0 and cache.rows.num_used == len(reader.sequence)
+        kv_manager.make_room(cache.num_slots - cache.slots.num_used + 1)
+        assert kv_manager.prefix.idle_slots == 0 and cache.slots.num_used == len(reader.sequence)
     run_to_end(engine, [])
     assert (
-        reader.tokens == expected and pieces.count(8) == (1 if is_hurried else 7) and tenancy.shelf.num_kept_rows == 50
+        reader.tokens == expected
+        and pieces.count(8) == (1 if is_hurried else 7)
+        and kv_manager.host_pool.num_kept_slots == 50
     )
     again = fake_request([*long.tokens, 7, 8], 5)
     answer = fake_answer(again.tokens, 5)
@@ -67,7 +69,7 @@ def test_a_long_conversation_leaves_the_arena_piece_by_piece(monkeypatch, is_hur
 
 
 def test_copies_are_made_while_the_device_runs(monkeypatch):
-    running, copied, run, advance = [], [], FakeProgram.run, RowsCopy.advance
+    running, copied, run, advance = [], [], FakeProgram.run, SequenceCopy.advance
 
     def ran(self, meanwhile=None):
         def watched():
@@ -79,7 +81,9 @@ def test_copies_are_made_while_the_device_runs(monkeypatch):
 
     monkeypatch.setattr(prefix, "PIECE", 8)
     monkeypatch.setattr(FakeProgram, "run", ran)
-    monkeypatch.setattr(RowsCopy, "advance", lambda self, count: copied.append(bool(running)) or advance(self, count))
+    monkeypatch.setattr(
+        SequenceCopy, "advance", lambda self, count: copied.append(bool(running)) or advance(self, count)
+    )
     engine = fake_engine(make_policy("fcfs"), max_num_seqs=2)
     run_to_end(engine, [fake_request(range(48), 3), fake_request(range(200, 206), 30)])
     assert len(copied) == 8 and all(copied), "seven pieces, and to say that it is done"
@@ -92,10 +96,10 @@ def test_rows_that_cannot_be_given_back_are_not_lost(is_resting, monkeypatch):
     engine = fake_engine(make_policy("fcfs"), max_num_seqs=2)
     first, second = fake_request(range(40), 3), fake_request(range(200, 206), 3 if is_resting else 30)
     engine.enqueue([first, second])
-    while not engine.tenancy.prefix.is_leaving:
+    while not engine.kv_manager.prefix.is_offloading:
         engine.step()
     assert engine.is_idle == is_resting
-    rows, free, failed = engine.runner.cache.rows, engine.runner.cache.rows.free, []
+    rows, free, failed = engine.runner.cache.slots, engine.runner.cache.slots.free, []
 
     def fail_once(given):
         if not failed:
@@ -109,7 +113,7 @@ def test_rows_that_cannot_be_given_back_are_not_lost(is_resting, monkeypatch):
     monkeypatch.undo()
     run_to_end(engine, [])
     assert reason_of(first) == "length" and reason_of(second) == ("length" if is_resting else "error")
-    assert engine.runner.cache.rows.num_used == engine.tenancy.prefix.idle_rows == 0
+    assert engine.runner.cache.slots.num_used == engine.kv_manager.prefix.idle_slots == 0
     again = fake_request(range(30), 5)
     expected = fake_answer(again.tokens, 5)
     run_to_end(engine, [again])
@@ -124,9 +128,12 @@ def test_an_engine_that_rests_tidies_up(monkeypatch):
     for request in requests:
         engine.submit(request)
     until = time.monotonic() + 20
-    while engine.call(lambda: engine.tenancy.shelf.num_kept_rows) < 48 and time.monotonic() < until:
+    while engine.call(lambda: engine.kv_manager.host_pool.num_kept_slots) < 48 and time.monotonic() < until:
         time.sleep(0.005)
-    assert engine.call(lambda: (engine.tenancy.prefix.idle_rows, engine.tenancy.prefix.is_leaving)) == (24, False)
+    assert engine.call(lambda: (engine.kv_manager.prefix.idle_slots, engine.kv_manager.prefix.is_offloading)) == (
+        24,
+        False,
+    )
     engine.close()
 
 
@@ -139,8 +146,8 @@ def test_nobody_waits_for_a_copy_when_nobody_decodes(monkeypatch):
     engine.enqueue([request])
     engine.step()
     engine.step()
-    assert engine.tenancy.book[request.id].num_rows and engine.runner.cache.rows.num_used <= 30
-    assert engine.tenancy.shelf.num_kept_rows == 50 and not engine.tenancy.prefix.is_leaving
+    assert engine.kv_manager.table[request.id].num_computed and engine.runner.cache.slots.num_used <= 30
+    assert engine.kv_manager.host_pool.num_kept_slots == 50 and not engine.kv_manager.prefix.is_offloading
 
 
 def test_who_goes_on_with_a_conversation_that_is_leaving_shares_its_rows(monkeypatch):
@@ -149,13 +156,17 @@ def test_who_goes_on_with_a_conversation_that_is_leaving_shares_its_rows(monkeyp
     long, reader = fake_request(range(30), 3), fake_request(range(200, 206), 40)
     answers = [fake_answer(request.tokens, count) for request, count in ((long, 3), (reader, 40))]
     engine.enqueue([long, reader])
-    while not engine.tenancy.prefix.is_leaving:
+    while not engine.kv_manager.prefix.is_offloading:
         engine.step()
     again = fake_request([*long.tokens, 7, 8], 20)
     answers.append(fake_answer(again.tokens, 20))
     engine.enqueue([again])
     engine.step()
-    assert again.num_cached == 32 and engine.runner.cache.rows.num_shared == 32 and engine.tenancy.prefix.idle_rows == 0
+    assert (
+        again.num_cached == 32
+        and engine.runner.cache.slots.num_shared == 32
+        and engine.kv_manager.prefix.idle_slots == 0
+    )
     run_to_end(engine, [])
     assert [request.tokens for request in (long, reader, again)] == answers
     assert_empty(engine)
@@ -167,7 +178,7 @@ def test_a_prompt_without_a_slot_never_enters_the_arena(monkeypatch):
     engine.enqueue([first])
     while not first.num_generated:
         engine.step()
-    capacity, rows = engine.runner.cache.arena.capacity, engine.runner.cache.rows.num_used
+    kv_len, rows = engine.runner.cache.arena.stride, engine.runner.cache.slots.num_used
     waiting = [fake_request(range(20 * i, 20 * i + 14), 6) for i in range(3)]
     expected = [fake_answer(request.tokens, 6) for request in waiting]
     engine.enqueue(waiting)
@@ -176,8 +187,8 @@ def test_a_prompt_without_a_slot_never_enters_the_arena(monkeypatch):
         engine.step()
     monkeypatch.undo()
     cache = engine.runner.cache
-    assert cache.arena.capacity == capacity and cache.rows.num_used <= rows + first.num_generated
-    assert engine.tenancy.shelf.num_parked_rows == 3 * 14
+    assert cache.arena.stride == kv_len and cache.slots.num_used <= rows + first.num_generated
+    assert engine.kv_manager.host_pool.num_swapped_slots == 3 * 14
     run_to_end(engine, [])
     assert [request.tokens for request in waiting] == expected
     assert_empty(engine)

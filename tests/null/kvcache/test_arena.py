@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staticllm.core import RowState
+from staticllm.core import KVState
 from staticllm.kvcache.arena import Arena
 
-STATES = [RowState(0, "key", "a", 3, 4), RowState(0, "value", "b", 3, 4), RowState(1, "key", "c", 1, 6)]
+STATES = [KVState(0, "key", "a", 3, 4), KVState(0, "value", "b", 3, 4), KVState(1, "key", "c", 1, 6)]
 
 
 def presents(rng, count):
@@ -15,21 +15,21 @@ def presents(rng, count):
 
 
 @given(st.lists(st.sampled_from([8, 16, 24, 40]), min_size=1, max_size=8), st.integers(0, 8), st.integers(0, 99))
-def test_rows_survive_every_change_of_capacity(capacities, num_rows, seed):
+def test_rows_survive_every_change_of_stride(strides, num_rows, seed):
     arena, rng = Arena(STATES, 40), np.random.default_rng(seed)
-    arena.set_capacity(8, 0)
+    arena.set_stride(8, 0)
     new = presents(rng, num_rows)
     arena.write(slice(0, num_rows), new, slice(0, num_rows))
-    for capacity in capacities:
-        arena.set_capacity(capacity, num_rows)
+    for stride in strides:
+        arena.set_stride(stride, num_rows)
         for index, expected in enumerate([new[0][0], new[0][1], new[1][0]]):
-            assert np.array_equal(arena.state_view(index, capacity)[0, :, :num_rows], expected)
+            assert np.array_equal(arena.state_view(index, stride)[0, :, :num_rows], expected)
 
 
 def test_views_are_contiguous_and_start_at_one_address():
     arena = Arena(STATES, 40)
     for index in range(len(STATES)):
-        views = [arena.state_view(index, capacity) for capacity in (8, 24, 40)]
+        views = [arena.state_view(index, stride) for stride in (8, 24, 40)]
         assert all(view.flags.c_contiguous for view in views)
         assert len({view.ctypes.data for view in views}) == 1
 
@@ -43,9 +43,9 @@ def test_scattered_rows_are_written_where_they_belong():
 
 
 def test_memory_is_allocated_once():
-    arena = Arena([replace(state, row_type="f16") for state in STATES], 40)
+    arena = Arena([replace(state, kv_type="f16") for state in STATES], 40)
     assert arena.num_bytes == (2 * 3 * 4 + 6) * 40 * 2
     addresses = [group.storage.ctypes.data for group in arena.groups]
-    arena.set_capacity(8, 0)
-    arena.set_capacity(40, 8)
+    arena.set_stride(8, 0)
+    arena.set_stride(40, 8)
     assert addresses == [group.storage.ctypes.data for group in arena.groups]

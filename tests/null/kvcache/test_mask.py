@@ -15,12 +15,12 @@ SHAPE = fake_shape(KINDS)
 
 
 def plain_mask(step, kind):
-    rows, capacity = step.variant.rows, step.variant.capacity
-    seen = np.zeros((rows, capacity + rows), bool)
-    seen[np.arange(rows), capacity + np.arange(rows)] = True
+    rows, kv_len = step.variant.rows, step.variant.kv_len
+    seen = np.zeros((rows, kv_len + rows), bool)
+    seen[np.arange(rows), kv_len + np.arange(rows)] = True
     for start, segment in step.placed():
         past = len(segment.sequence)
-        columns = [*segment.sequence.rows.tolist(), *(capacity + start + i for i in range(len(segment.tokens)))]
+        columns = [*segment.sequence.slots.tolist(), *(kv_len + start + i for i in range(len(segment.tokens)))]
         for i in range(len(segment.tokens)):
             for position, column in enumerate(columns):
                 in_window = kind.window is None or position > past + i - kind.window
@@ -61,11 +61,11 @@ def test_every_step_of_any_history_has_the_plain_mask(history):
             sequences[which] = cache.open()
             continue
         count = 1 if move == "decode" else size
-        if cache.rows.num_free < count:
+        if cache.slots.num_free < count:
             continue
-        high = cache.rows.high_row
-        capacity = cache.capacity_for(high) if move == "decode" else (32 if high else 0)
-        variant = Variant(1, capacity) if move == "decode" else Variant(8, capacity)
+        high = cache.slots.high_slot
+        kv_len = cache.kv_len_for(high) if move == "decode" else (32 if high else 0)
+        variant = Variant(1, kv_len) if move == "decode" else Variant(8, kv_len)
         step = Step(variant, (Segment(sequence, np.arange(count)),))
         check(cache, step, buffers[variant])
         cache.commit(step, buffers[variant])

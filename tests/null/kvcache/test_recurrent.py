@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staticllm.core import Variant
-from staticllm.kvcache.cache import StoredRows
-from staticllm.kvcache.host_pool import Shelf
+from staticllm.kvcache.cache import StoredSequence
+from staticllm.kvcache.host_pool import HostPool
 from staticllm.kvcache.snapshot import load, save
 from staticllm.pipelines.engine.overflow import shorten
 from staticllm.pipelines.scheduling.planner import make_policy
@@ -22,7 +22,7 @@ from staticllm.testing import (
     run_to_end,
 )
 
-VARIANTS = [Variant(rows, capacity) for rows in (1, 4, 16) for capacity in (0, 16, 64) if rows > 1 or capacity]
+VARIANTS = [Variant(rows, kv_len) for rows in (1, 4, 16) for kv_len in (0, 16, 64) if rows > 1 or kv_len]
 ALONE = [variant for variant in FAKE_VARIANTS if variant.sequences == 1]
 
 
@@ -44,7 +44,7 @@ def test_prompts_run_in_calls_without_idle_rows(length, count):
 
 
 moves = st.lists(
-    st.tuples(st.sampled_from(["run", "fork", "close", "park"]), st.integers(0, 3), st.integers(1, 6)), max_size=30
+    st.tuples(st.sampled_from(["run", "fork", "close", "swap_out"]), st.integers(0, 3), st.integers(1, 6)), max_size=30
 )
 
 
@@ -55,14 +55,14 @@ def test_whoever_moves_takes_their_states_along(schedule):
     sequences = [cache.open() for _ in range(4)]
     for move, index, number in schedule:
         sequence = sequences[index]
-        if move == "run" and cache.rows.num_free >= number:
+        if move == "run" and cache.slots.num_free >= number:
             said(runner.prefill(sequence, range(7 * index, 7 * index + number)), sequence)
         elif move == "fork" and number % 4 != index:
             cache.close(sequence)
             sequences[index] = cache.fork(sequences[number % 4], len(sequences[number % 4]))
         elif move == "close":
             cache.close(sequence)
-        elif move == "park" and len(sequence):
+        elif move == "swap_out" and len(sequence):
             stored = cache.copy_out(sequence)
             cache.close(sequence)
             sequences[index] = cache.bring_back(stored, len(stored.tokens))
@@ -73,7 +73,7 @@ def test_a_cut_forgets_everything():
     sequence = runner.cache.open()
     runner.prefill(sequence, range(20))
     runner.cache.cut(sequence, 10)
-    assert len(sequence) == 0 and runner.cache.rows.num_used == 0
+    assert len(sequence) == 0 and runner.cache.slots.num_used == 0
     said(runner.prefill(sequence, range(5)), sequence)
 
 
@@ -116,18 +116,18 @@ def test_saved_rows_hold_the_states(tmp_path):
     engine = new_engine()
     first = fake_request(range(20), 5)
     run_to_end(engine, [first])
-    save(engine.tenancy.prefix.find(first.tokens, []), tmp_path / "rows", {"model": "fake"})
+    save(engine.kv_manager.prefix.find(first.tokens, []), tmp_path / "rows", {"model": "fake"})
     stored = load(tmp_path / "rows", {"model": "fake"}, engine.runner.cache.layout, 100)
     assert len(stored.states) == 1 and stored.states[0].dtype == np.int64
     another = new_engine()
-    another.tenancy.prefix.restore(stored)
+    another.kv_manager.prefix.restore(stored)
     request = fake_request([*first.tokens, 7], 3)
     run_to_end(another, [request])
     assert request.num_cached == 24 and request.tokens == fake_answer([*first.tokens, 7], 3, is_recurrent=True)
 
 
 def test_a_conversation_that_fills_its_rows_goes_on():
-    engine = new_engine(capacity=32)
+    engine = new_engine(max_seq_len=32)
     request = fake_request(range(20), 40, overflow="shift")
     run_to_end(engine, [request])
     tokens = list(range(20))
@@ -150,11 +150,11 @@ def test_a_prefix_that_several_begin_with_stays():
 def test_states_count_on_the_shelf():
     """A hundred short conversations with large states must not fill the host's memory."""
     shape = fake_shape(is_recurrent=True)
-    assert shape.rows_of_states(64) == 1 and fake_shape().rows_of_states(64) == 0
-    shelf = Shelf(100, state_rows=30)
+    assert shape.slots_of_states(64) == 1 and fake_shape().slots_of_states(64) == 0
+    host_pool = HostPool(100, state_slots=30)
     for index in range(10):
-        shelf.keep(StoredRows((index,), (), (np.zeros((1, 1)),)))
-    assert shelf.num_kept_rows == 93 and shelf.free_rows == 70
+        host_pool.keep(StoredSequence((index,), (), (np.zeros((1, 1)),)))
+    assert host_pool.num_kept_slots == 93 and host_pool.free_slots == 70
 
 
 def test_a_prompt_is_remembered_without_its_answer():
@@ -162,7 +162,7 @@ def test_a_prompt_is_remembered_without_its_answer():
     engine = new_engine()
     first = fake_request(range(20), 5)
     run_to_end(engine, [first])
-    assert len(engine.tenancy.prefix.find(range(20), []).tokens) == 20
+    assert len(engine.kv_manager.prefix.find(range(20), []).tokens) == 20
     for rest in ([77, 78], [79]):
         again = fake_request([*range(20), *rest], 3)
         run_to_end(engine, [again])

@@ -3,12 +3,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staticllm.kvcache.slot_allocator import RowAllocator
+from staticllm.kvcache.slot_allocator import SlotAllocator
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=60))
 def test_no_row_is_handed_out_twice_and_none_is_lost(moves):
-    allocator, held = RowAllocator(32), []
+    allocator, held = SlotAllocator(32), []
     for is_allocation, count in moves:
         if is_allocation and count <= allocator.num_free:
             held.append(allocator.allocate(count))
@@ -17,11 +17,11 @@ def test_no_row_is_handed_out_twice_and_none_is_lost(moves):
         rows = np.concatenate([*held, np.empty(0, np.intp)])
         assert len(set(rows.tolist())) == len(rows) == allocator.num_used
         assert allocator.num_used + allocator.num_free == 32
-        assert allocator.high_row == (rows.max() + 1 if len(rows) else 0)
+        assert allocator.high_slot == (rows.max() + 1 if len(rows) else 0)
 
 
 def test_low_rows_go_first():
-    allocator = RowAllocator(8)
+    allocator = SlotAllocator(8)
     first, second = allocator.allocate(3), allocator.allocate(2)
     allocator.free(first)
     assert allocator.allocate(4).tolist() == [0, 1, 2, 5]
@@ -29,7 +29,7 @@ def test_low_rows_go_first():
 
 
 def test_freeing_twice_is_noticed():
-    allocator = RowAllocator(4)
+    allocator = SlotAllocator(4)
     rows = allocator.allocate(2)
     allocator.free(rows)
     with pytest.raises(AssertionError):
@@ -37,17 +37,17 @@ def test_freeing_twice_is_noticed():
 
 
 def test_a_shared_row_is_free_when_nobody_holds_it():
-    allocator = RowAllocator(4)
+    allocator = SlotAllocator(4)
     rows = allocator.allocate(3)
     allocator.share(rows[:2])
     allocator.free(rows)
-    assert allocator.num_used == 2 and allocator.high_row == 2
+    assert allocator.num_used == 2 and allocator.high_slot == 2
     allocator.free(rows[:2])
     assert allocator.num_used == 0
 
 
 def test_rows_that_only_some_hold():
-    rows = RowAllocator(16)
+    rows = SlotAllocator(16)
     mine, other, running = rows.allocate(4), rows.allocate(3), rows.allocate(2)
     rows.share(mine[:2])  # between two of those asked about
     rows.share(other[:1])  # with somebody else

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from quick import examples
 
 from staticllm.core import Variant
-from staticllm.errors import SavedRowsError
-from staticllm.kvcache.cache import StoredRows
+from staticllm.errors import SnapshotError
+from staticllm.kvcache.cache import StoredSequence
 from staticllm.kvcache.snapshot import MAGIC, load, save
 from staticllm.testing import VOCAB_SIZE, fake_runner
 
@@ -28,9 +28,9 @@ def cache():
 @pytest.fixture(scope="module")
 def stored(cache):
     rng = np.random.default_rng(0)
-    rows = tuple(rng.random(shape, np.float32).astype(dtype) for shape, dtype in cache.layout.rows(COUNT))
+    rows = tuple(rng.random(shape, np.float32).astype(dtype) for shape, dtype in cache.layout.kv_shapes(COUNT))
     states = tuple(np.full(shape, 7, dtype) for shape, dtype in cache.layout.states)
-    return StoredRows(tuple(range(5, 5 + COUNT)), rows, states)
+    return StoredSequence(tuple(range(5, 5 + COUNT)), rows, states)
 
 
 def read(path, cache, key=b"", most=64, identity=IDENTITY):
@@ -38,7 +38,7 @@ def read(path, cache, key=b"", most=64, identity=IDENTITY):
 
 
 def refused(path, cache, **options):
-    with pytest.raises(SavedRowsError) as error:
+    with pytest.raises(SnapshotError) as error:
         read(path, cache, **options)
     text = str(error.value)
     assert "\n" not in text and path.name in text
@@ -50,7 +50,7 @@ def test_what_was_saved_is_what_is_read(tmp_path, cache, stored):
         save(stored, tmp_path / "rows", IDENTITY, key)
         found = read(tmp_path / "rows", cache, key)
         assert found.tokens == stored.tokens and cache.layout.fits(found)
-        for mine, theirs in zip((*found.rows, *found.states), (*stored.rows, *stored.states), strict=True):
+        for mine, theirs in zip((*found.kv, *found.states), (*stored.kv, *stored.states), strict=True):
             assert np.array_equal(mine, theirs)
     assert [path.name for path in tmp_path.iterdir()] == ["rows"]
 
@@ -82,17 +82,17 @@ def test_any_bytes_are_refused(tmp_path, cache, data, is_framed):
 def test_right_digests_do_not_make_wrong_rows_right(tmp_path, cache, stored):
     """Whoever can compute a digest can write anything: shapes and numbers are checked too."""
     path = tmp_path / "rows"
-    narrow = tuple(rows[..., :1] for rows in stored.rows)
+    narrow = tuple(rows[..., :1] for rows in stored.kv)
     for wrong, words in [
-        (replace(stored, rows=narrow), "bytes of rows"),
-        (replace(stored, rows=stored.rows[:-1]), "bytes of rows"),
+        (replace(stored, kv=narrow), "bytes of rows"),
+        (replace(stored, kv=stored.kv[:-1]), "bytes of rows"),
         (replace(stored, states=()), "bytes of rows"),
         (replace(stored, tokens=tuple(range(COUNT + 1))), "bytes of rows"),
         (replace(stored, tokens=()), "0 rows"),
         (replace(stored, tokens=(*range(COUNT - 1), VOCAB_SIZE)), "beyond the vocabulary"),
         (replace(stored, tokens=(*range(COUNT - 1), -1)), "beyond the vocabulary"),
-        (replace(stored, rows=tuple(np.where(rows == rows.max(), np.nan, rows) for rows in stored.rows)), "not finite"),
-        (replace(stored, rows=tuple(np.full_like(rows, np.inf) for rows in stored.rows)), "not finite"),
+        (replace(stored, kv=tuple(np.where(rows == rows.max(), np.nan, rows) for rows in stored.kv)), "not finite"),
+        (replace(stored, kv=tuple(np.full_like(rows, np.inf) for rows in stored.kv)), "not finite"),
     ]:
         save(wrong, path, IDENTITY)
         assert words in refused(path, cache), words
@@ -103,7 +103,7 @@ def test_what_differs_is_named(tmp_path, cache, stored):
     save(stored, path, {**IDENTITY, "row type": "bf16"})
     assert "rows of another row type (bf16, here f32)" in refused(path, cache)
     save(stored, path, IDENTITY)
-    assert "PARKED_ROWS is 11" in refused(path, cache, most=COUNT - 1)
+    assert "HOST_KV_SLOTS is 11" in refused(path, cache, most=COUNT - 1)
 
 
 def test_a_key_keeps_others_out(tmp_path, cache, stored):
@@ -128,5 +128,5 @@ def test_what_is_no_ordinary_file_is_refused(tmp_path, cache):
 
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path, stored):
-    with pytest.raises(SavedRowsError, match="cannot be written"):
+    with pytest.raises(SnapshotError, match="cannot be written"):
         save(stored, tmp_path / "no" / "rows", IDENTITY)

@@ -1,4 +1,4 @@
-"""Traces: what the records say, as Chrome's events, as lanes, and read back from a file."""
+"""Traces: what the records say, as Chrome's events, as tracks, and read back from a file."""
 
 import json
 import warnings
@@ -11,7 +11,7 @@ from staticllm.core import FinishReason, Variant
 from staticllm.errors import ConfigError, StaticLLMError
 from staticllm.pipelines.profiling.chrome_trace import to_chrome
 from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
-from staticllm.pipelines.profiling.request_spans import lanes_of
+from staticllm.pipelines.profiling.request_spans import spans_of
 from staticllm.pipelines.profiling.trace import Trace, recording
 from staticllm.pipelines.scheduling.interface import Plan
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
@@ -28,8 +28,8 @@ def served(name="prefill_first", count=9, slots=3, new=7):
     return trace, requests
 
 
-def call(start, prefill=(), decode=(), parked=()):
-    return StepRecord(start, 0.5, Variant(16, 64, 6), decode, prefill, 3, 1, len(parked), len(decode), parked)
+def call(start, prefill=(), decode=(), swapped=()):
+    return StepRecord(start, 0.5, Variant(16, 64, 6), decode, prefill, 3, 1, len(swapped), len(decode), swapped)
 
 
 def slices(document, category):
@@ -40,14 +40,14 @@ def slices(document, category):
 def test_every_step_and_every_row_is_in_it(name):
     trace, requests = served(name)
     document = json.loads(json.dumps(to_chrome(trace.steps, trace.requests)))
-    calls, lanes = slices(document, "call"), slices(document, "lane")
+    calls, spans = slices(document, "call"), slices(document, "track")
     assert len(calls) == len(trace.steps) > 9
     for event in calls:
         args = event["args"]
         rows = sum(count for _, count in args["prefill"]) + len(args["decode"])
         assert rows > 0 and rows + args["padding"] == args["rows"]
     for request in requests:
-        mine = [event for event in lanes if event["tid"] == request.id]
+        mine = [event for event in spans if event["tid"] == request.id]
         rows = {
             kind: sum(e["args"].get("rows", 0) for e in mine if e["name"] == kind) for kind in ("prefill", "decode")
         }
@@ -65,7 +65,7 @@ def test_the_document_is_what_viewers_read():
         assert event["ph"] != "X" or (event["dur"] >= 0 and isinstance(event["tid"], int))
         assert event["ph"] != "C" or all(value >= 0 for value in event["args"].values())
     counters = {event["name"] for event in document["traceEvents"] if event["ph"] == "C"}
-    assert counters == {"rows in use", "running", "waiting", "parked"}
+    assert counters == {"rows in use", "running", "waiting", "swapped"}
     assert [e["name"] for e in slices(document, "end")] == ["length"] * len(requests)
     named = {e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"}
     assert named == {"calls", "host", *(f"request {request.id}" for request in requests)}
@@ -90,24 +90,24 @@ def test_a_file_says_the_same(tmp_path):
 
 
 def test_who_was_parked_and_when():
-    steps = [call(1, prefill=((7, 4),)), call(2, decode=(8,), parked=(7,)), call(3, decode=(8,), parked=(7,))]
-    steps += [call(4, decode=(7, 8)), call(5, decode=(8,), parked=(7,))]
+    steps = [call(1, prefill=((7, 4),)), call(2, decode=(8,), swapped=(7,)), call(3, decode=(8,), swapped=(7,))]
+    steps += [call(4, decode=(7, 8)), call(5, decode=(8,), swapped=(7,))]
     request = RequestRecord(7, 0.25, 1.0, (1.6,), 4, 0, FinishReason.CANCELLED, ended=5.25)
-    lanes = lanes_of(steps, [request])
-    assert [(span.kind, span.start, span.end) for span in lanes[7]] == [
-        ("queued", 0.25, 1), ("prefill", 1, 1.5), ("parked", 2, 4), ("decode", 4, 4.5), ("parked", 5, 5.25),
+    spans = spans_of(steps, [request])
+    assert [(span.kind, span.start, span.end) for span in spans[7]] == [
+        ("queued", 0.25, 1), ("prefill", 1, 1.5), ("swapped", 2, 4), ("decode", 4, 4.5), ("swapped", 5, 5.25),
     ]  # fmt: skip
-    assert [span.kind for span in lanes[8]] == ["decode"] * 4, "no record of its end: its steps are all that is known"
+    assert [span.kind for span in spans[8]] == ["decode"] * 4, "no record of its end: its steps are all that is known"
 
 
 def test_slices_of_one_track_lie_beside_or_within_each_other():
     """At moments that no float holds exactly: a viewer drops a slice that overlaps another by a rounding."""
-    steps = [call(0.1 * k, decode=(7,), parked=(8,)) for k in range(1, 40)]
+    steps = [call(0.1 * k, decode=(7,), swapped=(8,)) for k in range(1, 40)]
     steps = [StepRecord(s.start, 0.1, *list(vars(s).values())[2:]) for s in steps]
     requests = [RequestRecord(number, 0.03, 0.1, (0.2, 4.1), 4, 0, FinishReason.LENGTH, 4.1) for number in (7, 8)]
     document = to_chrome(steps, requests)
     for number in (7, 8):
-        mine = [e for c in ("request", "lane") for e in slices(document, c) if e["tid"] == number]
+        mine = [e for c in ("request", "track") for e in slices(document, c) if e["tid"] == number]
         whole, *inner = [(round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3)) for e in mine]
         assert whole[0] == inner[0][0] and inner[-1][1] <= whole[1]
         assert all(before[1] <= after[0] for before, after in pairwise(inner))
@@ -119,7 +119,7 @@ def test_a_request_that_never_ran_was_queued_until_its_end():
     request.is_cancelled = True
     with recording(engine.profiler) as trace:
         run_to_end(engine, [request])
-    ((span,),) = lanes_of(trace.steps, trace.requests).values()
+    ((span,),) = spans_of(trace.steps, trace.requests).values()
     assert span.kind == "queued" and span.end >= span.start == request.arrival
     assert slices(to_chrome(trace.steps, trace.requests), "end")[0]["name"] == "cancelled"
 
@@ -180,13 +180,13 @@ class Fickle:
     """Takes the rows of the only request away, once, after its second token."""
 
     def __init__(self):
-        self.has_evicted = False
+        self.has_preempted = False
 
     def plan(self, view):
-        if view.running and view.running[0].num_generated == 2 and not self.has_evicted:
-            self.has_evicted = True
+        if view.running and view.running[0].num_generated == 2 and not self.has_preempted:
+            self.has_preempted = True
             first, other = sorted((*view.running, *view.waiting), key=lambda request: request.id)
-            return Plan(evict=(first.id,), prefill=((other.id, other.num_left),))
+            return Plan(preempt=(first.id,), prefill=((other.id, other.num_left),))
         waiting = (*view.prefilling, *view.waiting)
         if waiting and not view.running:
             return Plan(prefill=((waiting[0].id, waiting[0].num_left),))
@@ -198,15 +198,15 @@ def test_who_was_evicted_waits_again():
     first, other = fake_request([1, 2, 3], 4), fake_request([7, 8], 2)
     with recording(engine.profiler) as trace:
         run_to_end(engine, [first, other])
-    assert first.tokens == fake_answer([1, 2, 3], 4) and engine.profiler.stats().num_evictions == 1
-    (step,) = [step for step in trace.steps if step.evicted]
-    spans = lanes_of(trace.steps, trace.requests)[first.id]
+    assert first.tokens == fake_answer([1, 2, 3], 4) and engine.profiler.stats().num_preemptions == 1
+    (step,) = [step for step in trace.steps if step.preempted]
+    spans = spans_of(trace.steps, trace.requests)[first.id]
     assert [span.kind for span in spans] == ["queued", "prefill", "decode", "queued", "prefill", "decode"]
     assert spans[3].start == step.start and spans[3].end == spans[4].start > step.start
     document = to_chrome(trace.steps, trace.requests)
-    (mark,) = slices(document, "evicted")
-    (event,) = [event for event in slices(document, "call") if event["args"]["evicted"] == [first.id]]
-    assert mark["tid"] == first.id and mark["ts"] == event["ts"] and step.evicted == (first.id,)
+    (mark,) = slices(document, "preempted")
+    (event,) = [event for event in slices(document, "call") if event["args"]["preempted"] == [first.id]]
+    assert mark["tid"] == first.id and mark["ts"] == event["ts"] and step.preempted == (first.id,)
 
 
 def test_a_call_that_failed_is_in_the_trace_and_not_in_the_sums(monkeypatch):
@@ -240,6 +240,6 @@ def test_who_runs_does_not_wait():
 def test_traces_of_the_first_schema_are_read(tmp_path):
     document = to_chrome(served()[0].steps, [])
     for event in slices(document, "call"):
-        del event["args"]["evicted"], event["args"]["failed"]
+        del event["args"]["preempted"], event["args"]["failed"]
     (tmp_path / "old.json").write_text(json.dumps(document))
-    assert not any(step.evicted or step.has_failed for step in Trace.load(tmp_path / "old.json").steps)
+    assert not any(step.preempted or step.has_failed for step in Trace.load(tmp_path / "old.json").steps)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from staticllm.core import Variant
-from staticllm.pipelines.programs.cost_model import CostTable
+from staticllm.pipelines.programs.cost_model import CostModel
 
 SIZES = [
     Variant(r, c, s) for r, s in ((1, 1), (4, 4), (16, 1), (64, 1), (64, 8), (256, 1)) for c in (0, 256, 1024, 4096)
@@ -12,21 +12,19 @@ SIZES = [
 
 
 def seconds(variant):
-    return (
-        2e-3 + variant.rows * 2e-5 + variant.rows * (variant.capacity + variant.rows) * 4e-8 + variant.capacity * 3e-7
-    )
+    return 2e-3 + variant.rows * 2e-5 + variant.rows * (variant.kv_len + variant.rows) * 4e-8 + variant.kv_len * 3e-7
 
 
 def test_what_was_never_measured_is_estimated_from_what_was():
-    rng, table = np.random.default_rng(0), CostTable()
-    for variant in (v for v in SIZES if v.capacity in (0, 1024)):
+    rng, table = np.random.default_rng(0), CostModel()
+    for variant in (v for v in SIZES if v.kv_len in (0, 1024)):
         table.update(variant, seconds(variant) * rng.uniform(0.95, 1.05))
     for variant in SIZES:
         assert table(variant) == pytest.approx(seconds(variant), rel=0.2)
 
 
 def test_a_few_measurements_give_the_scale():
-    table = CostTable()
+    table = CostModel()
     table.update(Variant(1, 256), 0.03)
     assert table(Variant(1, 256)) == 0.03
     assert 0.03 < table(Variant(64, 0)) < 0.5
@@ -34,14 +32,14 @@ def test_a_few_measurements_give_the_scale():
 
 
 def test_no_estimate_is_negative_whatever_was_measured():
-    table = CostTable()
+    table = CostModel()
     for variant in SIZES[::2]:
         table.update(variant, 1e-3 if variant.rows > 16 else 5e-2)
     assert all(table(variant) > 0 for variant in SIZES)
 
 
 def test_a_measurement_moves_a_cost_slowly_and_for_good():
-    table = CostTable({Variant(1, 256): 0.01})
+    table = CostModel({Variant(1, 256): 0.01})
     table.update(Variant(1, 256), 0.02)
     assert table(Variant(1, 256)) == pytest.approx(0.011)
     for _ in range(100):
@@ -50,7 +48,7 @@ def test_a_measurement_moves_a_cost_slowly_and_for_good():
 
 
 def test_a_slow_first_inference_is_not_believed_at_once():
-    table = CostTable({variant: seconds(variant) for variant in SIZES})
+    table = CostModel({variant: seconds(variant) for variant in SIZES})
     new = Variant(128, 256)
     table.update(new, 10 * seconds(new))
     assert table(new) < 6 * seconds(new)

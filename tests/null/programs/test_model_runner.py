@@ -1,4 +1,4 @@
-"""The runner over the fake device: whatever the chunks and capacities, the checksum of all visible rows must be right."""
+"""The runner over the fake device: whatever the chunks and KV lengths, the checksum of all visible rows must be right."""
 
 import pytest
 from hypothesis import given
@@ -25,7 +25,7 @@ def generate(runner, sequence, prompt, count):
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 996))
-def test_generation_crosses_chunks_and_capacities(length, count, first):
+def test_generation_crosses_chunks_and_kv_lens(length, count, first):
     runner = fake_runner(VARIANTS, MASKS)
     generate(runner, runner.cache.open(), [(first + 31 * i) % 997 for i in range(length)], count)
 
@@ -54,7 +54,7 @@ def test_a_new_conversation_moves_no_rows(monkeypatch):
 
 def test_no_copy_at_the_hand_over(monkeypatch):
     monkeypatch.setattr("staticllm.kvcache.arena._restride", lambda *_: pytest.fail("rows were moved"))
-    for length in (1, 3, 15):  # one chunk, and room for the next token in the same capacity
+    for length in (1, 3, 15):  # one chunk, and room for the next token in the same KV length
         runner = fake_runner(VARIANTS)
         sequence = runner.cache.open()
         runner.decode(sequence, int(runner.prefill(sequence, list(range(length))).argmax()))
@@ -68,7 +68,7 @@ def test_numbers_that_are_not_finite_are_refused_and_leave_no_row(monkeypatch):
     with pytest.raises(NumericalError, match="not finite"):
         runner.prefill(sequence, [1, 2, 3])
     monkeypatch.undo()
-    assert runner.cache.rows.num_used == 0
+    assert runner.cache.slots.num_used == 0
     assert int(runner.prefill(sequence, [1, 2, 3]).argmax()) == fake_next_token([1, 2, 3])
 
 
@@ -84,5 +84,5 @@ def test_an_interrupted_commit_is_undone_by_reset(monkeypatch):
         runner.prefill(sequence, [1, 2, 3])
     monkeypatch.undo()
     sequence = runner.reset()
-    assert runner.cache.rows.num_used == 0
+    assert runner.cache.slots.num_used == 0
     assert int(runner.prefill(sequence, [1, 2, 3]).argmax()) == fake_next_token([1, 2, 3])

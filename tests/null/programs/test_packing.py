@@ -42,14 +42,14 @@ def test_any_schedule_gives_every_sequence_its_own_answer(schedule):
             runner.cache.cut(sequences[move[1]], min(move[2], len(sequences[move[1]])))
         else:
             parts = dict(move[1])
-            if runner.cache.rows.num_free < sum(parts.values()):
+            if runner.cache.slots.num_free < sum(parts.values()):
                 continue
             segments = [Segment(sequences[i], np.arange(7 * i, 7 * i + count)) for i, count in parts.items()]
             for segment, logits in zip(segments, runner.step(segments), strict=True):
                 assert int(logits.argmax()) == fake_next_token(segment.sequence.tokens, MASKS)
     for sequence in sequences:
         runner.cache.close(sequence)
-    assert runner.cache.rows.num_used == 0
+    assert runner.cache.slots.num_used == 0
 
 
 def test_a_shared_prefix_is_stored_once():
@@ -57,12 +57,12 @@ def test_a_shared_prefix_is_stored_once():
     base = runner.cache.open()
     runner.prefill(base, list(range(10)))
     forks = [runner.cache.fork(base, 8) for _ in range(3)]
-    assert runner.cache.rows.num_used == 10
+    assert runner.cache.slots.num_used == 10
     runner.cache.close(base)
-    assert runner.cache.rows.num_used == 8, "what a fork still sees stays"
+    assert runner.cache.slots.num_used == 8, "what a fork still sees stays"
     for fork in forks:
         runner.cache.close(fork)
-    assert runner.cache.rows.num_used == 0
+    assert runner.cache.slots.num_used == 0
 
 
 def test_the_smallest_program_that_holds_the_step_runs():

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.programs.cost_model import CostTable
+from staticllm.pipelines.programs.cost_model import CostModel
 from staticllm.pipelines.programs.variants import VariantIndex, choose_variants, plan_chunks
 from staticllm.testing import fake_shape
 
@@ -18,10 +18,10 @@ def test_every_prompt_has_a_plan_that_fits(max_prompt_len, min_response_len, mod
     variants = choose_variants(config, mode)
     num_tokens = data.draw(st.integers(1, max_prompt_len))
     is_fresh = data.draw(st.booleans())
-    past = data.draw(st.integers(0, config.num_kv_rows(mode) - num_tokens))
+    past = data.draw(st.integers(0, config.num_kv_slots(mode) - num_tokens))
     done = 0
-    for variant, count in plan_chunks(VariantIndex(variants), CostTable(), num_tokens, past, is_fresh):
-        is_seen = variant.capacity >= past + done or (is_fresh and not done and not variant.capacity)
+    for variant, count in plan_chunks(VariantIndex(variants), CostModel(), num_tokens, past, is_fresh):
+        is_seen = variant.kv_len >= past + done or (is_fresh and not done and not variant.kv_len)
         assert variant in variants and 1 <= count <= variant.rows and is_seen
         done += count
     assert done == num_tokens
@@ -38,9 +38,9 @@ def test_default_ladders():
         *(f"generate[1x{c}]" for c in (256, 512, 1024, 1152)),
         *(f"prefill[{r}x{c}]" for r in (64, 1024) for c in (0, 1152)),
     ]
-    assert choose_variants(StaticLLMConfig(kv_rows=1152), "separate", fake_shape(is_packable=False)) == choose_variants(
-        alone, "separate"
-    ), "a model that cannot be packed has no packed programs"
+    assert choose_variants(
+        StaticLLMConfig(kv_slots=1152), "separate", fake_shape(is_packable=False)
+    ) == choose_variants(alone, "separate"), "a model that cannot be packed has no packed programs"
     shared = choose_variants(StaticLLMConfig(max_prompt_len=8192, min_response_len=128, max_num_seqs=12), "shared")
     assert sorted({(v.rows, v.sequences) for v in shared if v.phase == "generate"}) == [
         (1, 1),
@@ -51,12 +51,12 @@ def test_default_ladders():
     ]
     assert sorted({v.rows for v in shared if v.sequences == 1}) == [1, 16, 64, 256, 1024]
     assert sorted({v.sequences for v in shared if v.rows == 64}) == [1, 2, 4, 8, 16]
-    assert max(v.capacity for v in shared) == 4 * 8320 and 8320 in {v.capacity for v in shared}
-    assert min(v.capacity for v in shared if v.rows == 1024 and v.capacity) == 1024
+    assert max(v.kv_len for v in shared) == 4 * 8320 and 8320 in {v.kv_len for v in shared}
+    assert min(v.kv_len for v in shared if v.rows == 1024 and v.kv_len) == 1024
 
 
 def test_short_prompts_run_in_small_programs_and_long_ones_in_chunks():
-    index, costs = VariantIndex(choose_variants(StaticLLMConfig(max_num_seqs=1), "shared")), CostTable()
+    index, costs = VariantIndex(choose_variants(StaticLLMConfig(max_num_seqs=1), "shared")), CostModel()
     assert plan_chunks(index, costs, 5, 0, True) == [(Variant(16, 0), 5)]
     assert plan_chunks(index, costs, 10, 900) == [(Variant(16, 1024), 10)]
     assert plan_chunks(index, costs, 10, 900, True) == [(Variant(16, 0), 10)], "rows of others need not be seen"
@@ -86,17 +86,17 @@ def test_the_smallest_variant_that_holds_a_call():
 
 def test_ladders_of_the_user():
     config = StaticLLMConfig(
-        max_prompt_len=100, min_response_len=28, prefill_rows=(8, 100), generate_capacities=(64, 128), max_num_seqs=1
+        max_prompt_len=100, min_response_len=28, prefill_rows=(8, 100), generate_kv_lens=(64, 128), max_num_seqs=1
     )
     assert {str(v) for v in choose_variants(config, "separate")} == {
         "generate[1x64]", "generate[1x128]", "prefill[8x0]", "prefill[8x128]", "prefill[100x0]", "prefill[100x128]",
     }  # fmt: skip
     with pytest.raises(ConfigError, match="its last size must be"):
-        choose_variants(StaticLLMConfig(max_prompt_len=100, min_response_len=28, generate_capacities=(64,)), "shared")
-    with pytest.raises(ConfigError, match="PREFILL_CAPACITIES ends at 0"):
-        choose_variants(StaticLLMConfig(max_prompt_len=100, prefill_rows=(8,), prefill_capacities=(0,)), "shared")
+        choose_variants(StaticLLMConfig(max_prompt_len=100, min_response_len=28, generate_kv_lens=(64,)), "shared")
+    with pytest.raises(ConfigError, match="PREFILL_KV_LENS ends at 0"):
+        choose_variants(StaticLLMConfig(max_prompt_len=100, prefill_rows=(8,), prefill_kv_lens=(0,)), "shared")
 
 
 def test_a_prompt_has_a_plan_where_holes_below_the_highest_row_must_hold_it():
     index = VariantIndex([Variant(1, 64), Variant(16, 0), Variant(16, 64)])
-    assert sum(count for _, count in plan_chunks(index, CostTable(), 30, num_past=60)) == 30
+    assert sum(count for _, count in plan_chunks(index, CostModel(), 30, num_past=60)) == 30

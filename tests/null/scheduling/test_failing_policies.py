@@ -7,7 +7,7 @@ import warnings
 from dataclasses import replace
 
 import pytest
-from mailboxes import letters_of
+from output_queues import outputs_of
 
 from staticllm.errors import ConfigError, DeviceError
 from staticllm.pipelines.scheduling import planner as planner_module
@@ -66,9 +66,9 @@ class ChangesTheView:
     def plan(self, view):
         object.__setattr__(view, "running", ())
         for request in view.requests:
-            object.__setattr__(request, "num_rows", 1000)
+            object.__setattr__(request, "num_computed", 1000)
         view.device.index.sizes = ()
-        view.device.index._ladders.clear()
+        view.device.index._buckets.clear()
         return Plan()
 
 
@@ -138,7 +138,7 @@ def test_a_policy_that_could_not_plan_with_what_was_there_comes_back():
         def plan(self, view):
             self.num_plans += 1
             plan = make_policy("fcfs").plan(view)
-            return replace(plan, decode=tuple(r.id for r in view.running)) if plan.decode and not plan.resume else plan
+            return replace(plan, decode=tuple(r.id for r in view.running)) if plan.decode and not plan.swap_in else plan
 
     policy = AllTogether()
     engine = fake_engine(policy, 4, is_staged=True)
@@ -208,7 +208,7 @@ def test_a_request_that_no_program_can_run_ends_alone(monkeypatch):
     monkeypatch.setattr(planner_module, "check", refuses_the_first)
     with pytest.warns(RuntimeWarning):
         run_to_end(engine, [])
-    end = letters_of(stuck)[-1]
+    end = outputs_of(stuck)[-1]
     assert isinstance(end.error, DeviceError) and "no program can run request" in str(end.error)
     assert fine.tokens == fake_answer(range(50, 60), 4)
 

@@ -27,16 +27,16 @@ def seconds(variant):
 
 
 def a_view(**changes):
-    """1 waits, 2 prefills, 3 and 4 run, 5 is parked outside the arena."""
+    """1 waits, 2 prefills, 3 and 4 run, 5 is swapped out outside the arena."""
     view = View(
         now=100.0,
         waiting=(RequestView(1, "waiting", 99.0, 10),),
         prefilling=(RequestView(2, "prefilling", 98.0, 20, 16, 16),),
         running=tuple(RequestView(i, "running", 90.0 + i, 12, 11, 11, 3, 99.99) for i in (3, 4)),
-        parked=(RequestView(5, "parked", 97.0, 9, 8, 0, 1, 99.5, in_arena=False),),
+        swapped=(RequestView(5, "swapped", 97.0, 9, 8, 0, 1, 99.5, in_arena=False),),
         max_num_seqs=3,
-        free_rows=40,
-        free_parked_rows=50,
+        free_slots=40,
+        free_host_slots=50,
         device=Device(INDEX, seconds, 64),
     )
     return replace(view, **changes)
@@ -51,23 +51,23 @@ def a_view(**changes):
         ("known-requests", Plan(decode=(9,)), {}),
         ("known-requests", Plan(prefill=((9, 1),)), {}),
         ("named-once", Plan(decode=(3, 3)), {}),
-        ("resume-parked", Plan(decode=(3,), resume=(4,)), {}),
-        ("park-running", Plan(decode=(3,), park=(2,)), {}),
-        ("one-fate", Plan(decode=(3,), park=(4,), evict=(4,)), {}),
-        ("decode-has-slot", Plan(decode=(5,)), {}),
-        ("decode-has-slot", Plan(decode=(1,)), {}),
-        ("decode-has-slot", Plan(decode=(3,), park=(3,)), {}),
+        ("swap-in-swapped", Plan(decode=(3,), swap_in=(4,)), {}),
+        ("swap-out-running", Plan(decode=(3,), swap_out=(2,)), {}),
+        ("one-fate", Plan(decode=(3,), swap_out=(4,), preempt=(4,)), {}),
+        ("decode-running", Plan(decode=(5,)), {}),
+        ("decode-running", Plan(decode=(1,)), {}),
+        ("decode-running", Plan(decode=(3,), swap_out=(3,)), {}),
         ("prefill-unfinished", Plan(prefill=((3, 1),)), {}),
-        ("prefill-unfinished", Plan(prefill=((2, 1),), evict=(2,)), {}),
+        ("prefill-unfinished", Plan(prefill=((2, 1),), preempt=(2,)), {}),
         ("prefill-count", Plan(prefill=((2, 5),)), {}),
         ("prefill-count", Plan(prefill=((2, 0),)), {}),
         ("prefill-count", Plan(prefill=((2, 1.5),)), {}),
         ("runs-something", Plan(), {}),
-        ("runs-something", Plan(resume=(5,)), {}),
-        ("slots", Plan(decode=(3,), resume=(5,)), {"max_num_seqs": 2}),
-        ("rows", Plan(prefill=((1, 10),)), {"free_rows": 9}),
-        ("rows", Plan(decode=(3,), resume=(5,)), {"free_rows": 8}),
-        ("parked-rows", Plan(decode=(3,), park=(4,)), {"free_parked_rows": 10}),
+        ("runs-something", Plan(swap_in=(5,)), {}),
+        ("max-num-seqs", Plan(decode=(3,), swap_in=(5,)), {"max_num_seqs": 2}),
+        ("free-slots", Plan(prefill=((1, 10),)), {"free_slots": 9}),
+        ("free-slots", Plan(decode=(3,), swap_in=(5,)), {"free_slots": 8}),
+        ("host-slots", Plan(decode=(3,), swap_out=(4,)), {"free_host_slots": 10}),
         ("holds", Plan(decode=(3, 4), prefill=((1, 10), (2, 4))), {"device": Device(INDEX, seconds, 999)}),
     ],
 )
@@ -81,9 +81,9 @@ def test_every_rule_is_held(rule, plan, changes):
     "plan",
     [
         Plan(decode=(3, 4), prefill=((2, 4), (1, 10))),
-        Plan(decode=(3, 5), resume=(5,), park=(4,)),
-        Plan(prefill=((1, 1),), evict=(3, 4, 2, 5)),
-        Plan(decode=(5,), resume=(5,), evict=(3,)),
+        Plan(decode=(3, 5), swap_in=(5,), swap_out=(4,)),
+        Plan(prefill=((1, 1),), preempt=(3, 4, 2, 5)),
+        Plan(decode=(5,), swap_in=(5,), preempt=(3,)),
     ],
 )
 def test_legal_plans_pass(plan):
@@ -91,38 +91,38 @@ def test_legal_plans_pass(plan):
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-@pytest.mark.parametrize("free_rows", [0, 1, 2, 5, 40])
-@pytest.mark.parametrize("free_parked_rows", [0, 50])
+@pytest.mark.parametrize("free_slots", [0, 1, 2, 5, 40])
+@pytest.mark.parametrize("free_host_slots", [0, 50])
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("without", [(), ("running",), ("waiting", "prefilling"), ("running", "prefilling", "waiting")])
-def test_shipped_policies_break_no_rule_when_rows_run_short(name, free_rows, free_parked_rows, slots, without):
-    view = a_view(free_rows=free_rows, free_parked_rows=free_parked_rows, max_num_seqs=slots)
+def test_shipped_policies_break_no_rule_when_rows_run_short(name, free_slots, free_host_slots, slots, without):
+    view = a_view(free_slots=free_slots, free_host_slots=free_host_slots, max_num_seqs=slots)
     view = replace(replace(view, running=view.running[:slots]), **dict.fromkeys(without, ()))
     if not view.requests:
         return
-    held = sorted(request.own_rows for request in view.requests)[:-1]
-    if free_rows + sum(held) < 9:
-        view = replace(view, free_rows=9)  # one request alone never fills the arena
+    held = sorted(request.own_slots for request in view.requests)[:-1]
+    if free_slots + sum(held) < 9:
+        view = replace(view, free_slots=9)  # one request alone never fills the arena
     check(make_policy(name).plan(view), view)
 
 
 def test_a_policy_cannot_change_what_it_sees():
     view = a_view()
     with pytest.raises(AttributeError):
-        view.running[0].num_rows = 0
+        view.running[0].num_computed = 0
     with pytest.raises(AttributeError):
-        view.free_rows = 10_000
+        view.free_slots = 10_000
 
 
 # -- what they decide
 
 
 def test_fcfs_holds_a_slot_from_the_first_token_to_the_last():
-    view = a_view()  # two run, one prefills, one is parked: four hold three slots
+    view = a_view()  # two run, one prefills, one is swapped out: four hold three slots
     assert make_policy("fcfs").plan(view).prefill == ((2, 4),)
     busy = replace(view, prefilling=())
     plan = make_policy("fcfs").plan(busy)
-    assert plan.decode == (3, 4, 5) and plan.resume == (5,) and not plan.prefill
+    assert plan.decode == (3, 4, 5) and plan.swap_in == (5,) and not plan.prefill
 
 
 def test_prefill_first_lets_nobody_decode_before_prompts():
@@ -133,7 +133,7 @@ def test_prefill_first_lets_nobody_decode_before_prompts():
 def test_decode_first_uses_idle_rows_only():
     plan = make_policy("decode_first").plan(a_view(max_num_seqs=2, device=Device(INDEX, seconds, 40)))
     assert plan.decode == (3, 4) and not plan.prefill, "two rows decode in a call of two"
-    alone = make_policy("decode_first").plan(a_view(running=(), parked=()))
+    alone = make_policy("decode_first").plan(a_view(running=(), swapped=()))
     assert alone.prefill and not alone.decode
 
 
@@ -164,7 +164,7 @@ def test_dynamic_keeps_nobody_waiting_for_longer_than_the_target(tpot_ms, waited
     gap = {} if tpot_ms is None else {"tpot_ms": tpot_ms}
     if tpot_ms is None:
         device = replace(device, seconds=lambda variant: 0.01 if variant.rows <= 2 else 0.02)
-    plan = policy.plan(a_view(parked=(), running=running, device=device, **gap))
+    plan = policy.plan(a_view(swapped=(), running=running, device=device, **gap))
     assert bool(plan.prefill) is prefills
 
 
@@ -172,7 +172,7 @@ def test_dynamic_never_starves_prompts_of_a_target_that_no_call_keeps():
     device = Device(INDEX, slow_prompts, 64)
     policy, now, prefilled = make_policy("dynamic"), 100.0, 0.0
     for _ in range(200):
-        view = a_view(now=now, parked=(), device=device, tpot_ms=15, max_num_seqs=2)
+        view = a_view(now=now, swapped=(), device=device, tpot_ms=15, max_num_seqs=2)
         running = tuple(replace(request, last_token_time=now) for request in view.running)
         plan = policy.plan(replace(view, running=running))
         variant = device.call(plan.num_rows, plan.num_sequences)
@@ -183,7 +183,7 @@ def test_dynamic_never_starves_prompts_of_a_target_that_no_call_keeps():
 
 def test_dynamic_lets_short_prompts_wait_for_company_while_all_slots_are_taken():
     device = Device(INDEX, lambda variant: 0.02 if variant.rows > 2 else 0.01, 64)  # sixteen rows cost what four do
-    view = a_view(now=99.001, prefilling=(), parked=(), max_num_seqs=2, device=device)
+    view = a_view(now=99.001, prefilling=(), swapped=(), max_num_seqs=2, device=device)
     short = tuple(RequestView(10 + i, "waiting", 99.0, 4) for i in range(4))
     assert not make_policy("dynamic").plan(replace(view, waiting=short[:1])).prefill
     assert len(make_policy("dynamic").plan(replace(view, waiting=short)).prefill) == 4
@@ -197,11 +197,11 @@ def test_dynamic_fills_free_slots_before_a_step_that_would_leave_them_empty(slot
 
     def cost(variant):
         return (
-            variant.rows * 1e-3 if not variant.capacity else 0.01 if variant.rows <= 2 else 8e-3 + 0.9e-3 * variant.rows
+            variant.rows * 1e-3 if not variant.kv_len else 0.01 if variant.rows <= 2 else 8e-3 + 0.9e-3 * variant.rows
         )
 
     waiting = tuple(RequestView(10 + i, "waiting", 99.0, num_tokens) for i in range(4))
-    changes = {"waiting": waiting, "prefilling": (), "parked": (), "max_num_seqs": slots, "free_rows": 400}
+    changes = {"waiting": waiting, "prefilling": (), "swapped": (), "max_num_seqs": slots, "free_slots": 400}
     plan = make_policy("dynamic").plan(a_view(device=Device(INDEX, cost, 64), **changes))
     assert plan.prefill and (not plan.decode) is is_alone
 
@@ -212,13 +212,13 @@ def test_the_variant_of_a_plan_is_the_smallest():
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_nobody_begins_a_prompt_that_could_only_be_evicted(name):
-    """Few rows and a short shelf: every prompt runs once."""
-    engine = fake_engine(make_policy(name), 2, capacity=60, parked_rows=40)
+    """Few rows and a short host pool: every prompt runs once."""
+    engine = fake_engine(make_policy(name), 2, max_seq_len=60, host_kv_slots=40)
     requests = [fake_request(range(30 * i, 30 * i + 28), 24) for i in range(12)]
     run_to_end(engine, requests)
     stats = engine.profiler.stats()
     rows_run = stats.prefill_rows_per_second * stats.prefill_share * stats.device_seconds
-    assert rows_run == pytest.approx(12 * 28), "prompts were evicted and computed again"
+    assert rows_run == pytest.approx(12 * 28), "prompts were preempted and computed again"
 
 
 def test_the_policy_in_the_documentation_works(root):

@@ -47,10 +47,10 @@ def test_costs_that_were_saved_give_the_same_figures(tmp_path):
         (["--disaggregate", "3x1", "--devices", "2"], 2, "with --disaggregate leave it out"),
         (["--weights-ms", "-1"], 2, "--weights-ms -1: must be 0 or more"),
         (["--max-num-seqs", "0"], 2, "'--max-num-seqs': 0"),
-        (["--kv-rows", "3"], 1, "KV_ROWS=3: one sequence can have"),
+        (["--kv-slots", "3"], 1, "KV_SLOTS=3: one sequence can have"),
         (["--trace", "nowhere.csv"], 1, "nowhere.csv"),
         (["--flexnpu", "--validate"], 2, "give one of them"),
-        (["--disaggregate", "1x1", "--parked-rows", "4"], 1, "PARKED_ROWS is 4: raise it"),
+        (["--disaggregate", "1x1", "--host-kv-slots", "4"], 1, "HOST_KV_SLOTS is 4: raise it"),
     ],
 )
 def test_what_cannot_be_is_one_line(arguments, code, said):

@@ -17,10 +17,10 @@ def simulate(*arguments):
 def test_the_default_rate_leaves_the_devices_room():
     done = simulate()
     figures = json.loads(done.stdout)["fcfs"]
-    rate, capacity = re.match(
+    rate, served = re.match(
         r"([\d.]+) requests/s arrive, 60% of the ([\d.]+) that can be served\n", done.stderr
     ).groups()
-    assert float(rate) == pytest.approx(0.6 * float(capacity), rel=0.01)
+    assert float(rate) == pytest.approx(0.6 * float(served), rel=0.01)
     assert figures["ttft_ms"] < 1000, "nobody waits for a queue"
     fourfold = simulate("--devices", "4").stderr.split()[0]
     assert float(fourfold) > 2 * float(rate)

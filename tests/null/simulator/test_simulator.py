@@ -27,10 +27,10 @@ from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst, pois
 COSTS = AnalyticCosts(weights=0.020, row=0.0005, attention=1e-8, fixed=0.001)
 
 
-def model(slots=3, kv_rows=96, parked_rows=64, longest=48, host=None, mode="shared"):
+def model(slots=3, kv_slots=96, host_kv_slots=64, longest=48, host=None, mode="shared"):
     config = StaticLLMConfig(
-        max_prompt_len=longest // 2, min_response_len=longest // 2, max_num_seqs=slots, kv_rows=kv_rows,
-        parked_rows=parked_rows,
+        max_prompt_len=longest // 2, min_response_len=longest // 2, max_num_seqs=slots, kv_slots=kv_slots,
+        host_kv_slots=host_kv_slots,
     )  # fmt: skip
     return configured_model(config, mode, COSTS, host or HostCost())
 
@@ -43,10 +43,10 @@ requests = st.lists(
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", ["shared", "separate"])
 @settings(max_examples=12, deadline=None)
-@given(arrivals=requests, kv_rows=st.integers(48, 130), parked_rows=st.integers(0, 80), slots=st.integers(1, 4))
-def test_every_request_gets_its_tokens_and_every_plan_is_legal(policy, mode, arrivals, kv_rows, parked_rows, slots):
-    """Rows run short here, so that requests are parked and evicted. A plan that breaks a rule would warn."""
-    scenario = Scenario(model(slots, kv_rows, parked_rows, mode=mode), tuple(arrivals))
+@given(arrivals=requests, kv_slots=st.integers(48, 130), host_kv_slots=st.integers(0, 80), slots=st.integers(1, 4))
+def test_every_request_gets_its_tokens_and_every_plan_is_legal(policy, mode, arrivals, kv_slots, host_kv_slots, slots):
+    """Rows run short here, so that requests are swapped out and preempted. A plan that breaks a rule would warn."""
+    scenario = Scenario(model(slots, kv_slots, host_kv_slots, mode=mode), tuple(arrivals))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run = scenario.run(policy)
@@ -58,14 +58,14 @@ def test_every_request_gets_its_tokens_and_every_plan_is_legal(policy, mode, arr
     (steps,) = run.steps
     ends = [step.start + step.seconds for step in steps]
     assert all(end <= after.start + 1e-9 for end, after in zip(ends, steps[1:], strict=False)), "one call at a time"
-    assert all(step.rows_in_use <= kv_rows for step in steps)
+    assert all(step.slots_in_use <= kv_slots for step in steps)
 
 
 def test_a_device_that_is_empty_holds_no_rows():
-    pool = Pool(model(kv_rows=64, parked_rows=30), POLICIES["prefill_first"], 2)
+    pool = Pool(model(kv_slots=64, host_kv_slots=30), POLICIES["prefill_first"], 2)
     Cluster(pool).run(poisson(20, 40, Lengths((1, 24), (1, 24))))
     for device in pool.devices:
-        assert (device.rows_used, device.shelf_used, len(device.book), device.num_requests) == (0, 0, 0, 0)
+        assert (device.slots_used, device.host_slots_used, len(device.table), device.num_requests) == (0, 0, 0, 0)
 
 
 def single(seconds, output=1):
@@ -113,7 +113,7 @@ def test_disaggregation_is_as_fast_as_its_slower_side(decode_devices):
 
 
 def test_rows_travel_before_the_second_token():
-    link = Link(latency=0.5, row_bytes=1000, bandwidth=80_000)
+    link = Link(latency=0.5, slot_bytes=1000, bandwidth=80_000)
     run = Cluster(Pool(single(0.01, 5), Fcfs, 1), Pool(single(0.01, 5), Fcfs, 1), link).run(
         burst(1, Lengths.fixed(8, 5))
     )
@@ -192,8 +192,8 @@ def test_costs_survive_a_file(tmp_path):
         {},
         [1],
         [{"rows": 1}],
-        [{"rows": 1, "capacity": 0, "seconds": 1}],
-        [{"rows": 1, "capacity": 8, "seconds": 0}],
+        [{"rows": 1, "kv_len": 0, "seconds": 1}],
+        [{"rows": 1, "kv_len": 8, "seconds": 0}],
     ],
 )
 def test_bad_costs_are_refused(tmp_path, entries):

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staticllm.pipelines.engine.request import Token
-from staticllm.pipelines.text.detokenizer import TextStream
-from staticllm.pipelines.text.output_processor import Delivery
+from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
+from staticllm.pipelines.text.output_processor import OutputProcessor
 
 
 def decode(tokens):
@@ -14,7 +14,7 @@ def decode(tokens):
 
 
 def stream(text, **options):
-    pieces, reader = [], TextStream(decode, **options)
+    pieces, reader = [], IncrementalDetokenizer(decode, **options)
     for token in text.encode():
         pieces.append(reader.push(token))
         if reader.is_stopped:
@@ -47,13 +47,13 @@ def test_nothing_of_a_stop_string_is_ever_shown(text, stops, include):
 
 
 def test_a_possible_stop_is_held_back_and_released():
-    reader = TextStream(decode, ["STOP"])
+    reader = IncrementalDetokenizer(decode, ["STOP"])
     assert [reader.push(ord(c)) for c in "aSTx"] == ["a", "", "", "STx"]
     assert not reader.is_holding
 
 
 def test_bytes_that_are_no_text_are_shown_and_not_kept_for_ever():
-    reader = TextStream(decode)
+    reader = IncrementalDetokenizer(decode)
     pieces = [reader.push(0xFF) for _ in range(100)]
     assert len("".join(pieces)) >= 97 and len(reader._window) < 50
     assert "".join(pieces) + reader.finish() == "\ufffd" * 100
@@ -61,7 +61,7 @@ def test_bytes_that_are_no_text_are_shown_and_not_kept_for_ever():
 
 @given(st.binary(max_size=120))
 def test_any_bytes_add_up(data):
-    reader = TextStream(decode)
+    reader = IncrementalDetokenizer(decode)
     pieces = [reader.push(byte) for byte in data]
     assert "".join(pieces) + reader.finish() == decode(list(data)) == reader.text
 
@@ -74,7 +74,7 @@ def test_long_texts_are_decoded_in_a_window():
         longest = max(longest, len(tokens))
         return decode(tokens)
 
-    reader = TextStream(counting)
+    reader = IncrementalDetokenizer(counting)
     text = "".join(reader.push(token) for token in ("grüße " * 200).encode()) + reader.finish()
     assert text == "grüße " * 200 and longest < 50
 
@@ -86,9 +86,9 @@ def test_tokens_that_nobody_reads_as_text_are_not_decoded():
     options = SimpleNamespace(
         stop_strings=frozenset(), include_stop_str_in_output=False, stop_token_ids=frozenset(), echo=False
     )
-    silent = Delivery(refuse, options, [1], wants_text=False)
+    silent = OutputProcessor(refuse, options, [1], wants_text=False)
     assert [silent.push(Token(token, 0.0, 0.0, 0.0)).tokens for token in b"abc"] == [[97], [98], [99]]
-    late = Delivery(decode, options, [1], wants_text=False)
+    late = OutputProcessor(decode, options, [1], wants_text=False)
     late.push(Token(97, 0.0, 0.0, 0.0))
     late.wants_text = True
     assert late.push(Token(98, 0.0, 0.0, 0.0)).text == "ab", "who asks later misses nothing"
