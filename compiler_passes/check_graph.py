@@ -21,8 +21,8 @@ def verify_graph(graph: StepGraph, stage: str) -> None:
     for state in graph.ports:
         _require(state.past_name in inputs, stage, f"{state.past_name} has no input")
         _require(state.present_name in outputs, stage, f"{state.present_name} has no output")
-    if graph.row_states or graph.recurrent_states:
-        known = sum(not state.is_scale for state in graph.row_states) + len(graph.recurrent_states)
+    if graph.kv_states or graph.recurrent_states:
+        known = sum(not state.is_scale for state in graph.kv_states) + len(graph.recurrent_states)
         _require(known == len(graph.states), stage, "a lifted state is neither rows nor recurrent")
 
 

@@ -67,14 +67,14 @@ def key_of(output: ov.Output) -> Key:
     return output.get_node().get_instance_id(), output.get_index()
 
 
-def classify(model: ov.Model, sources: list[ov.Output], capacity: int) -> dict[Key, Seen]:
-    """What each of ``sources``, masks, does up to ``capacity`` past rows.
+def classify(model: ov.Model, sources: list[ov.Output], max_kv_len: int) -> dict[Key, Seen]:
+    """What each of ``sources``, masks, does up to ``max_kv_len`` past rows.
 
     Raises:
         UnsupportedModelError: names the mask that is nothing of what is known.
     """
     unique = {key_of(source): source for source in sources}
-    probes = [Probe(0, 7), Probe(3, 4), Probe(capacity, 5), Probe(capacity + 3, 1)]
+    probes = [Probe(0, 7), Probe(3, 4), Probe(max_kv_len, 5), Probe(max_kv_len + 3, 1)]
     evaluate = _evaluator(model, list(unique.values()))
     values, others = ([evaluate(probe, seed) for probe in probes] for seed in (0, 1))
     kinds = {}
@@ -82,12 +82,12 @@ def classify(model: ov.Model, sources: list[ov.Output], capacity: int) -> dict[K
         if any(not np.array_equal(one[index], other[index]) for one, other in zip(values, others, strict=True)):
             name = source.get_node().get_friendly_name()
             raise UnsupportedModelError(STAGE, f"the mask {name!r} depends on what the tokens or the rows hold")
-        found = classify_one(probes, [value[index] for value in values], _one_of(evaluate, index), capacity)
+        found = classify_one(probes, [value[index] for value in values], _one_of(evaluate, index), max_kv_len)
         if found is None:
             raise UnsupportedModelError(
                 STAGE,
                 f"the mask {source.get_node().get_friendly_name()!r} hides more than what lies before a first token, or has "
-                f"another bias than one of the distance or of the key (evaluated with up to {capacity} past tokens)",
+                f"another bias than one of the distance or of the key (evaluated with up to {max_kv_len} past tokens)",
             )
         kinds[key] = found
     return kinds
@@ -98,7 +98,7 @@ def _one_of(evaluate: Evaluate, index: int) -> Callable[[Probe], Mask]:
 
 
 def classify_one(
-    probes: list[Probe], masks: list[Mask], evaluate: Callable[[Probe], Mask], capacity: int
+    probes: list[Probe], masks: list[Mask], evaluate: Callable[[Probe], Mask], max_kv_len: int
 ) -> Seen | None:
     """What one mask does, from its values on the probes and others that are asked for; None if nothing fits."""
     window, slopes = _window_of(masks[2]), _slopes_of(masks[2])
@@ -106,7 +106,7 @@ def classify_one(
     if _all_as_expected(probes, masks, window, linear):
         return Seen(MaskKind(window), slopes)
     if slopes:
-        table = _bias_of_keys(evaluate(Probe(capacity, TABLE_STEP)), capacity + TABLE_STEP)
+        table = _bias_of_keys(evaluate(Probe(max_kv_len, TABLE_STEP)), max_kv_len + TABLE_STEP)
         if table is not None:
             biases = [
                 np.broadcast_to(table[:, None, : p.past + p.new], (len(table), p.new, p.past + p.new)) for p in probes
@@ -114,16 +114,16 @@ def classify_one(
             if _all_as_expected(probes, masks, window, biases):
                 return Seen(MaskKind(window), table=BiasTable(_digest(table), table))
         return None
-    first_seen = _first_seen(evaluate, capacity)
+    first_seen = _first_seen(evaluate, max_kv_len)
     if first_seen is None:
         return None
     return Seen(MaskKind(table=_digest(first_seen), first_seen=tuple(first_seen.tolist())))
 
 
-def _first_seen(evaluate: Callable[[Probe], Mask], capacity: int) -> NDArray[np.int64] | None:
-    """The first position that the tokens at 0 .. ``capacity`` see; None if one does not see all from there to itself."""
+def _first_seen(evaluate: Callable[[Probe], Mask], max_kv_len: int) -> NDArray[np.int64] | None:
+    """The first position that the tokens at 0 .. ``max_kv_len`` see; None if one does not see all from there to itself."""
     firsts = []
-    for past in range(0, capacity + 1, TABLE_STEP):
+    for past in range(0, max_kv_len + 1, TABLE_STEP):
         mask, total = evaluate(Probe(past, TABLE_STEP)), past + TABLE_STEP
         if mask.size % (TABLE_STEP * total):
             return None
@@ -136,7 +136,7 @@ def _first_seen(evaluate: Callable[[Probe], Mask], capacity: int) -> NDArray[np.
         if not is_plain or not np.array_equal(is_seen, expected):
             return None
         firsts.append(first)
-    return np.concatenate(firsts)[: capacity + 1]
+    return np.concatenate(firsts)[: max_kv_len + 1]
 
 
 def _bias_of_keys(mask: Mask, total: int) -> Mask | None:

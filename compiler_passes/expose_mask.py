@@ -2,7 +2,7 @@
 
 The mask of each attention is classified (``classify_mask.py``). Layers of one kind then share one input ``mask.<kind>`` of shape
 ``[1, 1, S, T+S]``, additive. Where what is seen gets a bias as well, it is rebuilt from the positions of keys and queries, two
-more inputs: arena rows lie in any order.
+more inputs: arena slots lie in any order.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, MaskKind
 from staticllm.errors import UnsupportedModelError
 
 
-def expose_mask(graph: StepGraph, capacity: int) -> None:
+def expose_mask(graph: StepGraph, max_kv_len: int) -> None:
     """Classify the mask of every layer and feed it from outside.
 
-    A window that is not shorter than ``capacity`` plus a few rows can never hide anything and counts as causal.
+    A window that is not shorter than ``max_kv_len`` plus a few rows can never hide anything and counts as causal.
     """
     attentions = find_attentions(graph.model)
     if not attentions:
@@ -33,7 +33,7 @@ def expose_mask(graph: StepGraph, capacity: int) -> None:
         return
     ports = [_mask_port(attention) for attention in attentions]
     sources = [port.get_source_output() for port in ports]
-    found = classify(graph.model, sources, capacity)
+    found = classify(graph.model, sources, max_kv_len)
     inputs: dict[MaskKind, ov.Node] = {}
     biased: dict[Seen, ov.Output] = {}
     for attention, port, source in zip(attentions, ports, sources, strict=True):

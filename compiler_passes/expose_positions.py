@@ -49,16 +49,16 @@ _KEEPS_POSITIONS = frozenset(
 Values = dict[int, NDArray[np.generic]]
 
 
-def expose_positions(graph: StepGraph, capacity: int) -> None:
+def expose_positions(graph: StepGraph, max_kv_len: int) -> None:
     """Feed positions from outside; refuse what else depends on how many rows there are.
 
     A position may also be counted for its number alone, the length of a table: that stays.
     """
     count = 0
-    if not graph.row_states:
+    if not graph.kv_states:
         _refuse_lengths(graph)
     elif varying := _varying(graph.model):
-        count = _redirect_positions(graph, varying, capacity)
+        count = _redirect_positions(graph, varying, max_kv_len)
         _refuse(_varying(graph.model))
     _drop_attention_mask(graph)
     graph.note(STAGE, f"{count} values computed from lengths were positions")
@@ -67,13 +67,13 @@ def expose_positions(graph: StepGraph, capacity: int) -> None:
         graph.note(STAGE, "positions are compared with each other: one sequence a call")
 
 
-def _redirect_positions(graph: StepGraph, nodes: list[ov.Node], capacity: int) -> int:
+def _redirect_positions(graph: StepGraph, nodes: list[ov.Node], max_kv_len: int) -> int:
     """Feed the positions that ``nodes`` are computed from; how many were found."""
     varying = {node.get_instance_id() for node in nodes}
     leading = {node.get_instance_id() for node in upstream(nodes)}
     found = [
         output
-        for output in _computed_positions(graph.model, capacity)
+        for output in _computed_positions(graph.model, max_kv_len)
         if output.get_node().get_instance_id() in leading
     ]
     for output in found:
@@ -131,10 +131,10 @@ def _like(output: ov.Output, position_ids: ov.Node) -> ov.Output:
     return ops.convert(shaped, output.get_element_type().get_type_name()).output(0)
 
 
-def _computed_positions(model: ov.Model, capacity: int) -> list[ov.Output]:
+def _computed_positions(model: ov.Model, max_kv_len: int) -> list[ov.Output]:
     """Outputs that equal the positions on every probe, and are not computed from others that do."""
     nodes = model.get_ordered_ops()
-    pasts = (3, 0, capacity)  # far as well: a clamp begins somewhere
+    pasts = (3, 0, max_kv_len)  # far as well: a clamp begins somewhere
     probes = [(past, new, _evaluate(model, past, new)) for past, new in zip(pasts, NEWS, strict=True)]
     matching: set[int] = set()
     first: list[ov.Output] = []
@@ -221,8 +221,8 @@ def _drop_attention_mask(graph: StepGraph) -> None:
         return
     if is_live(graph.model, parameter):
         length = _num_tokens(graph)
-        if graph.row_states:
-            past = graph.parameter(graph.row_states[0].past_name)
+        if graph.kv_states:
+            past = graph.parameter(graph.kv_states[0].past_name)
             length = ops.add(length, ops.gather(ops.shape_of(past), ops.constant([2]), ops.constant(0)))
         shape = ops.concat([ops.constant(np.array([1], np.int64)), length], 0)
         one = ops.constant(np.ones((), parameter.get_element_type().to_dtype()))

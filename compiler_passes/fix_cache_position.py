@@ -29,7 +29,7 @@ def fix_cache_position(graph: StepGraph) -> None:
         if reader.get_type_name() not in ("ShapeOf", "Clamp", "Minimum"):
             what = f"{reader.get_type_name()} {reader.get_friendly_name()!r}"
             raise UnsupportedModelError(STAGE, f"{what} reads {PORT} as something else than a place in a window")
-    if graph.row_states:
+    if graph.kv_states:
         raise UnsupportedModelError(STAGE, f"{PORT} beside keys and values is not understood")
     place = ops.constant(np.array([LAST_PLACE]), parameter.get_element_type())
     redirect(parameter.output(0), place.output(0))

@@ -15,13 +15,13 @@ Range = tuple[int, int]
 
 
 def fix_shapes(graph: StepGraph, variant: Variant) -> ov.Model:
-    """A copy of the model at exactly the sizes of ``variant``. With capacity 0 the past ports are gone."""
+    """A copy of the model at exactly the sizes of ``variant``. With KV length 0 the past ports are gone."""
     model = graph.model.clone()
-    if variant.capacity == 0:
+    if variant.kv_len == 0:
         _drop_past(model)
-    rows, capacity = (variant.rows, variant.rows), (variant.capacity, variant.capacity)
+    rows, kv_len = (variant.rows, variant.rows), (variant.kv_len, variant.kv_len)
     num_logits = (variant.sequences, variant.sequences)
-    model.reshape({port: _shape(port, rows, capacity, num_logits) for port in model.inputs})
+    model.reshape({port: _shape(port, rows, kv_len, num_logits) for port in model.inputs})
     return model
 
 
@@ -29,23 +29,23 @@ def bound_shapes(graph: StepGraph, variants: Sequence[Variant]) -> ov.Model:
     """A copy of the model whose dynamic dimensions are bounded by the largest of ``variants``."""
     model = graph.model.clone()
     rows = (min(v.rows for v in variants), max(v.rows for v in variants))
-    capacity = (min(v.capacity for v in variants), max(v.capacity for v in variants))
+    kv_len = (min(v.kv_len for v in variants), max(v.kv_len for v in variants))
     num_logits = (min(v.sequences for v in variants), max(v.sequences for v in variants))
-    model.reshape({port: _shape(port, rows, capacity, num_logits) for port in model.inputs})
+    model.reshape({port: _shape(port, rows, kv_len, num_logits) for port in model.inputs})
     return model
 
 
-def _shape(port: ov.Output, rows: Range, capacity: Range, num_logits: Range) -> ov.PartialShape:
+def _shape(port: ov.Output, rows: Range, kv_len: Range, num_logits: Range) -> ov.PartialShape:
     """The contract of the ports, by name: the names were given by the passes before."""
     name = port.get_any_name()
     shape = port.get_partial_shape()
     if name.startswith("past."):
-        shape[2] = ov.Dimension(*capacity)
+        shape[2] = ov.Dimension(*kv_len)
     elif name.startswith("mask."):
         shape[2] = ov.Dimension(*rows)
-        shape[3] = ov.Dimension(rows[0] + capacity[0], rows[1] + capacity[1])
+        shape[3] = ov.Dimension(rows[0] + kv_len[0], rows[1] + kv_len[1])
     elif name == KEY_POSITIONS:
-        shape[3] = ov.Dimension(rows[0] + capacity[0], rows[1] + capacity[1])
+        shape[3] = ov.Dimension(rows[0] + kv_len[0], rows[1] + kv_len[1])
     elif name == QUERY_POSITIONS:
         shape[2] = ov.Dimension(*rows)
     elif name.startswith("state."):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.core import MaskKind, RecurrentState, RowState
+from staticllm.core import KVState, MaskKind, RecurrentState
 
 _COMPRESSED = ("u8", "i8", "u4", "i4")
 _DECOMPRESSION = ("Convert", "Multiply", "Subtract", "Reshape")
@@ -33,7 +33,7 @@ class StepGraph:
 
     model: ov.Model
     states: list[LiftedState] = field(default_factory=list)
-    row_states: list[RowState] = field(default_factory=list)
+    kv_states: list[KVState] = field(default_factory=list)
     recurrent_states: list[RecurrentState] = field(default_factory=list)
     masks: list[MaskKind] = field(default_factory=list)
     layer_masks: list[str] = field(default_factory=list)  # label of each layer's mask
@@ -46,9 +46,9 @@ class StepGraph:
         self.notes.setdefault(stage, []).append(text)
 
     @property
-    def ports(self) -> list[RowState | RecurrentState]:
+    def ports(self) -> list[KVState | RecurrentState]:
         """Every state that goes in and comes out."""
-        return [*self.row_states, *self.recurrent_states]
+        return [*self.kv_states, *self.recurrent_states]
 
     def attentions(self) -> list[ov.Node]:
         """The attention nodes, in the order of their layers."""

@@ -14,7 +14,7 @@ import openvino as ov
 
 from staticllm.compiler_passes.attention import find_attentions
 from staticllm.compiler_passes.graph import LiftedState, StepGraph, consumers, through
-from staticllm.core import RecurrentState, RowState
+from staticllm.core import KVState, RecurrentState
 from staticllm.errors import UnsupportedModelError
 
 STAGE = "keep_new_rows"
@@ -40,14 +40,14 @@ def keep_new_rows(graph: StepGraph) -> None:
         shape = state.past.get_partial_shape()
         if shape[1].is_dynamic or shape[3].is_dynamic:
             raise UnsupportedModelError(STAGE, f"state {state.variable_id!r} has shape {shape}: heads must be known")
-        row_state = RowState(layer, role, state.variable_id, shape[1].get_length(), shape[3].get_length())
+        kv_state = KVState(layer, role, state.variable_id, shape[1].get_length(), shape[3].get_length())
         state.present.input(0).replace_source_output(concat.input_value(1))
-        _rename(state.past, row_state.past_name)
-        _rename(state.present, row_state.present_name)
-        graph.row_states.append(row_state)
-    graph.row_states.sort(key=lambda row_state: (row_state.layer, row_state.role))
+        _rename(state.past, kv_state.past_name)
+        _rename(state.present, kv_state.present_name)
+        graph.kv_states.append(kv_state)
+    graph.kv_states.sort(key=lambda kv_state: (kv_state.layer, kv_state.role))
     graph.model.validate_nodes_and_infer_types()
-    graph.note(STAGE, f"{len(graph.row_states)} results cut to their new rows, {len(attentions)} layers")
+    graph.note(STAGE, f"{len(graph.kv_states)} results cut to their new rows, {len(attentions)} layers")
     if graph.recurrent_states:
         graph.note(STAGE, f"{len(graph.recurrent_states)} recurrent states")
 

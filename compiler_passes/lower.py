@@ -20,17 +20,17 @@ from staticllm.compiler_passes.lift_state import lift_state
 from staticllm.compiler_passes.merge_projections import merge_projections
 from staticllm.compiler_passes.select_logits import select_logits
 from staticllm.compiler_passes.store_kv_as import store_kv_as
-from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, RowType, Variant
+from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, KVType, ModelShape, Variant
 from staticllm.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """What the passes must know: the largest capacity that will be asked for, the type of the rows, and whether small
+    """What the passes must know: the largest KV length that will be asked for, the type of the rows, and whether small
     projections are to be merged, which helps where each matrix costs time beside that of reading it."""
 
-    capacity: int
-    row_type: RowType = "f32"
+    max_kv_len: int
+    kv_type: KVType = "f32"
     merges_projections: bool = False
 
 
@@ -46,13 +46,13 @@ PASSES: tuple[Pass, ...] = (
     Pass("lift_state", lambda graph, options: lift_state(graph)),
     Pass("keep_new_rows", lambda graph, options: keep_new_rows(graph)),
     Pass("fix_cache_position", lambda graph, options: fix_cache_position(graph)),
-    Pass("expose_mask", lambda graph, options: expose_mask(graph, options.capacity)),
-    Pass("expose_positions", lambda graph, options: expose_positions(graph, options.capacity)),
+    Pass("expose_mask", lambda graph, options: expose_mask(graph, options.max_kv_len)),
+    Pass("expose_positions", lambda graph, options: expose_positions(graph, options.max_kv_len)),
     Pass("select_logits", lambda graph, options: select_logits(graph)),
     Pass("group_queries", lambda graph, options: group_queries(graph)),
     Pass("decompose_attention", lambda graph, options: decompose_attention(graph)),
     Pass("merge_projections", lambda graph, options: merge_projections(graph) if options.merges_projections else None),
-    Pass("store_kv_as", lambda graph, options: store_kv_as(graph, options.row_type)),
+    Pass("store_kv_as", lambda graph, options: store_kv_as(graph, options.kv_type)),
 )
 
 
@@ -68,7 +68,7 @@ class PassReport:
 
 @dataclass(frozen=True)
 class LoweredModel:
-    """A model after all passes but the last: any rows, any capacity. ``specialise`` and ``share`` finish it."""
+    """A model after all passes but the last: any rows, any KV length. ``specialise`` and ``share`` finish it."""
 
     graph: StepGraph
     shape: ModelShape
@@ -82,7 +82,7 @@ class LoweredModel:
         return model
 
     def share(self, variants: tuple[Variant, ...]) -> ov.Model:
-        """One program for all ``variants``, with bounded dynamic rows and capacity."""
+        """One program for all ``variants``, with bounded dynamic rows and KV length."""
         return bound_shapes(self.graph, variants)
 
 
@@ -120,7 +120,7 @@ def _shape_of(graph: StepGraph) -> ModelShape:
     copies = dims[0].get_length() if len(dims) == 3 else 1
     has_distances = graph.parameter(KEY_POSITIONS) is not None
     return ModelShape(
-        tuple(graph.row_states),
+        tuple(graph.kv_states),
         tuple(graph.masks),
         vocab.get_length(),
         len(dims),

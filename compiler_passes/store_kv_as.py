@@ -14,10 +14,10 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph import StepGraph, named_parameter, named_result, redirect
-from staticllm.core import RowState, RowType
+from staticllm.core import KVState, KVType
 
 STAGE = "store_kv_as"
-ELEMENT_TYPES: dict[RowType, ov.Type] = {
+ELEMENT_TYPES: dict[KVType, ov.Type] = {
     "f32": ov.Type.f32,
     "f16": ov.Type.f16,
     "bf16": ov.Type.bf16,
@@ -27,54 +27,54 @@ LEVELS = 255.0
 SMALLEST_SCALE = 1e-8  # of a row whose values are all the same
 
 
-def store_kv_as(graph: StepGraph, row_type: RowType) -> None:
-    """Make ``past.*`` and ``present.*`` ports hold ``row_type``; convert at the border."""
-    graph.row_states = [replace(state, row_type=row_type) for state in graph.row_states]
+def store_kv_as(graph: StepGraph, kv_type: KVType) -> None:
+    """Make ``past.*`` and ``present.*`` ports hold ``kv_type``; convert at the border."""
+    graph.kv_states = [replace(state, kv_type=kv_type) for state in graph.kv_states]
     scales = []
     changed = 0
-    for row_state in graph.row_states:
-        if row_type == "u8":
-            scales.append(_quantize(graph.model, row_state, _past(graph, row_state)))
+    for kv_state in graph.kv_states:
+        if kv_type == "u8":
+            scales.append(_quantize(graph.model, kv_state, _past(graph, kv_state)))
             changed += 1
         else:
-            changed += _convert(graph.model, row_state, _past(graph, row_state))
-    graph.row_states += scales
+            changed += _convert(graph.model, kv_state, _past(graph, kv_state))
+    graph.kv_states += scales
     graph.model.validate_nodes_and_infer_types()
-    graph.note(STAGE, f"rows are {row_type}, {changed} inputs converted")
+    graph.note(STAGE, f"rows are {kv_type}, {changed} inputs converted")
 
 
-def _past(graph: StepGraph, row_state: RowState) -> ov.Node:
-    past = graph.parameter(row_state.past_name)
+def _past(graph: StepGraph, kv_state: KVState) -> ov.Node:
+    past = graph.parameter(kv_state.past_name)
     assert past is not None
     return past
 
 
-def _convert(model: ov.Model, row_state: RowState, past: ov.Node) -> bool:
+def _convert(model: ov.Model, kv_state: KVState, past: ov.Node) -> bool:
     """Whether the past had another type."""
-    wanted = ELEMENT_TYPES[row_state.row_type]
-    present = model.output(row_state.present_name).get_node()
+    wanted = ELEMENT_TYPES[kv_state.kv_type]
+    present = model.output(kv_state.present_name).get_node()
     if present.get_element_type() != wanted:
         converted = ops.convert(present.input_value(0), wanted.get_type_name())
         present.input(0).replace_source_output(converted.output(0))
     if past.get_element_type() == wanted:
         return False
-    stored = named_parameter(row_state.past_name, past.get_partial_shape(), wanted)
+    stored = named_parameter(kv_state.past_name, past.get_partial_shape(), wanted)
     _swap(model, past, [stored], ops.convert(stored, past.get_element_type().get_type_name()))
     return True
 
 
-def _quantize(model: ov.Model, row_state: RowState, past: ov.Node) -> RowState:
+def _quantize(model: ov.Model, kv_state: KVState, past: ov.Node) -> KVState:
     """Rows become u8 between the smallest and the largest value of a head; the state of their scales is returned."""
-    scale_state = replace(row_state, head_dim=2, row_type="f32", is_scale=True)
+    scale_state = replace(kv_state, head_dim=2, kv_type="f32", is_scale=True)
     kind, shape = past.get_element_type().get_type_name(), past.get_partial_shape()
-    stored = named_parameter(row_state.past_name, shape, ov.Type.u8)
+    stored = named_parameter(kv_state.past_name, shape, ov.Type.u8)
     shape[3] = 2
     scales = named_parameter(scale_state.past_name, shape, ov.Type.f32)
     unit, lowest = (_column(scales, index) for index in (0, 1))
     values = ops.add(ops.multiply(ops.convert(stored, "f32"), unit), lowest)
     _swap(model, past, [stored, scales], ops.convert(values, kind))
 
-    present = model.output(row_state.present_name).get_node()
+    present = model.output(kv_state.present_name).get_node()
     new = ops.convert(present.input_value(0), "f32")
     axis = ops.constant(np.array([3]))
     bottom = ops.reduce_min(new, axis, keep_dims=True)

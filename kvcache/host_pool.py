@@ -1,4 +1,4 @@
-"""The shelf: rows outside the arena, in host memory. Those of parked requests, and of conversations that may go on."""
+"""The host pool: slots outside the arena, in host memory. Those of swapped out requests, and of conversations that may go on."""
 
 from __future__ import annotations
 
@@ -7,52 +7,52 @@ from collections.abc import Sequence as TokenList
 
 import numpy as np
 
-from staticllm.kvcache.cache import StoredRows
+from staticllm.kvcache.cache import StoredSequence
 from staticllm.kvcache.sequence import common_prefix
 
 
-class Shelf:
-    """At most ``max_rows`` rows. Parked ones stay until they are taken; kept conversations go, the oldest first.
+class HostPool:
+    """At most ``num_slots`` slots. Swapped ones stay until they are taken; kept conversations go, the oldest first.
 
-    ``state_rows``: the recurrent states of one conversation take as much memory as so many rows. Where there are any, a
+    ``state_slots``: the recurrent states of one conversation take as much memory as so many slots. Where there are any, a
     conversation can only be used as a whole.
     """
 
-    def __init__(self, max_rows: int, state_rows: int = 0) -> None:
-        self.max_rows, self._state_rows = max_rows, state_rows
-        self._parked: dict[int, StoredRows] = {}
-        self._kept: OrderedDict[tuple[int, ...], StoredRows] = OrderedDict()
-        self.num_parked_rows = 0
-        self.num_kept_rows = 0
+    def __init__(self, num_slots: int, state_slots: int = 0) -> None:
+        self.num_slots, self._state_slots = num_slots, state_slots
+        self._swapped: dict[int, StoredSequence] = {}
+        self._kept: OrderedDict[tuple[int, ...], StoredSequence] = OrderedDict()
+        self.num_swapped_slots = 0
+        self.num_kept_slots = 0
 
     @property
-    def free_rows(self) -> int:
-        """Rows that the next request to be parked can have; kept conversations make way."""
-        return max(0, self.max_rows - self.num_parked_rows - self._state_rows)
+    def free_slots(self) -> int:
+        """Rows that the next request to be swapped out can have; kept conversations make way."""
+        return max(0, self.num_slots - self.num_swapped_slots - self._state_slots)
 
-    def park(self, owner: int, stored: StoredRows) -> None:
-        """Hold the rows of a request. The caller has asked ``free_rows``."""
-        self.num_parked_rows += self._size(stored.tokens)
-        self._parked[owner] = stored
+    def swap_out(self, owner: int, stored: StoredSequence) -> None:
+        """Hold the slots of a request. The caller has asked ``free_slots``."""
+        self.num_swapped_slots += self._size(stored.tokens)
+        self._swapped[owner] = stored
         self._shrink()
 
-    def take(self, owner: int) -> StoredRows:
-        """The rows of a request, which leave the shelf."""
-        stored = self._parked.pop(owner)
-        self.num_parked_rows -= self._size(stored.tokens)
+    def take(self, owner: int) -> StoredSequence:
+        """The slots of a request, which leave the host pool."""
+        stored = self._swapped.pop(owner)
+        self.num_swapped_slots -= self._size(stored.tokens)
         return stored
 
-    def keep(self, stored: StoredRows) -> None:
+    def keep(self, stored: StoredSequence) -> None:
         """Hold a conversation for whoever goes on with it; what it begins with need not be held apart, if it can be cut."""
         begins = [old.tokens for old in self._kept.values() if common_prefix(old.ids, stored.ids) == len(old.tokens)]
         for tokens in begins:
-            if not self._state_rows or tokens == stored.tokens:
+            if not self._state_slots or tokens == stored.tokens:
                 self._drop(tokens)
         self._kept[stored.tokens] = stored
-        self.num_kept_rows += self._size(stored.tokens)
+        self.num_kept_slots += self._size(stored.tokens)
         self._shrink()
 
-    def longest(self, tokens: TokenList[int], is_whole: bool = False) -> tuple[StoredRows | None, int]:
+    def longest(self, tokens: TokenList[int], is_whole: bool = False) -> tuple[StoredSequence | None, int]:
         """The kept conversation with the longest common prefix, and its length; ``is_whole``: only one that is all prefix."""
         best, length, ids = None, 0, np.array(tokens, np.int64)
         for stored in self._kept.values():
@@ -66,16 +66,16 @@ class Shelf:
     def clear(self) -> None:
         """Forget everything."""
         self._kept.clear()
-        self._parked.clear()
-        self.num_kept_rows = self.num_parked_rows = 0
+        self._swapped.clear()
+        self.num_kept_slots = self.num_swapped_slots = 0
 
     def _shrink(self) -> None:
-        while self._kept and self.num_parked_rows + self.num_kept_rows > self.max_rows:
+        while self._kept and self.num_swapped_slots + self.num_kept_slots > self.num_slots:
             self._drop(next(iter(self._kept)))
 
     def _drop(self, tokens: tuple[int, ...]) -> None:
         del self._kept[tokens]
-        self.num_kept_rows -= self._size(tokens)
+        self.num_kept_slots -= self._size(tokens)
 
     def _size(self, tokens: tuple[int, ...]) -> int:
-        return len(tokens) + self._state_rows
+        return len(tokens) + self._state_slots

@@ -1,7 +1,7 @@
 """The mask builder: the only truth about who sees what.
 
-A mask row belongs to one token; its columns are the T arena rows, then the S rows of the step itself. A token sees the
-arena rows of its own sequence and the step's rows of its own segment up to itself, both cut by the window of the mask kind.
+A mask row belongs to one token; its columns are the T arena slots, then the S rows of the step itself. A token sees the
+arena slots of its own sequence and the step's rows of its own segment up to itself, both cut by the window of the mask kind.
 An idle row sees itself, so that no softmax is empty.
 """
 
@@ -50,15 +50,15 @@ class MaskBuilder:
         before, now = self._painted[3], len(sequence)
         for kind, mask in buffers.masks.items():
             line = mask[0, 0, 0]
-            line[sequence.rows[before:now]] = VISIBLE
+            line[sequence.slots[before:now]] = VISIBLE
             if not kind.sees_all:
-                line[sequence.rows[kind.first(before) : kind.first(now)]] = HIDDEN
+                line[sequence.slots[kind.first(before) : kind.first(now)]] = HIDDEN
 
 
 def _paint_all(step: Step, mask: Mask, kind: MaskKind) -> None:
-    rows, capacity = step.variant.rows, step.variant.capacity
+    rows, kv_len = step.variant.rows, step.variant.kv_len
     mask.fill(HIDDEN)
-    own = mask[:, capacity:]
+    own = mask[:, kv_len:]
     np.fill_diagonal(own, VISIBLE)
     for start, segment in step.placed():
         count = len(segment.tokens)
@@ -69,7 +69,7 @@ def _paint_all(step: Step, mask: Mask, kind: MaskKind) -> None:
         first = None if kind.sees_all else _first_seen(segment, kind)
         _paint_own(own[start:stop, start:stop], first, len(segment.sequence))
         if len(segment.sequence):
-            _paint_past(mask[start:stop, :capacity], segment, first)
+            _paint_past(mask[start:stop, :kv_len], segment, first)
 
 
 def _first_seen(segment: Segment, kind: MaskKind) -> NDArray[np.int64]:
@@ -88,13 +88,13 @@ def _paint_own(square: Mask, first: NDArray[np.int64] | None, length: int) -> No
 
 
 def _paint_past(past: Mask, segment: Segment, first: NDArray[np.int64] | None) -> None:
-    """The arena rows that each token of the segment sees."""
-    rows = segment.sequence.rows
+    """The arena slots that each token of the segment sees."""
+    slots = segment.sequence.slots
     if first is None:
-        past[:, rows] = VISIBLE
+        past[:, slots] = VISIBLE
         return
     for line, position in zip(past, first, strict=True):
-        line[rows[position:]] = VISIBLE
+        line[slots[position:]] = VISIBLE
 
 
 def paint_positions(step: Step, keys: NDArray[np.int32], queries: NDArray[np.int32]) -> None:
@@ -102,11 +102,11 @@ def paint_positions(step: Step, keys: NDArray[np.int32], queries: NDArray[np.int
 
     Rows of others keep what they hold: whoever does not see them does not see their positions. An idle row is at 0.
     """
-    capacity = step.variant.capacity
-    keys[capacity:] = queries[:] = 0
+    kv_len = step.variant.kv_len
+    keys[kv_len:] = queries[:] = 0
     for start, segment in step.placed():
         first, count = len(segment.sequence), len(segment.tokens)
-        keys[segment.sequence.rows] = np.arange(first)
+        keys[segment.sequence.slots] = np.arange(first)
         positions = np.arange(first, first + count)
-        keys[capacity + start : capacity + start + count] = positions
+        keys[kv_len + start : kv_len + start + count] = positions
         queries[start : start + count] = positions

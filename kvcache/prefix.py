@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as TokenList
 
-from staticllm.kvcache.cache import KVCache, RowsCopy, StoredRows
-from staticllm.kvcache.host_pool import Shelf
+from staticllm.kvcache.cache import KVCache, SequenceCopy, StoredSequence
+from staticllm.kvcache.host_pool import HostPool
 from staticllm.kvcache.sequence import Sequence, common_prefix
 
 WORTH_IT = 16
@@ -17,39 +17,39 @@ SHORT_REST = 64
 
 
 PIECE = 256
-"""Rows that go to the shelf during a call in which somebody decodes: who streams must not wait for a long copy."""
+"""Rows that go to the host pool during a call in which somebody decodes: who streams must not wait for a long copy."""
 
 
 class PrefixCache:
-    """Knows the tokens of every row: of running sequences, of the last finished one (resident), and of those on the shelf.
+    """Knows the tokens of every slot: of running sequences, of the last finished one (resident), and of those in the host pool.
 
     The last finished sequence stays in the arena, so that a conversation with one user at a time is never copied. It is
     offloaded to the host pool when other sequences need its slots or pay for them with a larger KV length: while the device
     runs or is idle, unless its slots are needed at once.
     """
 
-    def __init__(self, cache: KVCache, shelf: Shelf, is_enabled: bool = True) -> None:
-        self._cache, self._shelf, self._is_enabled = cache, shelf, is_enabled
+    def __init__(self, cache: KVCache, host_pool: HostPool, is_enabled: bool = True) -> None:
+        self._cache, self._host_pool, self._is_enabled = cache, host_pool, is_enabled
         self._is_whole = bool(cache.states)  # a recurrent state is that of all tokens: no part of them can be used
-        self._resident: Sequence | None = None
-        self._leaving: deque[RowsCopy] = deque()
+        self._cached: Sequence | None = None
+        self._offloading: deque[SequenceCopy] = deque()
 
     @property
-    def idle_rows(self) -> int:
+    def idle_slots(self) -> int:
         """Rows that would be free without the resident and those that are leaving."""
-        return self._cache.rows.count_only([sequence.rows for sequence in self._idle()])
+        return self._cache.slots.count_only([sequence.slots for sequence in self._idle()])
 
     @property
-    def is_leaving(self) -> bool:
-        """Whether a conversation is on its way to the shelf."""
-        return bool(self._leaving)
+    def is_offloading(self) -> bool:
+        """Whether a conversation is on its way to the host pool."""
+        return bool(self._offloading)
 
     def keep(self, sequence: Sequence) -> None:
-        """A request has ended: hold its rows for the next that begins like it."""
+        """A request has ended: hold its slots for the next that begins like it."""
         if not self._is_enabled or not len(sequence):
             self._cache.close(sequence)
             return
-        previous, self._resident = self._resident, sequence
+        previous, self._cached = self._cached, sequence
         is_part = previous is not None and common_prefix(previous.tokens, sequence.tokens) == len(previous)
         if previous is not None and is_part and (not self._is_whole or len(previous) == len(sequence)):
             self._cache.close(previous)
@@ -62,61 +62,61 @@ class PrefixCache:
         if not self._is_enabled:
             return self._cache.open()
         source, length = self._longest_in_arena(wanted, running)
-        stored, stored_length = self._shelf.longest(wanted, self._is_whole)
+        stored, stored_length = self._host_pool.longest(wanted, self._is_whole)
         if max(length, stored_length) < min(WORTH_IT, (len(tokens) + 1) // 2):
             return self._cache.open()
-        if stored is not None and stored_length > length and self._cache.rows.num_free > len(tokens):
+        if stored is not None and stored_length > length and self._cache.slots.num_free > len(tokens):
             return self._cache.bring_back(stored, stored_length)
         if source is None or not length:
             return self._cache.open()
-        if source is self._resident and len(source) - length <= SHORT_REST and not self._is_whole:
-            self._resident = None
+        if source is self._cached and len(source) - length <= SHORT_REST and not self._is_whole:
+            self._cached = None
             self._cache.cut(source, length)
             return source
         return self._cache.fork(source, length)
 
-    def make_way(self, num_rows: int = 0) -> None:
-        """Before a call: the resident leaves if it costs everybody else a larger capacity, or if ``num_rows`` are not free.
+    def evict(self, num_slots: int = 0) -> None:
+        """Before a call: the resident leaves if it costs everybody else a larger KV length, or if ``num_slots`` are not free.
 
-        Who leaves has left before that only if these rows are needed.
+        Who leaves has left before that only if these slots are needed.
         """
-        if self._resident is not None:
-            used, idle = self._cache.rows.num_used, self.idle_rows
-            others = self._cache.capacity_for(max(used - idle, 1))
-            if self._cache.rows.num_free < num_rows or (used > idle and others < self._cache.capacity_for(used)):
-                resident, self._resident = self._resident, None
-                self._leave(resident)
-        while self._leaving and self._cache.rows.num_free < num_rows:
-            self._shelve()
+        if self._cached is not None:
+            used, idle = self._cache.slots.num_used, self.idle_slots
+            others = self._cache.kv_len_for(max(used - idle, 1))
+            if self._cache.slots.num_free < num_slots or (used > idle and others < self._cache.kv_len_for(used)):
+                cached, self._cached = self._cached, None
+                self._leave(cached)
+        while self._offloading and self._cache.slots.num_free < num_slots:
+            self._finish_offload()
 
     def advance(self, is_hurried: bool = False) -> None:
-        """Move one piece of who leaves to the shelf, or all of them; the device may be reading the arena."""
+        """Move one piece of who leaves to the host pool, or all of them; the device may be reading the arena."""
         self._cache.is_settled = False
-        while self._leaving and is_hurried:
-            self._shelve()
-        if self._leaving and self._leaving[0].advance(PIECE):
-            self._shelve()
+        while self._offloading and is_hurried:
+            self._finish_offload()
+        if self._offloading and self._offloading[0].advance(PIECE):
+            self._finish_offload()
         self._cache.is_settled = True
 
-    def remember_prompt(self, sequence: Sequence) -> None:
+    def keep_prompt(self, sequence: Sequence) -> None:
         """A prompt has just run, and nothing of its answer: where only whole conversations can be used, hold it by itself.
 
         Whoever asks again, or whose answer comes back in other tokens, begins there.
         """
         if self._is_enabled and self._is_whole and len(sequence) >= WORTH_IT:
-            self._shelf.keep(self._cache.copy_out(sequence))
+            self._host_pool.keep(self._cache.copy_out(sequence))
 
-    def restore(self, stored: StoredRows) -> None:
-        """Hold rows that were saved."""
-        self._shelf.keep(stored)
+    def restore(self, stored: StoredSequence) -> None:
+        """Hold slots that were saved."""
+        self._host_pool.keep(stored)
 
-    def find(self, tokens: TokenList[int], running: Iterable[Sequence]) -> StoredRows | None:
-        """A copy of the rows with the longest prefix of ``tokens``; None if nothing begins like them."""
+    def find(self, tokens: TokenList[int], running: Iterable[Sequence]) -> StoredSequence | None:
+        """A copy of the slots with the longest prefix of ``tokens``; None if nothing begins like them."""
         source, length = self._longest_in_arena(tokens, running)
-        stored, stored_length = self._shelf.longest(tokens, self._is_whole)
+        stored, stored_length = self._host_pool.longest(tokens, self._is_whole)
         if stored is not None and stored_length > length:
-            rows = tuple(rows[:, :, :stored_length] for rows in stored.rows)
-            return StoredRows(stored.tokens[:stored_length], rows, stored.states)
+            kv = tuple(array[:, :, :stored_length] for array in stored.kv)
+            return StoredSequence(stored.tokens[:stored_length], kv, stored.states)
         if source is None or not length:
             return None
         fork = self._cache.fork(source, length)
@@ -126,8 +126,8 @@ class PrefixCache:
 
     def forget(self) -> None:
         """Forget everything, after the cache was reset."""
-        self._resident = None
-        self._leaving.clear()
+        self._cached = None
+        self._offloading.clear()
 
     def _longest_in_arena(self, tokens: TokenList[int], running: Iterable[Sequence]) -> tuple[Sequence | None, int]:
         best, length = None, 0
@@ -138,18 +138,18 @@ class PrefixCache:
         return best, length
 
     def _idle(self) -> list[Sequence]:
-        return [*([self._resident] if self._resident else []), *(copy.sequence for copy in self._leaving)]
+        return [*([self._cached] if self._cached else []), *(copy.sequence for copy in self._offloading)]
 
     def _leave(self, sequence: Sequence) -> None:
         if len(sequence) >= WORTH_IT:
-            self._leaving.append(self._cache.begin_copy(sequence))
+            self._offloading.append(self._cache.begin_copy(sequence))
         else:
             self._cache.close(sequence)
 
-    def _shelve(self) -> None:
+    def _finish_offload(self) -> None:
         """The first that leaves has left."""
-        copy = self._leaving.popleft()
-        if len(copy.sequence) <= self._shelf.free_rows:
+        copy = self._offloading.popleft()
+        if len(copy.sequence) <= self._host_pool.free_slots:
             copy.advance(len(copy.sequence))
-            self._shelf.keep(copy.stored)
+            self._host_pool.keep(copy.stored)
         self._cache.close(copy.sequence)

@@ -1,4 +1,4 @@
-"""A sequence: the tokens of one conversation that are in the arena, and the rows they lie in."""
+"""A sequence: the tokens of one conversation that are in the arena, and the slots they lie in."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ HEAD = 8
 
 
 class Sequence:
-    """Token i has position i and lies in arena row ``rows[i]``. Only ``KVCache`` changes a sequence.
+    """Token i has position i and lies in arena slot ``slots[i]``. Only ``KVCache`` changes a sequence.
 
     ``epoch`` counts the changes other than appending; a mask painted in another epoch must be painted anew.
     """
 
-    def __init__(self, max_rows: int) -> None:
-        self._rows = np.zeros(max_rows, np.intp)
+    def __init__(self, num_slots: int) -> None:
+        self._slots = np.zeros(num_slots, np.intp)
         self.tokens: list[int] = []
         self.epoch = 0
         self.states: StateSet | None = None  # while it is not the one whose states programs read
@@ -31,24 +31,24 @@ class Sequence:
         return len(self.tokens)
 
     @property
-    def rows(self) -> NDArray[np.intp]:
-        return self._rows[: len(self.tokens)]
+    def slots(self) -> NDArray[np.intp]:
+        return self._slots[: len(self.tokens)]
 
-    def append(self, tokens: TokenList[int], rows: NDArray[np.intp]) -> None:
+    def append(self, tokens: TokenList[int], slots: NDArray[np.intp]) -> None:
         start = len(self.tokens)
-        self._rows[start : start + len(rows)] = rows
+        self._slots[start : start + len(slots)] = slots
         self.tokens.extend(tokens)
 
     def cut(self, length: int) -> NDArray[np.intp]:
-        """Keep the first ``length`` tokens; return the rows of the others."""
-        dropped = self.rows[length:].copy()
+        """Keep the first ``length`` tokens; return the slots of the others."""
+        dropped = self.slots[length:].copy()
         del self.tokens[length:]
         self.epoch += 1
         return dropped
 
     def move(self, places: NDArray[np.intp]) -> None:
         """Row r lies in ``places[r]`` from now on."""
-        self._rows[: len(self.tokens)] = places[self.rows]
+        self._slots[: len(self.tokens)] = places[self.slots]
         self.epoch += 1
 
 

@@ -12,16 +12,15 @@ import hmac
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from staticllm.errors import SavedRowsError
-from staticllm.files import open_regular
-from staticllm.kvcache.cache import RowLayout, StoredRows
+from staticllm.errors import SnapshotError
+from staticllm.files import open_regular, whole_file
+from staticllm.kvcache.cache import StoredLayout, StoredSequence
 from staticllm.kvcache.finite import is_finite
 
 MAGIC = b"staticllm rows 2\n"
@@ -31,14 +30,14 @@ PIECE = 1 << 24
 Identity = Mapping[str, str]
 
 
-def save(stored: StoredRows, path: str | os.PathLike[str], identity: Identity, key: bytes = b"") -> None:
+def save(stored: StoredSequence, path: str | os.PathLike[str], identity: Identity, key: bytes = b"") -> None:
     """Write rows to ``path``, beside it first, so that an interruption leaves what was there before.
 
     ``identity`` says what must be equal where they are read: model, type of the rows. With a ``key`` only its owner can write
     files that are read.
 
     Raises:
-        SavedRowsError: the file cannot be written.
+        SnapshotError: the file cannot be written.
     """
     target = Path(path)
     arrays = _arrays(stored)
@@ -54,45 +53,39 @@ def save(stored: StoredRows, path: str | os.PathLike[str], identity: Identity, k
         }
     ).encode()
     try:
-        handle, scratch = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(MAGIC + len(header).to_bytes(4, "little") + _digest(header, key) + header)
-                for array in arrays:
-                    file.write(_bytes_of(array))
-            Path(scratch).replace(target)
-        except BaseException:
-            Path(scratch).unlink(missing_ok=True)
-            raise
+        with whole_file(target, mode=0o600) as file:
+            file.write(MAGIC + len(header).to_bytes(4, "little") + _digest(header, key) + header)
+            for array in arrays:
+                file.write(_bytes_of(array))
     except OSError as error:
-        raise SavedRowsError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+        raise SnapshotError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
 
 
 def load(
-    path: str | os.PathLike[str], identity: Identity, layout: RowLayout, max_tokens: int, key: bytes = b""
-) -> StoredRows:
+    path: str | os.PathLike[str], identity: Identity, layout: StoredLayout, max_tokens: int, key: bytes = b""
+) -> StoredSequence:
     """Rows that ``save`` wrote, at most ``max_tokens``, with the shapes that ``layout`` says.
 
     Raises:
-        SavedRowsError: no such file, a damaged one, rows of another model, more than may be, numbers that are not finite.
+        SnapshotError: no such file, a damaged one, rows of another model, more than may be, numbers that are not finite.
     """
     try:
         with _explained(path), open_regular(Path(path)) as file:
             header = _read_header(file, path, key)
             for name, value in identity.items():
                 if header["identity"].get(name) != value:
-                    raise SavedRowsError(
+                    raise SnapshotError(
                         f"{str(path)!r} holds rows of another {name} ({header['identity'].get(name)}, here {value}): "
                         "save them again"
                     )
             count = header["num_tokens"]
             if not 0 < count <= max_tokens:
-                raise SavedRowsError(
-                    f"{str(path)!r} has {count} rows, PARKED_ROWS is {max_tokens}: load the model with more"
+                raise SnapshotError(
+                    f"{str(path)!r} has {count} rows, HOST_KV_SLOTS is {max_tokens}: load the model with more"
                 )
             return _read_body(file, path, layout, count, header["digest"], key)
     except MemoryError:
-        raise SavedRowsError(f"{str(path)!r} does not fit into memory: close something, or load it elsewhere") from None
+        raise SnapshotError(f"{str(path)!r} does not fit into memory: close something, or load it elsewhere") from None
 
 
 @contextlib.contextmanager
@@ -100,10 +93,10 @@ def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise SavedRowsError(f"{str(path)!r} is not there: save rows first") from None
+        raise SnapshotError(f"{str(path)!r} is not there: save rows first") from None
     except (OSError, ValueError, TypeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise SavedRowsError(f"{str(path)!r} cannot be read: {reason}") from None
+        raise SnapshotError(f"{str(path)!r} cannot be read: {reason}") from None
 
 
 def _read_header(file: BinaryIO, path: str | os.PathLike[str], key: bytes) -> dict[str, Any]:
@@ -123,7 +116,7 @@ def _read_header(file: BinaryIO, path: str | os.PathLike[str], key: bytes) -> di
             if is_keyed
             else "were saved without a key: leave INTEGRITY_KEY out"
         )
-        raise SavedRowsError(f"the rows in {str(path)!r} {what}, or save them again")
+        raise SnapshotError(f"the rows in {str(path)!r} {what}, or save them again")
     if not hmac.compare_digest(start[-DIGEST_BYTES:], _digest(text, key)):
         raise _damaged(path, key)
     is_plain = isinstance(header.get("num_tokens"), int) and isinstance(header.get("digest"), str)
@@ -134,14 +127,14 @@ def _read_header(file: BinaryIO, path: str | os.PathLike[str], key: bytes) -> di
 
 
 def _read_body(
-    file: BinaryIO, path: str | os.PathLike[str], layout: RowLayout, count: int, expected: str, key: bytes
-) -> StoredRows:
+    file: BinaryIO, path: str | os.PathLike[str], layout: StoredLayout, count: int, expected: str, key: bytes
+) -> StoredSequence:
     """What follows the header: exactly as many bytes as the model's own shapes take."""
-    shapes = [((count,), np.dtype(np.int64)), *layout.rows(count), *layout.states]
+    shapes = [((count,), np.dtype(np.int64)), *layout.kv_shapes(count), *layout.states]
     left = os.fstat(file.fileno()).st_size - file.tell()
     needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
     if left != needed:
-        raise SavedRowsError(f"{str(path)!r} has {left} bytes of rows, {count} tokens have {needed}: save them again")
+        raise SnapshotError(f"{str(path)!r} has {left} bytes of rows, {count} tokens have {needed}: save them again")
     digest, arrays = _hash(key), list[np.ndarray[Any, Any]]()
     for shape, dtype in shapes:
         array = np.empty(shape, dtype)
@@ -154,18 +147,18 @@ def _read_body(
         raise _damaged(path, key)
     ids, rows, states = arrays[0], arrays[1 : 1 + len(layout.groups)], arrays[1 + len(layout.groups) :]
     if ids.min() < 0 or ids.max() >= layout.vocab_size:
-        raise SavedRowsError(
+        raise SnapshotError(
             f"{str(path)!r} has token ids beyond the vocabulary of {layout.vocab_size}: save the rows again"
         )
     if not all(map(is_finite, (*rows, *states))):
-        raise SavedRowsError(
+        raise SnapshotError(
             f"{str(path)!r} has rows that are not finite: they would spoil every request; save them again"
         )
-    return StoredRows(tuple(ids.tolist()), tuple(rows), tuple(states))
+    return StoredSequence(tuple(ids.tolist()), tuple(rows), tuple(states))
 
 
-def _arrays(stored: StoredRows) -> list[np.ndarray[Any, Any]]:
-    return [np.ascontiguousarray(array) for array in (stored.ids, *stored.rows, *stored.states)]
+def _arrays(stored: StoredSequence) -> list[np.ndarray[Any, Any]]:
+    return [np.ascontiguousarray(array) for array in (stored.ids, *stored.kv, *stored.states)]
 
 
 def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
@@ -187,6 +180,6 @@ def _digest(data: bytes, key: bytes) -> bytes:
     return found
 
 
-def _damaged(path: str | os.PathLike[str], key: bytes = b"") -> SavedRowsError:
+def _damaged(path: str | os.PathLike[str], key: bytes = b"") -> SnapshotError:
     what = ", or was saved with another INTEGRITY_KEY" if key else ", or no file of rows"
-    return SavedRowsError(f"{str(path)!r} is damaged{what}: save the rows again")
+    return SnapshotError(f"{str(path)!r} is damaged{what}: save the rows again")

@@ -60,7 +60,7 @@ class BufferPool:
         self.query_positions = np.zeros(sizes.rows if shape.has_distances else 0, np.int32)
         self.presents = [
             np.zeros(len(members) * heads * sizes.rows * head_dim, dtype)
-            for members, heads, head_dim, dtype in group_states(shape.row_states)
+            for members, heads, head_dim, dtype in group_states(shape.kv_states)
         ]
 
 
@@ -76,13 +76,11 @@ class StepBuffers:
         self.variant = variant
         shape, rows, count = pool.shape, variant.rows, variant.sequences
         lead = {0: (1,), 2: (1,), 3: (shape.position_copies, 1)}[shape.position_rank]
-        self._groups = group_states(shape.row_states)
+        self._groups = group_states(shape.kv_states)
         self.input_ids = _front(pool.ids, 1, rows)
         self.position_ids = _front(pool.positions, *lead, rows)
-        self.masks = {kind: _front(cells, 1, 1, rows, variant.capacity + rows) for kind, cells in pool.masks.items()}
-        self.key_positions = (
-            _front(pool.key_positions, 1, 1, 1, variant.capacity + rows) if shape.has_distances else None
-        )
+        self.masks = {kind: _front(cells, 1, 1, rows, variant.kv_len + rows) for kind, cells in pool.masks.items()}
+        self.key_positions = _front(pool.key_positions, 1, 1, 1, variant.kv_len + rows) if shape.has_distances else None
         self.query_positions = _front(pool.query_positions, 1, 1, rows, 1) if shape.has_distances else None
         self.logit_rows = _front(pool.logit_rows, count)
         self.logits = _front(pool.logits, 1, count, shape.vocab_size)
@@ -118,8 +116,8 @@ def pool_sizes(variants: Sized[Variant]) -> PoolSizes:
     return PoolSizes(
         max(variant.rows for variant in variants),
         max(variant.sequences for variant in variants),
-        max(variant.capacity + variant.rows for variant in variants),
-        max(variant.rows * (variant.capacity + variant.rows) for variant in variants),
+        max(variant.kv_len + variant.rows for variant in variants),
+        max(variant.rows * (variant.kv_len + variant.rows) for variant in variants),
     )
 
 
@@ -127,4 +125,4 @@ def buffer_bytes(variants: Sized[Variant], shape: ModelShape) -> int:
     """Bytes that a pool for ``variants`` takes, without taking them."""
     sizes = pool_sizes(variants)
     masks = sizes.mask_cells * 4 * len(shape.masks)
-    return masks + sizes.sequences * shape.vocab_size * 4 + sizes.rows * shape.row_bytes
+    return masks + sizes.sequences * shape.vocab_size * 4 + sizes.rows * shape.slot_bytes

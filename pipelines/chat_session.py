@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import openvino_genai as genai
 
-from staticllm.errors import GenerationConfigError, SavedRowsError, StaticLLMError
+from staticllm.errors import GenerationConfigError, SnapshotError, StaticLLMError
 from staticllm.pipelines.text.output_processor import Answer
 from staticllm.pipelines.text.tokenization import Form, Prompt, encode_messages
 
@@ -87,12 +87,12 @@ class ChatSession:
         """The conversation as token ids.
 
         Raises:
-            SavedRowsError: there is none.
+            SnapshotError: there is none.
         """
         if self._tokens:
             return list(self._tokens)
         if not self._messages:
-            raise SavedRowsError("there is no conversation: start_chat and generate first, or pass a prompt")
+            raise SnapshotError("there is no conversation: start_chat and generate first, or pass a prompt")
         return encode_messages(self._tokenizer, self._messages).ids
 
     def _forget(self) -> None:

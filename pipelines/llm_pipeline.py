@@ -20,7 +20,7 @@ from staticllm.model_dir import forget_in_memory, weights_of
 from staticllm.pipelines.blobs.fingerprint import model_identity
 from staticllm.pipelines.chat_session import ChatSession
 from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.engine.kv_snapshot import load_rows, save_rows
+from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
 from staticllm.pipelines.engine.overflow import shorten
 from staticllm.pipelines.engine.request import Request
 from staticllm.pipelines.generation.options import limit_of
@@ -33,7 +33,7 @@ from staticllm.pipelines.model_loader.arguments import (
     resolve_candidates,
     source_of,
 )
-from staticllm.pipelines.model_loader.background import Background
+from staticllm.pipelines.model_loader.background import BackgroundLoader
 from staticllm.pipelines.model_loader.launch import launch
 from staticllm.pipelines.model_loader.weights_watch import watch_of
 from staticllm.pipelines.profiling.records import Stats
@@ -41,9 +41,9 @@ from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.text.handle import GenerationHandle
-from staticllm.pipelines.text.input_processor import Call, Intake
+from staticllm.pipelines.text.input_processor import Call, InputProcessor
 from staticllm.pipelines.text.outcome import Outcome, results_of
-from staticllm.pipelines.text.output_processor import Answer, Arrival, Delivery, metrics_of
+from staticllm.pipelines.text.output_processor import Answer, Arrival, OutputProcessor, metrics_of
 from staticllm.pipelines.text.streamers import REASONS, TokenSink, check_callback, make_sink
 from staticllm.pipelines.text.tokenization import Prompt, check_ids, form_of
 
@@ -95,7 +95,9 @@ class StaticLLMPipeline:
         source, candidates = source_of(models_path, given, candidates)
         self._source = weakref.finalize(self, forget_in_memory, source)
         tokenizer = given.tokenizer or read_tokenizer(source)
-        self._intake = Intake(tokenizer, given.generation_config or read_generation_config(source, tokenizer))
+        self._input_processor = InputProcessor(
+            tokenizer, given.generation_config or read_generation_config(source, tokenizer)
+        )
         self._chat = ChatSession(tokenizer)
         self._launched = launch(source, candidates, policy, on_progress or (lambda event: None))
         self._engine, self._background = self._launched.engine, self._launched.background
@@ -147,17 +149,17 @@ class StaticLLMPipeline:
         """
         self._check_usable()
         form, sink = form_of(inputs), make_sink(streamer)
-        call = self._intake.call(form, generation_config, kwargs, overflow, priority, None)
+        call = self._input_processor.call(form, generation_config, kwargs, overflow, priority, None)
         if self._chat.takes(form):
             return self._take_turn(inputs, call, sink)
-        prompts = self._intake.encode(inputs, call)
+        prompts = self._input_processor.encode(inputs, call)
         if len(prompts) == 1:
-            return results_of(form, [self._stream(self._begin(prompts[0], call), sink)], self._intake.decode)
+            return results_of(form, [self._stream(self._begin(prompts[0], call), sink)], self._input_processor.decode)
         if streamer is not None:
             raise GenerationConfigError(
                 f"a streamer for {len(prompts)} prompts: it could not tell them apart; submit each with a callback"
             )
-        return results_of(form, self._run_together(prompts, call), self._intake.decode)
+        return results_of(form, self._run_together(prompts, call), self._input_processor.decode)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The same as ``generate``."""
@@ -191,8 +193,8 @@ class StaticLLMPipeline:
         """
         self._check_usable()
         check_callback(callback)
-        call = self._intake.call(form_of(inputs), generation_config, kwargs, overflow, priority, deadline_ms)
-        prompts = self._intake.encode(inputs, call)
+        call = self._input_processor.call(form_of(inputs), generation_config, kwargs, overflow, priority, deadline_ms)
+        prompts = self._input_processor.encode(inputs, call)
         if len(prompts) != 1:
             raise GenerationConfigError(f"submit takes one prompt, not {len(prompts)}: submit each")
         handle = self._begin(prompts[0], call)
@@ -208,7 +210,7 @@ class StaticLLMPipeline:
         """Forget the conversation."""
         self._chat.finish()
 
-    def save_rows(self, path: str | os.PathLike[str], inputs: Any = None) -> int:
+    def save_snapshot(self, path: str | os.PathLike[str], inputs: Any = None) -> int:
         """Write the rows of a conversation to disk, so that a later process need not compute them again.
 
         Args:
@@ -219,18 +221,18 @@ class StaticLLMPipeline:
             How many tokens were saved.
 
         Raises:
-            SavedRowsError: nothing that is known begins like this.
+            SnapshotError: nothing that is known begins like this.
         """
         ids = self._chat.ids() if inputs is None else self._ids_of(inputs)
-        return save_rows(self._engine, ids, path, self._identity(), self.config.integrity_key or b"")
+        return save_snapshot(self._engine, ids, path, self._identity(), self.config.integrity_key or b"")
 
-    def load_rows(self, path: str | os.PathLike[str]) -> int:
-        """Read rows that ``save_rows`` wrote; prompts that begin like them do not compute that part. How many tokens.
+    def load_snapshot(self, path: str | os.PathLike[str]) -> int:
+        """Read rows that ``save_snapshot`` wrote; prompts that begin like them do not compute that part. How many tokens.
 
         Raises:
-            SavedRowsError: no such file, a damaged one, rows of another model.
+            SnapshotError: no such file, a damaged one, rows of another model.
         """
-        return load_rows(self._engine, path, self._identity(), self.config.integrity_key or b"")
+        return load_snapshot(self._engine, path, self._identity(), self.config.integrity_key or b"")
 
     def stats(self) -> Stats:
         """What the engine has done since it was loaded: latencies, shares of the device, padding, prefix hits, rows."""
@@ -270,11 +272,11 @@ class StaticLLMPipeline:
 
     def get_tokenizer(self) -> genai.Tokenizer:
         """The tokenizer, GenAI's own."""
-        return self._intake.tokenizer
+        return self._input_processor.tokenizer
 
     def get_generation_config(self) -> genai.GenerationConfig:
         """A copy of the config that calls start from."""
-        return self._intake.generation_config
+        return self._input_processor.generation_config
 
     def set_generation_config(self, config: genai.GenerationConfig) -> None:
         """Calls start from this config from now on.
@@ -282,12 +284,12 @@ class StaticLLMPipeline:
         Raises:
             GenerationConfigError: a value is impossible; the config before stays in force.
         """
-        self._intake.generation_config = config
+        self._input_processor.generation_config = config
 
     def _take_turn(self, inputs: Any, call: Call, sink: TokenSink) -> Any:
         """One turn of ``start_chat``'s conversation. A turn that its streamer cancelled is forgotten."""
         turns: list[str | Prompt] = [inputs] if call.form == "text" else list(inputs) if call.form == "texts" else []
-        turns = turns or [*self._intake.encode(inputs, call)]
+        turns = turns or [*self._input_processor.encode(inputs, call)]
         if len(turns) != 1:
             raise GenerationConfigError(f"a chat takes one prompt a turn, not {len(turns)}: finish_chat first")
         with self._chat.exclusive():
@@ -295,10 +297,12 @@ class StaticLLMPipeline:
             outcome = self._stream(self._begin(prompt, replace(call, is_chat=True)), sink)
             if not outcome.answer.is_dropped:
                 self._chat.add(turns[0], prompt, outcome.answer)
-        return results_of(call.form, [outcome], self._intake.decode)
+        return results_of(call.form, [outcome], self._input_processor.decode)
 
     def _ids_of(self, inputs: Any) -> list[int]:
-        (prompt, *_) = self._intake.encode(inputs, self._intake.call(form_of(inputs), None, {}, "stop", 0, None))
+        (prompt, *_) = self._input_processor.encode(
+            inputs, self._input_processor.call(form_of(inputs), None, {}, "stop", 0, None)
+        )
         return prompt.ids
 
     def _check_usable(self) -> None:
@@ -311,7 +315,7 @@ class StaticLLMPipeline:
         if not self._model_identity:
             weights = weights_of(self._directory, self.config.weights_path)
             self._model_identity = " ".join(model_identity(self._directory, weights).values())
-        return {"model": self._model_identity, "row type": self._launched.loaded.programs.options.row_type}
+        return {"model": self._model_identity, "row type": self._launched.loaded.programs.options.kv_type}
 
     def _begin(self, prompt: Prompt, call: Call) -> GenerationHandle:
         """Check a prompt and hand it to the engine."""
@@ -322,14 +326,14 @@ class StaticLLMPipeline:
         options.check_room(len(ids))
         request = Request(
             tokens=list(ids),
-            sampler=Sampler(options.sampling, ids, self._shape.vocab_size, self._intake.rng_for(options)),
-            limit=limit_of(options, len(ids), self.config.capacity if call.overflow == "stop" else None),
+            sampler=Sampler(options.sampling, ids, self._shape.vocab_size, self._input_processor.rng_for(options)),
+            limit=limit_of(options, len(ids), self.config.max_seq_len if call.overflow == "stop" else None),
             stop_token_ids=options.stop_token_ids,
             min_new_tokens=options.min_new_tokens,
             priority=call.priority,
             deadline=call.deadline,
             overflow=call.overflow,
-            watch=self._intake.watch(options),
+            watch=self._input_processor.watch(options),
             arrival=call.started,
         )
 
@@ -338,11 +342,15 @@ class StaticLLMPipeline:
             return Outcome(answer, metrics, ids if options.echo else [])
 
         def result(outcome: Outcome) -> Any:
-            return results_of(call.form, [outcome], self._intake.decode)
+            return results_of(call.form, [outcome], self._input_processor.decode)
 
         is_done = request.limit == 0
         handle = GenerationHandle(
-            request, Delivery(self._intake.decode, options, ids, call.form != "tokens"), finish, result, is_done
+            request,
+            OutputProcessor(self._input_processor.decode, options, ids, call.form != "tokens"),
+            finish,
+            result,
+            is_done,
         )
         if not is_done:
             self._engine.submit(request)
@@ -371,14 +379,14 @@ class StaticLLMPipeline:
         handles: list[GenerationHandle] = []
         try:
             for prompt in prompts:
-                handles.append(self._begin_patiently(prompt, call, handles))
+                handles.append(self._begin_when_possible(prompt, call, handles))
             return [handle.outcome() for handle in handles]
         except BaseException:
             for handle in handles:
                 handle.cancel()
             raise
 
-    def _begin_patiently(self, prompt: Prompt, call: Call, before: list[GenerationHandle]) -> GenerationHandle:
+    def _begin_when_possible(self, prompt: Prompt, call: Call, before: list[GenerationHandle]) -> GenerationHandle:
         """Where the queue is full of this call's own prompts, wait for the first of them."""
         while True:
             try:
@@ -390,7 +398,7 @@ class StaticLLMPipeline:
                 unfinished[0].outcome()
 
 
-def _close(background: Background | None, engine: Engine, drain: bool = False) -> None:
+def _close(background: BackgroundLoader | None, engine: Engine, drain: bool = False) -> None:
     if background is not None:
         background.close()
     engine.close(drain)

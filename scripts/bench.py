@@ -39,7 +39,7 @@ POLICIES = ("dynamic", "fcfs", "prefill_first", "chunked")  # decode_first is fo
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0, "KV_CACHE_PRECISION": "f32"}
 TUNED = {"NPUW_LLM_PREFILL_CHUNK_SIZE": 256, "NPUW_LLM_GENERATE_PYRAMID": True, "NPUW_LLM_ENABLE_PREFIX_CACHING": True}
 LATER_SECONDS = 0.1  # what goes on in the background for less than this is not worth a line
-CAPACITIES = {"capacity 512": 512, "capacity 4096": 4096}
+KV_LENS = {"kv_len 512": 512, "kv_len 4096": 4096}
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def loading(figures: Figures, peers: dict[str, Peer], rounds: int) -> None:
 
 
 def ours_alone(figures: Figures, options: argparse.Namespace) -> None:
-    """Host time a token; what a larger capacity costs; each policy."""
+    """Host time a token; what a larger KV length costs; each policy."""
     with ExitStack() as stack:
         worker = start("ours, demo model", stack, Peer("ours", model="demo"))
         for seed in range(options.rounds + 1):
@@ -221,12 +221,12 @@ def ours_alone(figures: Figures, options: argparse.Namespace) -> None:
     with ExitStack() as stack:
         workers = {
             name: start(name, stack, Peer("ours", {"MAX_PROMPT_LEN": size // 2, "MIN_RESPONSE_LEN": size // 2,
-                                                   "GENERATE_CAPACITIES": [size], "MAX_NUM_SEQS": 1}, options.model))
-            for name, size in CAPACITIES.items()
+                                                   "GENERATE_KV_LENS": [size], "MAX_NUM_SEQS": 1}, options.model))
+            for name, size in KV_LENS.items()
         }  # fmt: skip
         for seed in range(options.rounds):
             for name, worker in workers.items():
-                figures.add("tpot_capacity", name, worker.do("answer", length=128, seed=seed)["tpot_ms"])
+                figures.add("tpot_kv_len", name, worker.do("answer", length=128, seed=seed)["tpot_ms"])
     with ExitStack() as stack:
         workers = {name: start(name, stack, Peer("ours", {"SCHEDULER": name}, options.model)) for name in POLICIES}
         for seed in range(3):

@@ -40,7 +40,7 @@ def plot_table4(result: dict[str, Any], path: Path) -> None:
         axis.set_title(NAMES[key], fontsize=10)
         axis.tick_params(axis="x", labelsize=7)
     axes[0].set_ylabel("dynamic / fcfs")
-    figure.suptitle(f"{result['requests']} requests, {result['slots']} slots, twice the load that fcfs serves")
+    figure.suptitle(f"{result['requests']} requests, {result['num_seqs']} sequences, twice the load that fcfs serves")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

@@ -25,7 +25,7 @@ from make_bench_model import make
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTHS = ((64, 64), (64, 256), (256, 64), (256, 256))
-SLOTS = 4
+MAX_SEQS = 4
 PRECISIONS = {"f32": {"INFERENCE_PRECISION_HINT": "f32"}, "default": {}}
 
 
@@ -57,11 +57,11 @@ def table4(options: argparse.Namespace) -> dict[str, object]:
             row = table4_row(precision, num_prompt, num_new, options)
             rows.append(row)
             print_row(row)
-    return {"slots": SLOTS, "requests": options.requests, "rows": rows}
+    return {"num_seqs": MAX_SEQS, "requests": options.requests, "rows": rows}
 
 
 def table4_row(precision: str, num_prompt: int, num_new: int, options: argparse.Namespace) -> dict[str, object]:
-    load = Served(num_prompt, num_new, options.requests, SLOTS, PRECISIONS[precision])
+    load = Served(num_prompt, num_new, options.requests, MAX_SEQS, PRECISIONS[precision])
     measured: dict[str, list[dict[str, float]]] = {"fcfs": [], "dynamic": []}
     rates, runs = [], {}
     with load.pipeline("fcfs") as fcfs, load.pipeline("dynamic") as dynamic:

@@ -23,7 +23,7 @@ class Served:
     num_prompt: int
     num_new: int
     count: int
-    slots: int
+    num_seqs: int
     properties: dict[str, Any]
     prompts: list[np.ndarray] = field(default_factory=list)
 
@@ -35,9 +35,9 @@ class Served:
         """A pipeline for this load. Random prompts share no prefix, so none is looked for."""
         length = self.num_prompt + self.num_new
         return StaticLLMPipeline(
-            demo_model_path(), "CPU", scheduler=make_policy(scheduler), MAX_NUM_SEQS=self.slots, MAX_WAITING=self.count,
-            MAX_PROMPT_LEN=self.num_prompt, MIN_RESPONSE_LEN=self.num_new, KV_ROWS=(self.slots + 2) * length,
-            PARKED_ROWS=self.count * length, PREFIX_CACHING=False, **self.properties,
+            demo_model_path(), "CPU", scheduler=make_policy(scheduler), MAX_NUM_SEQS=self.num_seqs, MAX_WAITING=self.count,
+            MAX_PROMPT_LEN=self.num_prompt, MIN_RESPONSE_LEN=self.num_new, KV_SLOTS=(self.num_seqs + 2) * length,
+            HOST_KV_SLOTS=self.count * length, PREFIX_CACHING=False, **self.properties,
         )  # fmt: skip
 
 
@@ -66,8 +66,8 @@ def decode_call_ms(pipe: StaticLLMPipeline) -> float:
     """Median of the calls in which every slot decodes and nothing else runs. That they differ between two runs of one row
     tells how much the machine itself has changed its speed."""
     steps = [record for record in pipe.engine.profiler.trace or () if hasattr(record, "variant")]
-    slots = max((len(step.decode) for step in steps), default=0)
-    return 1e3 * statistics.median(s.seconds for s in steps if len(s.decode) == slots and not s.prefill)
+    num_seqs = max((len(step.decode) for step in steps), default=0)
+    return 1e3 * statistics.median(s.seconds for s in steps if len(s.decode) == num_seqs and not s.prefill)
 
 
 def saturated_rate(pipe: StaticLLMPipeline, load: Served) -> float:

@@ -21,7 +21,7 @@ HEAD = """# Models
 Tiny exports with random weights, one of each architecture, made with transformers and optimum-intel, against their original
 stateful IR on the CPU in f32. Twenty checks each: separate and shared programs, chunks of 16 and 64 tokens, and for
 each of them the logits of 96 given tokens (at most 1e-3 of their range off), alone and beside another conversation, and 48 greedy
-tokens after prompts of 5, 40 and 300, with capacities that generation outgrows. Recurrent models run one conversation a
+tokens after prompts of 5, 40 and 300, with KV lengths that generation outgrows. Recurrent models run one conversation a
 call: sixteen checks. `staticllm verify MODEL` runs the same on a model of yours;
 `scripts/models_table.py` writes these tables, `tests/zoo` holds the first to the truth.
 

@@ -78,13 +78,13 @@ class Clients:
 
 
 def held(pipe: StaticLLMPipeline) -> tuple[int, int, int]:
-    """Rows beside the idle conversations, parked rows, requests."""
+    """Rows beside the idle conversations, swapped out rows, requests."""
     engine = pipe.engine
     return engine.call(
         lambda: (
-            engine.runner.cache.rows.num_used - engine.tenancy.prefix.idle_rows,
-            engine.tenancy.shelf.num_parked_rows,
-            len(engine.tenancy.requests),
+            engine.runner.cache.slots.num_used - engine.kv_manager.prefix.idle_slots,
+            engine.kv_manager.host_pool.num_swapped_slots,
+            len(engine.kv_manager.requests),
         )
     )
 
@@ -92,8 +92,8 @@ def held(pipe: StaticLLMPipeline) -> tuple[int, int, int]:
 def soak(num_clients: int, seconds: float, seed: int = 0) -> list[str]:
     """Everything that went wrong; empty if nothing did."""
     pipe = StaticLLMPipeline(
-        demo_model_path(), "CPU", MAX_PROMPT_LEN=LONGEST, MIN_RESPONSE_LEN=64, MAX_NUM_SEQS=8, KV_ROWS=1200,
-        PARKED_ROWS=2000, INFERENCE_PRECISION_HINT="f32",
+        demo_model_path(), "CPU", MAX_PROMPT_LEN=LONGEST, MIN_RESPONSE_LEN=64, MAX_NUM_SEQS=8, KV_SLOTS=1200,
+        HOST_KV_SLOTS=2000, INFERENCE_PRECISION_HINT="f32",
     )  # fmt: skip
     clients, process, until = Clients(pipe, seed), psutil.Process(), time.monotonic() + seconds
     threads = [threading.Thread(target=clients.run, args=(seed + i, until)) for i in range(num_clients)]
@@ -110,7 +110,7 @@ def soak(num_clients: int, seconds: float, seed: int = 0) -> list[str]:
         wrong.append("a client hangs")
     time.sleep(0.2)
     if (left := held(pipe)) != (0, 0, 0):
-        wrong.append(f"rows, parked rows and requests that are left: {left}")
+        wrong.append(f"rows, swapped out rows and requests that are left: {left}")
     growth = max(memory[-3:]) - max(memory[: len(memory) // 3])
     if growth > MOST_GROWTH:
         wrong.append(f"memory grew by {growth / 2**20:.0f} MiB")

@@ -232,7 +232,7 @@ def train(model: LlamaForCausalLM, maker: BatchMaker, args: argparse.Namespace) 
     """Run the whole training, with checkpoints and a log; return what the model card says about it."""
     optimizer, checkpoint = make_optimizer(model, args), args.work / "checkpoint.pt"
     first, before = (0, 0.0)
-    if args.resume and checkpoint.exists():
+    if args.swap_in and checkpoint.exists():
         first, before = load_checkpoint(checkpoint, model, optimizer)
     model.train()
     start, recent = time.monotonic(), []

@@ -17,7 +17,7 @@ from staticllm.errors import (
     NumericalError,
     PromptError,
     PromptTooLongError,
-    SavedRowsError,
+    SnapshotError,
     StaticLLMError,
     UnsupportedModelError,
 )
@@ -46,7 +46,7 @@ __all__ = [
     "ProgressEvent",
     "PromptError",
     "PromptTooLongError",
-    "SavedRowsError",
+    "SnapshotError",
     "StaticLLMConfig",
     "StaticLLMError",
     "StaticLLMPipeline",

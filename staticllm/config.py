@@ -9,18 +9,18 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal, cast
 
-from staticllm.core import ProgramMode, RowType
+from staticllm.core import KVType, ProgramMode
 from staticllm.errors import ConfigError
 
 MAX_LEN = 1 << 20
-MAX_SLOTS = 64
+MAX_SEQS = 64
 MIN_KEY_BYTES = 16
 SCHEDULERS = ("dynamic", "fcfs", "prefill_first", "decode_first", "chunked")
-_ROW_TYPES = ("f32", "f16", "bf16", "u8")
+_KV_TYPES = ("f32", "f16", "bf16", "u8")
 _REPLACED_PREFIXES = ("NPUW_", "NPU_USE_NPUW")
 Crypt = Callable[[bytes], bytes]
 _NOT_HERE = {
-    "scheduler_config": "use MAX_NUM_SEQS, KV_ROWS, MAX_WAITING and SCHEDULER",
+    "scheduler_config": "use MAX_NUM_SEQS, KV_SLOTS, MAX_WAITING and SCHEDULER",
     "ATTENTION_BACKEND": "attention runs in the step programs; leave it out",
     "ENABLE_MMAP": "the IR is always mapped; leave it out",
 }
@@ -38,17 +38,17 @@ class StaticLLMConfig:
             decoding and one for the rest, ``single_row`` one for calls of one row and one for the rest. ``auto`` asks the
             device: separate on an NPU; on CPU and GPU phases where the weights are under 256 MiB, on a CPU single_row where
             they are under 1 GiB, else shared (``PROGRAMS``).
-        prefill_rows: Sizes of the prefill programs, None for the default ladder (``PREFILL_ROWS``).
-        prefill_capacities: Past rows that a prefill program can see; 0 is a program without past (``PREFILL_CAPACITIES``).
-        generate_capacities: Rows that a generate program can see (``GENERATE_CAPACITIES``).
+        prefill_rows: Sizes of the prefill programs, None for the default buckets (``PREFILL_ROWS``).
+        prefill_kv_lens: Past rows that a prefill program can see; 0 is a program without past (``PREFILL_KV_LENS``).
+        generate_kv_lens: Rows that a generate program can see (``GENERATE_KV_LENS``).
         kv_cache_precision: Type of the rows, None for the device's default (``KV_CACHE_PRECISION``).
         prefix_caching: Keep the rows of conversations and reuse the longest common prefix (``PREFIX_CACHING``).
         max_num_seqs: Requests that decode together, None for 16, or 4 where each program is a blob (``MAX_NUM_SEQS``).
-        kv_rows: Rows that all requests share, None for those of 4 longest sequences, or 2 where each program is a blob
-            (``KV_ROWS``).
+        kv_slots: Rows that all requests share, None for those of 4 longest sequences, or 2 where each program is a blob
+            (``KV_SLOTS``).
         kv_cache_gb: The memory of those rows, GB, in place of their number; at least one longest sequence (``KV_CACHE_GB``).
-        parked_rows: Rows that may wait in host memory, of parked requests and of conversations kept for their prefix;
-            None for 16 longest sequences (``PARKED_ROWS``).
+        host_kv_slots: Rows that may wait in host memory, of swapped out requests and of conversations kept for their prefix;
+            None for 16 longest sequences (``HOST_KV_SLOTS``).
         max_waiting: Requests that may wait; one more is refused with ``BusyError`` (``MAX_WAITING``).
         scheduler: Who runs next: ``dynamic``, ``fcfs``, ``prefill_first``, ``decode_first`` or ``chunked``
             (``SCHEDULER``, docs/scheduling.md).
@@ -82,14 +82,14 @@ class StaticLLMConfig:
     min_response_len: int = 128
     programs: Literal["auto", "separate", "shared", "phases", "single_row"] = "auto"
     prefill_rows: tuple[int, ...] | None = None
-    prefill_capacities: tuple[int, ...] | None = None
-    generate_capacities: tuple[int, ...] | None = None
-    kv_cache_precision: RowType | None = None
+    prefill_kv_lens: tuple[int, ...] | None = None
+    generate_kv_lens: tuple[int, ...] | None = None
+    kv_cache_precision: KVType | None = None
     prefix_caching: bool = True
     max_num_seqs: int | None = None
-    kv_rows: int | None = None
+    kv_slots: int | None = None
     kv_cache_gb: float | None = None
-    parked_rows: int | None = None
+    host_kv_slots: int | None = None
     max_waiting: int = 128
     scheduler: Literal["dynamic", "fcfs", "prefill_first", "decode_first", "chunked"] = "dynamic"
     ttft_ms: float | None = None
@@ -121,23 +121,23 @@ class StaticLLMConfig:
         self._check_serving()
         _one_of("PROGRAMS", self.programs, ("auto", "separate", "shared", "phases", "single_row"))
         if self.kv_cache_precision is not None:
-            object.__setattr__(self, "kv_cache_precision", _row_type(self.kv_cache_precision))
+            object.__setattr__(self, "kv_cache_precision", _kv_type(self.kv_cache_precision))
         _one_of("PREFIX_CACHING", self.prefix_caching, (True, False))
         for name in ("device_properties", "prefill_config", "generate_config"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(f"{name.upper()}={getattr(self, name)!r}: must be a dict of device properties")
-        for name, least in (("prefill_rows", 1), ("prefill_capacities", 0), ("generate_capacities", 1)):
-            object.__setattr__(self, name, _ladder(name.upper(), getattr(self, name), least))
+        for name, least in (("prefill_rows", 1), ("prefill_kv_lens", 0), ("generate_kv_lens", 1)):
+            object.__setattr__(self, name, _buckets(name.upper(), getattr(self, name), least))
         for rows in self.prefill_rows or ():
             if rows > self.max_prompt_len:
                 raise ConfigError(
                     f"PREFILL_ROWS has {rows}, more than MAX_PROMPT_LEN={self.max_prompt_len}: leave it out"
                 )
-        for name in ("prefill_capacities", "generate_capacities"):
-            for capacity in getattr(self, name) or ():
-                if capacity > self.capacity:
+        for name in ("prefill_kv_lens", "generate_kv_lens"):
+            for kv_len in getattr(self, name) or ():
+                if kv_len > self.max_seq_len:
                     raise ConfigError(
-                        f"{name.upper()} has {capacity}, more than MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {self.capacity}: "
+                        f"{name.upper()} has {kv_len}, more than MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {self.max_seq_len}: "
                         "leave it out or raise a length"
                     )
 
@@ -169,14 +169,14 @@ class StaticLLMConfig:
             object.__setattr__(self, "cache_encryption_callbacks", tuple(callbacks))
 
     def _check_serving(self) -> None:
-        for name, least in (("max_num_seqs", 1), ("kv_rows", 1), ("parked_rows", 0), ("max_waiting", 1)):
+        for name, least in (("max_num_seqs", 1), ("kv_slots", 1), ("host_kv_slots", 0), ("max_waiting", 1)):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, whole(name.upper(), getattr(self, name), least, 1 << 24))
-        if self.max_num_seqs is not None and self.max_num_seqs > MAX_SLOTS:
-            raise ConfigError(f"MAX_NUM_SEQS={self.max_num_seqs}: a step holds at most {MAX_SLOTS} sequences; lower it")
-        if self.kv_rows is not None and self.kv_rows < self.capacity:
+        if self.max_num_seqs is not None and self.max_num_seqs > MAX_SEQS:
+            raise ConfigError(f"MAX_NUM_SEQS={self.max_num_seqs}: a step holds at most {MAX_SEQS} sequences; lower it")
+        if self.kv_slots is not None and self.kv_slots < self.max_seq_len:
             raise ConfigError(
-                f"KV_ROWS={self.kv_rows}: one sequence can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {self.capacity} rows; "
+                f"KV_SLOTS={self.kv_slots}: one sequence can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {self.max_seq_len} rows; "
                 "raise it or lower a length"
             )
         size = self.kv_cache_gb
@@ -184,30 +184,30 @@ class StaticLLMConfig:
             isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < MAX_LEN
         ):
             raise ConfigError(f"KV_CACHE_GB={size!r}: must be a number of GB, more than 0")
-        if size is not None and self.kv_rows is not None:
-            raise ConfigError(f"KV_CACHE_GB={size} and KV_ROWS={self.kv_rows}: both size the same memory, give one")
+        if size is not None and self.kv_slots is not None:
+            raise ConfigError(f"KV_CACHE_GB={size} and KV_SLOTS={self.kv_slots}: both size the same memory, give one")
         _one_of("SCHEDULER", self.scheduler, SCHEDULERS)
         for name in ("ttft_ms", "tpot_ms"):
             object.__setattr__(self, name, _milliseconds(name.upper(), getattr(self, name)))
 
     @property
-    def capacity(self) -> int:
+    def max_seq_len(self) -> int:
         """Rows that one sequence can have: prompt and response together."""
         return self.max_prompt_len + self.min_response_len
 
-    def num_slots(self, mode: ProgramMode) -> int:
+    def num_seqs(self, mode: ProgramMode) -> int:
         """Sequences that decode together."""
         return self.max_num_seqs or (16 if mode == "shared" else 4)
 
-    def num_kv_rows(self, mode: ProgramMode) -> int:
+    def num_kv_slots(self, mode: ProgramMode) -> int:
         """Rows of the arena."""
-        longest = min(self.num_slots(mode), 4 if mode == "shared" else 2)
-        return self.kv_rows or longest * self.capacity
+        longest = min(self.num_seqs(mode), 4 if mode == "shared" else 2)
+        return self.kv_slots or longest * self.max_seq_len
 
     @property
-    def num_parked_rows(self) -> int:
+    def num_host_slots(self) -> int:
         """Rows that may wait in host memory."""
-        return 16 * self.capacity if self.parked_rows is None else self.parked_rows
+        return 16 * self.max_seq_len if self.host_kv_slots is None else self.host_kv_slots
 
     @classmethod
     def from_properties(cls, properties: Mapping[str, Any], supported: Collection[str] = ()) -> StaticLLMConfig:
@@ -294,23 +294,23 @@ def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
         raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
 
 
-def _row_type(value: object) -> RowType:
+def _kv_type(value: object) -> KVType:
     name = getattr(value, "get_type_name", lambda: str(value))()
-    if name not in _ROW_TYPES:
-        raise ConfigError(f"KV_CACHE_PRECISION={name!r}: must be one of {', '.join(_ROW_TYPES)}")
-    return cast(RowType, name)
+    if name not in _KV_TYPES:
+        raise ConfigError(f"KV_CACHE_PRECISION={name!r}: must be one of {', '.join(_KV_TYPES)}")
+    return cast(KVType, name)
 
 
-def _ladder(name: str, value: object, least: int) -> tuple[int, ...] | None:
+def _buckets(name: str, value: object, least: int) -> tuple[int, ...] | None:
     if value is None:
         return None
     value = [value] if isinstance(value, int) else value
     if isinstance(value, str) or not hasattr(value, "__iter__"):
         raise ConfigError(f"{name}={value!r}: must be a list of whole numbers")
-    ladder = tuple(sorted({whole(name, item, least) for item in cast(Any, value)}))
-    if not ladder:
+    buckets = tuple(sorted({whole(name, item, least) for item in cast(Any, value)}))
+    if not buckets:
         raise ConfigError(f"{name} is empty: give at least one size, or leave it out for the default")
-    return ladder
+    return buckets
 
 
 def _refuse(name: object, supported: Collection[str]) -> None:
@@ -339,7 +339,7 @@ def _generate_hint(options: dict[str, Any], value: object, properties: Mapping[s
             ("MIN_RESPONSE_LEN", StaticLLMConfig.min_response_len),
         )
         total = sum(whole(name, properties.get(name, default), 1) for name, default in lengths)
-        options.setdefault("generate_capacities", [total])
+        options.setdefault("generate_kv_lens", [total])
 
 
 _OWN = {

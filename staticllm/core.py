@@ -13,21 +13,21 @@ Part = Literal["prefill", "generate", "single_row"]
 ProgramMode = Literal["separate", "shared"]
 ProgramLayout = Literal["separate", "shared", "phases", "single_row"]
 """A program a variant; one for all; one a phase; one for single rows and one for the rest. All but the first share programs."""
-RowType = Literal["f32", "f16", "bf16", "u8"]
-ROW_TYPE_BYTES: dict[RowType, int] = {"f32": 4, "f16": 2, "bf16": 2, "u8": 1}
+KVType = Literal["f32", "f16", "bf16", "u8"]
+KV_TYPE_BYTES: dict[KVType, int] = {"f32": 4, "f16": 2, "bf16": 2, "u8": 1}
 
 
 @dataclass(frozen=True, order=True)
 class Variant:
     """The sizes of a step program.
 
-    ``rows`` (S) is how many tokens one call processes, ``capacity`` (T) how many KV rows it can see, ``sequences`` (R) how
-    many sequences can share the rows, each with logits after its last token. A capacity of 0 is a program without past: the
+    ``rows`` (S) is how many tokens one call processes, ``kv_len`` (T) how many KV slots it can see, ``sequences`` (R) how
+    many sequences can share the rows, each with logits after its last token. A KV length of 0 is a program without past: the
     first chunks of fresh prompts. Where each row is a sequence of its own the program decodes.
     """
 
     rows: int
-    capacity: int
+    kv_len: int
     sequences: int = 1
 
     @property
@@ -36,11 +36,11 @@ class Variant:
 
     def __str__(self) -> str:
         shared = f"x{self.sequences}" if self.sequences > 1 else ""
-        return f"{self.phase}[{self.rows}x{self.capacity}{shared}]"
+        return f"{self.phase}[{self.rows}x{self.kv_len}{shared}]"
 
 
 @dataclass(frozen=True)
-class RowState:
+class KVState:
     """A state that grows by one row a token: keys or values of one layer, ``[1, heads, rows, head_dim]``.
 
     Rows of ``u8`` have a scale state beside them, ``[1, heads, rows, 2]``: what one unit is worth, and the smallest value.
@@ -51,7 +51,7 @@ class RowState:
     variable_id: str
     heads: int
     head_dim: int
-    row_type: RowType = "f32"
+    kv_type: KVType = "f32"
     is_scale: bool = False
 
     @property
@@ -63,9 +63,9 @@ class RowState:
         return f"present.{self.layer}.{self.role}" + (".scale" if self.is_scale else "")
 
     @property
-    def row_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         """Bytes that one token takes."""
-        return self.heads * self.head_dim * ROW_TYPE_BYTES[self.row_type]
+        return self.heads * self.head_dim * KV_TYPE_BYTES[self.kv_type]
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ rows that a step sees and ``[1, 1, S, 1]`` of its own."""
 class ModelShape:
     """What the host must know of a lowered model to feed it: the contract between passes, rows and runner."""
 
-    row_states: tuple[RowState, ...]
+    kv_states: tuple[KVState, ...]
     masks: tuple[MaskKind, ...]
     vocab_size: int
     position_rank: int  # 2 for [1, S]; 3 for [k, 1, S] (M-RoPE); 0 if the model takes no positions
@@ -151,14 +151,14 @@ class ModelShape:
         return bool(self.recurrent_states)
 
     @property
-    def row_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         """Bytes that one token's keys and values take over all layers."""
-        return sum(state.row_bytes for state in self.row_states)
+        return sum(state.slot_bytes for state in self.kv_states)
 
-    def rows_of_states(self, capacity: int) -> int:
-        """How many rows the recurrent states of one sequence are worth in memory, ``capacity`` at most; 0 if there are none."""
+    def slots_of_states(self, kv_len: int) -> int:
+        """How many rows the recurrent states of one sequence are worth in memory, ``num_slots`` at most; 0 if there are none."""
         num_bytes = sum(state.num_bytes for state in self.recurrent_states)
-        return min(capacity, -(-num_bytes // self.row_bytes) if self.row_bytes else capacity) if num_bytes else 0
+        return min(kv_len, -(-num_bytes // self.slot_bytes) if self.slot_bytes else kv_len) if num_bytes else 0
 
 
 class FinishReason(str, Enum):

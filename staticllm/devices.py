@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from staticllm.core import ProgramMode, RowType
+from staticllm.core import KVType, ProgramMode
 from staticllm.errors import DeviceError, last_line
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def merges_projections(device: str) -> bool:
     return device.split(".", maxsplit=1)[0] == "CPU"
 
 
-def default_row_type(core: ov.Core, device: str, *phases: Mapping[str, Any]) -> RowType:
+def default_kv_type(core: ov.Core, device: str, *phases: Mapping[str, Any]) -> KVType:
     """On the CPU what it computes in: f32, or bf16 if every phase does; its keys and values then are bf16 anyway. Else f16."""
     if device.split(".", maxsplit=1)[0] != "CPU":
         return "f16"

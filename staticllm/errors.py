@@ -12,7 +12,7 @@
     │   └── PromptTooLongError
     ├── BlobError              a set of blobs that is damaged, or for another model, machine or layout
     ├── NumericalError         the device answered with numbers that are not finite
-    ├── SavedRowsError         a file of saved rows that is damaged, or of another model
+    ├── SnapshotError         a file of saved rows that is damaged, or of another model
     ├── BusyError              more requests wait than may
     └── ClosedError            the pipeline was closed
 """
@@ -93,7 +93,7 @@ class ClosedError(StaticLLMError):
     """The pipeline was closed; requests that had not ended were cancelled."""
 
 
-class SavedRowsError(StaticLLMError):
+class SnapshotError(StaticLLMError):
     """Rows that cannot be saved or read back: none begin like this, the file is damaged, or of another model."""
 
 

@@ -1,17 +1,21 @@
-"""Files that somebody else may have written: opened only if they are ordinary files, read only as far as was allowed."""
+"""Files on disk: read only if they are ordinary files and only as far as allowed; written as a whole or not at all."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _BINARY
 
 
 def open_regular(path: Path, follow: bool = True) -> BinaryIO:
-    """Open a file for reading. A pipe or a device would block for ever, or never end; without ``follow`` a link is refused too.
+    """Open a file for reading. A pipe or a device could block for ever and is refused; without ``follow``, so is a link.
 
     Raises:
         OSError: it cannot be opened, or is no ordinary file.
@@ -40,3 +44,41 @@ def read_regular(path: Path, limit: int, follow: bool = True) -> bytes:
     if size > limit or len(data) > limit:
         raise OSError(f"{path.name} has {max(size, len(data))} bytes, at most {limit} are read")
     return data
+
+
+@contextmanager
+def whole_file(path: Path, prefix: str | None = None, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """A file to write to, beside ``path``; it takes that name when the block ends without an exception.
+
+    A full disk, an exception or Ctrl-C leaves what was at ``path`` before, and nothing beside it. A process that is killed
+    leaves a file whose name begins with ``prefix`` (by default a dot and the name of the target). ``mode`` are permissions
+    before the umask.
+
+    Raises:
+        OSError: the folder or the file cannot be written.
+    """
+    scratch = path.with_name(f"{prefix or f'.{path.name}.'}{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write ``data`` through ``whole_file``. A link is followed; a device or a pipe is written to directly.
+
+    Raises:
+        OSError: the file cannot be written; what was there before is unchanged.
+    """
+    target = Path(path)
+    if target.exists() and not target.is_file():
+        target.write_bytes(data)
+        return
+    with whole_file(target.resolve()) as file:  # the file that a link names is replaced, not the link
+        file.write(data)

@@ -60,7 +60,7 @@ class IrFile:
     """Shape of each state by its variable; None for a size that grows or is open."""
 
     @property
-    def row_shapes(self) -> list[tuple[int, int]]:
+    def kv_shapes(self) -> list[tuple[int, int]]:
         """Heads and head size of each state that grows by a row per token: ``[batch, heads, rows, head_dim]``."""
         shapes = [shape for shape in self.states.values() if len(shape) == 4]
         return [(heads, size) for batch, heads, rows, size in shapes if batch is None is rows and heads and size]

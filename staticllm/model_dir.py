@@ -120,7 +120,7 @@ def max_positions(directory: Path) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-def row_shapes(directory: Path) -> list[tuple[int, int]]:
+def kv_shapes(directory: Path) -> list[tuple[int, int]]:
     """Heads and head size of each state of keys or values; empty where the model does not say.
 
     Raises:
@@ -128,10 +128,10 @@ def row_shapes(directory: Path) -> list[tuple[int, int]]:
     """
     held = model_in_memory(directory)
     if held is not None:
-        return _read_ir(held.xml.encode(), MODEL_XML).row_shapes
+        return _read_ir(held.xml.encode(), MODEL_XML).kv_shapes
     xml = directory / MODEL_XML
     stat = xml.stat()
-    return _parsed(xml, stat.st_mtime_ns, stat.st_size).row_shapes
+    return _parsed(xml, stat.st_mtime_ns, stat.st_size).kv_shapes
 
 
 def _needed(xml: bytes, name: str = MODEL_XML) -> int:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.core import MaskKind, ModelShape, RecurrentState, RowState, Variant
+from staticllm.core import KVState, MaskKind, ModelShape, RecurrentState, Variant
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.pipelines.engine.engine import Engine
@@ -51,7 +51,7 @@ def fake_shape(
 ) -> ModelShape:
     """One layer a mask kind; a head holds ``[token, position]`` in each row."""
     states = [
-        RowState(layer, role, f"fake.{layer}.{role}", 2, 2) for layer in range(len(masks)) for role in ("key", "value")
+        KVState(layer, role, f"fake.{layer}.{role}", 2, 2) for layer in range(len(masks)) for role in ("key", "value")
     ]
     return ModelShape(
         tuple(states),
@@ -77,7 +77,7 @@ def fake_runner(
     ``is_staged``: only the fewest programs that can serve are there; ``add_program`` adds those in ``runner.programs.late``.
     """
     shape, variants = fake_shape(masks, vocab_size, is_packable, is_recurrent), list(variants)
-    cache = KVCache(shape, [variant.capacity for variant in variants])
+    cache = KVCache(shape, [variant.kv_len for variant in variants])
     pool = BufferPool(variants, shape)
     programs = FakePrograms((variant, FakeProgram(cache, shape, StepBuffers(variant, pool))) for variant in variants)
     if is_staged:
@@ -89,12 +89,12 @@ def add_program(runner: ModelRunner, variant: Variant) -> None:
     """A fake program that was still being compiled is there now."""
     assert isinstance(runner.programs, FakePrograms)
     runner.programs[variant] = runner.programs.late.pop(variant)
-    runner.know()
+    runner.refresh_variants()
 
 
 FAKE_VARIANTS = (
-    *(Variant(rows, capacity, rows) for rows in (1, 2, 4) for capacity in (32, 64, 128)),
-    *(Variant(rows, capacity, sequences) for rows in (8, 16) for capacity in (0, 32, 64, 128) for sequences in (1, 6)),
+    *(Variant(rows, kv_len, rows) for rows in (1, 2, 4) for kv_len in (32, 64, 128)),
+    *(Variant(rows, kv_len, sequences) for rows in (8, 16) for kv_len in (0, 32, 64, 128) for sequences in (1, 6)),
 )
 
 
@@ -102,8 +102,8 @@ def fake_engine(
     policy: Policy,
     max_num_seqs: int = 4,
     variants: Iterable[Variant] = FAKE_VARIANTS,
-    capacity: int = 64,
-    parked_rows: int = 256,
+    max_seq_len: int = 64,
+    host_kv_slots: int = 256,
     max_waiting: int = 128,
     *,
     is_packable: bool = True,
@@ -111,9 +111,9 @@ def fake_engine(
     is_recurrent: bool = False,
     is_staged: bool = False,
 ) -> Engine:
-    """An engine over the fake device. ``capacity`` are the rows that one sequence can have."""
-    state_rows = fake_shape(masks, is_recurrent=is_recurrent).rows_of_states(capacity)
-    options = EngineOptions(Limits(max_num_seqs), capacity, max_waiting, parked_rows, state_rows=state_rows)
+    """An engine over the fake device. ``max_seq_len`` are the slots that one sequence can have."""
+    state_slots = fake_shape(masks, is_recurrent=is_recurrent).slots_of_states(max_seq_len)
+    options = EngineOptions(Limits(max_num_seqs), max_seq_len, max_waiting, host_kv_slots, state_slots=state_slots)
     runner = fake_runner(variants, masks, is_packable=is_packable, is_recurrent=is_recurrent, is_staged=is_staged)
     return Engine(runner, policy, options)
 
@@ -146,11 +146,11 @@ def run_to_end(engine: Engine, requests: Iterable[Request], max_steps: int = 10_
 
 def assert_empty(engine: Engine) -> None:
     """Nothing is held but idle conversations, and those make way."""
-    cache, tenancy = engine.runner.cache, engine.tenancy
-    assert engine.is_idle and not tenancy.requests and not tenancy.shelf.num_parked_rows
-    assert cache.rows.num_used == tenancy.prefix.idle_rows
-    tenancy.prefix.make_way(cache.max_rows + 1)
-    assert cache.rows.num_used == 0 and cache.rows.num_shared == 0
+    cache, kv_manager = engine.runner.cache, engine.kv_manager
+    assert engine.is_idle and not kv_manager.requests and not kv_manager.host_pool.num_swapped_slots
+    assert cache.slots.num_used == kv_manager.prefix.idle_slots
+    kv_manager.prefix.evict(cache.num_slots + 1)
+    assert cache.slots.num_used == 0 and cache.slots.num_shared == 0
 
 
 class FakeProgram:
@@ -161,7 +161,7 @@ class FakeProgram:
         self.num_runs = 0
         self._shape = shape
         self._states = cache.states
-        self._past = [cache.arena.state_view(i, buffers.variant.capacity) for i in range(len(shape.row_states))]
+        self._past = [cache.arena.state_view(i, buffers.variant.kv_len) for i in range(len(shape.kv_states))]
 
     def run(self, meanwhile: Callable[[], None] | None = None) -> float:
         """Fill presents and logits from what the buffers and the arena hold now. Pretends to have taken 1 ms a row."""
@@ -191,9 +191,9 @@ class FakeProgram:
 
     def _checksum(self, layer: int, row: int, own: NDArray[np.int64]) -> int:
         seen = self.buffers.masks[self._shape.masks[layer]][0, 0, row] == 0
-        past = self._past[2 * layer][0][:, seen[: self.buffers.variant.capacity]]
+        past = self._past[2 * layer][0][:, seen[: self.buffers.variant.kv_len]]
         assert (past == past[:1]).all(), "heads of one row differ: a re-stride mixed them up"
-        pairs = np.concatenate([past[0].astype(np.int64), own[seen[self.buffers.variant.capacity :]]])
+        pairs = np.concatenate([past[0].astype(np.int64), own[seen[self.buffers.variant.kv_len :]]])
         keys, queries = self.buffers.key_positions, self.buffers.query_positions
         assert keys is not None and queries is not None
         assert np.array_equal(keys[0, 0, 0, seen], pairs[:, 1]), "the positions of keys are not those of their rows"

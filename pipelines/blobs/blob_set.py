@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -26,7 +24,7 @@ from filelock import Timeout
 
 from staticllm.core import Phase
 from staticllm.errors import BlobError, last_line
-from staticllm.files import read_regular
+from staticllm.files import read_regular, whole_file
 from staticllm.pipelines.blobs.file_lock import acquire, locked
 from staticllm.pipelines.blobs.fingerprint import Identity, bytes_digest, difference, pass_digests
 from staticllm.pipelines.blobs.manifest import (
@@ -42,7 +40,7 @@ from staticllm.pipelines.blobs.manifest import (
 MANIFEST, LOCK = "manifest.json", ".staticllm.lock"
 SCRATCH = ".staticllm-"
 """What files are called while they are written."""
-PATIENCE = 60.0
+LOCK_TIMEOUT = 60.0
 """Seconds to wait for another process that writes the same set."""
 READ_TRIES = 3
 _WRITTEN = re.compile(r"[A-Za-z0-9._-]+-[0-9a-f]{12}\.blob")
@@ -276,9 +274,9 @@ def _written(folder: Path, put_blobs: Callable[[], Manifest], key: bytes) -> Man
                 manifest = put_blobs()
                 _write(folder / MANIFEST, encode(manifest, key))
             finally:
-                _sweep(folder, key, before)
+                _remove_leftovers(folder, key, before)
     except Timeout:
-        raise OSError(f"another process has been writing to it for {PATIENCE:g} s") from None
+        raise OSError(f"another process has been writing to it for {LOCK_TIMEOUT:g} s") from None
     except BaseException:
         _remove_if_empty(folder)
         raise
@@ -291,7 +289,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
     for _ in range(READ_TRIES):
         folder.mkdir(exist_ok=True)
         try:
-            lease = acquire(folder / LOCK, PATIENCE)
+            lease = acquire(folder / LOCK, LOCK_TIMEOUT)
         except FileNotFoundError:
             continue
         if not (folder / LOCK).exists():
@@ -314,7 +312,7 @@ def _named_in(folder: Path) -> set[str]:
         return set()
 
 
-def _sweep(folder: Path, key: bytes, before: set[str]) -> None:
+def _remove_leftovers(folder: Path, key: bytes, before: set[str]) -> None:
     """Remove files of ours that the set does not need: of one that was replaced, or of a writer that failed or died."""
     try:
         needed = set(read_manifest(folder, key).blobs)
@@ -342,15 +340,6 @@ def _is_own_file(name: str) -> bool:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Put a file in its place at once, whole or not at all."""
-    handle, scratch = tempfile.mkstemp(prefix=SCRATCH, dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(scratch).chmod(0o644)  # mkstemp makes it private; a blob set is for whoever can read the folder
-        Path(scratch).replace(path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+    """Put a file in its place as a whole or not at all; whoever can read the folder can read it."""
+    with whole_file(path, prefix=SCRATCH) as file:
+        file.write(data)

@@ -23,7 +23,7 @@ TOLERANCE = 1e-3
 """Of the range of the program's own answer; they come out equal to the bit."""
 
 
-def says_the_same(
+def matches(
     core: ov.Core,
     program: tuple[ov.CompiledModel, Variant],
     data: bytes,

@@ -13,22 +13,22 @@ import openvino as ov
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Part, ProgressEvent, Variant
-from staticllm.devices import check_device, default_row_type, get_core
+from staticllm.devices import check_device, default_kv_type, get_core
 from staticllm.errors import BlobError, ConfigError
 from staticllm.model_dir import check_model_dir, weights_of
 from staticllm.pipelines.blobs.blob_set import MANIFEST, is_ours, plain, write_set
-from staticllm.pipelines.blobs.check import says_the_same
+from staticllm.pipelines.blobs.check import matches
 from staticllm.pipelines.blobs.fingerprint import Identity, layout_identity, machine_identity, model_identity
 from staticllm.pipelines.blobs.manifest import LAYOUT_FIELDS, Manifest, shape_to_json
 from staticllm.pipelines.programs.build import (
-    Layout,
+    CompiledPrograms,
+    CompilePlan,
     OnProgress,
-    Programs,
     compile_all,
     phase_properties,
     prepare,
     program_layout,
-    with_rows,
+    with_kv_slots,
 )
 
 WEIGHTS = "WEIGHTS_PATH"  # a property of devices that can leave weights out of blobs
@@ -66,15 +66,15 @@ def job_of(
     is_encrypted = config.weights_decryption_callback is not None
     directory = check_model_dir(models_path, False, config.weights_path, is_encrypted)
     core, name = get_core(), check_device(get_core(), device)
-    row_type = config.kv_cache_precision or default_row_type(core, name, *phase_properties(name, config).values())
-    return Job(directory, name, with_rows(config, directory, row_type), on_progress)
+    kv_type = config.kv_cache_precision or default_kv_type(core, name, *phase_properties(name, config).values())
+    return Job(directory, name, with_kv_slots(config, directory, kv_type), on_progress)
 
 
 @dataclass(frozen=True)
 class Exported:
     """Programs and their blobs; none where the device does not say from a blob what it says from the model."""
 
-    programs: Programs
+    programs: CompiledPrograms
     files: Mapping[Variant, str]
     blobs: Mapping[str, bytes] | None
     is_weightless: bool
@@ -97,48 +97,48 @@ def export_set(job: Job, target: Path) -> Manifest:
 
 def compile_for_export(job: Job) -> Exported:
     """Compile and export. Blobs without weights first, where they are wanted and can be had; whole ones where those are wrong."""
-    is_light = wants_light(job)
-    exported = _export(job, is_light)
-    return _export(job, is_light=False) if exported.blobs is None and is_light else exported
+    is_weightless = wants_weightless(job)
+    exported = _export(job, is_weightless)
+    return _export(job, is_weightless=False) if exported.blobs is None and is_weightless else exported
 
 
-def _export(job: Job, is_light: bool) -> Exported:
-    core, layout = prepare_for_export(job, is_light)
-    return export_programs(job, compile_all(core, layout, job.on_progress), is_light)
+def _export(job: Job, is_weightless: bool) -> Exported:
+    core, layout = prepare_for_export(job, is_weightless)
+    return export_programs(job, compile_all(core, layout, job.on_progress), is_weightless)
 
 
-def wants_light(job: Job) -> bool:
+def wants_weightless(job: Job) -> bool:
     """Whether blobs should leave the weights where they are, and the device can."""
     supported = get_core().get_property(job.device, "SUPPORTED_PROPERTIES")
     is_plain = job.config.weights_decryption_callback is None
     return job.config.cache_mode == "OPTIMIZE_SIZE" and WEIGHTS in supported and is_plain
 
 
-def prepare_for_export(job: Job, is_light: bool) -> tuple[ov.Core, Layout]:
+def prepare_for_export(job: Job, is_weightless: bool) -> tuple[ov.Core, CompilePlan]:
     """Lower a model so that its programs can be exported, with or without their weights."""
     core, layout = prepare(job.directory, job.device, job.config, job.on_progress, for_blobs=True)
-    return core, _without_weights(layout) if is_light else layout
+    return core, _without_weights(layout) if is_weightless else layout
 
 
-def export_programs(job: Job, programs: Programs, is_light: bool) -> Exported:
+def export_programs(job: Job, programs: CompiledPrograms, is_weightless: bool) -> Exported:
     """Blobs of compiled programs, each asked whether it says the same."""
     core, files, blobs = get_core(), dict[Variant, str](), dict[str, bytes]()
     names: dict[int, str] = {}
-    weights = job.weights if is_light else None
+    weights = job.weights if is_weightless else None
     for index, (variant, compiled) in enumerate(programs.compiled.items(), 1):
         start = time.perf_counter()
         if id(compiled) not in names:
-            names[id(compiled)] = name = f"{len(names)}-{variant.phase}-{variant.rows}x{variant.capacity}.blob"
+            names[id(compiled)] = name = f"{len(names)}-{variant.phase}-{variant.rows}x{variant.kv_len}.blob"
             blobs[name] = compiled.export_model().getvalue()
             properties = programs.options.family(variant)[1]
-            if not says_the_same(core, (compiled, variant), blobs[name], (job.device, properties, weights)):
-                return Exported(programs, {}, None, is_light)
+            if not matches(core, (compiled, variant), blobs[name], (job.device, properties, weights)):
+                return Exported(programs, {}, None, is_weightless)
         files[variant] = names[id(compiled)]
         job.on_progress(ProgressEvent("export", index, len(programs.compiled), time.perf_counter() - start, variant))
-    return Exported(programs, files, blobs, is_light)
+    return Exported(programs, files, blobs, is_weightless)
 
 
-def _without_weights(layout: Layout) -> Layout:
+def _without_weights(layout: CompilePlan) -> CompilePlan:
     properties: dict[Part, Mapping[str, Any]] = {
         phase: {**values, "CACHE_MODE": "OPTIMIZE_SIZE"} for phase, values in layout.options.properties.items()
     }
@@ -185,29 +185,29 @@ def manifest_of(job: Job, exported: Exported, identity: Identity, costs: Mapping
         identity=identity,
         config=_layout_of(job.config),
         programs=options.layout,
-        row_type=options.row_type,
+        kv_type=options.kv_type,
         shape=shape_to_json(exported.programs.shape),
         properties={phase: plain(values) for phase, values in options.properties.items()},
         variants=tuple(
-            {"rows": v.rows, "capacity": v.capacity, "sequences": v.sequences, "file": name}
+            {"rows": v.rows, "kv_len": v.kv_len, "sequences": v.sequences, "file": name}
             for v, name in exported.files.items()
         ),
         blobs={},
         is_weightless=exported.is_weightless,
         is_encrypted=False,
-        costs=tuple((v.rows, v.capacity, v.sequences, seconds) for v, seconds in costs.items()),
+        costs=tuple((v.rows, v.kv_len, v.sequences, seconds) for v, seconds in costs.items()),
     )
 
 
 def identity_of(job: Job) -> Identity:
     core, device, config = get_core(), job.device, job.config
     properties = phase_properties(device, config)
-    row_type = config.kv_cache_precision or default_row_type(core, device, *properties.values())
+    kv_type = config.kv_cache_precision or default_kv_type(core, device, *properties.values())
     programs = program_layout(device, job.directory, config)
     return {
         **model_identity(job.directory, job.weights),
         **machine_identity(core, device),
-        **layout_identity(config, programs, row_type, {phase: plain(values) for phase, values in properties.items()}),
+        **layout_identity(config, programs, kv_type, {phase: plain(values) for phase, values in properties.items()}),
     }
 
 

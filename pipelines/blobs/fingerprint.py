@@ -13,7 +13,7 @@ from typing import Any
 import openvino as ov
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import Phase, ProgramMode, RowType
+from staticllm.core import KVType, Phase, ProgramMode
 from staticllm.errors import ModelError
 from staticllm.model_dir import MODEL_XML, model_in_memory
 
@@ -91,7 +91,7 @@ def pass_digests() -> Mapping[str, str]:
 
 
 def layout_identity(
-    config: StaticLLMConfig, programs: str, row_type: RowType, properties: Mapping[Phase, Mapping[str, Any]]
+    config: StaticLLMConfig, programs: str, kv_type: KVType, properties: Mapping[Phase, Mapping[str, Any]]
 ) -> Identity:
     """What was asked for: lengths, sizes and properties, resolved, so that a default equals the same value given."""
     mode: ProgramMode = "separate" if programs == "separate" else "shared"
@@ -99,12 +99,12 @@ def layout_identity(
         "MAX_PROMPT_LEN": config.max_prompt_len,
         "MIN_RESPONSE_LEN": config.min_response_len,
         "PROGRAMS": programs,
-        "KV_CACHE_PRECISION": row_type,
-        "MAX_NUM_SEQS": config.num_slots(mode),
-        "KV_ROWS": config.num_kv_rows(mode),
+        "KV_CACHE_PRECISION": kv_type,
+        "MAX_NUM_SEQS": config.num_seqs(mode),
+        "KV_SLOTS": config.num_kv_slots(mode),
         "PREFILL_ROWS": config.prefill_rows,
-        "PREFILL_CAPACITIES": config.prefill_capacities,
-        "GENERATE_CAPACITIES": config.generate_capacities,
+        "PREFILL_KV_LENS": config.prefill_kv_lens,
+        "GENERATE_KV_LENS": config.generate_kv_lens,
     }
     found = {name: "default" if value is None else str(value) for name, value in sizes.items()}
     for phase, values in properties.items():
@@ -114,7 +114,7 @@ def layout_identity(
 
 REQUIRED = ("IR digest", "weights digest", "OpenVINO", "device")
 """Names that every identity has."""
-ASKED = ("MAX_PROMPT_LEN", "MIN_RESPONSE_LEN", "PROGRAMS", "KV_CACHE_PRECISION", "MAX_NUM_SEQS", "KV_ROWS")
+ASKED = ("MAX_PROMPT_LEN", "MIN_RESPONSE_LEN", "PROGRAMS", "KV_CACHE_PRECISION", "MAX_NUM_SEQS", "KV_SLOTS")
 """Said by a user, unlike the rest, which is so."""
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, get_args
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import MaskKind, ModelShape, Part, ProgramLayout, RecurrentState, RowState, RowType, Variant
+from staticllm.core import KVState, KVType, MaskKind, ModelShape, Part, ProgramLayout, RecurrentState, Variant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.blobs.fingerprint import REQUIRED, Identity, bytes_digest
 
@@ -25,8 +25,8 @@ MAX_SIZE = 1 << 24  # of any count or length in a manifest
 MAX_ENTRIES = 1 << 14
 MAX_BLOB_BYTES = 1 << 40
 LAYOUT_FIELDS = (
-    "max_prompt_len", "min_response_len", "programs", "prefill_rows", "prefill_capacities", "generate_capacities",
-    "kv_cache_precision", "max_num_seqs", "kv_rows", "device_properties", "prefill_config", "generate_config",
+    "max_prompt_len", "min_response_len", "programs", "prefill_rows", "prefill_kv_lens", "generate_kv_lens",
+    "kv_cache_precision", "max_num_seqs", "kv_slots", "device_properties", "prefill_config", "generate_config",
 )  # fmt: skip
 """What a blob set decides where the user did not."""
 _BLOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.blob")
@@ -45,7 +45,7 @@ class Manifest:
     identity: Identity
     config: Mapping[str, Any]
     programs: str
-    row_type: str
+    kv_type: str
     shape: Mapping[str, Any]
     properties: Mapping[str, Mapping[str, Any]]
     variants: tuple[Mapping[str, Any], ...]
@@ -67,7 +67,7 @@ class Manifest:
         return self.verification is not None and not self.verification.get("is_ok")
 
     def file_of(self) -> dict[Variant, str]:
-        return {Variant(v["rows"], v["capacity"], v["sequences"]): v["file"] for v in self.variants}
+        return {Variant(v["rows"], v["kv_len"], v["sequences"]): v["file"] for v in self.variants}
 
 
 def encode(manifest: Manifest, key: bytes = b"") -> bytes:
@@ -113,7 +113,7 @@ def shape_to_json(shape: ModelShape) -> dict[str, Any]:
 
 def shape_from_json(content: Mapping[str, Any]) -> ModelShape:
     values = dict(content)
-    values["row_states"] = tuple(RowState(**state) for state in values["row_states"])
+    values["kv_states"] = tuple(KVState(**state) for state in values["kv_states"])
     values["masks"] = tuple(MaskKind(**{**kind, "first_seen": tuple(kind["first_seen"])}) for kind in values["masks"])
     values["recurrent_states"] = tuple(
         RecurrentState(**{**state, "shape": tuple(state["shape"])}) for state in values["recurrent_states"]
@@ -147,7 +147,7 @@ def _checked(content: Mapping[str, Any]) -> Manifest:
         raise ValueError(f"the identity has no {missing[0]!r}")
     _check_config(_dict(content["config"], 64))
     _one_of(content["programs"], get_args(ProgramLayout), "programs")
-    _one_of(content["row_type"], get_args(RowType), "row type")
+    _one_of(content["kv_type"], get_args(KVType), "row type")
     _check_shape(_dict(content["shape"], 64))
     for part, values in _dict(content["properties"], 8).items():
         _one_of(part, get_args(Part), "part")
@@ -169,15 +169,15 @@ def _check_config(config: Mapping[str, Any]) -> None:
 
 
 def _check_shape(content: Mapping[str, Any]) -> None:
-    for name in ("row_states", "masks", "recurrent_states"):
+    for name in ("kv_states", "masks", "recurrent_states"):
         _list(content[name], MAX_ENTRIES)
     shape = shape_from_json(content)
-    for state in shape.row_states:
+    for state in shape.kv_states:
         _whole(state.layer, 0)
         _whole(state.heads, 1)
         _whole(state.head_dim, 1)
         _one_of(state.role, ("key", "value"), "role")
-        _one_of(state.row_type, get_args(RowType), "row type")
+        _one_of(state.kv_type, get_args(KVType), "row type")
         _text(state.variable_id, "variable", 4096)
         _flag(state.is_scale)
     for kind in shape.masks:
@@ -212,9 +212,9 @@ def _check_blobs(content: Mapping[str, Any]) -> None:
             raise ValueError(f"blob {name!r} has no digest or no size")
         _whole(entry["bytes"], 0, MAX_BLOB_BYTES)
     for variant in _list(content["variants"], MAX_ENTRIES):
-        if set(_dict(variant, 4)) != {"rows", "capacity", "sequences", "file"} or variant["file"] not in blobs:
+        if set(_dict(variant, 4)) != {"rows", "kv_len", "sequences", "file"} or variant["file"] not in blobs:
             raise ValueError("a variant has no blob")
-        for name, least in (("rows", 1), ("capacity", 0), ("sequences", 1)):
+        for name, least in (("rows", 1), ("kv_len", 0), ("sequences", 1)):
             _whole(variant[name], least)
     is_empty = not content["variants"]
     verification = content["verification"]
@@ -239,10 +239,10 @@ def _check_rest(content: Mapping[str, Any]) -> None:
 
 
 def _cost(cost: object) -> tuple[int, int, int, float]:
-    rows, capacity, sequences, seconds = _list(cost, 4)
+    rows, kv_len, sequences, seconds = _list(cost, 4)
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < MAX_SIZE:
         raise ValueError("a cost is not in seconds")
-    return _whole(rows, 1), _whole(capacity, 0), _whole(sequences, 1), float(seconds)
+    return _whole(rows, 1), _whole(kv_len, 0), _whole(sequences, 1), float(seconds)
 
 
 def _dict(value: object, most: int) -> dict[str, Any]:

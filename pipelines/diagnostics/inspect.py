@@ -11,7 +11,7 @@ from staticllm.core import ModelShape
 from staticllm.devices import check_known
 from staticllm.kvcache.step import buffer_bytes
 from staticllm.model_dir import MODEL_XML
-from staticllm.pipelines.programs.build import Layout, prepare, with_rows
+from staticllm.pipelines.programs.build import CompilePlan, prepare, with_kv_slots
 from staticllm.pipelines.programs.compile import first_variants
 
 
@@ -23,41 +23,40 @@ def inspect_model(models_path: str | os.PathLike[str], device: str, config: Stat
     """
     _, layout = prepare(models_path, device, config, check=check_known)
     shape = layout.lowered.shape
-    config = with_rows(config, Path(models_path), layout.options.row_type)
-    num_rows = config.num_kv_rows(layout.options.mode)
-    bytes_a_token = shape.row_bytes
+    config = with_kv_slots(config, Path(models_path), layout.options.kv_type)
+    num_slots = config.num_kv_slots(layout.options.mode)
+    bytes_a_token = shape.slot_bytes
     return {
         "model": str(models_path),
         "device": device,
         "programs": layout.options.layout,
         "weights_bytes": (Path(models_path) / MODEL_XML).with_suffix(".bin").stat().st_size,
         "vocab_size": shape.vocab_size,
-        "num_states": len(shape.row_states),
+        "num_states": len(shape.kv_states),
         "states": [
             {"name": s.past_name, "variable": s.variable_id, "heads": s.heads, "head_dim": s.head_dim}
-            for s in shape.row_states
+            for s in shape.kv_states
         ],
         "recurrent": _recurrent(shape),
         "num_programs": len(first_variants(layout.variants, layout.options)),
         "is_packable": shape.is_packable,
         "layers": _layers(layout),
         "masks": [kind.label for kind in shape.masks],
-        "rows": {
-            "type": layout.options.row_type,
-            "capacity": num_rows,
+        "kv": {
+            "type": layout.options.kv_type,
+            "num_slots": num_slots,
             "bytes_a_token": bytes_a_token,
-            "bytes": bytes_a_token * num_rows,
-            "parked_bytes": bytes_a_token * config.num_parked_rows,
+            "bytes": bytes_a_token * num_slots,
+            "host_bytes": bytes_a_token * config.num_host_slots,
         },
         "buffers_bytes": buffer_bytes(layout.variants, shape),
         "passes": [
             {"name": r.name, "nodes_before": r.nodes_before, "nodes_after": r.nodes_after, "notes": list(r.notes)}
             for r in layout.lowered.reports
         ],
-        "max_num_seqs": config.num_slots(layout.options.mode),
+        "max_num_seqs": config.num_seqs(layout.options.mode),
         "variants": [
-            {"phase": v.phase, "rows": v.rows, "capacity": v.capacity, "sequences": v.sequences}
-            for v in layout.variants
+            {"phase": v.phase, "rows": v.rows, "kv_len": v.kv_len, "sequences": v.sequences} for v in layout.variants
         ],
     }
 
@@ -73,9 +72,9 @@ def _recurrent(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _layers(layout: Layout) -> list[dict[str, Any]]:
+def _layers(layout: CompilePlan) -> list[dict[str, Any]]:
     graph = layout.lowered.graph
-    keys = [state for state in graph.row_states if state.role == "key" and not state.is_scale]
+    keys = [state for state in graph.kv_states if state.role == "key" and not state.is_scale]
     return [
         {"layer": key.layer, "query_heads": query_heads, "kv_heads": key.heads, "head_dim": key.head_dim, "mask": mask}
         for key, query_heads, mask in zip(keys, graph.query_heads, graph.layer_masks, strict=True)

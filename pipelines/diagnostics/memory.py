@@ -13,7 +13,7 @@ from staticllm.devices import get_core, is_present
 from staticllm.pipelines.diagnostics.inspect import inspect_model
 
 
-def plan_model(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> dict[str, Any]:
+def estimate_memory(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> dict[str, Any]:
     """Bytes of weights, programs, rows, states and buffers for ``device``, what there is, and whether it fits.
 
     Raises:
@@ -24,8 +24,8 @@ def plan_model(models_path: str | os.PathLike[str], device: str, config: StaticL
     copies = report["num_programs"] if device.split(".", maxsplit=1)[0] == "CPU" else 1  # the CPU packs them for each
     parts = {
         "weights": report["weights_bytes"] * copies,
-        "rows": report["rows"]["bytes"],
-        "parked rows, at most": report["rows"]["parked_bytes"],
+        "rows": report["kv"]["bytes"],
+        "host pool, at most": report["kv"]["host_bytes"],
         "recurrent states": report["recurrent"]["bytes_a_sequence"] * 2,
         "buffers": report["buffers_bytes"],
     }
@@ -47,7 +47,7 @@ def plan_model(models_path: str | os.PathLike[str], device: str, config: StaticL
 
 
 def _mask_bytes(variant: dict[str, Any], num_masks: int) -> int:
-    return int(4 * variant["rows"] * (variant["capacity"] + variant["rows"]) * num_masks)
+    return int(4 * variant["rows"] * (variant["kv_len"] + variant["rows"]) * num_masks)
 
 
 def device_memory(core: ov.Core, device: str) -> int | None:

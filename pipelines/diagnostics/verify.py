@@ -24,12 +24,12 @@ from staticllm.pipelines.programs.build import OnProgress, prepare
 from staticllm.pipelines.programs.model_runner import ModelRunner
 
 STEPS, NUM_NEW, GREEDY_PROMPTS = 96, 48, (5, 40, 300)
-CAPACITIES = (48, 64)
+KV_LENS = (48, 64)
 """Generation after a prompt of 40 tokens outgrows both."""
 CHUNKS = (16, 64)
 TOLERANCE = 1e-3
 """Of the range of the reference's logits."""
-COMPANY_STEPS = 16
+INTERLEAVED_STEPS = 16
 LEAD = 32  # tokens of a text that are given, before the original goes on with it
 LEAST_AGREEMENT, MOST_DISTANCE = 0.9, 0.1
 """Below, a set of blobs is marked bad. In bf16 with activations in 8 bits the embedded model agrees in 95 of 97 places."""
@@ -77,7 +77,7 @@ def verify_model(
             runner = load(path, device, _config(device, mode, chunk), on_progress).runner
             yield _logits(f"{name}: logits", runner, text, expected)
             if len(runner.index.widest) and runner.index.max_decoding(0) > 1:
-                yield _company(f"{name}: in company", runner, text, expected)
+                yield _interleaved(f"{name}: in company", runner, text, expected)
             for length, prompt in prompts.items():
                 yield _greedy(f"{name}: {length} tokens", runner, prompt, answers[length])
 
@@ -118,16 +118,16 @@ def verify_set(models_path: str | os.PathLike[str], device: str, folder: Path) -
 
 def _config(device: str, mode: ProgramMode, chunk: int) -> StaticLLMConfig:
     longest = max(GREEDY_PROMPTS)
-    capacity = longest + 2 * NUM_NEW
+    kv_len = longest + 2 * NUM_NEW
     exact = EXACT if device == "CPU" else {}
     return StaticLLMConfig(
         programs=mode,
         max_prompt_len=longest,
-        min_response_len=capacity - longest,
+        min_response_len=kv_len - longest,
         max_num_seqs=2,
-        kv_rows=2 * capacity,
+        kv_slots=2 * kv_len,
         prefill_rows=(chunk,),
-        generate_capacities=(*CAPACITIES, capacity),
+        generate_kv_lens=(*KV_LENS, kv_len),
         kv_cache_precision="f32" if device == "CPU" else None,
         device_properties={name: value for name, value in exact.items() if name != "KV_CACHE_PRECISION"},
     )
@@ -148,7 +148,7 @@ def _logits(check: str, runner: ModelRunner, text: list[int], expected: NDArray[
     return Verdict(check, share <= TOLERANCE, share)
 
 
-def _company(check: str, runner: ModelRunner, text: list[int], expected: NDArray[np.float32]) -> Verdict:
+def _interleaved(check: str, runner: ModelRunner, text: list[int], expected: NDArray[np.float32]) -> Verdict:
     """Beside another conversation, whose rows lie between its own: in prompts where there are calls for both, and in steps."""
     runner.reset()
     mine, other = runner.cache.open(), runner.cache.open()
@@ -159,7 +159,7 @@ def _company(check: str, runner: ModelRunner, text: list[int], expected: NDArray
     if runner.variant_for(chunk) is not None:
         found[11] = runner.step(chunk)[0].copy()
     found[start - 1] = runner.prefill(mine, text[len(mine) : start]).copy()
-    for place in range(start, start + COMPANY_STEPS):
+    for place in range(start, start + INTERLEAVED_STEPS):
         tokens = [Segment(mine, np.array([text[place]])), Segment(other, np.array([text[-place]]))]
         found[place] = runner.step(tokens)[0].copy()
     share = float(max(np.abs(logits - expected[place]).max() for place, logits in found.items()) / np.ptp(expected))

@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 from staticllm.core import FinishReason
 from staticllm.errors import BusyError, ClosedError, DeviceError, as_ours
 from staticllm.pipelines.engine.batch import BatchBuilder, Part
-from staticllm.pipelines.engine.kv_manager import EngineOptions, Tenancy, make_tenancy
+from staticllm.pipelines.engine.kv_manager import EngineOptions, KVCacheManager, make_kv_manager
 from staticllm.pipelines.engine.quarantine import Quarantine
 from staticllm.pipelines.engine.request import Request
 from staticllm.pipelines.profiling.records import HostTimes, Profiler, RequestRecord, StepRecord
 from staticllm.pipelines.programs.model_runner import Logits, ModelRunner, not_finite
 from staticllm.pipelines.scheduling.interface import Device, Plan, Policy
 from staticllm.pipelines.scheduling.planner import NoPlanError, Planner
-from staticllm.pipelines.scheduling.request_table import Book, Entry
+from staticllm.pipelines.scheduling.request_table import RequestInfo, RequestTable
 from staticllm.threads import check_process, start_thread
 
 Result = TypeVar("Result")
@@ -37,30 +37,30 @@ class Switch:
 
 
 class Engine:
-    """Requests come in by ``submit`` from any thread, tokens go out by their mailboxes. The thread starts with the first."""
+    """Requests come in by ``submit`` from any thread, tokens go out by their output queues. The thread starts with the first."""
 
     def __init__(self, runner: ModelRunner, policy: Policy, options: EngineOptions) -> None:
         self.profiler = Profiler()
         self._planner = Planner(policy)
         self._next: Switch | None = None
         self._pid = os.getpid()
-        self._seat(runner, options)
+        self._install_runner(runner, options)
         self._inbox: deque[Request] = deque()
         self._errands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._step: StepRecord | None = None  # the last call
         self._unposted: list[Request | StepRecord] = []  # what that has left to be told
-        self._num_waiting = 0  # of the requests in the book
+        self._num_waiting = 0  # of the requests in the request table
         self._is_closing = self._is_draining = False
 
-    def _seat(self, runner: ModelRunner, options: EngineOptions) -> None:
+    def _install_runner(self, runner: ModelRunner, options: EngineOptions) -> None:
         """Begin with a runner, and with nobody on it."""
         self._runner, self._options = runner, options
         self._variant = runner.index.variants[0]  # of the last call
-        self._book = Book(options.limits)
-        self._tenancy = make_tenancy(runner.cache, self._book, options)
-        self._batches = BatchBuilder(runner, self._book, self._tenancy)
+        self._table = RequestTable(options.limits)
+        self._kv_manager = make_kv_manager(runner.cache, self._table, options)
+        self._batches = BatchBuilder(runner, self._table, self._kv_manager)
         self._quarantine = Quarantine()
 
     def switch(self, runner: ModelRunner, options: EngineOptions, on_switch: Callable[[], None] = lambda: None) -> None:
@@ -108,7 +108,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether nobody waits and nobody runs."""
-        return not self._inbox and not len(self._book)
+        return not self._inbox and not len(self._table)
 
     def call(self, errand: Callable[[], Result]) -> Result:
         """Run something between two device calls, on the engine's thread, and return what it returns."""
@@ -148,9 +148,9 @@ class Engine:
         return self._runner
 
     @property
-    def tenancy(self) -> Tenancy:
+    def kv_manager(self) -> KVCacheManager:
         """Whose rows lie where; only for errands."""
-        return self._tenancy
+        return self._kv_manager
 
     def _start(self) -> None:
         """Let the thread look at what is about to be handed over; where this fails, nothing was. The caller holds the lock."""
@@ -163,17 +163,17 @@ class Engine:
     def _loop(self) -> None:
         while True:
             with self._wake:
-                while not (self._inbox or self._errands or self._next or len(self._book) or self._is_closing):
-                    if self._tenancy.prefix.is_leaving:
+                while not (self._inbox or self._errands or self._next or len(self._table) or self._is_closing):
+                    if self._kv_manager.prefix.is_offloading:
                         break
                     self._wake.wait()
-                if self._is_closing and not (self._is_draining and (self._inbox or len(self._book))):
+                if self._is_closing and not (self._is_draining and (self._inbox or len(self._table))):
                     break
             self.step()
         with self._wake:  # nothing is added after this: the engine is closing
             left, self._next = [*self._inbox], None
             self._inbox.clear()
-        for request in (*self._tenancy.abandon(), *left):
+        for request in (*self._kv_manager.clear(), *left):
             self._report(request, FinishReason.CANCELLED)
         self._run_errands()
 
@@ -181,15 +181,15 @@ class Engine:
         """One device call, and what goes before and after it."""
         try:
             self._admit()
-            self._sweep()
+            self._expire_requests()
             self._run_errands()
-            if len(self._book):
+            if len(self._table):
                 self._call()
-            if not len(self._book):
+            if not len(self._table):
                 self._post()
-                self._tenancy.tidy()
+                self._kv_manager.compact_when_idle()
         except BaseException as error:  # ours: no request may wait for ever for an engine that has stopped
-            for request in self._tenancy.abandon():
+            for request in self._kv_manager.clear():
                 self._report(request, FinishReason.ERROR, as_ours(error))
 
     def _call(self) -> None:
@@ -205,13 +205,13 @@ class Engine:
         runner, step = self._runner, self._step
         assert step is not None
         sampling = time.perf_counter() - done
-        host = HostTimes(ready - begin, runner.masks_seconds, runner.rows_seconds, sampling)
+        host = HostTimes(ready - begin, runner.prepare_seconds, runner.commit_seconds, sampling)
         self._unposted += [*(part.request for part in parts), step if step.has_failed else replace(step, host=host)]
 
     def _meanwhile(self, is_decoding: bool) -> None:
         """While the device runs. Who leaves the arena goes in pieces if somebody waits for the next token."""
         self._post()
-        self._tenancy.prefix.advance(is_hurried=not is_decoding)
+        self._kv_manager.prefix.advance(is_hurried=not is_decoding)
 
     def _post(self) -> None:
         """Tokens to their readers, the last call to the records."""
@@ -224,41 +224,41 @@ class Engine:
 
     def _admit(self) -> None:
         with self._wake:
-            if self._next and not len(self._book):
+            if self._next and not len(self._table):
                 switch, self._next = self._next, None
-                self._seat(switch.runner, switch.options)
+                self._install_runner(switch.runner, switch.options)
                 switch.on_switch()
             while self._inbox and not self._next:
                 request = self._inbox.popleft()
-                self._tenancy.requests[request.id] = request
-                self._book.add(
-                    Entry(request.id, request.arrival, len(request.tokens), request.priority, request.deadline)
+                self._kv_manager.requests[request.id] = request
+                self._table.add(
+                    RequestInfo(request.id, request.arrival, len(request.tokens), request.priority, request.deadline)
                 )
-            self._num_waiting = self._book.count("waiting")
+            self._num_waiting = self._table.count("waiting")
 
     def _run_errands(self) -> None:
         while self._errands:
             self._errands.popleft()()
 
-    def _sweep(self) -> None:
+    def _expire_requests(self) -> None:
         """Between any two calls: who was cancelled, or is late, leaves."""
         now = time.perf_counter()
-        for request in list(self._tenancy.requests.values()):
-            if (reason := request.reason_to_leave(now)) is not None:
+        for request in list(self._kv_manager.requests.values()):
+            if (reason := request.finish_reason_at(now)) is not None:
                 self._end(request, reason)
         if self._next:  # new requests wait for the other runner, and may leave before it comes
             with self._wake:
-                reasons = [(request, request.reason_to_leave(now)) for request in self._inbox]
+                reasons = [(request, request.finish_reason_at(now)) for request in self._inbox]
                 self._inbox = deque(request for request, reason in reasons if reason is None)
             for request, reason in reasons:
                 if reason is not None:
                     self._report(request, reason)
 
     def _plan(self) -> Plan:
-        runner, tenancy = self._runner, self._tenancy
-        device = Device(runner.index, runner.costs, runner.cache.rows.high_row, runner.is_complete)
+        runner, kv_manager = self._runner, self._kv_manager
+        device = Device(runner.index, runner.costs, runner.cache.slots.high_slot, runner.is_complete)
         return self._planner.plan(
-            self._book.view(time.perf_counter(), tenancy.free_rows, tenancy.shelf.free_rows, device)
+            self._table.view(time.perf_counter(), kv_manager.free_slots, kv_manager.host_pool.free_slots, device)
         )
 
     def _prepared(self) -> list[Part]:
@@ -266,13 +266,13 @@ class Engine:
         try:
             return self._batches.prepare(self._plan(), self._quarantine)
         except NoPlanError as error:
-            self._end(self._tenancy.requests[error.request], FinishReason.ERROR, DeviceError(str(error)))
+            self._end(self._kv_manager.requests[error.request], FinishReason.ERROR, DeviceError(str(error)))
             return []
 
     def _run(self, parts: list[Part]) -> list[Logits]:
         """The call. A device that fails takes the requests of this call with it, and nobody else."""
         runner = self._runner
-        if not self._tenancy.prefix.is_leaving:  # else there will soon be more room
+        if not self._kv_manager.prefix.is_offloading:  # else there will soon be more room
             runner.cache.compact()
         segments = [part.segment for part in parts]
         variant = runner.variant_for(segments)
@@ -287,12 +287,12 @@ class Engine:
         except Exception as error:
             self._record(start, time.perf_counter() - start, parts, has_failed=True)
             if not runner.cache.is_settled:
-                self._batches.evicted += self._tenancy.reset()
+                self._batches.preempted += self._kv_manager.discard_slots()
             for part in parts:
                 self._end(part.request, FinishReason.ERROR, as_ours(error), is_kept=False)
             return []
         for index, stored in runner.set_aside.items():
-            self._tenancy.set_aside(parts[index].request, stored)
+            self._kv_manager.set_aside(parts[index].request, stored)
         self._record(runner.started, runner.seconds, parts)
         return outputs
 
@@ -305,12 +305,12 @@ class Engine:
                 self._end(request, FinishReason.ERROR, not_finite(self._variant), is_kept=False)
             else:
                 self._quarantine.discard(request.id)
-                if self._book.ran(request.id, count):
+                if self._table.ran(request.id, count):
                     self._choose(request, logits, best)
 
     def _choose(self, request: Request, logits: Logits, best: int) -> None:
         if not request.num_generated and request.sequence is not None:
-            self._tenancy.prefix.remember_prompt(request.sequence)
+            self._kv_manager.prefix.keep_prompt(request.sequence)
         try:
             reason = request.choose(logits, best)
         except Exception as error:  # of this request's own sampling or text; the others go on
@@ -319,18 +319,18 @@ class Engine:
         if reason is not None:
             self._end(request, reason)
             return
-        self._book.chose(request.id, time.perf_counter())
-        if len(request.tokens) > self._options.capacity and not self._tenancy.shorten(
-            request, self._options.capacity // 2
+        self._table.chose(request.id, time.perf_counter())
+        if len(request.tokens) > self._options.max_seq_len and not self._kv_manager.shorten(
+            request, self._options.max_seq_len // 2
         ):
             self._end(request, FinishReason.LENGTH)
-        elif self._book[request.id].state == "parked":
-            self._tenancy.park(request)
+        elif self._table[request.id].state == "swapped":
+            self._kv_manager.swap_out(request)
 
     def _end(
         self, request: Request, reason: FinishReason, error: Exception | None = None, is_kept: bool = True
     ) -> None:
-        self._tenancy.end(request, is_kept)
+        self._kv_manager.end(request, is_kept)
         self._quarantine.discard(request.id)
         self._report(request, reason, error)
 
@@ -347,19 +347,19 @@ class Engine:
         prompts = [part for part in parts if part.is_prefill]
         for part in parts:
             part.request.spent(seconds, part.is_prefill)
-        parked, waiting = self._book.ids("parked"), set(self._book.ids("waiting"))
+        swapped, waiting = self._table.ids("swapped"), set(self._table.ids("waiting"))
         self._step = StepRecord(
             start=start,
             seconds=seconds,
             variant=self._variant,
             decode=tuple(part.request.id for part in parts if not part.is_prefill),
             prefill=tuple((part.request.id, len(part.segment.tokens)) for part in prompts),
-            rows_in_use=self._runner.cache.rows.num_used,
+            slots_in_use=self._runner.cache.slots.num_used,
             num_waiting=len(waiting.difference(part.request.id for part in prompts)),
-            num_parked=len(parked),
-            num_running=self._book.count("running"),
-            parked=parked,
-            evicted=tuple(self._batches.evicted),
+            num_swapped=len(swapped),
+            num_running=self._table.count("running"),
+            swapped=swapped,
+            preempted=tuple(self._batches.preempted),
             has_failed=has_failed,
         )
-        self._batches.evicted.clear()
+        self._batches.preempted.clear()

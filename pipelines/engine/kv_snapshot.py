@@ -4,43 +4,43 @@ from __future__ import annotations
 
 import os
 
-from staticllm.errors import SavedRowsError
-from staticllm.kvcache.cache import StoredRows
+from staticllm.errors import SnapshotError
+from staticllm.kvcache.cache import StoredSequence
 from staticllm.kvcache.snapshot import Identity, load, save
 from staticllm.pipelines.engine.engine import Engine
 
 
-def save_rows(
+def save_snapshot(
     engine: Engine, tokens: list[int], path: str | os.PathLike[str], identity: Identity, key: bytes = b""
 ) -> int:
     """Save the rows of the longest known prefix of ``tokens``; how many tokens that is.
 
     Raises:
-        SavedRowsError: nothing that is known begins like this, or the file cannot be written.
+        SnapshotError: nothing that is known begins like this, or the file cannot be written.
     """
 
-    def find() -> StoredRows | None:
-        return engine.tenancy.prefix.find(tokens, engine.tenancy.sequences())
+    def find() -> StoredSequence | None:
+        return engine.kv_manager.prefix.find(tokens, engine.kv_manager.sequences())
 
     stored = engine.call(find)
     if stored is None:
-        raise SavedRowsError("nothing that is known begins like this prompt: generate first, with PREFIX_CACHING on")
+        raise SnapshotError("nothing that is known begins like this prompt: generate first, with PREFIX_CACHING on")
     save(stored, path, identity, key)
     return len(stored.tokens)
 
 
-def load_rows(engine: Engine, path: str | os.PathLike[str], identity: Identity, key: bytes = b"") -> int:
-    """Read saved rows onto the shelf; how many tokens they are.
+def load_snapshot(engine: Engine, path: str | os.PathLike[str], identity: Identity, key: bytes = b"") -> int:
+    """Read saved rows into the host pool; how many tokens they are.
 
     Raises:
-        SavedRowsError: no such file, a damaged one, rows of another model, or more rows than the shelf holds.
+        SnapshotError: no such file, a damaged one, rows of another model, or more rows than the host pool holds.
     """
-    stored = load(path, identity, engine.runner.cache.layout, engine.tenancy.shelf.max_rows, key)
+    stored = load(path, identity, engine.runner.cache.layout, engine.kv_manager.host_pool.num_slots, key)
 
     def restore() -> None:
         if not engine.runner.cache.layout.fits(stored):  # another device has taken over meanwhile
-            raise SavedRowsError(f"{str(path)!r} holds rows of another layout than this model's: save them again")
-        engine.tenancy.prefix.restore(stored)
+            raise SnapshotError(f"{str(path)!r} holds rows of another layout than this model's: save them again")
+        engine.kv_manager.prefix.restore(stored)
 
     engine.call(restore)
     return len(stored.tokens)

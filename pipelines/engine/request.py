@@ -1,4 +1,4 @@
-"""One request inside the engine: what it asks for, where it stands, and the mailbox through which its tokens leave."""
+"""One request inside the engine: what it asks for, where it stands, and the output queue through which its tokens leave."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ class Token:
 
 @dataclass(frozen=True)
 class End:
-    """The last thing in a mailbox."""
+    """The last thing in a output queue."""
 
     reason: FinishReason
     error: BaseException | None = None
 
 
-class Mailbox:
+class OutputQueue:
     """From the engine's thread to whoever reads. ``listener`` is told of every letter, from the engine's thread."""
 
     def __init__(self) -> None:
-        self._letters: queue.SimpleQueue[Token | End] = queue.SimpleQueue()
+        self._outputs: queue.SimpleQueue[Token | End] = queue.SimpleQueue()
         self.listener: Callable[[], None] | None = None
 
-    def put(self, letter: Token | End) -> None:
-        self._letters.put(letter)
+    def put(self, output: Token | End) -> None:
+        self._outputs.put(output)
         if self.listener is not None:
             self.listener()
 
     def get(self, timeout: float | None = None) -> Token | End | None:
         """The next letter; None if there is none within ``timeout`` seconds."""
         try:
-            return self._letters.get(timeout=timeout) if timeout != 0 else self._letters.get_nowait()
+            return self._outputs.get(timeout=timeout) if timeout != 0 else self._outputs.get_nowait()
         except queue.Empty:
             return None
 
@@ -76,7 +76,7 @@ class Request:
     watch: Callable[[int], bool] | None = None
     id: int = field(default_factory=lambda: next(_numbers))
     arrival: float = field(default_factory=time.perf_counter)
-    mailbox: Mailbox = field(default_factory=Mailbox)
+    output_queue: OutputQueue = field(default_factory=OutputQueue)
     is_cancelled: bool = False
     sequence: Sequence | None = None
     num_prompt: int = 0
@@ -107,7 +107,7 @@ class Request:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_generated == self.limit else None
 
-    def reason_to_leave(self, now: float) -> FinishReason | None:
+    def finish_reason_at(self, now: float) -> FinishReason | None:
         """Whether it was cancelled or is late; None if it may go on."""
         if self.is_cancelled:
             return FinishReason.CANCELLED
@@ -123,10 +123,10 @@ class Request:
     def post(self) -> None:
         """Hand the tokens chosen since the last time to the reader: while the device runs, so that readers wake up then."""
         for token in self._unposted:
-            self.mailbox.put(token)
+            self.output_queue.put(token)
         self._unposted.clear()
 
     def end(self, reason: FinishReason, error: Exception | None = None) -> None:
         """Tell the reader that nothing more comes."""
         self.post()
-        self.mailbox.put(End(reason, error))
+        self.output_queue.put(End(reason, error))

@@ -66,7 +66,7 @@ class GenerationOptions:
     apply_chat_template: bool
 
     def max_tokens_after(self, prompt_len: int) -> int | None:
-        """How many tokens may be generated after a prompt; None if only the capacity limits it."""
+        """How many tokens may be generated after a prompt; None if only the max_seq_len limits it."""
         if self.max_new_tokens is not None:
             return self.max_new_tokens
         return None if self.max_length is None else self.max_length - prompt_len
@@ -83,12 +83,12 @@ class GenerationOptions:
             )
 
 
-def limit_of(options: GenerationOptions, prompt_len: int, capacity: int | None) -> int | None:
-    """Tokens that may be generated; ``capacity`` rows, if they end the answer, hold prompt and answer, as NPUW counts."""
+def limit_of(options: GenerationOptions, prompt_len: int, max_seq_len: int | None) -> int | None:
+    """Tokens that may be generated; ``max_seq_len`` rows, if they end the answer, hold prompt and answer, as NPUW counts."""
     asked = options.max_tokens_after(prompt_len)
-    if capacity is None:
+    if max_seq_len is None:
         return asked
-    return capacity - prompt_len if asked is None else min(asked, capacity - prompt_len)
+    return max_seq_len - prompt_len if asked is None else min(asked, max_seq_len - prompt_len)
 
 
 def copy_config(config: genai.GenerationConfig) -> genai.GenerationConfig:

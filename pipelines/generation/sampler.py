@@ -171,7 +171,7 @@ def _nucleus(weights: Logits, share: float) -> NDArray[np.bool_]:
 
 
 def _masses(weights: Logits) -> NDArray[np.float64]:
-    """The sum of the weights in each bin. Piece by piece: memory for all bins at once would be new pages in every call."""
+    """The sum of the weights in each bin. TextDelta by piece: memory for all bins at once would be new pages in every call."""
     sums = np.zeros(NUM_BINS)
     for start in range(0, len(weights), PIECE):
         piece = weights[start : start + PIECE]

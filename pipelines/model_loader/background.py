@@ -11,11 +11,11 @@ from staticllm.core import ProgressEvent
 from staticllm.errors import ClosedError
 from staticllm.threads import start_thread
 
-PATIENCE = 5.0
+CLOSE_TIMEOUT = 5.0
 """Seconds that closing waits for the part that is under way: a compiler cannot be interrupted."""
 
 
-class Background:
+class BackgroundLoader:
     """Runs ``parts`` one after another in a thread of its own; stops at the first that raises, and keeps what it raised."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Background:
         """Begin nothing more. The part under way ends by itself if it takes long."""
         self._is_closing = True
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(PATIENCE)
+            self._thread.join(CLOSE_TIMEOUT)
 
     def _run(self) -> None:
         try:

@@ -10,10 +10,10 @@ from typing import Any
 import openvino as ov
 import openvino_genai as genai
 
-from staticllm.config import MAX_SLOTS
+from staticllm.config import MAX_SEQS
 from staticllm.errors import ConfigError
 
-BLOCK_ROWS = 32
+BLOCK_SLOTS = 32
 """Tokens of a KV block of GenAI on the CPU."""
 _BACKENDS = ("SDPA", "PA")
 _LOG_LEVELS = {"ERR": "LOG_ERROR", "NO": "LOG_NONE"}
@@ -106,15 +106,15 @@ def _scheduler_config(properties: dict[Any, Any], value: object) -> None:
     if not value.dynamic_split_fuse:
         asked["SCHEDULER"] = "prefill_first"
     if value.max_num_seqs != _DEFAULTS.max_num_seqs:
-        asked["MAX_NUM_SEQS"] = min(value.max_num_seqs, MAX_SLOTS)
+        asked["MAX_NUM_SEQS"] = min(value.max_num_seqs, MAX_SEQS)
     if value.num_kv_blocks:
-        asked["KV_ROWS"] = max(value.num_kv_blocks * BLOCK_ROWS, _longest(properties))
-    elif value.cache_size and "KV_ROWS" not in properties:
+        asked["KV_SLOTS"] = max(value.num_kv_blocks * BLOCK_SLOTS, _longest(properties))
+    elif value.cache_size and "KV_SLOTS" not in properties:
         asked["KV_CACHE_GB"] = value.cache_size
     properties.update({name: choice for name, choice in asked.items() if name not in properties})
     notes = [f"{name} ({_REMEDIES.get(name, 'there is nothing like it')})" for name in _unused(value)]
-    if value.max_num_seqs > MAX_SLOTS and "MAX_NUM_SEQS" in asked:
-        notes.append(f"max_num_seqs above {MAX_SLOTS} (a step holds no more)")
+    if value.max_num_seqs > MAX_SEQS and "MAX_NUM_SEQS" in asked:
+        notes.append(f"max_num_seqs above {MAX_SEQS} (a step holds no more)")
     if notes:
         _has_no_effect(f"scheduler_config: {', '.join(notes)}")
 

@@ -13,8 +13,8 @@ from staticllm.core import ProgressEvent, Variant
 from staticllm.errors import DeviceError
 from staticllm.model_dir import max_positions
 from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.model_loader.background import Background
-from staticllm.pipelines.model_loader.load import Loaded, Rest, load, make_engine, options_of
+from staticllm.pipelines.model_loader.background import BackgroundLoader
+from staticllm.pipelines.model_loader.load import DeferredPrograms, Loaded, load, make_engine, options_of
 from staticllm.pipelines.programs.build import OnProgress
 from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 from staticllm.pipelines.scheduling.interface import Policy
@@ -34,7 +34,7 @@ class Launched:
     engine: Engine
     loaded: Loaded
     device: str
-    background: Background | None = None
+    background: BackgroundLoader | None = None
 
 
 def launch(directory: Path, candidates: Sequence[Candidate], policy: Policy, on_progress: OnProgress) -> Launched:
@@ -71,9 +71,9 @@ def _serve(launched: Launched, on_progress: OnProgress, begin: float) -> None:
 
 def _warn_of_length(directory: Path, config: StaticLLMConfig) -> None:
     limit = max_positions(directory)
-    if limit is not None and config.capacity > limit:
+    if limit is not None and config.max_seq_len > limit:
         warnings.warn(
-            f"MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {config.capacity}, the model was made for {limit} positions "
+            f"MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {config.max_seq_len}, the model was made for {limit} positions "
             "(max_position_embeddings in its config.json): what it says beyond them may be nonsense; lower a length",
             RuntimeWarning,
             stacklevel=4,
@@ -94,7 +94,7 @@ def load_first(directory: Path, candidates: Sequence[Candidate], on_progress: On
     raise DeviceError("no device was given: name one, or several with commas")
 
 
-def _the_rest(engine: Engine, loaded: Loaded, on_progress: OnProgress) -> Background | None:
+def _the_rest(engine: Engine, loaded: Loaded, on_progress: OnProgress) -> BackgroundLoader | None:
     rest = loaded.rest
     if rest is None:
         return None
@@ -109,7 +109,7 @@ def _the_rest(engine: Engine, loaded: Loaded, on_progress: OnProgress) -> Backgr
 
         def enter() -> None:
             engine.runner.programs.add(variant, program)  # type: ignore[attr-defined]
-            engine.runner.know()
+            engine.runner.refresh_variants()
 
         engine.call(enter)
 
@@ -117,7 +117,7 @@ def _the_rest(engine: Engine, loaded: Loaded, on_progress: OnProgress) -> Backgr
         adding = [lambda variant=variant: add(variant) for variant in rest.variants]
         return [*adding, lambda: rest.finish(replace(loaded.programs, compiled=compiled))]
 
-    return Background(parts, on_progress, rest.release)
+    return BackgroundLoader(parts, on_progress, rest.release)
 
 
 def _from_cpu_first(
@@ -126,7 +126,7 @@ def _from_cpu_first(
     """The CPU serves until the device can; then a switch between two requests."""
     cpu = load(directory, "CPU", _config_of_cpu(candidates), on_progress)
     launched = Launched(make_engine(cpu, policy), cpu, "CPU")
-    held: list[Rest] = []
+    held: list[DeferredPrograms] = []
 
     def switch() -> None:
         loaded, device = load_first(directory, candidates, on_progress)
@@ -134,16 +134,16 @@ def _from_cpu_first(
             held.append(loaded.rest)
             loaded = _completed(loaded, loaded.rest)
 
-        def is_seated() -> None:
+        def is_installed() -> None:
             launched.loaded, launched.device = loaded, device
 
-        launched.engine.switch(loaded.runner, options_of(loaded), is_seated)
+        launched.engine.switch(loaded.runner, options_of(loaded), is_installed)
 
     def release() -> None:
         for rest in held:
             rest.release()
 
-    launched.background = Background(lambda: [switch], on_progress, release)
+    launched.background = BackgroundLoader(lambda: [switch], on_progress, release)
     return launched
 
 
@@ -156,13 +156,13 @@ def _config_of_cpu(candidates: Sequence[Candidate]) -> StaticLLMConfig:
                    prefill_config={}, generate_config={}, kv_cache_precision=None, asked=frozenset())  # fmt: skip
 
 
-def _completed(loaded: Loaded, rest: Rest) -> Loaded:
+def _completed(loaded: Loaded, rest: DeferredPrograms) -> Loaded:
     """All programs of a staged load, before anybody is served from it: the CPU serves meanwhile."""
     compiled = {**loaded.programs.compiled, **{variant: rest.compile(variant) for variant in rest.variants}}
     programs = replace(loaded.programs, compiled=compiled)
     for variant in rest.variants:
         loaded.runner.programs.add(variant, compiled[variant])  # type: ignore[attr-defined]
         loaded.runner.programs[variant].run()
-    loaded.runner.know()
+    loaded.runner.refresh_variants()
     rest.finish(programs)
     return replace(loaded, programs=programs, rest=None)

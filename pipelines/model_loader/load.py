@@ -17,7 +17,7 @@ import openvino as ov
 from filelock import Timeout
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import Part, ProgramLayout, ProgressEvent, RowType, Variant
+from staticllm.core import KVType, Part, ProgramLayout, ProgressEvent, Variant
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, ConfigError, DeviceError, StaticLLMError, last_line
 from staticllm.pipelines.blobs.blob_set import (
@@ -40,7 +40,7 @@ from staticllm.pipelines.blobs.export import (
     identity_of,
     job_of,
     prepare_for_export,
-    wants_light,
+    wants_weightless,
     write_bad,
     write_exported,
 )
@@ -49,9 +49,9 @@ from staticllm.pipelines.blobs.manifest import Manifest, shape_from_json
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.kv_manager import EngineOptions
 from staticllm.pipelines.programs.build import (
-    Layout,
+    CompiledPrograms,
+    CompilePlan,
     OnProgress,
-    Programs,
     compile_all,
     compile_layout,
     make_runner,
@@ -70,13 +70,13 @@ GB = 1_000_000_000
 
 
 @dataclass(frozen=True)
-class Rest:
+class DeferredPrograms:
     """Variants that are still to come. ``compile`` makes one; ``finish`` is called with all programs when they are there;
     ``release`` at the end, however it ends."""
 
     variants: tuple[Variant, ...]
     compile: Callable[[Variant], ov.CompiledModel]
-    finish: Callable[[Programs], None]
+    finish: Callable[[CompiledPrograms], None]
     release: Callable[[], None]
 
 
@@ -86,10 +86,10 @@ class Loaded:
     ``blob`` or ``cache``; ``has_mapped_weights``: whether weights are read from their file as long as it runs."""
 
     runner: ModelRunner
-    programs: Programs
+    programs: CompiledPrograms
     config: StaticLLMConfig
     origin: str
-    rest: Rest | None = None
+    rest: DeferredPrograms | None = None
     has_mapped_weights: bool = True
 
 
@@ -123,7 +123,7 @@ def _explained(device: str) -> Iterator[None]:
         raise
     except MemoryError as error:
         raise DeviceError(
-            f"{device} has not enough memory for this model: lower MAX_PROMPT_LEN, KV_ROWS or MAX_NUM_SEQS"
+            f"{device} has not enough memory for this model: lower MAX_PROMPT_LEN, KV_SLOTS or MAX_NUM_SEQS"
         ) from error
     except RuntimeError as error:
         if type(error) is not RuntimeError or not _is_openvinos(error):
@@ -148,7 +148,10 @@ def _is_staged(job: Job) -> bool:
 
 
 def _staged(
-    job: Job, prepared: tuple[ov.Core, Layout], finish: Callable[[Programs], None], release: Callable[[], None]
+    job: Job,
+    prepared: tuple[ov.Core, CompilePlan],
+    finish: Callable[[CompiledPrograms], None],
+    release: Callable[[], None],
 ) -> Loaded:
     """Compile what can serve; the rest is for the background."""
     core, layout = prepared
@@ -161,7 +164,7 @@ def _staged(
         return compiled
 
     runner = make_runner(programs, job.on_progress, planned=layout.variants)
-    return Loaded(runner, programs, job.config, "compiled", Rest(rest, compile_one, finish, release))
+    return Loaded(runner, programs, job.config, "compiled", DeferredPrograms(rest, compile_one, finish, release))
 
 
 def make_engine(loaded: Loaded, policy: Policy) -> Engine:
@@ -172,10 +175,10 @@ def make_engine(loaded: Loaded, policy: Policy) -> Engine:
 def options_of(loaded: Loaded) -> EngineOptions:
     """What an engine must know to serve from it."""
     config = loaded.config
-    limits = Limits(config.num_slots(loaded.programs.options.mode), config.ttft_ms, config.tpot_ms)
-    state_rows = loaded.programs.shape.rows_of_states(config.capacity)
+    limits = Limits(config.num_seqs(loaded.programs.options.mode), config.ttft_ms, config.tpot_ms)
+    state_slots = loaded.programs.shape.slots_of_states(config.max_seq_len)
     return EngineOptions(
-        limits, config.capacity, config.max_waiting, config.num_parked_rows, config.prefix_caching, state_rows
+        limits, config.max_seq_len, config.max_waiting, config.num_host_slots, config.prefix_caching, state_slots
     )
 
 
@@ -189,7 +192,7 @@ def _compiled(job: Job) -> Loaded:
     return Loaded(make_runner(programs, job.on_progress), programs, job.config, "compiled")
 
 
-def _single_rows_later(job: Job, core: ov.Core, layout: Layout) -> Loaded:
+def _single_rows_later(job: Job, core: ov.Core, layout: CompilePlan) -> Loaded:
     """One program for all; the faster one for single rows takes its place when it is there."""
     shared = replace(layout.options, layout="shared", properties={
         part: values for part, values in layout.options.properties.items() if part != "single_row"
@@ -201,7 +204,9 @@ def _single_rows_later(job: Job, core: ov.Core, layout: Layout) -> Loaded:
     def compiled() -> dict[Variant, ov.CompiledModel]:
         return dict(compile_layout(core, replace(layout, variants=single), job.on_progress))
 
-    rest = Rest(single, lambda variant: compiled()[variant], finish=lambda programs: None, release=lambda: None)
+    rest = DeferredPrograms(
+        single, lambda variant: compiled()[variant], finish=lambda programs: None, release=lambda: None
+    )
     return Loaded(make_runner(programs, job.on_progress), programs, job.config, "compiled", rest)
 
 
@@ -215,12 +220,12 @@ def _exported(job: Job) -> Loaded:
     except OSError as error:
         raise ConfigError(f"BLOB_PATH={str(target)!r} cannot be written: {error.strerror or error}") from None
     if _is_staged(job):
-        is_light = wants_light(job)
+        is_weightless = wants_weightless(job)
 
-        def finish(programs: Programs) -> None:
-            write_exported(job, target, export_programs(job, programs, is_light), identity_of(job), {})
+        def finish(programs: CompiledPrograms) -> None:
+            write_exported(job, target, export_programs(job, programs, is_weightless), identity_of(job), {})
 
-        return _staged(job, prepare_for_export(job, is_light), finish, release=lambda: None)
+        return _staged(job, prepare_for_export(job, is_weightless), finish, release=lambda: None)
     exported = compile_for_export(job)
     runner = make_runner(exported.programs, job.on_progress)
     write_exported(job, target, exported, identity_of(job), runner.costs.measured)
@@ -277,13 +282,13 @@ def _into_cache(job: Job, cache: BlobCache, key: str, identity: Identity) -> Loa
         runner = make_runner(exported.programs, job.on_progress)
         _keep(job, cache.path(key), exported, identity, runner.costs.measured)
         return Loaded(runner, exported.programs, job.config, "compiled")
-    is_light = wants_light(job)
+    is_weightless = wants_weightless(job)
 
-    def finish(programs: Programs) -> None:
-        _keep(job, cache.path(key), export_programs(job, programs, is_light), identity, {})
+    def finish(programs: CompiledPrograms) -> None:
+        _keep(job, cache.path(key), export_programs(job, programs, is_weightless), identity, {})
         cache.prune(keep=key)
 
-    return _staged(job, prepare_for_export(job, is_light), finish, release=lambda: None)
+    return _staged(job, prepare_for_export(job, is_weightless), finish, release=lambda: None)
 
 
 def _from_cache(job: Job, cache: BlobCache, key: str, identity: Identity) -> Loaded | None:
@@ -327,7 +332,7 @@ def _decided_by(manifest: Manifest, config: StaticLLMConfig) -> StaticLLMConfig:
 
 def _imported(
     job: Job, folder: Path, manifest: Manifest, identity: Identity | None = None
-) -> tuple[Programs, ModelRunner]:
+) -> tuple[CompiledPrograms, ModelRunner]:
     """Every program of a set, and a warm runner of them.
 
     The model is compared while the blobs are read; nothing is imported before both are done.
@@ -345,7 +350,7 @@ def _imported(
     options = CompileOptions(
         job.device,
         cast(ProgramLayout, manifest.programs),
-        cast(RowType, manifest.row_type),
+        cast(KVType, manifest.kv_type),
         {cast(Part, part): values for part, values in manifest.properties.items()},
     )
     weights = job.weights if manifest.is_weightless else None
@@ -357,8 +362,8 @@ def _imported(
             job.on_progress(ProgressEvent("import", len(compiled) + 1, len(blobs), 0.0, variant, is_done=False))
             compiled[name] = import_blob(core, blobs[name], job.device, options.family(variant)[1], weights)
             job.on_progress(ProgressEvent("import", len(compiled), len(blobs), time.perf_counter() - start, variant))
-    costs = {Variant(rows, capacity, sequences): seconds for rows, capacity, sequences, seconds in manifest.costs}
-    programs = Programs(
+    costs = {Variant(rows, kv_len, sequences): seconds for rows, kv_len, sequences, seconds in manifest.costs}
+    programs = CompiledPrograms(
         shape_from_json(manifest.shape), options, {variant: compiled[name] for variant, name in files.items()}, costs
     )
     try:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from staticllm.core import FinishReason, Variant
 from staticllm.pipelines.profiling.records import HostTimes, RequestRecord, StepRecord
-from staticllm.pipelines.profiling.request_spans import lanes_of
+from staticllm.pipelines.profiling.request_spans import spans_of
 
 Event: TypeAlias = dict[str, Any]
 Clock: TypeAlias = Callable[[float], int]  # from seconds to ns after the first moment of the trace
@@ -32,7 +32,7 @@ def to_chrome(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], nu
         *_names(),
         *(event for step in steps for event in _step_events(step, clock)),
         *(event for request in requests for event in _request_events(request, clock)),
-        *_lane_events(steps, requests, clock),  # after: of slices that begin together, the first in the file lies above
+        *_span_events(steps, requests, clock),  # after: of slices that begin together, the first in the file lies above
     ]
     return {
         "traceEvents": events,
@@ -72,22 +72,22 @@ def _slice(name: str, category: str, pid: int, tid: int, start: int, end: int, a
 def _step_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
     variant = step.variant
     args = {
-        "rows": variant.rows, "capacity": variant.capacity, "sequences": variant.sequences,
+        "rows": variant.rows, "kv_len": variant.kv_len, "sequences": variant.sequences,
         "prefill": [list(pair) for pair in step.prefill], "decode": list(step.decode), "padding": step.padding_rows,
-        "rows_in_use": step.rows_in_use, "waiting": step.num_waiting, "running": step.num_running,
-        "num_parked": step.num_parked, "parked": list(step.parked), "evicted": list(step.evicted),
+        "slots_in_use": step.slots_in_use, "waiting": step.num_waiting, "running": step.num_running,
+        "num_swapped": step.num_swapped, "swapped": list(step.swapped), "preempted": list(step.preempted),
         "failed": step.has_failed, "host_ns": None if step.host is None else _host_ns(step.host),
     }  # fmt: skip
     start, name = clock(step.start), f"{variant} failed" if step.has_failed else str(variant)
     yield _slice(name, "call", DEVICE, 0, start, clock(step.end), args)
     yield from _host_events(step, clock)
-    for request in step.evicted:
-        yield _mark("evicted", "evicted", request, start)
+    for request in step.preempted:
+        yield _mark("preempted", "preempted", request, start)
     counters = {
-        "rows in use": {"rows": step.rows_in_use},
+        "rows in use": {"rows": step.slots_in_use},
         "running": {"requests": step.num_running},
         "waiting": {"requests": step.num_waiting},
-        "parked": {"requests": step.num_parked},
+        "swapped": {"requests": step.num_swapped},
     }
     for name, value in counters.items():
         yield {"ph": "C", "name": name, "pid": DEVICE, "ts": start / 1e3, "args": value}
@@ -112,13 +112,13 @@ def _host_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
         yield _slice(name, "host", DEVICE, HOST_TRACK, max(0, clock(first)), max(0, clock(last)), {})
 
 
-def _lane_events(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], clock: Clock) -> Iterator[Event]:
-    for number, spans in lanes_of(steps, requests).items():
+def _span_events(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], clock: Clock) -> Iterator[Event]:
+    for number, spans in spans_of(steps, requests).items():
         name = {"name": f"request {number}"}
         yield {"ph": "M", "name": "thread_name", "pid": REQUESTS, "tid": number, "args": name}
         for span in spans:
             args = {"rows": span.rows} if span.rows else {}
-            yield _slice(span.kind, "lane", REQUESTS, number, clock(span.start), clock(span.end), args)
+            yield _slice(span.kind, "track", REQUESTS, number, clock(span.start), clock(span.end), args)
 
 
 def _request_events(request: RequestRecord, clock: Clock) -> Iterator[Event]:
@@ -150,15 +150,15 @@ def _step(event: Event) -> StepRecord:
     return StepRecord(
         start=event["ts"] / 1e6,
         seconds=event["dur"] / 1e6,
-        variant=Variant(args["rows"], args["capacity"], args["sequences"]),
+        variant=Variant(args["rows"], args["kv_len"], args["sequences"]),
         decode=tuple(args["decode"]),
         prefill=tuple((number, count) for number, count in args["prefill"]),
-        rows_in_use=args["rows_in_use"],
+        slots_in_use=args["slots_in_use"],
         num_waiting=args["waiting"],
-        num_parked=args["num_parked"],
+        num_swapped=args["num_swapped"],
         num_running=args["running"],
-        parked=tuple(args["parked"]),
-        evicted=tuple(args.get("evicted", ())),  # version 1 of the schema had neither
+        swapped=tuple(args["swapped"]),
+        preempted=tuple(args.get("preempted", ())),  # version 1 of the schema had neither
         has_failed=args.get("failed", False),
         host=_host(args.get("host_ns")),
     )

@@ -18,7 +18,7 @@ PENDING_RECORDS = 8192
 class HostTimes:
     """Seconds of the engine's thread around one call: ``plan`` and ``masks`` before it, ``rows`` and ``sampling`` after.
 
-    Planning includes moves of rows to and from the shelf; masks include ids and positions.
+    Planning includes moves of rows to and from the host pool; masks include ids and positions.
     """
 
     plan: float
@@ -35,7 +35,7 @@ class HostTimes:
 class StepRecord:
     """One device call. Times are ``time.perf_counter`` seconds; ``prefill`` holds ``(request, tokens)``.
 
-    The numbers of requests are those while it ran; ``parked`` says which these are. ``evicted`` lost their rows before it.
+    The numbers of requests are those while it ran; ``swapped`` says which these are. ``preempted`` lost their rows before it.
     Of a call that failed no rows were kept.
     """
 
@@ -44,12 +44,12 @@ class StepRecord:
     variant: Variant
     decode: tuple[int, ...]
     prefill: tuple[tuple[int, int], ...]
-    rows_in_use: int
+    slots_in_use: int
     num_waiting: int = 0
-    num_parked: int = 0
+    num_swapped: int = 0
     num_running: int = 0
-    parked: tuple[int, ...] = ()
-    evicted: tuple[int, ...] = ()
+    swapped: tuple[int, ...] = ()
+    preempted: tuple[int, ...] = ()
     has_failed: bool = False
     host: HostTimes | None = None
 
@@ -101,7 +101,7 @@ class Stats:
     num_tokens: int
     num_steps: int
     num_failed_steps: int
-    num_evictions: int
+    num_preemptions: int
     ttft_ms: float
     ttft_p95_ms: float
     tpot_ms: float
@@ -115,8 +115,8 @@ class Stats:
     padding: float
     prefix_hit_tokens: int
     prompt_tokens: int
-    rows_in_use: int
-    peak_rows_in_use: int
+    slots_in_use: int
+    peak_slots_in_use: int
     finish_reasons: dict[str, int]
 
 
@@ -124,14 +124,14 @@ class Stats:
 class _Totals:
     steps: int = 0
     failed_steps: int = 0
-    evictions: int = 0
+    preemptions: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     prefill_rows: int = 0
     decode_rows: int = 0
     computed_rows: int = 0
-    rows_in_use: int = 0
-    peak_rows: int = 0
+    slots_in_use: int = 0
+    peak_slots: int = 0
     requests: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
@@ -186,7 +186,7 @@ class Profiler:
 def _add_step(totals: _Totals, step: StepRecord) -> None:
     prefill, decode = step.prefill_rows, len(step.decode)
     totals.steps += 1
-    totals.evictions += len(step.evicted)
+    totals.preemptions += len(step.preempted)
     if step.has_failed:
         totals.failed_steps += 1
         return
@@ -195,8 +195,8 @@ def _add_step(totals: _Totals, step: StepRecord) -> None:
     totals.prefill_rows += prefill
     totals.decode_rows += decode
     totals.computed_rows += step.variant.rows
-    totals.rows_in_use = step.rows_in_use
-    totals.peak_rows = max(totals.peak_rows, step.rows_in_use)
+    totals.slots_in_use = step.slots_in_use
+    totals.peak_slots = max(totals.peak_slots, step.slots_in_use)
 
 
 def _add_request(totals: _Totals, request: RequestRecord) -> None:
@@ -222,7 +222,7 @@ def _stats_of(totals: _Totals) -> Stats:
         num_tokens=totals.tokens,
         num_steps=totals.steps,
         num_failed_steps=totals.failed_steps,
-        num_evictions=totals.evictions,
+        num_preemptions=totals.preemptions,
         ttft_ms=_mean(totals.ttft),
         ttft_p95_ms=percentile(totals.ttft, 0.95) * 1e3,
         tpot_ms=_mean(totals.tpot),
@@ -236,8 +236,8 @@ def _stats_of(totals: _Totals) -> Stats:
         padding=1 - (totals.prefill_rows + totals.decode_rows) / totals.computed_rows if totals.computed_rows else 0.0,
         prefix_hit_tokens=totals.hit_tokens,
         prompt_tokens=totals.prompt_tokens,
-        rows_in_use=totals.rows_in_use,
-        peak_rows_in_use=totals.peak_rows,
+        slots_in_use=totals.slots_in_use,
+        peak_slots_in_use=totals.peak_slots,
         finish_reasons=dict(totals.reasons),
     )
 

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
 
-Kind: TypeAlias = Literal["queued", "prefill", "decode", "parked"]
+Kind: TypeAlias = Literal["queued", "prefill", "decode", "swapped"]
 
 
 @dataclass(frozen=True)
@@ -22,49 +22,49 @@ class Span:
     rows: int = 0
 
 
-def lanes_of(steps: Sequence[StepRecord], requests: Iterable[RequestRecord]) -> dict[int, list[Span]]:
+def spans_of(steps: Sequence[StepRecord], requests: Iterable[RequestRecord]) -> dict[int, list[Span]]:
     """The spans of every request, by its number, each list in the order of time.
 
-    A request that has not ended, or whose end was not recorded, has the spans of its steps. Where a lane is empty the
+    A request that has not ended, or whose end was not recorded, has the spans of its steps. Where a track is empty the
     request held rows and was left out of the call.
     """
     ended = {request.id: request for request in requests}
-    lanes: dict[int, list[Span]] = defaultdict(list)
+    spans: dict[int, list[Span]] = defaultdict(list)
     for request in ended.values():
         until = request.ended if request.started is None else request.started
         if until is not None:
-            lanes[request.id].append(Span("queued", request.arrival, max(until, request.arrival)))
+            spans[request.id].append(Span("queued", request.arrival, max(until, request.arrival)))
     for step in steps:
         for number, count in step.prefill:
-            lanes[number].append(Span("prefill", step.start, step.end, count))
+            spans[number].append(Span("prefill", step.start, step.end, count))
         for number in step.decode:
-            lanes[number].append(Span("decode", step.start, step.end, 1))
-    for number, span in (*_parked(steps, ended), *_evicted(steps, ended)):
-        lanes[number].append(span)
-    return {number: sorted(lanes[number], key=lambda span: (span.start, span.end)) for number in sorted(lanes)}
+            spans[number].append(Span("decode", step.start, step.end, 1))
+    for number, span in (*_swapped(steps, ended), *_preempted(steps, ended)):
+        spans[number].append(span)
+    return {number: sorted(spans[number], key=lambda span: (span.start, span.end)) for number in sorted(spans)}
 
 
-def _parked(steps: Sequence[StepRecord], ended: dict[int, RequestRecord]) -> Iterable[tuple[int, Span]]:
-    """Who was parked, from the first step that says so to the first that does not."""
+def _swapped(steps: Sequence[StepRecord], ended: dict[int, RequestRecord]) -> Iterable[tuple[int, Span]]:
+    """Who was swapped out, from the first step that says so to the first that does not."""
     since: dict[int, float] = {}
 
     def span(number: int, now: float) -> tuple[int, Span]:
         start, end = since.pop(number), ended[number].ended if number in ended else None
-        return number, Span("parked", start, max(start, now if end is None else min(now, end)))
+        return number, Span("swapped", start, max(start, now if end is None else min(now, end)))
 
     for step in steps:
-        yield from [span(number, step.start) for number in set(since) - set(step.parked)]
-        for number in step.parked:
+        yield from [span(number, step.start) for number in set(since) - set(step.swapped)]
+        for number in step.swapped:
             since.setdefault(number, step.start)
     if steps:
         yield from [span(number, steps[-1].end) for number in list(since)]
 
 
-def _evicted(steps: Sequence[StepRecord], ended: dict[int, RequestRecord]) -> Iterable[tuple[int, Span]]:
+def _preempted(steps: Sequence[StepRecord], ended: dict[int, RequestRecord]) -> Iterable[tuple[int, Span]]:
     """Who waits again, from the step before which it lost its rows to the next one that it is in, or to its end."""
     since: dict[int, float] = {}
     for step in steps:
-        since.update(dict.fromkeys(step.evicted, step.start))
+        since.update(dict.fromkeys(step.preempted, step.start))
         for number in since.keys() & {*step.decode, *(number for number, _ in step.prefill)}:
             yield number, Span("queued", since.pop(number), step.start)
     for number, start in since.items():

@@ -12,19 +12,19 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from staticllm.errors import ConfigError
+from staticllm.files import write_whole
 from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
-from staticllm.pipelines.profiling.request_spans import Kind, Span, lanes_of
+from staticllm.pipelines.profiling.request_spans import Kind, Span, spans_of
 from staticllm.pipelines.profiling.trace import Trace
-from staticllm.pipelines.whole_file import write_whole
 
 Box: TypeAlias = tuple[float, float, float, float]  # left, right, bottom, top
 Clock: TypeAlias = Callable[[float], float]  # from seconds to the unit of the time axis
 
-COLOURS: dict[Kind, str] = {"queued": "#e3cf94", "prefill": "#d1603d", "decode": "#2f6f9f", "parked": "#a592c4"}
+COLOURS: dict[Kind, str] = {"queued": "#e3cf94", "prefill": "#d1603d", "decode": "#2f6f9f", "swapped": "#a592c4"}
 PADDING, ROWS, WAITING, INK = "#dcdcdc", "#5d9c7b", "#b8901f", "#333333"
 END_MARKS = {"stop": "o", "length": "D", "cancelled": "x", "deadline": "s", "error": "X"}
-LANE = 0.76  # of the distance between two lanes
-MAX_NAMED_LANES = 40
+TRACK = 0.76  # of the distance between two tracks
+MAX_NAMED_TRACKS = 40
 LINEAR_ROWS = 32  # calls of more rows are drawn on a root scale: decoding would be a hair line beside them
 
 
@@ -37,15 +37,15 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> None:
     if not trace.steps:
         raise ConfigError("the trace holds no device calls: record while requests are served")
     figure_module = matplotlib("figure")
-    lanes = lanes_of(trace.steps, trace.requests)
-    heights = [2.4, min(8.0, 0.8 + 0.17 * max(len(lanes), 6)), 1.9]
+    spans = spans_of(trace.steps, trace.requests)
+    heights = [2.4, min(8.0, 0.8 + 0.17 * max(len(spans), 6)), 1.9]
     figure = figure_module.Figure(figsize=(13, sum(heights) + 1.0), layout="constrained")
     calls, middle, counts = figure.subplots(3, 1, sharex=True, height_ratios=heights)
-    clock, unit, end = _time_axis(trace.steps, lanes)
+    clock, unit, end = _time_axis(trace.steps, spans)
     _draw_calls(calls, trace.steps, clock)
-    _draw_lanes(middle, lanes, clock)
-    _mark_evictions(middle, list(lanes), trace.steps, clock)
-    _mark_ends(middle, list(lanes), trace.requests, clock)
+    _draw_spans(middle, spans, clock)
+    _mark_preemptions(middle, list(spans), trace.steps, clock)
+    _mark_ends(middle, list(spans), trace.requests, clock)
     _draw_counts(counts, trace.steps, clock)
     counts.set_xlabel(f"time, {unit}")
     counts.set_xlim(-0.005 * end, 1.005 * end)
@@ -83,9 +83,9 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
         ) from None
 
 
-def _time_axis(steps: Sequence[StepRecord], lanes: Mapping[int, list[Span]]) -> tuple[Clock, str, float]:
+def _time_axis(steps: Sequence[StepRecord], spans: Mapping[int, list[Span]]) -> tuple[Clock, str, float]:
     """A clock that begins with the trace, in ms, or in seconds if it is long; its unit, and where it ends."""
-    spans = [span for lane in lanes.values() for span in lane]
+    every = [span for own in spans.values() for span in own]
     first = min(*(step.start for step in steps), *(span.start for span in every))
     last = max(*(step.end for step in steps), *(span.end for span in every))
     factor, unit = (1e3, "ms") if last - first < 10 else (1.0, "s")
@@ -120,17 +120,17 @@ def _draw_calls(axes: Any, steps: Sequence[StepRecord], clock: Clock) -> None:
     _finish(axes, "device calls")
 
 
-def _draw_lanes(axes: Any, lanes: Mapping[int, list[Span]], clock: Clock) -> None:
+def _draw_spans(axes: Any, spans: Mapping[int, list[Span]], clock: Clock) -> None:
     boxes: dict[Kind, list[Box]] = {kind: [] for kind in COLOURS}
-    for place, spans in enumerate(lanes.values()):
-        for span in spans:
-            low = place - LANE / 2
-            boxes[span.kind].append((clock(span.start), clock(span.end), low, low + LANE))
+    for place, own in enumerate(spans.values()):
+        for span in own:
+            low = place - TRACK / 2
+            boxes[span.kind].append((clock(span.start), clock(span.end), low, low + TRACK))
     for kind, colour in COLOURS.items():
         _fill(axes, boxes[kind], colour, kind)
-    axes.set_ylim(len(lanes) - 0.4, -0.6)
-    every = -(-len(lanes) // MAX_NAMED_LANES)
-    axes.set_yticks(range(0, len(lanes), every), [str(number) for number in list(lanes)[::every]], fontsize=7)
+    axes.set_ylim(len(spans) - 0.4, -0.6)
+    every = -(-len(spans) // MAX_NAMED_TRACKS)
+    axes.set_yticks(range(0, len(spans), every), [str(number) for number in list(spans)[::every]], fontsize=7)
     axes.set_ylabel("request")
 
 
@@ -143,25 +143,25 @@ def _mark_ends(axes: Any, numbers: list[int], requests: Sequence[RequestRecord],
     _finish(axes, "requests (white: in no call)")
 
 
-def _mark_evictions(axes: Any, numbers: list[int], steps: Sequence[StepRecord], clock: Clock) -> None:
+def _mark_preemptions(axes: Any, numbers: list[int], steps: Sequence[StepRecord], clock: Clock) -> None:
     places = {number: place for place, number in enumerate(numbers)}
-    marks = [(clock(step.start), places[number]) for step in steps for number in step.evicted]
+    marks = [(clock(step.start), places[number]) for step in steps for number in step.preempted]
     if marks:
-        axes.plot(*zip(*marks, strict=True), "v", color=INK, markersize=3.5, label="evicted", clip_on=False)
+        axes.plot(*zip(*marks, strict=True), "v", color=INK, markersize=3.5, label="preempted", clip_on=False)
 
 
 def _draw_counts(axes: Any, steps: Sequence[StepRecord], clock: Clock) -> None:
     """Rows in use on the left axis, requests on the right one; both hold from one call to the next."""
     moments = [*(clock(step.start) for step in steps), clock(steps[-1].end)]
-    rows = [step.rows_in_use for step in steps]
+    rows = [step.slots_in_use for step in steps]
     axes.fill_between(moments, [*rows, rows[-1]], step="post", color=ROWS, alpha=0.5, linewidth=0, label="rows in use")
     axes.set_ylim(0, max(1, *rows) * 1.1)
-    axes.set_ylabel("KV rows in use")
+    axes.set_ylabel("KV slots in use")
     right = axes.twinx()
-    waiting, parked = [step.num_waiting for step in steps], [step.num_parked for step in steps]
-    for name, counts, colour in (("waiting", waiting, WAITING), ("parked", parked, COLOURS["parked"])):
+    waiting, swapped = [step.num_waiting for step in steps], [step.num_swapped for step in steps]
+    for name, counts, colour in (("waiting", waiting, WAITING), ("swapped", swapped, COLOURS["swapped"])):
         right.step(moments, [*counts, counts[-1]], where="post", color=colour, linewidth=1.5, label=name)
-    right.set_ylim(0, max(1, *waiting, *parked) * 1.1)
+    right.set_ylim(0, max(1, *waiting, *swapped) * 1.1)
     right.set_ylabel("requests")
     right.yaxis.get_major_locator().set_params(integer=True)
     right.spines["top"].set_visible(False)

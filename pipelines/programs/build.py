@@ -11,23 +11,22 @@ from typing import Any
 
 import openvino as ov
 
-from staticllm.compiler_passes.keep_small_constants import keep_small_constants
 from staticllm.compiler_passes.lower import LoweredModel, LoweringOptions, lower
 from staticllm.config import StaticLLMConfig
 from staticllm.core import (
-    ROW_TYPE_BYTES,
+    KV_TYPE_BYTES,
+    KVType,
     ModelShape,
     Phase,
     ProgramLayout,
     ProgramMode,
     ProgressEvent,
-    RowType,
     Variant,
 )
 from staticllm.devices import (
     check_device,
+    default_kv_type,
     default_mode,
-    default_row_type,
     exact_if_asked,
     get_core,
     merges_projections,
@@ -36,23 +35,24 @@ from staticllm.devices import (
 from staticllm.errors import ConfigError
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
-from staticllm.model_dir import check_model_dir, read_model, row_shapes, weights_size
+from staticllm.model_dir import check_model_dir, kv_shapes, read_model, weights_size
 from staticllm.pipelines.programs.autotune import calibrated
 from staticllm.pipelines.programs.compile import BoundPrograms, CompileOptions, bind, compile_programs, first_variants
-from staticllm.pipelines.programs.cost_model import CostTable
+from staticllm.pipelines.programs.cost_model import CostModel
+from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.programs.variants import choose_variants
 
 OnProgress = Callable[[ProgressEvent], None]
-MAX_ROWS = 1 << 24
+MAX_KV_SLOTS = 1 << 24
 LONG_SECONDS = 0.25  # a variant of a shared program that would run longer than this is not warmed up
-NEAR_ROWS, FAR_ROWS, FAR_CAPACITY = (1, 4, 16, 64, 256), (1, 4, 64), 1024  # sizes from which all costs are estimated
+NEAR_ROWS, FAR_ROWS, FAR_KV_LEN = (1, 4, 16, 64, 256), (1, 4, 64), 1024  # sizes from which all costs are estimated
 SMALL_WEIGHTS, LARGE_WEIGHTS = 256 << 20, 1 << 30  # bytes; less than the second may be there twice
 QUICK_SECONDS = 0.05  # a variant that runs faster than this is timed again: its first run is mostly one-time work
 
 
 @dataclass(frozen=True)
-class Layout:
+class CompilePlan:
     """A model lowered for a device, and every choice made on the way: all that is known before compiling."""
 
     lowered: LoweredModel
@@ -61,7 +61,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Programs:
+class CompiledPrograms:
     """Compiled programs, wherever they came from, and what the host must know to run them. ``costs``: seconds, if known."""
 
     shape: ModelShape
@@ -77,7 +77,7 @@ def prepare(
     on_progress: OnProgress = lambda event: None,
     for_blobs: bool = False,
     check: Callable[[ov.Core, object], str] = check_device,
-) -> tuple[ov.Core, Layout]:
+) -> tuple[ov.Core, CompilePlan]:
     """Read and lower a model directory for ``device``; nothing is compiled. ``for_blobs``: so that it can be exported.
     ``check`` refuses devices.
 
@@ -89,46 +89,46 @@ def prepare(
     check(core, device)
     mode = program_mode(device, config)
     properties = phase_properties(device, config)
-    row_type = config.kv_cache_precision or default_row_type(core, device, *properties.values())
+    kv_type = config.kv_cache_precision or default_kv_type(core, device, *properties.values())
     decrypt = config.weights_decryption_callback
     path = check_model_dir(models_path, False, config.weights_path, decrypt is not None)
-    config = with_rows(config, path, row_type)
+    config = with_kv_slots(config, path, kv_type)
     model = read_model(core, path, config.weights_path, decrypt)
     if for_blobs:
         keep_small_constants(model)
     on_progress(ProgressEvent("read", 1, 1, time.perf_counter() - start))
     start = time.perf_counter()
-    lowered = lower(model, LoweringOptions(config.num_kv_rows(mode), row_type, merges_projections(device)))
+    lowered = lower(model, LoweringOptions(config.num_kv_slots(mode), kv_type, merges_projections(device)))
     layout = program_layout(device, path, config)
     parts = calibrated(core, device, lowered.graph.model, properties, layout)
     if layout == "single_row" and parts.setdefault("single_row", parts["generate"]) == parts["generate"]:
         layout = layout if config.programs == layout else "shared"  # nothing to gain from one of their own
     variants = choose_variants(config, mode, lowered.shape)
     on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - start))
-    options = CompileOptions(device, layout, row_type, parts)
-    return core, Layout(lowered, options, variants)
+    options = CompileOptions(device, layout, kv_type, parts)
+    return core, CompilePlan(lowered, options, variants)
 
 
-def with_rows(config: StaticLLMConfig, directory: Path, row_type: RowType) -> StaticLLMConfig:
+def with_kv_slots(config: StaticLLMConfig, directory: Path, kv_type: KVType) -> StaticLLMConfig:
     """The config with ``KV_CACHE_GB`` as a number of rows of this model: one longest sequence at least."""
     if config.kv_cache_gb is None:
         return config
-    item = ROW_TYPE_BYTES[row_type]
-    scales = 2 * ROW_TYPE_BYTES["f32"] if row_type == "u8" else 0
-    row_bytes = sum(heads * (size * item + scales) for heads, size in row_shapes(directory))
-    rows = int(config.kv_cache_gb * 1e9) // row_bytes if row_bytes else 0
-    kv_rows = min(max(rows, config.capacity), MAX_ROWS)
-    asked = frozenset({*(config.asked or ()), "kv_rows"}) - {"kv_cache_gb"}
-    return replace(config, kv_cache_gb=None, kv_rows=kv_rows, asked=asked)
+    item = KV_TYPE_BYTES[kv_type]
+    scales = 2 * KV_TYPE_BYTES["f32"] if kv_type == "u8" else 0
+    slot_bytes = sum(heads * (size * item + scales) for heads, size in kv_shapes(directory))
+    rows = int(config.kv_cache_gb * 1e9) // slot_bytes if slot_bytes else 0
+    kv_slots = min(max(rows, config.max_seq_len), MAX_KV_SLOTS)
+    asked = frozenset({*(config.asked or ()), "kv_slots"}) - {"kv_cache_gb"}
+    return replace(config, kv_cache_gb=None, kv_slots=kv_slots, asked=asked)
 
 
 def make_runner(
-    programs: Programs, on_progress: OnProgress = lambda event: None, planned: Sequence[Variant] = ()
+    programs: CompiledPrograms, on_progress: OnProgress = lambda event: None, planned: Sequence[Variant] = ()
 ) -> ModelRunner:
     """Bind programs to rows and buffers, and warm them up. There is room for ``planned`` ones that come later."""
     shape, variants = programs.shape, tuple(planned) or tuple(programs.compiled)
     try:
-        cache = KVCache(shape, [variant.capacity for variant in variants])
+        cache = KVCache(shape, [variant.kv_len for variant in variants])
         pool = BufferPool(variants, shape)
     except MemoryError as error:
         raise ConfigError(
@@ -140,13 +140,13 @@ def make_runner(
     return ModelRunner(cache, bound, _warm_up(bound, programs, on_progress), planned)
 
 
-def compile_all(core: ov.Core, layout: Layout, on_progress: OnProgress = lambda event: None) -> Programs:
+def compile_all(core: ov.Core, layout: CompilePlan, on_progress: OnProgress = lambda event: None) -> CompiledPrograms:
     """Compile what ``prepare`` laid out."""
-    return Programs(layout.lowered.shape, layout.options, dict(compile_layout(core, layout, on_progress)))
+    return CompiledPrograms(layout.lowered.shape, layout.options, dict(compile_layout(core, layout, on_progress)))
 
 
 def compile_layout(
-    core: ov.Core, layout: Layout, on_progress: OnProgress
+    core: ov.Core, layout: CompilePlan, on_progress: OnProgress
 ) -> Iterator[tuple[Variant, ov.CompiledModel]]:
     """Compile variant after variant, and say so before and after each; of a shared program, for its first variant."""
     programs = compile_programs(core, layout.lowered, layout.variants, layout.options)
@@ -203,7 +203,7 @@ def phase_properties(device: str, config: StaticLLMConfig) -> dict[Phase, Mappin
     return {phase: exact_if_asked(device, {**common, **extra}) for phase, extra in phases.items()}
 
 
-def _warm_up(bound: BoundPrograms, programs: Programs, on_progress: OnProgress) -> CostTable:
+def _warm_up(bound: BoundPrograms, programs: CompiledPrograms, on_progress: OnProgress) -> CostModel:
     """Run variants once, so that no user waits for a first inference; time what is quick once more.
 
     Each program is run. Of a shared one a few sizes, near and far, as long as a run is expected to stay under
@@ -212,7 +212,7 @@ def _warm_up(bound: BoundPrograms, programs: Programs, on_progress: OnProgress) 
     """
     if programs.costs:
         return _first_runs(bound, programs, on_progress)
-    costs = CostTable()
+    costs = CostModel()
     chosen = _worth_running(bound)
     packed: set[int] = set()
     for index, variant in enumerate(chosen, 1):
@@ -227,8 +227,8 @@ def _warm_up(bound: BoundPrograms, programs: Programs, on_progress: OnProgress) 
     return costs
 
 
-def _first_runs(bound: BoundPrograms, programs: Programs, on_progress: OnProgress) -> CostTable:
-    costs = CostTable({variant: cost for variant, cost in programs.costs.items() if variant in bound})
+def _first_runs(bound: BoundPrograms, programs: CompiledPrograms, on_progress: OnProgress) -> CostModel:
+    costs = CostModel({variant: cost for variant, cost in programs.costs.items() if variant in bound})
     first = list({id(bound.compiled(variant)): variant for variant in reversed(list(bound))}.values())[::-1]
     for index, variant in enumerate(first, 1):
         seconds = bound[variant].run()
@@ -239,8 +239,8 @@ def _first_runs(bound: BoundPrograms, programs: Programs, on_progress: OnProgres
 def _worth_running(programs: BoundPrograms) -> list[Variant]:
     """In the order of the programs, decoding first."""
     chosen: dict[tuple[int, bool], Variant] = {}
-    for variant in sorted(programs, key=lambda variant: (variant.capacity, variant.sequences)):
-        is_far = variant.capacity >= FAR_CAPACITY
+    for variant in sorted(programs, key=lambda variant: (variant.kv_len, variant.sequences)):
+        is_far = variant.kv_len >= FAR_KV_LEN
         if variant.rows in (FAR_ROWS if is_far else NEAR_ROWS):
             chosen.setdefault((variant.rows, is_far), variant)
     return [variant for variant in programs if variant in chosen.values() or programs.is_static(variant)]

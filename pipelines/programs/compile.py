@@ -20,11 +20,11 @@ from staticllm.compiler_passes.store_kv_as import ELEMENT_TYPES
 from staticllm.core import (
     KEY_POSITIONS,
     QUERY_POSITIONS,
+    KVType,
     ModelShape,
     Part,
     ProgramLayout,
     ProgramMode,
-    RowType,
     Variant,
 )
 from staticllm.devices import default_mode
@@ -39,7 +39,7 @@ class CompileOptions:
 
     device: str
     layout: ProgramLayout
-    row_type: RowType
+    kv_type: KVType
     properties: Mapping[Part, Mapping[str, Any]]
 
     @property
@@ -171,13 +171,13 @@ def bind(compiled: ov.CompiledModel, shape: ModelShape, cache: KVCache, buffers:
         QUERY_POSITIONS: buffers.query_positions,
     }
     tensors = {name: ov.Tensor(array, shared_memory=True) for name, array in arrays.items() if array is not None}
-    for index, state in enumerate(shape.row_states):
+    for index, state in enumerate(shape.kv_states):
         rows = {
-            state.past_name: cache.arena.state_view(index, buffers.variant.capacity),
+            state.past_name: cache.arena.state_view(index, buffers.variant.kv_len),
             state.present_name: buffers.present_of(index),
         }
         for name, array in rows.items():  # numpy has no bf16: the type is said, not read off the array
-            tensors[name] = ov.Tensor(array, ov.Shape(array.shape), ELEMENT_TYPES[state.row_type])
+            tensors[name] = ov.Tensor(array, ov.Shape(array.shape), ELEMENT_TYPES[state.kv_type])
     for index, recurrent in enumerate(shape.recurrent_states):
         tensors[recurrent.past_name] = ov.Tensor(cache.states.past[index], shared_memory=True)
         tensors[recurrent.present_name] = ov.Tensor(cache.states.present[index], shared_memory=True)

@@ -15,10 +15,10 @@ FIRST_SHARE = 0.5
 """Weight of the first one against the estimate: it may have been a first inference at a new shape."""
 
 
-class CostTable:
+class CostModel:
     """Seconds a call, for each variant. What was not measured is estimated from all that was.
 
-    The estimate is a sum of what a call does: a constant (reading the weights), rows, attention over rows and capacity,
+    The estimate is a sum of what a call does: a constant (reading the weights), rows, attention over rows and KV length,
     copying the past, logits; fitted to the measurements by least squares of relative errors, no part negative.
     """
 
@@ -57,8 +57,8 @@ class CostTable:
 
 
 def _features(variant: Variant) -> NDArray[np.float64]:
-    rows, capacity = variant.rows, variant.capacity
-    return np.array([1.0, rows, rows * (capacity + rows), capacity, variant.sequences])
+    rows, kv_len = variant.rows, variant.kv_len
+    return np.array([1.0, rows, rows * (kv_len + rows), kv_len, variant.sequences])
 
 
 UNMEASURED = np.array([8e-3, 1e-3, 1.2e-7, 1e-6, 0.0])

@@ -37,22 +37,22 @@ def _name(port: Any) -> str:
 def random_feeds(compiled: ov.CompiledModel, variant: Variant) -> dict[str, NDArray[Any]]:
     """Random rows under a causal mask, at one variant."""
     random, feeds = np.random.default_rng(0), dict[str, NDArray[Any]]()
-    rows, capacity = variant.rows, variant.capacity
+    rows, kv_len = variant.rows, variant.kv_len
     for port in compiled.inputs:
         for name in port.get_names():
             shape = _shape(name, port.partial_shape, variant)
             if name == "input_ids":
                 feeds[name] = random.integers(0, 100, shape)
             elif name == "position_ids":
-                feeds[name] = np.broadcast_to(np.arange(capacity, capacity + rows), shape).copy()
+                feeds[name] = np.broadcast_to(np.arange(kv_len, kv_len + rows), shape).copy()
             elif name == "logit_rows":
                 feeds[name] = np.arange(rows - variant.sequences, rows)
             elif name == KEY_POSITIONS:
-                feeds[name] = np.arange(capacity + rows, dtype=np.int32).reshape(shape)
+                feeds[name] = np.arange(kv_len + rows, dtype=np.int32).reshape(shape)
             elif name == QUERY_POSITIONS:
-                feeds[name] = np.arange(capacity, capacity + rows, dtype=np.int32).reshape(shape)
+                feeds[name] = np.arange(kv_len, kv_len + rows, dtype=np.int32).reshape(shape)
             elif name.startswith("mask."):
-                seen = np.arange(capacity + rows)[None] <= np.arange(capacity, capacity + rows)[:, None]
+                seen = np.arange(kv_len + rows)[None] <= np.arange(kv_len, kv_len + rows)[:, None]
                 feeds[name] = np.where(seen, 0, HIDDEN).astype(np.float32).reshape(shape)
             elif name.startswith(("past.", "state.")):
                 feeds[name] = _rows(random, shape, port.get_element_type())
@@ -61,15 +61,15 @@ def random_feeds(compiled: ov.CompiledModel, variant: Variant) -> dict[str, NDAr
 
 def _shape(name: str, shape: ov.PartialShape, variant: Variant) -> tuple[int, ...]:
     """The sizes of a port at a variant; what is static stays."""
-    rows, capacity = variant.rows, variant.capacity
+    rows, kv_len = variant.rows, variant.kv_len
     last = shape.rank.get_length() - 1
     dynamic = {last: rows}
     if name.startswith("past."):
-        dynamic = {2: capacity}
+        dynamic = {2: kv_len}
     elif name.startswith("mask."):
-        dynamic = {2: rows, 3: capacity + rows}
+        dynamic = {2: rows, 3: kv_len + rows}
     elif name == KEY_POSITIONS:
-        dynamic = {3: capacity + rows}
+        dynamic = {3: kv_len + rows}
     elif name == QUERY_POSITIONS:
         dynamic = {2: rows}
     elif name == "logit_rows":

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from staticllm.core import Variant
 from staticllm.errors import NumericalError
-from staticllm.kvcache.cache import KVCache, StoredRows
+from staticllm.kvcache.cache import KVCache, StoredSequence
 from staticllm.kvcache.sequence import Sequence
 from staticllm.kvcache.step import Segment, Step, StepBuffers
-from staticllm.pipelines.programs.cost_model import CostTable
+from staticllm.pipelines.programs.cost_model import CostModel
 from staticllm.pipelines.programs.variants import VariantIndex, plan_chunks
 
 Logits = NDArray[np.float32]
@@ -36,8 +36,8 @@ class Runnable(Protocol):
 class ModelRunner:
     """A model's programs over one cache. Not thread-safe: one caller at a time.
 
-    Of the last call: ``started`` is when (``time.perf_counter``), ``seconds`` what it took on the device, ``masks_seconds`` and
-    ``rows_seconds`` what the host did before and after; ``best`` the most likely token after each segment, None where the
+    Of the last call: ``started`` is when (``time.perf_counter``), ``seconds`` what it took on the device, ``prepare_seconds`` and
+    ``commit_seconds`` what the host did before and after; ``best`` the most likely token after each segment, None where the
     logits or the new rows are not finite. ``planned`` are variants that come later, without those that are there.
     """
 
@@ -45,19 +45,19 @@ class ModelRunner:
         self,
         cache: KVCache,
         programs: Mapping[Variant, Runnable],
-        costs: CostTable | None = None,
+        costs: CostModel | None = None,
         planned: Iterable[Variant] = (),
     ) -> None:
         self.cache = cache
         self.programs = programs
         self._planned = frozenset(planned)
-        self.costs = costs or CostTable()
-        self.know()
-        self.started = self.seconds = self.masks_seconds = self.rows_seconds = 0.0
+        self.costs = costs or CostModel()
+        self.refresh_variants()
+        self.started = self.seconds = self.prepare_seconds = self.commit_seconds = 0.0
         self.best: list[int | None] = []
-        self.set_aside: dict[int, StoredRows] = {}
+        self.set_aside: dict[int, StoredSequence] = {}
 
-    def know(self) -> None:
+    def refresh_variants(self) -> None:
         """Look again which programs there are: some were added."""
         self.index = VariantIndex(self.programs)
         self._calls = VariantIndex(self.programs, needs_real_rows=bool(self.cache.states))
@@ -66,7 +66,7 @@ class ModelRunner:
     def prefill(self, sequence: Sequence, tokens: List[int]) -> Logits:
         """Run a prompt in the cheapest chunks. Returns the logits after its last token, ``[vocab]``."""
         ids = np.asarray(tokens, np.int64)
-        chunks = plan_chunks(self._calls, self.costs, len(ids), self.cache.rows.high_row, not len(sequence))
+        chunks = plan_chunks(self._calls, self.costs, len(ids), self.cache.slots.high_slot, not len(sequence))
         start, logits = 0, None
         for variant, count in chunks:
             (logits,) = self._checked(variant, [Segment(sequence, ids[start : start + count])])
@@ -88,13 +88,13 @@ class ModelRunner:
         return self._checked(variant, segments)
 
     def variant_for(self, segments: List[Segment]) -> Variant | None:
-        """The fewest rows that hold these segments, at the smallest capacity that shows all rows in use.
+        """The fewest rows that hold these segments, at the smallest KV length that shows all rows in use.
 
         Where the model has recurrent states, which must not run through idle rows, exactly as many rows; None if nothing is so.
         """
         num_rows = sum(len(segment.tokens) for segment in segments)
         is_fresh = not any(len(segment.sequence) for segment in segments)
-        return self._calls.smallest(num_rows, len(segments), self.cache.rows.high_row, is_fresh)
+        return self._calls.smallest(num_rows, len(segments), self.cache.slots.high_slot, is_fresh)
 
     def run(
         self,
@@ -112,7 +112,7 @@ class ModelRunner:
         program, step = self.programs[variant], Step(variant, tuple(segments))
         self.cache.fill(step, program.buffers)
         self.started = time.perf_counter()
-        self.masks_seconds = self.started - begin
+        self.prepare_seconds = self.started - begin
         self.seconds = program.run(meanwhile)
         end = time.perf_counter()
         logits: Logits = program.buffers.logits[0, : len(segments)]
@@ -121,7 +121,7 @@ class ModelRunner:
         is_finite = [best is not None for best in self.best]
         self.set_aside = self.cache.commit(step, program.buffers, is_finite, aside)
         self.costs.update(variant, self.seconds)
-        self.rows_seconds = time.perf_counter() - end
+        self.commit_seconds = time.perf_counter() - end
         return list(logits)
 
     def _checked(self, variant: Variant, segments: List[Segment]) -> list[Logits]:

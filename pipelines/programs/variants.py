@@ -1,4 +1,4 @@
-"""Which variants exist: ladders derived from the lengths; the smallest that holds a call; the plan of a prompt's chunks."""
+"""Which variants exist: bucket lists derived from the lengths; the smallest that holds a call; the plan of a prompt's chunks."""
 
 from __future__ import annotations
 
@@ -9,56 +9,59 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import ModelShape, ProgramMode, Variant
 from staticllm.errors import ConfigError
 
-PREFILL_LADDER: dict[ProgramMode, tuple[int, ...]] = {"shared": (16, 64, 256), "separate": (64,)}
-REAL_LADDER: dict[ProgramMode, tuple[int, ...]] = {"shared": (2, 4, 8, 16, 32, 64, 128, 256, 512), "separate": (8, 64)}
+PREFILL_BUCKETS: dict[ProgramMode, tuple[int, ...]] = {"shared": (16, 64, 256), "separate": (64,)}
+EXACT_BUCKETS: dict[ProgramMode, tuple[int, ...]] = {
+    "shared": (2, 4, 8, 16, 32, 64, 128, 256, 512),
+    "separate": (8, 64),
+}
 """Where no row may be idle: any prompt in few calls, single rows at its end."""
 MIXED_ROWS = (16, 32, 64, 128, 256)
 MIXED_SEQUENCES, MORE_SEQUENCES = (2, 4, 8, 12, 16), 4
 """A mixed call is there for so many sequences, and for a full house and some prompts more: unused logits cost time too."""
 LARGEST_CHUNK = 1024
-SMALLEST_CAPACITY = 256
+SMALLEST_KV_LEN = 256
 
 
 def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShape | None = None) -> tuple[Variant, ...]:
     """All variants of a pipeline, those that decode first.
 
-    Capacities: powers of two, then what one sequence can have (``capacity``), then what all together can have
-    (``kv_rows``); where a capacity costs no program of its own, every 256 rows.
+    Capacities: powers of two, then what one sequence can have (``max_seq_len``), then what all together can have
+    (``kv_slots``); where a KV length costs no program of its own, every 256 rows.
     Decoding: one row; packed, one row a sequence: 2, 4, 8 … up to ``max_num_seqs`` (the last alone when each is a blob).
     Prefill: 16, 64, 256, then the longest prompt or 1024 rows (64 and that when each is a blob), of one sequence.
     Mixed, rows of many sequences, whatever phase they are in: 16 … 256, only where it costs no program.
 
     A model with recurrent states runs one sequence a call and no idle rows: its prompts are put together from more sizes. One
-    without rows has one capacity.
+    without rows has one KV length.
     """
-    total, slots = config.num_kv_rows(mode), config.num_slots(mode) if shape is None or shape.is_packable else 1
+    total, num_seqs = config.num_kv_slots(mode), config.num_seqs(mode) if shape is None or shape.is_packable else 1
     needs_real_rows = shape is not None and shape.needs_real_rows
-    if shape is not None and not shape.row_states:
-        return _of_one_capacity(config, mode, shape.max_rows)
-    if config.generate_capacities and config.generate_capacities[-1] != config.capacity:
+    if shape is not None and not shape.kv_states:
+        return _of_one_kv_len(config, mode, shape.max_rows)
+    if config.generate_kv_lens and config.generate_kv_lens[-1] != config.max_seq_len:
         raise ConfigError(
-            f"GENERATE_CAPACITIES ends at {config.generate_capacities[-1]}: its last size must be "
-            f"MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {config.capacity}"
+            f"GENERATE_KV_LENS ends at {config.generate_kv_lens[-1]}: its last size must be "
+            f"MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {config.max_seq_len}"
         )
     if mode == "shared":
-        capacities = config.generate_capacities or _steps(config.capacity)
-        capacities = (*capacities, *(step for step in _steps(total) if step > config.capacity))
+        kv_lens = config.generate_kv_lens or _steps(config.max_seq_len)
+        kv_lens = (*kv_lens, *(step for step in _steps(total) if step > config.max_seq_len))
     else:
-        capacities = config.generate_capacities or _powers(SMALLEST_CAPACITY, config.capacity)
-        capacities = capacities if total == config.capacity else (*capacities, total)
-    sizes = [(1, 1), *((rows, rows) for rows in _packed_rows(slots, mode))]
-    packed_capacities = capacities if mode == "shared" else tuple(sorted({config.capacity, total}))
+        kv_lens = config.generate_kv_lens or _powers(SMALLEST_KV_LEN, config.max_seq_len)
+        kv_lens = kv_lens if total == config.max_seq_len else (*kv_lens, total)
+    sizes = [(1, 1), *((rows, rows) for rows in _packed_rows(num_seqs, mode))]
+    packed_kv_lens = kv_lens if mode == "shared" else tuple(sorted({config.max_seq_len, total}))
     decoding = [
-        Variant(rows, capacity, sequences)
+        Variant(rows, kv_len, sequences)
         for rows, sequences in sizes
-        for capacity in (capacities if rows == 1 else packed_capacities)
+        for kv_len in (kv_lens if rows == 1 else packed_kv_lens)
     ]
-    prefill = _prefill_variants(config, mode, capacities, needs_real_rows)
+    prefill = _prefill_variants(config, mode, kv_lens, needs_real_rows)
     mixed = [
-        Variant(rows, capacity, sequences)
-        for rows in (MIXED_ROWS if slots > 1 and mode == "shared" else ())
-        for sequences in (*(count for count in MIXED_SEQUENCES if count < slots), slots + MORE_SEQUENCES)
-        for capacity in (0, *capacities)
+        Variant(rows, kv_len, sequences)
+        for rows in (MIXED_ROWS if num_seqs > 1 and mode == "shared" else ())
+        for sequences in (*(count for count in MIXED_SEQUENCES if count < num_seqs), num_seqs + MORE_SEQUENCES)
+        for kv_len in (0, *kv_lens)
         if rows > sequences
     ]
     return tuple(dict.fromkeys((*decoding, *prefill, *mixed)))
@@ -67,71 +70,71 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShap
 def first_to_serve(variants: Iterable[Variant]) -> tuple[Variant, ...]:
     """The fewest that can run any prompt: single rows and the smallest chunk, both where they see everything."""
     known = list(variants)
-    most = max(variant.capacity for variant in known)
-    alone = [variant for variant in known if variant.sequences == 1 and variant.capacity == most]
+    most = max(variant.kv_len for variant in known)
+    alone = [variant for variant in known if variant.sequences == 1 and variant.kv_len == most]
     decoding = [variant for variant in alone if variant.rows == 1]
     chunks = sorted(variant for variant in alone if variant.rows > 1)
     return (*decoding, *chunks[:1])
 
 
-def _of_one_capacity(config: StaticLLMConfig, mode: ProgramMode, max_rows: int | None) -> tuple[Variant, ...]:
+def _of_one_kv_len(config: StaticLLMConfig, mode: ProgramMode, max_rows: int | None) -> tuple[Variant, ...]:
     """Variants of a model whose only states are recurrent: nothing in its programs depends on how much came before."""
     rows = config.prefill_rows or _prefill_rows(config.max_prompt_len, mode, needs_real_rows=True)
     sizes = [size for size in dict.fromkeys((1, *rows)) if max_rows is None or size <= max_rows]
-    return tuple(Variant(size, config.num_kv_rows(mode)) for size in sizes)
+    return tuple(Variant(size, config.num_kv_slots(mode)) for size in sizes)
 
 
 def _prefill_variants(
-    config: StaticLLMConfig, mode: ProgramMode, capacities: tuple[int, ...], needs_real_rows: bool
+    config: StaticLLMConfig, mode: ProgramMode, kv_lens: tuple[int, ...], needs_real_rows: bool
 ) -> list[Variant]:
-    total = capacities[-1]
+    total = kv_lens[-1]
     rows = config.prefill_rows or _prefill_rows(config.max_prompt_len, mode, needs_real_rows)
-    chosen = config.prefill_capacities or ((0, *capacities) if mode == "shared" else (0, total))
+    chosen = config.prefill_kv_lens or ((0, *kv_lens) if mode == "shared" else (0, total))
     if config.max_prompt_len > rows[-1] and chosen[-1] < config.max_prompt_len:
         raise ConfigError(
-            f"PREFILL_CAPACITIES ends at {chosen[-1]}: with chunks of {rows[-1]} the last chunk of a "
-            f"prompt of {config.max_prompt_len} tokens needs more; add {config.capacity}"
+            f"PREFILL_KV_LENS ends at {chosen[-1]}: with chunks of {rows[-1]} the last chunk of a "
+            f"prompt of {config.max_prompt_len} tokens needs more; add {config.max_seq_len}"
         )
-    if chosen[-1] == config.capacity:  # the rows of others lie beyond
+    if chosen[-1] == config.max_seq_len:  # the rows of others lie beyond
         chosen = (*chosen, total)
-    is_worth_it = config.prefill_capacities or mode == "separate"
+    is_worth_it = config.prefill_kv_lens or mode == "separate"
     return [
-        Variant(size, capacity)
+        Variant(size, kv_len)
         for size in rows
-        for capacity in sorted(set(chosen))
-        if size > 1 and (is_worth_it or capacity >= size or capacity == 0)
+        for kv_len in sorted(set(chosen))
+        if size > 1 and (is_worth_it or kv_len >= size or kv_len == 0)
     ]
 
 
 def _prefill_rows(max_prompt_len: int, mode: ProgramMode, needs_real_rows: bool) -> tuple[int, ...]:
     largest = min(max_prompt_len, LARGEST_CHUNK)
     if needs_real_rows:
-        return tuple(rows for rows in REAL_LADDER[mode] if rows <= largest) or (largest,)
-    return (*(rows for rows in PREFILL_LADDER[mode] if rows < largest), largest)
+        return tuple(rows for rows in EXACT_BUCKETS[mode] if rows <= largest) or (largest,)
+    return (*(rows for rows in PREFILL_BUCKETS[mode] if rows < largest), largest)
 
 
-def _packed_rows(slots: int, mode: ProgramMode) -> tuple[int, ...]:
-    if slots == 1:
+def _packed_rows(num_seqs: int, mode: ProgramMode) -> tuple[int, ...]:
+    if num_seqs == 1:
         return ()
-    return (slots,) if mode == "separate" else _powers(2, slots)
+    return (num_seqs,) if mode == "separate" else _powers(2, num_seqs)
 
 
 def _steps(total: int) -> tuple[int, ...]:
     """Capacities that cost no program of their own: every 256 rows, every eighth from 2048 on, then ``total``."""
-    ladder, step = [], SMALLEST_CAPACITY
+    buckets, step = [], SMALLEST_KV_LEN
     while step < total:
-        ladder.append(step)
-        step += max(SMALLEST_CAPACITY, step // 8 // SMALLEST_CAPACITY * SMALLEST_CAPACITY)
-    return (*ladder, total)
+        buckets.append(step)
+        step += max(SMALLEST_KV_LEN, step // 8 // SMALLEST_KV_LEN * SMALLEST_KV_LEN)
+    return (*buckets, total)
 
 
 def _powers(first: int, total: int) -> tuple[int, ...]:
     """``first`` and its doubles below ``total``, then ``total``."""
-    ladder = []
+    buckets = []
     while first < total:
-        ladder.append(first)
+        buckets.append(first)
         first *= 2
-    return (*ladder, total)
+    return (*buckets, total)
 
 
 class VariantIndex:
@@ -142,23 +145,23 @@ class VariantIndex:
 
     def __init__(self, variants: Iterable[Variant], needs_real_rows: bool = False) -> None:
         self.variants, self.needs_real_rows = tuple(variants), needs_real_rows
-        ladders: dict[tuple[int, int], tuple[int, ...]] = {}
+        buckets: dict[tuple[int, int], tuple[int, ...]] = {}
         for variant in sorted(self.variants):
             size = variant.rows, variant.sequences
-            ladders[size] = (*ladders.get(size, ()), variant.capacity)
-        self._ladders = ladders
-        self.sizes = tuple(sorted(ladders))
+            buckets[size] = (*buckets.get(size, ()), variant.kv_len)
+        self._buckets = buckets
+        self.sizes = tuple(sorted(buckets))
         widest = {rows: max(s for r, s in self.sizes if r == rows) for rows, _ in self.sizes}
         self.widest: Mapping[int, int] = MappingProxyType(widest)
-        self.max_capacity = max(variant.capacity for variant in self.variants)
+        self.max_kv_len = max(variant.kv_len for variant in self.variants)
 
     def max_decoding(self, num_past: int) -> int:
-        """The most sequences that can decode in one call over ``num_past`` arena rows. Programs that are still compiled
-        in the background may leave the larger calls with the smaller capacities."""
-        return max((min(size) for size, ladder in self._ladders.items() if ladder[-1] >= num_past), default=1)
+        """The most sequences that can decode in one call over ``num_past`` arena slots. Programs that are still compiled
+        in the background may leave the larger calls with the smaller KV lengths."""
+        return max((min(size) for size, buckets in self._buckets.items() if buckets[-1] >= num_past), default=1)
 
     def smallest(self, num_rows: int, num_sequences: int, num_past: int, is_fresh: bool = False) -> Variant | None:
-        """The fewest rows, then sequences, then capacity that hold a call over ``num_past`` arena rows; None if nothing does.
+        """The fewest rows, then sequences, then KV length that hold a call over ``num_past`` arena slots; None if nothing does.
 
         ``is_fresh``: none of the sequences has a past, so that the arena need not be seen at all.
         """
@@ -180,18 +183,18 @@ class VariantIndex:
         return None
 
     def at(self, rows: int, sequences: int, num_past: int, is_fresh: bool = False) -> Variant | None:
-        """The variant of exactly this size with the smallest capacity that will do."""
-        for capacity in self._ladders.get((rows, sequences), ()):
-            is_enough = capacity >= num_past if capacity else is_fresh or not num_past
+        """The variant of exactly this size with the smallest KV length that will do."""
+        for kv_len in self._buckets.get((rows, sequences), ()):
+            is_enough = kv_len >= num_past if kv_len else is_fresh or not num_past
             if is_enough:
-                return Variant(rows, capacity, sequences)
+                return Variant(rows, kv_len, sequences)
         return None
 
 
 def plan_chunks(
     index: VariantIndex, cost: Callable[[Variant], float], num_tokens: int, num_past: int, is_fresh: bool = False
 ) -> list[tuple[Variant, int]]:
-    """A cheap way to run ``num_tokens`` of one sequence over ``num_past`` arena rows: (variant, tokens in it), in order.
+    """A cheap way to run ``num_tokens`` of one sequence over ``num_past`` arena slots: (variant, tokens in it), in order.
 
     Peels full chunks off, the largest that fits first, and weighs at each point whether to run all the rest, padded, in one
     call instead: 20 tokens run in 64 rows, or in 16 and 16, or in 16 and four single steps.
@@ -201,7 +204,7 @@ def plan_chunks(
     spent, done = 0.0, 0
     best_cost, best = float("inf"), None
     while done < num_tokens:
-        past = min(num_past + done, index.max_capacity)  # holes below the highest row are filled first
+        past = min(num_past + done, index.max_kv_len)  # holes below the highest row are filled first
         rest, first = num_tokens - done, is_fresh and not done
         holding = [size for size in sizes if size == rest or (size > rest and not index.needs_real_rows)]
         padded = _first(index.at(size, 1, past, first) for size in holding)

@@ -128,7 +128,7 @@ def _fallback(view: View) -> Plan:
         return check(Fcfs().plan(view), view)
     except Exception:  # a fault of ours costs this step, not the requests
         requests = sorted(
-            view.requests, key=lambda request: (request.state not in ("running", "parked"), request.arrival)
+            view.requests, key=lambda request: (request.state not in ("running", "swapped"), request.arrival)
         )
         for request in requests:
             for plan in alone(view, request):
@@ -186,10 +186,10 @@ class _PolicyThread:
         if self._index is None or self._index[0] is not index:
             self._index = index, VariantIndex(index.variants, index.needs_real_rows)
         device = replace(view.device, index=self._index[1], seconds=_Costs(costs))
-        waiting, prefilling, running, parked = (
-            tuple(map(replace, group)) for group in (view.waiting, view.prefilling, view.running, view.parked)
+        waiting, prefilling, running, swapped = (
+            tuple(map(replace, group)) for group in (view.waiting, view.prefilling, view.running, view.swapped)
         )
-        return replace(view, device=device, waiting=waiting, prefilling=prefilling, running=running, parked=parked)
+        return replace(view, device=device, waiting=waiting, prefilling=prefilling, running=running, swapped=swapped)
 
 
 class _Costs:

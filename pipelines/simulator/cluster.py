@@ -32,11 +32,11 @@ class Link:
     """Between devices that prefill and those that decode: seconds that the rows of a request travel. Links are not shared."""
 
     latency: float = 0.0
-    row_bytes: float = 0.0
+    slot_bytes: float = 0.0
     bandwidth: float = float("inf")  # bytes a second
 
     def __call__(self, num_rows: int) -> float:
-        return self.latency + num_rows * self.row_bytes / self.bandwidth
+        return self.latency + num_rows * self.slot_bytes / self.bandwidth
 
 
 class Pool:
@@ -124,8 +124,8 @@ class Cluster:
 
     def _finish(self, device: SimulatedDevice, now: float) -> None:
         for job in device.finish(now):
-            goes_on = self._decode is not None and len(job.token_times) < job.arrival.num_output and not job.has_rows
-            if goes_on and job.num_tokens <= device.model.capacity:
+            goes_on = self._decode is not None and len(job.token_times) < job.arrival.num_output and not job.has_slots
+            if goes_on and job.num_tokens <= device.model.max_seq_len:
                 self._hand_over(job, now)
             else:
                 self._records[job.arrival.id] = job.record()
@@ -135,7 +135,7 @@ class Cluster:
 
     def _hand_over(self, job: Job, now: float) -> None:
         assert self._decode is not None
-        job.limit, job.has_rows = job.arrival.num_output, True
+        job.limit, job.has_slots = job.arrival.num_output, True
         self._at(now + self._link(job.arrival.num_prompt), ARRIVE, self._arrive(self._decode, job))
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.programs.cost_model import CostTable
-from staticllm.pipelines.whole_file import write_whole
+from staticllm.files import write_whole
+from staticllm.pipelines.programs.cost_model import CostModel
 
 Cost = Callable[[Variant], float]
 
@@ -27,7 +27,7 @@ class AnalyticCosts:
     fixed: float = 0.0
 
     def __call__(self, variant: Variant) -> float:
-        seen = variant.rows * (variant.capacity + variant.rows)
+        seen = variant.rows * (variant.kv_len + variant.rows)
         return self.fixed + self.weights + self.row * variant.rows + self.attention * seen
 
 
@@ -50,15 +50,15 @@ class HostCost:
 
 
 def write_costs(path: str | os.PathLike[str], variants: Iterable[Variant], cost: Cost) -> None:
-    """A JSON list of ``{rows, capacity, sequences, seconds}``."""
+    """A JSON list of ``{rows, kv_len, sequences, seconds}``."""
     entries = [
-        {"rows": v.rows, "capacity": v.capacity, "sequences": v.sequences, "seconds": cost(v)} for v in sorted(variants)
+        {"rows": v.rows, "kv_len": v.kv_len, "sequences": v.sequences, "seconds": cost(v)} for v in sorted(variants)
     ]
     text = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
     write_whole(path, f"[\n{text}\n]\n".encode())
 
 
-def read_costs(path: str | os.PathLike[str]) -> tuple[tuple[Variant, ...], CostTable]:
+def read_costs(path: str | os.PathLike[str]) -> tuple[tuple[Variant, ...], CostModel]:
     """The variants of such a file, and what they cost.
 
     Raises:
@@ -71,20 +71,20 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[tuple[Variant, ...], CostT
             f"{path}: is not JSON ({error}); `staticllm simulate --save-costs` writes such a file"
         ) from None
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{path}: must be a list of {{rows, capacity, sequences, seconds}}, with one entry at least")
+        raise ConfigError(f"{path}: must be a list of {{rows, KV length, sequences, seconds}}, with one entry at least")
     seconds = dict(_entry(f"{path}, entry {number}", entry) for number, entry in enumerate(entries, 1))
-    if not any(variant.capacity for variant in seconds):
-        raise ConfigError(f"{path}: every capacity is 0, no program sees a past; add one that does")
-    return tuple(seconds), CostTable(seconds)
+    if not any(variant.kv_len for variant in seconds):
+        raise ConfigError(f"{path}: every KV length is 0, no program sees a past; add one that does")
+    return tuple(seconds), CostModel(seconds)
 
 
 def _entry(place: str, entry: Any) -> tuple[Variant, float]:
     try:
-        variant = Variant(int(entry["rows"]), int(entry["capacity"]), int(entry.get("sequences", 1)))
+        variant = Variant(int(entry["rows"]), int(entry["kv_len"]), int(entry.get("sequences", 1)))
         seconds = float(entry["seconds"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"{place}: {reason}; it must have rows, capacity, sequences and seconds") from None
-    if variant.rows < 1 or variant.capacity < 0 or not 1 <= variant.sequences <= variant.rows or not 0 < seconds < 1e6:
+        raise ConfigError(f"{place}: {reason}; it must have rows, KV length, sequences and seconds") from None
+    if variant.rows < 1 or variant.kv_len < 0 or not 1 <= variant.sequences <= variant.rows or not 0 < seconds < 1e6:
         raise ConfigError(f"{place}: {entry}: rows and seconds must be more than 0, sequences from 1 to rows")
     return variant, seconds

@@ -66,9 +66,9 @@ def longest(arrivals: Sequence[Arrival]) -> tuple[int, int]:
 
 def configured_model(config: StaticLLMConfig, mode: ProgramMode, cost: Cost, host: HostCost) -> DeviceModel:
     """A device with the programs, slots and rows that the pipeline would have with this config."""
-    limits = Limits(config.num_slots(mode), config.ttft_ms, config.tpot_ms)
+    limits = Limits(config.num_seqs(mode), config.ttft_ms, config.tpot_ms)
     index = VariantIndex(choose_variants(config, mode))
-    return DeviceModel(index, cost, limits, config.num_kv_rows(mode), config.num_parked_rows, config.capacity, host)
+    return DeviceModel(index, cost, limits, config.num_kv_slots(mode), config.num_host_slots, config.max_seq_len, host)
 
 
 def tabled_model(config: StaticLLMConfig, index: VariantIndex, cost: Cost, host: HostCost) -> DeviceModel:
@@ -77,14 +77,14 @@ def tabled_model(config: StaticLLMConfig, index: VariantIndex, cost: Cost, host:
     Raises:
         ConfigError: no program of one sequence sees every row, or a sequence needs more than there are.
     """
-    kv_rows = config.kv_rows or max(variant.capacity for variant in index.variants)
-    if not any(variant.sequences == 1 and variant.capacity >= kv_rows for variant in index.variants):
-        raise ConfigError(f"no program of one sequence sees {kv_rows} rows: add one to the costs, or lower KV_ROWS")
-    if config.capacity > kv_rows:
+    kv_slots = config.kv_slots or max(variant.kv_len for variant in index.variants)
+    if not any(variant.sequences == 1 and variant.kv_len >= kv_slots for variant in index.variants):
+        raise ConfigError(f"no program of one sequence sees {kv_slots} rows: add one to the costs, or lower KV_SLOTS")
+    if config.max_seq_len > kv_slots:
         raise ConfigError(
-            f"prompt and answer of {config.capacity} tokens, the costs have programs for {kv_rows} rows: "
+            f"prompt and answer of {config.max_seq_len} tokens, the costs have programs for {kv_slots} slots: "
             "shorten them or measure with longer ones"
         )
-    slots = config.max_num_seqs or index.max_decoding(0)
-    limits = Limits(slots, config.ttft_ms, config.tpot_ms)
-    return DeviceModel(index, cost, limits, kv_rows, config.num_parked_rows, config.capacity, host)
+    num_seqs = config.max_num_seqs or index.max_decoding(0)
+    limits = Limits(num_seqs, config.ttft_ms, config.tpot_ms)
+    return DeviceModel(index, cost, limits, kv_slots, config.num_host_slots, config.max_seq_len, host)

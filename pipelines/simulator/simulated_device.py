@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
-from staticllm.pipelines.programs.cost_model import CostTable
+from staticllm.pipelines.programs.cost_model import CostModel
 from staticllm.pipelines.programs.variants import VariantIndex
 from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, View
 from staticllm.pipelines.scheduling.planner import Planner
-from staticllm.pipelines.scheduling.request_table import Book, Entry, Limits
+from staticllm.pipelines.scheduling.request_table import Limits, RequestInfo, RequestTable
 from staticllm.pipelines.simulator.cost_model import Cost, HostCost
 from staticllm.pipelines.simulator.workload import Arrival
 
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """What a device can run and what that costs. ``kv_rows`` are those of the arena, ``parked_rows`` those of the shelf,
-    ``capacity`` those that one sequence can have.
+    """What a device can run and what that costs. ``kv_slots`` are those of the arena, ``host_kv_slots`` those of the host pool,
+    ``max_seq_len`` those that one sequence can have.
 
     The policy knows what calls cost; with ``known`` it begins with those measurements, and learns, as the engine's does.
     """
@@ -29,9 +29,9 @@ class DeviceModel:
     index: VariantIndex
     cost: Cost
     limits: Limits
-    kv_rows: int
-    parked_rows: int
-    capacity: int
+    kv_slots: int
+    host_kv_slots: int
+    max_seq_len: int
     host: HostCost = field(default_factory=HostCost)
     known: Mapping[Variant, float] | None = None
 
@@ -39,11 +39,11 @@ class DeviceModel:
 @dataclass
 class Job:
     """A request on its way through one device or two. ``limit``: tokens that it generates before it leaves this device;
-    ``has_rows``: its prompt ran elsewhere and its rows came with it."""
+    ``has_slots``: its prompt ran elsewhere and its rows came with it."""
 
     arrival: Arrival
     limit: int
-    has_rows: bool = False
+    has_slots: bool = False
     started: float | None = None
     token_times: list[float] = field(default_factory=list)
     reason: FinishReason = FinishReason.LENGTH
@@ -77,9 +77,9 @@ class SimulatedDevice:
         self.model = model
         self.planner = Planner(policy)
         self.steps: list[StepRecord] = []
-        self.book = Book(model.limits)
-        self.rows_used = self.shelf_used = 0
-        self._learned = None if model.known is None else CostTable(model.known)
+        self.table = RequestTable(model.limits)
+        self.slots_used = self.host_slots_used = 0
+        self._learned = None if model.known is None else CostModel(model.known)
         self._jobs: dict[int, Job] = {}
         self._inbox: deque[Job] = deque()
         self._parts: list[Part] = []
@@ -101,23 +101,23 @@ class SimulatedDevice:
             ConfigError: its rows can never fit.
         """
         needed = job.num_tokens
-        if needed > self.model.capacity:
+        if needed > self.model.max_seq_len:
             raise ConfigError(
-                f"a prompt of {needed} tokens: a sequence can have {self.model.capacity} rows; raise them"
+                f"a prompt of {needed} tokens: a sequence can have {self.model.max_seq_len} rows; raise them"
             )
-        if job.has_rows and needed > self.model.parked_rows:
-            raise ConfigError(f"{needed} rows arrive at once, PARKED_ROWS is {self.model.parked_rows}: raise it")
+        if job.has_slots and needed > self.model.host_kv_slots:
+            raise ConfigError(f"{needed} rows arrive at once, HOST_KV_SLOTS is {self.model.host_kv_slots}: raise it")
         self._inbox.append(job)
 
     def begin(self, now: float) -> float | None:
         """Start a call. Returns when it ends; None if there is nothing to do."""
         self._admit()
-        if not len(self.book):
+        if not len(self.table):
             return None
         model = self.model
-        free, free_shelf = model.kv_rows - self.rows_used, model.parked_rows - self.shelf_used
-        device = Device(model.index, self._learned or model.cost, self.rows_used)
-        view = self.book.view(now, free, free_shelf, device)
+        free, free_host_slots = model.kv_slots - self.slots_used, model.host_kv_slots - self.host_slots_used
+        device = Device(model.index, self._learned or model.cost, self.slots_used)
+        view = self.table.view(now, free, free_host_slots, device)
         plan = self.planner.plan(view)
         self._parts = self._fitting(self._prepare(plan))
         variant = self._variant(self._parts)
@@ -131,7 +131,7 @@ class SimulatedDevice:
             job.started = start if job.started is None else job.started
         if self._learned is not None:
             self._learned.update(variant, seconds)
-        self._record(start, seconds, variant, view, plan.evict)
+        self._record(start, seconds, variant, view, plan.preempt)
         return start + seconds
 
     def finish(self, now: float) -> list[Job]:
@@ -140,11 +140,11 @@ class SimulatedDevice:
         out = now + self.model.host.answer
         gone: list[Job] = []
         for part in parts:
-            self.rows_used += part.num_rows
-            if self.book.ran(part.request, part.num_rows):
+            self.slots_used += part.num_rows
+            if self.table.ran(part.request, part.num_rows):
                 job = self._jobs[part.request]
                 job.token_times.append(out)
-                if job.is_over or job.num_tokens > self.model.capacity:
+                if job.is_over or job.num_tokens > self.model.max_seq_len:
                     self._end(job)
                     gone.append(job)
                 else:
@@ -152,38 +152,38 @@ class SimulatedDevice:
         return gone
 
     def _chose(self, request: int, now: float) -> None:
-        self.book.chose(request, now)
-        if self.book[request].state == "parked":
-            self._shelve(request)
+        self.table.chose(request, now)
+        if self.table[request].state == "swapped":
+            self._finish_offload(request)
 
     def _admit(self) -> None:
-        """Who comes with rows waits outside until the shelf has room for them."""
+        """Who comes with rows waits outside until the host pool has room for them."""
         while self._inbox:
             job = self._inbox[0]
-            rows = job.num_tokens - 1 if job.has_rows else 0
-            if rows > self.model.parked_rows - self.shelf_used:
+            rows = job.num_tokens - 1 if job.has_slots else 0
+            if rows > self.model.host_kv_slots - self.host_slots_used:
                 return
             self._inbox.popleft()
             arrival = job.arrival
-            entry = Entry(arrival.id, arrival.time, job.num_tokens, arrival.priority)
-            if job.has_rows:
+            entry = RequestInfo(arrival.id, arrival.time, job.num_tokens, arrival.priority)
+            if job.has_slots:
                 entry.change(
-                    state="parked", num_rows=rows, in_arena=False,
+                    state="swapped", num_computed=rows, in_arena=False,
                     num_generated=len(job.token_times), last_token_time=job.token_times[-1],
                 )  # fmt: skip
-                self.shelf_used += rows
+                self.host_slots_used += rows
             self._jobs[arrival.id] = job
-            self.book.add(entry)
+            self.table.add(entry)
 
     def _prepare(self, plan: Plan) -> list[Part]:
-        """As the engine does: evict, park, resume; then say what goes into the call."""
-        for request in plan.evict:
-            self._evict(request)
-        for request in plan.park:
-            self.book.park(request)
-            self._shelve(request)
-        for request in plan.resume:
-            self._resume(request)
+        """As the engine does: preempt, swap out, resume; then say what goes into the call."""
+        for request in plan.preempt:
+            self._preempt(request)
+        for request in plan.swap_out:
+            self.table.swap_out(request)
+            self._finish_offload(request)
+        for request in plan.swap_in:
+            self._swap_in(request)
         decode = [Part(request, 1, False) for request in plan.decode]
         return [*decode, *(Part(request, count, True) for request, count in plan.prefill)]
 
@@ -193,59 +193,67 @@ class SimulatedDevice:
             parts.pop()
         while not self._fits(parts):
             keep = parts[0].request
-            victims = [e.id for e in self.book if e.own_rows and e.in_arena and e.id != keep]
+            victims = [e.id for e in self.table if e.own_slots and e.in_arena and e.id != keep]
             assert victims, "a plan without rows, and nobody to take them from"
-            self._evict(victims[-1])
+            self._preempt(victims[-1])
         return parts
 
     def _fits(self, parts: list[Part]) -> bool:
         num_rows = sum(part.num_rows for part in parts)
-        return num_rows <= self.model.kv_rows - self.rows_used and self._variant(parts) is not None
+        return num_rows <= self.model.kv_slots - self.slots_used and self._variant(parts) is not None
 
     def _variant(self, parts: list[Part]) -> Variant | None:
-        is_fresh = not any(self.book[part.request].num_rows for part in parts)
+        is_fresh = not any(self.table[part.request].num_computed for part in parts)
         num_rows = sum(part.num_rows for part in parts)
-        return self.model.index.smallest(num_rows, len(parts), self.rows_used, is_fresh)
+        return self.model.index.smallest(num_rows, len(parts), self.slots_used, is_fresh)
 
-    def _evict(self, request: int) -> None:
+    def _preempt(self, request: int) -> None:
         self._release(request)
-        self.book.evict(request)
+        self.table.preempt(request)
 
-    def _shelve(self, request: int) -> None:
-        """Rows of a parked request leave the arena; they stay if the shelf has no room."""
-        entry = self.book[request]
-        if entry.num_rows <= self.model.parked_rows - self.shelf_used:
-            self.shelf_used += entry.num_rows
-            self.rows_used -= entry.own_rows
-            entry.change(in_arena=False, own_rows=0)
+    def _finish_offload(self, request: int) -> None:
+        """Rows of a swapped out request leave the arena; they stay if the host pool has no room."""
+        entry = self.table[request]
+        if entry.num_computed <= self.model.host_kv_slots - self.host_slots_used:
+            self.host_slots_used += entry.num_computed
+            self.slots_used -= entry.own_slots
+            entry.change(in_arena=False, own_slots=0)
 
-    def _resume(self, request: int) -> None:
-        entry = self.book[request]
+    def _swap_in(self, request: int) -> None:
+        entry = self.table[request]
         was_in_arena = entry.in_arena
-        self.book.resume(request)
+        self.table.swap_in(request)
         if not was_in_arena:
-            self.shelf_used -= entry.num_rows
-            self.rows_used += entry.num_rows
-            entry.change(own_rows=entry.num_rows)
+            self.host_slots_used -= entry.num_computed
+            self.slots_used += entry.num_computed
+            entry.change(own_slots=entry.num_computed)
 
     def _end(self, job: Job) -> None:
         self._release(job.arrival.id)
-        self.book.remove(job.arrival.id)
+        self.table.remove(job.arrival.id)
         del self._jobs[job.arrival.id]
 
     def _release(self, request: int) -> None:
-        entry = self.book[request]
+        entry = self.table[request]
         if entry.in_arena:
-            self.rows_used -= entry.own_rows
+            self.slots_used -= entry.own_slots
         else:
-            self.shelf_used -= entry.num_rows
+            self.host_slots_used -= entry.num_computed
 
-    def _record(self, start: float, seconds: float, variant: Variant, view: View, evicted: tuple[int, ...]) -> None:
+    def _record(self, start: float, seconds: float, variant: Variant, view: View, preempted: tuple[int, ...]) -> None:
         decode = tuple(part.request for part in self._parts if not part.is_prefill)
         prefill = tuple((part.request, part.num_rows) for part in self._parts if part.is_prefill)
-        rows = self.rows_used + sum(part.num_rows for part in self._parts)
+        rows = self.slots_used + sum(part.num_rows for part in self._parts)
         self.steps.append(
             StepRecord(
-                start, seconds, variant, decode, prefill, rows, len(view.waiting), len(view.parked), evicted=evicted
+                start,
+                seconds,
+                variant,
+                decode,
+                prefill,
+                rows,
+                len(view.waiting),
+                len(view.swapped),
+                preempted=preempted,
             )
         )

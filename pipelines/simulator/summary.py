@@ -16,7 +16,7 @@ class Summary:
     """Times in ms, throughput from the first arrival to the last token.
 
     ``tpot_ms`` counts every token after the first; ``decode_tpot_ms`` those after the second, and ``second_token_ms`` is the
-    wait for that one, in which a prefilled request may lie parked. ``longest_gap_ms`` is the longest wait for any token but
+    wait for that one, in which a prefilled request may lie swapped out. ``longest_gap_ms`` is the longest wait for any token but
     the first. ``fairness`` is Jain's index (1984) over the speeds of the requests, tokens of prompt and answer a second from
     arrival to end: 1 if all are equal, 1/n if one gets everything.
     """

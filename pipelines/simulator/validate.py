@@ -15,7 +15,7 @@ from staticllm.core import FinishReason, Variant
 from staticllm.errors import StaticLLMError
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
-from staticllm.pipelines.programs.cost_model import CostTable
+from staticllm.pipelines.programs.cost_model import CostModel
 from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.simulator.cost_model import HostCost
 from staticllm.pipelines.simulator.scenario import Scenario
@@ -25,7 +25,7 @@ from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst, pois
 from staticllm.pipelines.text.handle import GenerationHandle
 
 WORKLOADS = ((64, 64), (64, 256), (256, 64), (256, 256))
-SLOTS = 4
+MAX_SEQS = 4
 LOAD = 0.6
 """Share of the rate at which the queue would never empty: near it, TTFT says more about the arrivals than about the engine."""
 CALIBRATION_REQUESTS = 8
@@ -118,14 +118,14 @@ def calibrate(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int = 
 
 def _model_of(pipe: StaticLLMPipeline, trace: Trace) -> DeviceModel:
     config, runner = pipe.config, pipe.engine.runner
-    limits = Limits(SLOTS, config.ttft_ms, config.tpot_ms)
-    rows = runner.cache.rows.max_rows
+    limits = Limits(MAX_SEQS, config.ttft_ms, config.tpot_ms)
+    rows = runner.cache.slots.num_slots
     known = runner.costs.measured
     cost, host = measured_costs(trace, known), measured_host(trace)
-    return DeviceModel(runner.index, cost, limits, rows, config.num_parked_rows, config.capacity, host, known)
+    return DeviceModel(runner.index, cost, limits, rows, config.num_host_slots, config.max_seq_len, host, known)
 
 
-def measured_costs(trace: Trace, known: Mapping[Variant, float]) -> CostTable:
+def measured_costs(trace: Trace, known: Mapping[Variant, float]) -> CostModel:
     """The mean of every variant that ran, which is what adds up to a throughput, and what is known of the others.
 
     The first call of each is left out: it may have been the first inference at a new shape.
@@ -135,7 +135,7 @@ def measured_costs(trace: Trace, known: Mapping[Variant, float]) -> CostTable:
         seconds.setdefault(step.variant, []).append(step.seconds)
     means = {variant: sum(v[1:]) / (len(v) - 1) for variant, v in seconds.items() if len(v) > 1}
     once = {variant: v[0] for variant, v in seconds.items() if variant not in known}
-    return CostTable({**once, **known, **means})
+    return CostModel({**once, **known, **means})
 
 
 def measured_host(trace: Trace) -> HostCost:
@@ -214,13 +214,13 @@ def _load(model: str | os.PathLike[str], device: str, policy: str) -> StaticLLMP
     """Without prefix caching, which the simulator has not."""
     longest_prompt, longest_output = max(prompt for prompt, _ in WORKLOADS), max(output for _, output in WORKLOADS)
     return StaticLLMPipeline(
-        model, device, MAX_PROMPT_LEN=longest_prompt, MIN_RESPONSE_LEN=longest_output, MAX_NUM_SEQS=SLOTS,
+        model, device, MAX_PROMPT_LEN=longest_prompt, MIN_RESPONSE_LEN=longest_output, MAX_NUM_SEQS=MAX_SEQS,
         PREFIX_CACHING=False, MAX_WAITING=MANY_WAITING, SCHEDULER=policy,
     )  # fmt: skip
 
 
 def _saturated(model: DeviceModel, policy: str, lengths: Lengths) -> float:
-    return _simulate(model, policy, burst(8 * SLOTS, lengths)).requests_per_second
+    return _simulate(model, policy, burst(8 * MAX_SEQS, lengths)).requests_per_second
 
 
 def _simulate(model: DeviceModel, policy: str, arrivals: Sequence[Arrival]) -> Summary:

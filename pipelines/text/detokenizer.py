@@ -10,7 +10,7 @@ INCOMPLETE = "\ufffd"
 MAX_UNFINISHED = 3  # a character of UTF-8 has four bytes: more than three that decode to nothing will never be one
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """Decodes one answer incrementally.
 
     Text is held back while its last character is incomplete, and while it may be the beginning of a stop string.

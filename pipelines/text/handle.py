@@ -14,7 +14,7 @@ from staticllm.core import FinishReason
 from staticllm.errors import StaticLLMError
 from staticllm.pipelines.engine.request import End, Request, Token
 from staticllm.pipelines.text.outcome import Outcome
-from staticllm.pipelines.text.output_processor import Answer, Delivery, Piece
+from staticllm.pipelines.text.output_processor import Answer, OutputProcessor, TextDelta
 from staticllm.threads import check_process, start_thread
 
 POLL_SECONDS = 0.5
@@ -70,23 +70,23 @@ class GenerationHandle:
     def __init__(
         self,
         request: Request,
-        delivery: Delivery,
+        output_processor: OutputProcessor,
         finish: Callable[[Answer], Outcome],
         result: Callable[[Outcome], Any],
         is_done: bool = False,
     ) -> None:
-        self._request, self._delivery, self._finish, self._build = request, delivery, finish, result
+        self._request, self._output_processor, self._finish, self._build = request, output_processor, finish, result
         self._end: End | None = End(FinishReason.LENGTH) if is_done else None
         self._outcome: Outcome | None = None
         self._role, self._pid, self._finishing = ReaderRole(), os.getpid(), threading.Lock()
         self._thread: threading.Thread | None = None
-        self._first: Piece | None = delivery.echo
+        self._first: TextDelta | None = output_processor.echo
         if is_done:
-            delivery.finish(FinishReason.LENGTH)
+            output_processor.finish(FinishReason.LENGTH)
 
     def __iter__(self) -> Iterator[str]:
         """Text as it comes."""
-        self._delivery.wants_text = True
+        self._output_processor.wants_text = True
         for piece in self.pieces():
             if piece.text:
                 yield piece.text
@@ -110,15 +110,15 @@ class GenerationHandle:
 
     async def __aiter__(self) -> AsyncIterator[str]:
         """Text as it comes, without holding up the event loop. Leaving the loop early cancels."""
-        self._delivery.wants_text = True
+        self._output_processor.wants_text = True
         async with contextlib.aclosing(self._pieces_async()) as pieces:
             async for piece in pieces:
                 if piece.text:
                     yield piece.text
 
-    async def _pieces_async(self) -> AsyncGenerator[Piece, None]:
+    async def _pieces_async(self) -> AsyncGenerator[TextDelta, None]:
         check_process(self._pid)
-        letters, loop, token = asyncio.Event(), asyncio.get_running_loop(), object()
+        outputs, loop, token = asyncio.Event(), asyncio.get_running_loop(), object()
         if self.is_done:
             self._raise_error()
             return
@@ -127,22 +127,22 @@ class GenerationHandle:
 
         def wake() -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
-                loop.call_soon_threadsafe(letters.set)
+                loop.call_soon_threadsafe(outputs.set)
 
-        mailbox = self._request.mailbox
-        mailbox.listener = wake
+        output_queue = self._request.output_queue
+        output_queue.listener = wake
         try:
             if (first := self._take_first()) is not None:
                 yield first
             while not self.is_done:
-                letters.clear()
-                letter = mailbox.get(0)
-                if letter is None:
-                    await letters.wait()
-                elif (piece := self._take(letter)) is not None:
+                outputs.clear()
+                output = output_queue.get(0)
+                if output is None:
+                    await outputs.wait()
+                elif (piece := self._take(output)) is not None:
                     yield piece
         finally:
-            mailbox.listener = None
+            output_queue.listener = None
             self._role.leave(token)
             if not self.is_done:
                 self.cancel()
@@ -190,7 +190,7 @@ class GenerationHandle:
         self._raise_error()
         with self._finishing:
             if self._outcome is None:
-                self._outcome = self._finish(self._delivery.answer)
+                self._outcome = self._finish(self._output_processor.answer)
         return self._outcome
 
     def _enter(self, token: object, until: float | None) -> bool:
@@ -226,15 +226,15 @@ class GenerationHandle:
 
     def stop(self, is_dropped: bool = False) -> None:
         """The reader has had enough: cancel, and take nothing more. Where the answer has ended by itself, do nothing."""
-        if self.is_done or self._delivery.has_ended:
+        if self.is_done or self._output_processor.has_ended:
             return
         self.cancel()
-        self._delivery.answer.is_dropped = is_dropped
+        self._output_processor.answer.is_dropped = is_dropped
         self._close(End(FinishReason.CANCELLED))
 
-    def pieces(self, wants_text: bool = True) -> Iterator[Piece]:
+    def pieces(self, wants_text: bool = True) -> Iterator[TextDelta]:
         """Tokens together with the text that they add, as they come."""
-        self._delivery.wants_text |= wants_text
+        self._output_processor.wants_text |= wants_text
         token = object()
         self._enter(token, None)
         try:
@@ -249,7 +249,7 @@ class GenerationHandle:
             self._role.leave(token)
         self._raise_error()
 
-    def _take_first(self) -> Piece | None:
+    def _take_first(self) -> TextDelta | None:
         """The prompt, where it is part of the answer: once."""
         first, self._first = self._first, None
         return first
@@ -258,32 +258,32 @@ class GenerationHandle:
         if self._end is not None and self._end.error is not None:
             raise self._end.error
 
-    def _next(self, until: float | None) -> Piece | None:
+    def _next(self, until: float | None) -> TextDelta | None:
         check_process(self._pid)
         while True:
             rest = POLL_SECONDS if until is None else min(POLL_SECONDS, until - time.monotonic())
-            letter = self._request.mailbox.get(max(rest, 0))
-            if letter is not None:
-                return self._take(letter)
+            output = self._request.output_queue.get(max(rest, 0))
+            if output is not None:
+                return self._take(output)
             if until is not None and time.monotonic() >= until:
                 raise TimeoutError("the request has not ended yet; it goes on")
 
-    def _take(self, letter: Token | End | None) -> Piece | None:
-        if letter is None:
+    def _take(self, output: Token | End | None) -> TextDelta | None:
+        if output is None:
             return None
-        if isinstance(letter, End):
-            return self._close(letter)
-        piece = self._delivery.push(letter)
-        if self._delivery.is_stopped:
+        if isinstance(output, End):
+            return self._close(output)
+        piece = self._output_processor.push(output)
+        if self._output_processor.is_stopped:
             self.cancel()
             rest = self._close(End(FinishReason.STOP))
             if piece and rest:
-                return Piece([*piece.tokens, *rest.tokens], piece.text + rest.text)
+                return TextDelta([*piece.tokens, *rest.tokens], piece.text + rest.text)
             return piece or rest
         return piece
 
-    def _close(self, end: End) -> Piece | None:
-        piece = self._delivery.finish(end.reason)
+    def _close(self, end: End) -> TextDelta | None:
+        piece = self._output_processor.finish(end.reason)
         self._end = end
         return piece
 

@@ -13,7 +13,7 @@ import openvino_genai as genai
 from staticllm.errors import GenerationConfigError, ModelError, last_line
 from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule
 from staticllm.pipelines.generation.options import GenerationOptions, copy_config, resolve
-from staticllm.pipelines.text.detokenizer import TextStream
+from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.tokenization import Form, Prompt, encode_messages, encode_text, token_ids
 
 
@@ -30,7 +30,7 @@ class Call:
     is_chat: bool = False
 
 
-class Intake:
+class InputProcessor:
     """The tokenizer, and the options that calls start from."""
 
     def __init__(self, tokenizer: genai.Tokenizer, generation_config: genai.GenerationConfig) -> None:
@@ -87,7 +87,7 @@ class Intake:
         """What tells the engine that a stop string has come; the reader cuts the text."""
         if not options.stop_strings:
             return None
-        stream = TextStream(self.decode, options.stop_strings)
+        stream = IncrementalDetokenizer(self.decode, options.stop_strings)
 
         def watch(token: int) -> bool:
             stream.push(token)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from staticllm.core import FinishReason
 from staticllm.metrics import MICRO, PerfMetrics
 from staticllm.pipelines.engine.request import Request, Token
-from staticllm.pipelines.text.detokenizer import TextStream
+from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
     from staticllm.pipelines.generation.options import GenerationOptions
@@ -32,14 +32,14 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextDelta:
     """What may be shown now: confirmed tokens and the text that they add."""
 
     tokens: list[int]
     text: str
 
 
-class Delivery:
+class OutputProcessor:
     """Takes the tokens of one answer. Runs in the reader's thread, so that text costs the device nothing.
 
     ``wants_text`` may be set at any time; without it, and without stop strings, tokens pass through and nothing is decoded.
@@ -51,8 +51,8 @@ class Delivery:
         self.answer = Answer()
         self._decode = decode = self._timed(decode)
         self.wants_text = wants_text or bool(options.stop_strings)
-        self.echo = Piece(prompt, decode(prompt)) if options.echo else None
-        self._stream = TextStream(decode, options.stop_strings, options.include_stop_str_in_output)
+        self.echo = TextDelta(prompt, decode(prompt)) if options.echo else None
+        self._stream = IncrementalDetokenizer(decode, options.stop_strings, options.include_stop_str_in_output)
         self._stop_token_ids = options.stop_token_ids
         self._unsent: list[int] = []
         self._undecoded: list[int] = []
@@ -78,7 +78,7 @@ class Delivery:
         """Whether a stop string or a stop token has come."""
         return self.is_stopped or (bool(self.answer.tokens) and self.answer.tokens[-1] in self._stop_token_ids)
 
-    def push(self, token: Token) -> Piece | None:
+    def push(self, token: Token) -> TextDelta | None:
         """Add a token; what may be shown now, None if all of it is held back."""
         answer = self.answer
         answer.tokens.append(token.id)
@@ -91,11 +91,11 @@ class Delivery:
         if self._stream.is_stopped:
             self._keep_tokens_of(self._stream.text)
         if self._stream.is_holding:
-            return Piece([], text) if text else None
+            return TextDelta([], text) if text else None
         tokens, self._unsent = self._unsent, []
-        return Piece(tokens, text)
+        return TextDelta(tokens, text)
 
-    def finish(self, reason: FinishReason) -> Piece | None:
+    def finish(self, reason: FinishReason) -> TextDelta | None:
         """No more tokens come; what is still to be shown."""
         rest = self._text() + self._stream.finish() if self.wants_text else ""
         self.answer.finish_reason = reason
@@ -103,7 +103,7 @@ class Delivery:
         if reason == FinishReason.CANCELLED or not (rest or self._unsent):
             return None
         tokens, self._unsent = self._unsent, []
-        return Piece(tokens, rest)
+        return TextDelta(tokens, rest)
 
     def _text(self) -> str:
         """The text that the tokens not decoded yet add."""

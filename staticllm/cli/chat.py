@@ -70,7 +70,7 @@ class Chat:
             raise KeyboardInterrupt
 
     def _ask(self) -> str | None:
-        is_leaving = False
+        is_offloading = False
         while True:
             try:
                 return self._read_line()
@@ -78,9 +78,9 @@ class Chat:
                 click.echo()
                 return None
             except KeyboardInterrupt:
-                if is_leaving:
+                if is_offloading:
                     raise
-                is_leaving = True
+                is_offloading = True
                 click.echo("\n(Ctrl-C again to leave)", err=True)
 
     def _take(self, line: str) -> bool:

@@ -25,16 +25,16 @@ def command(model: str, as_json: bool, **options: Any) -> None:
 
 
 def _text(report: dict[str, Any]) -> str:
-    layers, rows = report["layers"], report["rows"]
+    layers, kv = report["layers"], report["kv"]
     lines = [
         f"model     {report['model']}",
         f"weights   {_mib(report['weights_bytes'])}",
         f"states    {report['num_states']} in {len(layers)} layers, vocabulary {report['vocab_size']}",
-        f"rows      {rows['type']}, {rows['bytes_a_token']} bytes a token, {_mib(rows['bytes'])} for {rows['capacity']} rows",
+        f"rows      {kv['type']}, {kv['bytes_a_token']} bytes a token, {_mib(kv['bytes'])} for {kv['num_slots']} rows",
         *_recurrent(report),
         f"buffers   {_mib(report['buffers_bytes'])} for masks, logits and new rows",
         f"programs  {report['programs']} on {report['device']}",
-        f"serves    {report['max_num_seqs']} requests at once; at most {_mib(rows['parked_bytes'])} more for those that wait",
+        f"serves    {report['max_num_seqs']} requests at once; at most {_mib(kv['host_bytes'])} more for those that wait",
         *_variants(report["variants"]),
         "",
         "layer  query heads  kv heads  head size  mask",
@@ -65,15 +65,15 @@ def _recurrent(report: dict[str, Any]) -> list[str]:
 
 
 def _variants(variants: list[dict[str, Any]]) -> list[str]:
-    """One line for all sizes that have the same capacities: rows, and x sequences where several share them."""
-    capacities: dict[str, list[int]] = {}
+    """One line for all sizes that have the same KV lengths: rows, and x sequences where several share them."""
+    kv_lens: dict[str, list[int]] = {}
     for v in variants:
         size = f"{v['rows']}x{v['sequences']}" if v["sequences"] > 1 else str(v["rows"])
-        capacities.setdefault(size, []).append(v["capacity"])
+        kv_lens.setdefault(size, []).append(v["kv_len"])
     sizes: dict[str, list[str]] = {}
-    for size, ladder in capacities.items():
-        sizes.setdefault(", ".join(map(str, sorted(ladder))), []).append(size)
-    return [f"variants  rows {', '.join(names)}: capacity {ladder}" for ladder, names in sizes.items()]
+    for size, buckets in kv_lens.items():
+        sizes.setdefault(", ".join(map(str, sorted(buckets))), []).append(size)
+    return [f"variants  rows {', '.join(names)}: KV length {buckets}" for buckets, names in sizes.items()]
 
 
 def _mib(count: int) -> str:

@@ -21,9 +21,9 @@ def command(model: str, as_json: bool, **options: Any) -> None:
     Exit code 1 if they do not.
     """
     with progress("lowering the model"):
-        from staticllm.pipelines.diagnostics.memory import plan_model
+        from staticllm.pipelines.diagnostics.memory import estimate_memory
 
-        found = plan_model(model, options["device"], read_config(options, needs_device=False))
+        found = estimate_memory(model, options["device"], read_config(options, needs_device=False))
     click.echo(json.dumps(found, indent=2) if as_json else _text(found))
     if found["fits"] is False:
         raise SystemExit(1)
@@ -47,7 +47,7 @@ def _text(found: dict[str, Any]) -> str:
     remedy = (
         "it fits"
         if found["fits"]
-        else "it does not fit: lower MAX_PROMPT_LEN, KV_ROWS or PARKED_ROWS, or take smaller rows"
+        else "it does not fit: lower MAX_PROMPT_LEN, KV_SLOTS or HOST_KV_SLOTS, or take smaller rows"
     )
     return "\n".join([*lines, remedy])
 

@@ -66,7 +66,9 @@ HEADER = (
 @click.option("--concurrency", type=click.IntRange(1), help="Requests inside at a time; others wait outside.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Requests that decode together.  [as the pipeline]")
 @click.option("--kv-slots", type=click.IntRange(1), help="Rows that all requests share.  [as the pipeline]")
-@click.option("--host-kv-slots", type=click.IntRange(0), help="Rows that may wait outside the arena.  [as the pipeline]")
+@click.option(
+    "--host-kv-slots", type=click.IntRange(0), help="Rows that may wait outside the arena.  [as the pipeline]"
+)
 @click.option("--ttft-ms", type=Number(0, 1e9, min_open=True), help="Target for the time to first token.")
 @click.option("--tpot-ms", type=Number(0, 1e9, min_open=True), help="Target for the time between two tokens.")
 @click.option("--programs", type=click.Choice(["shared", "separate"]), default="shared", show_default=True,
@@ -157,7 +159,7 @@ def _scenario(options: dict[str, Any]) -> Scenario:
     prefill, decode = _devices(options)
     scenario = Scenario(
         _model(options, arrivals), tuple(arrivals), prefill, decode,
-        Link(options["transfer_ms"] / 1e3, options["row_bytes"], options["bandwidth"] * 1e9),
+        Link(options["transfer_ms"] / 1e3, options["slot_bytes"], options["bandwidth"] * 1e9),
         options["dispatch"], options["concurrency"],
     )  # fmt: skip
     if options["arrivals"] == "burst" and not options["trace"]:
@@ -193,11 +195,11 @@ def _model(options: dict[str, Any], arrivals: list[Arrival]) -> DeviceModel:
     from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost, read_costs
     from staticllm.pipelines.simulator.scenario import configured_model, longest, tabled_model
 
-    for name in ("weights_ms", "row_ms", "attention_us", "host_ms", "transfer_ms", "row_bytes"):
+    for name in ("weights_ms", "row_ms", "attention_us", "host_ms", "transfer_ms", "slot_bytes"):
         if not 0 <= options[name] < float("inf"):
             raise click.UsageError(f"--{name.replace('_', '-')} {options[name]:g}: must be 0 or more")
     prompt, output = longest(arrivals)
-    names = ("max_num_seqs", "kv_rows", "parked_rows", "ttft_ms", "tpot_ms")
+    names = ("max_num_seqs", "kv_slots", "host_kv_slots", "ttft_ms", "tpot_ms")
     config = StaticLLMConfig(max_prompt_len=prompt, min_response_len=output, **{name: options[name] for name in names})
     host = HostCost(options["host_ms"] / 1e3)
     if options["costs"]:

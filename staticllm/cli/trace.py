@@ -73,7 +73,7 @@ def record(output: str, model: str, as_json: bool, **options: Any) -> None:
 def draw(trace: str, output: str, as_json: bool) -> None:
     """Draw the timeline of TRACE.
 
-    Device calls with their prefill, decode and padding rows, a lane for each request, rows in use and queues.
+    Device calls with their prefill, decode and padding rows, a track for each request, rows in use and queues.
     """
     from staticllm.pipelines.profiling.timeline import draw as draw_timeline
     from staticllm.pipelines.profiling.trace import Trace
@@ -121,6 +121,6 @@ def _summary(stats: Stats) -> str:
             f"TTFT      {stats.ttft_ms:.1f} ms, p95 {stats.ttft_p95_ms:.1f} ms, of it {stats.queueing_ms:.1f} ms queued",
             f"TPOT      {stats.tpot_ms:.2f} ms, longest gap {stats.longest_gap_ms:.1f} ms",
             f"device    {stats.device_seconds:.2f} s: prefill {stats.prefill_share:.0%}, decode {stats.decode_share:.0%}",
-            f"rows      {stats.padding:.0%} of those computed are padding; at most {stats.peak_rows_in_use} in use",
+            f"rows      {stats.padding:.0%} of those computed are padding; at most {stats.peak_slots_in_use} in use",
         ]
     )

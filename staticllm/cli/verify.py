@@ -26,7 +26,7 @@ from staticllm.cli.progress import progress
 def command(ctx: click.Context, model: str, device: str, programs: str, as_json: bool) -> None:
     """Compare MODEL with its original stateful IR on the CPU, in f32: logits of 96 tokens, and greedy answers.
 
-    Small chunks, and capacities that generation outgrows. Exit code 1 if anything differs.
+    Small chunks, and KV lengths that generation outgrows. Exit code 1 if anything differs.
     """
     from staticllm.core import ProgramMode
     from staticllm.pipelines.diagnostics.verify import Verdict, verify_model

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from staticllm.pipelines.scheduling.interface import Plan, View
-from staticllm.pipelines.scheduling.policies.common import begun_first, decode_plan, prefill_by_force, with_prefill
+from staticllm.pipelines.scheduling.policies.common import (
+    admissible_prompts,
+    decode_plan,
+    prefill_with_preemption,
+    with_prefill,
+)
 from staticllm.pipelines.scheduling.policies.packing import pack
 
 TOKEN_BUDGET = 64
@@ -21,9 +26,9 @@ class Chunked:
 
     def plan(self, view: View) -> Plan:
         """A token for everybody and chunks of prompts beside."""
-        backlog = begun_first(view)
+        backlog = admissible_prompts(view)
         decode = decode_plan(view) or Plan()
-        if not decode.park and not decode.evict:
+        if not decode.swap_out and not decode.preempt:
             mixed = with_prefill(decode, self._prompts(view, decode))
             if mixed.prefill:
                 return mixed
@@ -33,15 +38,15 @@ class Chunked:
                     self._prefilled = True
                     return alone
         self._prefilled = False
-        return decode if decode.num_rows else prefill_by_force(view, backlog[0])
+        return decode if decode.num_rows else prefill_with_preemption(view, backlog[0])
 
     def _prompts(self, view: View, beside: Plan) -> list[tuple[int, int]]:
         """What the widest call within the budget has room for, alone or beside answers."""
-        backlog = begun_first(view)
+        backlog = admissible_prompts(view)
         sizes = [size for size in view.device.index.sizes if size[0] <= max(self._budget, beside.num_rows + 1)]
         for rows, sequences in reversed(sizes):
-            is_fresh = not beside.num_rows and bool(backlog) and not backlog[0].num_rows
-            variant = view.device.index.at(rows, sequences, view.device.high_row, is_fresh)
+            is_fresh = not beside.num_rows and bool(backlog) and not backlog[0].num_computed
+            variant = view.device.index.at(rows, sequences, view.device.high_slot, is_fresh)
             if variant is not None and rows > beside.num_rows and sequences > beside.num_sequences:
                 return pack(view, backlog, beside, variant)
         return []

@@ -14,62 +14,64 @@ def in_order(requests: Iterable[RequestView]) -> list[RequestView]:
     return sorted(requests, key=lambda request: (-request.priority, request.arrival, request.id))
 
 
-def begun_first(view: View) -> list[RequestView]:
+def admissible_prompts(view: View) -> list[RequestView]:
     """Prompts that may run: of equal priority, those that hold rows before those that do not.
 
     A prompt is admitted only if it will be able to decode, or if the host pool has room for it. Swapped out but left in the
     arena, it would hold slots that the decoding requests need next, and would be preempted and recomputed.
     """
-    slots = view.free_slots - len(view.parked) - len(view.prefilling)
-    parking = view.free_parked_rows - sum(request.num_tokens for request in view.prefilling)
-    parking -= sum(request.num_rows for request in view.parked if request.in_arena)
+    num_seqs = view.free_seqs - len(view.swapped) - len(view.prefilling)
+    host_room = view.free_host_slots - sum(request.num_tokens for request in view.prefilling)
+    host_room -= sum(request.num_computed for request in view.swapped if request.in_arena)
     admitted = []
     for request in in_order(view.waiting):
-        if slots <= 0 and request.num_tokens > parking:
+        if num_seqs <= 0 and request.num_tokens > host_room:
             break
-        parking -= 0 if slots > 0 else request.num_tokens
-        slots -= 1
+        host_room -= 0 if num_seqs > 0 else request.num_tokens
+        num_seqs -= 1
         admitted.append(request)
     everybody = (*view.prefilling, *admitted)
-    return sorted(everybody, key=lambda request: (-request.priority, not request.num_rows, request.arrival, request.id))
+    return sorted(
+        everybody, key=lambda request: (-request.priority, not request.num_computed, request.arrival, request.id)
+    )
 
 
-def resumable(view: View) -> list[RequestView]:
-    """Parked requests for which there are slots and rows, in order."""
+def to_swap_in(view: View) -> list[RequestView]:
+    """Swapped requests for which there are num_seqs and rows, in order."""
     chosen: list[RequestView] = []
-    if not view.free_slots:
+    if not view.free_seqs:
         return chosen
-    rows = view.free_rows - len(view.running)
-    for request in in_order(view.parked)[: view.free_slots]:
-        rows -= 1 + (0 if request.in_arena else request.num_rows)
+    rows = view.free_slots - len(view.running)
+    for request in in_order(view.swapped)[: view.free_seqs]:
+        rows -= 1 + (0 if request.in_arena else request.num_computed)
         if rows < 0:
             break
         chosen.append(request)
     return chosen
 
 
-def decode_plan(view: View, resume: list[RequestView] | None = None) -> Plan | None:
+def decode_plan(view: View, swap_in: list[RequestView] | None = None) -> Plan | None:
     """One row for everybody who decodes; None if nobody does. Where rows run short the youngest give theirs back."""
-    resume = resumable(view) if resume is None else resume
-    running = in_order((*view.running, *resume))
+    swap_in = to_swap_in(view) if swap_in is None else swap_in
+    running = in_order((*view.running, *swap_in))
     if not running:
-        return _resume_by_force(view)
-    brought = sum(request.num_rows for request in resume if not request.in_arena)
-    park: list[RequestView] = []
-    evict: list[RequestView] = []
+        return _swap_in_with_preemption(view)
+    brought = sum(request.num_computed for request in swap_in if not request.in_arena)
+    swap_out: list[RequestView] = []
+    preempt: list[RequestView] = []
     for victim in _victims(view, keep=running[0]):
-        freed = sum(request.own_rows for request in (*park, *evict))
-        if len(running) + brought <= view.free_rows + freed:
+        freed = sum(request.own_slots for request in (*swap_out, *preempt))
+        if len(running) + brought <= view.free_slots + freed:
             break
-        fits = sum(request.num_rows for request in (*park, victim)) <= view.free_parked_rows
-        (park if victim.state == "running" and fits else evict).append(victim)
+        fits = sum(request.num_computed for request in (*swap_out, victim)) <= view.free_host_slots
+        (swap_out if victim.state == "running" and fits else preempt).append(victim)
         running = [request for request in running if request.id != victim.id]
     kept = {request.id for request in running}
     return Plan(
         decode=_ids(take_turns(view, running)),
-        resume=tuple(request.id for request in resume if request.id in kept),
-        park=_ids(park),
-        evict=_ids(evict),
+        swap_in=tuple(request.id for request in swap_in if request.id in kept),
+        swap_out=_ids(swap_out),
+        preempt=_ids(preempt),
     )
 
 
@@ -84,54 +86,56 @@ def take_turns(view: View, running: list[RequestView]) -> list[RequestView]:
 def chunk_of(view: View, request: RequestView) -> int:
     """Tokens in the first of the cheapest calls that would run the rest of a prompt alone."""
     device = view.device
-    chunks = plan_chunks(device.index, device.seconds, request.num_left, device.high_row, not request.num_rows)
+    chunks = plan_chunks(device.index, device.seconds, request.num_left, device.high_slot, not request.num_computed)
     return chunks[0][1]
 
 
 def fits(view: View, request: RequestView) -> bool:
     """Whether the rest of a prompt finds rows beside what decoding needs next."""
-    return request.num_left + len(view.running) <= view.free_rows
+    return request.num_left + len(view.running) <= view.free_slots
 
 
-def prefill_by_force(view: View, request: RequestView) -> Plan:
+def prefill_with_preemption(view: View, request: RequestView) -> Plan:
     """A chunk of one prompt alone, whoever must give rows back for it."""
     count = chunk_of(view, request)
-    evict: list[RequestView] = []
+    preempt: list[RequestView] = []
     for victim in _victims(view, keep=request):
-        if count <= view.free_rows + sum(other.own_rows for other in evict):
+        if count <= view.free_slots + sum(other.own_slots for other in preempt):
             break
-        evict.append(victim)
-    return Plan(prefill=((request.id, count),), evict=_ids(evict))
+        preempt.append(victim)
+    return Plan(prefill=((request.id, count),), preempt=_ids(preempt))
 
 
-def _resume_by_force(view: View) -> Plan | None:
+def _swap_in_with_preemption(view: View) -> Plan | None:
     """Nobody decodes and nobody can be resumed as things are: bring the first back, whoever holds rows meanwhile."""
-    if not view.parked:
+    if not view.swapped:
         return None
-    first = in_order(view.parked)[0]
-    needed = 1 + (0 if first.in_arena else first.num_rows)
-    evict: list[RequestView] = []
+    first = in_order(view.swapped)[0]
+    needed = 1 + (0 if first.in_arena else first.num_computed)
+    preempt: list[RequestView] = []
     for victim in _victims(view, keep=first):
-        if needed <= view.free_rows + sum(request.own_rows for request in evict):
+        if needed <= view.free_slots + sum(request.own_slots for request in preempt):
             break
-        evict.append(victim)
-    return Plan(decode=(first.id,), resume=(first.id,), evict=_ids(evict))
+        preempt.append(victim)
+    return Plan(decode=(first.id,), swap_in=(first.id,), preempt=_ids(preempt))
 
 
 def alone(view: View, request: RequestView) -> list[Plan]:
     """Plans that run nothing but one request, the longest first; all others give their rows back."""
-    evict = tuple(other.id for other in view.requests if other.id != request.id and other.in_arena and other.num_rows)
+    preempt = tuple(
+        other.id for other in view.requests if other.id != request.id and other.in_arena and other.num_computed
+    )
     if request.state == "running":
-        return [Plan(decode=(request.id,), evict=evict)]
-    if request.state == "parked":
-        return [Plan(decode=(request.id,), resume=(request.id,), evict=evict)]
+        return [Plan(decode=(request.id,), preempt=preempt)]
+    if request.state == "swapped":
+        return [Plan(decode=(request.id,), swap_in=(request.id,), preempt=preempt)]
     counts = sorted({rows for rows in view.device.index.widest if rows < request.num_left} | {request.num_left})
-    return [Plan(prefill=((request.id, count),), evict=evict) for count in reversed(counts)]
+    return [Plan(prefill=((request.id, count),), preempt=preempt) for count in reversed(counts)]
 
 
 def _victims(view: View, keep: RequestView) -> list[RequestView]:
-    """Who gives rows back, first to last: parked in the arena, then unfinished prompts, then the youngest that decode."""
-    groups = ([r for r in view.parked if r.in_arena], view.prefilling, view.running)
+    """Who gives rows back, first to last: swapped out in the arena, then unfinished prompts, then the youngest that decode."""
+    groups = ([r for r in view.swapped if r.in_arena], view.prefilling, view.running)
     return [request for group in groups for request in reversed(in_order(group)) if request.id != keep.id]
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from staticllm.pipelines.scheduling.interface import Plan, View
 from staticllm.pipelines.scheduling.policies.common import (
-    begun_first,
+    admissible_prompts,
     chunk_of,
     decode_plan,
     fits,
-    prefill_by_force,
+    prefill_with_preemption,
     with_prefill,
 )
 from staticllm.pipelines.scheduling.policies.packing import pack
@@ -19,14 +19,16 @@ class DecodeFirst:
 
     def plan(self, view: View) -> Plan:
         """A token for everybody, and what prompts fit beside."""
-        backlog = begun_first(view)
+        backlog = admissible_prompts(view)
         plan = decode_plan(view)
         if plan is None:
             head = backlog[0]
             return (
-                Plan(prefill=((head.id, chunk_of(view, head)),)) if fits(view, head) else prefill_by_force(view, head)
+                Plan(prefill=((head.id, chunk_of(view, head)),))
+                if fits(view, head)
+                else prefill_with_preemption(view, head)
             )
         variant = view.device.call(plan.num_rows, plan.num_sequences)
-        if variant is None or plan.park or plan.evict:
+        if variant is None or plan.swap_out or plan.preempt:
             return plan
         return with_prefill(plan, pack(view, backlog, plan, variant))

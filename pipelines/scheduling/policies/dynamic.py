@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from staticllm.pipelines.scheduling.interface import Device, Plan, RequestView, View
 from staticllm.pipelines.scheduling.policies.common import (
-    begun_first,
+    admissible_prompts,
     chunk_of,
     decode_plan,
     fits,
-    prefill_by_force,
+    prefill_with_preemption,
     with_prefill,
 )
 from staticllm.pipelines.scheduling.policies.packing import pack
@@ -23,7 +23,7 @@ URGENT_GAP = 4
 """Without a target for TPOT, a prompt that would miss its target for TTFT may stretch that bound so far."""
 FULL_ENOUGH = 0.8
 """With every slot taken, prompts wait for company until a call runs them at this share of the best rate there is."""
-PATIENCE_STEPS = 16
+BATCHING_DELAY_STEPS = 16
 """But not longer than this many decode steps; with a target for TTFT, than a quarter of it."""
 ABOUT_AS_FAST = 1.25
 """Among calls that get through the prompts within this many times the shortest time, the cheapest is taken."""
@@ -76,12 +76,12 @@ class Dynamic:
 
     def plan(self, view: View) -> Plan:
         """The call with the best use for the device now."""
-        backlog = begun_first(view)
+        backlog = admissible_prompts(view)
         decode = decode_plan(view)
         if decode is None:
             return self._alone(view, backlog)
         step = _seconds(view, decode)
-        if not backlog or decode.park or decode.evict or self._is_still_waiting(view, backlog, step):
+        if not backlog or decode.swap_out or decode.preempt or self._is_still_waiting(view, backlog, step):
             return decode
         slack = self._slack(view, decode, backlog)
         options = _options(view, backlog, decode, step)
@@ -92,16 +92,16 @@ class Dynamic:
             return self._least(view, options, decode)
         soon = _soon_enough(view, backlog, fitting, step)
         best = max(soon, key=lambda option: option.rate)
-        if not view.free_slots and not _is_worth_it(view, backlog, fitting, step):
+        if not view.free_seqs and not _is_worth_it(view, backlog, fitting, step):
             self._declined = tuple(request.id for request in backlog)
             return decode
         return self._begin(view, best)
 
     def _is_still_waiting(self, view: View, backlog: list[RequestView], step: float) -> bool:
         """The same prompts as in the plan before, which left them to wait: nothing has to be weighed anew."""
-        if view.free_slots or tuple(request.id for request in backlog) != self._declined:
+        if view.free_seqs or tuple(request.id for request in backlog) != self._declined:
             return False
-        return view.now - min(request.arrival for request in backlog) < _patience(view, step)
+        return view.now - min(request.arrival for request in backlog) < _batching_delay(view, step)
 
     def _alone(self, view: View, backlog: list[RequestView]) -> Plan:
         """Nobody decodes: the fastest way through the prompts."""
@@ -109,7 +109,7 @@ class Dynamic:
             return Plan(prefill=((backlog[0].id, chunk_of(view, backlog[0])),))
         options = _options(view, backlog, Plan(), 0.0)
         if not options:
-            return prefill_by_force(view, backlog[0])
+            return prefill_with_preemption(view, backlog[0])
         return self._begin(view, max(options, key=lambda option: option.rate))
 
     def _slack(self, view: View, decode: Plan, backlog: list[RequestView]) -> float:
@@ -150,7 +150,7 @@ def _seconds(view: View, plan: Plan) -> float:
 def _options(view: View, backlog: list[RequestView], decode: Plan, step: float) -> list[Option]:
     """Every size of call, with as many prompts in it as it holds: alone (the decode step follows), and beside answers."""
     device, options = view.device, []
-    is_fresh = not backlog[0].num_rows
+    is_fresh = not backlog[0].num_computed
     later = _seconds_a_token(device)
     worth = step * decode.num_rows / max(decode.num_rows + _to_come(view, backlog), 1)
     for rows in device.index.widest:
@@ -167,7 +167,7 @@ def _options(view: View, backlog: list[RequestView], decode: Plan, step: float) 
 def _to_come(view: View, backlog: list[RequestView]) -> int:
     """Prompts that one call could bring into free slots. A decode step before that must be repeated for them."""
     room, count = max(view.device.index.widest), 0
-    for request in backlog[: view.free_slots]:
+    for request in backlog[: view.free_seqs]:
         room -= request.num_left
         count += room >= 0
     return count
@@ -184,10 +184,10 @@ def _option(
 ) -> Option | None:
     """Prompts in a call of so many rows, beside answers (whose own call is ``saved``) or alone (it comes ``after``)."""
     (rows, is_fresh), device = size, view.device
-    widest = device.index.at(rows, device.index.widest[rows], device.high_row, is_fresh)
+    widest = device.index.at(rows, device.index.widest[rows], device.high_slot, is_fresh)
     prompts = pack(view, backlog, beside, widest) if widest else []
     count = beside.num_sequences + len(prompts)
-    variant = device.index.of_rows(rows, count, device.high_row, is_fresh) if prompts else None
+    variant = device.index.of_rows(rows, count, device.high_slot, is_fresh) if prompts else None
     if variant is None or widest is None:
         return None
     seconds = device.seconds(variant)
@@ -200,7 +200,7 @@ def _option(
 
 def _seconds_a_token(device: Device) -> float:
     """What a prompt token costs at best when the arena must be looked at."""
-    seen = [(rows, device.index.of_rows(rows, 1, device.high_row)) for rows in device.index.widest]
+    seen = [(rows, device.index.of_rows(rows, 1, device.high_slot)) for rows in device.index.widest]
     return min((device.seconds(variant) / rows for rows, variant in seen if variant), default=0.0)
 
 
@@ -211,16 +211,16 @@ def _soon_enough(view: View, backlog: list[RequestView], options: list[Option], 
     """
     left = sum(request.num_left for request in backlog)
     times = [max(left / option.num_tokens, 1.0) * option.seconds for option in options]
-    bound = max(ABOUT_AS_FAST * min(times), _patience(view, step) - (view.now - backlog[0].arrival))
+    bound = max(ABOUT_AS_FAST * min(times), _batching_delay(view, step) - (view.now - backlog[0].arrival))
     return [option for option, time in zip(options, times, strict=True) if time <= bound]
 
 
-def _patience(view: View, step: float) -> float:
-    return PATIENCE_STEPS * step if view.ttft_ms is None else view.ttft_ms / 4e3
+def _batching_delay(view: View, step: float) -> float:
+    return BATCHING_DELAY_STEPS * step if view.ttft_ms is None else view.ttft_ms / 4e3
 
 
 def _is_worth_it(view: View, backlog: list[RequestView], options: list[Option], step: float) -> bool:
     """With every slot taken: whether prompts have waited long enough, or fill a call nearly as well as any could."""
-    if view.now - min(request.arrival for request in backlog) >= _patience(view, step):
+    if view.now - min(request.arrival for request in backlog) >= _batching_delay(view, step):
         return True
     return max(o.rate for o in options) >= FULL_ENOUGH * max(o.best_rate for o in options)

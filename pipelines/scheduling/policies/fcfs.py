@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from staticllm.pipelines.scheduling.interface import Plan, View
 from staticllm.pipelines.scheduling.policies.common import (
-    begun_first,
+    admissible_prompts,
     chunk_of,
     decode_plan,
     fits,
     in_order,
-    prefill_by_force,
+    prefill_with_preemption,
 )
 
 
@@ -18,8 +18,8 @@ class Fcfs:
 
     def plan(self, view: View) -> Plan:
         """The first prompt that has a slot, else a token for everybody."""
-        free = view.max_num_seqs - len(view.running) - len(view.parked) - len(view.prefilling)
+        free = view.max_num_seqs - len(view.running) - len(view.swapped) - len(view.prefilling)
         admitted = [*in_order(view.prefilling), *(in_order(view.waiting)[:free] if free > 0 else ())]
         if admitted and fits(view, admitted[0]):
             return Plan(prefill=((admitted[0].id, chunk_of(view, admitted[0])),))
-        return decode_plan(view) or prefill_by_force(view, (admitted or begun_first(view))[0])
+        return decode_plan(view) or prefill_with_preemption(view, (admitted or admissible_prompts(view))[0])

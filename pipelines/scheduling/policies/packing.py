@@ -15,13 +15,15 @@ def pack(view: View, backlog: Iterable[RequestView], plan: Plan, variant: Varian
     fresh prompts only.
     """
     rows, sequences = variant.rows - plan.num_rows, variant.sequences - plan.num_sequences
-    brought = {request.id: request.num_rows for request in view.parked if not request.in_arena}
-    free = view.free_rows - plan.num_rows - len(view.running) - sum(brought.get(request, 0) for request in plan.resume)
+    brought = {request.id: request.num_computed for request in view.swapped if not request.in_arena}
+    free = (
+        view.free_slots - plan.num_rows - len(view.running) - sum(brought.get(request, 0) for request in plan.swap_in)
+    )
     chosen: list[tuple[int, int]] = []
     for request in backlog:
         if rows <= 0 or len(chosen) >= sequences:
             break
-        if request.num_rows and not variant.capacity:
+        if request.num_computed and not variant.kv_len:
             continue
         if request.num_left > free:
             break

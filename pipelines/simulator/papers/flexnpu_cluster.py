@@ -29,7 +29,7 @@ PREFILL_INSTANCES, PREFILL_CARDS = 6, 16
 DECODE_INSTANCES, DECODE_CARDS = 2, 144
 SHARED_INSTANCES, SHARED_CARDS = 3, 128
 TOKENS_A_TOKEN = 128  # tokens that one simulated token stands for
-SLOTS = 4
+MAX_SEQS = 4
 NUM_REQUESTS = 360
 CONCURRENCY = 16  # requests inside, for each instance: enough that none ever waits for work
 
@@ -125,19 +125,19 @@ def _instance(row: Published, cards: int, interference: float) -> DeviceModel:
     """``cards`` that run prompts or a step of decode, one at a time."""
     prompt, output = row.prompt // TOKENS_A_TOKEN, row.output // TOKENS_A_TOKEN
     longest = prompt + output
-    kv_rows = CONCURRENCY * longest
+    kv_slots = CONCURRENCY * longest
     prefill = row.prefill_card_seconds / cards * interference
     token = row.decode_card_seconds / cards * interference / (output - 1)  # prefill brings the first
     costs = {
         Variant(prompt, 0): prefill,
-        Variant(prompt, kv_rows): prefill,
-        **{Variant(slots, kv_rows, slots): token * slots for slots in range(1, SLOTS + 1)},
+        Variant(prompt, kv_slots): prefill,
+        **{Variant(seqs, kv_slots, seqs): token * seqs for seqs in range(1, MAX_SEQS + 1)},
     }
     return DeviceModel(
         VariantIndex(costs),
         costs.__getitem__,
-        Limits(SLOTS),
-        kv_rows,
-        parked_rows=10 * CONCURRENCY * longest,
-        capacity=longest,
+        Limits(MAX_SEQS),
+        kv_slots,
+        host_kv_slots=10 * CONCURRENCY * longest,
+        max_seq_len=longest,
     )

@@ -14,7 +14,7 @@ kernels of a process) leaves the cores to decode.
 Predicted: the TTFT of the static column, all of the dynamic column but the fitted cell; throughput and TPOT of the static
 column come back as they went in, but for the line. Arrivals are Poisson, stretched to 50 s as vLLM's benchmark does, and
 averaged over two seeds, as the paper averages two runs. In the dynamic column TPOT leaves out the wait for the second token,
-in which a request is parked.
+in which a request is swapped out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from staticllm.pipelines.simulator.simulated_device import DeviceModel
 from staticllm.pipelines.simulator.summary import Summary, summarize
 from staticllm.pipelines.simulator.workload import Lengths, poisson
 
-NUM_REQUESTS, RATE, SLOTS = 200, 4.0, 4
+NUM_REQUESTS, RATE, MAX_SEQS = 200, 4.0, 4
 SEEDS = (0, 1)
 PREFILL_SHARE = 0.60
 EAGER_TTFT_MS = 1.0  # a target that is always missed: prompts run as they come, and do not wait for company
@@ -126,12 +126,12 @@ def prompt_line() -> tuple[float, float]:
 def step_seconds(prompt: int, output: int) -> float:
     """Of a step of decode with nothing beside: the static TPOT without the prompts that the other slots ran."""
     (row,) = (row for row in STATIC if (row.prompt, row.output) == (prompt, output))
-    return row.tpot_ms / 1e3 - (SLOTS - 1) * _prompt_seconds(row) / (output - 1)
+    return row.tpot_ms / 1e3 - (MAX_SEQS - 1) * _prompt_seconds(row) / (output - 1)
 
 
 def _prompt_seconds(row: Published) -> float:
     """What is left of a slot's cycle without its steps of decode."""
-    return SLOTS * row.output / row.throughput - (row.output - 1) * row.tpot_ms / 1e3
+    return MAX_SEQS * row.output / row.throughput - (row.output - 1) * row.tpot_ms / 1e3
 
 
 def _static_model(prompt: int, output: int) -> DeviceModel:
@@ -147,26 +147,26 @@ def _shared_model(prompt: int, output: int) -> DeviceModel:
     cores = per_token * prompt / PREFILL_SHARE
     beside = fixed + cores
     num_steps = round((fixed + cores * (1 - PREFILL_SHARE)) / step)
-    rows = SLOTS + -(-prompt // num_steps)
-    return _model(prompt, output, alone, {(rows, SLOTS + 1): beside / num_steps})
+    rows = MAX_SEQS + -(-prompt // num_steps)
+    return _model(prompt, output, alone, {(rows, MAX_SEQS + 1): beside / num_steps})
 
 
 def _model(prompt: int, output: int, alone: float, mixed: dict[tuple[int, int], float]) -> DeviceModel:
-    capacity = prompt + output
-    kv_rows = 2 * SLOTS * capacity
+    max_seq_len = prompt + output
+    kv_slots = 2 * MAX_SEQS * max_seq_len
     costs = {
         Variant(prompt, 0): alone,
-        Variant(prompt, kv_rows): alone,
-        Variant(SLOTS, kv_rows, SLOTS): step_seconds(prompt, output),
-        **{Variant(rows, kv_rows, sequences): seconds for (rows, sequences), seconds in mixed.items()},
+        Variant(prompt, kv_slots): alone,
+        Variant(MAX_SEQS, kv_slots, MAX_SEQS): step_seconds(prompt, output),
+        **{Variant(rows, kv_slots, sequences): seconds for (rows, sequences), seconds in mixed.items()},
     }
     return DeviceModel(
         VariantIndex(costs),
         costs.__getitem__,
-        Limits(SLOTS, ttft_ms=EAGER_TTFT_MS),
-        kv_rows,
-        parked_rows=NUM_REQUESTS * capacity,
-        capacity=capacity,
+        Limits(MAX_SEQS, ttft_ms=EAGER_TTFT_MS),
+        kv_slots,
+        host_kv_slots=NUM_REQUESTS * max_seq_len,
+        max_seq_len=max_seq_len,
     )
 
 

@@ -198,6 +198,7 @@ def test_who_was_evicted_waits_again():
     first, other = fake_request([1, 2, 3], 4), fake_request([7, 8], 2)
     with recording(engine.profiler) as trace:
         run_to_end(engine, [first, other])
+    engine.close()
     assert first.tokens == fake_answer([1, 2, 3], 4) and engine.profiler.stats().num_preemptions == 1
     (step,) = [step for step in trace.steps if step.preempted]
     spans = spans_of(trace.steps, trace.requests)[first.id]
