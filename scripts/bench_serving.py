@@ -118,4 +118,4 @@ def _margin(pipe: StaticLLMPipeline, prompt: np.ndarray, answer: list[int]) -> f
         runner.cache.close(sequence)
         return float(logits[-1] - logits[-2])
 
-    return pipe.engine.call(top_two)
+    return pipe.engine.run_between_steps(top_two)
