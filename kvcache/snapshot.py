@@ -20,8 +20,8 @@ import numpy as np
 
 from staticllm.errors import SnapshotError
 from staticllm.files import open_regular, whole_file
-from staticllm.kvcache.cache import StoredLayout, StoredSequence
 from staticllm.kvcache.finite import is_finite
+from staticllm.kvcache.stored import StoredLayout, StoredSequence
 
 MAGIC = b"staticllm rows 2\n"
 MAX_HEADER = 1 << 16

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import openvino_genai as genai
 
 from staticllm.errors import GenerationConfigError, SnapshotError, StaticLLMError
-from staticllm.pipelines.text.output_processor import Answer
+from staticllm.pipelines.text.output_processor import RequestOutput
 from staticllm.pipelines.text.tokenization import Form, Prompt, encode_messages
 
 
@@ -75,13 +75,13 @@ class ChatSession:
             raise GenerationConfigError("this chat goes on in text: pass a str, or finish_chat before token ids")
         return Prompt([*self._tokens, *turn.ids])
 
-    def add(self, turn: str | Prompt, prompt: Prompt, answer: Answer) -> None:
+    def add(self, turn: str | Prompt, prompt: Prompt, output: RequestOutput) -> None:
         """Keep a turn. Of tokens all, with the one that ended the answer, as GenAI keeps them."""
         if isinstance(turn, str):
-            said = [{"role": "user", "content": turn}, {"role": "assistant", "content": answer.text}]
+            said = [{"role": "user", "content": turn}, {"role": "assistant", "content": output.text}]
             self._messages = [*self._messages, *said]
         else:
-            self._tokens = [*prompt.ids, *answer.tokens]
+            self._tokens = [*prompt.ids, *output.tokens]
 
     def ids(self) -> list[int]:
         """The conversation as token ids.

@@ -29,9 +29,8 @@ from staticllm.core import KVState, MaskKind, ModelShape, RecurrentState, Varian
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.engine.kv_manager import EngineOptions
-from staticllm.pipelines.engine.request import Request
-from staticllm.pipelines.generation.sampler import Sampler, SamplingParams
+from staticllm.pipelines.engine.options import EngineOptions
+from staticllm.pipelines.engine.request import EngineRequest, RequestState, SequenceState
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.programs.variants import first_to_serve
 from staticllm.pipelines.scheduling.interface import Policy
@@ -118,10 +117,39 @@ def fake_engine(
     return Engine(runner, policy, options)
 
 
-def fake_request(tokens: Sequence[int], num_new: int | None, **options: Any) -> Request:
-    """A greedy request; ``options`` are further fields of ``Request``."""
-    sampler = Sampler(SamplingParams(), list(tokens), VOCAB_SIZE, np.random.default_rng(0))
-    return Request(list(tokens), sampler, num_new, **options)
+class FakeRequest(RequestState):
+    """A request with one answer, as a test sees it: what was asked, and where its first answer stands."""
+
+    @property
+    def state(self) -> SequenceState:
+        return self.sequences[0]
+
+    @property
+    def id(self) -> int:
+        return self.request.id
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and answer so far."""
+        return self.state.tokens
+
+    @property
+    def num_generated(self) -> int:
+        return self.state.num_generated
+
+    @property
+    def num_cached(self) -> int:
+        return self.state.num_cached
+
+    @property
+    def token_times(self) -> list[float]:
+        """When each token was chosen (``time.perf_counter``)."""
+        return self.state.token_times
+
+
+def fake_request(tokens: Sequence[int], num_new: int | None, **options: Any) -> FakeRequest:
+    """A greedy request for ``num_new`` tokens; ``options`` are further fields of ``EngineRequest``."""
+    return FakeRequest(EngineRequest(tuple(tokens), max_new_tokens=num_new, **options), VOCAB_SIZE)
 
 
 def fake_answer(
@@ -134,7 +162,7 @@ def fake_answer(
     return answer
 
 
-def run_to_end(engine: Engine, requests: Iterable[Request], max_steps: int = 10_000) -> None:
+def run_to_end(engine: Engine, requests: Iterable[RequestState], max_steps: int = 10_000) -> None:
     """Serve requests in this thread until none is left."""
     engine.enqueue(requests)
     for _ in range(max_steps):
@@ -147,7 +175,7 @@ def run_to_end(engine: Engine, requests: Iterable[Request], max_steps: int = 10_
 def assert_empty(engine: Engine) -> None:
     """Nothing is held but idle conversations, and those make way."""
     cache, kv_manager = engine.runner.cache, engine.kv_manager
-    assert engine.is_idle and not kv_manager.requests and not kv_manager.host_pool.num_swapped_slots
+    assert engine.is_idle and not kv_manager.states and not kv_manager.host_pool.num_swapped_slots
     assert cache.slots.num_used == kv_manager.prefix.idle_slots
     kv_manager.prefix.evict(cache.num_slots + 1)
     assert cache.slots.num_used == 0 and cache.slots.num_shared == 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from staticllm.errors import SnapshotError
-from staticllm.kvcache.cache import StoredSequence
 from staticllm.kvcache.snapshot import Identity, load, save
+from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.engine.engine import Engine
 
 
@@ -22,7 +22,7 @@ def save_snapshot(
     def find() -> StoredSequence | None:
         return engine.kv_manager.prefix.find(tokens, engine.kv_manager.sequences())
 
-    stored = engine.call(find)
+    stored = engine.run_between_steps(find)
     if stored is None:
         raise SnapshotError("nothing that is known begins like this prompt: generate first, with PREFIX_CACHING on")
     save(stored, path, identity, key)
@@ -40,7 +40,11 @@ def load_snapshot(engine: Engine, path: str | os.PathLike[str], identity: Identi
     def restore() -> None:
         if not engine.runner.cache.layout.fits(stored):  # another device has taken over meanwhile
             raise SnapshotError(f"{str(path)!r} holds rows of another layout than this model's: save them again")
-        engine.kv_manager.prefix.restore(stored)
+        if not engine.kv_manager.prefix.restore(stored):
+            raise SnapshotError(
+                f"{str(path)!r} has {len(stored.tokens)} tokens, the host pool has no room for them now: wait until "
+                "requests have ended, or load the model with more HOST_KV_SLOTS"
+            )
 
-    engine.call(restore)
+    engine.run_between_steps(restore)
     return len(stored.tokens)

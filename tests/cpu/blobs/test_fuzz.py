@@ -18,8 +18,8 @@ from helpers import a_manifest
 
 from staticllm import StaticLLMError, demo_model_path
 from staticllm.core import Variant
-from staticllm.kvcache.cache import StoredSequence
 from staticllm.kvcache.snapshot import load, save
+from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.blobs.manifest import ManifestError, decode, encode
 from staticllm.testing import fake_runner
 

@@ -9,7 +9,8 @@ import pytest
 
 from staticllm import StaticLLMPipeline
 from staticllm.errors import ConfigError, DeviceError, SnapshotError
-from staticllm.pipelines import launch, start
+from staticllm.pipelines.model_loader import launch
+from staticllm.pipelines.model_loader import load as start
 from staticllm.pipelines.blobs.cache import BlobCache
 from staticllm.pipelines.diagnostics.reference import StatefulReference
 
@@ -53,7 +54,7 @@ def test_all_that_came_is_used(zoo, expected):
     with StaticLLMPipeline(zoo / "llama", **STAGED, SCHEDULER="prefill_first") as pipe:  # costs decide nothing
         pipe.wait_until_complete()
         options = {"max_new_tokens": 12, "ignore_eos": True}
-        handles = pipe.engine.call(lambda: [pipe.submit(np.array([PROMPT]), **options) for _ in range(2)])
+        handles = pipe.engine.run_between_steps(lambda: [pipe.submit(np.array([PROMPT]), **options) for _ in range(2)])
         assert [list(handle.result().tokens[0]) for handle in handles] == [expected] * 2
         assert {v.sequences for v in pipe._engine.runner.index.variants} == {1, 2}
         assert pipe.stats().num_steps < 24, "two answers share calls"

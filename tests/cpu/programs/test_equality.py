@@ -109,7 +109,7 @@ arena = pipe.engine.runner.cache.arena
 for seed in range(8):
     prompt = np.random.default_rng(seed).integers(8, 1000, 1000)
     pipe.generate(prompt, max_new_tokens=152, ignore_eos=True)
-    print(psutil.Process().memory_info().rss, arena.num_bytes, [group.storage.ctypes.data for group in arena.groups])
+    print(psutil.Process().memory_info().rss, arena.num_bytes, arena.addresses)
 """
 
 

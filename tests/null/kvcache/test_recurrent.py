@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staticllm.core import Variant
-from staticllm.kvcache.cache import StoredSequence
 from staticllm.kvcache.host_pool import HostPool
 from staticllm.kvcache.snapshot import load, save
+from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.engine.overflow import shorten
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import (

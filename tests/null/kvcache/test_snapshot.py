@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from staticllm.core import Variant
 from staticllm.errors import SnapshotError
-from staticllm.kvcache.cache import StoredSequence
 from staticllm.kvcache.snapshot import MAGIC, load, save
+from staticllm.kvcache.stored import StoredSequence
 from staticllm.testing import VOCAB_SIZE, fake_runner
 
 IDENTITY = {"model": "fake", "row type": "f32"}
