@@ -85,7 +85,7 @@ class KVCache:
         return copy.stored
 
     def begin_copy(self, sequence: Sequence) -> SequenceCopy:
-        """The same, to be done piece by piece."""
+        """The same copy, to be made in chunks."""
         return SequenceCopy(self.arena, sequence, self.states.of(sequence) or ())
 
     def bring_back(self, stored: StoredSequence, length: int) -> Sequence:
@@ -115,7 +115,7 @@ class KVCache:
         return self.kv_lens[bisect_left(self.kv_lens, num_slots)]
 
     def fill(self, step: Step, buffers: StepBuffers) -> None:
-        """Write ids, positions, masks and logit slots of a step; give the arena the step's KV length."""
+        """Before the device runs: write ids, positions, masks and logit rows of a step, and give the arena the step's stride."""
         if step.variant.kv_len:
             self.arena.set_stride(step.variant.kv_len, self.slots.high_slot)
         if self.states:
@@ -135,7 +135,7 @@ class KVCache:
             paint_positions(step, buffers.key_positions[0, 0, 0], buffers.query_positions[0, 0, :, 0])
 
     def are_finite(self, step: Step, buffers: StepBuffers) -> list[bool]:
-        """For each segment of a step that ran: whether its new slots, and the new states, are finite and may be kept."""
+        """For each segment of a step that ran: whether its new keys, values and states are finite and may be kept."""
         count = sum(len(segment.tokens) for segment in step.segments)
         if not all(map(is_finite, self.states.present)):
             return [False] * len(step.segments)

@@ -1,4 +1,4 @@
-"""The mask builder: the only truth about who sees what.
+"""The mask builder: the only place that decides which token sees which.
 
 A mask row belongs to one token; its columns are the T arena slots, then the S rows of the step itself. A token sees the
 arena slots of its own sequence and the step's rows of its own segment up to itself, both cut by the window of the mask kind.

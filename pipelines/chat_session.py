@@ -14,7 +14,7 @@ from staticllm.pipelines.text.tokenization import Form, Prompt, encode_messages
 
 
 class ChatSession:
-    """What was said so far. As in GenAI, a chat stays in the form of its first turn, and token ids have no chat template.
+    """The turns so far. As in GenAI, a chat stays in the form of its first turn, and token ids have no chat template.
 
     Any thread may call; turns of several threads run one after the other.
     """
@@ -27,7 +27,7 @@ class ChatSession:
         self._lock, self._owner = threading.Lock(), 0
 
     def start(self, system_message: str = "") -> None:
-        """Begin anew. The system message takes part in a chat in text."""
+        """Begin a new conversation. The system message takes part in a chat in text."""
         with self.exclusive():
             self._forget()
             self._messages = [{"role": "system", "content": system_message}] if system_message else []

@@ -62,8 +62,8 @@ class StaticLLMPipeline:
         config: A mapping of properties, or a ``StaticLLMConfig``.
         tokenizer: Instead of the one in ``models_path``.
         on_progress: Called with a ``ProgressEvent`` after each part of loading; what it raises aborts the loading.
-        scheduler: Who runs next: a name, or an object with a method ``plan(view)`` (docs/scheduling.md). The config's
-            without one.
+        scheduler: Scheduling policy: a name, or an object with a method ``plan(view)`` (docs/scheduling.md). Defaults to
+            ``config.scheduler``.
         properties: GenAI's and OpenVINO's properties: ``MAX_PROMPT_LEN``, ``INFERENCE_PRECISION_HINT`` …
 
     Raises:
@@ -150,7 +150,7 @@ class StaticLLMPipeline:
             streamer: A callable that takes text, or an ``openvino_genai.StreamerBase`` that takes lists of tokens; for one
                 prompt.
                 It runs in the thread that calls, its exceptions reach the caller, the pipeline stays usable.
-            overflow: What becomes of tokens beyond the rows: ``stop``, ``truncate_middle`` or ``shift``.
+            overflow: What happens to tokens beyond the slots: ``stop``, ``truncate_middle`` or ``shift``.
             priority: Higher ones are served first.
             kwargs: Fields of ``GenerationConfig``, which win over both configs.
 
@@ -208,7 +208,7 @@ class StaticLLMPipeline:
             inputs: One prompt, in any form that ``generate`` takes.
             generation_config: As for ``generate``.
             priority: Higher ones are served first.
-            deadline_ms: The answer ends so many ms from now, finished or not (finish reason ``deadline``).
+            deadline_ms: The answer ends this many ms from now, finished or not (finish reason ``deadline``).
             overflow: As for ``generate``.
             callback: Called with text as it comes, in a thread of its own; what it raises ends the request.
             kwargs: Fields of ``GenerationConfig``.
@@ -239,31 +239,34 @@ class StaticLLMPipeline:
         self._chat.finish()
 
     def save_snapshot(self, path: str | os.PathLike[str], inputs: Inputs | None = None) -> int:
-        """Write the rows of a conversation to disk, so that a later process need not compute them again.
+        """Write the keys and values of a conversation to disk, so that a later process need not compute them again.
 
         Args:
             path: The file to write, all of it or nothing.
-            inputs: A prompt; the rows of its longest known prefix are saved. Without one: the conversation of ``start_chat``.
+            inputs: A prompt, whose longest known prefix is saved. Without one: the conversation of ``start_chat``.
 
         Returns:
-            How many tokens were saved.
+            The number of tokens that were saved.
 
         Raises:
-            SnapshotError: nothing that is known begins like this.
+            SnapshotError: no known sequence begins like this, or the file cannot be written.
         """
         ids = self._chat.ids() if inputs is None else self._ids_of(inputs)
         return save_snapshot(self._engine, ids, path, self._identity(), self.config.integrity_key or b"")
 
     def load_snapshot(self, path: str | os.PathLike[str]) -> int:
-        """Read rows that ``save_snapshot`` wrote; prompts that begin like them do not compute that part. How many tokens.
+        """Read what ``save_snapshot`` wrote; prompts that begin with it do not compute that part.
+
+        Returns:
+            The number of tokens.
 
         Raises:
-            SnapshotError: no such file, a damaged one, rows of another model.
+            SnapshotError: no such file, a damaged one, or one of another model.
         """
         return load_snapshot(self._engine, path, self._identity(), self.config.integrity_key or b"")
 
     def stats(self) -> Stats:
-        """What the engine has done since it was loaded: latencies, shares of the device, padding, prefix hits, rows."""
+        """What the engine has done since it was loaded: latencies, shares of the device, padding, prefix hits, slots."""
         return self._engine.profiler.stats()
 
     def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
@@ -281,14 +284,14 @@ class StaticLLMPipeline:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all programs are there. Until then fewer serve, or the CPU does."""
+        """Whether all programs are there. Until then fewer programs serve, or the CPU does."""
         return self._background is None or self._background.is_done
 
     def wait_until_complete(self, timeout: float | None = None) -> bool:
         """Wait for what is compiled in the background. False if that takes longer than ``timeout`` seconds.
 
         Raises:
-            whatever ended it; what is there goes on serving.
+            StaticLLMError: compiling failed; the programs that are there go on serving.
         """
         return self._background is None or self._background.wait(timeout)
 
@@ -344,11 +347,11 @@ class StaticLLMPipeline:
             self._watch.check()
 
     def _identity(self) -> dict[str, str]:
-        """What must be equal where saved rows are read; the digest of the weights is computed when first needed."""
+        """What must be equal where a snapshot is read; the digest of the weights is computed when first needed."""
         if not self._model_identity:
             weights = weights_of(self._directory, self.config.weights_path)
             self._model_identity = " ".join(model_identity(self._directory, weights).values())
-        return {"model": self._model_identity, "row type": self._launched.loaded.programs.options.kv_type}
+        return {"model": self._model_identity, "KV type": self._launched.loaded.programs.options.kv_type}
 
     def _begin(self, prompt: Prompt, call: CallOptions) -> GenerationHandle:
         """Check a prompt, hand it to the engine, and return what reads its answers."""

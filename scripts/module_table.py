@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def module_table(folder: str) -> str:
     """Rows of a Markdown table for the modules that lie in ``folder``, which is relative to the checkout."""
-    top = folder.split("/")[0]
+    top = folder.split("/", maxsplit=1)[0]
     rows = []
     for path in sorted((ROOT / folder).glob("*.py")):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
@@ -22,5 +22,5 @@ def module_table(folder: str) -> str:
 
 def first_sentence(text: str) -> str:
     """Up to the first full stop, on one line."""
-    line = " ".join(text.split("\n\n")[0].split()).replace("``", "`")
+    line = " ".join(text.split("\n\n", maxsplit=1)[0].split()).replace("``", "`")
     return re.split(r"(?<=[.!?])\s", line)[0]

@@ -1,7 +1,7 @@
-"""A fake device for tests: costs nothing, answers predictably, and notices every mistake in rows, masks and positions.
+"""A fake device for tests: it costs nothing, answers predictably, and notices every mistake in slots, masks and positions.
 
-The fake model's next token is a checksum over all (position, token) pairs that the mask lets the last row see. Rows in the
-arena hold exactly these pairs, so a wrong row, a wrong mask cell, a lost or doubled commit changes the answer. A recurrent fake
+The fake model's next token is a checksum over all (position, token) pairs that the mask lets the last row see. Slots in the
+arena hold exactly these pairs, so a wrong slot, a wrong mask cell, a lost or doubled commit changes the answer. A recurrent fake
 folds all tokens of a call into a state, idle rows too, in their order.
 
     runner = fake_runner([Variant(16, 0), Variant(1, 64), Variant(1, 128)])
@@ -173,7 +173,7 @@ def run_to_end(engine: Engine, requests: Iterable[RequestState], max_steps: int 
 
 
 def assert_empty(engine: Engine) -> None:
-    """Nothing is held but idle conversations, and those make way."""
+    """Assert that nothing is held but the cached sequence, and that it can be evicted."""
     cache, kv_manager = engine.runner.cache, engine.kv_manager
     assert engine.is_idle and not kv_manager.states and not kv_manager.host_pool.num_swapped_slots
     assert cache.slots.num_used == kv_manager.prefix.idle_slots
@@ -224,7 +224,7 @@ class FakeProgram:
         pairs = np.concatenate([past[0].astype(np.int64), own[seen[self.buffers.variant.kv_len :]]])
         keys, queries = self.buffers.key_positions, self.buffers.query_positions
         assert keys is not None and queries is not None
-        assert np.array_equal(keys[0, 0, 0, seen], pairs[:, 1]), "the positions of keys are not those of their rows"
+        assert np.array_equal(keys[0, 0, 0, seen], pairs[:, 1]), "the positions of keys are not those of their slots"
         assert queries[0, 0, row, 0] == own[row, 1], "the position of a query is not that of its row"
         return checksum_of(pairs[:, 0], pairs[:, 1])
 
@@ -242,7 +242,7 @@ class FakePrograms(dict[Variant, FakeProgram]):
 
 
 def checksum_of(tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
-    """The fake model's view of a set of rows; their order does not matter, as in attention."""
+    """The fake model's view of a set of tokens; their order does not matter, as in attention."""
     return int(((tokens + 1) * (positions * 7919 + 13)).sum())
 
 

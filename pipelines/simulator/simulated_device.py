@@ -135,7 +135,7 @@ class SimulatedDevice:
         return start + seconds
 
     def finish(self, now: float) -> list[Job]:
-        """The call has returned: count rows, hand out tokens. Returns who leaves."""
+        """The call has returned: count slots, hand out tokens. Returns the jobs that ended."""
         parts, self._parts, self._idle_since = self._parts, [], now
         out = now + self.model.host.answer
         gone: list[Job] = []
@@ -157,7 +157,7 @@ class SimulatedDevice:
             self._offload(request)
 
     def _admit(self) -> None:
-        """Who comes with rows waits outside until the host pool has room for them."""
+        """A request that comes with slots waits outside until the host pool has room for them."""
         while self._inbox:
             job = self._inbox[0]
             rows = job.num_tokens - 1 if job.has_slots else 0
@@ -173,7 +173,7 @@ class SimulatedDevice:
             self.table.add(entry)
 
     def _prepare(self, plan: Plan) -> list[Part]:
-        """As the engine does: preempt, swap out, resume; then say what goes into the call."""
+        """As the engine does: preempt, swap out, swap in; then what goes into the call."""
         for request in plan.preempt:
             self._preempt(request)
         for request in plan.swap_out:
@@ -191,7 +191,7 @@ class SimulatedDevice:
         while not self._fits(parts):
             keep = parts[0].request
             victims = [e.id for e in self.table if e.own_slots and e.in_arena and e.id != keep]
-            assert victims, "a plan without rows, and nobody to take them from"
+            assert victims, "a plan without slots, and no request to take them from"
             self._preempt(victims[-1])
         return parts
 

@@ -1,4 +1,4 @@
-"""Who may read a handle: one thread at a time, which may enter again, or one task of an event loop."""
+"""The right to read a handle: one thread at a time has it, and may enter again, or one task of an event loop."""
 
 from __future__ import annotations
 

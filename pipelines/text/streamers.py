@@ -19,7 +19,7 @@ class TokenSink(Protocol):
 
     takes_text: bool
 
-    def write(self, tokens: list[int], piece: str) -> Status: ...
+    def write(self, tokens: list[int], text: str) -> Status: ...
 
     def end(self) -> None: ...
 
@@ -29,7 +29,7 @@ class Silent:
 
     takes_text = False
 
-    def write(self, tokens: list[int], piece: str) -> Status:
+    def write(self, tokens: list[int], text: str) -> Status:
         return Status.RUNNING
 
     def end(self) -> None:
@@ -44,8 +44,8 @@ class TextSink:
     def __init__(self, callback: Callable[[str], Any]) -> None:
         self._callback = callback
 
-    def write(self, tokens: list[int], piece: str) -> Status:
-        return as_status(self._callback(piece)) if piece else Status.RUNNING
+    def write(self, tokens: list[int], text: str) -> Status:
+        return as_status(self._callback(text)) if text else Status.RUNNING
 
     def end(self) -> None:
         return None
@@ -59,7 +59,7 @@ class StreamerSink:
     def __init__(self, streamer: Any) -> None:
         self._streamer = streamer
 
-    def write(self, tokens: list[int], piece: str) -> Status:
+    def write(self, tokens: list[int], text: str) -> Status:
         return as_status(self._streamer.write(list(tokens))) if tokens else Status.RUNNING
 
     def end(self) -> None:

@@ -45,7 +45,9 @@ class Follower:
             caller = ROOMS.search(frame.f_back.f_code.co_filename) if frame.f_back else None
             name = getattr(frame.f_code, "co_qualname", None) or qualified(frame)
             module = place[1].replace("\\", "/")
-            self.calls.setdefault(name, (module, threading.current_thread().name, caller and caller[1].replace("\\", "/")))
+            self.calls.setdefault(
+                name, (module, threading.current_thread().name, caller and caller[1].replace("\\", "/"))
+            )
 
     def __enter__(self):
         threading.setprofile(self)
@@ -83,8 +85,11 @@ def test_a_prompt_becomes_text_as_the_page_says(pipe, root):
 
 def test_the_page_lists_the_modules_that_a_generate_enters(pipe, root):
     page = (root / "docs" / "structure.md").read_text(encoding="utf-8")
-    (told,) = re.findall(r"^One `generate` enters these modules, in this order: (.*?)\.$", page, re.MULTILINE | re.DOTALL)
+    (told,) = re.findall(
+        r"^One `generate` enters these modules, in this order: (.*?)\.$", page, re.MULTILINE | re.DOTALL
+    )
     with Follower() as follower:
         pipe.generate(np.array([5, 6, 7]), max_new_tokens=4, ignore_eos=True)
     entered = list(dict.fromkeys(module for module, _, _ in follower.calls.values()))
+    print(", ".join(f"`{m[10:]}`" for m in entered))
     assert sorted(entered) == sorted(f"pipelines/{name}" for name in re.findall(r"`([\w/]+)`", told))

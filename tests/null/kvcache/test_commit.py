@@ -53,7 +53,7 @@ def test_a_recurrent_state_is_kept_as_a_whole_or_not_at_all():
     assert runner.cache.is_void, "whoever asked for it must reset the cache"
     sequence = runner.reset()
     runner.prefill(sequence, [5, 6, 7, 8])
-    run(runner, draft[:0] + [Segment(sequence, np.array([1, 2, 3, 4]))], [0])
+    run(runner, [Segment(sequence, np.array([1, 2, 3, 4]))], [0])
     assert int(runner.decode(sequence, 9).argmax()) == expected and not runner.cache.is_void
 
 
