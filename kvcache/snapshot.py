@@ -33,8 +33,8 @@ Identity = Mapping[str, str]
 def save(stored: StoredSequence, path: str | os.PathLike[str], identity: Identity, key: bytes = b"") -> None:
     """Write a sequence to ``path``; an interruption leaves what was there before.
 
-    ``identity`` must be equal where it is read: model, type of keys and values. With a ``key``, files that its owner did not write
-    are refused.
+    ``identity`` must be equal where it is read: model, type of keys and values. With a ``key``, a file that was not
+    written with it is refused.
 
     Raises:
         SnapshotError: the file cannot be written.

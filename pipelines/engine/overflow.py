@@ -2,7 +2,7 @@
 
 Cutting the slots themselves would keep keys that saw tokens which are gone, and positions that no longer fit. Re-running half
 a conversation costs one prefill per half conversation. LM Studio names the rules ``truncate_middle`` (keep the ends) and
-``shift`` (rolling window; llama.cpp: context shift).
+``shift`` (rolling window, also known as context shift).
 """
 
 from __future__ import annotations
