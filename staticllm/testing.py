@@ -39,7 +39,7 @@ from staticllm.pipelines.scheduling.request_table import Limits
 CAUSAL = MaskKind()
 VOCAB_SIZE = 997  # a prime, so that every pair matters to the checksum
 POISON = VOCAB_SIZE
-"""A prompt token, never an answer: a call that reads it, or an arena row that holds it, has no finite logits."""
+"""A prompt token, never an answer: a call that reads it, or an arena slot that holds it, has no finite logits."""
 
 
 def fake_shape(

@@ -121,8 +121,8 @@ def test_row_memory_is_allocated_once(model_path):
     assert len({(num_bytes, addresses) for _, num_bytes, addresses in lines}) == 1
     shape = StaticLLMPipeline(model_path("demo"))._shape
     assert int(lines[0][1]) == shape.slot_bytes * 4 * 1152
-    settled, last = int(lines[3][0]), int(lines[-1][0])
-    assert last - settled < int(lines[0][1]) / 4, "the process grew while generating"
+    grown, last = int(lines[3][0]), int(lines[-1][0])
+    assert last - grown < int(lines[0][1]) / 4, "the process grew while generating"
 
 
 def test_generation_ends_where_the_rows_end(model_path, prompt_of):

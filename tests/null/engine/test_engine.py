@@ -124,7 +124,7 @@ class Schedule:
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules)
 def test_any_schedule_gives_everybody_their_own_answer(schedule):
-    """Parks, evictions, few rows, models that take turns, recurrent ones, programs that are compiled meanwhile."""
+    """Swaps, preemptions, few slots, models that take turns, recurrent ones, programs that are compiled meanwhile."""
     is_recurrent = schedule["kind"] == "recurrent"
     variants = FAKE_VARIANTS if schedule["kind"] == "packed" else [v for v in FAKE_VARIANTS if v.sequences == 1]
     engine = fake_engine(
@@ -291,7 +291,7 @@ def test_requests_that_wait_for_a_switch_may_leave():
 
 
 @pytest.mark.parametrize("num_running", [0, 1])
-def test_a_full_prompt_that_was_set_aside_goes_on_by_its_rule(num_running):
+def test_a_full_prompt_that_went_to_the_host_goes_on_by_its_rule(num_running):
     variants = (
         *FAKE_VARIANTS,
         *(Variant(64, kv_len) for kv_len in (0, 64, 128)),

@@ -74,7 +74,7 @@ def test_the_document_is_what_viewers_read():
     assert named == {"calls", "host", *(f"request {request.id}" for request in requests)}
 
 
-def test_a_file_says_the_same(tmp_path):
+def test_a_file_is_equal(tmp_path):
     trace, _ = served()
     trace.save(tmp_path / "trace.json")
     again = Trace.load(tmp_path / "trace.json")
