@@ -205,7 +205,7 @@ def serve(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int) -> Tr
     profiler.trace = None
     for request, handle in zip(_requests(trace), handles, strict=True):
         if request.reason == FinishReason.ERROR:
-            handle.outcome()
+            handle.output()
             raise StaticLLMError(f"request {request.id} failed")
     return trace
 

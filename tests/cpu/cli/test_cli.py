@@ -30,7 +30,7 @@ def test_run_prints_the_answer_and_stats(llama):
     assert "12 generated (length)" in done.stderr and "TTFT" in done.stderr and "TPOT" in done.stderr
 
 
-def test_run_takes_stdin_and_says_the_same(llama, staticllm):
+def test_run_takes_stdin_and_is_equal(llama, staticllm):
     from_stdin, from_argument = (
         staticllm("run", "-m", llama, "-n", 12, stdin="hello"),
         staticllm("run", "hello", "-m", llama, "-n", 12),

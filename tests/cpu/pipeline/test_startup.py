@@ -50,7 +50,7 @@ def test_all_that_came_is_used(zoo, expected):
     with StaticLLMPipeline(zoo / "llama", **STAGED, SCHEDULER="prefill_first") as pipe:  # costs decide nothing
         pipe.wait_until_complete()
         options = {"max_new_tokens": 12, "ignore_eos": True}
-        handles = pipe.engine.call(lambda: [pipe.submit(np.array([PROMPT]), **options) for _ in range(2)])
+        handles = pipe.engine.run_between_steps(lambda: [pipe.submit(np.array([PROMPT]), **options) for _ in range(2)])
         assert [list(handle.result().tokens[0]) for handle in handles] == [expected] * 2
         assert {v.sequences for v in pipe._engine.runner.index.variants} == {1, 2}
         assert pipe.stats().num_steps < 24, "two answers share calls"
@@ -152,7 +152,7 @@ def test_config_and_row_type_are_those_of_what_serves(zoo, tmp_path, monkeypatch
         assert pipe.wait_until_complete(60)
         tokens_of(pipe)
         assert pipe.config.programs == "separate" and pipe.config.kv_cache_precision == "f16"
-        with pytest.raises(SnapshotError, match=r"rows of another row type .f32, here f16"):
+        with pytest.raises(SnapshotError, match=r"is of another KV type .f32, here f16"):
             pipe.load_snapshot(tmp_path / "rows")
 
 
