@@ -23,6 +23,7 @@ from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
 from staticllm.pipelines.engine.overflow import shorten
 from staticllm.pipelines.engine.request import Request
+from staticllm.pipelines.generation.logits_processors import processors_for
 from staticllm.pipelines.generation.options import limit_of
 from staticllm.pipelines.generation.sampler import Sampler
 from staticllm.pipelines.model_loader.arguments import (
@@ -324,12 +325,14 @@ class StaticLLMPipeline:
         ids = shorten(prompt.ids, limit, call.overflow)
         check_ids(ids, self._shape.vocab_size, limit, call.is_chat)
         options.check_room(len(ids))
+        processors = processors_for(
+            options.sampling, ids, self._shape.vocab_size, options.min_new_tokens, options.stop_token_ids
+        )
         request = Request(
             tokens=list(ids),
-            sampler=Sampler(options.sampling, ids, self._shape.vocab_size, self._input_processor.rng_for(options)),
+            sampler=Sampler(options.sampling, processors, self._input_processor.rng_for(options)),
             limit=limit_of(options, len(ids), self.config.max_seq_len if call.overflow == "stop" else None),
             stop_token_ids=options.stop_token_ids,
-            min_new_tokens=options.min_new_tokens,
             priority=call.priority,
             deadline=call.deadline,
             overflow=call.overflow,

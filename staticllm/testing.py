@@ -31,7 +31,8 @@ from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.kv_manager import EngineOptions
 from staticllm.pipelines.engine.request import Request
-from staticllm.pipelines.generation.sampler import Sampler, SamplingParams
+from staticllm.pipelines.generation.sampler import Sampler
+from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.programs.variants import first_to_serve
 from staticllm.pipelines.scheduling.interface import Policy
@@ -120,7 +121,7 @@ def fake_engine(
 
 def fake_request(tokens: Sequence[int], num_new: int | None, **options: Any) -> Request:
     """A greedy request; ``options`` are further fields of ``Request``."""
-    sampler = Sampler(SamplingParams(), list(tokens), VOCAB_SIZE, np.random.default_rng(0))
+    sampler = Sampler(SamplingParams(), [], np.random.default_rng(0))
     return Request(list(tokens), sampler, num_new, **options)
 
 

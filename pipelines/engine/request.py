@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-import numpy as np
-
 from staticllm.core import FinishReason
 from staticllm.kvcache.sequence import Sequence
 from staticllm.pipelines.engine.overflow import OverflowRule
-from staticllm.pipelines.generation.sampler import Logits, Sampler
+from staticllm.pipelines.generation.filters import Logits
+from staticllm.pipelines.generation.sampler import Sampler
 
 _numbers = count(1)
 
@@ -60,16 +59,15 @@ class OutputQueue:
 class Request:
     """``tokens`` are prompt and answer so far, as the rows will hold them; ``num_prompt`` of them are the prompt.
 
-    ``limit`` is how many tokens may be generated, None if only the rows limit it; ``stop_token_ids`` end it, but not among
-    the first ``min_new_tokens``. ``arrival`` and ``deadline`` are
-    ``time.perf_counter`` moments. ``watch`` is called with each token and tells whether it ends the answer: stop strings.
+    ``limit`` is how many tokens may be generated, None if only the rows limit it; ``stop_token_ids`` end it. ``arrival`` and
+    ``deadline`` are ``time.perf_counter`` moments. ``watch`` is called with each token and tells
+    whether it ends the answer: stop strings.
     """
 
     tokens: list[int]
     sampler: Sampler
     limit: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
-    min_new_tokens: int = 0
     priority: int = 0
     deadline: float | None = None
     overflow: OverflowRule = "stop"
@@ -89,20 +87,17 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
-        vocab_size = self.sampler.vocab_size
         self._unposted: list[Token] = []
-        self._banned = np.array(sorted(t for t in self.stop_token_ids if t < vocab_size), np.intp)
 
     def choose(self, logits: Logits, best: int) -> FinishReason | None:
         """Choose the next token; ``best`` is the most likely one. Why the answer ends with it, None if it does not."""
         start = time.perf_counter()
-        is_early = self.num_generated < self.min_new_tokens and self._banned.size > 0
-        token, logprob = self.sampler.sample(logits, self._banned if is_early else None, best)
-        now = time.perf_counter()
+        choice = self.sampler.sample(logits, best)
+        token, now = choice.token, time.perf_counter()
         self.tokens.append(token)
         self.num_generated += 1
         self.token_times.append(now)
-        self._unposted.append(Token(token, logprob, now, now - start))
+        self._unposted.append(Token(token, choice.logprob, now, now - start))
         if token in self.stop_token_ids or (self.watch is not None and self.watch(token)):
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_generated == self.limit else None

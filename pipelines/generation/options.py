@@ -11,7 +11,7 @@ import openvino_genai as genai
 
 from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError
-from staticllm.pipelines.generation.sampler import SamplingParams
+from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 UNLIMITED = 2**64 - 1
 _NAMES = tuple(
