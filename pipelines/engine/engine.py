@@ -17,7 +17,8 @@ from staticllm.pipelines.engine.batch import BatchBuilder, Part
 from staticllm.pipelines.engine.kv_manager import EngineOptions, KVCacheManager, make_kv_manager
 from staticllm.pipelines.engine.quarantine import Quarantine
 from staticllm.pipelines.engine.request import Request
-from staticllm.pipelines.profiling.records import HostTimes, Profiler, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import HostTimes, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.stats import Profiler
 from staticllm.pipelines.programs.model_runner import Logits, ModelRunner, not_finite
 from staticllm.pipelines.scheduling.interface import Device, Plan, Policy
 from staticllm.pipelines.scheduling.planner import NoPlanError, Planner

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from staticllm.pipelines.profiling.records import StepRecord
 
-PARTS = ("device", "plan", "masks", "rows", "sampling", "other")
+PARTS = ("device", "plan", "prepare", "commit", "sampling", "other")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def _between(before: StepRecord, after: StepRecord) -> float:
     """The gap before a call, without the parts that are known; 0 where nobody was there to be served meanwhile."""
     if before.host is None or after.host is None or not after.decode:
         return 0.0
-    known = before.host.rows + before.host.sampling + after.host.plan + after.host.masks
+    known = before.host.commit + before.host.sampling + after.host.plan + after.host.prepare
     return after.start - before.end - known
 
 
@@ -48,7 +48,7 @@ def _means(found: list[tuple[StepRecord, float]]) -> dict[str, float]:
     for step, other in found:
         assert step.host is not None
         host = step.host
-        parts = (step.seconds, host.plan, host.masks, host.rows, host.sampling, other)
+        parts = (step.seconds, host.plan, host.prepare, host.commit, host.sampling, other)
         for name, seconds in zip(PARTS, parts, strict=True):
             sums[name] += seconds
     return {name: 1e3 * seconds / len(found) for name, seconds in sums.items()}

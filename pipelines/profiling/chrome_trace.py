@@ -18,7 +18,9 @@ Event: TypeAlias = dict[str, Any]
 Clock: TypeAlias = Callable[[float], int]  # from seconds to ns after the first moment of the trace
 DEVICE, REQUESTS = 1, 2
 HOST_TRACK = 1
-SCHEMA = 2
+SCHEMA = 3
+RENAMED_HOST_TIMES = {"masks": "prepare", "rows": "commit"}
+"""Names of ``HostTimes`` in version 2 of the schema."""
 
 
 def to_chrome(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], num_dropped: int = 0) -> dict[str, Any]:
@@ -103,10 +105,10 @@ def _host_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
         return
     host, end = step.host, step.end
     moments = {
-        "plan": (step.start - host.masks - host.plan, step.start - host.masks),
-        "masks": (step.start - host.masks, step.start),
-        "rows": (end, end + host.rows),
-        "sampling": (end + host.rows, end + host.rows + host.sampling),
+        "plan": (step.start - host.prepare - host.plan, step.start - host.prepare),
+        "prepare": (step.start - host.prepare, step.start),
+        "commit": (end, end + host.commit),
+        "sampling": (end + host.commit, end + host.commit + host.sampling),
     }
     for name, (first, last) in moments.items():
         yield _slice(name, "host", DEVICE, HOST_TRACK, max(0, clock(first)), max(0, clock(last)), {})
@@ -158,14 +160,16 @@ def _step(event: Event) -> StepRecord:
         num_swapped=args["num_swapped"],
         num_running=args["running"],
         swapped=tuple(args["swapped"]),
-        preempted=tuple(args.get("preempted", ())),  # version 1 of the schema had neither
+        preempted=tuple(args.get("preempted", ())),  # version 1 of the schema has neither this nor "failed"
         has_failed=args.get("failed", False),
         host=_host(args.get("host_ns")),
     )
 
 
 def _host(parts: dict[str, int] | None) -> HostTimes | None:
-    return None if parts is None else HostTimes(**{name: value / 1e9 for name, value in parts.items()})
+    if parts is None:
+        return None
+    return HostTimes(**{RENAMED_HOST_TIMES.get(name, name): value / 1e9 for name, value in parts.items()})
 
 
 def _request(event: Event) -> RequestRecord:

@@ -13,7 +13,8 @@ from pathlib import Path
 from staticllm.errors import ConfigError, StaticLLMError
 from staticllm.files import write_whole
 from staticllm.pipelines.profiling.chrome_trace import from_chrome, to_chrome
-from staticllm.pipelines.profiling.records import Profiler, Record, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import Record, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.stats import Profiler
 
 MAX_RECORDS = 100_000
 """Some hundred bytes each, and as much again in the file."""

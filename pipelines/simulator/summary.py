@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from staticllm.pipelines.profiling.records import RequestRecord, StepRecord, percentile
+from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.stats import percentile
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from staticllm.config import SCHEDULERS, StaticLLMConfig
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-    from staticllm.pipelines.profiling.records import Stats
+    from staticllm.pipelines.profiling.stats import Stats
 
 
 @click.group("trace", short_help="Record every step of a load, and draw it.")

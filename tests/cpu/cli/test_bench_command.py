@@ -53,7 +53,7 @@ def test_a_profile_is_printed_and_written(tmp_path):
     result = bench("--n-prompt", "16", "-n", "8", "--profile", str(tmp_path / "trace.json"))
     lines = result.stderr.splitlines()
     parts = {line.split()[0] for line in lines}
-    assert {"device", "plan", "masks", "rows", "sampling", "other", "together"} <= parts
+    assert {"device", "plan", "prepare", "commit", "sampling", "other", "together"} <= parts
     steps = Trace.load(tmp_path / "trace.json").steps
     assert sum(len(step.decode) for step in steps) == 2 * 8 and all(step.host.total > 0 for step in steps)
     device = next(line for line in lines if line.startswith("device")).split()

@@ -10,7 +10,7 @@ import pytest
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import ConfigError, StaticLLMError
 from staticllm.pipelines.profiling.chrome_trace import to_chrome
-from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import HostTimes, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.request_spans import spans_of
 from staticllm.pipelines.profiling.trace import Trace, recording
 from staticllm.pipelines.scheduling.interface import Plan
@@ -244,3 +244,22 @@ def test_traces_of_the_first_schema_are_read(tmp_path):
         del event["args"]["preempted"], event["args"]["failed"]
     (tmp_path / "old.json").write_text(json.dumps(document))
     assert not any(step.preempted or step.has_failed for step in Trace.load(tmp_path / "old.json").steps)
+
+
+def test_traces_of_the_second_schema_are_read(tmp_path):
+    steps = served()[0].steps
+    document = to_chrome(steps, [])
+    for event in slices(document, "call"):
+        times = event["args"]["host_ns"]
+        event["args"]["host_ns"] = {"masks": times.pop("prepare"), "rows": times.pop("commit"), **times}
+    (tmp_path / "old.json").write_text(json.dumps(document))
+    for before, after in zip(steps, Trace.load(tmp_path / "old.json").steps, strict=True):
+        assert astuple(after.host) == pytest.approx(astuple(before.host), abs=2e-9)
+
+
+def test_host_times_are_slices_before_and_after_their_call():
+    host = HostTimes(plan=0.01, prepare=0.02, commit=0.03, sampling=0.04)
+    document = to_chrome([replace(call(1, decode=(7,)), host=host), replace(call(2, decode=(7,)), host=host)], [])
+    last = {event["name"]: (event["ts"], event["dur"]) for event in slices(document, "host")}  # of the second call
+    expected = {"plan": (0.97, 0.01), "prepare": (0.98, 0.02), "commit": (1.5, 0.03), "sampling": (1.53, 0.04)}
+    assert last == {name: pytest.approx((1e6 * start, 1e6 * dur)) for name, (start, dur) in expected.items()}
