@@ -181,7 +181,7 @@ def test_dynamic_never_starves_prompts_of_a_target_that_no_call_keeps():
     assert 0.1 < prefilled / (now - 100.0) < 0.4
 
 
-def test_dynamic_lets_short_prompts_wait_for_company_while_all_slots_are_taken():
+def test_dynamic_batches_short_prompts_while_every_sequence_is_taken():
     device = Device(INDEX, lambda variant: 0.02 if variant.rows > 2 else 0.01, 64)  # sixteen rows cost what four do
     view = a_view(now=99.001, prefilling=(), swapped=(), max_num_seqs=2, device=device)
     short = tuple(RequestView(10 + i, "waiting", 99.0, 4) for i in range(4))
