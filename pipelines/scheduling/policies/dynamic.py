@@ -28,7 +28,7 @@ SLACK_USED = 0.8
 MIN_PREFILL_SHARE = 0.2
 """Prompts get at least this share of device time, also where no call with prompts keeps the bound."""
 FULL_ENOUGH = 0.8
-"""While every sequence is taken, prompts are batched until a call reaches this share of the best possible ``rate``."""
+"""While ``max_num_seqs`` requests run, prompts are batched until a call reaches this share of the best possible ``rate``."""
 BATCHING_DELAY_STEPS, BATCHING_DELAY_TTFT_SHARE = 16, 0.25
 """Prompts are delayed for batching (Triton's ``max_queue_delay``) by at most this many decode steps, or with a TTFT target by at
 most this share of it."""
@@ -164,14 +164,14 @@ class Candidates:
     def _saved_seconds(self) -> float:
         """What the decoding in a mixed call is worth: the decode step that it replaces.
 
-        While prompts could fill free sequences it is worth less, because those need a decode step as well.
+        It is worth less while further prompts could be running too, because their requests will need a decode step as well.
         """
         num_decoding = self._decode.num_rows
         return self.step_seconds * num_decoding / max(num_decoding + self._num_startable, 1)
 
     @property
     def _num_startable(self) -> int:
-        """Prompts that a single call could run to their end and that have a free sequence."""
+        """Prompts that a single call could finish and whose requests could be running afterwards."""
         rows, count = max(self._view.device.index.widest), 0
         for request in self._backlog[: self._view.free_seqs]:
             rows -= request.num_left
@@ -189,10 +189,10 @@ class Candidates:
 class Dynamic:
     """Prefill and decode share one device without a fixed split.
 
-    A prompt runs when it arrives, also while every sequence is taken: it is then swapped out until one is free. Of all calls that
-    can run prompts now, alone or mixed with decoding, the one with the highest ``CandidateCall.rate`` runs, by measured costs.
-    No running request waits longer than ``tpot_ms`` for its next token. While a sequence is free, prompts run at once; otherwise
-    they are batched, with a delay that ``ttft_ms`` bounds.
+    A prompt runs when it arrives, also while ``max_num_seqs`` requests are running: it is then swapped until one of them ends. Of
+    all calls that can run prompts now, alone or mixed with decoding, the one with the highest ``CandidateCall.rate`` runs, by
+    measured costs. No running request waits longer than ``tpot_ms`` for its next token. Prompts run at once while fewer than
+    ``max_num_seqs`` requests are running; otherwise they are batched, with a delay that ``ttft_ms`` bounds.
     """
 
     def __init__(self) -> None:
