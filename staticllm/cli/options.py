@@ -243,10 +243,10 @@ def profiling(pipe: StaticLLMPipeline, path: str | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    from staticllm.pipelines.profiling.breakdown import profile_of, table
+    from staticllm.pipelines.profiling.breakdown import breakdowns_of, table
 
     with pipe.record() as trace:
         yield
     if trace.steps:
         trace.save(path)
-        click.echo(f"{table(profile_of(trace.steps))}\n{len(trace.steps)} device calls in {path}", err=True)
+        click.echo(f"{table(breakdowns_of(trace.steps))}\n{len(trace.steps)} device calls in {path}", err=True)

@@ -191,7 +191,7 @@ def test_dynamic_batches_short_prompts_while_max_num_seqs_requests_run():
         "the batching delay is over"
     )
     assert make_policy("dynamic").plan(replace(view, waiting=short[:1], max_num_seqs=3)).prefill, (
-        "another request could be running"
+        "another may be running"
     )
 
 
