@@ -1,4 +1,4 @@
-"""``staticllm bench`` and ``--profile``: what they measure is what they say."""
+"""``staticllm bench`` and ``--profile``: the reports match the measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as a user has it: child processes, pipes, a terminal."""
+"""The command line as a user runs it: child processes, pipes, a terminal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_run_prints_the_answer_and_stats(llama):
     assert "12 generated (length)" in done.stderr and "TTFT" in done.stderr and "TPOT" in done.stderr
 
 
-def test_run_takes_stdin_and_says_the_same(llama):
+def test_run_reads_stdin_with_the_same_answer(llama):
     from_stdin, from_argument = (
         staticllm("run", "-m", llama, "-n", 12, stdin="hello"),
         staticllm("run", "hello", "-m", llama, "-n", 12),
@@ -47,7 +47,7 @@ def test_run_takes_stdin_and_says_the_same(llama):
 @pytest.mark.parametrize(
     ("data", "word"), [(b"abc\xff", b"byte 0xff at 3"), (b"\x7fELF\x02\x00", b"a zero byte at 5"), (b"", b"empty")]
 )
-def test_what_is_no_text_is_refused_in_one_line(data, word):
+def test_input_that_is_no_text_is_refused_in_one_line(data, word):
     command = [*STATICLLM, "run", "-n", "4"]
     done = subprocess.run(command, input=data, capture_output=True, timeout=60, env=ENVIRONMENT, check=False)
     assert done.returncode == 1 and not done.stdout
@@ -55,7 +55,7 @@ def test_what_is_no_text_is_refused_in_one_line(data, word):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="arguments are Unicode there")
-def test_utf8_is_utf8_whatever_the_locale_is():
+def test_utf8_is_read_under_every_locale():
     """``LC_ALL=C`` without Python's UTF-8 mode: arguments then come as escaped bytes, and pipes as ASCII."""
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     command, text = [*STATICLLM, "run", "-n", "4", "--json"], "What is a 🦊?"
@@ -184,7 +184,7 @@ def test_a_closed_pipe_ends_it_quietly(llama):
     child.stderr.close()
 
 
-def test_tokens_appear_as_they_come(llama):
+def test_tokens_appear_as_they_are_generated(llama):
     child = subprocess.Popen(
         [*STATICLLM, "run", "hello", "-m", str(llama), "-n", "900", "--raw"],
         stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env=ENVIRONMENT,

@@ -58,7 +58,7 @@ def test_filters_equal_the_plain_computation(seed, temperature, top_k, top_p, mi
     st.sampled_from([1.0, 0.95, 0.5]), st.sampled_from([0.0, 0.02])
 )  # fmt: skip
 def test_filters_of_a_large_vocabulary(seed, scale, vocab, top_k, top_p, min_p):
-    """Flat and peaky, and with many that are equally likely."""
+    """Flat and peaked distributions, and ones with many equally likely tokens."""
     logits = np.random.default_rng(seed).normal(scale=scale, size=vocab).astype(np.float32)
     check_filters(np.round(logits, 1) if seed % 2 else logits, 0.8, top_k, top_p, min_p)
 
@@ -80,7 +80,7 @@ def check_filters(logits, temperature, top_k, top_p, min_p):
 
 
 def test_draws_from_a_large_vocabulary_follow_the_distribution():
-    """Without filters nothing is sorted or summed up as a whole; the last, shorter block counts as the others do."""
+    """Without filters nothing is sorted; the last, shorter block is drawn from like the others."""
     logits = np.random.default_rng(0).normal(size=1000).astype(np.float32)
     drawer = Sampler(SamplingParams(do_sample=True), [], np.random.default_rng(1))
     counts = np.bincount([drawer.sample(logits).token for _ in range(60_000)], minlength=1000)
@@ -163,7 +163,7 @@ def test_the_callers_logits_stay_as_they_were(options):
 
 
 class OnlyAscending:
-    """What a grammar does: after a token only larger ones may come."""
+    """Like a grammar: after a token only larger ones may follow."""
 
     remedy = "allow smaller tokens"
     is_active = True
@@ -180,7 +180,7 @@ class OnlyAscending:
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 20, "top_p": 0.9}])
 def test_a_processor_of_another_kind_fits_into_the_list(options):
-    """It sees what was chosen, forbids tokens beside other processors, and is named when nothing is left."""
+    """It is told what was chosen, forbids tokens together with other processors, and its remedy is in the error."""
     ascending = sampler(more=[OnlyAscending()], repetition_penalty=1.2, **options)
     tokens = []
     with pytest.raises(GenerationConfigError, match=r"nothing is left to choose: .*; allow smaller tokens$"):
@@ -216,8 +216,8 @@ def test_greedy_without_active_processors_reads_no_logits():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_is_left_out_is_never_drawn_not_even_at_the_very_end(seed):
-    """The sums of blocks are rounded otherwise than those inside a block: the last number may fall behind both."""
+def test_a_weight_of_zero_is_never_drawn_not_even_at_the_very_end(seed):
+    """Sums of blocks and sums inside a block are rounded differently: the largest number may exceed both."""
     rng = np.random.default_rng(seed)
     weights = rng.random(4 * BLOCK).astype(np.float32)
     weights[BLOCK - 28 : BLOCK] = weights[2 * BLOCK - 28 :] = 0.0
