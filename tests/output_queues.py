@@ -3,4 +3,4 @@
 
 def outputs_of(request):
     """All tokens so far, and the end if it has come."""
-    return list(iter(lambda: request.output_queue.get(0), None))
+    return list(iter(lambda: request.queue.get(0), None))

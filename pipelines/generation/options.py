@@ -14,6 +14,7 @@ from staticllm.errors import ConfigError, GenerationConfigError
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 UNLIMITED = 2**64 - 1
+MAX_SEQUENCES = 128
 _NAMES = tuple(
     name
     for name in dir(genai.GenerationConfig)
@@ -41,6 +42,7 @@ _SUPPORTED = frozenset(
         "presence_penalty",
         "frequency_penalty",
         "rng_seed",
+        "num_return_sequences",
     ]
 )
 _INERT_WITHOUT_BEAMS = frozenset(
@@ -68,6 +70,7 @@ class GenerationOptions:
     include_stop_str_in_output: bool
     echo: bool
     apply_chat_template: bool
+    num_return_sequences: int = 1
 
     def max_tokens_after(self, prompt_len: int) -> int | None:
         """How many tokens these options allow after a prompt of ``prompt_len`` tokens; None if they set no limit."""
@@ -136,7 +139,7 @@ def _checked(options: Mapping[str, Any]) -> GenerationOptions:
         is_off = name == "num_assistant_tokens" and value in (None, 0)
         if not is_off and value != getattr(_DEFAULTS, name):
             raise GenerationConfigError(
-                f"{name}={value!r} is not supported: decoding is greedy or multinomial, one sequence per prompt; "
+                f"{name}={value!r} is not supported: decoding is greedy or multinomial; "
                 f"leave {name} at {getattr(_DEFAULTS, name)!r}"
             )
     if not isinstance(options["stop_token_ids"], (set, frozenset, list, tuple)):
@@ -158,7 +161,17 @@ def _checked(options: Mapping[str, Any]) -> GenerationOptions:
         include_stop_str_in_output=bool(options["include_stop_str_in_output"]),
         echo=bool(options["echo"]),
         apply_chat_template=bool(options["apply_chat_template"]),
+        num_return_sequences=_num_sequences(options),
     )
+
+
+def _num_sequences(options: Mapping[str, Any]) -> int:
+    count = whole("num_return_sequences", options["num_return_sequences"], 1, MAX_SEQUENCES)
+    if count > 1 and not options["do_sample"]:
+        raise GenerationConfigError(
+            f"num_return_sequences={count} with do_sample=False: greedy answers are all the same; set do_sample=True"
+        )
+    return count
 
 
 def _sampling(options: Mapping[str, Any]) -> SamplingParams:

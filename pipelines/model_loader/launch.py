@@ -111,7 +111,7 @@ def _the_rest(engine: Engine, loaded: Loaded, on_progress: OnProgress) -> Backgr
             engine.runner.programs.add(variant, program)  # type: ignore[attr-defined]
             engine.runner.refresh_variants()
 
-        engine.call(enter)
+        engine.run_between_steps(enter)
 
     def parts() -> list[Callable[[], None]]:
         adding = [lambda variant=variant: add(variant) for variant in rest.variants]

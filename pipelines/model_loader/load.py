@@ -47,7 +47,7 @@ from staticllm.pipelines.blobs.export import (
 from staticllm.pipelines.blobs.fingerprint import Identity
 from staticllm.pipelines.blobs.manifest import Manifest, shape_from_json
 from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.engine.kv_manager import EngineOptions
+from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.programs.build import (
     CompiledPrograms,
     CompilePlan,

@@ -18,7 +18,7 @@ GROUP_SIZE, PRECISION = "DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_PRECISION_
 LARGE_GROUP = 128
 """Activations that share a scale when the CPU multiplies them in 8 bits with weights in 8 or 4. The plugin's own choice is 32."""
 WORTH_IT = 1.1
-"""So much faster a larger group must be: its words are a little further from the model's (docs/design.md)."""
+"""So much faster a larger group must be: its words are a little further from the model's (docs/decisions.md)."""
 CLEARLY = 1.15
 """So much faster something else than the usual must be for a single row: a probe of one row varies by a twentieth or more."""
 MANY_ROWS, LEAST_RUNS, SECONDS = 128, 3, 0.03

@@ -207,7 +207,7 @@ def _warm_up(bound: BoundPrograms, programs: CompiledPrograms, on_progress: OnPr
     """Run variants once, so that no user waits for a first inference; time what is quick once more.
 
     Each program is run. Of a shared one a few sizes, near and far, as long as a run is expected to stay under
-    ``LONG_SECONDS``: there a first run costs a tenth more than the next (docs/design.md), not more, and the costs of all
+    ``LONG_SECONDS``: there a first run costs a tenth more than the next (docs/measurements.md), not more, and the costs of all
     others are estimated from these. Where the costs are known each program runs once, to pack its weights.
     """
     if programs.costs:

@@ -17,12 +17,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from enum import Enum
+from typing import Protocol
 
 from staticllm.core import Variant
 from staticllm.pipelines.programs.variants import VariantIndex
 
-State = Literal["waiting", "prefilling", "running", "swapped"]
+
+class RequestStatus(str, Enum):
+    """Where a request stands; equal to its lower-case name."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,7 @@ class RequestView:
     """
 
     id: int
-    state: State
+    state: RequestStatus
     arrival: float
     num_tokens: int
     num_computed: int = 0

@@ -214,7 +214,7 @@ def serve(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int) -> Re
     profiler.trace = None
     for request, handle in zip(_requests(records), handles, strict=True):
         if request.reason == FinishReason.ERROR:
-            handle.outcome()
+            handle.output()
             raise StaticLLMError(f"request {request.id} failed")
     return records
 

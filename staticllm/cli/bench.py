@@ -191,7 +191,7 @@ def _measure(pipe: StaticLLMPipeline, test: Test, repetitions: int, shown: Progr
         prompts = [rng.integers(*TOKEN_IDS, test.prompt) for _ in range(test.clients)]
         first = time.perf_counter()
         handles = [pipe.submit(prompt, max_new_tokens=test.new, ignore_eos=True) for prompt in prompts]
-        times = [handle.outcome().answer.token_times for handle in handles]
+        times = [handle.output().token_times for handle in handles]
         if not number:
             continue
         if test.clients > 1:

@@ -112,7 +112,7 @@ def _serve(pipe: StaticLLMPipeline, options: dict[str, Any], shown: Progress) ->
         handles.append(pipe.submit(prompt, max_new_tokens=num_new, ignore_eos=True))
     for number, handle in enumerate(handles):
         shown.show("serving requests", number, count)
-        handle.outcome()
+        handle.output()
 
 
 def _summary(stats: Stats) -> str:

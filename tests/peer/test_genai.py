@@ -1,4 +1,4 @@
-"""Side by side with ``openvino_genai.LLMPipeline``: the same call, the same words."""
+"""Side by side with ``openvino_genai.LLMPipeline``: the same call, the same tokens."""
 
 from __future__ import annotations
 

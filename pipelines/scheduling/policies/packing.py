@@ -31,4 +31,6 @@ def pack(view: View, backlog: Iterable[RequestView], plan: Plan, variant: Varian
         chosen.append((request.id, count))
         rows -= count
         free -= request.num_left
+    if rows and view.device.index.needs_real_rows:
+        return []  # a recurrent state would run through the idle rows
     return chosen

@@ -180,7 +180,7 @@ def test_a_chat_stays_in_its_form(pipe):
     pipe.generate(ids, max_new_tokens=3)
     with pytest.raises(GenerationConfigError, match="goes on in token ids"):
         pipe.generate("Hello!")
-    with pytest.raises(GenerationConfigError, match="one prompt a turn"):
+    with pytest.raises(GenerationConfigError, match="one prompt and one answer per turn"):
         pipe.generate(np.array([[5], [6]]))
     pipe.finish_chat()
     assert pipe.generate("Hello!", max_new_tokens=3)

@@ -81,14 +81,14 @@ def test_whatever_a_callback_raises_ends_the_request_and_is_the_results(pipe, er
     handle = pipe.submit("hello", **LONG, callback=callback)
     with pytest.raises(type(error)):
         handle.result(timeout=30)
-    assert pipe.engine.call(lambda: pipe.engine.is_idle) or wait_until_idle(pipe)
+    assert pipe.engine.run_between_steps(lambda: pipe.engine.is_idle) or wait_until_idle(pipe)
     assert handle.finish_reason == "error"
 
 
 def wait_until_idle(pipe):
     until = time.monotonic() + 10
     while time.monotonic() < until:
-        if pipe.engine.call(lambda: pipe.engine.is_idle):
+        if pipe.engine.run_between_steps(lambda: pipe.engine.is_idle):
             return True
         time.sleep(0.01)
     return False

@@ -31,11 +31,11 @@ def pipe(zoo):
 def held_slots(pipe):
     """Rows in use beside the idle conversations, and requests in the engine."""
     engine = pipe.engine
-    return engine.call(
+    return engine.run_between_steps(
         lambda: (
             engine.runner.cache.slots.num_used - engine.kv_manager.prefix.idle_slots,
-            len(engine.kv_manager.requests),
-            engine.kv_manager.host_pool.num_host_slots,
+            len(engine.kv_manager.states),
+            engine.kv_manager.host_pool.num_swapped_slots,
         )
     )
 

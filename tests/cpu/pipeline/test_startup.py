@@ -9,9 +9,10 @@ import pytest
 
 from staticllm import StaticLLMPipeline
 from staticllm.errors import ConfigError, DeviceError, SnapshotError
-from staticllm.pipelines import launch, start
 from staticllm.pipelines.blobs.cache import BlobCache
 from staticllm.pipelines.diagnostics.reference import StatefulReference
+from staticllm.pipelines.model_loader import launch
+from staticllm.pipelines.model_loader import load as start
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32}
 STAGED = {**EXACT, "PROGRAMS": "separate", "BACKGROUND_COMPILE": True, "MAX_NUM_SEQS": 2}
@@ -53,7 +54,7 @@ def test_all_that_came_is_used(zoo, expected):
     with StaticLLMPipeline(zoo / "llama", **STAGED, SCHEDULER="prefill_first") as pipe:  # costs decide nothing
         pipe.wait_until_complete()
         options = {"max_new_tokens": 12, "ignore_eos": True}
-        handles = pipe.engine.call(lambda: [pipe.submit(np.array([PROMPT]), **options) for _ in range(2)])
+        handles = pipe.engine.run_between_steps(lambda: [pipe.submit(np.array([PROMPT]), **options) for _ in range(2)])
         assert [list(handle.result().tokens[0]) for handle in handles] == [expected] * 2
         assert {v.sequences for v in pipe._engine.runner.index.variants} == {1, 2}
         assert pipe.stats().num_steps < 24, "two answers share calls"
@@ -154,7 +155,7 @@ def test_config_and_row_type_are_those_of_what_serves(zoo, tmp_path, monkeypatch
         assert pipe.wait_until_complete(60)
         say(pipe)
         assert pipe.config.programs == "separate" and pipe.config.kv_cache_precision == "f16"
-        with pytest.raises(SnapshotError, match=r"rows of another row type .f32, here f16"):
+        with pytest.raises(SnapshotError, match=r"is of another KV type .f32, here f16"):
             pipe.load_snapshot(tmp_path / "rows")
 
 

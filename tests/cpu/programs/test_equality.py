@@ -109,7 +109,7 @@ arena = pipe.engine.runner.cache.arena
 for seed in range(8):
     prompt = np.random.default_rng(seed).integers(8, 1000, 1000)
     pipe.generate(prompt, max_new_tokens=152, ignore_eos=True)
-    print(psutil.Process().memory_info().rss, arena.num_bytes, [group.storage.ctypes.data for group in arena.groups])
+    print(psutil.Process().memory_info().rss, arena.num_bytes, arena.addresses)
 """
 
 
@@ -121,8 +121,8 @@ def test_row_memory_is_allocated_once(model_path):
     assert len({(num_bytes, addresses) for _, num_bytes, addresses in lines}) == 1
     shape = StaticLLMPipeline(model_path("demo"))._shape
     assert int(lines[0][1]) == shape.slot_bytes * 4 * 1152
-    settled, last = int(lines[3][0]), int(lines[-1][0])
-    assert last - settled < int(lines[0][1]) / 4, "the process grew while generating"
+    grown, last = int(lines[3][0]), int(lines[-1][0])
+    assert last - grown < int(lines[0][1]) / 4, "the process grew while generating"
 
 
 def test_generation_ends_where_the_rows_end(model_path, prompt_of):

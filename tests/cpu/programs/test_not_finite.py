@@ -42,7 +42,7 @@ def test_the_others_run_again_without_it(poisoned, zoo, prompt_of, scheduler):
     prompts = [[token if token != POISON else 5 for token in prompt] for prompt in prompts]
     reference = StatefulReference(zoo / "llama")
     with StaticLLMPipeline(poisoned, "CPU", SCHEDULER=scheduler, MAX_NUM_SEQS=4, **EXACT) as pipe:
-        handles = pipe.engine.call(
+        handles = pipe.engine.run_between_steps(
             lambda: [
                 pipe.submit(np.array(p), **GREEDY) for p in (*prompts[:4], [9, POISON, 11], *prompts[4:], [POISON])
             ]

@@ -51,7 +51,10 @@ def test_every_step_and_every_row_is_in_it(name):
         rows = {
             kind: sum(e["args"].get("rows", 0) for e in mine if e["name"] == kind) for kind in ("prefill", "decode")
         }
-        assert rows == {"prefill": request.num_prompt - request.num_cached, "decode": request.num_generated - 1}
+        assert rows == {
+            "prefill": len(request.request.prompt) - request.num_cached,
+            "decode": request.num_generated - 1,
+        }
         assert sum(event["name"] == "queued" for event in mine) == 1
 
 
@@ -116,11 +119,11 @@ def test_slices_of_one_track_lie_beside_or_within_each_other():
 def test_a_request_that_never_ran_was_queued_until_its_end():
     engine = fake_engine(make_policy("fcfs"))
     request = fake_request([1, 2], 3)
-    request.is_cancelled = True
+    request.cancel(None, FinishReason.CANCELLED)
     with recording(engine.profiler) as trace:
         run_to_end(engine, [request])
     ((span,),) = spans_of(trace.steps, trace.requests).values()
-    assert span.kind == "queued" and span.end >= span.start == request.arrival
+    assert span.kind == "queued" and span.end >= span.start == request.request.arrival
     assert slices(to_chrome(trace.steps, trace.requests), "end")[0]["name"] == "cancelled"
 
 
