@@ -83,7 +83,7 @@ class PerfMetrics:
         return self._num_generated_tokens
 
     def get_num_cached_tokens(self) -> int:
-        """Prompt tokens whose KV rows came from the prefix cache."""
+        """Prompt tokens whose KV slots came from the prefix cache."""
         return self._num_cached_tokens
 
     def get_ttft(self) -> MeanStdPair:

@@ -13,7 +13,7 @@ class HostTimes:
     """Seconds that the engine's thread spent around one device call.
 
     ``plan`` (the policy, and moves of KV slots to and from the host pool) and ``prepare`` (token ids, positions and masks) come
-    before the call; ``commit`` (new KV rows into the arena) and ``sampling`` (choosing the next tokens) come after it.
+    before the call; ``commit`` (new keys and values into the arena) and ``sampling`` (choosing the next tokens) come after it.
     """
 
     plan: float
@@ -35,7 +35,7 @@ class StepRecord:
     the ids of requests that decoded, ``prefill`` pairs of a request's id and its number of prompt tokens in the call.
     ``slots_in_use`` counts KV slots of the arena after the call. ``num_waiting``, ``num_swapped`` and ``num_running`` count
     requests in these states during the call, ``swapped`` are the ids of the swapped ones. ``preempted`` are the ids of requests
-    that lost their KV slots before the call. Of a call with ``has_failed`` no KV rows were kept.
+    that lost their KV slots before the call. Of a call with ``has_failed`` no keys and values were kept.
     """
 
     start: float
@@ -74,7 +74,7 @@ class RequestRecord:
 
     Moments are those of ``time.perf_counter``, or of the virtual clock: ``started`` is the start of its first device call, None
     if there was none; ``token_times`` has the moment of each generated token. ``num_prompt`` counts prompt tokens; ``num_cached``
-    of them were not computed, because the prefix cache had their KV rows.
+    of them were not computed, because the prefix cache had their KV slots.
     """
 
     id: int

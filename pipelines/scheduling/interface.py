@@ -6,7 +6,7 @@ Every request is in one of four states:
 - *prefilling*: some of its prompt has run and holds KV slots; the rest has to run.
 - *running*: its prompt has run, and it decodes one token per call that it takes part in. At most ``max_num_seqs`` requests are
   running at a time.
-- *swapped*: its prompt has run, but it does not decode. Its KV rows are in the host pool, or still in the arena while the host
+- *swapped*: its prompt has run, but it does not decode. Its KV slots are in the host pool, or still in the arena while the host
   pool has no room.
 
 With its last prompt token a prefilling request gets its first token. It is running from then on if fewer than ``max_num_seqs``
@@ -44,16 +44,16 @@ class RequestView:
         id: Names the request in plans.
         state: One of the four states above.
         arrival: The moment at which it was submitted.
-        num_tokens: Tokens that must have KV rows before the next token can be chosen. After a preemption these are the prompt
+        num_tokens: Tokens that must have KV slots before the next token can be chosen. After a preemption these are the prompt
             and all tokens generated so far.
-        num_computed: How many of them have KV rows.
+        num_computed: How many of them have KV slots, in the arena or in the host pool.
         own_slots: KV slots of the arena that would be free without this request. Slots that it shares with other requests do
-            not count, nor do rows in the host pool.
+            not count, nor do slots in the host pool.
         num_generated: Tokens that were generated so far.
         last_token_time: The moment of the last of them; None before the first.
         priority: A higher number goes first.
         deadline: The moment at which the request is ended, finished or not; None without one.
-        in_arena: False if its KV rows are in the host pool; only a swapped request's can be.
+        in_arena: False if its KV slots are in the host pool; only a swapped request's can be.
     """
 
     id: int
@@ -81,7 +81,7 @@ class Device:
     Attributes:
         index: The variants (programs of fixed shape) that are there.
         seconds: What one call of a variant takes, in seconds; measured, and updated with every call.
-        high_slot: One more than the highest KV slot in use. A call over existing KV rows needs a variant with at least this
+        high_slot: One more than the highest KV slot in use. A call over existing KV slots needs a variant with at least this
             ``kv_len``.
         is_complete: False while further programs are compiled in the background: larger calls may still be missing.
     """
@@ -94,7 +94,7 @@ class Device:
     def call(self, num_rows: int, num_sequences: int = 1, is_fresh: bool = False) -> Variant | None:
         """The smallest variant that holds ``num_rows`` tokens of ``num_sequences`` requests; None if there is none.
 
-        ``is_fresh``: no request in the call has KV rows yet, so that the arena need not be read.
+        ``is_fresh``: no request in the call has KV slots yet, so that the arena need not be read.
         """
         return self.index.smallest(num_rows, num_sequences, self.high_slot, is_fresh)
 
@@ -113,7 +113,7 @@ class View:
         waiting, prefilling, running, swapped: The requests by state, each in the order in which they were submitted.
         max_num_seqs: The largest number of running requests (``MAX_NUM_SEQS``).
         free_slots: Free KV slots of the arena; every token that a call processes takes one.
-        free_host_slots: KV rows for which the host pool has room.
+        free_host_slots: Free KV slots of the host pool.
         device: What can run, and what it costs.
         ttft_ms: Target for the time to first token in ms (``TTFT_MS``); None without one.
         tpot_ms: Target for the time between two tokens of a request in ms (``TPOT_MS``); None without one.
@@ -149,9 +149,9 @@ class Plan:
     Attributes:
         decode: Running requests, or requests in ``swap_in``, that get one row of the call each.
         prefill: Pairs of a waiting or prefilling request and the number of its prompt tokens in the call.
-        swap_in: Swapped requests that become running; their KV rows are copied into the arena if they are not there.
-        swap_out: Running requests that become swapped; their KV rows are copied to the host pool.
-        preempt: Requests that lose their KV rows and wait again; all their tokens are recomputed later.
+        swap_in: Swapped requests that become running; their KV slots are copied into the arena if they are not there.
+        swap_out: Running requests that become swapped; their KV slots are copied to the host pool.
+        preempt: Requests that lose their KV slots and wait again; all their tokens are recomputed later.
     """
 
     decode: tuple[int, ...] = ()

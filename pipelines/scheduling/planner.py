@@ -119,7 +119,7 @@ class NoPlanError(Exception):
 
 
 def _fallback(view: View) -> Plan:
-    """The plan of ``fcfs``; if it is illegal too, the first request that can run alone, while all others lose their KV rows.
+    """The plan of ``fcfs``; if it is illegal too, the first request that can run alone, while all others lose their KV slots.
 
     Raises:
         NoPlanError: no request can run.

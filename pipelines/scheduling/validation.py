@@ -83,7 +83,7 @@ def _check_resources(plan: Plan, view: View, known: dict[int, RequestView]) -> N
     if swapped_slots > view.free_host_slots:
         raise IllegalPlanError(
             "host-slots",
-            f"{swapped_slots} KV rows would be swapped out, the host pool has room for {view.free_host_slots}",
+            f"{swapped_slots} KV slots would be swapped out, the host pool has room for {view.free_host_slots}",
         )
     fresh = not plan.decode and all(not known[request].num_computed for request, _ in plan.prefill)
     if view.device.call(plan.num_rows, plan.num_sequences, fresh) is None:

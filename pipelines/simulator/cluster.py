@@ -29,18 +29,18 @@ class Run:
 
 @dataclass(frozen=True)
 class Link:
-    """The transfer of a request's KV rows from the device that prefills to the one that decodes. Transfers share no bandwidth.
+    """The transfer of a request's KV slots from the device that prefills to the one that decodes; transfers share no bandwidth.
 
-    ``latency`` in seconds, ``slot_bytes`` per KV row, ``bandwidth`` in bytes per second.
+    ``latency`` in seconds, ``slot_bytes`` per KV slot, ``bandwidth`` in bytes per second.
     """
 
     latency: float = 0.0
     slot_bytes: float = 0.0
     bandwidth: float = float("inf")
 
-    def __call__(self, num_rows: int) -> float:
-        """Seconds that ``num_rows`` KV rows take."""
-        return self.latency + num_rows * self.slot_bytes / self.bandwidth
+    def __call__(self, num_slots: int) -> float:
+        """Seconds that ``num_slots`` KV slots take."""
+        return self.latency + num_slots * self.slot_bytes / self.bandwidth
 
 
 class Pool:

@@ -26,7 +26,7 @@ BUSY_REQUESTS = 64
 class Scenario:
     """``num_devices`` that prefill and decode; if ``num_decode_devices`` is not 0, they only prefill and those decode.
 
-    ``link`` is the transfer of KV rows from the former to the latter. ``dispatch`` decides which device takes a request. At most
+    ``link`` is the transfer of KV slots from the former to the latter. ``dispatch`` decides which device takes a request. At most
     ``concurrency`` requests are inside at a time; None for no limit. Every device has its own policy object, all of one kind.
     """
 

@@ -122,10 +122,10 @@ def calibrate(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int = 
 def _model_of(pipe: StaticLLMPipeline, records: Records) -> DeviceModel:
     config, runner = pipe.config, pipe.engine.runner
     limits = Limits(MAX_SEQS, config.ttft_ms, config.tpot_ms)
-    rows = runner.cache.slots.num_slots
+    num_slots = runner.cache.slots.num_slots
     known = runner.costs.measured
     cost, host = measured_costs(records, known), measured_host(records)
-    return DeviceModel(runner.index, cost, limits, rows, config.num_host_slots, config.max_seq_len, host, known)
+    return DeviceModel(runner.index, cost, limits, num_slots, config.num_host_slots, config.max_seq_len, host, known)
 
 
 def measured_costs(records: Records, known: Mapping[Variant, float]) -> CostModel:

@@ -107,7 +107,9 @@ def layout_options(command: Command) -> Command:
                 help="Compute in this type.  [the device's own]",
             ),
             click.option(
-                "--kv-precision", type=click.Choice(["f32", "f16", "bf16", "u8"]), help="Store KV rows in this type."
+                "--kv-precision",
+                type=click.Choice(["f32", "f16", "bf16", "u8"]),
+                help="Store keys and values in this type.",
             ),
             click.option(
                 "-p",

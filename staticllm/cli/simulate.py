@@ -70,7 +70,7 @@ HEADER = (
 @click.option("--concurrency", type=click.IntRange(1), help="Most requests admitted at a time; others queue.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Most requests running at a time.  [as the pipeline]")
 @click.option("--kv-slots", type=click.IntRange(1), help="KV slots of the arena.  [as the pipeline]")
-@click.option("--host-kv-slots", type=click.IntRange(0), help="KV rows in the host pool.  [as the pipeline]")
+@click.option("--host-kv-slots", type=click.IntRange(0), help="KV slots of the host pool.  [as the pipeline]")
 @click.option("--ttft-ms", type=Number(0, 1e9, min_open=True), help="Target for the time to first token.")
 @click.option("--tpot-ms", type=Number(0, 1e9, min_open=True), help="Target for the time between two tokens.")
 @click.option("--programs", type=click.Choice(["shared", "separate"]), default="shared", show_default=True,

@@ -26,7 +26,7 @@ def test_json_has_the_figures_of_the_default_policies():
     assert list(figures) == ["dynamic", "fcfs"]
     for summary in figures.values():
         assert summary["num_requests"] == 8
-        assert summary["second_token_ms"] > 5, "KV rows are transferred before the second token"
+        assert summary["second_token_ms"] > 5, "KV slots are transferred before the second token"
         assert 0 < summary["fairness"] <= 1 and 0 < summary["busy"] <= 1
 
 

@@ -114,7 +114,7 @@ def test_disaggregation_is_as_fast_as_its_slower_side(decode_devices):
     assert all(len(request.token_times) == 5 for request in run.requests)
 
 
-def test_kv_rows_are_transferred_before_the_second_token():
+def test_kv_slots_are_transferred_before_the_second_token():
     link = Link(latency=0.5, slot_bytes=1000, bandwidth=80_000)
     run = Cluster(Pool(single(0.01, 5), Fcfs, 1), Pool(single(0.01, 5), Fcfs, 1), link).run(
         burst(1, Lengths.fixed(8, 5))
