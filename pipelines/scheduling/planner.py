@@ -11,7 +11,7 @@ from itertools import islice
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.programs.variants import VariantIndex
-from staticllm.pipelines.scheduling.interface import Plan, Policy, View
+from staticllm.pipelines.scheduling.interface import Plan, Policy, RequestStatus, View
 from staticllm.pipelines.scheduling.policies.chunked import Chunked
 from staticllm.pipelines.scheduling.policies.common import alone
 from staticllm.pipelines.scheduling.policies.decode_first import DecodeFirst
@@ -128,7 +128,8 @@ def _fallback(view: View) -> Plan:
         return check(Fcfs().plan(view), view)
     except Exception:  # a defect of ours costs this step, not the requests
         requests = sorted(
-            view.requests, key=lambda request: (request.state not in ("running", "swapped"), request.arrival)
+            view.requests,
+            key=lambda request: (request.state not in (RequestStatus.RUNNING, RequestStatus.SWAPPED), request.arrival),
         )
         for request in requests:
             for plan in alone(view, request):
