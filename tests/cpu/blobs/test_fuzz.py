@@ -130,7 +130,7 @@ def _used(what, folder):
     return "harmless"
 
 
-@pytest.mark.parametrize(("what", "count"), [("model", 3000), ("tokenizer", 3000)])
+@pytest.mark.parametrize(("what", "count"), [("model", 3000), pytest.param("tokenizer", 3000, marks=pytest.mark.slow)])
 def test_model_and_tokenizer_files(what, count, num_cases):
     first, last, found = 0, num_cases(count), Counter()
     command = [sys.executable, str(Path(__file__)), what]

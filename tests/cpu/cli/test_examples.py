@@ -178,6 +178,7 @@ def run_terminal(*arguments: str, stdin: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_terminal_answers(model_dir: Path) -> None:
     done = run_terminal(str(model_dir), stdin="hello\n")
     assert done.returncode == 0, done.stderr
@@ -186,6 +187,7 @@ def test_terminal_answers(model_dir: Path) -> None:
     assert not done.stderr
 
 
+@pytest.mark.slow
 def test_terminal_starts_a_new_conversation_when_it_is_too_long(model_dir: Path) -> None:
     done = run_terminal(str(model_dir), stdin="x " * 2000 + "\nhello\n")
     assert done.returncode == 0, done.stderr
@@ -194,7 +196,7 @@ def test_terminal_starts_a_new_conversation_when_it_is_too_long(model_dir: Path)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pseudo-terminals are POSIX")
-@pytest.mark.parametrize("moment", ["at the prompt", "in an answer"])
+@pytest.mark.parametrize("moment", [pytest.param("at the prompt", marks=pytest.mark.slow), "in an answer"])
 def test_ctrl_c_in_the_terminal_leaves_no_traceback(model_dir: Path, moment: str) -> None:
     import pty
 

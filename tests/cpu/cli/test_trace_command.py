@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -12,14 +11,16 @@ import pytest
 from staticllm import StaticLLMPipeline
 from staticllm.pipelines.profiling.trace import Trace
 
-
-def trace(*arguments):
-    command = [sys.executable, "-m", "staticllm", "trace", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=120, check=False)
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 @pytest.fixture(scope="module")
-def recorded(zoo, tmp_path_factory):
+def trace(staticllm):
+    return partial(staticllm, "trace")
+
+
+@pytest.fixture(scope="module")
+def recorded(zoo, tmp_path_factory, trace):
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     load = ("--requests", 6, "--prompt-len", 40, "--new-tokens", 8, "--scheduler", "prefill_first")
     done = trace("record", "-o", path, "-m", zoo / "llama", *load, "--max-prompt-len", 64, "-p", "MAX_NUM_SEQS=2")
@@ -44,7 +45,7 @@ def test_slices_of_one_track_do_not_overlap(recorded):
     assert all(request.ended >= request.token_times[-1] for request in Trace.load(recorded).requests)
 
 
-def test_draw(recorded, tmp_path):
+def test_draw(recorded, tmp_path, trace):
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread
 
@@ -56,7 +57,7 @@ def test_draw(recorded, tmp_path):
     assert image.std() > 0.05, "it is blank"
 
 
-def test_the_rate_spreads_arrivals(zoo, tmp_path):
+def test_the_rate_spreads_arrivals(zoo, tmp_path, trace):
     load = ("--requests", 4, "--prompt-len", 8, "--new-tokens", 2, "--rate", 20, "--json")
     done = trace("record", "-o", tmp_path / "trace.json", "-m", zoo / "llama", "--max-prompt-len", 16, *load)
     arrivals = sorted(request.arrival for request in Trace.load(tmp_path / "trace.json").requests)
@@ -91,7 +92,7 @@ def test_a_pipeline_records(zoo, tmp_path):
         (["play"], 2, "No such command"),
     ],
 )
-def test_mistakes_get_one_line_and_a_code(arguments, code, word, tmp_path, monkeypatch):
+def test_mistakes_get_one_line_and_a_code(arguments, code, word, tmp_path, monkeypatch, trace):
     monkeypatch.chdir(tmp_path)
     done = trace(*arguments)
     assert done.returncode == code and word in done.stderr and "Traceback" not in done.stderr, done.stderr

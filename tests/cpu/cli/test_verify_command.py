@@ -12,6 +12,8 @@ from staticllm.pipelines.diagnostics import verify as verification
 from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.pipelines.programs.model_runner import ModelRunner
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 def verify(*arguments):
     return CliRunner().invoke(cli, ["verify", *map(str, arguments)])

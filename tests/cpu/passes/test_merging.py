@@ -16,8 +16,10 @@ from staticllm.compiler_passes.merge_projections import merge_projections
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core
 from staticllm.pipelines.diagnostics.reference import EXACT
-from staticllm.pipelines.programs import build as loader
 from staticllm.pipelines.programs.build import prepare
+from staticllm.pipelines.programs.compile import build as loader
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 SIZE, ROWS = 64, 3
 KINDS = {"u8": ov.Type.u8, "i8": ov.Type.i8, "u4": ov.Type.u4, "i4": ov.Type.i4}

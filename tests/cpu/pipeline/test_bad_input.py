@@ -24,6 +24,8 @@ from staticllm import (
     UnsupportedModelError,
 )
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 GREEDY = {"max_new_tokens": 6, "ignore_eos": True}
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from staticllm import ClosedError, GenerationConfigError, StaticLLMError, StaticLLMPipeline, demo_model_path
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SMALL = {"MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 192, "INFERENCE_PRECISION_HINT": "f32"}
 LONG = {"max_new_tokens": 190, "ignore_eos": True}
 

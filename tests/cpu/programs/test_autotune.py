@@ -10,7 +10,8 @@ from openvino import opset13 as ops
 from staticllm import demo_model_path
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core
-from staticllm.pipelines import calibration, loader
+from staticllm.pipelines.programs import autotune as calibration
+from staticllm.pipelines.programs import build as loader
 from staticllm.pipelines.programs.autotune import GROUP_SIZE, LARGE_GROUP, PRECISION, calibrated
 from staticllm.pipelines.programs.build import prepare
 

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 OLD = {
-    "KV slot": r"KV rows?|arena rows?|\brow_type\b|RowType|\brow_bytes\b|StoredRows|RowAllocator|\bkv_rows\b|KV_ROWS|\bfree_rows\b|\bown_rows\b",
+    "KV slot": r"KV rows?|arena rows?|\brow_(type|bytes)\b|RowType|StoredRows|RowAllocator|\b(kv|free|own)_rows\b|KV_ROWS",
     "running request": r"decode slots?\b|\bfree_slot_for\b|\bnum_slots_taken\b|has_free_slot",
     "host pool": r"[Ss]hel(f|ves)\b|[Ss]helved?\b",
     "swapped": r"\b[Pp]ark(ed|ing|s)?\b|PARKED_ROWS|parked_rows",

@@ -7,7 +7,8 @@ import warnings
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from output_queues import outputs_of
+from output_queues import outputs_of, reason_of
+from quick import examples
 
 from staticllm.core import MaskKind, Variant
 from staticllm.errors import BusyError, ClosedError, NumericalError
@@ -26,10 +27,6 @@ from staticllm.testing import (
 )
 
 MASKS = (MaskKind(), MaskKind(9))
-
-
-def reason_of(request):
-    return outputs_of(request)[-1].reason
 
 
 def change(view):
@@ -121,7 +118,7 @@ class Schedule:
             assert end.reason in ("cancelled", "length")
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules)
 def test_any_schedule_gives_everybody_their_own_answer(schedule):
     """Swaps, preemptions, few slots, models that take turns, recurrent ones, programs that are compiled meanwhile."""

@@ -5,20 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
+from output_queues import reason_of
 
 from staticllm.core import Variant
 from staticllm.kvcache import prefix
 from staticllm.kvcache.cache import SequenceCopy
-from staticllm.pipelines.engine.output_queue import TokenOutput
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import FakeProgram, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
-
-
-def reason_of(request):
-    output = request.queue.get(0)
-    while isinstance(output, TokenOutput):
-        output = request.queue.get(0)
-    return output.reason
 
 
 def test_a_prefix_is_stored_once_and_counted():

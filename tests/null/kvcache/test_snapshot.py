@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from quick import examples
 
 from staticllm.core import Variant
 from staticllm.errors import SnapshotError
@@ -70,7 +71,7 @@ def test_every_flipped_bit_and_every_length_is_refused(tmp_path, cache, stored):
     assert "has" in refused(path, cache)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=300), st.booleans())
 def test_any_bytes_are_refused(tmp_path, cache, data, is_framed):
     path = tmp_path / "rows"

@@ -18,7 +18,9 @@ def steps_of(count, rows=128):
     ]
 
 
-@pytest.mark.parametrize("count", [1, 30, 200])
+@pytest.mark.parametrize(
+    "count", [pytest.param(1, marks=pytest.mark.slow), 30, pytest.param(200, marks=pytest.mark.slow)]
+)
 def test_a_picture_is_drawn(tmp_path, count):
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread

@@ -24,11 +24,13 @@ def test_the_default_rate_is_below_the_maximum():
     assert float(fourfold) > 2 * float(rate)
 
 
+@pytest.mark.slow
 def test_slower_costs_make_a_lower_rate():
     rates = [float(simulate("--weights-ms", ms).stderr.split()[0]) for ms in ("20", "80")]
     assert rates[1] < rates[0] / 2
 
 
+@pytest.mark.slow
 def test_a_rate_above_the_maximum_gets_a_warning():
     done = simulate("--rate", "4")
     assert (
