@@ -32,7 +32,7 @@ from staticllm.pipelines.model_loader.arguments import (
 from staticllm.pipelines.model_loader.background import BackgroundLoader
 from staticllm.pipelines.model_loader.launch import launch
 from staticllm.pipelines.model_loader.weights_watch import watch_of
-from staticllm.pipelines.profiling.records import Stats
+from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy

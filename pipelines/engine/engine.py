@@ -20,7 +20,8 @@ from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.quarantine import Quarantine
 from staticllm.pipelines.engine.recording import request_record, step_record
 from staticllm.pipelines.engine.request import EngineRequest, RequestState, SequenceState
-from staticllm.pipelines.profiling.records import HostTimes, Profiler, StepRecord
+from staticllm.pipelines.profiling.records import HostTimes, StepRecord
+from staticllm.pipelines.profiling.stats import Profiler
 from staticllm.pipelines.programs.model_runner import Logits, ModelRunner, StepResult, not_finite
 from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus
 from staticllm.pipelines.scheduling.planner import NoPlanError, Planner

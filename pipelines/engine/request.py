@@ -14,7 +14,10 @@ from staticllm.core import FinishReason
 from staticllm.kvcache.sequence import Sequence
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput, Usage
 from staticllm.pipelines.engine.overflow import OverflowRule
-from staticllm.pipelines.generation.sampler import Logits, Sampler, SamplingParams
+from staticllm.pipelines.generation.filters import Logits
+from staticllm.pipelines.generation.logits_processors import processors_for
+from staticllm.pipelines.generation.sampler import Sampler
+from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 _numbers = count(1)
 
@@ -86,9 +89,10 @@ class SequenceState:
         self._decode_seconds: list[float] = []
         self._queue = queue
         self._unposted: list[TokenOutput] = []
-        rng = np.random.default_rng(request.seed + index)
-        self._sampler = Sampler(request.sampling, self.tokens, vocab_size, rng)
-        self._stops = np.array(sorted(t for t in request.stop_token_ids if t < vocab_size), np.intp)
+        processors = processors_for(
+            request.sampling, request.prompt, vocab_size, request.min_new_tokens, request.stop_token_ids
+        )
+        self._sampler = Sampler(request.sampling, processors, np.random.default_rng(request.seed + index))
 
     def choose(self, logits: Logits, argmax: int) -> FinishReason | None:
         """Choose the next token from ``logits [vocab]``. Returns why the answer ends with it, None if it goes on.
@@ -97,13 +101,12 @@ class SequenceState:
             GenerationConfigError: no token is left to choose.
         """
         start = time.perf_counter()
-        is_early = self.num_generated < self.request.min_new_tokens and self._stops.size > 0
-        token, logprob = self._sampler.sample(logits, self._stops if is_early else None, argmax)
-        now = time.perf_counter()
+        choice = self._sampler.sample(logits, argmax)
+        token, now = choice.token, time.perf_counter()
         self.tokens.append(token)
         self.num_generated += 1
         self.token_times.append(now)
-        self._unposted.append(TokenOutput(token, logprob, now, now - start, self.index))
+        self._unposted.append(TokenOutput(token, choice.logprob, now, now - start, self.index))
         if token in self.request.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_generated == self.request.max_new_tokens else None

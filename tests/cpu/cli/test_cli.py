@@ -1,4 +1,4 @@
-"""The command line as a user has it: child processes, pipes, a terminal."""
+"""The command line as a user runs it: child processes, pipes, a terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_run_prints_the_answer_and_stats(llama):
     assert "12 generated (length)" in done.stderr and "TTFT" in done.stderr and "TPOT" in done.stderr
 
 
-def test_run_takes_stdin_and_is_equal(llama, staticllm):
+def test_run_reads_stdin_with_the_same_answer(llama, staticllm):
     from_stdin, from_argument = (
         staticllm("run", "-m", llama, "-n", 12, stdin="hello"),
         staticllm("run", "hello", "-m", llama, "-n", 12),
@@ -46,7 +46,7 @@ def test_run_takes_stdin_and_is_equal(llama, staticllm):
         pytest.param(b"", b"empty", marks=pytest.mark.slow),
     ],
 )
-def test_what_is_no_text_is_refused_in_one_line(data, word):
+def test_input_that_is_no_text_is_refused_in_one_line(data, word):
     command = [*STATICLLM, "run", "-n", "4"]
     done = subprocess.run(command, input=data, capture_output=True, timeout=60, env=ENVIRONMENT, check=False)
     assert done.returncode == 1 and not done.stdout
@@ -66,7 +66,7 @@ FOX = "What is a 🦊?"
         pytest.param((), FOX.encode(), ASCII_ONLY, id="pipe", marks=pytest.mark.slow),
     ],
 )
-def test_utf8_is_utf8_whatever_the_locale_is(extra, stdin, environment):
+def test_utf8_is_read_under_every_locale(extra, stdin, environment):
     """``LC_ALL=C`` without Python's UTF-8 mode: arguments then come as escaped bytes, and pipes as ASCII."""
     options = ["run", "-n", "4", "--json"]
     command = [*STATICLLM, *options, *extra]
@@ -191,7 +191,7 @@ def test_a_closed_pipe_ends_it_quietly(llama):
 
 
 @pytest.mark.slow
-def test_tokens_appear_as_they_come(llama):
+def test_tokens_appear_as_they_are_generated(llama):
     child = subprocess.Popen(
         [*STATICLLM, "run", "hello", "-m", str(llama), "-n", "900", "--raw"],
         stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env=ENVIRONMENT,

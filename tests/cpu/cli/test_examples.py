@@ -1,4 +1,4 @@
-"""The examples as a user meets them: the terminal chat in a child process, the window on a virtual screen."""
+"""The examples: the terminal chat in a child process, the window on a virtual screen."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_terminal_answers(model_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_terminal_starts_anew_when_the_conversation_is_too_long(model_dir: Path) -> None:
+def test_terminal_starts_a_new_conversation_when_it_is_too_long(model_dir: Path) -> None:
     done = run_terminal(str(model_dir), stdin="x " * 2000 + "\nhello\n")
     assert done.returncode == 0, done.stderr
     assert "MAX_PROMPT_LEN" in done.stdout
@@ -265,7 +265,7 @@ def test_text_streams(driver: Driver) -> None:
 
 
 def longest_gap(driver: Driver) -> float:
-    """Seconds between two ticks of a 20 ms ticker, at worst, while an answer of full length comes."""
+    """The longest time in seconds between two ticks of a 20 ms ticker while an answer of full length arrives."""
     ticks = []
 
     def tick() -> None:

@@ -1,4 +1,4 @@
-"""What the README shows, run as it stands there."""
+"""The snippets of README and docs run as they stand there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def snippets(root, page):
     ("page", "number"), [(page, number) for page, printed in PAGES.items() for number in range(len(printed))]
 )
 def test_each_snippet_runs_alone(root, page, number, tmp_path):
-    """As somebody has it who copies this one into a file."""
+    """As a user would run it who copies this one snippet into a file."""
     script = tmp_path / "snippet.py"
     script.write_text(snippets(root, page)[number], encoding="utf-8")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""``staticllm trace`` as a user has it: record, look into the file, draw it."""
+"""``staticllm trace`` as a user runs it: record, read the file, draw it."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def test_record_writes_every_request(recorded):
     assert {"X", "M", "C", "i"} == {event["ph"] for event in events}
     ended = Trace.load(recorded).requests
     assert [len(request.token_times) for request in ended] == [8] * 6 and {r.num_prompt for r in ended} == {40}
-    assert any(event["name"] == "swapped" and event["ph"] == "X" for event in events), "six requests, two slots"
+    assert any(event["name"] == "swapped" and event["ph"] == "X" for event in events), "six requests, MAX_NUM_SEQS is 2"
 
 
 def test_slices_of_one_track_do_not_overlap(recorded):
-    """The engine's own clock: an open end of one call after the begin of the next would be lost in a viewer."""
+    """With the engine's own clock: viewers drop a slice that ends after the next one begins."""
     steps = Trace.load(recorded).steps
     assert all(before.end <= after.start for before, after in pairwise(steps))
     assert all(request.ended >= request.token_times[-1] for request in Trace.load(recorded).requests)

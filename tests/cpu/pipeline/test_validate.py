@@ -57,7 +57,7 @@ def test_tokens_are_out_some_time_after_their_call_and_a_request_wakes_an_idle_d
 def test_both_sides_serve_the_same_requests(monkeypatch):
     monkeypatch.setattr(validation, "WORKLOADS", ((12, 6), (20, 10)))
     monkeypatch.setattr(validation, "CALIBRATION_REQUESTS", 3)
-    checks = validation.validate(demo_model_path(), "CPU", ["fcfs"], 5, None, 0)
+    checks = [check for check, _ in validation.validate(demo_model_path(), "CPU", ["fcfs"], 5, None, 0)]
     assert [(check.prompt, check.output) for check in checks] == [(12, 6), (20, 10)]
     for check in checks:
         sides = (check.predicted, check.measured, check.replayed)

@@ -12,7 +12,7 @@ from output_queues import outputs_of
 from staticllm.core import Variant
 from staticllm.pipelines.engine.output_queue import Finished, TokenOutput
 from staticllm.pipelines.engine.request import EngineRequest
-from staticllm.pipelines.generation.sampler import SamplingParams
+from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import assert_empty, fake_engine, fake_request, run_to_end
 
