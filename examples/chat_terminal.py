@@ -1,4 +1,4 @@
-"""Chat in the terminal: python chat_terminal.py [MODEL_DIR]. Ctrl-C stops an answer; at the prompt it leaves, as Ctrl-D does."""
+"""Chat in the terminal: python chat_terminal.py [MODEL_DIR]. Ctrl-C stops an answer; at the prompt it ends the chat."""
 
 import sys
 
@@ -22,7 +22,7 @@ def main() -> None:
         except KeyboardInterrupt:
             print(" [stopped; this turn is forgotten]")
         except StaticLLMError as error:
-            print(f"{error}\nThe conversation starts anew.")
+            print(f"{error}\nThe conversation starts over.")
             pipe.start_chat()
 
 

@@ -1,4 +1,4 @@
-"""Chat in a window: python chat_window.py [MODEL_DIR]. The model lives in a worker thread, the widgets in the main one."""
+"""Chat in a window: python chat_window.py [MODEL_DIR]. The model runs in a worker thread, the widgets in the main one."""
 
 import queue
 import sys
@@ -10,7 +10,7 @@ from tkinter.scrolledtext import ScrolledText
 
 import staticllm
 
-FONT = ("Helvetica", 12)  # Tk takes the nearest that the system has
+FONT = ("Helvetica", 12)  # Tk takes the nearest font that the system has
 COLOURS = {"user": "#1d4ed8", "assistant": "#1f2937", "error": "#b91c1c", "hint": "#6b7280"}
 HINT = "Type a message below and press Enter. Escape, or Stop, ends an answer.\n"
 
@@ -19,7 +19,7 @@ class ChatWindow:
     def __init__(self, root: tk.Tk, model_dir: str | None = None) -> None:
         self.root = root
         self.prompts: queue.Queue[str | None] = queue.Queue()  # to the worker; None ends it
-        self.events: queue.Queue[tuple[str, str]] = queue.Queue()  # from the worker: what it is, and its text
+        self.events: queue.Queue[tuple[str, str]] = queue.Queue()  # from the worker: kind and text
         self.stopping = threading.Event()
         self._build()
         self.worker = threading.Thread(target=self._work, args=(model_dir,), name="chat-worker")
@@ -28,7 +28,7 @@ class ChatWindow:
 
     def _build(self) -> None:
         if self.root.tk.call("tk", "windowingsystem") == "x11":
-            ttk.Style().theme_use("clam")  # the default there is from the 1990s
+            ttk.Style().theme_use("clam")  # the default theme there is from the 1990s
         self.root.configure(padx=12, pady=12, background=ttk.Style().lookup("TFrame", "background"))
         self.status = ttk.Label(self.root, text="Loading the model …", foreground="#4b5563")
         self.status.pack(side="bottom", anchor="w")
@@ -41,7 +41,7 @@ class ChatWindow:
         self.send_button.pack(side="left", padx=8)
         self.stop_button = ttk.Button(bar, text="Stop", command=self.stopping.set, state="disabled")
         self.stop_button.pack(side="left")
-        self.root.bind("<Return>", lambda event: self.send_button.invoke())  # does nothing while it is disabled
+        self.root.bind("<Return>", lambda event: self.send_button.invoke())  # a disabled button ignores it
         self.root.bind("<Escape>", lambda event: self.stop_button.invoke())
         self.history = ScrolledText(self.root, font=FONT, wrap="word", padx=16, pady=8, bg="white", state="disabled")
         self.history.pack(fill="both", expand=True)
@@ -78,7 +78,7 @@ class ChatWindow:
         for kind, events in groupby(news, key=lambda event: event[0]):
             texts = [text for _, text in events]
             if kind in COLOURS:
-                self.show("".join(texts), kind)  # a call a token would be slow: laying out the text takes time
+                self.show("".join(texts), kind)  # one call per token would be slow: each lays out the text
             else:
                 self.status.configure(text=texts[-1])
             if kind == "ready":
@@ -86,7 +86,7 @@ class ChatWindow:
                 self.stop_button.configure(state="disabled")
         self.root.after(30, self._poll)
 
-    def _work(self, model_dir: str | None) -> None:  # this and what follows runs in the worker and touches no widget
+    def _work(self, model_dir: str | None) -> None:  # this method and those below run in the worker and touch no widget
         try:
             pipe = staticllm.StaticLLMPipeline(model_dir or staticllm.demo_model_path(), on_progress=self._on_progress)
         except Exception as error:
@@ -102,7 +102,7 @@ class ChatWindow:
                 if self.stopping.is_set():
                     self.events.put(("hint", " [stopped]"))
             except Exception as error:
-                self.events.put(("error", f"\n{error}\nThe conversation starts anew."))
+                self.events.put(("error", f"\n{error}\nThe conversation starts over."))
                 pipe.start_chat()
             self.events.put(("ready", "Ready"))
 

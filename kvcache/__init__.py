@@ -1,1 +1,1 @@
-"""Between steps: rows, masks, positions and sequences."""
+"""Between steps: slots, masks, positions and sequences."""

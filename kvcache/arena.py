@@ -1,4 +1,4 @@
-"""The pre-allocated rows: one block of memory for each state, allocated once, viewed at any stride.
+"""The arena: pre-allocated KV slots, one block of memory for each group of states, viewed at any stride.
 
 States of equal shape share one array, so that a commit over all layers is one assignment. Storage of a group of n states is
 ``[n, heads * num_slots * head_dim]``; at stride T the front of each line is read as ``[heads, T, head_dim]``. A program
@@ -8,84 +8,56 @@ always gets a contiguous ``[1, heads, T, head_dim]`` that starts at the same add
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.core import KVState, KVType
+from staticllm.core import KVState
+from staticllm.kvcache.groups import StateGroup, group_states, place_of
 
 Array = NDArray[Any]
-HOST_TYPES: dict[KVType, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "u8": np.uint8}
-"""What numpy holds rows in. It has no bf16, and the host only moves rows, never reads them."""
-
-
-@dataclass(frozen=True)
-class StateGroup:
-    """States with the same heads, head size and type: their places in the model's list, and their common storage."""
-
-    members: tuple[int, ...]
-    heads: int
-    head_dim: int
-    storage: Array  # [n, heads * num_slots * head_dim]
-
-    def view(self, stride: int) -> Array:
-        """All members at ``stride``: ``[n, heads, stride, head_dim]``."""
-        front = self.storage[:, : self.heads * stride * self.head_dim]
-        return np.lib.stride_tricks.as_strided(
-            front,
-            (len(self.members), self.heads, stride, self.head_dim),
-            (
-                self.storage.strides[0],
-                stride * self.head_dim * self.storage.itemsize,
-                self.head_dim * self.storage.itemsize,
-                self.storage.itemsize,
-            ),
-        )
-
-
-def group_states(states: Sequence[KVState]) -> list[tuple[tuple[int, ...], int, int, type[np.generic]]]:
-    """``(members, heads, head_dim, type)`` for each distinct shape and type, in order of first appearance."""
-    groups: dict[tuple[int, int, type[np.generic]], list[int]] = {}
-    for index, state in enumerate(states):
-        groups.setdefault((state.heads, state.head_dim, HOST_TYPES[state.kv_type]), []).append(index)
-    return [(tuple(members), *key) for key, members in groups.items()]
 
 
 class Arena:
-    """Rows for all states of a model. ``stride`` is the stride that the memory has now."""
+    """Slots for all KV states of a model. ``stride`` is how many slots the memory of one head has now.
+
+    Runs on the engine's thread.
+    """
 
     def __init__(self, states: Sequence[KVState], num_slots: int) -> None:
         self.num_slots = num_slots
         self.num_states = len(states)
-        self.groups = []
-        for members, heads, head_dim, dtype in group_states(states):
-            storage = np.empty((len(members), heads * num_slots * head_dim), dtype)
+        self.groups = group_states(tuple(states))
+        self._storage: list[Array] = []
+        for group in self.groups:
+            storage = np.empty((len(group.members), group.heads * num_slots * group.head_dim), group.dtype)
             storage.fill(0)  # touch every page now: memory must not grow while generating
-            self.groups.append(StateGroup(members, heads, head_dim, storage))
+            self._storage.append(storage)
         self.stride = num_slots
-        self._views = [group.view(num_slots) for group in self.groups]
+        self._views = self._views_at(num_slots)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rows; constant for the life of the arena."""
-        return sum(group.storage.nbytes for group in self.groups)
+        """Bytes of all slots; constant for the life of the arena."""
+        return sum(storage.nbytes for storage in self._storage)
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where the memory of each group begins; constant for the life of the arena."""
+        return [storage.ctypes.data for storage in self._storage]
 
     def state_view(self, index: int, stride: int) -> Array:
         """State ``index`` as a program sees it: ``[1, heads, stride, head_dim]``, contiguous."""
-        for group in self.groups:
-            if index in group.members:
-                line = group.members.index(index)
-                return group.view(stride)[line : line + 1]
-        raise IndexError(index)
+        number, line = place_of(self.groups, index)
+        return _view(self._storage[number], self.groups[number], stride)[line : line + 1]
 
     def set_stride(self, stride: int, used_slots: int) -> None:
-        """Re-stride in place, keeping rows ``0 .. used_slots``. Costs nothing if they are none or nothing changes."""
+        """Re-stride in place, keeping slots ``0 .. used_slots``. Free of cost where nothing is in use or nothing changes."""
         assert used_slots <= min(stride, self.num_slots) and stride <= self.num_slots
         if stride == self.stride:
             return
-        targets = [group.view(stride) for group in self.groups]
+        targets = self._views_at(stride)
         if used_slots:
             for source, target in zip(self._views, targets, strict=True):
                 _restride(source, target, used_slots)
@@ -97,28 +69,38 @@ class Arena:
             view[:, :, slots] = present[:, :, source]
 
     def host_memory(self, count: int) -> tuple[Array, ...]:
-        """Memory for ``count`` rows outside the arena, for each group ``[n, heads, count, head_dim]``."""
-        return tuple(np.empty((*view.shape[:2], count, view.shape[3]), view.dtype) for view in self._views)
+        """Memory for ``count`` slots outside the arena: for each group ``[n, heads, count, head_dim]``, uninitialised."""
+        return tuple(np.empty(group.shape(count), group.dtype) for group in self.groups)
 
     def read(self, slots: slice | Array, into: Sequence[Array], target: slice) -> None:
-        """Copy arena slots ``slots`` to rows ``target`` of such memory."""
+        """Copy arena slots ``slots`` to places ``target`` of memory that ``host_memory`` gave."""
         for view, copied in zip(self._views, into, strict=True):
             copied[:, :, target] = view[:, :, slots]
 
     def move(self, sources: Array, targets: Array) -> None:
-        """Copy rows ``sources`` to rows ``targets``."""
+        """Copy slots ``sources`` to slots ``targets``, index arrays of equal length."""
         for view in self._views:
             view[:, :, targets] = view[:, :, sources]
 
     def clear(self) -> None:
         """Zero everything. Only needed after non-finite numbers: a hidden NaN still poisons a weighted sum."""
-        for group in self.groups:
-            group.storage.fill(0)
+        for storage in self._storage:
+            storage.fill(0)
+
+    def _views_at(self, stride: int) -> list[Array]:
+        return [_view(storage, group, stride) for storage, group in zip(self._storage, self.groups, strict=True)]
+
+
+def _view(storage: Array, group: StateGroup, stride: int) -> Array:
+    """All members of a group at ``stride``: ``[n, heads, stride, head_dim]``."""
+    item, line = storage.itemsize, group.head_dim * storage.itemsize
+    front = storage[:, : group.heads * stride * group.head_dim]
+    return np.lib.stride_tricks.as_strided(front, group.shape(stride), (storage.strides[0], stride * line, line, item))
 
 
 def _restride(source: Array, target: Array, used_slots: int) -> None:
     """Move head by head, from the far end when growing, so that nothing is overwritten before it has moved."""
     heads = source.shape[1]
-    growing = target.shape[2] > source.shape[2]
-    for head in range(heads - 1, 0, -1) if growing else range(1, heads):
+    is_growing = target.shape[2] > source.shape[2]
+    for head in range(heads - 1, 0, -1) if is_growing else range(1, heads):
         target[:, head, :used_slots] = source[:, head, :used_slots]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Iterator
 from collections.abc import Sequence as List
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,79 +16,22 @@ from staticllm.kvcache.arena import Arena
 from staticllm.kvcache.finite import is_finite
 from staticllm.kvcache.mask import MaskBuilder, paint_positions
 from staticllm.kvcache.recurrent import StateBank
-from staticllm.kvcache.sequence import Sequence, StateSet
+from staticllm.kvcache.sequence import Sequence
 from staticllm.kvcache.slot_allocator import SlotAllocator
 from staticllm.kvcache.step import Step, StepBuffers
+from staticllm.kvcache.stored import SequenceCopy, StoredLayout, StoredSequence, as_index
 
-PAD_TOKEN = 0  # idle slots hold it; nobody sees what becomes of them
-
-
-@dataclass(frozen=True)
-class StoredSequence:
-    """A sequence outside the arena: its tokens, and for each group of states their slots ``[n, heads, length, head_dim]``.
-
-    ``states`` are the recurrent ones after the last token.
-    """
-
-    tokens: tuple[int, ...]
-    kv: tuple[NDArray[Any], ...]
-    states: StateSet = ()
-
-    @cached_property
-    def ids(self) -> NDArray[np.int64]:
-        """The tokens, ready to be compared."""
-        return np.array(self.tokens, np.int64)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(array.nbytes for array in (*self.kv, *self.states))
-
-
-@dataclass(frozen=True)
-class StoredLayout:
-    """What a sequence of this model is outside the arena. ``groups``: ``(n, heads, head_dim, type)`` of each group of states,
-    ``states``: shape and type of each recurrent one."""
-
-    groups: tuple[tuple[int, int, int, np.dtype[Any]], ...]
-    states: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
-    vocab_size: int
-
-    def kv_shapes(self, count: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Shape ``[n, heads, count, head_dim]`` and type of the slots of each group."""
-        return [((members, heads, count, head_dim), dtype) for members, heads, head_dim, dtype in self.groups]
-
-    def fits(self, stored: StoredSequence) -> bool:
-        """Whether stored slots have these shapes and types."""
-        kv = [(array.shape, array.dtype) for array in stored.kv]
-        states = [(array.shape, array.dtype) for array in stored.states]
-        return kv == self.kv_shapes(len(stored.tokens)) and states == list(self.states)
-
-
-class SequenceCopy:
-    """The slots of a sequence on their way out of the arena. Nothing may change the sequence meanwhile; its slots may move."""
-
-    def __init__(self, arena: Arena, sequence: Sequence, states: StateSet) -> None:
-        self.sequence, self._states = sequence, states
-        self._arena, self._arrays, self._done = arena, arena.host_memory(len(sequence)), 0
-
-    def advance(self, count: int) -> bool:
-        """Copy the next ``count`` slots. True if none are left."""
-        start, self._done = self._done, min(self._done + count, len(self.sequence))
-        self._arena.read(_as_index(self.sequence.slots[start : self._done]), self._arrays, slice(start, self._done))
-        return self._done == len(self.sequence)
-
-    @property
-    def stored(self) -> StoredSequence:
-        """What was copied, all of it."""
-        assert self._done == len(self.sequence), "slots are missing"
-        return StoredSequence(tuple(self.sequence.tokens), self._arrays, self._states)
+PAD_TOKEN = 0  # idle rows hold it; no token sees what becomes of them
 
 
 class KVCache:
-    """All that lives from one step to the next.
+    """Everything that lives from one step to the next: arena, slots, sequences, recurrent states and masks.
 
     ``kv_lens`` are the KV lengths that programs exist for, ascending; the arena grows along them.
-    A step is ``fill`` (before the device runs) and ``commit`` (after); a failed step is simply not committed.
+    A step is ``fill`` (before the device runs) and ``commit`` (after); a failed step is simply not committed. After an exception
+    inside a transaction ``is_void`` is True: slots and sequences may disagree, and only ``reset`` helps.
+
+    Runs on the engine's thread.
     """
 
     def __init__(self, shape: ModelShape, kv_lens: List[int]) -> None:
@@ -100,13 +41,17 @@ class KVCache:
         self.slots = SlotAllocator(self.num_slots)
         self.states = StateBank(shape.recurrent_states)
         self._masks = MaskBuilder()
-        self.layout = StoredLayout(
-            tuple((len(g.members), g.heads, g.head_dim, g.storage.dtype) for g in self.arena.groups),
-            tuple((array.shape, array.dtype) for array in self.states.past),
-            shape.vocab_size,
-        )
-        self.is_settled = True  # False while slots change hands, and after an exception ended that
+        state_specs = tuple((array.shape, array.dtype) for array in self.states.past)
+        self.layout = StoredLayout(self.arena.groups, state_specs, shape.vocab_size)
+        self.is_void = False
         self._open: weakref.WeakSet[Sequence] = weakref.WeakSet()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """A block in which slots change hands. If it raises, ``is_void`` is True until ``reset``."""
+        self.is_void = True
+        yield
+        self.is_void = False
 
     def open(self) -> Sequence:
         """A new, empty sequence. Costs nothing: stale slots are hidden by the mask, not zeroed."""
@@ -140,7 +85,7 @@ class KVCache:
         return copy.stored
 
     def begin_copy(self, sequence: Sequence) -> SequenceCopy:
-        """The same, to be done piece by piece."""
+        """The same copy, to be made in chunks."""
         return SequenceCopy(self.arena, sequence, self.states.of(sequence) or ())
 
     def bring_back(self, stored: StoredSequence, length: int) -> Sequence:
@@ -149,7 +94,7 @@ class KVCache:
         sequence = self.open()
         sequence.states = stored.states or None
         slots = self._allocate(length)
-        self.arena.write(_as_index(slots), stored.kv, slice(0, length))
+        self.arena.write(as_index(slots), stored.kv, slice(0, length))
         sequence.append(stored.tokens[:length], slots)
         return sequence
 
@@ -170,7 +115,7 @@ class KVCache:
         return self.kv_lens[bisect_left(self.kv_lens, num_slots)]
 
     def fill(self, step: Step, buffers: StepBuffers) -> None:
-        """Write ids, positions, masks and logit slots of a step; give the arena the step's KV length."""
+        """Before the device runs: write ids, positions, masks and logit rows of a step, and give the arena the step's stride."""
         if step.variant.kv_len:
             self.arena.set_stride(step.variant.kv_len, self.slots.high_slot)
         if self.states:
@@ -178,19 +123,19 @@ class KVCache:
         buffers.input_ids.fill(PAD_TOKEN)
         buffers.position_ids.fill(0)
         buffers.logit_rows.fill(0)
-        last_rows = []
+        logit_rows: list[int] = []
         for start, segment in step.placed():
             count, first = len(segment.tokens), len(segment.sequence)
             buffers.input_ids[0, start : start + count] = segment.tokens
             buffers.position_ids[..., start : start + count] = np.arange(first, first + count)
-            last_rows.append(start + count - 1)
-        buffers.logit_rows[: len(last_rows)] = last_rows
+            logit_rows.extend(range(start + count - segment.num_logits, start + count))
+        buffers.logit_rows[: len(logit_rows)] = logit_rows
         self._masks.paint(step, buffers)
         if buffers.key_positions is not None and buffers.query_positions is not None:
             paint_positions(step, buffers.key_positions[0, 0, 0], buffers.query_positions[0, 0, :, 0])
 
     def are_finite(self, step: Step, buffers: StepBuffers) -> list[bool]:
-        """For each segment of a step that ran: whether its new slots, and the new states, are finite and may be kept."""
+        """For each segment of a step that ran: whether its new keys, values and states are finite and may be kept."""
         count = sum(len(segment.tokens) for segment in step.segments)
         if not all(map(is_finite, self.states.present)):
             return [False] * len(step.segments)
@@ -202,35 +147,41 @@ class KVCache:
         ]
 
     def commit(
-        self,
-        step: Step,
-        buffers: StepBuffers,
-        keep: List[bool] | None = None,
-        aside: Collection[int] = (),
-    ) -> dict[int, StoredSequence]:
-        """Keep what a step computed: slots, tokens and positions, together. ``keep`` leaves out segments that failed.
+        self, step: Step, buffers: StepBuffers, accepted: List[int] | None = None
+    ) -> list[StoredSequence | None]:
+        """Keep what a step computed: keys and values, tokens and positions, together.
 
-        The slots of segments in ``aside``, fresh ones, are returned and never enter the arena.
+        Args:
+            step: The step that ``fill`` was called with.
+            buffers: The memory that the program wrote to.
+            accepted: For each segment, how many of its tokens are kept, from the front; 0 for a segment that failed, fewer
+                than all for a draft that was accepted in part. None for all. A recurrent state cannot be cut: all or 0.
+
+        Returns:
+            For each segment with ``to_host`` its stored sequence, which never enters the arena; None for the others.
         """
-        self.is_settled, stored = False, {}
-        for index, (start, segment) in enumerate(step.placed()):
-            if keep and not keep[index]:
-                continue
-            count = len(segment.tokens)
-            if index in aside:
-                assert not len(segment.sequence), "only a fresh sequence can be set aside"
-                taken = tuple(present[:, :, start : start + count].copy() for present in buffers.presents)
-                stored[index] = StoredSequence(tuple(segment.tokens.tolist()), taken, self.states.written())
-                continue
-            slots = self._allocate(count)
-            self.arena.write(_as_index(slots), buffers.presents, slice(start, start + count))
-            segment.sequence.append(segment.tokens.tolist(), slots)
-            self.states.commit()
-        self.is_settled = True
+        stored: list[StoredSequence | None] = []
+        with self.transaction():
+            for index, (start, segment) in enumerate(step.placed()):
+                count = len(segment.tokens) if accepted is None else accepted[index]
+                assert count in (0, len(segment.tokens)) or not self.states, "a recurrent state cannot be cut"
+                rows = slice(start, start + count)
+                stored.append(self._to_host(segment.tokens, buffers, rows) if count and segment.to_host else None)
+                if not count or segment.to_host:
+                    continue
+                slots = self._allocate(count)
+                self.arena.write(as_index(slots), buffers.presents, rows)
+                segment.sequence.append(segment.tokens[:count].tolist(), slots)
+                self.states.commit()
         return stored
 
+    def _to_host(self, tokens: NDArray[np.int64], buffers: StepBuffers, rows: slice) -> StoredSequence:
+        """A whole fresh sequence, taken from the program's outputs."""
+        kv = tuple(present[:, :, rows].copy() for present in buffers.presents)
+        return StoredSequence(tuple(tokens.tolist()), kv, self.states.written())
+
     def _allocate(self, count: int) -> NDArray[np.intp]:
-        """Rows for ``count`` tokens. Grows the arena where they need it."""
+        """Slots for ``count`` tokens. Grows the arena where they need it."""
         used = self.slots.high_slot
         slots = self.slots.allocate(count)
         needed = max(used, int(slots[-1]) + 1) if count else used
@@ -245,11 +196,4 @@ class KVCache:
         self._open = weakref.WeakSet()
         self.arena.clear()
         self.states.clear()
-        self.is_settled = True
-
-
-def _as_index(slots: NDArray[np.intp]) -> slice | NDArray[np.intp]:
-    """A slice where the slots are contiguous: copying through one is several times faster."""
-    if slots.size and int(slots[-1]) - int(slots[0]) + 1 == slots.size and (slots[1:] > slots[:-1]).all():
-        return slice(int(slots[0]), int(slots[-1]) + 1)
-    return slots
+        self.is_void = False

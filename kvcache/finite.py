@@ -1,4 +1,4 @@
-"""Rows and states that are finite: what is not must never be kept, since a hidden NaN poisons every sum that it is hidden in."""
+"""Numbers that are finite: others must never be kept, since a hidden NaN poisons every sum that it is hidden in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host pool: slots outside the arena, in host memory. Those of swapped out requests, and of conversations that may go on."""
+"""The host pool: KV slots outside the arena, of swapped requests and of conversations kept for their prefix."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from collections.abc import Sequence as TokenList
 
 import numpy as np
 
-from staticllm.kvcache.cache import StoredSequence
 from staticllm.kvcache.sequence import common_prefix
+from staticllm.kvcache.stored import StoredSequence
 
 
 class HostPool:
-    """At most ``num_slots`` slots. Swapped ones stay until they are taken; kept conversations go, the oldest first.
+    """At most ``num_slots`` slots. Those of swapped requests stay until they are taken; conversations go, the oldest first.
 
-    ``state_slots``: the recurrent states of one conversation take as much memory as so many slots. Where there are any, a
-    conversation can only be used as a whole.
+    ``state_slots``: how many slots the recurrent states of one conversation are worth in memory. A conversation with such states
+    can only be reused as a whole.
+
+    Runs on the engine's thread.
     """
 
     def __init__(self, num_slots: int, state_slots: int = 0) -> None:
@@ -27,23 +29,28 @@ class HostPool:
 
     @property
     def free_slots(self) -> int:
-        """Rows that the next request to be swapped out can have; kept conversations make way."""
+        """Slots that the next request to be swapped out can have; kept conversations are dropped for it."""
         return max(0, self.num_slots - self.num_swapped_slots - self._state_slots)
 
     def swap_out(self, owner: int, stored: StoredSequence) -> None:
-        """Hold the slots of a request. The caller has asked ``free_slots``."""
+        """Hold the sequence of a request. The caller has checked ``free_slots``."""
         self.num_swapped_slots += self._size(stored.tokens)
         self._swapped[owner] = stored
         self._shrink()
 
     def take(self, owner: int) -> StoredSequence:
-        """The slots of a request, which leave the host pool."""
+        """The sequence of a request; it leaves the pool."""
         stored = self._swapped.pop(owner)
         self.num_swapped_slots -= self._size(stored.tokens)
         return stored
 
-    def keep(self, stored: StoredSequence) -> None:
-        """Hold a conversation for whoever goes on with it; what it begins with need not be held apart, if it can be cut."""
+    def keep(self, stored: StoredSequence) -> bool:
+        """Keep a conversation for its prefix. A kept one that it begins with is dropped, unless only wholes can be reused.
+
+        False if the pool has no room for it.
+        """
+        if self._size(stored.tokens) > self.num_slots - self.num_swapped_slots:
+            return False
         begins = [old.tokens for old in self._kept.values() if common_prefix(old.ids, stored.ids) == len(old.tokens)]
         for tokens in begins:
             if not self._state_slots or tokens == stored.tokens:
@@ -51,9 +58,13 @@ class HostPool:
         self._kept[stored.tokens] = stored
         self.num_kept_slots += self._size(stored.tokens)
         self._shrink()
+        return True
 
     def longest(self, tokens: TokenList[int], is_whole: bool = False) -> tuple[StoredSequence | None, int]:
-        """The kept conversation with the longest common prefix, and its length; ``is_whole``: only one that is all prefix."""
+        """The kept conversation with the longest common prefix, and its length.
+
+        With ``is_whole`` only a conversation that is a prefix of ``tokens`` as a whole.
+        """
         best, length, ids = None, 0, np.array(tokens, np.int64)
         for stored in self._kept.values():
             common = common_prefix(stored.ids, ids)

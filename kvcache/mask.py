@@ -1,4 +1,4 @@
-"""The mask builder: the only truth about who sees what.
+"""The mask builder: the only place that decides which token sees which.
 
 A mask row belongs to one token; its columns are the T arena slots, then the S rows of the step itself. A token sees the
 arena slots of its own sequence and the step's rows of its own segment up to itself, both cut by the window of the mask kind.
@@ -100,7 +100,8 @@ def _paint_past(past: Mask, segment: Segment, first: NDArray[np.int64] | None) -
 def paint_positions(step: Step, keys: NDArray[np.int32], queries: NDArray[np.int32]) -> None:
     """The positions of all rows that the step sees, ``keys [T+S]``, and of its own, ``queries [S]``, in their sequences.
 
-    Rows of others keep what they hold: whoever does not see them does not see their positions. An idle row is at 0.
+    Columns of other sequences keep what they hold: a token that does not see them does not see their positions. An idle row is
+    at position 0.
     """
     kv_len = step.variant.kv_len
     keys[kv_len:] = queries[:] = 0

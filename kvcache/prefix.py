@@ -1,4 +1,4 @@
-"""Prefix reuse: a prompt that begins as something known begins does not compute that part again."""
+"""Prefix reuse: a prompt that begins like a known sequence does not compute that part again."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as TokenList
 
-from staticllm.kvcache.cache import KVCache, SequenceCopy, StoredSequence
+from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.host_pool import HostPool
 from staticllm.kvcache.sequence import Sequence, common_prefix
+from staticllm.kvcache.stored import SequenceCopy, StoredSequence
 
-WORTH_IT = 16
-"""Shorter prefixes are computed again, unless they are half of the prompt: a fresh prompt runs in cheaper programs."""
-SHORT_REST = 64
-"""A conversation that would lose no more than this is continued in place; else its prefix is shared and the rest kept."""
-
-
-PIECE = 256
-"""Rows that go to the host pool during a call in which somebody decodes: who streams must not wait for a long copy."""
+MIN_PREFIX = 16
+"""Shorter prefixes are recomputed unless they are half of the prompt: a fresh prompt runs in cheaper programs."""
+MAX_LOST = 64
+"""A cached sequence that would lose no more tokens than this is continued in place; else its prefix is shared and it stays."""
+OFFLOAD_SLOTS = 256
+"""Slots that are offloaded during one call: a decoding request must not wait for a long copy."""
 
 
 class PrefixCache:
-    """Knows the tokens of every slot: of running sequences, of the last finished one (resident), and of those in the host pool.
+    """Prefixes of running sequences, of the last finished one (``cached``), and of conversations in the host pool.
 
     The last finished sequence stays in the arena, so that a conversation with one user at a time is never copied. It is
     offloaded to the host pool when other sequences need its slots or pay for them with a larger KV length: while the device
     runs or is idle, unless its slots are needed at once.
+
+    Runs on the engine's thread.
     """
 
     def __init__(self, cache: KVCache, host_pool: HostPool, is_enabled: bool = True) -> None:
@@ -36,16 +37,16 @@ class PrefixCache:
 
     @property
     def idle_slots(self) -> int:
-        """Rows that would be free without the resident and those that are leaving."""
+        """Slots that would be free without the cached sequence and those that are being offloaded."""
         return self._cache.slots.count_only([sequence.slots for sequence in self._idle()])
 
     @property
     def is_offloading(self) -> bool:
-        """Whether a conversation is on its way to the host pool."""
+        """Whether a sequence is on its way to the host pool."""
         return bool(self._offloading)
 
     def keep(self, sequence: Sequence) -> None:
-        """A request has ended: hold its slots for the next that begins like it."""
+        """A request has ended: hold its slots for the next request that begins with the same tokens."""
         if not self._is_enabled or not len(sequence):
             self._cache.close(sequence)
             return
@@ -54,69 +55,71 @@ class PrefixCache:
         if previous is not None and is_part and (not self._is_whole or len(previous) == len(sequence)):
             self._cache.close(previous)
         elif previous is not None:
-            self._leave(previous)
+            self._offload(previous)
 
     def attach(self, tokens: TokenList[int], running: Iterable[Sequence]) -> Sequence:
-        """A sequence that begins with as much of ``tokens`` as is known; the last one always runs."""
+        """A sequence that begins with the longest known prefix of ``tokens``; the last token always runs."""
         wanted = tokens[:-1]
         if not self._is_enabled:
             return self._cache.open()
         source, length = self._longest_in_arena(wanted, running)
         stored, stored_length = self._host_pool.longest(wanted, self._is_whole)
-        if max(length, stored_length) < min(WORTH_IT, (len(tokens) + 1) // 2):
+        if max(length, stored_length) < min(MIN_PREFIX, (len(tokens) + 1) // 2):
             return self._cache.open()
         if stored is not None and stored_length > length and self._cache.slots.num_free > len(tokens):
             return self._cache.bring_back(stored, stored_length)
         if source is None or not length:
             return self._cache.open()
-        if source is self._cached and len(source) - length <= SHORT_REST and not self._is_whole:
+        if source is self._cached and len(source) - length <= MAX_LOST and not self._is_whole:
             self._cached = None
             self._cache.cut(source, length)
             return source
         return self._cache.fork(source, length)
 
     def evict(self, num_slots: int = 0) -> None:
-        """Before a call: the resident leaves if it costs everybody else a larger KV length, or if ``num_slots`` are not free.
+        """Before a call: offload the cached sequence if it makes the call larger, or if fewer than ``num_slots`` are free.
 
-        Who leaves has left before that only if these slots are needed.
+        Offloads that are already under way are completed only when their slots are needed now.
         """
         if self._cached is not None:
             used, idle = self._cache.slots.num_used, self.idle_slots
             others = self._cache.kv_len_for(max(used - idle, 1))
             if self._cache.slots.num_free < num_slots or (used > idle and others < self._cache.kv_len_for(used)):
                 cached, self._cached = self._cached, None
-                self._leave(cached)
+                self._offload(cached)
         while self._offloading and self._cache.slots.num_free < num_slots:
             self._finish_offload()
 
-    def advance(self, is_hurried: bool = False) -> None:
-        """Move one piece of who leaves to the host pool, or all of them; the device may be reading the arena."""
-        self._cache.is_settled = False
-        while self._offloading and is_hurried:
-            self._finish_offload()
-        if self._offloading and self._offloading[0].advance(PIECE):
-            self._finish_offload()
-        self._cache.is_settled = True
+    def advance(self) -> None:
+        """Offload one chunk; the device may be reading the arena."""
+        with self._cache.transaction():
+            if self._offloading and self._offloading[0].advance(OFFLOAD_SLOTS):
+                self._finish_offload()
+
+    def finish_offloading(self) -> None:
+        """Complete all offloads at once; the device may be reading the arena."""
+        with self._cache.transaction():
+            while self._offloading:
+                self._finish_offload()
 
     def keep_prompt(self, sequence: Sequence) -> None:
-        """A prompt has just run, and nothing of its answer: where only whole conversations can be used, hold it by itself.
+        """Keep the prompt by itself where only whole conversations can be reused; its answer has not begun yet.
 
-        Whoever asks again, or whose answer comes back in other tokens, begins there.
+        The same question, or an answer that comes back in other tokens, begins there.
         """
-        if self._is_enabled and self._is_whole and len(sequence) >= WORTH_IT:
+        if self._is_enabled and self._is_whole and len(sequence) >= MIN_PREFIX:
             self._host_pool.keep(self._cache.copy_out(sequence))
 
-    def restore(self, stored: StoredSequence) -> None:
-        """Hold slots that were saved."""
-        self._host_pool.keep(stored)
+    def restore(self, stored: StoredSequence) -> bool:
+        """Keep a sequence in the host pool; False if it does not fit."""
+        return self._host_pool.keep(stored)
 
     def find(self, tokens: TokenList[int], running: Iterable[Sequence]) -> StoredSequence | None:
-        """A copy of the slots with the longest prefix of ``tokens``; None if nothing begins like them."""
+        """A copy of the longest known prefix of ``tokens``; None if nothing begins like them."""
         source, length = self._longest_in_arena(tokens, running)
         stored, stored_length = self._host_pool.longest(tokens, self._is_whole)
         if stored is not None and stored_length > length:
-            kv = tuple(array[:, :, :stored_length] for array in stored.kv)
-            return StoredSequence(stored.tokens[:stored_length], kv, stored.states)
+            return stored.prefix(stored_length)
         if source is None or not length:
             return None
         fork = self._cache.fork(source, length)
@@ -140,14 +143,14 @@ class PrefixCache:
     def _idle(self) -> list[Sequence]:
         return [*([self._cached] if self._cached else []), *(copy.sequence for copy in self._offloading)]
 
-    def _leave(self, sequence: Sequence) -> None:
-        if len(sequence) >= WORTH_IT:
+    def _offload(self, sequence: Sequence) -> None:
+        if len(sequence) >= MIN_PREFIX:
             self._offloading.append(self._cache.begin_copy(sequence))
         else:
             self._cache.close(sequence)
 
     def _finish_offload(self) -> None:
-        """The first that leaves has left."""
+        """Finish offloading the oldest outgoing sequence and free its slots."""
         copy = self._offloading.popleft()
         if len(copy.sequence) <= self._host_pool.free_slots:
             copy.advance(len(copy.sequence))

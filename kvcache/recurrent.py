@@ -1,4 +1,4 @@
-"""Recurrent states: of fixed size, one set a sequence, replaced by every step.
+"""Recurrent states: of fixed size, one set per sequence, replaced by every step.
 
 Programs read one set and write another. A sequence that runs again and again stays *live*: after a step the new set is copied
 over the old one, and nothing else. When another sequence runs, the one before takes its set along.
@@ -54,7 +54,7 @@ class StateBank:
         return None if sequence.states is None else _copies(sequence.states)
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence begins anew."""
+        """Forget the states of a sequence; it begins with zeros again."""
         sequence.states = None
         if self._live is sequence:
             self._live = None

@@ -1,4 +1,4 @@
-"""A sequence: the tokens of one conversation that are in the arena, and the slots they lie in."""
+"""A sequence: the tokens of one conversation that are in the arena, and their slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAD = 8
 class Sequence:
     """Token i has position i and lies in arena slot ``slots[i]``. Only ``KVCache`` changes a sequence.
 
-    ``epoch`` counts the changes other than appending; a mask painted in another epoch must be painted anew.
+    ``epoch`` counts the changes other than appending; a mask that was painted in another epoch must be repainted.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -32,9 +32,11 @@ class Sequence:
 
     @property
     def slots(self) -> NDArray[np.intp]:
+        """Arena slots ``[length]``, in the order of the tokens."""
         return self._slots[: len(self.tokens)]
 
     def append(self, tokens: TokenList[int], slots: NDArray[np.intp]) -> None:
+        """Add tokens at the end; ``slots [len(tokens)]`` hold their keys and values."""
         start = len(self.tokens)
         self._slots[start : start + len(slots)] = slots
         self.tokens.extend(tokens)
@@ -47,7 +49,7 @@ class Sequence:
         return dropped
 
     def move(self, places: NDArray[np.intp]) -> None:
-        """Row r lies in ``places[r]`` from now on."""
+        """What lay in slot s lies in ``places[s]`` from now on; ``places [num_slots]``."""
         self._slots[: len(self.tokens)] = places[self.slots]
         self.epoch += 1
 

@@ -38,7 +38,7 @@ class SlotAllocator:
         return self._high
 
     def allocate(self, count: int) -> Slots:
-        """``count`` slots, ascending, held once. The caller has checked ``num_free``."""
+        """``count`` slots ``[count]``, ascending, with one holder. The caller has checked ``num_free``."""
         assert count <= self.num_free, f"{count} slots asked, {self.num_free} free"
         slots = np.array([heapq.heappop(self._free) for _ in range(count)], np.intp)
         self._holders[slots] = 1
@@ -47,13 +47,13 @@ class SlotAllocator:
         return slots
 
     def share(self, slots: Slots) -> None:
-        """One more holder for slots that are in use."""
+        """Add a holder to slots that are in use."""
         assert (self._holders[slots] > 0).all(), "a free slot is shared"
         self._holders[slots] += 1
         self.num_shared += int(np.count_nonzero(self._holders[slots] == 2))
 
     def free(self, slots: Slots) -> None:
-        """One holder less; slots without a holder are free again. Freeing a free slot is a bug."""
+        """Remove a holder; slots without a holder are free again. Freeing a free slot is a bug."""
         assert (self._holders[slots] > 0).all(), "a slot is freed twice"
         self._holders[slots] -= 1
         self._high = None
@@ -63,7 +63,7 @@ class SlotAllocator:
             heapq.heappush(self._free, slot)
 
     def count_own(self, slots: Slots) -> int:
-        """How many of ``slots`` would be free without the holder who asks."""
+        """How many of ``slots`` have one holder, and would be free without it."""
         return int(np.count_nonzero(self._holders[slots] == 1))
 
     def count_only(self, holders: Sequence[Slots]) -> int:

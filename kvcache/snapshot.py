@@ -1,7 +1,7 @@
-"""Rows on disk: written whole or not at all, and read only into the model that made them.
+"""Snapshots: a sequence on disk, written as a whole or not at all, and read only into the model that made it.
 
-A file is a magic line, the length and the digest of a header, the header (JSON), and a body: token ids, rows and states in this
-order, as they lie in memory. Their shapes are not in the file: the model that reads them knows them.
+A file is a magic line, the length and the digest of a header, the header (JSON), and a body: token ids, keys and values, and
+recurrent states in this order, as they lie in memory. Their shapes are not in the file: the model that reads them knows them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 
 from staticllm.errors import SnapshotError
 from staticllm.files import open_regular, whole_file
-from staticllm.kvcache.cache import StoredLayout, StoredSequence
 from staticllm.kvcache.finite import is_finite
+from staticllm.kvcache.stored import StoredLayout, StoredSequence
 
 MAGIC = b"staticllm rows 2\n"
 MAX_HEADER = 1 << 16
@@ -31,10 +31,10 @@ Identity = Mapping[str, str]
 
 
 def save(stored: StoredSequence, path: str | os.PathLike[str], identity: Identity, key: bytes = b"") -> None:
-    """Write rows to ``path``, beside it first, so that an interruption leaves what was there before.
+    """Write a sequence to ``path``; an interruption leaves what was there before.
 
-    ``identity`` says what must be equal where they are read: model, type of the rows. With a ``key`` only its owner can write
-    files that are read.
+    ``identity`` must be equal where it is read: model, type of keys and values. With a ``key``, a file that was not
+    written with it is refused.
 
     Raises:
         SnapshotError: the file cannot be written.
@@ -64,10 +64,10 @@ def save(stored: StoredSequence, path: str | os.PathLike[str], identity: Identit
 def load(
     path: str | os.PathLike[str], identity: Identity, layout: StoredLayout, max_tokens: int, key: bytes = b""
 ) -> StoredSequence:
-    """Rows that ``save`` wrote, at most ``max_tokens``, with the shapes that ``layout`` says.
+    """The sequence that ``save`` wrote: at most ``max_tokens`` tokens, with the shapes of ``layout``.
 
     Raises:
-        SnapshotError: no such file, a damaged one, rows of another model, more than may be, numbers that are not finite.
+        SnapshotError: no such file, a damaged one, one of another model, too many tokens, numbers that are not finite.
     """
     try:
         with _explained(path), open_regular(Path(path)) as file:
@@ -75,13 +75,13 @@ def load(
             for name, value in identity.items():
                 if header["identity"].get(name) != value:
                     raise SnapshotError(
-                        f"{str(path)!r} holds rows of another {name} ({header['identity'].get(name)}, here {value}): "
-                        "save them again"
+                        f"{str(path)!r} is of another {name} ({header['identity'].get(name)}, here {value}): "
+                        "save it again"
                     )
             count = header["num_tokens"]
             if not 0 < count <= max_tokens:
                 raise SnapshotError(
-                    f"{str(path)!r} has {count} rows, HOST_KV_SLOTS is {max_tokens}: load the model with more"
+                    f"{str(path)!r} has {count} tokens, HOST_KV_SLOTS is {max_tokens}: load the model with more"
                 )
             return _read_body(file, path, layout, count, header["digest"], key)
     except MemoryError:
@@ -93,7 +93,7 @@ def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise SnapshotError(f"{str(path)!r} is not there: save rows first") from None
+        raise SnapshotError(f"{str(path)!r} is not there: save a snapshot first") from None
     except (OSError, ValueError, TypeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SnapshotError(f"{str(path)!r} cannot be read: {reason}") from None
@@ -112,11 +112,11 @@ def _read_header(file: BinaryIO, path: str | os.PathLike[str], key: bytes) -> di
         raise _damaged(path) from None
     if is_keyed is not bool(key):
         what = (
-            "were saved with a key: give INTEGRITY_KEY"
+            "was saved with a key: give INTEGRITY_KEY"
             if is_keyed
-            else "were saved without a key: leave INTEGRITY_KEY out"
+            else "was saved without a key: leave INTEGRITY_KEY out"
         )
-        raise SnapshotError(f"the rows in {str(path)!r} {what}, or save them again")
+        raise SnapshotError(f"the snapshot {str(path)!r} {what}, or save it again")
     if not hmac.compare_digest(start[-DIGEST_BYTES:], _digest(text, key)):
         raise _damaged(path, key)
     is_plain = isinstance(header.get("num_tokens"), int) and isinstance(header.get("digest"), str)
@@ -134,7 +134,9 @@ def _read_body(
     left = os.fstat(file.fileno()).st_size - file.tell()
     needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
     if left != needed:
-        raise SnapshotError(f"{str(path)!r} has {left} bytes of rows, {count} tokens have {needed}: save them again")
+        raise SnapshotError(
+            f"{str(path)!r} has {left} bytes of keys and values, {count} tokens have {needed}: save it again"
+        )
     digest, arrays = _hash(key), list[np.ndarray[Any, Any]]()
     for shape, dtype in shapes:
         array = np.empty(shape, dtype)
@@ -145,16 +147,14 @@ def _read_body(
         arrays.append(array)
     if not hmac.compare_digest(digest.hexdigest(), expected):
         raise _damaged(path, key)
-    ids, rows, states = arrays[0], arrays[1 : 1 + len(layout.groups)], arrays[1 + len(layout.groups) :]
+    ids, kv, states = arrays[0], arrays[1 : 1 + len(layout.groups)], arrays[1 + len(layout.groups) :]
     if ids.min() < 0 or ids.max() >= layout.vocab_size:
+        raise SnapshotError(f"{str(path)!r} has token ids beyond the vocabulary of {layout.vocab_size}: save it again")
+    if not all(map(is_finite, (*kv, *states))):
         raise SnapshotError(
-            f"{str(path)!r} has token ids beyond the vocabulary of {layout.vocab_size}: save the rows again"
+            f"{str(path)!r} has numbers that are not finite: they would spoil every request; save it again"
         )
-    if not all(map(is_finite, (*rows, *states))):
-        raise SnapshotError(
-            f"{str(path)!r} has rows that are not finite: they would spoil every request; save them again"
-        )
-    return StoredSequence(tuple(ids.tolist()), tuple(rows), tuple(states))
+    return StoredSequence(tuple(ids.tolist()), tuple(kv), tuple(states))
 
 
 def _arrays(stored: StoredSequence) -> list[np.ndarray[Any, Any]]:
@@ -181,5 +181,5 @@ def _digest(data: bytes, key: bytes) -> bytes:
 
 
 def _damaged(path: str | os.PathLike[str], key: bytes = b"") -> SnapshotError:
-    what = ", or was saved with another INTEGRITY_KEY" if key else ", or no file of rows"
-    return SnapshotError(f"{str(path)!r} is damaged{what}: save the rows again")
+    what = ", or was saved with another INTEGRITY_KEY" if key else ", or is no snapshot"
+    return SnapshotError(f"{str(path)!r} is damaged{what}: save it again")

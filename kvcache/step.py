@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.core import ModelShape, Variant
-from staticllm.kvcache.arena import group_states
+from staticllm.kvcache.groups import group_states, place_of
 from staticllm.kvcache.sequence import Sequence
 
 HIDDEN = float(np.finfo(np.float16).min)
@@ -21,10 +21,19 @@ HIDDEN = float(np.finfo(np.float16).min)
 
 @dataclass(frozen=True)
 class Segment:
-    """The next tokens of one sequence, placed side by side in a step's rows."""
+    """The next tokens of one sequence in a step: ``tokens [count]`` int64, in consecutive rows.
+
+    The program computes logits after the last ``num_logits`` of them. With ``to_host``, which takes a fresh sequence, their keys
+    and values do not enter the arena.
+    """
 
     sequence: Sequence
     tokens: NDArray[np.int64]
+    num_logits: int = 1
+    to_host: bool = False
+
+    def __post_init__(self) -> None:
+        assert not (self.to_host and len(self.sequence)), "only a fresh sequence can go to the host"
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,13 @@ class Step:
             yield start, segment
             start += len(segment.tokens)
 
+    def logits(self) -> Iterator[slice]:
+        """Where the logits of each segment lie among those that the program computes."""
+        start = 0
+        for segment in self.segments:
+            yield slice(start, start + segment.num_logits)
+            start += segment.num_logits
+
 
 class BufferPool:
     """Host memory for the largest of all variants. They never run at once, so the buffers of each are fronts of it."""
@@ -59,8 +75,7 @@ class BufferPool:
         self.key_positions = np.zeros(sizes.columns if shape.has_distances else 0, np.int32)
         self.query_positions = np.zeros(sizes.rows if shape.has_distances else 0, np.int32)
         self.presents = [
-            np.zeros(len(members) * heads * sizes.rows * head_dim, dtype)
-            for members, heads, head_dim, dtype in group_states(shape.kv_states)
+            np.zeros(math.prod(group.shape(sizes.rows)), group.dtype) for group in group_states(shape.kv_states)
         ]
 
 
@@ -85,17 +100,13 @@ class StepBuffers:
         self.logit_rows = _front(pool.logit_rows, count)
         self.logits = _front(pool.logits, 1, count, shape.vocab_size)
         self.presents: list[NDArray[Any]] = [
-            _front(present, len(members), heads, rows, head_dim)
-            for present, (members, heads, head_dim, _) in zip(pool.presents, self._groups, strict=True)
+            _front(present, *group.shape(rows)) for present, group in zip(pool.presents, self._groups, strict=True)
         ]
 
     def present_of(self, index: int) -> NDArray[Any]:
         """The new rows of state ``index``: ``[1, heads, S, head_dim]``."""
-        for (members, *_), present in zip(self._groups, self.presents, strict=True):
-            if index in members:
-                line = members.index(index)
-                return present[line : line + 1]
-        raise IndexError(index)
+        number, line = place_of(self._groups, index)
+        return self.presents[number][line : line + 1]
 
 
 def _front(pool: NDArray[Any], *shape: int) -> NDArray[Any]:

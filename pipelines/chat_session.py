@@ -9,12 +9,12 @@ from contextlib import contextmanager
 import openvino_genai as genai
 
 from staticllm.errors import GenerationConfigError, SnapshotError, StaticLLMError
-from staticllm.pipelines.text.output_processor import Answer
+from staticllm.pipelines.text.output_processor import RequestOutput
 from staticllm.pipelines.text.tokenization import Form, Prompt, encode_messages
 
 
 class ChatSession:
-    """What was said so far. As in GenAI, a chat stays in the form of its first turn, and token ids have no chat template.
+    """The turns so far. As in GenAI, a chat stays in the form of its first turn, and token ids have no chat template.
 
     Any thread may call; turns of several threads run one after the other.
     """
@@ -27,7 +27,7 @@ class ChatSession:
         self._lock, self._owner = threading.Lock(), 0
 
     def start(self, system_message: str = "") -> None:
-        """Begin anew. The system message takes part in a chat in text."""
+        """Begin a new conversation. The system message takes part in a chat in text."""
         with self.exclusive():
             self._forget()
             self._messages = [{"role": "system", "content": system_message}] if system_message else []
@@ -75,13 +75,13 @@ class ChatSession:
             raise GenerationConfigError("this chat goes on in text: pass a str, or finish_chat before token ids")
         return Prompt([*self._tokens, *turn.ids])
 
-    def add(self, turn: str | Prompt, prompt: Prompt, answer: Answer) -> None:
+    def add(self, turn: str | Prompt, prompt: Prompt, output: RequestOutput) -> None:
         """Keep a turn. Of tokens all, with the one that ended the answer, as GenAI keeps them."""
         if isinstance(turn, str):
-            said = [{"role": "user", "content": turn}, {"role": "assistant", "content": answer.text}]
+            said = [{"role": "user", "content": turn}, {"role": "assistant", "content": output.text}]
             self._messages = [*self._messages, *said]
         else:
-            self._tokens = [*prompt.ids, *answer.tokens]
+            self._tokens = [*prompt.ids, *output.tokens]
 
     def ids(self) -> list[int]:
         """The conversation as token ids.

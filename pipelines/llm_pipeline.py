@@ -5,26 +5,22 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import openvino_genai as genai
-from openvino_genai import StreamingStatus as Status
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import FinishReason, ProgressEvent
+from staticllm.core import ProgressEvent
 from staticllm.errors import BusyError, GenerationConfigError
 from staticllm.model_dir import forget_in_memory, weights_of
 from staticllm.pipelines.blobs.fingerprint import fingerprint_model
 from staticllm.pipelines.chat_session import ChatSession
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
-from staticllm.pipelines.engine.overflow import shorten
-from staticllm.pipelines.engine.request import Request
-from staticllm.pipelines.generation.options import limit_of
-from staticllm.pipelines.generation.sampler import Sampler
+from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.model_loader.arguments import (
     named_in_memory,
     positional,
@@ -36,18 +32,21 @@ from staticllm.pipelines.model_loader.arguments import (
 from staticllm.pipelines.model_loader.background import BackgroundLoader
 from staticllm.pipelines.model_loader.launch import launch
 from staticllm.pipelines.model_loader.weights_watch import watch_of
-from staticllm.pipelines.profiling.records import Stats
+from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.text.handle import GenerationHandle
-from staticllm.pipelines.text.input_processor import Call, InputProcessor
-from staticllm.pipelines.text.outcome import Outcome, results_of
-from staticllm.pipelines.text.output_processor import Answer, Arrival, OutputProcessor, metrics_of
-from staticllm.pipelines.text.streamers import REASONS, TokenSink, check_callback, make_sink
-from staticllm.pipelines.text.tokenization import Prompt, check_ids, form_of
+from staticllm.pipelines.text.input_processor import CallOptions, InputProcessor, PromptLimits
+from staticllm.pipelines.text.output_processor import RequestOutput
+from staticllm.pipelines.text.results import Results, results_of
+from staticllm.pipelines.text.stop_checker import StopChecker
+from staticllm.pipelines.text.streamers import TokenSink, check_callback, make_sink, stream
+from staticllm.pipelines.text.tokenization import Inputs, Prompt, TokenInputs, form_of
+from staticllm.results import DecodedResults, EncodedResults, GeneratedText
 
 Streamer: TypeAlias = Callable[[str], Any] | genai.StreamerBase | None
+GenerationConfig: TypeAlias = genai.GenerationConfig | Mapping[str, Any] | None
 
 
 class StaticLLMPipeline:
@@ -63,8 +62,8 @@ class StaticLLMPipeline:
         config: A mapping of properties, or a ``StaticLLMConfig``.
         tokenizer: Instead of the one in ``models_path``.
         on_progress: Called with a ``ProgressEvent`` after each part of loading; what it raises aborts the loading.
-        scheduler: Who runs next: a name, or an object with a method ``plan(view)`` (docs/scheduling.md). The config's
-            without one.
+        scheduler: Scheduling policy: a name, or an object with a method ``plan(view)`` (docs/scheduling.md). Defaults to
+            ``config.scheduler``.
         properties: GenAI's and OpenVINO's properties: ``MAX_PROMPT_LEN``, ``INFERENCE_PRECISION_HINT`` …
 
     Raises:
@@ -101,10 +100,11 @@ class StaticLLMPipeline:
         self._chat = ChatSession(tokenizer)
         self._launched = launch(source, candidates, policy, on_progress or (lambda event: None))
         self._engine, self._background = self._launched.engine, self._launched.background
+        self._stop_checker = StopChecker(self._engine, self._input_processor.decode)
         self._directory = source
         self._shape = self._launched.loaded.programs.shape
         self._model_identity, self._watch = "", watch_of(source, self.config, self._launched.loaded.has_mapped_weights)
-        self._finalizer = weakref.finalize(self, _close, self._background, self._engine)
+        self._finalizer = weakref.finalize(self, _close, self._background, self._engine, self._stop_checker)
         self._load_ms = (time.perf_counter() - start) * 1e3
 
     @property
@@ -112,16 +112,35 @@ class StaticLLMPipeline:
         """The resolved configuration of what serves now; with ``SERVE_FROM_CPU`` first the CPU's, then the device's."""
         return self._launched.loaded.config
 
+    @overload
+    def generate(
+        self, inputs: str, generation_config: GenerationConfig = ..., streamer: Streamer = ..., **kwargs: Any
+    ) -> GeneratedText: ...
+
+    @overload
+    def generate(
+        self, inputs: TokenInputs, generation_config: GenerationConfig = ..., streamer: Streamer = ..., **kwargs: Any
+    ) -> EncodedResults: ...
+
+    @overload
     def generate(
         self,
-        inputs: Any,
-        generation_config: genai.GenerationConfig | Mapping[str, Any] | None = None,
+        inputs: Sequence[str] | genai.ChatHistory | Sequence[Mapping[str, Any]],
+        generation_config: GenerationConfig = ...,
+        streamer: Streamer = ...,
+        **kwargs: Any,
+    ) -> DecodedResults: ...
+
+    def generate(
+        self,
+        inputs: Inputs,
+        generation_config: GenerationConfig = None,
         streamer: Streamer = None,
         *,
         overflow: str = "stop",
         priority: int = 0,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Results:
         """Generate answers; several prompts run together.
 
         Args:
@@ -131,7 +150,7 @@ class StaticLLMPipeline:
             streamer: A callable that takes text, or an ``openvino_genai.StreamerBase`` that takes lists of tokens; for one
                 prompt.
                 It runs in the thread that calls, its exceptions reach the caller, the pipeline stays usable.
-            overflow: What becomes of tokens beyond the rows: ``stop``, ``truncate_middle`` or ``shift``.
+            overflow: What happens to tokens beyond the slots: ``stop``, ``truncate_middle`` or ``shift``.
             priority: Higher ones are served first.
             kwargs: Fields of ``GenerationConfig``, which win over both configs.
 
@@ -149,17 +168,24 @@ class StaticLLMPipeline:
         """
         self._check_usable()
         form, sink = form_of(inputs), make_sink(streamer)
-        call = self._input_processor.call(form, generation_config, kwargs, overflow, priority, None)
+        call = self._input_processor.call_options(form, generation_config, kwargs, overflow, priority, None)
+        if streamer is not None and call.options.num_return_sequences > 1:
+            raise GenerationConfigError(
+                f"a streamer for num_return_sequences={call.options.num_return_sequences}: it could not tell the answers apart; "
+                "leave one of them out"
+            )
         if self._chat.takes(form):
             return self._take_turn(inputs, call, sink)
         prompts = self._input_processor.encode(inputs, call)
-        if len(prompts) == 1:
-            return results_of(form, [self._stream(self._begin(prompts[0], call), sink)], self._input_processor.decode)
-        if streamer is not None:
+        if len(prompts) == 1 and call.options.num_return_sequences == 1:
+            outputs = [stream(self._begin(prompts[0], call), sink)]
+        elif streamer is None:
+            outputs = self._run_together(prompts, call)
+        else:
             raise GenerationConfigError(
                 f"a streamer for {len(prompts)} prompts: it could not tell them apart; submit each with a callback"
             )
-        return results_of(form, self._run_together(prompts, call), self._input_processor.decode)
+        return results_of(form, outputs, self._input_processor.decode)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The same as ``generate``."""
@@ -167,8 +193,8 @@ class StaticLLMPipeline:
 
     def submit(
         self,
-        inputs: Any,
-        generation_config: genai.GenerationConfig | Mapping[str, Any] | None = None,
+        inputs: Inputs,
+        generation_config: GenerationConfig = None,
         *,
         priority: int = 0,
         deadline_ms: float | None = None,
@@ -182,7 +208,7 @@ class StaticLLMPipeline:
             inputs: One prompt, in any form that ``generate`` takes.
             generation_config: As for ``generate``.
             priority: Higher ones are served first.
-            deadline_ms: The answer ends so many ms from now, finished or not (finish reason ``deadline``).
+            deadline_ms: The answer ends this many ms from now, finished or not (finish reason ``deadline``).
             overflow: As for ``generate``.
             callback: Called with text as it comes, in a thread of its own; what it raises ends the request.
             kwargs: Fields of ``GenerationConfig``.
@@ -193,7 +219,9 @@ class StaticLLMPipeline:
         """
         self._check_usable()
         check_callback(callback)
-        call = self._input_processor.call(form_of(inputs), generation_config, kwargs, overflow, priority, deadline_ms)
+        call = self._input_processor.call_options(
+            form_of(inputs), generation_config, kwargs, overflow, priority, deadline_ms
+        )
         prompts = self._input_processor.encode(inputs, call)
         if len(prompts) != 1:
             raise GenerationConfigError(f"submit takes one prompt, not {len(prompts)}: submit each")
@@ -210,32 +238,35 @@ class StaticLLMPipeline:
         """Forget the conversation."""
         self._chat.finish()
 
-    def save_snapshot(self, path: str | os.PathLike[str], inputs: Any = None) -> int:
-        """Write the rows of a conversation to disk, so that a later process need not compute them again.
+    def save_snapshot(self, path: str | os.PathLike[str], inputs: Inputs | None = None) -> int:
+        """Write the keys and values of a conversation to disk, so that a later process need not compute them again.
 
         Args:
             path: The file to write, all of it or nothing.
-            inputs: A prompt; the rows of its longest known prefix are saved. Without one: the conversation of ``start_chat``.
+            inputs: A prompt, whose longest known prefix is saved. Without one: the conversation of ``start_chat``.
 
         Returns:
-            How many tokens were saved.
+            The number of tokens that were saved.
 
         Raises:
-            SnapshotError: nothing that is known begins like this.
+            SnapshotError: no known sequence begins like this, or the file cannot be written.
         """
         ids = self._chat.ids() if inputs is None else self._ids_of(inputs)
         return save_snapshot(self._engine, ids, path, self._identity(), self.config.integrity_key or b"")
 
     def load_snapshot(self, path: str | os.PathLike[str]) -> int:
-        """Read rows that ``save_snapshot`` wrote; prompts that begin like them do not compute that part. How many tokens.
+        """Read what ``save_snapshot`` wrote; prompts that begin with it do not compute that part.
+
+        Returns:
+            The number of tokens.
 
         Raises:
-            SnapshotError: no such file, a damaged one, rows of another model.
+            SnapshotError: no such file, a damaged one, or one of another model.
         """
         return load_snapshot(self._engine, path, self._identity(), self.config.integrity_key or b"")
 
     def stats(self) -> Stats:
-        """What the engine has done since it was loaded: latencies, shares of the device, padding, prefix hits, rows."""
+        """What the engine has done since it was loaded: latencies, shares of the device, padding, prefix hits, slots."""
         return self._engine.profiler.stats()
 
     def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
@@ -249,18 +280,18 @@ class StaticLLMPipeline:
 
     def close(self, drain: bool = False) -> None:
         """End the engine: cancel what runs, or with ``drain`` wait for it. Closing again does nothing."""
-        _close(self._background, self._engine, drain)
+        _close(self._background, self._engine, self._stop_checker, drain)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all programs are there. Until then fewer serve, or the CPU does."""
+        """Whether all programs are there. Until then fewer programs serve, or the CPU does."""
         return self._background is None or self._background.is_done
 
     def wait_until_complete(self, timeout: float | None = None) -> bool:
         """Wait for what is compiled in the background. False if that takes longer than ``timeout`` seconds.
 
         Raises:
-            whatever ended it; what is there goes on serving.
+            StaticLLMError: compiling failed; the programs that are there go on serving.
         """
         return self._background is None or self._background.wait(timeout)
 
@@ -286,22 +317,27 @@ class StaticLLMPipeline:
         """
         self._input_processor.generation_config = config
 
-    def _take_turn(self, inputs: Any, call: Call, sink: TokenSink) -> Any:
+    def _take_turn(self, inputs: Inputs, call: CallOptions, sink: TokenSink) -> Results:
         """One turn of ``start_chat``'s conversation. A turn that its streamer cancelled is forgotten."""
-        turns: list[str | Prompt] = [inputs] if call.form == "text" else list(inputs) if call.form == "texts" else []
+        turns: list[str | Prompt] = [inputs] if isinstance(inputs, str) else []
+        if call.form == "texts":
+            turns = [text for text in inputs if isinstance(text, str)]
         turns = turns or [*self._input_processor.encode(inputs, call)]
-        if len(turns) != 1:
-            raise GenerationConfigError(f"a chat takes one prompt a turn, not {len(turns)}: finish_chat first")
+        if len(turns) != 1 or call.options.num_return_sequences != 1:
+            count = max(len(turns), call.options.num_return_sequences)
+            raise GenerationConfigError(
+                f"a chat takes one prompt and one answer per turn, not {count}: finish_chat first"
+            )
         with self._chat.exclusive():
             prompt = self._chat.prompt_of(turns[0])
-            outcome = self._stream(self._begin(prompt, replace(call, is_chat=True)), sink)
-            if not outcome.answer.is_dropped:
-                self._chat.add(turns[0], prompt, outcome.answer)
-        return results_of(call.form, [outcome], self._input_processor.decode)
+            output = stream(self._begin(prompt, replace(call, is_chat=True)), sink)
+            if not output.is_dropped:
+                self._chat.add(turns[0], prompt, output)
+        return results_of(call.form, [output], self._input_processor.decode)
 
-    def _ids_of(self, inputs: Any) -> list[int]:
+    def _ids_of(self, inputs: Inputs) -> list[int]:
         (prompt, *_) = self._input_processor.encode(
-            inputs, self._input_processor.call(form_of(inputs), None, {}, "stop", 0, None)
+            inputs, self._input_processor.call_options(form_of(inputs), None, {}, "stop", 0, None)
         )
         return prompt.ids
 
@@ -311,82 +347,40 @@ class StaticLLMPipeline:
             self._watch.check()
 
     def _identity(self) -> dict[str, str]:
-        """What must be equal where saved rows are read; the digest of the weights is computed when first needed."""
+        """What must be equal where a snapshot is read; the digest of the weights is computed when first needed."""
         if not self._model_identity:
             weights = weights_of(self._directory, self.config.weights_path)
             self._model_identity = " ".join(asdict(fingerprint_model(self._directory, weights)).values())
-        return {"model": self._model_identity, "row type": self._launched.loaded.programs.options.kv_type}
+        return {"model": self._model_identity, "KV type": self._launched.loaded.programs.options.kv_type}
 
-    def _begin(self, prompt: Prompt, call: Call) -> GenerationHandle:
-        """Check a prompt and hand it to the engine."""
-        limit, options = self.config.max_prompt_len, call.options
-        arrival = Arrival(call.started, time.perf_counter(), prompt.template_seconds)
-        ids = shorten(prompt.ids, limit, call.overflow)
-        check_ids(ids, self._shape.vocab_size, limit, call.is_chat)
-        options.check_room(len(ids))
-        request = Request(
-            tokens=list(ids),
-            sampler=Sampler(options.sampling, ids, self._shape.vocab_size, self._input_processor.rng_for(options)),
-            limit=limit_of(options, len(ids), self.config.max_seq_len if call.overflow == "stop" else None),
-            stop_token_ids=options.stop_token_ids,
-            min_new_tokens=options.min_new_tokens,
-            priority=call.priority,
-            deadline=call.deadline,
-            overflow=call.overflow,
-            watch=self._input_processor.watch(options),
-            arrival=call.started,
-        )
-
-        def finish(answer: Answer) -> Outcome:
-            metrics = metrics_of(answer, request, self._load_ms, arrival)
-            return Outcome(answer, metrics, ids if options.echo else [])
-
-        def result(outcome: Outcome) -> Any:
-            return results_of(call.form, [outcome], self._input_processor.decode)
-
-        is_done = request.limit == 0
-        handle = GenerationHandle(
-            request,
-            OutputProcessor(self._input_processor.decode, options, ids, call.form != "tokens"),
-            finish,
-            result,
-            is_done,
-        )
-        if not is_done:
-            self._engine.submit(request)
+    def _begin(self, prompt: Prompt, call: CallOptions) -> GenerationHandle:
+        """Check a prompt, hand it to the engine, and return what reads its answers."""
+        config = self.config
+        limits = PromptLimits(config.max_prompt_len, config.max_seq_len, self._shape.vocab_size)
+        prepared = self._input_processor.prepare(prompt, call, limits)
+        queue, request = OutputQueue(), prepared.request
+        handle = GenerationHandle(self._engine, prepared, queue, self._input_processor.decode, self._load_ms)
+        if request.max_new_tokens != 0:
+            if call.options.stop_strings:
+                self._stop_checker.watch(request.id, queue, call.options.stop_strings)
+            self._engine.submit(request, queue)
         return handle
 
-    def _stream(self, handle: GenerationHandle, sink: TokenSink) -> Outcome:
-        """Read one answer in this thread. Whatever interrupts the reading ends the request."""
-        reason: FinishReason | None = None
-        try:
-            for piece in handle.pieces(sink.takes_text):
-                status = sink.write(piece.tokens, piece.text)
-                if status != Status.RUNNING:
-                    handle.stop(is_dropped=status == Status.CANCEL)
-                    reason = REASONS[status]
-            sink.end()
-            outcome = handle.outcome()
-            if reason is not None and outcome.answer.finish_reason == FinishReason.CANCELLED:
-                outcome.answer.finish_reason = reason
-            return outcome
-        except BaseException:
-            handle.cancel()
-            raise
-
-    def _run_together(self, prompts: list[Prompt], call: Call) -> list[Outcome]:
+    def _run_together(self, prompts: list[Prompt], call: CallOptions) -> list[RequestOutput]:
         """Submit all prompts, as many at a time as may wait; an exception ends all of them."""
         handles: list[GenerationHandle] = []
         try:
             for prompt in prompts:
                 handles.append(self._begin_when_possible(prompt, call, handles))
-            return [handle.outcome() for handle in handles]
+            return [output for handle in handles for output in handle.outputs()]
         except BaseException:
             for handle in handles:
                 handle.cancel()
             raise
 
-    def _begin_when_possible(self, prompt: Prompt, call: Call, before: list[GenerationHandle]) -> GenerationHandle:
+    def _begin_when_possible(
+        self, prompt: Prompt, call: CallOptions, before: list[GenerationHandle]
+    ) -> GenerationHandle:
         """Where the queue is full of this call's own prompts, wait for the first of them."""
         while True:
             try:
@@ -395,10 +389,12 @@ class StaticLLMPipeline:
                 unfinished = [handle for handle in before if not handle.is_done]
                 if not unfinished:
                     raise
-                unfinished[0].outcome()
+                unfinished[0].outputs()
 
 
-def _close(background: BackgroundLoader | None, engine: Engine, drain: bool = False) -> None:
+def _close(background: BackgroundLoader | None, engine: Engine, stop_checker: StopChecker, drain: bool = False) -> None:
     if background is not None:
         background.close()
     engine.close(drain)
+    if os.getpid() == engine.pid:
+        stop_checker.close()

@@ -58,7 +58,7 @@ def serve(pipe: StaticLLMPipeline, prompts: list[np.ndarray], num_new: int, rate
         time.sleep(max(0.0, start + due - time.perf_counter()))
         arrivals.append(time.perf_counter())
         handles.append(pipe.submit(prompt, max_new_tokens=num_new, ignore_eos=True))
-    answers = [handle.outcome().answer for handle in handles]
+    answers = [handle.output() for handle in handles]
     return [Run(arrival, answer.token_times, answer.tokens) for arrival, answer in zip(arrivals, answers, strict=True)]
 
 
@@ -118,4 +118,4 @@ def _margin(pipe: StaticLLMPipeline, prompt: np.ndarray, answer: list[int]) -> f
         runner.cache.close(sequence)
         return float(logits[-1] - logits[-2])
 
-    return pipe.engine.call(top_two)
+    return pipe.engine.run_between_steps(top_two)

@@ -140,7 +140,7 @@ class Ours(Peer):
     def clients(self, count: int, seed: int) -> dict[str, Any]:
         start = time.perf_counter()
         handles = [self._pipe.submit(p, max_new_tokens=NUM_NEW, ignore_eos=True) for p in prompts_of(count, seed)]
-        num_tokens = sum(len(handle.outcome().answer.tokens) for handle in handles)
+        num_tokens = sum(len(handle.output().tokens) for handle in handles)
         return {"tokens_per_second": num_tokens / (time.perf_counter() - start)}
 
     def freeze(self, seed: int) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class Ours(Peer):
             next(tokens)
         arrival = time.perf_counter()
         late = self._pipe.submit(prompts_of(1, seed, 1000)[0], max_new_tokens=2, ignore_eos=True)
-        times, first = chat.outcome().answer.token_times, late.outcome().answer.token_times[0]
+        times, first = chat.output().token_times, late.output().token_times[0]
         gaps = [1e3 * (after - before) for before, after in pairwise(times)]
         return {"longest_gap_ms": max(gaps), "ttft_ms": 1e3 * (first - arrival), "gaps_ms": gaps}
 

@@ -30,7 +30,7 @@ MORE = """
 ## Others
 
 Made by `scripts/make_zoo.py` (transformers 5.5.4, or an older one where optimum-intel asks for it), checked once and not in every
-run of the tests. Mamba exports run token by token, and are compared with the original run so ([design](design.md)).
+run of the tests. Mamba exports run token by token, and are compared with the original run so ([decisions](decisions.md)).
 
 """
 COLUMNS = "| model | checks passed | | logits off by, share of the range |\n|---|---|---|---|\n"

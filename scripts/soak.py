@@ -80,11 +80,11 @@ class Clients:
 def held(pipe: StaticLLMPipeline) -> tuple[int, int, int]:
     """Rows beside the idle conversations, swapped out rows, requests."""
     engine = pipe.engine
-    return engine.call(
+    return engine.run_between_steps(
         lambda: (
             engine.runner.cache.slots.num_used - engine.kv_manager.prefix.idle_slots,
             engine.kv_manager.host_pool.num_swapped_slots,
-            len(engine.kv_manager.requests),
+            len(engine.kv_manager.states),
         )
     )
 

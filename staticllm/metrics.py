@@ -1,4 +1,4 @@
-"""Timings with openvino_genai's getters: means and standard deviations in ms, throughput in tokens a second."""
+"""Timings with openvino_genai's getters: means and standard deviations in ms, throughput in tokens per second."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ MICRO = 1e6
 
 
 class MeanStdPair(NamedTuple):
-    """A mean and a standard deviation; -1 both when nothing was measured, as GenAI has it."""
+    """A mean and a standard deviation; both are -1 if nothing was measured, as in GenAI."""
 
     mean: float
     std: float
 
     @classmethod
     def of(cls, values: list[float]) -> MeanStdPair:
+        """Mean and population standard deviation of ``values``."""
         if not values:
             return cls(-1.0, -1.0)
         return cls(statistics.fmean(values), statistics.pstdev(values))
 
 
 class SummaryStats(NamedTuple):
-    """Mean, standard deviation, least and most; -1 all when nothing was measured."""
+    """Mean, standard deviation, minimum and maximum; all are -1 if nothing was measured."""
 
     mean: float = -1.0
     std: float = -1.0
@@ -31,25 +32,26 @@ class SummaryStats(NamedTuple):
     max: float = -1.0
 
     def as_tuple(self) -> tuple[float, float, float, float]:
+        """``(mean, std, min, max)``."""
         return self.mean, self.std, self.min, self.max
 
 
 @dataclass
 class RawPerfMetrics:
-    """Single measurements, durations in microseconds; one entry a request, but for those of tokens."""
+    """Single measurements; durations in microseconds. One entry per request, or per token where a comment says so."""
 
     generate_durations: list[float] = field(default_factory=list)
     tokenization_durations: list[float] = field(default_factory=list)
     detokenization_durations: list[float] = field(default_factory=list)
     m_times_to_first_token: list[float] = field(default_factory=list)
-    m_durations: list[float] = field(default_factory=list)  # between tokens
-    m_new_token_times: list[float] = field(default_factory=list)  # perf_counter, in ms
+    m_durations: list[float] = field(default_factory=list)  # per token after the first: time since the previous one
+    m_new_token_times: list[float] = field(default_factory=list)  # per token: moment of perf_counter, in ms
     m_batch_sizes: list[int] = field(default_factory=list)
-    token_infer_durations: list[float] = field(default_factory=list)  # device calls
-    inference_durations: list[float] = field(default_factory=list)  # device time of a request
-    sampling_durations: list[float] = field(default_factory=list)  # choosing a token
+    token_infer_durations: list[float] = field(default_factory=list)  # per token after the first: its device call
+    inference_durations: list[float] = field(default_factory=list)  # all device calls of a request
+    sampling_durations: list[float] = field(default_factory=list)  # per token: choosing it
     chat_template_durations: list[float] = field(default_factory=list)
-    grammar_compile_times: list[float] = field(default_factory=list)  # there are no grammars, so always empty
+    grammar_compile_times: list[float] = field(default_factory=list)  # always empty: grammars are not supported
 
 
 class PerfMetrics:
@@ -69,7 +71,7 @@ class PerfMetrics:
         self._num_cached_tokens += num_cached
 
     def get_load_time(self) -> float:
-        """Ms from opening the model directory to being ready."""
+        """Time from opening the model directory to being ready to serve, ms."""
         return self._load_time
 
     def get_num_input_tokens(self) -> int:
@@ -77,10 +79,11 @@ class PerfMetrics:
         return self._num_input_tokens
 
     def get_num_generated_tokens(self) -> int:
+        """Tokens of all answers."""
         return self._num_generated_tokens
 
     def get_num_cached_tokens(self) -> int:
-        """Prompt tokens whose rows were reused from the conversation before."""
+        """Prompt tokens whose KV slots came from the prefix cache."""
         return self._num_cached_tokens
 
     def get_ttft(self) -> MeanStdPair:
@@ -96,38 +99,42 @@ class PerfMetrics:
         return self._ms("token_infer_durations")
 
     def get_throughput(self) -> MeanStdPair:
-        """Tokens a second while decoding."""
+        """Tokens per second while decoding, derived from TPOT."""
         mean = self.get_tpot()
         if mean.mean <= 0:
             return MeanStdPair(-1.0, -1.0)
         return MeanStdPair(1e3 / mean.mean, 1e3 * mean.std / mean.mean**2)
 
     def get_generate_duration(self) -> MeanStdPair:
+        """Time from the call to the end of the answer, ms."""
         return self._ms("generate_durations")
 
     def get_inference_duration(self) -> MeanStdPair:
+        """Device time of a request, ms."""
         return self._ms("inference_durations")
 
     def get_tokenization_duration(self) -> MeanStdPair:
+        """Time to tokenize a prompt, ms."""
         return self._ms("tokenization_durations")
 
     def get_detokenization_duration(self) -> MeanStdPair:
+        """Time to turn an answer's tokens into text, ms."""
         return self._ms("detokenization_durations")
 
     def get_sampling_duration(self) -> MeanStdPair:
-        """Ms to choose a token from its logits."""
+        """Time to choose a token from its logits, ms."""
         return self._ms("sampling_durations")
 
     def get_chat_template_duration(self) -> MeanStdPair:
-        """Ms to render the chat template, which the tokenization does not count; -1 if none was applied."""
+        """Time to render the chat template, ms, which tokenization does not include; -1 if none was applied."""
         return self._ms("chat_template_durations")
 
     def get_grammar_compile_time(self) -> SummaryStats:
-        """Nothing is measured: there are no grammars."""
+        """Nothing is measured: grammars are not supported."""
         return SummaryStats()
 
     def get_grammar_compiler_init_times(self) -> dict[str, float]:
-        """Empty: there are no grammars."""
+        """Always empty: grammars are not supported."""
         return {}
 
     def _ms(self, name: str) -> MeanStdPair:

@@ -1,7 +1,7 @@
-"""A fake device for tests: costs nothing, answers predictably, and notices every mistake in rows, masks and positions.
+"""A fake device for tests: it costs nothing, answers predictably, and notices every mistake in slots, masks and positions.
 
-The fake model's next token is a checksum over all (position, token) pairs that the mask lets the last row see. Rows in the
-arena hold exactly these pairs, so a wrong row, a wrong mask cell, a lost or doubled commit changes the answer. A recurrent fake
+The fake model's next token is a checksum over all (position, token) pairs that the mask lets the last row see. Slots in the
+arena hold exactly these pairs, so a wrong slot, a wrong mask cell, a lost or doubled commit changes the answer. A recurrent fake
 folds all tokens of a call into a state, idle rows too, in their order.
 
     runner = fake_runner([Variant(16, 0), Variant(1, 64), Variant(1, 128)])
@@ -30,8 +30,7 @@ from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import EngineOptions
-from staticllm.pipelines.engine.request import Request
-from staticllm.pipelines.generation.sampler import Sampler, SamplingParams
+from staticllm.pipelines.engine.request import EngineRequest, RequestState, SequenceState
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.programs.variants import first_to_serve
 from staticllm.pipelines.scheduling.interface import Policy
@@ -40,7 +39,7 @@ from staticllm.pipelines.scheduling.request_table import Limits
 CAUSAL = MaskKind()
 VOCAB_SIZE = 997  # a prime, so that every pair matters to the checksum
 POISON = VOCAB_SIZE
-"""A prompt token, never an answer: a call that reads it, or an arena row that holds it, has no finite logits."""
+"""A prompt token, never an answer: a call that reads it, or an arena slot that holds it, has no finite logits."""
 
 
 def fake_shape(
@@ -118,10 +117,39 @@ def fake_engine(
     return Engine(runner, policy, options)
 
 
-def fake_request(tokens: Sequence[int], num_new: int | None, **options: Any) -> Request:
-    """A greedy request; ``options`` are further fields of ``Request``."""
-    sampler = Sampler(SamplingParams(), list(tokens), VOCAB_SIZE, np.random.default_rng(0))
-    return Request(list(tokens), sampler, num_new, **options)
+class FakeRequest(RequestState):
+    """A request with one answer, as a test sees it: what was asked, and where its first answer stands."""
+
+    @property
+    def state(self) -> SequenceState:
+        return self.sequences[0]
+
+    @property
+    def id(self) -> int:
+        return self.request.id
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and answer so far."""
+        return self.state.tokens
+
+    @property
+    def num_generated(self) -> int:
+        return self.state.num_generated
+
+    @property
+    def num_cached(self) -> int:
+        return self.state.num_cached
+
+    @property
+    def token_times(self) -> list[float]:
+        """When each token was chosen (``time.perf_counter``)."""
+        return self.state.token_times
+
+
+def fake_request(tokens: Sequence[int], num_new: int | None, **options: Any) -> FakeRequest:
+    """A greedy request for ``num_new`` tokens; ``options`` are further fields of ``EngineRequest``."""
+    return FakeRequest(EngineRequest(tuple(tokens), max_new_tokens=num_new, **options), VOCAB_SIZE)
 
 
 def fake_answer(
@@ -134,7 +162,7 @@ def fake_answer(
     return answer
 
 
-def run_to_end(engine: Engine, requests: Iterable[Request], max_steps: int = 10_000) -> None:
+def run_to_end(engine: Engine, requests: Iterable[RequestState], max_steps: int = 10_000) -> None:
     """Serve requests in this thread until none is left."""
     engine.enqueue(requests)
     for _ in range(max_steps):
@@ -145,9 +173,9 @@ def run_to_end(engine: Engine, requests: Iterable[Request], max_steps: int = 10_
 
 
 def assert_empty(engine: Engine) -> None:
-    """Nothing is held but idle conversations, and those make way."""
+    """Assert that nothing is held but the cached sequence, and that it can be evicted."""
     cache, kv_manager = engine.runner.cache, engine.kv_manager
-    assert engine.is_idle and not kv_manager.requests and not kv_manager.host_pool.num_swapped_slots
+    assert engine.is_idle and not kv_manager.states and not kv_manager.host_pool.num_swapped_slots
     assert cache.slots.num_used == kv_manager.prefix.idle_slots
     kv_manager.prefix.evict(cache.num_slots + 1)
     assert cache.slots.num_used == 0 and cache.slots.num_shared == 0
@@ -196,7 +224,7 @@ class FakeProgram:
         pairs = np.concatenate([past[0].astype(np.int64), own[seen[self.buffers.variant.kv_len :]]])
         keys, queries = self.buffers.key_positions, self.buffers.query_positions
         assert keys is not None and queries is not None
-        assert np.array_equal(keys[0, 0, 0, seen], pairs[:, 1]), "the positions of keys are not those of their rows"
+        assert np.array_equal(keys[0, 0, 0, seen], pairs[:, 1]), "the positions of keys are not those of their slots"
         assert queries[0, 0, row, 0] == own[row, 1], "the position of a query is not that of its row"
         return checksum_of(pairs[:, 0], pairs[:, 1])
 
@@ -214,7 +242,7 @@ class FakePrograms(dict[Variant, FakeProgram]):
 
 
 def checksum_of(tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
-    """The fake model's view of a set of rows; their order does not matter, as in attention."""
+    """The fake model's view of a set of tokens; their order does not matter, as in attention."""
     return int(((tokens + 1) * (positions * 7919 + 13)).sum())
 
 

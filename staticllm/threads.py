@@ -1,4 +1,4 @@
-"""Threads of ours: one way to start them, and what to say where there are none: no more in the system, or in a forked child."""
+"""One way to start threads, and one message where there are none: the system has no more, or this is a forked child."""
 
 from __future__ import annotations
 

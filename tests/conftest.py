@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -22,6 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores it for what runs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name, count in (("all", 100), ("quick", 20)):
+        hypothesis.settings.register_profile(name, max_examples=count)
+    hypothesis.settings.load_profile("all" if config.getoption("--all") else "quick")
     config.addinivalue_line("markers", "slow: takes long; runs with --all only")
 
 
@@ -42,9 +47,15 @@ def _precision() -> None:
 
 
 @pytest.fixture(scope="session")
-def num_cases(pytestconfig: pytest.Config):
+def in_full(pytestconfig: pytest.Config) -> bool:
+    """Whether a test that takes a sample takes everything: with ``--all``."""
+    return bool(pytestconfig.getoption("--all"))
+
+
+@pytest.fixture(scope="session")
+def num_cases(in_full: bool):
     """How many of so many cases are run: all with ``--all``, else a sample."""
-    return lambda count: count if pytestconfig.getoption("--all") else max(count // 50, 20)
+    return lambda count: count if in_full else max(count // 50, 20)
 
 
 @pytest.fixture(scope="session")
@@ -68,6 +79,49 @@ def model_path(zoo: Path):
     from staticllm import demo_model_path
 
     return lambda name: demo_model_path() if name == "demo" else zoo / name
+
+
+@pytest.fixture(scope="session")
+def _programs_of_this_run():
+    from shared_programs import SharedPrograms
+
+    from staticllm import demo_model_path
+
+    return SharedPrograms([ZOO, demo_model_path()])
+
+
+@pytest.fixture(scope="module")
+def shared_programs(_programs_of_this_run) -> Iterator[None]:
+    """In a module that uses this, what another test has compiled before is not compiled again."""
+    with _programs_of_this_run.in_place():
+        yield
+
+
+@pytest.fixture(scope="module", params=["here", pytest.param("child", marks=pytest.mark.slow)])
+def staticllm(request: pytest.FixtureRequest):
+    """The command line: in this process, and with ``--all`` in a child process of its own too."""
+    import command_line
+
+    return command_line.in_here if request.param == "here" else command_line.in_child
+
+
+@pytest.fixture(scope="session")
+def _originals():
+    from shared_programs import Original
+
+    known: dict[Path, Original] = {}
+    return lambda path: known.get(path) or known.setdefault(path, Original(path))
+
+
+@pytest.fixture
+def original(_originals):
+    """From a model directory to the original model, at the beginning of a conversation."""
+
+    def at_its_beginning(path: Path):
+        _originals(path).reset()
+        return _originals(path)
+
+    return at_its_beginning
 
 
 @pytest.fixture(scope="session")

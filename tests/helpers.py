@@ -2,6 +2,8 @@
 
 import json
 
+import numpy as np
+
 from staticllm import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.pipelines.blobs.blob_set import MANIFEST, write_set
@@ -24,6 +26,16 @@ SHAPE = {
     "recurrent_states": [], "max_rows": None,
 }  # fmt: skip
 KEY = b"0123456789abcdef"
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+"""Under these the models of the zoo say the tokens of the original, whatever the processor computes in by itself."""
+SHORT = {**EXACT, "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32}
+PROMPT = list(range(20, 45))
+
+
+def tokens_of(pipe, prompt=PROMPT, count=12, **options):
+    """``count`` tokens after a prompt in token ids, whatever they are."""
+    options = {"max_new_tokens": count, "ignore_eos": True, **options}
+    return list(pipe.generate(np.array(prompt), **options).tokens[0])
 
 
 def a_manifest(**changes):

@@ -1,4 +1,4 @@
-"""From a plan to the next call: moves are carried out, and the call is cut to the rows and programs that there are."""
+"""From a plan to the next call: swaps are carried out, and the call is cut to the slots and programs that there are."""
 
 from __future__ import annotations
 
@@ -9,101 +9,117 @@ import numpy as np
 from staticllm.kvcache.step import Segment
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.quarantine import Quarantine
-from staticllm.pipelines.engine.request import Request
+from staticllm.pipelines.engine.request import SequenceState
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import Plan
-from staticllm.pipelines.scheduling.planner import NoPlanError
 from staticllm.pipelines.scheduling.request_table import RequestTable
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one request has in the next call."""
+    """What one sequence has in the next call."""
 
-    request: Request
+    state: SequenceState
     segment: Segment
     is_prefill: bool
 
 
+@dataclass(frozen=True)
+class Batch:
+    """The parts of the next call. ``preempted`` lost their slots for it; ``unrunnable`` cannot run at all, even alone."""
+
+    parts: tuple[Part, ...]
+    preempted: tuple[int, ...] = ()
+    unrunnable: SequenceState | None = None
+
+    @property
+    def is_decoding(self) -> bool:
+        return any(not part.is_prefill for part in self.parts)
+
+
 class BatchBuilder:
-    """Makes the parts of a call. ``preempted`` are requests that lost their rows since the last call."""
+    """Makes the batch of a call. Runs on the engine's thread."""
 
     def __init__(self, runner: ModelRunner, table: RequestTable, kv_manager: KVCacheManager) -> None:
         self._runner, self._table, self._kv_manager = runner, table, kv_manager
-        self.preempted: list[int] = []
 
-    def prepare(self, plan: Plan, quarantine: Quarantine) -> list[Part]:
-        """Park, preempt and resume; then say what goes into the call.
+    def prepare(self, plan: Plan, quarantine: Quarantine) -> Batch:
+        """Preempt, swap out and swap in; then cut the call to what fits."""
+        states, preempted = self._kv_manager.states, list(plan.preempt)
+        for number in plan.preempt:
+            self._kv_manager.preempt(states[number])
+        for number in plan.swap_out:
+            self._kv_manager.swap_out(states[number])
+        for number in plan.swap_in:
+            self._kv_manager.swap_in(states[number])
+        parts = [self._part(states[number], 1, False) for number in plan.decode]
+        for number, count in plan.prefill:
+            self._kv_manager.allocate(states[number])
+            parts.append(self._part(states[number], count, True))
+        parts = quarantine.select(parts, lambda part: part.state.id)
+        fitting = self._fitting(parts, preempted)
+        if not fitting:
+            return Batch((), tuple(preempted), unrunnable=parts[0].state)
+        return Batch(tuple(self._to_host(fitting)), tuple(preempted))
 
-        Raises:
-            NoPlanError: a request that no program or not enough rows can run, even alone.
+    def _part(self, state: SequenceState, count: int, is_prefill: bool) -> Part:
+        assert state.sequence is not None
+        start = len(state.sequence)
+        tokens = np.asarray(state.tokens[start : start + count], np.int64)
+        return Part(state, Segment(state.sequence, tokens), is_prefill)
+
+    def _fitting(self, parts: list[Part], preempted: list[int]) -> list[Part]:
+        """As many parts as there are slots and a program for; none where not even the first can run alone.
+
+        Plans fit; shared slots and found prefixes may leave less room. ``preempted`` grows by the victims.
         """
-        requests = self._kv_manager.requests
-        for request in plan.preempt:
-            self._preempt(requests[request])
-        for request in plan.swap_out:
-            self._table.swap_out(request)
-            self._kv_manager.swap_out(requests[request])
-        for request in plan.swap_in:
-            self._kv_manager.swap_in(requests[request])
-        parts = [self._part(requests[request], 1, False) for request in plan.decode]
-        for request, count in plan.prefill:
-            self._kv_manager.allocate(requests[request])
-            parts.append(self._part(requests[request], count, True))
-        return self._fitting(quarantine.select(parts, lambda part: part.request.id))
-
-    def _part(self, request: Request, count: int, is_prefill: bool) -> Part:
-        assert request.sequence is not None
-        start = len(request.sequence)
-        tokens = np.asarray(request.tokens[start : start + count], np.int64)
-        return Part(request, Segment(request.sequence, tokens), is_prefill)
-
-    def _fitting(self, parts: list[Part]) -> list[Part]:
-        """As many as there are rows and a program for. Plans fit; shared rows and found prefixes may leave less room."""
-        while parts:
-            num_rows = sum(len(part.segment.tokens) for part in parts)
-            if self._kv_manager.make_room(num_rows) and self._runner.variant_for([part.segment for part in parts]):
+        parts = list(parts)
+        while True:
+            while len(parts) > 1 and not self._fits(parts):
+                parts.pop()
+            if self._fits(parts):
                 return parts
-            if len(parts) == 1:
-                break
-            parts.pop()
-        if parts and (shorter := self._shortened(parts[0])) is not None:
-            return self._fitting([shorter])
-        victims = [
-            r
-            for r in self._kv_manager.requests.values()
-            if r.sequence is not None and r not in [p.request for p in parts]
-        ]
-        if not victims:
-            raise NoPlanError(parts[0].request.id)
-        self._preempt(victims[-1])
-        return self._fitting(parts)
+            if (shorter := self._shortened(parts[0])) is not None:
+                parts = [shorter]
+                continue
+            victims = [
+                s for s in self._kv_manager.states.values() if s.sequence is not None and s is not parts[0].state
+            ]
+            if not victims:
+                return []
+            self._kv_manager.preempt(victims[-1])
+            preempted.append(victims[-1].id)
+
+    def _fits(self, parts: list[Part]) -> bool:
+        num_slots = sum(len(part.segment.tokens) for part in parts)
+        if not self._kv_manager.make_room(num_slots):
+            return False
+        return self._runner.variant_for([part.segment for part in parts]) is not None
 
     def _shortened(self, part: Part) -> Part | None:
-        """A prompt whose prefix was found needs programs with a past, and there may be only small ones.
+        """Fewer tokens of a prompt, for which there are slots and a program; None if there are not.
 
-        So does one whose tokens no program holds exactly, where no row may be idle.
+        A prompt whose prefix was found needs programs with a past, and there may be only small ones. A model with recurrent
+        states needs a program of exactly as many rows.
         """
         for rows in sorted(self._runner.index.widest, reverse=True):
             if rows < len(part.segment.tokens):
-                shorter = self._part(part.request, rows, part.is_prefill)
+                shorter = self._part(part.state, rows, part.is_prefill)
                 if self._runner.variant_for([shorter.segment]):
                     return shorter
         return None
 
-    def aside(self, parts: list[Part]) -> set[int]:
-        """Whole prompts that find no slot: their rows go from the call to the host pool, past the arena."""
+    def _to_host(self, parts: list[Part]) -> list[Part]:
+        """Whole prompts that cannot decode yet: their keys and values go from the call to the host pool, past the arena."""
         if self._table.has_free_seq:
-            return set()
-        chosen, room = set(), self._kv_manager.host_pool.free_slots
-        for index, part in enumerate(parts):
+            return parts
+        placed, room = list[Part](), self._kv_manager.host_pool.free_slots
+        for part in parts:
             count = len(part.segment.tokens)
-            is_whole = part.is_prefill and count == len(part.request.tokens)
-            if is_whole and not len(part.segment.sequence) and count <= room:
-                chosen.add(index)
+            is_whole = part.is_prefill and count == len(part.state.tokens) and not len(part.segment.sequence)
+            if is_whole and count <= room and part.state.request.num_sequences == 1:
                 room -= count
-        return chosen
-
-    def _preempt(self, request: Request) -> None:
-        self._kv_manager.preempt(request)
-        self.preempted.append(request.id)
+                segment = Segment(part.segment.sequence, part.segment.tokens, to_host=True)
+                part = Part(part.state, segment, part.is_prefill)  # noqa: PLW2901
+            placed.append(part)
+        return placed

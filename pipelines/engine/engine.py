@@ -1,4 +1,4 @@
-"""The engine: one thread that owns the device and serves many requests. A step is: plan, run, choose; tell during the next."""
+"""The engine: one thread that owns a device and serves many requests."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from staticllm.core import FinishReason
+from staticllm.core import FinishReason, Variant
 from staticllm.errors import BusyError, ClosedError, DeviceError, as_ours
-from staticllm.pipelines.engine.batch import BatchBuilder, Part
+from staticllm.pipelines.engine.batch import Batch, BatchBuilder
 from staticllm.pipelines.engine.kv_manager import KVCacheManager, make_kv_manager
 from staticllm.pipelines.engine.options import EngineOptions
+from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.quarantine import Quarantine
-from staticllm.pipelines.engine.request import Request
-from staticllm.pipelines.profiling.records import HostTimes, Profiler, RequestRecord, StepRecord
-from staticllm.pipelines.programs.model_runner import Logits, ModelRunner, not_finite
-from staticllm.pipelines.scheduling.interface import Device, Plan, Policy
+from staticllm.pipelines.engine.recording import request_record, step_record
+from staticllm.pipelines.engine.request import EngineRequest, RequestState, SequenceState
+from staticllm.pipelines.profiling.records import HostTimes, StepRecord
+from staticllm.pipelines.profiling.stats import Profiler
+from staticllm.pipelines.programs.model_runner import Logits, ModelRunner, StepResult, not_finite
+from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus
 from staticllm.pipelines.scheduling.planner import NoPlanError, Planner
-from staticllm.pipelines.scheduling.request_table import RequestInfo, RequestTable
+from staticllm.pipelines.scheduling.request_table import RequestTable
 from staticllm.threads import check_process, start_thread
 
 Result = TypeVar("Result")
@@ -30,7 +33,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Switch:
-    """Another runner that takes over between two requests."""
+    """Another runner that takes over when no request is left."""
 
     runner: ModelRunner
     options: EngineOptions
@@ -38,52 +41,51 @@ class Switch:
 
 
 class Engine:
-    """Requests come in by ``submit`` from any thread, tokens go out by their output queues. The thread starts with the first."""
+    """Serves requests on one device: the ``EngineClient`` of this process.
+
+    Any thread may call ``submit``, ``cancel``, ``switch``, ``run_between_steps`` and ``close``. Everything else runs on the
+    engine's thread, which starts with the first request. A step is: plan, run, choose; the chosen tokens are handed to
+    their readers while the next call runs.
+    """
 
     def __init__(self, runner: ModelRunner, policy: Policy, options: EngineOptions) -> None:
         self.profiler = Profiler()
         self._planner = Planner(policy)
         self._next: Switch | None = None
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._install_runner(runner, options)
-        self._inbox: deque[Request] = deque()
-        self._errands: deque[Callable[[], None]] = deque()
+        self._live: dict[int, RequestState] = {}
+        self._inbox: deque[RequestState] = deque()
+        self._callbacks: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._step: StepRecord | None = None  # the last call
-        self._unposted: list[Request | StepRecord] = []  # what that has left to be told
-        self._num_waiting = 0  # of the requests in the request table
+        self._unposted: list[SequenceState] = []  # took part in the last call; their tokens are not handed out yet
+        self._unrecorded: list[StepRecord] = []
+        self._preempted: list[int] = []  # since the last call
+        self._num_waiting = 0  # of the requests in the table
         self._is_closing = self._is_draining = False
 
     def _install_runner(self, runner: ModelRunner, options: EngineOptions) -> None:
-        """Begin with a runner, and with nobody on it."""
+        """Begin with a runner and without requests."""
         self._runner, self._options = runner, options
-        self._variant = runner.index.variants[0]  # of the last call
         self._table = RequestTable(options.limits)
         self._kv_manager = make_kv_manager(runner.cache, self._table, options)
         self._batches = BatchBuilder(runner, self._table, self._kv_manager)
         self._quarantine = Quarantine()
 
-    def switch(self, runner: ModelRunner, options: EngineOptions, on_switch: Callable[[], None] = lambda: None) -> None:
-        """Go over to another runner when all requests that run now have ended; new requests wait for it.
-
-        ``on_switch`` is called on the engine's thread in the moment of the change.
+    def submit(self, request: EngineRequest, queue: OutputQueue | None = None) -> OutputQueue:
+        """Hand a request over. Its outputs come through ``queue``, which is returned; None for a new one.
 
         Raises:
-            ClosedError: the engine was closed.
-        """
-        self.check_process()
-        with self._wake:
-            self._start()
-            self._next = Switch(runner, options, on_switch)
-
-    def submit(self, request: Request) -> None:
-        """Hand a request over.
-
-        Raises:
-            BusyError: as many wait as may.
+            BusyError: ``MAX_WAITING`` requests are waiting.
             ClosedError: the engine was closed, or belongs to another process.
         """
+        state = RequestState(request, self._runner.cache.layout.vocab_size, queue)
+        self.submit_state(state)
+        return state.queue
+
+    def submit_state(self, state: RequestState) -> None:
+        """As ``submit``, for a caller in this process that wants to see where the request stands."""
         self.check_process()
         with self._wake:
             num_waiting = len(self._inbox) + self._num_waiting
@@ -93,38 +95,59 @@ class Engine:
                     "or load with a larger MAX_WAITING"
                 )
             self._start()
-            self._inbox.append(request)
+            self.enqueue([state])
+
+    def cancel(self, request: int, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a request, or one of its answers, before the next device call. Unknown and ended requests are ignored."""
+        state = self._live.get(request)
+        if state is not None:
+            state.cancel(index, reason)
+
+    def enqueue(self, states: Iterable[RequestState]) -> None:
+        """Take requests without starting the thread: the caller of ``step`` serves them."""
+        for state in states:
+            self._live[state.request.id] = state
+            self._inbox.append(state)
 
     def check_process(self) -> None:
         """
         Raises:
             ClosedError: this is a forked child of the process that the engine belongs to.
         """
-        check_process(self._pid)
+        check_process(self.pid)
 
-    def enqueue(self, requests: Iterable[Request]) -> None:
-        """Hand requests over without starting the thread: whoever calls ``step`` serves them."""
-        self._inbox.extend(requests)
+    def switch(self, runner: ModelRunner, options: EngineOptions, on_switch: Callable[[], None] = lambda: None) -> None:
+        """Go over to another runner when all requests that run now have ended; new requests wait for it.
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nobody waits and nobody runs."""
-        return not self._inbox and not len(self._table)
+        ``on_switch`` is called on the engine's thread at the moment of the change.
 
-    def call(self, errand: Callable[[], Result]) -> Result:
-        """Run something between two device calls, on the engine's thread, and return what it returns."""
+        Raises:
+            ClosedError: the engine was closed.
+        """
+        self.check_process()
+        with self._wake:
+            self._start()
+            self._next = Switch(runner, options, on_switch)
+
+    def run_between_steps(self, function: Callable[[], Result]) -> Result:
+        """Call ``function`` on the engine's thread between two device calls, and return what it returns.
+
+        Raises:
+            ClosedError: the engine was closed.
+            Exception: ``function`` raised it.
+        """
         future: Future[Any] = Future()
 
         def run() -> None:
             try:
-                future.set_result(errand())
+                future.set_result(function())
             except BaseException as error:  # the caller's to handle, not the engine's
                 future.set_exception(error)
 
         self.check_process()
         with self._wake:
             self._start()
-            self._errands.append(run)
+            self._callbacks.append(run)
         result: Result = future.result()
         return result
 
@@ -133,7 +156,7 @@ class Engine:
 
         Nor does closing in a forked child: the thread, and perhaps the lock, are the parent's.
         """
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             return
         with self._wake:
             self._is_closing = True
@@ -144,17 +167,22 @@ class Engine:
         self._planner.close()
 
     @property
+    def is_idle(self) -> bool:
+        """Whether there is no request."""
+        return not self._inbox and not len(self._table)
+
+    @property
     def runner(self) -> ModelRunner:
-        """What calls the device; only for errands."""
+        """What calls the device; only for ``run_between_steps``."""
         return self._runner
 
     @property
     def kv_manager(self) -> KVCacheManager:
-        """Whose rows lie where; only for errands."""
+        """Whose slots lie where; only for ``run_between_steps``."""
         return self._kv_manager
 
     def _start(self) -> None:
-        """Let the thread look at what is about to be handed over; where this fails, nothing was. The caller holds the lock."""
+        """Wake the thread for what is about to be handed over. The caller holds the lock."""
         if self._is_closing:
             raise ClosedError("the pipeline is closed: load the model again")
         if self._thread is None:
@@ -164,7 +192,7 @@ class Engine:
     def _loop(self) -> None:
         while True:
             with self._wake:
-                while not (self._inbox or self._errands or self._next or len(self._table) or self._is_closing):
+                while not (self._inbox or self._callbacks or self._next or len(self._table) or self._is_closing):
                     if self._kv_manager.prefix.is_offloading:
                         break
                     self._wake.wait()
@@ -172,55 +200,59 @@ class Engine:
                     break
             self.step()
         with self._wake:  # nothing is added after this: the engine is closing
-            left, self._next = [*self._inbox], None
+            left, self._next = [state.sequences[0] for state in self._inbox], None
             self._inbox.clear()
-        for request in (*self._kv_manager.clear(), *left):
-            self._report(request, FinishReason.CANCELLED)
-        self._run_errands()
+        for sequence in (*self._kv_manager.clear(), *left):
+            self._report(sequence, FinishReason.CANCELLED)
+        self._run_callbacks()
 
     def step(self) -> None:
         """One device call, and what goes before and after it."""
         try:
             self._admit()
             self._expire_requests()
-            self._run_errands()
+            self._run_callbacks()
             if len(self._table):
-                self._call()
+                self._execute()
             if not len(self._table):
                 self._post()
-                self._kv_manager.compact_when_idle()
+                self._kv_manager.run_idle_work()
         except BaseException as error:  # ours: no request may wait for ever for an engine that has stopped
-            for request in self._kv_manager.clear():
-                self._report(request, FinishReason.ERROR, as_ours(error))
+            for sequence in self._kv_manager.clear():
+                self._report(sequence, FinishReason.ERROR, as_ours(error))
 
-    def _call(self) -> None:
-        """Plan, run, choose. What is chosen is told, and recorded, while the next call runs."""
+    def _execute(self) -> None:
+        """Plan, run, choose. Chosen tokens are handed out, and the call is recorded, while the next call runs."""
         begin = time.perf_counter()
-        parts = self._prepared()
-        if not parts:
+        batch = self._prepare()
+        if not batch.parts:
             return
         ready = time.perf_counter()
-        outputs = self._run(parts)
-        done = time.perf_counter()
-        self._choose_all(parts, outputs)
-        runner, step = self._runner, self._step
-        assert step is not None
-        sampling = time.perf_counter() - done
-        host = HostTimes(ready - begin, runner.prepare_seconds, runner.commit_seconds, sampling)
-        self._unposted += [*(part.request for part in parts), step if step.has_failed else replace(step, host=host)]
+        result = self._run(batch)
+        if result is None:
+            return
+        record = self._record_of(batch, result.variant, result.start, result.device_seconds)
+        chosen = time.perf_counter()
+        self._choose_all(batch, result)
+        host = HostTimes(ready - begin, result.prepare_seconds, result.commit_seconds, time.perf_counter() - chosen)
+        self._unposted += [part.state for part in batch.parts]
+        self._unrecorded.append(replace(record, host=host))
 
     def _meanwhile(self, is_decoding: bool) -> None:
-        """While the device runs. Who leaves the arena goes in pieces if somebody waits for the next token."""
+        """While the device runs. Offload in chunks while requests decode, so that no stream stalls."""
         self._post()
-        self._kv_manager.prefix.advance(is_hurried=not is_decoding)
+        if is_decoding:
+            self._kv_manager.prefix.advance()
+        else:
+            self._kv_manager.prefix.finish_offloading()
 
     def _post(self) -> None:
-        """Tokens to their readers, the last call to the records."""
-        for item in self._unposted:
-            if isinstance(item, StepRecord):
-                self.profiler.record(item)
-            else:
-                item.post()
+        """Tokens go to their readers, the last call to the records."""
+        for record in self._unrecorded:
+            self.profiler.record(record)
+        for sequence in self._unposted:
+            sequence.post()
+        self._unrecorded.clear()
         self._unposted.clear()
 
     def _admit(self) -> None:
@@ -230,137 +262,132 @@ class Engine:
                 self._install_runner(switch.runner, switch.options)
                 switch.on_switch()
             while self._inbox and not self._next:
-                request = self._inbox.popleft()
-                self._kv_manager.requests[request.id] = request
-                self._table.add(
-                    RequestInfo(request.id, request.arrival, len(request.tokens), request.priority, request.deadline)
-                )
-            self._num_waiting = self._table.count("waiting")
+                self._kv_manager.add(self._inbox.popleft().sequences[0])
+            self._num_waiting = self._table.count(RequestStatus.WAITING)
 
-    def _run_errands(self) -> None:
-        while self._errands:
-            self._errands.popleft()()
+    def _run_callbacks(self) -> None:
+        while self._callbacks:
+            self._callbacks.popleft()()
 
     def _expire_requests(self) -> None:
-        """Between any two calls: who was cancelled, or is late, leaves."""
+        """Between any two calls: end the requests that were cancelled or are late."""
         now = time.perf_counter()
-        for request in list(self._kv_manager.requests.values()):
-            if (reason := request.finish_reason_at(now)) is not None:
-                self._end(request, reason)
-        if self._next:  # new requests wait for the other runner, and may leave before it comes
+        for sequence in list(self._kv_manager.states.values()):
+            if (reason := sequence.finish_reason_at(now)) is not None:
+                self._end(sequence, reason)
+        if self._next:  # new requests wait for the other runner, and may end before it comes
             with self._wake:
-                reasons = [(request, request.finish_reason_at(now)) for request in self._inbox]
-                self._inbox = deque(request for request, reason in reasons if reason is None)
-            for request, reason in reasons:
+                reasons = [(state, state.sequences[0].finish_reason_at(now)) for state in self._inbox]
+                self._inbox = deque(state for state, reason in reasons if reason is None)
+            for state, reason in reasons:
                 if reason is not None:
-                    self._report(request, reason)
+                    self._report(state.sequences[0], reason)
 
     def _plan(self) -> Plan:
-        runner, kv_manager = self._runner, self._kv_manager
+        runner, manager = self._runner, self._kv_manager
         device = Device(runner.index, runner.costs, runner.cache.slots.high_slot, runner.is_complete)
         return self._planner.plan(
-            self._table.view(time.perf_counter(), kv_manager.free_slots, kv_manager.host_pool.free_slots, device)
+            self._table.view(time.perf_counter(), manager.free_slots, manager.host_pool.free_slots, device)
         )
 
-    def _prepared(self) -> list[Part]:
-        """What goes into the next call; nothing where a request that cannot run at all has been ended instead."""
+    def _prepare(self) -> Batch:
+        """The next call; empty where a request that cannot run at all has been ended instead."""
         try:
-            return self._batches.prepare(self._plan(), self._quarantine)
+            batch = self._batches.prepare(self._plan(), self._quarantine)
         except NoPlanError as error:
-            self._end(self._kv_manager.requests[error.request], FinishReason.ERROR, DeviceError(str(error)))
-            return []
+            batch = Batch((), unrunnable=self._kv_manager.states[error.request])
+        self._preempted += batch.preempted
+        if batch.unrunnable is not None:
+            reason = DeviceError(f"no program can run request {batch.unrunnable.id}")
+            self._end(batch.unrunnable, FinishReason.ERROR, reason)
+        return batch
 
-    def _run(self, parts: list[Part]) -> list[Logits]:
-        """The call. A device that fails takes the requests of this call with it, and nobody else."""
-        runner = self._runner
+    def _run(self, batch: Batch) -> StepResult | None:
+        """The call. A device that fails ends the requests of this call, and no others; None then."""
+        runner, segments = self._runner, [part.segment for part in batch.parts]
         if not self._kv_manager.prefix.is_offloading:  # else there will soon be more room
             runner.cache.compact()
-        segments = [part.segment for part in parts]
         variant = runner.variant_for(segments)
         assert variant is not None
-        self._variant = variant
         start = time.perf_counter()
-        for part in parts:
-            part.request.started = part.request.started or start
+        for part in batch.parts:
+            part.state.started = part.state.started or start
         try:
-            is_decoding = any(not part.is_prefill for part in parts)
-            outputs = runner.run(variant, segments, self._batches.aside(parts), lambda: self._meanwhile(is_decoding))
+            result = runner.run(variant, segments, lambda: self._meanwhile(batch.is_decoding))
         except Exception as error:
-            self._record(start, time.perf_counter() - start, parts, has_failed=True)
-            if not runner.cache.is_settled:
-                self._batches.preempted += self._kv_manager.discard_slots()
-            for part in parts:
-                self._end(part.request, FinishReason.ERROR, as_ours(error), is_kept=False)
-            return []
-        for index, stored in runner.set_aside.items():
-            self._kv_manager.set_aside(parts[index].request, stored)
-        self._record(runner.started, runner.seconds, parts)
-        return outputs
+            failed = self._record_of(batch, variant, start, time.perf_counter() - start)
+            self._unrecorded.append(replace(failed, has_failed=True))
+            if runner.cache.is_void:
+                self._preempted += self._kv_manager.discard_slots()
+            for part in batch.parts:
+                self._end(part.state, FinishReason.ERROR, as_ours(error), is_trusted=False)
+            return None
+        for part, segment in zip(batch.parts, result.segments, strict=True):
+            if segment.stored is not None:
+                self._kv_manager.put_in_host_pool(part.state, segment.stored)
+        return result
 
-    def _choose_all(self, parts: list[Part], outputs: list[Logits]) -> None:
-        for part, logits, best in zip(parts, outputs, self._runner.best, strict=False):
-            request, count = part.request, len(part.segment.tokens)
-            if best is None and len(parts) > 1:  # perhaps another's fault: nothing was kept, so it can run again
-                self._quarantine.add(request.id)
-            elif best is None:
-                self._end(request, FinishReason.ERROR, not_finite(self._variant), is_kept=False)
+    def _choose_all(self, batch: Batch, result: StepResult) -> None:
+        for part, segment in zip(batch.parts, result.segments, strict=True):
+            sequence = part.state
+            if (
+                segment.argmax is None and len(batch.parts) > 1
+            ):  # perhaps another's fault: nothing was kept, it can run again
+                self._quarantine.add(sequence.id)
+            elif segment.argmax is None:
+                self._end(sequence, FinishReason.ERROR, not_finite(result.variant), is_trusted=False)
             else:
-                self._quarantine.discard(request.id)
-                if self._table.ran(request.id, count):
-                    self._choose(request, logits, best)
+                self._quarantine.discard(sequence.id)
+                if self._table.add_computed(sequence.id, len(part.segment.tokens)):
+                    self._choose_first_or_next(sequence, segment.logits[-1], segment.argmax)
 
-    def _choose(self, request: Request, logits: Logits, best: int) -> None:
-        if not request.num_generated and request.sequence is not None:
-            self._kv_manager.prefix.keep_prompt(request.sequence)
+    def _choose_first_or_next(self, sequence: SequenceState, logits: Logits, argmax: int) -> None:
+        """Choose a token; after a prompt, one for each answer to it."""
+        siblings: list[SequenceState] = []
+        if not sequence.num_generated and sequence.sequence is not None:
+            self._kv_manager.prefix.keep_prompt(sequence.sequence)
+            siblings = self._live[sequence.request.id].fork() if sequence.request.num_sequences > 1 else []
+            for sibling in siblings:
+                self._kv_manager.fork(sequence, sibling)
+        self._unposted += siblings
+        for each in (sequence, *siblings):
+            self._choose(each, logits, argmax)
+
+    def _choose(self, sequence: SequenceState, logits: Logits, argmax: int) -> None:
         try:
-            reason = request.choose(logits, best)
-        except Exception as error:  # of this request's own sampling or text; the others go on
-            self._end(request, FinishReason.ERROR, error)
+            reason = sequence.choose(logits, argmax)
+        except Exception as error:  # of this request's own sampling; the others go on
+            self._end(sequence, FinishReason.ERROR, error)
             return
         if reason is not None:
-            self._end(request, reason)
+            self._end(sequence, reason)
             return
-        self._table.chose(request.id, time.perf_counter())
-        if len(request.tokens) > self._options.max_seq_len and not self._kv_manager.shorten(
-            request, self._options.max_seq_len // 2
-        ):
-            self._end(request, FinishReason.LENGTH)
-        elif self._table[request.id].state == "swapped":
-            self._kv_manager.swap_out(request)
+        self._table.add_token(sequence.id, time.perf_counter())
+        limit = self._options.max_seq_len
+        if len(sequence.tokens) > limit and not self._kv_manager.shorten(sequence, limit // 2):
+            self._end(sequence, FinishReason.LENGTH)
+        elif self._table[sequence.id].status is RequestStatus.SWAPPED:
+            self._kv_manager.offload(sequence)
 
     def _end(
-        self, request: Request, reason: FinishReason, error: Exception | None = None, is_kept: bool = True
+        self, sequence: SequenceState, reason: FinishReason, error: Exception | None = None, is_trusted: bool = True
     ) -> None:
-        self._kv_manager.end(request, is_kept)
-        self._quarantine.discard(request.id)
-        self._report(request, reason, error)
+        """End an answer; its slots are kept for their prefix if they can be trusted."""
+        if is_trusted:
+            self._kv_manager.free(sequence)
+        else:
+            self._kv_manager.discard(sequence)
+        self._quarantine.discard(sequence.id)
+        self._report(sequence, reason, error)
 
-    def _report(self, request: Request, reason: FinishReason, error: Exception | None = None) -> None:
-        self.profiler.record(
-            RequestRecord(
-                request.id, request.arrival, request.started, tuple(request.token_times),
-                request.num_prompt, request.num_cached, reason, time.perf_counter(),
-            )
-        )  # fmt: skip
-        request.end(reason, error)
+    def _report(self, sequence: SequenceState, reason: FinishReason, error: Exception | None = None) -> None:
+        self.profiler.record(request_record(sequence, reason))
+        if self._live[sequence.request.id].finish(sequence, reason, error):
+            del self._live[sequence.request.id]
 
-    def _record(self, start: float, seconds: float, parts: list[Part], has_failed: bool = False) -> None:
-        prompts = [part for part in parts if part.is_prefill]
-        for part in parts:
-            part.request.spent(seconds, part.is_prefill)
-        swapped, waiting = self._table.ids("swapped"), set(self._table.ids("waiting"))
-        self._step = StepRecord(
-            start=start,
-            seconds=seconds,
-            variant=self._variant,
-            decode=tuple(part.request.id for part in parts if not part.is_prefill),
-            prefill=tuple((part.request.id, len(part.segment.tokens)) for part in prompts),
-            slots_in_use=self._runner.cache.slots.num_used,
-            num_waiting=len(waiting.difference(part.request.id for part in prompts)),
-            num_swapped=len(swapped),
-            num_running=self._table.count("running"),
-            swapped=swapped,
-            preempted=tuple(self._batches.preempted),
-            has_failed=has_failed,
-        )
-        self._batches.preempted.clear()
+    def _record_of(self, batch: Batch, variant: Variant, start: float, seconds: float) -> StepRecord:
+        for part in batch.parts:
+            part.state.add_call(seconds, part.is_prefill)
+        preempted, self._preempted = tuple(self._preempted), []
+        record = step_record(batch, variant, start, seconds, self._table)
+        return replace(record, slots_in_use=self._runner.cache.slots.num_used, preempted=preempted)

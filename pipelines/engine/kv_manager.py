@@ -1,164 +1,188 @@
-"""Puts a plan's moves into practice: whose slots lie in the arena, whose in the host pool, whose nowhere."""
+"""The KV cache manager: whose slots lie in the arena, whose in the host pool, and whose are free."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from staticllm.kvcache.cache import KVCache, StoredSequence
+from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.host_pool import HostPool
 from staticllm.kvcache.prefix import PrefixCache
 from staticllm.kvcache.sequence import Sequence
+from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.overflow import shorten
-from staticllm.pipelines.engine.request import Request
-from staticllm.pipelines.scheduling.request_table import RequestTable
+from staticllm.pipelines.engine.request import SequenceState
+from staticllm.pipelines.scheduling.request_table import RequestInfo, RequestTable
 
 
 class KVCacheManager:
-    """Rows of the requests in a book. A request that decodes or prefills has a sequence in the arena."""
+    """Slots of the requests in the table. A request that decodes or prefills has a sequence in the arena.
+
+    Runs on the engine's thread.
+    """
 
     def __init__(self, cache: KVCache, table: RequestTable, host_pool: HostPool, prefix: PrefixCache) -> None:
         self.cache, self.table, self.host_pool, self.prefix = cache, table, host_pool, prefix
-        self.requests: dict[int, Request] = {}
+        self.states: dict[int, SequenceState] = {}
         self._was_sharing = False
 
     @property
     def free_slots(self) -> int:
-        """Rows that a plan can count on; the idle conversations make way."""
+        """Slots that a plan can count on: the cached sequence makes room for it."""
         return self.cache.slots.num_free + self.prefix.idle_slots
 
-    def sequences(self) -> Iterable[Sequence]:
+    def sequences(self) -> list[Sequence]:
         """Those in the arena."""
-        return [request.sequence for request in self.requests.values() if request.sequence is not None]
+        return [state.sequence for state in self.states.values() if state.sequence is not None]
 
-    def allocate(self, request: Request) -> None:
-        """Before its first chunk: give a request a sequence that begins with whatever is known of its tokens."""
-        if request.sequence is None:
-            request.sequence = self.prefix.attach(request.tokens, self.sequences())
-            if not request.num_generated:
-                request.num_cached = len(request.sequence)
-            computed = len(request.sequence)
-            self.table[request.id].change(num_computed=computed, state="prefilling" if computed else "waiting")
+    def add(self, state: SequenceState) -> None:
+        """A request arrives. It has no slots yet."""
+        request = state.request
+        self.states[state.id] = state
+        self.table.add(RequestInfo(state.id, request.arrival, len(state.tokens), request.priority, request.deadline))
+
+    def fork(self, source: SequenceState, sibling: SequenceState) -> None:
+        """Another answer to a prompt that has just run begins with the slots of the first one. They are stored once."""
+        assert source.sequence is not None
+        self.add(sibling)
+        sibling.sequence = self.cache.fork(source.sequence, len(source.sequence))
+        self.table[sibling.id].begin(len(sibling.sequence))
         self.count_own_slots()
 
-    def swap_out(self, request: Request) -> None:
-        """Move the slots of a swapped out request to the host pool; they stay where they are if the host pool has no room."""
-        if request.sequence is None or len(request.sequence) > self.host_pool.free_slots:
-            return
-        self.host_pool.swap_out(request.id, self.cache.copy_out(request.sequence))
-        self._close_sequence(request)
-        self.table[request.id].change(in_arena=False, own_slots=0)
-
-    def set_aside(self, request: Request, stored: StoredSequence) -> None:
-        """Shelve the slots of a prompt that has just run and never lay in the arena."""
-        self.host_pool.swap_out(request.id, stored)
-        self._close_sequence(request)
-        self.table[request.id].change(in_arena=False, own_slots=0)
-
-    def swap_in(self, request: Request) -> None:
-        """Bring the slots of a swapped out request back, if they were moved."""
-        self.table.swap_in(request.id)
-        if request.sequence is None:
-            stored = self.host_pool.take(request.id)
-            self.prefix.evict(len(stored.tokens))
-            request.sequence = self.cache.bring_back(stored, len(stored.tokens))
-            self.table[request.id].change(own_slots=len(stored.tokens))
-
-    def preempt(self, request: Request) -> None:
-        """Take the slots of a request; it waits again, with all its tokens to run."""
-        self._drop(request)
-        self.table.preempt(request.id)
-
-    def end(self, request: Request, is_kept: bool) -> None:
-        """A request is over. Its slots are kept for whoever begins like it, unless they cannot be trusted."""
-        entry = self.table[request.id]
-        if request.sequence is not None and is_kept:
-            self.prefix.keep(request.sequence)
-            request.sequence = None
-        elif not entry.in_arena and is_kept:
-            self.prefix.restore(self.host_pool.take(request.id))
-        else:
-            self._drop(request)
-        self.table.remove(request.id)
-        del self.requests[request.id]
+    def allocate(self, state: SequenceState) -> None:
+        """Before its first chunk: give a request a sequence that begins with the longest known prefix of its tokens."""
+        if state.sequence is None:
+            state.sequence = self.prefix.attach(state.tokens, self.sequences())
+            if not state.num_generated:
+                state.num_cached = len(state.sequence)
+            self.table[state.id].begin(len(state.sequence))
         self.count_own_slots()
 
-    def shorten(self, request: Request, limit: int) -> bool:
-        """A conversation has filled its slots: keep what its rule keeps and run that anew. False if the rule is to stop."""
-        kept = shorten(request.tokens, limit, request.overflow)
-        if len(kept) == len(request.tokens):
+    def swap_out(self, state: SequenceState) -> None:
+        """Stop a running request and move its slots to the host pool."""
+        self.table[state.id].swap_out()
+        self.offload(state)
+
+    def offload(self, state: SequenceState) -> None:
+        """Move the slots of a swapped request to the host pool; they stay where they are if it has no room."""
+        if state.sequence is not None and len(state.sequence) <= self.host_pool.free_slots:
+            self.put_in_host_pool(state, self.cache.copy_out(state.sequence))
+
+    def put_in_host_pool(self, state: SequenceState, stored: StoredSequence) -> None:
+        """Hold a copy of a request's sequence, or a prompt that never entered the arena; its arena slots are freed."""
+        self.host_pool.swap_out(state.id, stored)
+        self._close_sequence(state)
+        self.table[state.id].leave_arena()
+
+    def swap_in(self, state: SequenceState) -> None:
+        """A swapped request decodes again; its slots are copied back if they were moved."""
+        own_slots = None
+        if state.sequence is None:
+            stored = self.host_pool.take(state.id)
+            own_slots = len(stored.tokens)
+            self.prefix.evict(own_slots)
+            state.sequence = self.cache.bring_back(stored, own_slots)
+        self.table[state.id].swap_in(own_slots)
+
+    def preempt(self, state: SequenceState) -> None:
+        """Free the slots of a request; it waits again, with all its tokens to run."""
+        self._drop(state)
+        self.table[state.id].preempt()
+
+    def free(self, state: SequenceState) -> None:
+        """A request has ended. Its slots are kept for the next request that begins with the same tokens."""
+        if state.sequence is not None:
+            self.prefix.keep(state.sequence)
+            state.sequence = None
+        elif not self.table[state.id].in_arena:
+            self.prefix.restore(self.host_pool.take(state.id))
+        self._remove(state)
+
+    def discard(self, state: SequenceState) -> None:
+        """A request has ended whose keys and values cannot be trusted."""
+        self._drop(state)
+        self._remove(state)
+
+    def shorten(self, state: SequenceState, limit: int) -> bool:
+        """A conversation has filled its slots: keep what its overflow rule keeps, and run that again.
+
+        False if the rule is to stop.
+        """
+        kept = shorten(state.tokens, limit, state.request.overflow)
+        if len(kept) == len(state.tokens):
             return False
-        if request.sequence is None:  # set aside: its slots never lay in the arena
-            self._drop(request)
-            request.tokens = kept
-            self.table.preempt(request.id)
-            self.table[request.id].change(num_tokens=len(kept))
+        if state.sequence is None:  # its prompt went to the host pool
+            self._drop(state)
+            state.tokens = kept
+            self.table[state.id].preempt(len(kept))
             return True
-        shared = next((i for i, pair in enumerate(zip(kept, request.tokens, strict=False)) if pair[0] != pair[1]), 0)
-        request.tokens = kept
-        self.cache.cut(request.sequence, min(shared, len(kept) - 1))
-        computed = len(request.sequence)
-        self.table[request.id].change(
-            state="prefilling", num_tokens=len(kept), num_computed=computed, own_slots=computed
-        )
+        shared = next((i for i, pair in enumerate(zip(kept, state.tokens, strict=False)) if pair[0] != pair[1]), 0)
+        state.tokens = kept
+        self.cache.cut(state.sequence, min(shared, len(kept) - 1))
+        self.table[state.id].restart(len(kept), len(state.sequence))
         return True
 
     def make_room(self, num_slots: int) -> bool:
-        """Whether ``num_slots`` are free now; the idle conversations make way."""
+        """Whether ``num_slots`` are free now; the cached sequence is evicted for them."""
         self.prefix.evict(num_slots)
         return self.cache.slots.num_free >= num_slots
 
-    def compact_when_idle(self) -> None:
-        """While nobody wants anything: one piece of who leaves; then slots together, so that the next call sees few."""
+    def run_idle_work(self) -> None:
+        """When idle: offload one chunk, then compact, so that the next step can use a smaller variant."""
         self.prefix.advance()
         if not self.prefix.is_offloading:
             self.cache.compact()
 
     def discard_slots(self) -> list[int]:
-        """After an exception inside the bookkeeping: every row in the arena is lost. Whose they were is computed anew."""
+        """After an exception inside a transaction: discard all slots; their requests are preempted and recomputed.
+
+        Returns their ids.
+        """
         self.cache.reset()
         self.prefix.forget()
-        preempted = [request.id for request in self.requests.values() if request.sequence is not None]
-        for request in preempted:
-            self.requests[request].sequence = None
-            self.table.preempt(request)
+        preempted = [state.id for state in self.states.values() if state.sequence is not None]
+        for number in preempted:
+            self.states[number].sequence = None
+            self.table[number].preempt()
         return preempted
 
-    def clear(self) -> list[Request]:
-        """Forget every request and every row, whatever state they are in; who they were."""
-        requests = list(self.requests.values())
-        self.requests.clear()
+    def clear(self) -> list[SequenceState]:
+        """Forget every request and every slot, whatever their state. Returns the requests."""
+        states = list(self.states.values())
+        self.states.clear()
         self.table.clear()
         self.cache.reset()
         self.prefix.forget()
         self.host_pool.clear()
-        return requests
+        return states
 
     def count_own_slots(self) -> None:
-        """Say in the request table how many slots each would free. Without shared slots the request table knows by itself."""
+        """Tell the table how many slots each request would free. Without shared slots the table knows by itself."""
         if not self._is_sharing():
             return
-        for request in self.requests.values():
-            if request.sequence is not None:
-                own = self.cache.slots.count_own(request.sequence.slots)
-                self.table[request.id].change(own_slots=own)
+        for state in self.states.values():
+            if state.sequence is not None:
+                self.table[state.id].set_own_slots(self.cache.slots.count_own(state.sequence.slots))
 
     def _is_sharing(self) -> bool:
         was, self._was_sharing = self._was_sharing, self.cache.slots.num_shared > 0
         return was or self._was_sharing
 
-    def _drop(self, request: Request) -> None:
-        if not self.table[request.id].in_arena:
-            self.host_pool.take(request.id)
-        self._close_sequence(request)
+    def _remove(self, state: SequenceState) -> None:
+        self.table.remove(state.id)
+        del self.states[state.id]
+        self.count_own_slots()
 
-    def _close_sequence(self, request: Request) -> None:
-        if request.sequence is not None:
-            self.cache.close(request.sequence)
-            request.sequence = None
+    def _drop(self, state: SequenceState) -> None:
+        if not self.table[state.id].in_arena:
+            self.host_pool.take(state.id)
+        self._close_sequence(state)
+
+    def _close_sequence(self, state: SequenceState) -> None:
+        if state.sequence is not None:
+            self.cache.close(state.sequence)
+            state.sequence = None
 
 
 def make_kv_manager(cache: KVCache, table: RequestTable, options: EngineOptions) -> KVCacheManager:
-    """With an empty host pool."""
+    """A manager with an empty host pool."""
     host_pool = HostPool(options.host_kv_slots, options.state_slots)
     return KVCacheManager(cache, table, host_pool, PrefixCache(cache, host_pool, options.prefix_caching))

@@ -1,46 +1,50 @@
-"""Rows of a conversation to disk and back, between two steps of the engine."""
+"""Snapshots of conversations: to disk and back, between two steps of the engine."""
 
 from __future__ import annotations
 
 import os
 
 from staticllm.errors import SnapshotError
-from staticllm.kvcache.cache import StoredSequence
 from staticllm.kvcache.snapshot import Identity, load, save
+from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.engine.engine import Engine
 
 
 def save_snapshot(
     engine: Engine, tokens: list[int], path: str | os.PathLike[str], identity: Identity, key: bytes = b""
 ) -> int:
-    """Save the rows of the longest known prefix of ``tokens``; how many tokens that is.
+    """Save the longest known prefix of ``tokens``. Returns its number of tokens.
 
     Raises:
-        SnapshotError: nothing that is known begins like this, or the file cannot be written.
+        SnapshotError: no known sequence begins like this, or the file cannot be written.
     """
 
     def find() -> StoredSequence | None:
         return engine.kv_manager.prefix.find(tokens, engine.kv_manager.sequences())
 
-    stored = engine.call(find)
+    stored = engine.run_between_steps(find)
     if stored is None:
-        raise SnapshotError("nothing that is known begins like this prompt: generate first, with PREFIX_CACHING on")
+        raise SnapshotError("no known sequence begins like this prompt: generate first, with PREFIX_CACHING on")
     save(stored, path, identity, key)
     return len(stored.tokens)
 
 
 def load_snapshot(engine: Engine, path: str | os.PathLike[str], identity: Identity, key: bytes = b"") -> int:
-    """Read saved rows into the host pool; how many tokens they are.
+    """Read a snapshot into the host pool. Returns its number of tokens.
 
     Raises:
-        SnapshotError: no such file, a damaged one, rows of another model, or more rows than the host pool holds.
+        SnapshotError: no such file, a damaged one, one of another model, or more tokens than the host pool has room for.
     """
     stored = load(path, identity, engine.runner.cache.layout, engine.kv_manager.host_pool.num_slots, key)
 
     def restore() -> None:
         if not engine.runner.cache.layout.fits(stored):  # another device has taken over meanwhile
-            raise SnapshotError(f"{str(path)!r} holds rows of another layout than this model's: save them again")
-        engine.kv_manager.prefix.restore(stored)
+            raise SnapshotError(f"{str(path)!r} has another layout than this model's: save it again")
+        if not engine.kv_manager.prefix.restore(stored):
+            raise SnapshotError(
+                f"{str(path)!r} has {len(stored.tokens)} tokens, the host pool has no room for them now: wait until "
+                "requests have ended, or load the model with more HOST_KV_SLOTS"
+            )
 
-    engine.call(restore)
+    engine.run_between_steps(restore)
     return len(stored.tokens)

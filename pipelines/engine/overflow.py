@@ -1,7 +1,8 @@
-"""What becomes of a conversation that fills its rows. The tokens that stay are computed anew, so any model can do it.
+"""What happens when a conversation fills its slots. The tokens that are kept run again, so any model can do it.
 
-A cut in the rows themselves would keep keys that saw tokens which are gone, and positions that no longer fit; re-running half
-a conversation costs one prefill, every half conversation.
+Cutting the slots themselves would keep keys that saw tokens which are gone, and positions that no longer fit. Re-running half
+a conversation costs one prefill per half conversation. LM Studio names the rules ``truncate_middle`` (keep the ends) and
+``shift`` (rolling window, also known as context shift).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from staticllm.errors import GenerationConfigError
 
 OverflowRule = Literal["stop", "truncate_middle", "shift"]
 SINKS = 4
-"""Attention needs the first tokens, whatever they say (StreamingLLM, arXiv 2309.17453)."""
+"""Attention needs the first tokens, whatever they are (StreamingLLM, arXiv 2309.17453)."""
 
 
 def truncate_middle(tokens: list[int], limit: int) -> list[int]:

@@ -13,7 +13,7 @@ class Quarantine:
 
     A hidden NaN still poisons a weighted sum, so one request with such numbers spoils the results of all that share its call.
     Nothing of them was kept. Each suspect runs once alone: one that is clean goes on, one that is not is at fault. Between two
-    suspects the other requests have a call, so that nobody waits for all of them.
+    suspects the other requests have a call, so that they need not wait for all of them.
     """
 
     def __init__(self) -> None:

@@ -1,132 +1,179 @@
-"""One request inside the engine: what it asks for, where it stands, and the output queue through which its tokens leave."""
+"""What is asked of an engine (``EngineRequest``), and where the engine stands with it (``RequestState``)."""
 
 from __future__ import annotations
 
-import queue
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import count
+from typing import Any
 
 import numpy as np
 
 from staticllm.core import FinishReason
 from staticllm.kvcache.sequence import Sequence
+from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput, Usage
 from staticllm.pipelines.engine.overflow import OverflowRule
-from staticllm.pipelines.generation.sampler import Logits, Sampler
+from staticllm.pipelines.generation.filters import Logits
+from staticllm.pipelines.generation.logits_processors import processors_for
+from staticllm.pipelines.generation.sampler import Sampler
+from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 _numbers = count(1)
 
 
-@dataclass(frozen=True)
-class Token:
-    """One chosen token: its log-probability, when it was chosen (``time.perf_counter``) and the seconds that took."""
-
-    id: int
-    logprob: float
-    time: float
-    sampling_seconds: float
+def new_id() -> int:
+    """A number that no other request or sequence of this process has."""
+    return next(_numbers)
 
 
 @dataclass(frozen=True)
-class End:
-    """The last thing in a output queue."""
+class EngineRequest:
+    """One prompt and what is wanted of it: plain values only, so that a request can cross a process.
 
-    reason: FinishReason
-    error: BaseException | None = None
-
-
-class OutputQueue:
-    """From the engine's thread to whoever reads. ``listener`` is told of every letter, from the engine's thread."""
-
-    def __init__(self) -> None:
-        self._outputs: queue.SimpleQueue[Token | End] = queue.SimpleQueue()
-        self.listener: Callable[[], None] | None = None
-
-    def put(self, output: Token | End) -> None:
-        self._outputs.put(output)
-        if self.listener is not None:
-            self.listener()
-
-    def get(self, timeout: float | None = None) -> Token | End | None:
-        """The next letter; None if there is none within ``timeout`` seconds."""
-        try:
-            return self._outputs.get(timeout=timeout) if timeout != 0 else self._outputs.get_nowait()
-        except queue.Empty:
-            return None
-
-
-@dataclass
-class Request:
-    """``tokens`` are prompt and answer so far, as the rows will hold them; ``num_prompt`` of them are the prompt.
-
-    ``limit`` is how many tokens may be generated, None if only the rows limit it; ``stop_token_ids`` end it, but not among
-    the first ``min_new_tokens``. ``arrival`` and ``deadline`` are
-    ``time.perf_counter`` moments. ``watch`` is called with each token and tells whether it ends the answer: stop strings.
+    Args:
+        prompt: Token ids.
+        sampling: How tokens are chosen.
+        seed: Seed of the random numbers of the first answer; answer ``i`` has ``seed + i``.
+        num_sequences: How many answers; the prompt runs once and its slots are shared.
+        max_new_tokens: Tokens per answer; None if only the slots limit them.
+        stop_token_ids: Tokens that end an answer, but not among its first ``min_new_tokens``.
+        priority: Higher ones are served first.
+        deadline: Moment at which it ends, finished or not (``time.perf_counter``).
+        overflow: What happens when a conversation fills its slots.
+        id: Number of the request.
+        arrival: When it came (``time.perf_counter``).
     """
 
-    tokens: list[int]
-    sampler: Sampler
-    limit: int | None = None
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    num_sequences: int = 1
+    max_new_tokens: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     min_new_tokens: int = 0
     priority: int = 0
     deadline: float | None = None
     overflow: OverflowRule = "stop"
-    watch: Callable[[int], bool] | None = None
-    id: int = field(default_factory=lambda: next(_numbers))
+    id: int = field(default_factory=new_id)
     arrival: float = field(default_factory=time.perf_counter)
-    output_queue: OutputQueue = field(default_factory=OutputQueue)
-    is_cancelled: bool = False
-    sequence: Sequence | None = None
-    num_prompt: int = 0
-    num_cached: int = 0
-    num_generated: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: list[float] = field(default_factory=list)
-    started: float | None = None
-    token_times: list[float] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.num_prompt = len(self.tokens)
-        vocab_size = self.sampler.vocab_size
-        self._unposted: list[Token] = []
-        self._banned = np.array(sorted(t for t in self.stop_token_ids if t < vocab_size), np.intp)
+    def to_dict(self) -> dict[str, Any]:
+        """The request in the types of JSON."""
+        return {**asdict(self), "prompt": list(self.prompt), "stop_token_ids": sorted(self.stop_token_ids)}
 
-    def choose(self, logits: Logits, best: int) -> FinishReason | None:
-        """Choose the next token; ``best`` is the most likely one. Why the answer ends with it, None if it does not."""
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> EngineRequest:
+        """A request that ``to_dict`` described."""
+        plain = dict(values)
+        prompt, stops = tuple(plain.pop("prompt")), frozenset(plain.pop("stop_token_ids"))
+        return cls(prompt, SamplingParams(**plain.pop("sampling")), stop_token_ids=stops, **plain)
+
+
+class SequenceState:
+    """One answer inside the engine. ``tokens`` are prompt and answer so far, as the KV slots will hold them.
+
+    Engine's thread, except ``cancel_reason``, which any thread may set.
+    """
+
+    def __init__(self, request: EngineRequest, queue: OutputQueue, vocab_size: int, index: int = 0) -> None:
+        self.request, self.index = request, index
+        self.id = new_id() if index else request.id
+        self.tokens = list(request.prompt)
+        self.sequence: Sequence | None = None  # its slots in the arena
+        self.cancel_reason: FinishReason | None = None
+        self.num_cached = self.num_generated = 0
+        self.started: float | None = None
+        self.token_times: list[float] = []
+        self._prefill_seconds = 0.0
+        self._decode_seconds: list[float] = []
+        self._queue = queue
+        self._unposted: list[TokenOutput] = []
+        processors = processors_for(
+            request.sampling, request.prompt, vocab_size, request.min_new_tokens, request.stop_token_ids
+        )
+        self._sampler = Sampler(request.sampling, processors, np.random.default_rng(request.seed + index))
+
+    def choose(self, logits: Logits, argmax: int) -> FinishReason | None:
+        """Choose the next token from ``logits [vocab]``. Returns why the answer ends with it, None if it goes on.
+
+        Raises:
+            GenerationConfigError: no token is left to choose.
+        """
         start = time.perf_counter()
-        is_early = self.num_generated < self.min_new_tokens and self._banned.size > 0
-        token, logprob = self.sampler.sample(logits, self._banned if is_early else None, best)
-        now = time.perf_counter()
+        choice = self._sampler.sample(logits, argmax)
+        token, now = choice.token, time.perf_counter()
         self.tokens.append(token)
         self.num_generated += 1
         self.token_times.append(now)
-        self._unposted.append(Token(token, logprob, now, now - start))
-        if token in self.stop_token_ids or (self.watch is not None and self.watch(token)):
+        self._unposted.append(TokenOutput(token, choice.logprob, now, now - start, self.index))
+        if token in self.request.stop_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_generated == self.limit else None
+        return FinishReason.LENGTH if self.num_generated == self.request.max_new_tokens else None
 
     def finish_reason_at(self, now: float) -> FinishReason | None:
-        """Whether it was cancelled or is late; None if it may go on."""
-        if self.is_cancelled:
-            return FinishReason.CANCELLED
-        return FinishReason.DEADLINE if self.deadline is not None and now >= self.deadline else None
+        """Why it ends now although it could go on: cancelled or late. None if it may go on."""
+        if self.cancel_reason is not None:
+            return self.cancel_reason
+        deadline = self.request.deadline
+        return FinishReason.DEADLINE if deadline is not None and now >= deadline else None
 
-    def spent(self, seconds: float, is_prefill: bool) -> None:
-        """It took part in a device call."""
+    def add_call(self, seconds: float, is_prefill: bool) -> None:
+        """Count a device call that it took part in."""
         if is_prefill:
-            self.prefill_seconds += seconds
+            self._prefill_seconds += seconds
         else:
-            self.decode_seconds.append(seconds)
+            self._decode_seconds.append(seconds)
 
     def post(self) -> None:
         """Hand the tokens chosen since the last time to the reader: while the device runs, so that readers wake up then."""
         for token in self._unposted:
-            self.output_queue.put(token)
+            self._queue.put(token)
         self._unposted.clear()
 
-    def end(self, reason: FinishReason, error: Exception | None = None) -> None:
-        """Tell the reader that nothing more comes."""
+    def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
+        """Tell the reader that no more tokens come."""
         self.post()
-        self.output_queue.put(End(reason, error))
+        usage = Usage(self.num_cached, self._prefill_seconds, tuple(self._decode_seconds))
+        self._queue.put(Finished(reason, error, self.index, usage))
+
+
+class RequestState:
+    """A request inside the engine: its answers, and the queue through which their tokens leave.
+
+    ``sequences`` holds the first answer at once; the others join when the prompt has run, and share its slots.
+    """
+
+    def __init__(self, request: EngineRequest, vocab_size: int, queue: OutputQueue | None = None) -> None:
+        self.request, self.queue = request, queue or OutputQueue()
+        self._vocab_size = vocab_size
+        self._cancel_reason: FinishReason | None = None
+        self.num_finished = 0
+        self.sequences = [SequenceState(request, self.queue, vocab_size)]
+
+    def fork(self) -> list[SequenceState]:
+        """The other answers, once: called when the prompt of the first one has run."""
+        first = self.sequences[0]
+        for index in range(len(self.sequences), self.request.num_sequences):
+            sibling = SequenceState(self.request, self.queue, self._vocab_size, index)
+            sibling.started = first.started
+            self.sequences.append(sibling)
+            sibling.cancel_reason = self._cancel_reason
+        return self.sequences[1:]
+
+    def cancel(self, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End one answer, or all of them, before the next device call. Any thread."""
+        if index is None:
+            self._cancel_reason = reason
+        for sequence in self.sequences:
+            if index in (None, sequence.index):
+                sequence.cancel_reason = reason
+
+    def finish(self, sequence: SequenceState, reason: FinishReason, error: Exception | None = None) -> bool:
+        """End one answer; with the first one those that have not begun. True if none is left."""
+        sequence.finish(reason, error)
+        missing = range(len(self.sequences), self.request.num_sequences)
+        for index in missing:
+            self.queue.put(Finished(reason, error, index))
+        self.num_finished += 1 + len(missing)
+        return self.num_finished == self.request.num_sequences

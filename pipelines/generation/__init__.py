@@ -1,1 +1,1 @@
-"""What a generation may be asked for, and how a token is chosen."""
+"""Generation options, and how a token is chosen from logits."""

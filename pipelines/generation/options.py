@@ -1,4 +1,4 @@
-"""From ``openvino_genai.GenerationConfig`` and keyword overrides to what the generation loop obeys."""
+"""From ``openvino_genai.GenerationConfig`` and keyword overrides to checked options."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import openvino_genai as genai
 
 from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError
-from staticllm.pipelines.generation.sampler import SamplingParams
+from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 UNLIMITED = 2**64 - 1
+MAX_SEQUENCES = 128
 _NAMES = tuple(
     name
     for name in dir(genai.GenerationConfig)
@@ -41,19 +42,24 @@ _SUPPORTED = frozenset(
         "presence_penalty",
         "frequency_penalty",
         "rng_seed",
+        "num_return_sequences",
     ]
 )
 _INERT_WITHOUT_BEAMS = frozenset(
     ["num_beam_groups", "diversity_penalty", "length_penalty", "no_repeat_ngram_size", "stop_criteria"]
 )
-"""Options of beam search: without it they have no effect, here as in GenAI."""
+"""Options of beam search. Without beams they have no effect, here as in GenAI."""
 _DEFAULTS = genai.GenerationConfig()
-"""Every other option belongs to a decoding method that is not here, and must be at its default."""
+"""Every option that is neither supported nor inert belongs to another decoding method and must have its default."""
 
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """One request's options, checked. ``max_new_tokens`` and ``max_length`` are None when they do not limit it."""
+    """The checked options of one request, with the names and meanings of ``openvino_genai.GenerationConfig``.
+
+    ``max_new_tokens`` and ``max_length`` are None where they do not limit the answer. ``stop_token_ids`` include the
+    ``eos_token_id``; with ``ignore_eos`` they are empty.
+    """
 
     sampling: SamplingParams
     max_new_tokens: int | None
@@ -64,17 +70,19 @@ class GenerationOptions:
     include_stop_str_in_output: bool
     echo: bool
     apply_chat_template: bool
+    num_return_sequences: int = 1
 
     def max_tokens_after(self, prompt_len: int) -> int | None:
-        """How many tokens may be generated after a prompt; None if only the max_seq_len limits it."""
+        """How many tokens these options allow after a prompt of ``prompt_len`` tokens; None if they set no limit."""
         if self.max_new_tokens is not None:
             return self.max_new_tokens
         return None if self.max_length is None else self.max_length - prompt_len
 
     def check_room(self, prompt_len: int) -> None:
-        """
+        """Check that ``max_length`` leaves room after a prompt of ``prompt_len`` tokens.
+
         Raises:
-            GenerationConfigError: ``max_length`` leaves no room after the prompt.
+            GenerationConfigError: it does not.
         """
         if self.max_length is not None and self.max_length <= prompt_len:
             raise GenerationConfigError(
@@ -84,7 +92,10 @@ class GenerationOptions:
 
 
 def limit_of(options: GenerationOptions, prompt_len: int, max_seq_len: int | None) -> int | None:
-    """Tokens that may be generated; ``max_seq_len`` rows, if they end the answer, hold prompt and answer, as NPUW counts."""
+    """How many tokens may be generated after a prompt of ``prompt_len`` tokens; None without a limit.
+
+    ``max_seq_len`` bounds the tokens of prompt and answer together, as in NPUW; None if a longer sequence does not end an answer.
+    """
     asked = options.max_tokens_after(prompt_len)
     if max_seq_len is None:
         return asked
@@ -92,7 +103,7 @@ def limit_of(options: GenerationOptions, prompt_len: int, max_seq_len: int | Non
 
 
 def copy_config(config: genai.GenerationConfig) -> genai.GenerationConfig:
-    """A config of our own: GenAI's cannot be copied by ``copy``."""
+    """A copy of ``config``; the ``copy`` module cannot make one of GenAI's class."""
     copied = genai.GenerationConfig()
     for name in _NAMES:
         setattr(copied, name, getattr(config, name))
@@ -100,7 +111,7 @@ def copy_config(config: genai.GenerationConfig) -> genai.GenerationConfig:
 
 
 def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> GenerationOptions:
-    """Merge and check. ``overrides`` are keyword arguments of ``generate``.
+    """The options of a request: those of ``config``, replaced by ``overrides`` (keyword arguments of ``generate``), checked.
 
     Raises:
         GenerationConfigError: an unknown name, an impossible value, or a decoding method that is not supported.
@@ -119,13 +130,16 @@ def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> Gen
 
 
 def _checked(options: Mapping[str, Any]) -> GenerationOptions:
-    for name, value in sorted(options.items(), key=lambda item: item[0] != "num_beams"):  # the cause first
+    num_beams_first = sorted(
+        options.items(), key=lambda item: item[0] != "num_beams"
+    )  # the cause of other options' errors
+    for name, value in num_beams_first:
         if name in _SUPPORTED or (name in _INERT_WITHOUT_BEAMS and options["num_beams"] == 1):
             continue
         is_off = name == "num_assistant_tokens" and value in (None, 0)
         if not is_off and value != getattr(_DEFAULTS, name):
             raise GenerationConfigError(
-                f"{name}={value!r} is not supported: decoding is greedy or multinomial, one sequence a prompt; "
+                f"{name}={value!r} is not supported: decoding is greedy or multinomial; "
                 f"leave {name} at {getattr(_DEFAULTS, name)!r}"
             )
     if not isinstance(options["stop_token_ids"], (set, frozenset, list, tuple)):
@@ -147,7 +161,17 @@ def _checked(options: Mapping[str, Any]) -> GenerationOptions:
         include_stop_str_in_output=bool(options["include_stop_str_in_output"]),
         echo=bool(options["echo"]),
         apply_chat_template=bool(options["apply_chat_template"]),
+        num_return_sequences=_num_sequences(options),
     )
+
+
+def _num_sequences(options: Mapping[str, Any]) -> int:
+    count = whole("num_return_sequences", options["num_return_sequences"], 1, MAX_SEQUENCES)
+    if count > 1 and not options["do_sample"]:
+        raise GenerationConfigError(
+            f"num_return_sequences={count} with do_sample=False: greedy answers are all the same; set do_sample=True"
+        )
+    return count
 
 
 def _sampling(options: Mapping[str, Any]) -> SamplingParams:

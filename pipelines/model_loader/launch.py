@@ -137,7 +137,7 @@ class DeferredCompiler:
         self._compiled[variant] = program
         if is_first:  # its first run packs its weights: no request waits for that
             run_apart(program, random_feeds(program, variant))
-        self._engine.call(lambda: self._install(variant))
+        self._engine.run_between_steps(lambda: self._install(variant))
 
     def _install(self, variant: Variant) -> None:
         _bound_programs(self._engine.runner).add(variant, self._compiled[variant])

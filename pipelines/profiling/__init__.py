@@ -1,1 +1,1 @@
-"""Records of steps and requests, and pictures of them."""
+"""Records of device calls and requests; statistics, traces and pictures of them."""

@@ -1,4 +1,4 @@
-"""Where a token's time goes: the device, and what the host does around it."""
+"""Where a token's time goes: into the device call, and into each part of the host's work around it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from itertools import pairwise
 
 from staticllm.pipelines.profiling.records import StepRecord
 
-PARTS = ("device", "plan", "masks", "rows", "sampling", "other")
+PARTS = ("device", "plan", "prepare", "commit", "sampling", "other")
 
 
 @dataclass(frozen=True)
-class Profile:
-    """Means over the calls of one kind, in ms. ``other`` is what lies between two calls and is none of the host's parts:
-    waking up, letting requests in, keeping records."""
+class Breakdown:
+    """Means over the ``num_calls`` calls of one kind ("prefill" or "decode"): ms per call, by the names in ``PARTS``.
+
+    The part "other" is the time between two calls that none of the host's parts explains: waking up, admitting requests, keeping
+    records.
+    """
 
     kind: str
     num_calls: int
@@ -22,24 +25,26 @@ class Profile:
 
     @property
     def total_ms(self) -> float:
+        """The sum of all parts, in ms per call."""
         return sum(self.ms.values())
 
 
-def profile_of(steps: Sequence[StepRecord]) -> list[Profile]:
-    """Of calls with prompts in them, and of those that only decode; a kind of which there was none is left out."""
+def breakdowns_of(steps: Sequence[StepRecord]) -> list[Breakdown]:
+    """One breakdown of calls with prompts in them, and one of calls that only decode; a kind without calls has none."""
     others = [0.0, *(max(0.0, _between(before, after)) for before, after in pairwise(steps))]
     kinds: dict[str, list[tuple[StepRecord, float]]] = {"prefill": [], "decode": []}
     for step, other in zip(steps, others, strict=False):
         if step.host is not None:
             kinds["prefill" if step.prefill else "decode"].append((step, other))
-    return [Profile(kind, len(found), _means(found)) for kind, found in kinds.items() if found]
+    return [Breakdown(kind, len(found), _means(found)) for kind, found in kinds.items() if found]
 
 
 def _between(before: StepRecord, after: StepRecord) -> float:
-    """The gap before a call, without the parts that are known; 0 where nobody was there to be served meanwhile."""
+    """Seconds between two calls that the known parts do not explain; 0.0 if the second call decodes nothing, because the engine
+    may have been idle before it."""
     if before.host is None or after.host is None or not after.decode:
         return 0.0
-    known = before.host.rows + before.host.sampling + after.host.plan + after.host.masks
+    known = before.host.commit + before.host.sampling + after.host.plan + after.host.prepare
     return after.start - before.end - known
 
 
@@ -48,20 +53,23 @@ def _means(found: list[tuple[StepRecord, float]]) -> dict[str, float]:
     for step, other in found:
         assert step.host is not None
         host = step.host
-        parts = (step.seconds, host.plan, host.masks, host.rows, host.sampling, other)
+        parts = (step.seconds, host.plan, host.prepare, host.commit, host.sampling, other)
         for name, seconds in zip(PARTS, parts, strict=True):
             sums[name] += seconds
     return {name: 1e3 * seconds / len(found) for name, seconds in sums.items()}
 
 
-def table(profiles: Sequence[Profile]) -> str:
-    """For a terminal: a column a kind of call, a line a part. Text is not among them: readers make it, beside the device."""
-    lines = ["ms a call" + "".join(f"{f'{p.kind} ({p.num_calls})':>22}" for p in profiles)]
+def table(breakdowns: Sequence[Breakdown]) -> str:
+    """A table for the terminal: one column per kind of call, one line per part.
+
+    Detokenization is not a part: readers do it on their own threads, while the device runs.
+    """
+    lines = ["ms/call  " + "".join(f"{f'{p.kind} ({p.num_calls})':>22}" for p in breakdowns)]
     for part in PARTS:
-        lines.append(f"{part:<9}" + "".join(f"{p.ms[part]:>14.3f}{_share(p, part):>8}" for p in profiles))
-    lines.append(f"{'together':<9}" + "".join(f"{p.total_ms:>14.3f}{'':>8}" for p in profiles))
+        lines.append(f"{part:<9}" + "".join(f"{p.ms[part]:>14.3f}{_share(p, part):>8}" for p in breakdowns))
+    lines.append(f"{'together':<9}" + "".join(f"{p.total_ms:>14.3f}{'':>8}" for p in breakdowns))
     return "\n".join(lines)
 
 
-def _share(profile: Profile, part: str) -> str:
-    return f"{profile.ms[part] / profile.total_ms:.1%}" if profile.total_ms else "-"
+def _share(breakdown: Breakdown, part: str) -> str:
+    return f"{breakdown.ms[part] / breakdown.total_ms:.1%}" if breakdown.total_ms else "-"

@@ -1,13 +1,13 @@
 """Records as Chrome trace events and back (the "Trace Event Format" that Perfetto and chrome://tracing read).
 
-Process 1 is the device: one slice a call, counters, and what the host did around each call. Process 2 are the requests, a
-track each. What reading needs lies in the ``args`` of the slices of category ``call`` and ``request``; all else is for the eye.
+Process 1 is the device: one slice per call, counters, and the host's work around each call. Process 2 has one track per request.
+``from_chrome`` reads only the ``args`` of slices of the categories ``call`` and ``request``; all else is for viewers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 from staticllm.core import FinishReason, Variant
@@ -18,11 +18,22 @@ Event: TypeAlias = dict[str, Any]
 Clock: TypeAlias = Callable[[float], int]  # from seconds to ns after the first moment of the trace
 DEVICE, REQUESTS = 1, 2
 HOST_TRACK = 1
-SCHEMA = 2
+SCHEMA = 3
+RENAMED_HOST_TIMES = {"masks": "prepare", "rows": "commit"}
+"""Names of ``HostTimes`` in version 2 of the schema."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a document holds: the device calls, the requests that have ended, and how many older records are missing."""
+
+    steps: list[StepRecord]
+    requests: list[RequestRecord]
+    num_dropped: int
 
 
 def to_chrome(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], num_dropped: int = 0) -> dict[str, Any]:
-    """The whole document. ``ts`` and ``dur`` are microseconds; 0 is the first moment of any record."""
+    """The document of these records. ``ts`` and ``dur`` are microseconds; the earliest moment of all records is 0."""
     zero = min([*(step.start for step in steps), *(request.arrival for request in requests)], default=0.0)
 
     def clock(seconds: float) -> int:
@@ -32,7 +43,9 @@ def to_chrome(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], nu
         *_names(),
         *(event for step in steps for event in _step_events(step, clock)),
         *(event for request in requests for event in _request_events(request, clock)),
-        *_span_events(steps, requests, clock),  # after: of slices that begin together, the first in the file lies above
+        *_span_events(
+            steps, requests, clock
+        ),  # last: of slices that begin together, viewers draw the first one outermost
     ]
     return {
         "traceEvents": events,
@@ -41,16 +54,16 @@ def to_chrome(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], nu
     }
 
 
-def from_chrome(document: Any) -> tuple[list[StepRecord], list[RequestRecord], int]:
-    """Steps, requests and the number of dropped records of a document that ``to_chrome`` made.
+def from_chrome(document: Any) -> Recorded:
+    """The records in a document that ``to_chrome`` made. Moments count from 0 and are exact to a nanosecond.
 
     Raises:
-        LookupError, TypeError, ValueError: it did not.
+        LookupError, TypeError, ValueError: ``to_chrome`` did not make it.
     """
     calls = [event for event in document["traceEvents"] if event.get("cat") == "call"]
     ends = [event for event in document["traceEvents"] if event.get("cat") == "request"]
     num_dropped = int(document.get("otherData", {}).get("dropped_records", 0))
-    return [_step(event) for event in calls], [_request(event) for event in ends], num_dropped
+    return Recorded([_step(event) for event in calls], [_request(event) for event in ends], num_dropped)
 
 
 def _names() -> Iterator[Event]:
@@ -62,7 +75,7 @@ def _names() -> Iterator[Event]:
 
 
 def _slice(name: str, category: str, pid: int, tid: int, start: int, end: int, args: dict[str, Any]) -> Event:
-    """Whole ns up to here: two slices that touch must not overlap by a rounding."""
+    """A slice from ``start`` to ``end``, in whole ns: rounded later, two slices that touch could overlap."""
     return {
         "ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid,
         "ts": start / 1e3, "dur": max(0, end - start) / 1e3, "args": args,
@@ -84,7 +97,7 @@ def _step_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
     for request in step.preempted:
         yield _mark("preempted", "preempted", request, start)
     counters = {
-        "rows in use": {"rows": step.slots_in_use},
+        "slots in use": {"slots": step.slots_in_use},
         "running": {"requests": step.num_running},
         "waiting": {"requests": step.num_waiting},
         "swapped": {"requests": step.num_swapped},
@@ -98,15 +111,15 @@ def _host_ns(host: HostTimes) -> dict[str, int]:
 
 
 def _host_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
-    """What the engine's thread did before and after the call, on a track of its own."""
+    """The engine's work before and after the call, on a track of its own."""
     if step.host is None:
         return
     host, end = step.host, step.end
     moments = {
-        "plan": (step.start - host.masks - host.plan, step.start - host.masks),
-        "masks": (step.start - host.masks, step.start),
-        "rows": (end, end + host.rows),
-        "sampling": (end + host.rows, end + host.rows + host.sampling),
+        "plan": (step.start - host.prepare - host.plan, step.start - host.prepare),
+        "prepare": (step.start - host.prepare, step.start),
+        "commit": (end, end + host.commit),
+        "sampling": (end + host.commit, end + host.commit + host.sampling),
     }
     for name, (first, last) in moments.items():
         yield _slice(name, "host", DEVICE, HOST_TRACK, max(0, clock(first)), max(0, clock(last)), {})
@@ -122,7 +135,7 @@ def _span_events(steps: Sequence[StepRecord], requests: Sequence[RequestRecord],
 
 
 def _request_events(request: RequestRecord, clock: Clock) -> Iterator[Event]:
-    """The slice that lies above all others of a request, and the mark at its end."""
+    """The slice that encloses all others of a request, and the mark at its end."""
     args = {
         "prompt_tokens": request.num_prompt, "cached_tokens": request.num_cached, "reason": str(request.reason),
         "started_ns": _optional(clock, request.started), "ended_ns": _optional(clock, request.ended),
@@ -135,7 +148,7 @@ def _request_events(request: RequestRecord, clock: Clock) -> Iterator[Event]:
 
 
 def _mark(name: str, category: str, request: int, moment: int) -> Event:
-    """A moment on the track of a request."""
+    """A mark on the track of a request."""
     return {
         "ph": "i", "name": name, "cat": category, "s": "t", "pid": REQUESTS, "tid": request, "ts": moment / 1e3,
     }  # fmt: skip
@@ -158,14 +171,16 @@ def _step(event: Event) -> StepRecord:
         num_swapped=args["num_swapped"],
         num_running=args["running"],
         swapped=tuple(args["swapped"]),
-        preempted=tuple(args.get("preempted", ())),  # version 1 of the schema had neither
+        preempted=tuple(args.get("preempted", ())),  # version 1 of the schema has neither this nor "failed"
         has_failed=args.get("failed", False),
         host=_host(args.get("host_ns")),
     )
 
 
 def _host(parts: dict[str, int] | None) -> HostTimes | None:
-    return None if parts is None else HostTimes(**{name: value / 1e9 for name, value in parts.items()})
+    if parts is None:
+        return None
+    return HostTimes(**{RENAMED_HOST_TIMES.get(name, name): value / 1e9 for name, value in parts.items()})
 
 
 def _request(event: Event) -> RequestRecord:

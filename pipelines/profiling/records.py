@@ -1,42 +1,41 @@
-"""Counts what the engine does. The device loop only appends records; whoever asks for statistics adds them up."""
+"""Records of what the engine or the simulator did: one per device call, one per request that has ended."""
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from staticllm.core import FinishReason, Variant
-
-KEPT_REQUESTS = 4096
-PENDING_RECORDS = 8192
 
 
 @dataclass(frozen=True)
 class HostTimes:
-    """Seconds of the engine's thread around one call: ``plan`` and ``masks`` before it, ``rows`` and ``sampling`` after.
+    """Seconds that the engine's thread spent around one device call.
 
-    Planning includes moves of rows to and from the host pool; masks include ids and positions.
+    ``plan`` (the policy, and moves of KV slots to and from the host pool) and ``prepare`` (token ids, positions and masks) come
+    before the call; ``commit`` (new keys and values into the arena) and ``sampling`` (choosing the next tokens) come after it.
     """
 
     plan: float
-    masks: float
-    rows: float
+    prepare: float
+    commit: float
     sampling: float
 
     @property
     def total(self) -> float:
-        return self.plan + self.masks + self.rows + self.sampling
+        """The sum of all parts, in seconds."""
+        return self.plan + self.prepare + self.commit + self.sampling
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One device call. Times are ``time.perf_counter`` seconds; ``prefill`` holds ``(request, tokens)``.
+    """One device call.
 
-    The numbers of requests are those while it ran; ``swapped`` says which these are. ``preempted`` lost their rows before it.
-    Of a call that failed no rows were kept.
+    ``start`` is a moment of ``time.perf_counter`` (of the virtual clock in simulations), ``seconds`` the duration. ``decode`` are
+    the ids of requests that decoded, ``prefill`` pairs of a request's id and its number of prompt tokens in the call.
+    ``slots_in_use`` counts KV slots of the arena after the call. ``num_waiting``, ``num_swapped`` and ``num_running`` count
+    requests in these states during the call, ``swapped`` are the ids of the swapped ones. ``preempted`` are the ids of requests
+    that lost their KV slots before the call. Of a call with ``has_failed`` no keys and values were kept.
     """
 
     start: float
@@ -55,20 +54,28 @@ class StepRecord:
 
     @property
     def end(self) -> float:
+        """The moment at which the call returned."""
         return self.start + self.seconds
 
     @property
     def padding_rows(self) -> int:
+        """Rows of the variant that processed no token."""
         return self.variant.rows - self.prefill_rows - len(self.decode)
 
     @property
     def prefill_rows(self) -> int:
+        """Rows that processed prompt tokens."""
         return sum(count for _, count in self.prefill)
 
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One request that has ended. ``started`` is when its first chunk ran, None if none did."""
+    """One request that has ended.
+
+    Moments are those of ``time.perf_counter``, or of the virtual clock: ``started`` is the start of its first device call, None
+    if there was none; ``token_times`` has the moment of each generated token. ``num_prompt`` counts prompt tokens; ``num_cached``
+    of them were not computed, because the prefix cache had their KV slots.
+    """
 
     id: int
     arrival: float
@@ -81,172 +88,3 @@ class RequestRecord:
 
 
 Record: TypeAlias = StepRecord | RequestRecord
-
-
-class Recorder(Protocol):
-    """Takes records one by one, in the engine's thread: a list, or a ``Trace``."""
-
-    def append(self, record: Record, /) -> object: ...
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What an engine has done since it was made, or since the statistics were reset.
-
-    Times in ms; means over the last 4096 requests. ``prefill_share`` and ``decode_share`` are shares of the device's time,
-    a mixed call counted by its rows, one that failed not at all; ``padding`` is the share of computed rows that held nothing.
-    """
-
-    num_requests: int
-    num_tokens: int
-    num_steps: int
-    num_failed_steps: int
-    num_preemptions: int
-    ttft_ms: float
-    ttft_p95_ms: float
-    tpot_ms: float
-    longest_gap_ms: float
-    queueing_ms: float
-    device_seconds: float
-    prefill_share: float
-    decode_share: float
-    prefill_rows_per_second: float
-    decode_rows_per_second: float
-    padding: float
-    prefix_hit_tokens: int
-    prompt_tokens: int
-    slots_in_use: int
-    peak_slots_in_use: int
-    finish_reasons: dict[str, int]
-
-
-@dataclass
-class _Totals:
-    steps: int = 0
-    failed_steps: int = 0
-    preemptions: int = 0
-    seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    prefill_rows: int = 0
-    decode_rows: int = 0
-    computed_rows: int = 0
-    slots_in_use: int = 0
-    peak_slots: int = 0
-    requests: int = 0
-    tokens: int = 0
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)
-    ttft: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_REQUESTS))
-    tpot: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_REQUESTS))
-    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_REQUESTS))
-    queueing: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_REQUESTS))
-
-
-class Profiler:
-    """Records of steps and requests, and their sums."""
-
-    def __init__(self) -> None:
-        self._pending: deque[Record] = deque()
-        self._totals = _Totals()
-        self._lock = threading.Lock()
-        self.trace: Recorder | None = None
-
-    def record(self, record: Record) -> None:
-        """From the device loop: remember, do not compute."""
-        self._pending.append(record)
-        trace = self.trace  # another thread may end the recording between a question and an answer
-        if trace is not None:
-            trace.append(record)
-        if len(self._pending) > PENDING_RECORDS:
-            self._add_up()
-
-    def stats(self) -> Stats:
-        """The sums up to now; from any thread."""
-        self._add_up()
-        with self._lock:
-            return _stats_of(self._totals)
-
-    def reset(self) -> None:
-        """Begin to count anew."""
-        self._add_up()
-        with self._lock:
-            self._totals = _Totals()
-
-    def _add_up(self) -> None:
-        with self._lock:
-            while self._pending:
-                record = self._pending.popleft()
-                if isinstance(record, StepRecord):
-                    _add_step(self._totals, record)
-                else:
-                    _add_request(self._totals, record)
-
-
-def _add_step(totals: _Totals, step: StepRecord) -> None:
-    prefill, decode = step.prefill_rows, len(step.decode)
-    totals.steps += 1
-    totals.preemptions += len(step.preempted)
-    if step.has_failed:
-        totals.failed_steps += 1
-        return
-    totals.seconds += step.seconds
-    totals.prefill_seconds += step.seconds * prefill / (prefill + decode)
-    totals.prefill_rows += prefill
-    totals.decode_rows += decode
-    totals.computed_rows += step.variant.rows
-    totals.slots_in_use = step.slots_in_use
-    totals.peak_slots = max(totals.peak_slots, step.slots_in_use)
-
-
-def _add_request(totals: _Totals, request: RequestRecord) -> None:
-    times = request.token_times
-    totals.requests += 1
-    totals.tokens += len(times)
-    totals.prompt_tokens += request.num_prompt
-    totals.hit_tokens += request.num_cached
-    totals.reasons[str(request.reason)] = totals.reasons.get(str(request.reason), 0) + 1
-    if request.started is not None:
-        totals.queueing.append(request.started - request.arrival)
-    if times:
-        totals.ttft.append(times[0] - request.arrival)
-    if len(times) > 1:
-        totals.tpot.append((times[-1] - times[0]) / (len(times) - 1))
-        totals.gaps.append(max(after - before for before, after in pairwise(times)))
-
-
-def _stats_of(totals: _Totals) -> Stats:
-    decode_seconds = totals.seconds - totals.prefill_seconds
-    return Stats(
-        num_requests=totals.requests,
-        num_tokens=totals.tokens,
-        num_steps=totals.steps,
-        num_failed_steps=totals.failed_steps,
-        num_preemptions=totals.preemptions,
-        ttft_ms=_mean(totals.ttft),
-        ttft_p95_ms=percentile(totals.ttft, 0.95) * 1e3,
-        tpot_ms=_mean(totals.tpot),
-        longest_gap_ms=max(totals.gaps, default=0.0) * 1e3,
-        queueing_ms=_mean(totals.queueing),
-        device_seconds=totals.seconds,
-        prefill_share=totals.prefill_seconds / totals.seconds if totals.seconds else 0.0,
-        decode_share=decode_seconds / totals.seconds if totals.seconds else 0.0,
-        prefill_rows_per_second=totals.prefill_rows / totals.prefill_seconds if totals.prefill_seconds else 0.0,
-        decode_rows_per_second=totals.decode_rows / decode_seconds if decode_seconds else 0.0,
-        padding=1 - (totals.prefill_rows + totals.decode_rows) / totals.computed_rows if totals.computed_rows else 0.0,
-        prefix_hit_tokens=totals.hit_tokens,
-        prompt_tokens=totals.prompt_tokens,
-        slots_in_use=totals.slots_in_use,
-        peak_slots_in_use=totals.peak_slots,
-        finish_reasons=dict(totals.reasons),
-    )
-
-
-def _mean(seconds: deque[float]) -> float:
-    return sum(seconds) / len(seconds) * 1e3 if seconds else 0.0
-
-
-def percentile(values: deque[float] | list[float], share: float) -> float:
-    """The value that ``share`` of the values do not exceed; 0 of none."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

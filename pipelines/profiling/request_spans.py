@@ -1,4 +1,4 @@
-"""Records turned around: not who was in a step, but what became of each request, moment by moment."""
+"""The records of device calls, turned into the history of each request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ Kind: TypeAlias = Literal["queued", "prefill", "decode", "swapped"]
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a request did from ``start`` to ``end``, seconds; ``rows`` of a device call, if it was in one."""
+    """The state of a request from ``start`` to ``end`` (seconds on the clock of the records).
+
+    ``rows`` is the number of its tokens in the device call; 0 for "queued" and "swapped".
+    """
 
     kind: Kind
     start: float
@@ -23,10 +26,10 @@ class Span:
 
 
 def spans_of(steps: Sequence[StepRecord], requests: Iterable[RequestRecord]) -> dict[int, list[Span]]:
-    """The spans of every request, by its number, each list in the order of time.
+    """The spans of every request by its id, each list in the order of time.
 
-    A request that has not ended, or whose end was not recorded, has the spans of its steps. Where a track is empty the
-    request held rows and was left out of the call.
+    A request that has not ended, or whose end was not recorded, has the spans of the calls that it was in. Between two spans a
+    request holds KV slots but takes part in no call.
     """
     ended = {request.id: request for request in requests}
     spans: dict[int, list[Span]] = defaultdict(list)
@@ -45,7 +48,7 @@ def spans_of(steps: Sequence[StepRecord], requests: Iterable[RequestRecord]) -> 
 
 
 def _swapped(steps: Sequence[StepRecord], ended: dict[int, RequestRecord]) -> Iterable[tuple[int, Span]]:
-    """Who was swapped out, from the first step that says so to the first that does not."""
+    """Swapped requests, each from the start of the first call that lists it to the start of the first one that does not."""
     since: dict[int, float] = {}
 
     def span(number: int, now: float) -> tuple[int, Span]:
@@ -61,7 +64,7 @@ def _swapped(steps: Sequence[StepRecord], ended: dict[int, RequestRecord]) -> It
 
 
 def _preempted(steps: Sequence[StepRecord], ended: dict[int, RequestRecord]) -> Iterable[tuple[int, Span]]:
-    """Who waits again, from the step before which it lost its rows to the next one that it is in, or to its end."""
+    """Preempted requests, each from the call before which it lost its KV slots to the next call that it is in, or to its end."""
     since: dict[int, float] = {}
     for step in steps:
         since.update(dict.fromkeys(step.preempted, step.start))

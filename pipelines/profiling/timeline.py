@@ -1,10 +1,11 @@
-"""A trace as a picture: what the device computed, what became of each request, how full rows and queues were."""
+"""A trace as a picture: the rows of every device call, the history of each request, KV slots and queues over time."""
 
 from __future__ import annotations
 
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,15 +22,31 @@ Box: TypeAlias = tuple[float, float, float, float]  # left, right, bottom, top
 Clock: TypeAlias = Callable[[float], float]  # from seconds to the unit of the time axis
 
 COLOURS: dict[Kind, str] = {"queued": "#e3cf94", "prefill": "#d1603d", "decode": "#2f6f9f", "swapped": "#a592c4"}
-PADDING, ROWS, WAITING, INK = "#dcdcdc", "#5d9c7b", "#b8901f", "#333333"
+PADDING, SLOTS, WAITING, INK = "#dcdcdc", "#5d9c7b", "#b8901f", "#333333"
 END_MARKS = {"stop": "o", "length": "D", "cancelled": "x", "deadline": "s", "error": "X"}
-TRACK = 0.76  # of the distance between two tracks
+TRACK = 0.76
+"""The height of a track, as a share of the distance between two."""
 MAX_NAMED_TRACKS = 40
-LINEAR_ROWS = 32  # calls of more rows are drawn on a root scale: decoding would be a hair line beside them
+LINEAR_ROWS = 32
+"""With calls of more rows the axis has a square root scale: on a linear one a decode step would be a hairline."""
+
+
+@dataclass(frozen=True)
+class TimeAxis:
+    """The time axis of a picture: it starts at ``first`` (seconds), has ``factor`` units per second and ends at ``end`` units."""
+
+    first: float
+    factor: float
+    unit: str
+    end: float
+
+    def place(self, seconds: float) -> float:
+        """Where a moment lies, in units."""
+        return (seconds - self.first) * self.factor
 
 
 def draw(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write a picture of a trace: a PNG, or what else matplotlib knows by the file's ending.
+    """Write a picture of a trace, in the format of the file's ending: PNG, SVG, PDF.
 
     Raises:
         ConfigError: matplotlib is not installed, nothing was recorded, or the file cannot be written.
@@ -41,14 +58,15 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> None:
     heights = [2.4, min(8.0, 0.8 + 0.17 * max(len(spans), 6)), 1.9]
     figure = figure_module.Figure(figsize=(13, sum(heights) + 1.0), layout="constrained")
     calls, middle, counts = figure.subplots(3, 1, sharex=True, height_ratios=heights)
-    clock, unit, end = _time_axis(trace.steps, spans)
+    axis = _time_axis(trace.steps, spans)
+    clock = axis.place
     _draw_calls(calls, trace.steps, clock)
     _draw_spans(middle, spans, clock)
     _mark_preemptions(middle, list(spans), trace.steps, clock)
     _mark_ends(middle, list(spans), trace.requests, clock)
     _draw_counts(counts, trace.steps, clock)
-    counts.set_xlabel(f"time, {unit}")
-    counts.set_xlim(-0.005 * end, 1.005 * end)
+    counts.set_xlabel(f"time, {axis.unit}")
+    counts.set_xlim(-0.005 * axis.end, 1.005 * axis.end)
     figure.suptitle(_title(trace), fontsize=11, color=INK)
     save_figure(figure, path)
 
@@ -67,9 +85,10 @@ def matplotlib(module: str) -> Any:
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
-    """
+    """Write a figure of matplotlib, in the format of the file's ending; PNG without one.
+
     Raises:
-        ConfigError: matplotlib does not know such pictures, or the file cannot be written.
+        ConfigError: matplotlib does not know this format, or the file cannot be written.
     """
     picture = io.BytesIO()
     try:
@@ -83,13 +102,13 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
         ) from None
 
 
-def _time_axis(steps: Sequence[StepRecord], spans: Mapping[int, list[Span]]) -> tuple[Clock, str, float]:
-    """A clock that begins with the trace, in ms, or in seconds if it is long; its unit, and where it ends."""
+def _time_axis(steps: Sequence[StepRecord], spans: Mapping[int, list[Span]]) -> TimeAxis:
+    """The axis from the first to the last moment of the trace: in ms, or in seconds if the trace takes 10 s or more."""
     every = [span for own in spans.values() for span in own]
     first = min(*(step.start for step in steps), *(span.start for span in every))
     last = max(*(step.end for step in steps), *(span.end for span in every))
     factor, unit = (1e3, "ms") if last - first < 10 else (1.0, "s")
-    return lambda seconds: (seconds - first) * factor, unit, (last - first) * factor
+    return TimeAxis(first, factor, unit, (last - first) * factor)
 
 
 def _title(trace: Trace) -> str:
@@ -99,7 +118,7 @@ def _title(trace: Trace) -> str:
 
 
 def _draw_calls(axes: Any, steps: Sequence[StepRecord], clock: Clock) -> None:
-    """A bar a call: decode rows at the bottom, prefill rows on them, padding on top."""
+    """One bar per call: decode rows at the bottom, prefill rows on them, padding on top."""
     boxes: dict[str, list[Box]] = {"decode": [], "prefill": [], "padding": []}
     for step in steps:
         left, right, bottom = clock(step.start), clock(step.end), 0
@@ -151,11 +170,13 @@ def _mark_preemptions(axes: Any, numbers: list[int], steps: Sequence[StepRecord]
 
 
 def _draw_counts(axes: Any, steps: Sequence[StepRecord], clock: Clock) -> None:
-    """Rows in use on the left axis, requests on the right one; both hold from one call to the next."""
+    """KV slots in use on the left axis, requests on the right one; both stay constant between two calls."""
     moments = [*(clock(step.start) for step in steps), clock(steps[-1].end)]
-    rows = [step.slots_in_use for step in steps]
-    axes.fill_between(moments, [*rows, rows[-1]], step="post", color=ROWS, alpha=0.5, linewidth=0, label="rows in use")
-    axes.set_ylim(0, max(1, *rows) * 1.1)
+    slots = [step.slots_in_use for step in steps]
+    axes.fill_between(
+        moments, [*slots, slots[-1]], step="post", color=SLOTS, alpha=0.5, linewidth=0, label="slots in use"
+    )
+    axes.set_ylim(0, max(1, *slots) * 1.1)
     axes.set_ylabel("KV slots in use")
     right = axes.twinx()
     waiting, swapped = [step.num_waiting for step in steps], [step.num_swapped for step in steps]
@@ -165,19 +186,19 @@ def _draw_counts(axes: Any, steps: Sequence[StepRecord], clock: Clock) -> None:
     right.set_ylabel("requests")
     right.yaxis.get_major_locator().set_params(integer=True)
     right.spines["top"].set_visible(False)
-    _finish(axes, "rows and queues", right)
+    _finish(axes, "KV slots and queues", right)
 
 
 def _fill(axes: Any, boxes: list[Box], colour: str, label: str) -> None:
-    """Boxes of one colour as one object: a trace has thousands of them."""
+    """Draw boxes of one colour as one object: a trace has thousands of them."""
     corners = [[(left, low), (right, low), (right, high), (left, high)] for left, right, low, high in boxes]
     polygons = matplotlib("collections").PolyCollection
-    # unsnapped: calls narrower than a pixel blend, where whole pixels would beat against them
+    # unsnapped, so that calls narrower than a pixel blend instead of forming a moiré pattern
     axes.add_collection(polygons(corners, facecolors=colour, linewidths=0, snap=False, label=label), autolim=False)
 
 
 def _finish(axes: Any, title: str, right: Any = None) -> None:
-    """What all panels share. The legend stands beside its panel, where it hides nothing."""
+    """Title, grid and legend of a panel. The legend stands beside the panel, where it hides nothing."""
     axes.set_title(title, loc="left", fontsize=10, color=INK)
     axes.grid(axis="x", color="#eeeeee", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -1,4 +1,4 @@
-"""Records of every step, kept while somebody asks for them; saved as a Chrome trace and read back."""
+"""A trace: the records of all device calls and requests during a recording, saved as a Chrome trace and read back."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from pathlib import Path
 from staticllm.errors import ConfigError, StaticLLMError
 from staticllm.files import write_whole
 from staticllm.pipelines.profiling.chrome_trace import from_chrome, to_chrome
-from staticllm.pipelines.profiling.records import Profiler, Record, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import Record, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.stats import Profiler
 
 MAX_RECORDS = 100_000
-"""Some hundred bytes each, and as much again in the file."""
+"""A record takes some hundred bytes, in memory and in the file."""
 
 
 class Trace:
-    """What an engine did: a record a device call, and one a request that has ended.
+    """What an engine did: one record per device call and one per request that has ended.
 
-    Holds the last ``max_records``; ``num_dropped`` older ones are gone.
+    It holds the last ``max_records``; ``num_dropped`` older ones are lost.
     """
 
     def __init__(self, records: Iterable[Record] = (), max_records: int = MAX_RECORDS) -> None:
@@ -32,22 +33,23 @@ class Trace:
             self.append(record)
 
     def append(self, record: Record) -> None:
+        """Keep a record; the oldest one is dropped if ``max_records`` are held."""
         if len(self._records) == self._records.maxlen:
             self.num_dropped += 1
         self._records.append(record)
 
     @property
     def steps(self) -> list[StepRecord]:
-        """Device calls, in their order."""
+        """The device calls, in the order in which they ran."""
         return [record for record in tuple(self._records) if isinstance(record, StepRecord)]
 
     @property
     def requests(self) -> list[RequestRecord]:
-        """Requests that have ended, in the order of their ends."""
+        """The requests that have ended, in the order in which they did."""
         return [record for record in tuple(self._records) if isinstance(record, RequestRecord)]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a Chrome trace, JSON: for Perfetto (ui.perfetto.dev), chrome://tracing and ``staticllm trace draw``.
+        """Write a Chrome trace (JSON) for Perfetto (ui.perfetto.dev), chrome://tracing and ``staticllm trace draw``.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -60,10 +62,10 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Read what ``save`` wrote. Times begin at 0, to the nanosecond.
+        """Read what ``save`` wrote. Moments count from 0 and are exact to a nanosecond.
 
         Raises:
-            ConfigError: no such file, or no trace of ours in it.
+            ConfigError: there is no such file, or it holds no trace of staticllm.
         """
         remedy = "record one with 'staticllm trace record'"
         try:
@@ -73,23 +75,24 @@ class Trace:
         except ValueError as error:
             raise ConfigError(f"{str(path)!r} is not JSON ({error}): {remedy}") from error
         try:
-            steps, requests, num_dropped = from_chrome(document)
+            recorded = from_chrome(document)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{str(path)!r} is not a trace of staticllm ({error!r}): {remedy}") from error
-        if not steps:
+        if not recorded.steps:
             raise ConfigError(f"{str(path)!r} holds no device calls of staticllm: {remedy}")
-        trace = cls([*steps, *requests], len(steps) + len(requests))
-        trace.num_dropped = num_dropped
+        records: list[Record] = [*recorded.steps, *recorded.requests]
+        trace = cls(records, len(records))
+        trace.num_dropped = recorded.num_dropped
         return trace
 
 
 @contextmanager
 def recording(profiler: Profiler, max_records: int = MAX_RECORDS) -> Iterator[Trace]:
-    """Record while a block runs. Warns at its end if there were more than ``max_records``.
+    """Record while a block runs. A warning at its end says how many records did not fit into ``max_records``.
 
     Raises:
-        StaticLLMError: somebody records already.
-        ConfigError: room for less than one record.
+        StaticLLMError: another recording is in progress.
+        ConfigError: ``max_records`` is not a whole number of at least 1.
     """
     if not isinstance(max_records, int) or max_records < 1:
         raise ConfigError(f"max_records={max_records!r}: must be a whole number, 1 or more")

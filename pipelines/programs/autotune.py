@@ -19,7 +19,7 @@ GROUP_SIZE, PRECISION = "DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_PRECISION_
 LARGE_GROUP = 128
 """Activations that share a scale when the CPU multiplies them in 8 bits with weights in 8 or 4. The plugin's own choice is 32."""
 WORTH_IT = 1.1
-"""How many times faster a larger group must be: its logits are a little further from the model's (docs/design.md)."""
+"""How many times faster a larger group must be: its logits are a little further from the model's (docs/decisions.md)."""
 CLEARLY = 1.15
 """How many times faster an unusual setting must be for a single row: a probe of one row varies by a twentieth or more."""
 MANY_ROWS, LEAST_RUNS, SECONDS = 128, 3, 0.03

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -12,9 +13,10 @@ from numpy.typing import NDArray
 
 from staticllm.core import Variant
 from staticllm.errors import NumericalError
-from staticllm.kvcache.cache import KVCache, StoredSequence
+from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.sequence import Sequence
 from staticllm.kvcache.step import Segment, Step, StepBuffers
+from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.programs.chunking import plan_chunks
 from staticllm.pipelines.programs.cost_model import CostModel
 from staticllm.pipelines.programs.variant_index import VariantIndex
@@ -34,12 +36,41 @@ class Runnable(Protocol):
     def run(self, meanwhile: Callable[[], None] | None = None) -> float: ...
 
 
-class ModelRunner:
-    """A model's programs over one cache. Not thread-safe: one caller at a time.
+@dataclass(frozen=True)
+class SegmentResult:
+    """What a call computed for one segment.
 
-    Of the last call: ``started`` is when (``time.perf_counter``), ``seconds`` what it took on the device, ``prepare_seconds`` and
-    ``commit_seconds`` what the host did before and after; ``best`` the most likely token after each segment, None where the
-    logits or the new rows are not finite. ``planned`` are variants that come later, without those that are there.
+    ``logits [num_logits, vocab]`` f32 after its last tokens: a view, valid until the next call. ``argmax`` is the most likely
+    token after the last one, None where logits, new keys and values or states are not finite; such a segment is not kept.
+    ``stored`` is the sequence of a segment that went to the host.
+    """
+
+    logits: Logits
+    argmax: int | None
+    stored: StoredSequence | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one call computed, and what it took.
+
+    ``start`` is when the device began (``time.perf_counter``). Seconds: ``prepare`` for ids, positions and masks,
+    ``device`` for the call itself, ``commit`` for the checks and copies after it.
+    """
+
+    variant: Variant
+    segments: tuple[SegmentResult, ...]
+    start: float
+    prepare_seconds: float
+    device_seconds: float
+    commit_seconds: float
+
+
+class ModelRunner:
+    """A model's programs over one KV cache. Not thread-safe: one caller at a time, in an engine its thread.
+
+    ``index`` knows the variants whose programs are there; ``planned`` are all that will be, those that are compiled in the
+    background included.
     """
 
     def __init__(
@@ -51,23 +82,23 @@ class ModelRunner:
     ) -> None:
         self.cache = cache
         self.programs = programs
-        self._planned = frozenset(planned)
         self.costs = costs or CostModel()
+        self._planned = frozenset(planned)
         self.refresh_variants()
-        self.started = self.seconds = self.prepare_seconds = self.commit_seconds = 0.0
-        self.best: list[int | None] = []
-        self.set_aside: dict[int, StoredSequence] = {}
 
     def refresh_variants(self) -> None:
-        """Look again which programs there are: some were added."""
-        self.index = VariantIndex(self.programs)
-        self._calls = VariantIndex(self.programs, needs_real_rows=bool(self.cache.states))
+        """Look again which programs there are, after some were added."""
+        self.index = VariantIndex(self.programs, needs_real_rows=bool(self.cache.states))
         self.is_complete = self._planned <= set(self.programs)
 
     def prefill(self, sequence: Sequence, tokens: List[int]) -> Logits:
-        """Run a prompt in the cheapest chunks. Returns the logits after its last token, ``[vocab]``."""
+        """Run a prompt in the cheapest chunks. Returns the logits ``[vocab]`` after its last token.
+
+        Raises:
+            NumericalError: the logits are not finite.
+        """
         ids = np.asarray(tokens, np.int64)
-        chunks = plan_chunks(self._calls, self.costs, len(ids), self.cache.slots.high_slot, not len(sequence))
+        chunks = plan_chunks(self.index, self.costs, len(ids), self.cache.slots.high_slot, not len(sequence))
         start, logits = 0, None
         for variant, count in chunks:
             (logits,) = self._checked(variant, [Segment(sequence, ids[start : start + count])])
@@ -76,64 +107,67 @@ class ModelRunner:
         return logits
 
     def decode(self, sequence: Sequence, token: int) -> Logits:
-        """Run one token in the smallest variant that sees all rows. Returns the logits after it, ``[vocab]``."""
+        """Run one token in the smallest variant that sees all slots. Returns the logits ``[vocab]`` after it.
+
+        Raises:
+            NumericalError: the logits are not finite.
+        """
         return self.step([Segment(sequence, np.array([token], np.int64))])[0]
 
     def step(self, segments: List[Segment]) -> list[Logits]:
         """Run the next tokens of several sequences in one call, the smallest that holds them.
 
-        Returns the logits after the last token of each segment; views, valid until the next call.
+        Returns the logits ``[vocab]`` after the last token of each segment; views, valid until the next call.
+
+        Raises:
+            NumericalError: logits that are not finite.
         """
         variant = self.variant_for(segments)
         assert variant is not None, f"no variant holds {len(segments)} segments"
         return self._checked(variant, segments)
 
     def variant_for(self, segments: List[Segment]) -> Variant | None:
-        """The fewest rows that hold these segments, at the smallest KV length that shows all rows in use.
+        """The fewest rows that hold these segments, at the smallest KV length that shows all slots in use.
 
-        Where the model has recurrent states, which must not run through idle rows, exactly as many rows; None if nothing is so.
+        A model with recurrent states needs exactly as many rows as tokens, since the states would run through idle ones. None
+        if there is no such variant.
         """
         num_rows = sum(len(segment.tokens) for segment in segments)
         is_fresh = not any(len(segment.sequence) for segment in segments)
-        return self._calls.smallest(num_rows, len(segments), self.cache.slots.high_slot, is_fresh)
+        return self.index.smallest(num_rows, len(segments), self.cache.slots.high_slot, is_fresh)
 
-    def run(
-        self,
-        variant: Variant,
-        segments: List[Segment],
-        aside: Collection[int] = (),
-        meanwhile: Callable[[], None] | None = None,
-    ) -> list[Logits]:
-        """Run one variant and keep the rows of every segment whose logits are finite; ``best`` tells of the others.
+    def run(self, variant: Variant, segments: List[Segment], meanwhile: Callable[[], None] | None = None) -> StepResult:
+        """Run one variant, and keep the tokens of every segment whose numbers are finite.
 
-        The rows of segments in ``aside``, fresh ones, go to ``set_aside`` instead of the arena. ``meanwhile`` is called while
-        the device runs.
+        ``meanwhile`` is called while the device runs.
         """
         begin = time.perf_counter()
         program, step = self.programs[variant], Step(variant, tuple(segments))
         self.cache.fill(step, program.buffers)
-        self.started = time.perf_counter()
-        self.prepare_seconds = self.started - begin
-        self.seconds = program.run(meanwhile)
+        assert variant.kv_len in (0, self.cache.arena.stride), "the arena has another stride than the program"
+        start = time.perf_counter()
+        seconds = program.run(meanwhile)
         end = time.perf_counter()
-        logits: Logits = program.buffers.logits[0, : len(segments)]
-        are_finite = self.cache.are_finite(step, program.buffers)
-        self.best = [_most_likely(line) if is_kept else None for line, is_kept in zip(logits, are_finite, strict=True)]
-        is_finite = [best is not None for best in self.best]
-        self.set_aside = self.cache.commit(step, program.buffers, is_finite, aside)
-        self.costs.update(variant, self.seconds)
-        self.commit_seconds = time.perf_counter() - end
-        return list(logits)
+        buffers = program.buffers
+        logits = [buffers.logits[0, place] for place in step.logits()]
+        are_finite = self.cache.are_finite(step, buffers)
+        best = [_most_likely(lines) if is_kept else None for lines, is_kept in zip(logits, are_finite, strict=True)]
+        accepted = [len(s.tokens) if token is not None else 0 for s, token in zip(segments, best, strict=True)]
+        stored = self.cache.commit(step, buffers, accepted)
+        self.costs.update(variant, seconds)
+        results = tuple(map(SegmentResult, logits, best, stored))
+        return StepResult(variant, results, start, start - begin, seconds, time.perf_counter() - end)
 
     def _checked(self, variant: Variant, segments: List[Segment]) -> list[Logits]:
-        """
+        """The logits ``[vocab]`` after the last token of each segment.
+
         Raises:
             NumericalError: logits that are not finite.
         """
-        outputs = self.run(variant, segments)
-        if None in self.best:
+        result = self.run(variant, segments)
+        if any(segment.argmax is None for segment in result.segments):
             raise not_finite(variant)
-        return outputs
+        return [segment.logits[-1] for segment in result.segments]
 
     def reset(self) -> Sequence:
         """Forget everything, whatever state an exception left behind. Returns a new, empty sequence."""
@@ -142,13 +176,20 @@ class ModelRunner:
 
 
 def _most_likely(logits: Logits) -> int | None:
-    """One pass over a vocabulary of 150 k: a NaN is its maximum to numpy, and so is an infinity."""
-    best = int(logits.argmax())
-    return best if np.isfinite(logits[best]) else None
+    """The most likely token after the last row of ``logits [n, vocab]``; None if a number is not finite.
+
+    One pass over a vocabulary of 150 k: a NaN is its maximum to numpy, and so is an infinity.
+    """
+    best = None
+    for line in logits:
+        best = int(line.argmax())
+        if not np.isfinite(line[best]):
+            return None
+    return best
 
 
 def not_finite(variant: Variant) -> NumericalError:
+    """The error of a request whose numbers are not finite."""
     return NumericalError(
-        f"{variant} answered with logits that are not finite: try INFERENCE_PRECISION_HINT='f32' and "
-        "KV_CACHE_PRECISION='f32'"
+        f"{variant} computed logits that are not finite: try INFERENCE_PRECISION_HINT='f32' and KV_CACHE_PRECISION='f32'"
     )

@@ -20,9 +20,9 @@ def warm_up(bound: BoundPrograms, known_costs: Mapping[Variant, float], on_progr
     """Run variants once, so that no request waits for a first inference; time the quick ones a second time.
 
     Each program runs at least once. A shared program runs at a few sizes, near and far, as long as a run is expected to stay
-    under ``LONG_SECONDS``: its first run at a new size costs a tenth more than the next one (docs/design.md), and the costs of
-    all other sizes are estimated from these. Where ``known_costs`` (seconds) are given, each program runs once, to pack its
-    weights.
+    under ``LONG_SECONDS``: its first run at a new size costs a tenth more than the next one (docs/measurements.md), and the
+    costs of all other sizes are estimated from these. Where ``known_costs`` (seconds) are given, each program runs once, to
+    pack its weights.
     """
     if known_costs:
         return _first_runs(bound, known_costs, on_progress)

@@ -1,1 +1,1 @@
-"""Scheduling: what a policy sees, what it may answer, and the policies that come with the library."""
+"""Scheduling: what a policy sees, what it may return, and the shipped policies."""

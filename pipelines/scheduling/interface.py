@@ -1,33 +1,63 @@
-"""What a policy sees and what it answers: plain values, no access to the device.
+"""What a policy sees (``View``) and what it answers (``Plan``): plain values, without access to the device.
 
-A request is *waiting* (no rows yet), *prefilling* (some rows, more of its prompt to run), *running* (prefilled, in one of
-``max_num_seqs`` running requests) or *swapped out* (prefilled, no slot). When the last prompt token has run, the request has its
-first token; it takes a slot if one is free and nobody is swapped out, else it is swapped out until a plan resumes it.
+Every request is in one of four states:
+
+- *waiting*: it holds no KV slots. It has just arrived, or it was preempted.
+- *prefilling*: some of its prompt has run and holds KV slots; the rest has to run.
+- *running*: its prompt has run, and it decodes one token per call that it takes part in. At most ``max_num_seqs`` requests are
+  running at a time.
+- *swapped*: its prompt has run, but it does not decode. Its KV slots are in the host pool, or still in the arena while the host
+  pool has no room.
+
+With its last prompt token a prefilling request gets its first token. It is running from then on if fewer than ``max_num_seqs``
+requests run and none is swapped; otherwise it is swapped, until a plan swaps it in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from enum import Enum
+from typing import Protocol
 
 from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex
 
-State = Literal["waiting", "prefilling", "running", "swapped"]
+
+class RequestStatus(str, Enum):
+    """Where a request stands; equal to its lower-case name."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True)
 class RequestView:
-    """One request. Times are seconds on the clock of ``View.now``.
+    """One request. Moments are seconds on the clock of ``View.now``.
 
-    ``num_tokens`` are those that must run before the next one can be chosen, ``num_computed`` of them have. A request that was
-    preempted has all its tokens, those generated included, to run again. ``own_slots`` would be free if it were gone: not those
-    that it shares with others, nor those of a swapped out request outside the arena (``in_arena`` is False).
+    Attributes:
+        id: Names the request in plans.
+        state: One of the four states above.
+        arrival: The moment at which it was submitted.
+        num_tokens: Tokens that must have KV slots before the next token can be chosen. After a preemption these are the prompt
+            and all tokens generated so far.
+        num_computed: How many of them have KV slots, in the arena or in the host pool.
+        own_slots: KV slots of the arena that would be free without this request. Slots that it shares with other requests do
+            not count, nor do slots in the host pool.
+        num_generated: Tokens that were generated so far.
+        last_token_time: The moment of the last of them; None before the first.
+        priority: A higher number goes first.
+        deadline: The moment at which the request is ended, finished or not; None without one.
+        in_arena: False if its KV slots are in the host pool; only a swapped request's can be.
     """
 
     id: int
-    state: State
+    state: RequestStatus
     arrival: float
     num_tokens: int
     num_computed: int = 0
@@ -46,9 +76,14 @@ class RequestView:
 
 @dataclass(frozen=True)
 class Device:
-    """The programs of the device and what each costs, measured and kept current. ``high_slot``: arena slots in use reach here.
+    """What the device can run now, and what that costs.
 
-    ``is_complete`` is False while further programs are compiled in the background: the larger calls may still be missing.
+    Attributes:
+        index: The variants (programs of fixed shape) that are there.
+        seconds: What one call of a variant takes, in seconds; measured, and updated with every call.
+        high_slot: One more than the highest KV slot in use. A call over existing KV slots needs a variant with at least this
+            ``kv_len``.
+        is_complete: False while further programs are compiled in the background: larger calls may still be missing.
     """
 
     index: VariantIndex
@@ -57,18 +92,32 @@ class Device:
     is_complete: bool = True
 
     def call(self, num_rows: int, num_sequences: int = 1, is_fresh: bool = False) -> Variant | None:
-        """The smallest variant that holds such a call; ``is_fresh`` if no sequence in it has rows. None if nothing does."""
+        """The smallest variant that holds ``num_rows`` tokens of ``num_sequences`` requests; None if there is none.
+
+        ``is_fresh``: no request in the call has KV slots yet, so that the arena need not be read.
+        """
         return self.index.smallest(num_rows, num_sequences, self.high_slot, is_fresh)
 
     @property
     def max_decoding(self) -> int:
-        """The most sequences that one call can decode now."""
+        """The largest number of requests that one call can decode now."""
         return self.index.max_decoding(self.high_slot)
 
 
 @dataclass(frozen=True)
 class View:
-    """The moment at which a plan is asked for. Requests are listed in the order of their arrival."""
+    """The state of the engine at the moment at which a plan is asked for.
+
+    Attributes:
+        now: This moment, in seconds (``time.perf_counter``; the virtual clock in simulations).
+        waiting, prefilling, running, swapped: The requests by state, each in the order in which they were submitted.
+        max_num_seqs: The largest number of running requests (``MAX_NUM_SEQS``).
+        free_slots: Free KV slots of the arena; every token that a call processes takes one.
+        free_host_slots: Free KV slots of the host pool.
+        device: What can run, and what it costs.
+        ttft_ms: Target for the time to first token in ms (``TTFT_MS``); None without one.
+        tpot_ms: Target for the time between two tokens of a request in ms (``TPOT_MS``); None without one.
+    """
 
     now: float
     waiting: tuple[RequestView, ...]
@@ -84,20 +133,25 @@ class View:
 
     @property
     def requests(self) -> tuple[RequestView, ...]:
+        """All requests: waiting, prefilling, running, swapped."""
         return (*self.waiting, *self.prefilling, *self.running, *self.swapped)
 
     @property
     def free_seqs(self) -> int:
+        """How many more requests may be running."""
         return max(0, self.max_num_seqs - len(self.running))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The next call of the device, and what happens before it.
+    """The next device call, and what happens before it. Requests are named by their ids.
 
-    ``decode``: running (or just resumed) requests that get a row. ``prefill``: ``(request, tokens)`` pairs. All of them
-    share one call. ``swap_in``: swapped out requests that take a slot; ``swap_out``: running ones that leave theirs, their rows
-    wait outside the arena; ``preempt``: requests that lose their rows and wait again, to be computed anew.
+    Attributes:
+        decode: Running requests, or requests in ``swap_in``, that get one row of the call each.
+        prefill: Pairs of a waiting or prefilling request and the number of its prompt tokens in the call.
+        swap_in: Swapped requests that become running; their KV slots are copied into the arena if they are not there.
+        swap_out: Running requests that become swapped; their KV slots are copied to the host pool.
+        preempt: Requests that lose their KV slots and wait again; all their tokens are recomputed later.
     """
 
     decode: tuple[int, ...] = ()
@@ -108,18 +162,22 @@ class Plan:
 
     @property
     def num_rows(self) -> int:
+        """Tokens in the call."""
         return len(self.decode) + sum(count for _, count in self.prefill)
 
     @property
     def num_sequences(self) -> int:
+        """Requests in the call."""
         return len(self.decode) + len(self.prefill)
 
 
 class Policy(Protocol):
-    """Decides what runs next.
+    """Decides what runs next. It may keep state of its own."""
 
-    ``plan`` is called before every device call, with at least one request in the view, and must return at once a plan
-    that runs something. It may keep state of its own. A plan that breaks a rule (``rules.py``) never reaches the device.
-    """
+    def plan(self, view: View) -> Plan:
+        """The next call.
 
-    def plan(self, view: View) -> Plan: ...
+        It is called before every device call, with at least one request in ``view``, and must return quickly: the device idles
+        meanwhile. The plan must run something. A plan that breaks a rule (``validation.py``) never reaches the device.
+        """
+        ...

@@ -1,4 +1,4 @@
-"""Asks the policy, checks its answer, and goes on with ``fcfs`` when a policy fails."""
+"""Asks the policy for a plan, checks it, and falls back to ``fcfs`` when the policy fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import islice
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.programs.variant_index import VariantIndex
-from staticllm.pipelines.scheduling.interface import Plan, Policy, View
+from staticllm.pipelines.scheduling.interface import Plan, Policy, RequestStatus, View
 from staticllm.pipelines.scheduling.policies.chunked import Chunked
 from staticllm.pipelines.scheduling.policies.common import alone
 from staticllm.pipelines.scheduling.policies.decode_first import DecodeFirst
@@ -29,11 +29,11 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "chunked": Chunked,
 }
 STALL_SECONDS = 2.0
-"""A policy of the user that takes longer than this for a plan has stalled."""
+"""A user's policy that takes longer than this for one plan counts as stalled."""
 
 
 def make_policy(scheduler: object) -> Policy:
-    """A policy from its name, or the user's own object.
+    """The shipped policy of this name, or the user's own object.
 
     Raises:
         ConfigError: an unknown name, or an object without a method ``plan``.
@@ -48,10 +48,10 @@ def make_policy(scheduler: object) -> Policy:
 
 
 class Planner:
-    """A legal plan for every view, whatever the policy does.
+    """Gives a legal plan for every view, whatever the policy does.
 
-    Policies of the library are called on the engine's thread. One of the user's is called on a thread of its own, with a copy
-    of the view, so that neither a slow policy nor one that changes what it sees can harm the engine.
+    Shipped policies are called on the engine's thread. A user's policy is called on a thread of its own, with a copy of the view,
+    so that neither a slow policy nor one that changes what it sees can harm the engine.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -59,20 +59,20 @@ class Planner:
         self._own = policy
         self._is_shipped = type(policy) in POLICIES.values()
         self._thread = None if self._is_shipped else _PolicyThread(policy)
-        self._retry_after: VariantIndex | None = None  # the programs that a replaced policy could not plan with
+        self._retry_after: VariantIndex | None = None  # the programs for which a replaced policy had no legal plan
         self._has_warned = False
 
     def plan(self, view: View) -> Plan:
-        """A plan that keeps every rule.
+        """A plan that breaks no rule.
 
-        A policy of the user that raises, stalls or breaks a rule is replaced by ``fcfs``, with one warning. While programs are
-        still being compiled the fault may be ours, so it comes back when another program has arrived. A shipped policy that
-        fails loses that step only.
+        A user's policy that raises, stalls or breaks a rule is replaced by ``fcfs``, with one warning. While programs are still
+        compiled in the background, the reason may be a program that is not there yet; the policy is then asked again as soon as
+        another program is there. A shipped policy that fails is replaced for one step.
 
         Raises:
-            NoPlanError: no request can run at all; names the first.
+            NoPlanError: no request can run at all; it names the first one.
         """
-        self._come_back(view)
+        self._restore_policy(view)
         try:
             return check(self._asked(view), view)
         except Exception as error:
@@ -81,7 +81,7 @@ class Planner:
         return _fallback(view)
 
     def close(self) -> None:
-        """End the policy's thread, if it has one; a stalled one ends when its policy lets it."""
+        """End the policy's thread, if it has one. The thread of a stalled policy ends when ``plan`` returns."""
         if self._thread:
             self._thread.close()
             self._thread = None
@@ -90,28 +90,28 @@ class Planner:
         return self._thread.plan(view) if self._thread else self.policy.plan(view)
 
     def _fail(self, view: View, reason: str, has_stalled: bool) -> None:
-        name, for_how_long = type(self.policy).__name__, ""
+        name, period = type(self.policy).__name__, ""
         if self._is_shipped:
-            for_how_long = " for a step"
+            period = " for one step"
         elif self.policy is self._own and not has_stalled and not view.device.is_complete:
-            for_how_long = " until more programs are compiled"
+            period = " until more programs are compiled"
             self._retry_after = view.device.index
-        if not for_how_long or not self._has_warned:
-            message = f"the scheduler {name} is replaced by fcfs{for_how_long}: {reason}"
+        if not period or not self._has_warned:
+            message = f"the scheduler {name} is replaced by fcfs{period}: {reason}"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
         self._has_warned = True
         if not self._is_shipped:
             self.close()
             self.policy = Fcfs()
 
-    def _come_back(self, view: View) -> None:
+    def _restore_policy(self, view: View) -> None:
         if self._retry_after is not None and view.device.index is not self._retry_after:
             self._retry_after, self.policy = None, self._own
             self._thread = _PolicyThread(self._own)
 
 
 class NoPlanError(Exception):
-    """Not even one request alone can run; ``request`` is the first of them."""
+    """No request can run, not even alone; ``request`` is the id of the first one."""
 
     def __init__(self, request: int) -> None:
         super().__init__(f"no program can run request {request}")
@@ -119,16 +119,17 @@ class NoPlanError(Exception):
 
 
 def _fallback(view: View) -> Plan:
-    """What ``fcfs`` plans; if that is illegal too, the first request that can run alone, at the cost of all others' rows.
+    """The plan of ``fcfs``; if it is illegal too, the first request that can run alone, while all others lose their KV slots.
 
     Raises:
         NoPlanError: no request can run.
     """
     try:
         return check(Fcfs().plan(view), view)
-    except Exception:  # a fault of ours costs this step, not the requests
+    except Exception:  # a defect of ours costs this step, not the requests
         requests = sorted(
-            view.requests, key=lambda request: (request.state not in ("running", "swapped"), request.arrival)
+            view.requests,
+            key=lambda request: (request.state not in (RequestStatus.RUNNING, RequestStatus.SWAPPED), request.arrival),
         )
         for request in requests:
             for plan in alone(view, request):
@@ -140,15 +141,15 @@ def _fallback(view: View) -> Plan:
 
 
 class _StallError(Exception):
-    pass
+    """A user's policy did not answer within ``STALL_SECONDS``."""
 
 
 class _PolicyError(Exception):
-    """What a policy of the user raised, told on its own thread."""
+    """What a user's policy raised, turned into text on the policy's thread."""
 
 
 class _PolicyThread:
-    """Asks a policy of the user on a thread of its own: nothing that it does can stop or change the engine."""
+    """Asks a user's policy on a thread of its own, so that it can neither stop nor change the engine."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -177,11 +178,11 @@ class _PolicyThread:
                 self._plans.put(_plain(self._policy.plan(self._copy(view)), len(view.requests)))
             except IllegalPlanError as error:
                 self._plans.put(error)
-            except BaseException as error:  # whatever it is, the engine must hear of it
+            except BaseException as error:  # SystemExit and the like too: the engine waits for an answer
                 self._plans.put(_shown(error))
 
     def _copy(self, view: View) -> View:
-        """The same values in objects that the engine does not use."""
+        """An equal view, made of objects that the engine does not use."""
         index, costs = view.device.index, view.device.seconds
         if self._index is None or self._index[0] is not index:
             self._index = index, VariantIndex(index.variants, index.needs_real_rows)
@@ -193,7 +194,7 @@ class _PolicyThread:
 
 
 class _Costs:
-    """What calls cost, to be asked and not to be changed."""
+    """What calls cost, without access to the engine's own measurements."""
 
     def __init__(self, costs: Callable[[Variant], float]) -> None:
         self.__call = costs
@@ -203,30 +204,38 @@ class _Costs:
 
 
 def _plain(plan: object, num_requests: int) -> object:
-    """The plan with tuples in place of whatever a policy returned, read on the policy's thread: it may never end.
+    """The plan with tuples in place of the iterables that a policy returned, which may be endless.
+
+    It runs on the policy's thread.
 
     Raises:
-        IllegalPlanError: more entries than there are requests.
+        IllegalPlanError: a field has more entries than there are requests, or something other than whole numbers.
     """
     if not isinstance(plan, Plan):
         return plan
     entries = {field.name: tuple(islice(getattr(plan, field.name), num_requests + 1)) for field in fields(Plan)}
     for name, values in entries.items():
         if len(values) > num_requests:
-            raise IllegalPlanError("named-once", f"{name} names more than the {num_requests} requests that there are")
+            raise IllegalPlanError("named-once", f"{name} names more entries than there are requests ({num_requests})")
     plain = {name: tuple(map(_whole, values)) for name, values in entries.items() if name != "prefill"}
     return Plan(**plain, prefill=tuple(tuple(map(_whole, islice(pair, 3))) for pair in entries["prefill"]))  # type: ignore[misc]
 
 
 def _whole(value: object) -> int:
-    """An exact ``int``: what a policy of the user made up is neither hashed nor shown on the engine's thread."""
+    """An exact ``int``: methods of a user's own number class must not run on the engine's thread.
+
+    Raises:
+        IllegalPlanError: ``value`` is not a whole number.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise IllegalPlanError("is-a-plan", f"the plan holds a {type(value).__name__} where an id or a count should be")
+        raise IllegalPlanError(
+            "is-a-plan", f"the plan holds a {type(value).__name__} instead of a request id or a count"
+        )
     return int.__index__(value)
 
 
 def _shown(error: BaseException) -> _PolicyError:
-    """What a policy raised, as text."""
+    """The exception of a policy as text; its own ``__repr__`` may fail."""
     try:
         return _PolicyError(f"it raised {error!r}"[:500])
     except BaseException:

@@ -1,50 +1,118 @@
-"""The book: who waits, who runs, who is swapped out. The engine keeps it beside the device, the simulator beside a clock."""
+"""The request table: every request and its status. The engine keeps it beside the device, the simulator beside a clock."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from staticllm.pipelines.scheduling.interface import Device, RequestView, State, View
+from staticllm.pipelines.scheduling.interface import Device, RequestStatus, RequestView, View
+
+WAITING, PREFILLING = RequestStatus.WAITING, RequestStatus.PREFILLING
+RUNNING, SWAPPED = RequestStatus.RUNNING, RequestStatus.SWAPPED
+
+TRANSITIONS: dict[RequestStatus, tuple[RequestStatus, ...]] = {
+    WAITING: (WAITING, PREFILLING),
+    PREFILLING: (WAITING, PREFILLING, RUNNING, SWAPPED),
+    RUNNING: (WAITING, PREFILLING, SWAPPED),
+    SWAPPED: (WAITING, PREFILLING, RUNNING),
+}
+"""From each status to those that may follow. Any request may be preempted (back to waiting); a conversation that was shortened
+prefills again."""
 
 
-@dataclass
 class RequestInfo:
-    """One request in the request table. ``own_slots`` and ``in_arena`` are kept by whoever owns the rows."""
+    """One request (one answer of it) in the table. Changed only by its methods; ``view`` is what a policy sees.
 
-    id: int
-    arrival: float
-    num_tokens: int
-    priority: int = 0
-    deadline: float | None = None
-    state: State = "waiting"
-    num_computed: int = 0
-    own_slots: int = 0
-    num_generated: int = 0
-    last_token_time: float | None = None
-    in_arena: bool = True
-    _shown: RequestView | None = field(default=None, repr=False)
+    ``num_tokens`` must run before the next one can be chosen, ``num_computed`` of them have keys and values. ``own_slots`` would
+    be free without it, and ``in_arena`` says where its slots are: both are kept by the owner of the slots.
+    """
 
-    def change(self, **values: object) -> None:
-        """Set fields; the view of this request is made anew."""
-        for name, value in values.items():
-            setattr(self, name, value)
-        self._shown = None
+    def __init__(
+        self, id: int, arrival: float, num_tokens: int, priority: int = 0, deadline: float | None = None
+    ) -> None:
+        self._view: RequestView | None = RequestView(
+            id, WAITING, arrival, num_tokens, priority=priority, deadline=deadline
+        )
+        self.id, self.arrival, self.priority, self.deadline = id, arrival, priority, deadline
+        self.status = WAITING
+        self.num_tokens = num_tokens
+        self.num_computed = self.own_slots = self.num_generated = 0
+        self.last_token_time: float | None = None
+        self.in_arena = True
 
     @property
-    def shown(self) -> RequestView:
-        """What a policy sees."""
-        if self._shown is None:
-            self._shown = RequestView(
-                self.id, self.state, self.arrival, self.num_tokens, self.num_computed, self.own_slots,
+    def view(self) -> RequestView:
+        """What a policy sees; the same object until something changes."""
+        if self._view is None:
+            self._view = RequestView(
+                self.id, self.status, self.arrival, self.num_tokens, self.num_computed, self.own_slots,
                 self.num_generated, self.last_token_time, self.priority, self.deadline, self.in_arena,
             )  # fmt: skip
-        return self._shown
+        return self._view
+
+    def arrive_swapped(self, num_computed: int, num_generated: int, last_token_time: float) -> None:
+        """It was prefilled elsewhere: its slots are in the host pool."""
+        self.status, self.in_arena = SWAPPED, False
+        self.num_computed, self.num_generated, self.last_token_time = num_computed, num_generated, last_token_time
+        self._view = None
+
+    def begin(self, num_computed: int) -> None:
+        """It has a sequence in the arena, with ``num_computed`` tokens of a known prefix."""
+        self._move_to(PREFILLING if num_computed else WAITING)
+        self.num_computed = num_computed
+
+    def add_computed(self, count: int) -> None:
+        """``count`` more tokens have keys and values."""
+        self._move_to(PREFILLING if self.status is WAITING else self.status)
+        self.num_computed += count
+        self.own_slots += count if self.in_arena else 0
+
+    def add_token(self, now: float, can_run: bool) -> None:
+        """A token was chosen. A request that has finished its prompt with it runs if it can, else it is swapped."""
+        if self.status is PREFILLING:
+            self._move_to(RUNNING if can_run and self.in_arena else SWAPPED)
+        self.num_tokens += 1
+        self.num_generated += 1
+        self.last_token_time = now
+        self._view = None
+
+    def swap_out(self) -> None:
+        """It stops decoding; its slots stay in the arena until ``leave_arena``."""
+        self._move_to(SWAPPED)
+
+    def leave_arena(self) -> None:
+        """Its slots were copied to the host pool."""
+        self.in_arena, self.own_slots, self._view = False, 0, None
+
+    def swap_in(self, own_slots: int | None = None) -> None:
+        """It decodes again; ``own_slots`` if they were copied back into the arena."""
+        self._move_to(RUNNING)
+        self.in_arena = True
+        self.set_own_slots(self.own_slots if own_slots is None else own_slots)
+
+    def preempt(self, num_tokens: int | None = None) -> None:
+        """Its slots are gone; all its tokens run again, or ``num_tokens`` that are left of them."""
+        self._move_to(WAITING)
+        self.num_tokens = self.num_tokens if num_tokens is None else num_tokens
+        self.num_computed = self.own_slots = 0
+        self.in_arena = True
+
+    def restart(self, num_tokens: int, num_computed: int) -> None:
+        """The conversation was shortened to ``num_tokens``, the first ``num_computed`` of which still have their slots."""
+        self._move_to(PREFILLING)
+        self.num_tokens, self.num_computed, self.own_slots, self.in_arena = num_tokens, num_computed, num_computed, True
+
+    def set_own_slots(self, own_slots: int) -> None:
+        self.own_slots, self._view = own_slots, None
+
+    def _move_to(self, status: RequestStatus) -> None:
+        assert status is self.status or status in TRANSITIONS[self.status], f"{self.status} -> {status}"
+        self.status, self._view = status, None
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a view tells besides requests: slots and targets."""
+    """What a view tells besides requests: the number of requests that may run, and targets in ms."""
 
     max_num_seqs: int
     ttft_ms: float | None = None
@@ -52,47 +120,47 @@ class Limits:
 
 
 class RequestTable:
-    """Requests and their states; nothing here touches rows or a device."""
+    """Requests and their status, in the order of their arrival; nothing here touches slots or a device."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._entries: dict[int, RequestInfo] = {}
+        self._infos: dict[int, RequestInfo] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._infos)
 
     def __iter__(self) -> Iterator[RequestInfo]:
-        return iter(self._entries.values())
+        return iter(self._infos.values())
 
     def __getitem__(self, request: int) -> RequestInfo:
-        return self._entries[request]
+        return self._infos[request]
 
-    def add(self, entry: RequestInfo) -> None:
-        self._entries[entry.id] = entry
+    def add(self, info: RequestInfo) -> None:
+        self._infos[info.id] = info
 
     def remove(self, request: int) -> None:
-        del self._entries[request]
+        del self._infos[request]
 
     def clear(self) -> None:
-        self._entries.clear()
+        self._infos.clear()
 
-    def count(self, state: State) -> int:
-        return sum(entry.state == state for entry in self._entries.values())
+    def count(self, status: RequestStatus) -> int:
+        return sum(info.status is status for info in self._infos.values())
 
-    def ids(self, state: State) -> tuple[int, ...]:
-        return tuple(entry.id for entry in self._entries.values() if entry.state == state)
+    def ids(self, status: RequestStatus) -> tuple[int, ...]:
+        return tuple(info.id for info in self._infos.values() if info.status is status)
 
     def view(self, now: float, free_slots: int, free_host_slots: int, device: Device) -> View:
-        """What a policy sees now."""
-        groups: dict[State, list[RequestView]] = {"waiting": [], "prefilling": [], "running": [], "swapped": []}
-        for entry in self._entries.values():
-            groups[entry.state].append(entry.shown)
+        """What a policy sees at ``now``."""
+        groups: dict[RequestStatus, list[RequestView]] = {status: [] for status in RequestStatus}
+        for info in self._infos.values():
+            groups[info.status].append(info.view)
         return View(
             now,
-            tuple(groups["waiting"]),
-            tuple(groups["prefilling"]),
-            tuple(groups["running"]),
-            tuple(groups["swapped"]),
+            tuple(groups[WAITING]),
+            tuple(groups[PREFILLING]),
+            tuple(groups[RUNNING]),
+            tuple(groups[SWAPPED]),
             self.limits.max_num_seqs,
             free_slots,
             free_host_slots,
@@ -103,33 +171,15 @@ class RequestTable:
 
     @property
     def has_free_seq(self) -> bool:
-        """Whether a prompt that ends now may decode: a slot is free, and nobody is swapped out who would come first."""
-        return self.count("running") < self.limits.max_num_seqs and not self.count("swapped")
+        """Whether a prompt that ends now may decode: fewer run than may, and no swapped request comes first."""
+        return self.count(RUNNING) < self.limits.max_num_seqs and not self.count(SWAPPED)
 
-    def preempt(self, request: int) -> None:
-        """Its rows are gone; all its tokens run again."""
-        self[request].change(state="waiting", num_computed=0, own_slots=0, in_arena=True)
+    def add_computed(self, request: int, count: int) -> bool:
+        """``count`` more tokens have keys and values. True if the next token can be chosen now."""
+        info = self[request]
+        info.add_computed(count)
+        return info.num_computed == info.num_tokens
 
-    def swap_out(self, request: int) -> None:
-        self[request].change(state="swapped")
-
-    def swap_in(self, request: int) -> None:
-        self[request].change(state="running", in_arena=True)
-
-    def ran(self, request: int, count: int) -> bool:
-        """``count`` more tokens have rows. True if the next token can be chosen now."""
-        entry = self[request]
-        state: State = "prefilling" if entry.state == "waiting" else entry.state
-        own_slots = entry.own_slots + (count if entry.in_arena else 0)
-        entry.change(num_computed=entry.num_computed + count, own_slots=own_slots, state=state)
-        return entry.num_computed == entry.num_tokens
-
-    def chose(self, request: int, now: float) -> None:
-        """A token was chosen; whoever finished a prompt with it takes a slot, if one is free and nobody is swapped out."""
-        entry = self[request]
-        state = entry.state
-        if state == "prefilling":
-            state = "running" if self.has_free_seq and entry.in_arena else "swapped"
-        entry.change(
-            state=state, num_tokens=entry.num_tokens + 1, num_generated=entry.num_generated + 1, last_token_time=now
-        )
+    def add_token(self, request: int, now: float) -> None:
+        """A token was chosen; a request that finished its prompt with it runs if there is room, else it is swapped."""
+        self[request].add_token(now, self.has_free_seq)

@@ -1,8 +1,8 @@
-"""The rules of a plan. Whatever breaks one never reaches the device."""
+"""The rules of a plan. A plan that breaks one never reaches the device."""
 
 from __future__ import annotations
 
-from staticllm.pipelines.scheduling.interface import Plan, RequestView, View
+from staticllm.pipelines.scheduling.interface import Plan, RequestStatus, RequestView, View
 
 
 class IllegalPlanError(Exception):
@@ -14,10 +14,10 @@ class IllegalPlanError(Exception):
 
 
 def check(plan: object, view: View) -> Plan:
-    """The plan, if it is one and breaks no rule.
+    """Return ``plan`` if it is a ``Plan`` and breaks no rule.
 
     Raises:
-        IllegalPlanError: names the rule.
+        IllegalPlanError: it is not, or it breaks a rule; the error names the rule.
     """
     if not isinstance(plan, Plan):
         raise IllegalPlanError("is-a-plan", f"plan() returned a {type(plan).__name__}, not a Plan")
@@ -27,7 +27,7 @@ def check(plan: object, view: View) -> Plan:
         _check_resources(plan, view, known)
     except (TypeError, ValueError) as error:
         raise IllegalPlanError(
-            "is-a-plan", f"the plan holds something else than request ids and counts: {error}"
+            "is-a-plan", f"the plan holds something other than request ids and counts: {error}"
         ) from None
     return plan
 
@@ -37,12 +37,15 @@ def _check_requests(plan: Plan, known: dict[int, RequestView]) -> None:
     for name, ids in (*moves, ("prefill", tuple(request for request, _ in plan.prefill))):
         for request in ids:
             if request not in known:
-                raise IllegalPlanError("known-requests", f"{name} names request {request!r}, which is not there")
+                raise IllegalPlanError("known-requests", f"{name} names request {request!r}, which does not exist")
         if len(set(ids)) != len(ids):
             raise IllegalPlanError("named-once", f"{name} names a request twice")
     _check_swaps(plan, known)
     for request, count in plan.prefill:
-        if known[request].state not in ("waiting", "prefilling") or request in (*plan.swap_out, *plan.preempt):
+        if known[request].state not in (RequestStatus.WAITING, RequestStatus.PREFILLING) or request in (
+            *plan.swap_out,
+            *plan.preempt,
+        ):
             raise IllegalPlanError("prefill-unfinished", f"request {request} has no prompt left to run")
         if not isinstance(count, int) or not 1 <= count <= known[request].num_left:
             left = known[request].num_left
@@ -51,36 +54,39 @@ def _check_requests(plan: Plan, known: dict[int, RequestView]) -> None:
 
 def _check_swaps(plan: Plan, known: dict[int, RequestView]) -> None:
     for request in plan.swap_in:
-        if known[request].state != "swapped":
+        if known[request].state != RequestStatus.SWAPPED:
             raise IllegalPlanError("swap-in-swapped", f"request {request} is swapped in but was not swapped out")
     for request in plan.swap_out:
-        if known[request].state != "running":
+        if known[request].state != RequestStatus.RUNNING:
             raise IllegalPlanError("swap-out-running", f"request {request} is swapped out but not running")
     gone = {*plan.swap_out, *plan.preempt}
     if set(plan.swap_out) & set(plan.preempt) or set(plan.swap_in) & set(plan.preempt):
         raise IllegalPlanError("one-fate", "a request is preempted and swapped at once")
     for request in plan.decode:
-        if request in gone or (known[request].state != "running" and request not in plan.swap_in):
+        if request in gone or (known[request].state != RequestStatus.RUNNING and request not in plan.swap_in):
             raise IllegalPlanError("decode-running", f"request {request} decodes but is not running")
 
 
 def _check_resources(plan: Plan, view: View, known: dict[int, RequestView]) -> None:
     if not plan.num_rows:
-        raise IllegalPlanError("runs-something", "the plan runs nothing while requests wait")
+        raise IllegalPlanError("runs-something", "the plan runs no token although there are requests")
     num_running = len({request.id for request in view.running} - {*plan.swap_out, *plan.preempt}) + len(plan.swap_in)
     if num_running > view.max_num_seqs:
-        raise IllegalPlanError("max-num-seqs", f"{num_running} requests decode, MAX_NUM_SEQS is {view.max_num_seqs}")
+        raise IllegalPlanError(
+            "max-num-seqs", f"{num_running} requests would be running, MAX_NUM_SEQS is {view.max_num_seqs}"
+        )
     freed = sum(known[request].own_slots for request in (*plan.swap_out, *plan.preempt))
     brought = sum(known[request].num_computed for request in plan.swap_in if not known[request].in_arena)
     if plan.num_rows + brought > view.free_slots + freed:
         raise IllegalPlanError(
             "free-slots",
-            f"{plan.num_rows + brought} rows are needed, {view.free_slots + freed} are free: swap out or preempt a request",
+            f"{plan.num_rows + brought} KV slots are needed, {view.free_slots + freed} are free: swap out or preempt a request",
         )
     swapped_slots = sum(known[request].num_computed for request in plan.swap_out)
     if swapped_slots > view.free_host_slots:
         raise IllegalPlanError(
-            "host-slots", f"{swapped_slots} slots to swap out, the host pool has {view.free_host_slots} free"
+            "host-slots",
+            f"{swapped_slots} KV slots would be swapped out, the host pool has room for {view.free_host_slots}",
         )
     fresh = not plan.decode and all(not known[request].num_computed for request, _ in plan.prefill)
     if view.device.call(plan.num_rows, plan.num_sequences, fresh) is None:

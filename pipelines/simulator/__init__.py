@@ -1,1 +1,1 @@
-"""Simulator: the policies of the library on a virtual clock, over a table of costs."""
+"""The simulator: the engine's scheduling policies on a virtual clock, with given costs per call."""

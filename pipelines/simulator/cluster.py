@@ -1,4 +1,4 @@
-"""Many simulated devices on one virtual clock: co-located, or prefill and decode apart."""
+"""Many simulated devices on one virtual clock: co-located, or with prefill and decode on different devices."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from staticllm.pipelines.simulator.workload import Arrival
 
 Dispatch = Literal["least_loaded", "round_robin"]
 ARRIVE, FINISH, BEGIN = range(3)
-"""At one moment everybody who arrives is seen before a call ends, and all that before the next call is planned."""
+"""The order of events at the same moment: first arrivals, then calls that end, then calls that are planned."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a simulation did: a record for each request in the order of arrival, and the calls of each device."""
+    """What a simulation did: one record per request, in the order of arrival, and the calls of each device."""
 
     requests: tuple[RequestRecord, ...]
     steps: tuple[tuple[StepRecord, ...], ...]
@@ -29,18 +29,22 @@ class Run:
 
 @dataclass(frozen=True)
 class Link:
-    """Between devices that prefill and those that decode: seconds that the rows of a request travel. Links are not shared."""
+    """The transfer of a request's KV slots from the device that prefills to the one that decodes; transfers share no bandwidth.
+
+    ``latency`` in seconds, ``slot_bytes`` per KV slot, ``bandwidth`` in bytes per second.
+    """
 
     latency: float = 0.0
     slot_bytes: float = 0.0
-    bandwidth: float = float("inf")  # bytes a second
+    bandwidth: float = float("inf")
 
-    def __call__(self, num_rows: int) -> float:
-        return self.latency + num_rows * self.slot_bytes / self.bandwidth
+    def __call__(self, num_slots: int) -> float:
+        """Seconds that ``num_slots`` KV slots take."""
+        return self.latency + num_slots * self.slot_bytes / self.bandwidth
 
 
 class Pool:
-    """Devices that do the same; each has a policy of its own."""
+    """``size`` devices of one kind that serve the same queue, each with a policy object of its own."""
 
     def __init__(
         self, model: DeviceModel, policy: Callable[[], Policy], size: int, dispatch: Dispatch = "least_loaded"
@@ -50,34 +54,38 @@ class Pool:
         self._turns = count()
 
     def choose(self) -> SimulatedDevice:
-        """Who takes the next request."""
+        """The device that takes the next request."""
         if self._dispatch == "round_robin":
             return self.devices[next(self._turns) % len(self.devices)]
         return min(self.devices, key=lambda device: device.num_requests)
 
 
 class Cluster:
-    """A pool that serves requests from prompt to end; or one for prompts and another that takes over with the first token.
+    """One pool that serves requests from prompt to end, or one for prompts and another that decodes from the first token on.
 
-    With ``concurrency``, so many requests are inside at most; who arrives then comes in when another has ended.
+    At most ``concurrency`` requests are inside at a time; a further one is admitted when another has ended. None: no limit.
     """
 
     def __init__(
         self, first: Pool, decode: Pool | None = None, link: Link | None = None, concurrency: int | None = None
     ) -> None:
         self._first, self._decode, self._link = first, decode, link or Link()
-        self._num_free = float("inf") if concurrency is None else concurrency
-        self._outside: deque[Job] = deque()
+        self._num_admissible = float("inf") if concurrency is None else concurrency
+        self._queue: deque[Job] = deque()
         self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
         self._numbers = count()
         self._planned: set[SimulatedDevice] = set()
         self._records: dict[int, RequestRecord] = {}
 
     def run(self, arrivals: Iterable[Arrival]) -> Run:
-        """Until every request has ended. A cluster runs once."""
+        """Simulate until every request has ended. A cluster can run once.
+
+        Raises:
+            ConfigError: a request that can never fit.
+        """
         for arrival in arrivals:
             limit = arrival.num_output if self._decode is None else 1
-            self._at(arrival.time, ARRIVE, self._knock(Job(arrival, limit)))
+            self._at(arrival.time, ARRIVE, self._enqueue(Job(arrival, limit)))
         while self._events:
             now, _, _, action = heapq.heappop(self._events)
             action(now)
@@ -91,25 +99,25 @@ class Cluster:
     def _at(self, time: float, rank: int, action: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time, rank, next(self._numbers), action))
 
-    def _knock(self, job: Job) -> Callable[[float], None]:
-        def knock(now: float) -> None:
-            self._outside.append(job)
-            self._let_in(now)
+    def _enqueue(self, job: Job) -> Callable[[float], None]:
+        def enqueue(now: float) -> None:
+            self._queue.append(job)
+            self._admit(now)
 
-        return knock
+        return enqueue
 
-    def _let_in(self, now: float) -> None:
-        while self._outside and self._num_free > 0:
-            self._num_free -= 1
-            self._arrive(self._first, self._outside.popleft())(now)
+    def _admit(self, now: float) -> None:
+        while self._queue and self._num_admissible > 0:
+            self._num_admissible -= 1
+            self._submit(self._first, self._queue.popleft())(now)
 
-    def _arrive(self, pool: Pool, job: Job) -> Callable[[float], None]:
-        def arrive(now: float) -> None:
+    def _submit(self, pool: Pool, job: Job) -> Callable[[float], None]:
+        def submit(now: float) -> None:
             device = pool.choose()
             device.submit(job)
             self._wake(device, now)
 
-        return arrive
+        return submit
 
     def _wake(self, device: SimulatedDevice, now: float) -> None:
         if not device.is_running and device not in self._planned:
@@ -129,18 +137,18 @@ class Cluster:
                 self._hand_over(job, now)
             else:
                 self._records[job.arrival.id] = job.record()
-                self._num_free += 1
-        self._let_in(now)
+                self._num_admissible += 1
+        self._admit(now)
         self._wake(device, now)
 
     def _hand_over(self, job: Job, now: float) -> None:
         assert self._decode is not None
         job.limit, job.has_slots = job.arrival.num_output, True
-        self._at(now + self._link(job.arrival.num_prompt), ARRIVE, self._arrive(self._decode, job))
+        self._at(now + self._link(job.arrival.num_prompt), ARRIVE, self._submit(self._decode, job))
 
 
 def colocated(
     model: DeviceModel, policy: Callable[[], Policy], size: int = 1, dispatch: Dispatch = "least_loaded"
 ) -> Cluster:
-    """Devices that do both."""
+    """A cluster of ``size`` devices that prefill and decode."""
     return Cluster(Pool(model, policy, size, dispatch))

@@ -1,4 +1,4 @@
-"""What calls cost in the simulator: a formula, or a table in a file; and what the host adds."""
+"""What device calls cost in the simulator, by a formula or by a table in a file, and what the host adds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from staticllm.files import write_whole
 from staticllm.pipelines.programs.cost_model import CostModel
 
 Cost = Callable[[Variant], float]
+"""Seconds that one call of a variant takes."""
 
 
 @dataclass(frozen=True)
 class AnalyticCosts:
-    """Seconds a call by formula: ``fixed`` + ``weights`` (reading them) + ``row`` a row + ``attention`` a row and past row."""
+    """Seconds per call, by a formula:
+
+        fixed + weights + row * rows + attention * rows * (kv_len + rows)
+
+    ``weights`` is the time to read the weights once, ``row`` the time per row of the call, ``attention`` the time per pair of a
+    row and a KV slot or row that it attends to.
+    """
 
     weights: float
     row: float
@@ -33,10 +40,12 @@ class AnalyticCosts:
 
 @dataclass(frozen=True)
 class HostCost:
-    """Seconds between two calls of the device: planning, copying, choosing tokens.
+    """Seconds that the host needs between two device calls for planning, copying and choosing tokens:
 
-    ``answer`` of them, on average, have passed when a token is out. A request that finds the device idle is in a call
-    after ``wake``, if that is known.
+        step + row * num_rows + sequence * num_sequences
+
+    A token is out ``answer`` seconds after its call ended. A request that arrives while the device is idle is in a call after
+    ``wake`` seconds; None if that time is unknown, and the formula is used.
     """
 
     step: float = 0.0
@@ -50,7 +59,7 @@ class HostCost:
 
 
 def write_costs(path: str | os.PathLike[str], variants: Iterable[Variant], cost: Cost) -> None:
-    """A JSON list of ``{rows, kv_len, sequences, seconds}``."""
+    """Write a JSON list of ``{rows, kv_len, sequences, seconds}``, one entry per variant."""
     entries = [
         {"rows": v.rows, "kv_len": v.kv_len, "sequences": v.sequences, "seconds": cost(v)} for v in sorted(variants)
     ]
@@ -59,10 +68,10 @@ def write_costs(path: str | os.PathLike[str], variants: Iterable[Variant], cost:
 
 
 def read_costs(path: str | os.PathLike[str]) -> tuple[tuple[Variant, ...], CostModel]:
-    """The variants of such a file, and what they cost.
+    """The variants in a file that ``write_costs`` wrote, and what they cost.
 
     Raises:
-        ConfigError: no such list; names the entry.
+        ConfigError: the file holds something else; the error names the entry.
     """
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -71,10 +80,10 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[tuple[Variant, ...], CostM
             f"{path}: is not JSON ({error}); `staticllm simulate --save-costs` writes such a file"
         ) from None
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{path}: must be a list of {{rows, KV length, sequences, seconds}}, with one entry at least")
+        raise ConfigError(f"{path}: must be a list of {{rows, kv_len, sequences, seconds}} with at least one entry")
     seconds = dict(_entry(f"{path}, entry {number}", entry) for number, entry in enumerate(entries, 1))
     if not any(variant.kv_len for variant in seconds):
-        raise ConfigError(f"{path}: every KV length is 0, no program sees a past; add one that does")
+        raise ConfigError(f"{path}: every kv_len is 0, so that no program can read the KV cache; add one that can")
     return tuple(seconds), CostModel(seconds)
 
 
@@ -84,7 +93,7 @@ def _entry(place: str, entry: Any) -> tuple[Variant, float]:
         seconds = float(entry["seconds"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"{place}: {reason}; it must have rows, KV length, sequences and seconds") from None
+        raise ConfigError(f"{place}: {reason}; it must have rows, kv_len, sequences and seconds") from None
     if variant.rows < 1 or variant.kv_len < 0 or not 1 <= variant.sequences <= variant.rows or not 0 < seconds < 1e6:
         raise ConfigError(f"{place}: {entry}: rows and seconds must be more than 0, sequences from 1 to rows")
     return variant, seconds

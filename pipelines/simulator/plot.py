@@ -18,14 +18,15 @@ from staticllm.pipelines.simulator.cluster import Run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BINS = 60  # of tokens over time
+BINS = 60
+"""Of the throughput over time."""
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """Ask before the runs whether they can be drawn.
+    """Check, before anything is simulated, that a plot can be written to ``path``.
 
     Raises:
-        ConfigError: matplotlib is not installed, the folder does not exist, or no picture has such a name.
+        ConfigError: matplotlib is not installed or does not know this format, or the folder does not exist.
     """
     known = matplotlib("figure").Figure().canvas.get_supported_filetypes()
     suffix = Path(path).suffix[1:].lower()
@@ -36,10 +37,10 @@ def check_plot(path: str | os.PathLike[str]) -> None:
 
 
 def plot_runs(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> None:
-    """Three panels, a colour a policy: TTFT over arrival, how long tokens are waited for, tokens a second over time.
+    """Draw three panels, one colour per policy: TTFT by arrival, the distribution of times between tokens, tokens/s over time.
 
     Raises:
-        ConfigError: matplotlib is not installed, or cannot write such a file.
+        ConfigError: matplotlib is not installed or does not know this format, or the file cannot be written.
     """
     figure = matplotlib("figure").Figure(figsize=(15, 4.2), layout="constrained")
     first, gaps, rates = figure.subplots(1, 3)
@@ -49,9 +50,9 @@ def plot_runs(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> None:
         _plot_gaps(gaps, name, served)
         _plot_rates(rates, name, served)
     first.set(xlabel="arrival, s", ylabel="TTFT, s", title="Time to first token")
-    gaps.set(xlabel="time since the token before, ms", ylabel="share of tokens that take as long or longer")
+    gaps.set(xlabel="time since the previous token, ms", ylabel="share of tokens that take this long or longer")
     gaps.set(xscale="log", yscale="log", title="Time between tokens")
-    rates.set(xlabel="time, s", ylabel="output tokens a second", title="Throughput")
+    rates.set(xlabel="time, s", ylabel="output tokens/s", title="Throughput")
     for axes in (first, gaps, rates):
         axes.grid(alpha=0.3)
     first.legend()

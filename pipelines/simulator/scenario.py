@@ -1,4 +1,4 @@
-"""A scenario: a workload, devices and what they cost; the same for every policy that is tried on it."""
+"""A scenario: a workload, devices and costs, on which several policies can be compared."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ from staticllm.pipelines.simulator.simulated_device import DeviceModel
 from staticllm.pipelines.simulator.summary import summarize
 from staticllm.pipelines.simulator.workload import Arrival
 
-BUSY_REQUESTS = 64  # of each device: enough that filling and draining are a small part
+BUSY_REQUESTS = 64
+"""Requests per device that measure its maximum rate: enough that filling and draining are a small part of the run."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """``num_devices`` that do both; with ``num_decode_devices`` they run prompts, and those decode. Every device has a policy
-    of its own, of the same kind."""
+    """``num_devices`` that prefill and decode; if ``num_decode_devices`` is not 0, they only prefill and those decode.
+
+    ``link`` is the transfer of KV slots from the former to the latter. ``dispatch`` decides which device takes a request. At most
+    ``concurrency`` requests are inside at a time; None for no limit. Every device has its own policy object, all of one kind.
+    """
 
     model: DeviceModel
     arrivals: tuple[Arrival, ...]
@@ -36,7 +40,11 @@ class Scenario:
     concurrency: int | None = None
 
     def run(self, policy: str) -> Run:
-        """Every request from arrival to end, under the policy of this name."""
+        """Simulate every request from its arrival to its end, under the policy with this name.
+
+        Raises:
+            ConfigError: an unknown policy, or a request that can never fit.
+        """
 
         def make() -> Policy:
             return make_policy(policy)
@@ -47,7 +55,7 @@ class Scenario:
 
 
 def max_rate(scenario: Scenario) -> float:
-    """Requests per second that the devices serve when they never wait for work, under ``fcfs``."""
+    """Requests per second that the devices serve under ``fcfs`` while requests are always waiting."""
     devices = scenario.num_devices + scenario.num_decode_devices
     count = max(1, min(len(scenario.arrivals), BUSY_REQUESTS * devices))
     at_once = tuple(replace(arrival, time=0.0) for arrival in scenario.arrivals[:count])
@@ -55,35 +63,37 @@ def max_rate(scenario: Scenario) -> float:
 
 
 def offered_rate(arrivals: Sequence[Arrival]) -> float:
-    """Requests per second that arrive; infinite where they come at once."""
+    """Requests per second that arrive; infinite if they all arrive at once."""
     span = max(arrival.time for arrival in arrivals) - min(arrival.time for arrival in arrivals)
     return (len(arrivals) - 1) / span if span > 0 else float("inf")
 
 
 def longest(arrivals: Sequence[Arrival]) -> tuple[int, int]:
-    """The longest prompt and the longest answer, in tokens."""
+    """The lengths of the longest prompt and of the longest answer, in tokens."""
     return max(arrival.num_prompt for arrival in arrivals), max(arrival.num_output for arrival in arrivals)
 
 
 def configured_model(config: StaticLLMConfig, mode: ProgramMode, cost: Cost, host: HostCost) -> DeviceModel:
-    """A device with the programs, slots and rows that the pipeline would have with this config."""
+    """A device with the programs, ``max_num_seqs`` and KV slots that the pipeline would have with this config."""
     limits = Limits(config.num_seqs(mode), config.ttft_ms, config.tpot_ms)
     index = VariantIndex(choose_variants(config, mode))
     return DeviceModel(index, cost, limits, config.num_kv_slots(mode), config.num_host_slots, config.max_seq_len, host)
 
 
 def tabled_model(config: StaticLLMConfig, index: VariantIndex, cost: Cost, host: HostCost) -> DeviceModel:
-    """A device with exactly the programs of a table; its arena has the rows that they all can see.
+    """A device with exactly the programs of a table. By default its arena has as many KV slots as the largest ``kv_len``.
 
     Raises:
-        ConfigError: no program of one sequence sees every row, or a sequence needs more than there are.
+        ConfigError: no program for one sequence can read all KV slots, or a sequence needs more than there are.
     """
     kv_slots = config.kv_slots or max(variant.kv_len for variant in index.variants)
     if not any(variant.sequences == 1 and variant.kv_len >= kv_slots for variant in index.variants):
-        raise ConfigError(f"no program of one sequence sees {kv_slots} rows: add one to the costs, or lower KV_SLOTS")
+        raise ConfigError(
+            f"no program for one sequence has a kv_len of {kv_slots}: add one to the costs, or lower KV_SLOTS"
+        )
     if config.max_seq_len > kv_slots:
         raise ConfigError(
-            f"prompt and answer of {config.max_seq_len} tokens, the costs have programs for {kv_slots} slots: "
+            f"prompt and answer of {config.max_seq_len} tokens, the costs have programs for {kv_slots} KV slots: "
             "shorten them or measure with longer ones"
         )
     num_seqs = config.max_num_seqs or index.max_decoding(0)

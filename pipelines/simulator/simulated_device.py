@@ -11,7 +11,7 @@ from staticllm.errors import ConfigError
 from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
 from staticllm.pipelines.programs.cost_model import CostModel
 from staticllm.pipelines.programs.variant_index import VariantIndex
-from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, View
+from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus, View
 from staticllm.pipelines.scheduling.planner import Planner
 from staticllm.pipelines.scheduling.request_table import Limits, RequestInfo, RequestTable
 from staticllm.pipelines.simulator.cost_model import Cost, HostCost
@@ -135,13 +135,13 @@ class SimulatedDevice:
         return start + seconds
 
     def finish(self, now: float) -> list[Job]:
-        """The call has returned: count rows, hand out tokens. Returns who leaves."""
+        """The call has returned: count slots, hand out tokens. Returns the jobs that ended."""
         parts, self._parts, self._idle_since = self._parts, [], now
         out = now + self.model.host.answer
         gone: list[Job] = []
         for part in parts:
             self.slots_used += part.num_rows
-            if self.table.ran(part.request, part.num_rows):
+            if self.table.add_computed(part.request, part.num_rows):
                 job = self._jobs[part.request]
                 job.token_times.append(out)
                 if job.is_over or job.num_tokens > self.model.max_seq_len:
@@ -152,12 +152,12 @@ class SimulatedDevice:
         return gone
 
     def _chose(self, request: int, now: float) -> None:
-        self.table.chose(request, now)
-        if self.table[request].state == "swapped":
-            self._finish_offload(request)
+        self.table.add_token(request, now)
+        if self.table[request].status is RequestStatus.SWAPPED:
+            self._offload(request)
 
     def _admit(self) -> None:
-        """Who comes with rows waits outside until the host pool has room for them."""
+        """A request that comes with slots waits outside until the host pool has room for them."""
         while self._inbox:
             job = self._inbox[0]
             rows = job.num_tokens - 1 if job.has_slots else 0
@@ -167,21 +167,18 @@ class SimulatedDevice:
             arrival = job.arrival
             entry = RequestInfo(arrival.id, arrival.time, job.num_tokens, arrival.priority)
             if job.has_slots:
-                entry.change(
-                    state="swapped", num_computed=rows, in_arena=False,
-                    num_generated=len(job.token_times), last_token_time=job.token_times[-1],
-                )  # fmt: skip
+                entry.arrive_swapped(rows, len(job.token_times), job.token_times[-1])
                 self.host_slots_used += rows
             self._jobs[arrival.id] = job
             self.table.add(entry)
 
     def _prepare(self, plan: Plan) -> list[Part]:
-        """As the engine does: preempt, swap out, resume; then say what goes into the call."""
+        """As the engine does: preempt, swap out, swap in; then what goes into the call."""
         for request in plan.preempt:
             self._preempt(request)
         for request in plan.swap_out:
-            self.table.swap_out(request)
-            self._finish_offload(request)
+            self.table[request].swap_out()
+            self._offload(request)
         for request in plan.swap_in:
             self._swap_in(request)
         decode = [Part(request, 1, False) for request in plan.decode]
@@ -194,7 +191,7 @@ class SimulatedDevice:
         while not self._fits(parts):
             keep = parts[0].request
             victims = [e.id for e in self.table if e.own_slots and e.in_arena and e.id != keep]
-            assert victims, "a plan without rows, and nobody to take them from"
+            assert victims, "a plan without slots, and no request to take them from"
             self._preempt(victims[-1])
         return parts
 
@@ -209,24 +206,24 @@ class SimulatedDevice:
 
     def _preempt(self, request: int) -> None:
         self._release(request)
-        self.table.preempt(request)
+        self.table[request].preempt()
 
-    def _finish_offload(self, request: int) -> None:
+    def _offload(self, request: int) -> None:
         """Rows of a swapped out request leave the arena; they stay if the host pool has no room."""
         entry = self.table[request]
         if entry.num_computed <= self.model.host_kv_slots - self.host_slots_used:
             self.host_slots_used += entry.num_computed
             self.slots_used -= entry.own_slots
-            entry.change(in_arena=False, own_slots=0)
+            entry.leave_arena()
 
     def _swap_in(self, request: int) -> None:
         entry = self.table[request]
-        was_in_arena = entry.in_arena
-        self.table.swap_in(request)
-        if not was_in_arena:
-            self.host_slots_used -= entry.num_computed
-            self.slots_used += entry.num_computed
-            entry.change(own_slots=entry.num_computed)
+        if entry.in_arena:
+            entry.swap_in()
+            return
+        entry.swap_in(entry.num_computed)
+        self.host_slots_used -= entry.num_computed
+        self.slots_used += entry.num_computed
 
     def _end(self, job: Job) -> None:
         self._release(job.arrival.id)

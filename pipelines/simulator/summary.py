@@ -1,4 +1,4 @@
-"""Latency, throughput and fairness of a run, simulated or measured: both leave the same records."""
+"""Latency, throughput and fairness of a run. Simulated and measured runs leave the same records."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from itertools import pairwise
 
 import numpy as np
 
-from staticllm.pipelines.profiling.records import RequestRecord, StepRecord, percentile
+from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.stats import percentile
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Times in ms, throughput from the first arrival to the last token.
+    """Figures of one run: ``*_ms`` in milliseconds, rates per second from the first arrival to the last token (``seconds``).
 
-    ``tpot_ms`` counts every token after the first; ``decode_tpot_ms`` those after the second, and ``second_token_ms`` is the
-    wait for that one, in which a prefilled request may lie swapped out. ``longest_gap_ms`` is the longest wait for any token but
-    the first. ``fairness`` is Jain's index (1984) over the speeds of the requests, tokens of prompt and answer a second from
-    arrival to end: 1 if all are equal, 1/n if one gets everything.
+    ``tpot_ms`` is the mean time per token after the first. ``decode_tpot_ms`` is that after the second token, and
+    ``second_token_ms`` the time to the second one, in which a request may be swapped. ``longest_gap_ms`` is the longest time
+    between two tokens of one request. ``latency_ms`` is the time from arrival to the last token. ``fairness`` is Jain's index
+    (Jain, Chiu, Hawe: A Quantitative Measure of Fairness, DEC-TR-301, 1984) of the requests' speeds, in tokens of prompt and
+    answer per second of latency: 1 if all are equal, 1/n if one request gets everything.
     """
 
     num_requests: int
@@ -39,7 +41,7 @@ class Summary:
 
 
 def summarize(requests: Sequence[RequestRecord]) -> Summary:
-    """The figures of all requests that got a token."""
+    """The figures of all requests that got at least one token; ``num_requests`` counts the others too."""
     served = [request for request in requests if request.token_times]
     times = [request.token_times for request in served]
     first = min((request.arrival for request in served), default=0.0)
@@ -74,8 +76,11 @@ def jain(values: Sequence[float]) -> float:
 
 
 def steady_rate(requests: Sequence[RequestRecord], skip: float = 0.2) -> float:
-    """Requests a second without filling and draining: the slope of how many have ended over time, the first and the last
-    ``skip`` of them left out. Requests that end in groups do not disturb it."""
+    """Requests per second, without the filling and draining of the devices.
+
+    It is the slope of the number of ended requests over time, without the first and the last ``skip`` (a share) of them. Requests
+    that end in groups do not disturb it.
+    """
     ends = np.sort([request.token_times[-1] for request in requests if request.token_times])
     window = ends[int(len(ends) * skip) : int(len(ends) * (1 - skip))]
     if len(window) < 2 or window[0] == window[-1]:
@@ -84,7 +89,7 @@ def steady_rate(requests: Sequence[RequestRecord], skip: float = 0.2) -> float:
 
 
 def busy_share(steps: Sequence[StepRecord], seconds: float) -> float:
-    """The share of ``seconds`` in which a device ran."""
+    """The share of ``seconds`` in which a device was running."""
     return sum(step.seconds for step in steps) / seconds if seconds else 0.0
 
 

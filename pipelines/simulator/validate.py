@@ -1,10 +1,10 @@
-"""The simulator against the engine: the same requests at the same moments, on this machine and on the virtual clock."""
+"""The simulator compared with the engine: the same requests at the same times, on this machine and on the virtual clock."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -27,19 +27,22 @@ from staticllm.pipelines.text.handle import GenerationHandle
 WORKLOADS = ((64, 64), (64, 256), (256, 64), (256, 256))
 MAX_SEQS = 4
 LOAD = 0.6
-"""Share of the rate at which the queue would never empty: near it, TTFT says more about the arrivals than about the engine."""
+"""The default rate, as a share of the maximum rate: near that, TTFT depends more on the arrivals than on the engine."""
 CALIBRATION_REQUESTS = 8
 FIGURES = ("tokens_per_second", "ttft_ms", "tpot_ms")
 POLL_SECONDS = 0.02
 MANY_WAITING = 1 << 20
 
-Trace = list[StepRecord | RequestRecord]
+Records = list[StepRecord | RequestRecord]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One workload under one policy, on both sides. ``predicted`` with costs that were measured on other requests before,
-    ``replayed`` with those of the very run: what is off there is the simulator's doing, not the machine's."""
+    """One workload under one policy, measured and simulated.
+
+    ``predicted`` uses costs that were measured before, on other requests; ``replayed`` uses the costs of the measured run itself,
+    so that its deviations are the simulator's and not the machine's. ``rate`` is in requests per second, lengths are in tokens.
+    """
 
     policy: str
     prompt: int
@@ -51,12 +54,12 @@ class Check:
 
     @property
     def deviations(self) -> dict[str, float]:
-        """Of the prediction, in percent of what was measured."""
+        """Of the prediction, in percent of the measurement."""
         return deviations(self.predicted, self.measured)
 
 
 def deviations(simulated: Summary, measured: Summary) -> dict[str, float]:
-    """Throughput, TTFT and TPOT, in percent of what was measured."""
+    """How far simulated throughput, TTFT and TPOT are off, in percent of the measurement."""
     return {name: (getattr(simulated, name) / getattr(measured, name) - 1) * 100 for name in FIGURES}
 
 
@@ -67,27 +70,27 @@ def validate(
     num_requests: int,
     rate: float | None,
     seed: int,
-    on_check: Callable[[Check, DeviceModel], None] = lambda check, model: None,
-) -> list[Check]:
-    """Calibrate, predict, then measure: four workloads under each policy.
+) -> Iterator[tuple[Check, DeviceModel]]:
+    """Calibrate, predict and measure four workloads under each policy.
 
     Args:
         model: A model directory.
         device: The OpenVINO device.
-        policies: Names.
-        num_requests: Requests of each workload.
-        rate: Requests a second; None for 60 % of what the simulator says that the device can do.
+        policies: Names of policies.
+        num_requests: Requests per workload.
+        rate: Requests per second; None for 60 % of the maximum rate that the simulator finds.
         seed: Of the arrivals, the same on both sides.
-        on_check: Called with each check when it is done, and with the device as it was calibrated for it.
+
+    Yields:
+        Each check when it is done, and the device as it was calibrated for it.
+
+    Raises:
+        StaticLLMError: the model cannot be loaded, or a request failed.
     """
-    checks: list[Check] = []
     for policy in policies:
         with _load(model, device, policy) as pipe:
             for workload in WORKLOADS:
-                check, calibrated = _check(pipe, policy, workload, num_requests, rate, seed)
-                checks.append(check)
-                on_check(check, calibrated)
-    return checks
+                yield _check(pipe, policy, workload, num_requests, rate, seed)
 
 
 def _check(
@@ -103,47 +106,47 @@ def _check(
     arrivals = poisson(rate, num_requests, lengths, seed, is_span_fixed=True)
     model = calibrate(pipe, arrivals, seed)
     predicted = _simulate(model, policy, arrivals)
-    trace = serve(pipe, arrivals, seed)
-    replayed = _simulate(replace(_model_of(pipe, trace), known=model.known), policy, arrivals)
-    return Check(policy, *workload, rate, summarize(_requests(trace)), predicted, replayed), model
+    records = serve(pipe, arrivals, seed)
+    replayed = _simulate(replace(_model_of(pipe, records), known=model.known), policy, arrivals)
+    return Check(policy, *workload, rate, summarize(_requests(records)), predicted, replayed), model
 
 
 def calibrate(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int = 0) -> DeviceModel:
-    """A device that costs what the engine's own records say, after a rehearsal with other prompts.
+    """A device with the costs in the engine's own records of serving the same arrivals with other prompts.
 
-    It also takes the first inference at each size out of what is measured later: the simulator knows nothing of those.
+    It also warms up every shape: the simulator does not model that the first inference at a shape is slower.
     """
     return _model_of(pipe, serve(pipe, arrivals, seed + 1))
 
 
-def _model_of(pipe: StaticLLMPipeline, trace: Trace) -> DeviceModel:
+def _model_of(pipe: StaticLLMPipeline, records: Records) -> DeviceModel:
     config, runner = pipe.config, pipe.engine.runner
     limits = Limits(MAX_SEQS, config.ttft_ms, config.tpot_ms)
-    rows = runner.cache.slots.num_slots
+    num_slots = runner.cache.slots.num_slots
     known = runner.costs.measured
-    cost, host = measured_costs(trace, known), measured_host(trace)
-    return DeviceModel(runner.index, cost, limits, rows, config.num_host_slots, config.max_seq_len, host, known)
+    cost, host = measured_costs(records, known), measured_host(records)
+    return DeviceModel(runner.index, cost, limits, num_slots, config.num_host_slots, config.max_seq_len, host, known)
 
 
-def measured_costs(trace: Trace, known: Mapping[Variant, float]) -> CostModel:
-    """The mean of every variant that ran, which is what adds up to a throughput, and what is known of the others.
+def measured_costs(records: Records, known: Mapping[Variant, float]) -> CostModel:
+    """The mean seconds of every variant that ran (means add up to a throughput), and ``known`` costs of the others.
 
-    The first call of each is left out: it may have been the first inference at a new shape.
+    The first call of each variant is left out: it may have been the first inference at a new shape.
     """
     seconds: dict[Variant, list[float]] = {}
-    for step in _steps(trace):
+    for step in _steps(records):
         seconds.setdefault(step.variant, []).append(step.seconds)
     means = {variant: sum(v[1:]) / (len(v) - 1) for variant, v in seconds.items() if len(v) > 1}
     once = {variant: v[0] for variant, v in seconds.items() if variant not in known}
     return CostModel({**once, **known, **means})
 
 
-def measured_host(trace: Trace) -> HostCost:
-    """What lies between two calls while somebody waits or runs: so much a call, a row and a sequence, by least squares."""
-    alive = [(request.arrival, request.token_times[-1]) for request in _requests(trace)]
+def measured_host(records: Records) -> HostCost:
+    """The time between two calls while there are requests, as a sum per call, row and sequence fitted by least squares."""
+    alive = [(request.arrival, request.token_times[-1]) for request in _requests(records)]
     gaps: list[float] = []
     sizes: list[tuple[float, float, float]] = []
-    for before, after in pairwise(_steps(trace)):
+    for before, after in pairwise(_steps(records)):
         if any(arrival <= before.end and last >= after.start for arrival, last in alive):
             gaps.append(after.start - before.end)
             num_decode = len(before.decode)
@@ -151,29 +154,33 @@ def measured_host(trace: Trace) -> HostCost:
     if not gaps:
         return HostCost()
     step, row, sequence = _least_squares(np.array(sizes), np.array(gaps))
-    return HostCost(step, row, sequence, _answer(trace), _wake(trace, alive))
+    return HostCost(step, row, sequence, _answer(records), _wake(records, alive))
 
 
-def _answer(trace: Trace) -> float:
-    """The mean time from the end of a call to the tokens that it brought."""
-    ends = np.array([step.end for step in _steps(trace)])
-    times = np.array([moment for request in _requests(trace) for moment in request.token_times])
+def _answer(records: Records) -> float:
+    """The mean seconds from the end of a call to the tokens that it produced."""
+    ends = np.array([step.end for step in _steps(records)])
+    times = np.array([moment for request in _requests(records) for moment in request.token_times])
     calls = np.searchsorted(ends, times) - 1  # the last call that had ended
     return float(np.mean((times - ends[calls])[calls >= 0]))
 
 
-def _wake(trace: Trace, alive: Sequence[tuple[float, float]]) -> float | None:
-    """The mean time to its first call of a request that found nobody there; None if none did."""
+def _wake(records: Records, alive: Sequence[tuple[float, float]]) -> float | None:
+    """The mean seconds from arrival to first call of requests that arrived while there was no other; None if none did."""
     waits = [
         request.started - request.arrival
-        for request in _requests(trace)
+        for request in _requests(records)
         if request.started and not any(arrival < request.arrival <= last for arrival, last in alive)
     ]
     return sum(waits) / len(waits) if waits else None
 
 
 def _least_squares(columns: NDArray[np.float64], values: NDArray[np.float64]) -> list[float]:
-    """Weights of the columns, none negative: the most negative one is left out until there is none."""
+    """Weights ``[columns]`` that fit ``columns [n, columns]`` to ``values [n]``, none of them negative.
+
+    While some are negative, the column of the most negative one is dropped and gets the weight 0: a simple approximation of
+    NNLS (Lawson, Hanson: Solving Least Squares Problems, 1974, chapter 23).
+    """
     kept = list(range(columns.shape[1]))
     weights: NDArray[np.float64] = np.zeros(0)
     while kept:
@@ -185,33 +192,35 @@ def _least_squares(columns: NDArray[np.float64], values: NDArray[np.float64]) ->
     return [found.get(column, 0.0) for column in range(columns.shape[1])]
 
 
-def serve(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int) -> Trace:
-    """Submit every request at its moment and wait. Nobody reads answers meanwhile: text would be decoded beside the engine.
+def serve(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int) -> Records:
+    """Submit every request at its time, wait for all, and return the records of the engine.
+
+    The answers are not read before the end, because detokenization would compete with the engine for the CPU.
 
     Raises:
         StaticLLMError: a request failed.
     """
     rng = np.random.default_rng(seed)
-    profiler, trace = pipe.engine.profiler, list[StepRecord | RequestRecord]()
+    profiler, records = pipe.engine.profiler, list[StepRecord | RequestRecord]()
     prompts = [rng.integers(0, 100, (1, arrival.num_prompt)) for arrival in arrivals]  # ids that every vocabulary has
     handles: list[GenerationHandle] = []
-    profiler.trace = trace
+    profiler.trace = records
     start = time.perf_counter()
     for arrival, prompt in zip(arrivals, prompts, strict=True):
         time.sleep(max(0.0, start + arrival.time - time.perf_counter()))
         handles.append(pipe.submit(prompt, max_new_tokens=arrival.num_output, ignore_eos=True))
-    while len(_requests(trace)) < len(handles):
+    while len(_requests(records)) < len(handles):
         time.sleep(POLL_SECONDS)
     profiler.trace = None
-    for request, handle in zip(_requests(trace), handles, strict=True):
+    for request, handle in zip(_requests(records), handles, strict=True):
         if request.reason == FinishReason.ERROR:
-            handle.outcome()
+            handle.output()
             raise StaticLLMError(f"request {request.id} failed")
-    return trace
+    return records
 
 
 def _load(model: str | os.PathLike[str], device: str, policy: str) -> StaticLLMPipeline:
-    """Without prefix caching, which the simulator has not."""
+    """The pipeline, without prefix caching, which the simulator does not have."""
     longest_prompt, longest_output = max(prompt for prompt, _ in WORKLOADS), max(output for _, output in WORKLOADS)
     return StaticLLMPipeline(
         model, device, MAX_PROMPT_LEN=longest_prompt, MIN_RESPONSE_LEN=longest_output, MAX_NUM_SEQS=MAX_SEQS,
@@ -227,9 +236,9 @@ def _simulate(model: DeviceModel, policy: str, arrivals: Sequence[Arrival]) -> S
     return summarize(Scenario(model, tuple(arrivals)).run(policy).requests)
 
 
-def _steps(trace: Trace) -> list[StepRecord]:
-    return [record for record in trace if isinstance(record, StepRecord)]
+def _steps(records: Records) -> list[StepRecord]:
+    return [record for record in records if isinstance(record, StepRecord)]
 
 
-def _requests(trace: Trace) -> list[RequestRecord]:
-    return [record for record in trace if isinstance(record, RequestRecord)]
+def _requests(records: Records) -> list[RequestRecord]:
+    return [record for record in records if isinstance(record, RequestRecord)]

@@ -1,4 +1,4 @@
-"""Workloads: who arrives when, with how long a prompt and how long an answer."""
+"""Workloads: when requests arrive, and how long their prompts and answers are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from staticllm.errors import ConfigError
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request: ``time`` in seconds from the start, lengths in tokens."""
+    """One request: its arrival ``time`` in seconds from the start, lengths in tokens. A higher ``priority`` goes first."""
 
     id: int
     time: float
@@ -28,17 +28,22 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Prompts and answers of ``(least, most)`` tokens, every length between equally likely."""
+    """Lengths of prompts and answers: ``(least, most)`` tokens, uniformly distributed."""
 
     prompt: tuple[int, int]
     output: tuple[int, int]
 
     @classmethod
     def fixed(cls, prompt: int, output: int) -> Lengths:
+        """The same lengths for every request."""
         return cls((prompt, prompt), (output, output))
 
     def draw(self, times: Iterable[float], rng: np.random.Generator) -> list[Arrival]:
-        """A request for each moment."""
+        """One request per moment in ``times`` (seconds).
+
+        Raises:
+            ConfigError: a length is not a whole number from 1, or ``least`` is more than ``most``.
+        """
         return [
             Arrival(number, time, _between(self.prompt, rng), _between(self.output, rng))
             for number, time in enumerate(times)
@@ -46,10 +51,13 @@ class Lengths:
 
 
 def poisson(rate: float, count: int, lengths: Lengths, seed: int = 0, is_span_fixed: bool = False) -> list[Arrival]:
-    """``count`` requests, ``rate`` a second, the gaps between them exponentially distributed.
+    """``count`` requests, on average ``rate`` per second, with exponentially distributed gaps.
 
-    ``is_span_fixed`` stretches the gaps so that the last request comes at exactly ``count / rate``, as vLLM's benchmark
-    does: the mean rate of a finite run is then the rate that was asked for.
+    ``is_span_fixed`` stretches the gaps so that the last request arrives at exactly ``count / rate``, as vLLM's benchmark does:
+    the mean rate of the run is then exactly ``rate``.
+
+    Raises:
+        ConfigError: ``rate`` is not positive, ``count`` is less than 1, or a length is impossible.
     """
     rng = np.random.default_rng(seed)
     times = np.cumsum(rng.exponential(1 / _positive("rate", rate), _count(count)))
@@ -59,22 +67,32 @@ def poisson(rate: float, count: int, lengths: Lengths, seed: int = 0, is_span_fi
 
 
 def uniform(rate: float, count: int, lengths: Lengths, seed: int = 0) -> list[Arrival]:
-    """``count`` requests, one every ``1 / rate`` seconds."""
+    """``count`` requests, one every ``1 / rate`` seconds.
+
+    Raises:
+        ConfigError: as for ``poisson``.
+    """
     gap = 1 / _positive("rate", rate)
     return lengths.draw((number * gap for number in range(_count(count))), np.random.default_rng(seed))
 
 
 def burst(count: int, lengths: Lengths, seed: int = 0) -> list[Arrival]:
-    """``count`` requests at once."""
+    """``count`` requests, all at time 0.
+
+    Raises:
+        ConfigError: ``count`` is less than 1, or a length is impossible.
+    """
     return lengths.draw([0.0] * _count(count), np.random.default_rng(seed))
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Arrival]:
-    """Requests of a file: JSON lines, or CSV with a header. ``arrival`` (seconds), ``prompt``, ``output`` (tokens), and
-    ``priority`` if there is one; times count from the earliest.
+    """The requests in a file of JSON lines, or of CSV with a header.
+
+    Each has an ``arrival`` (seconds), the lengths ``prompt`` and ``output`` (tokens) and optionally a ``priority``. Times are
+    shifted so that the earliest is 0.
 
     Raises:
-        ConfigError: a line that is no such request; names file and line.
+        ConfigError: a line is not such a request; the error names file and line.
     """
     place = Path(path)
     try:
@@ -89,7 +107,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[Arrival]:
 
 
 def from_zero(arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """In the order of their times, which count from the earliest."""
+    """The requests in the order of their times, shifted so that the earliest is 0."""
     ordered = sorted(arrivals, key=lambda arrival: arrival.time)
     start = ordered[0].time
     return [Arrival(a.id, a.time - start, a.num_prompt, a.num_output, a.priority) for a in ordered]

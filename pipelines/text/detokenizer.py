@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 Decode = Callable[[list[int]], str]
-CONTEXT, WINDOW = 8, 32  # tokens decoded anew for each token: enough for any merge, few enough to be cheap
+CONTEXT, WINDOW = 8, 32  # tokens decoded again with each token: enough for any merge, few enough to be cheap
 INCOMPLETE = "\ufffd"
 MAX_UNFINISHED = 3  # a character of UTF-8 has four bytes: more than three that decode to nothing will never be one
 
@@ -61,10 +61,10 @@ class IncrementalDetokenizer:
             self._window = self._window[-CONTEXT:]
             self._window_text = len(shorter) - len(unread)
 
-    def _add(self, piece: str) -> None:
+    def _add(self, text: str) -> None:
         longest = max(map(len, self._stops), default=0)
         search_from = max(0, len(self.text) - longest + 1)
-        self.text += piece
+        self.text += text
         found = [(place, stop) for stop in self._stops if (place := self.text.find(stop, search_from)) >= 0]
         if found:
             place, stop = min(found)
@@ -79,6 +79,6 @@ class IncrementalDetokenizer:
         return 0
 
     def _send(self, until: int) -> str:
-        piece = self.text[self._sent : until]
+        text = self.text[self._sent : until]
         self._sent = max(self._sent, until)
-        return piece
+        return text

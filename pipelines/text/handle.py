@@ -8,101 +8,69 @@ import os
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
-from typing import Any
+from dataclasses import replace
 
 from staticllm.core import FinishReason
-from staticllm.errors import StaticLLMError
-from staticllm.pipelines.engine.request import End, Request, Token
-from staticllm.pipelines.text.outcome import Outcome
-from staticllm.pipelines.text.output_processor import Answer, OutputProcessor, TextDelta
+from staticllm.errors import GenerationConfigError, StaticLLMError
+from staticllm.pipelines.engine.client import EngineClient
+from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue
+from staticllm.pipelines.text.input_processor import PreparedRequest
+from staticllm.pipelines.text.output_processor import OutputProcessor, RequestOutput, TextDelta
+from staticllm.pipelines.text.reader_role import ReaderRole
+from staticllm.pipelines.text.results import Results, results_of
 from staticllm.threads import check_process, start_thread
 
 POLL_SECONDS = 0.5
 """How long a reader waits at a time: where Ctrl-C cannot end a wait, it is seen when the wait is over."""
 
 
-class ReaderRole:
-    """Who reads: one thread at a time, which may enter again, or one task of an event loop. Any thread may leave for it.
-
-    A lock would not do: an iterator may be begun in one thread and dropped in another, and a thread that ended has left.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._readers: dict[object, tuple[int, object]] = {}  # token → thread and task
-
-    def enter(self, token: object, timeout: float | None = None) -> bool:
-        """Wait for the role; False if another reader still has it after ``timeout`` seconds. ``token`` stands for this reader."""
-        with self._changed:
-            if not self._changed.wait_for(self._is_free, timeout):
-                return False
-            self._readers[token] = _here()
-            return True
-
-    def go_on(self, token: object) -> None:
-        """An iterator goes on, perhaps in another thread than the one that began it."""
-        self._readers[token] = _here()
-
-    def leave(self, token: object) -> None:
-        with self._changed:
-            self._readers.pop(token, None)
-            self._changed.notify_all()
-
-    def _is_free(self) -> bool:
-        me, alive = _here(), {thread.ident for thread in threading.enumerate()}
-        return all(reader == me or reader[0] not in alive for reader in self._readers.values())
-
-
-def _here() -> tuple[int, object]:
-    """This thread, and its task where it runs an event loop."""
-    try:
-        return threading.get_ident(), asyncio.current_task()
-    except RuntimeError:
-        return threading.get_ident(), None
-
-
 class GenerationHandle:
     """One request on its way. Read by one reader at a time: iterate text, or ``tokens()``, or ``async for``, or ``await``.
 
-    A handle that is dropped before its end cancels its request.
+    A request for several answers cannot be iterated: wait for its ``result()``. A handle that is dropped before its end cancels
+    its request. Runs on the reader's thread; ``cancel`` may be called from any.
     """
 
     def __init__(
         self,
-        request: Request,
-        output_processor: OutputProcessor,
-        finish: Callable[[Answer], Outcome],
-        result: Callable[[Outcome], Any],
-        is_done: bool = False,
+        client: EngineClient,
+        prepared: PreparedRequest,
+        queue: OutputQueue,
+        decode: Callable[[list[int]], str],
+        load_ms: float = 0.0,
     ) -> None:
-        self._request, self._output_processor, self._finish, self._build = request, output_processor, finish, result
-        self._end: End | None = End(FinishReason.LENGTH) if is_done else None
-        self._outcome: Outcome | None = None
-        self._role, self._pid, self._finishing = ReaderRole(), os.getpid(), threading.Lock()
+        self._client, self._prepared, self._queue, self._decode = client, prepared, queue, decode
+        self._processors = [
+            OutputProcessor(decode, prepared, load_ms, index) for index in range(prepared.request.num_sequences)
+        ]
+        self._ends: list[Finished | None] = [None] * len(self._processors)
+        self._error: BaseException | None = None
+        self._has_stopped = False
+        self._role, self._pid = ReaderRole(), os.getpid()
         self._thread: threading.Thread | None = None
-        self._first: TextDelta | None = output_processor.echo
-        if is_done:
-            output_processor.finish(FinishReason.LENGTH)
+        self._first: TextDelta | None = self._processors[0].echo
+        if prepared.request.max_new_tokens == 0:  # nothing to generate: the request never reaches the engine
+            for index in range(len(self._processors)):
+                self._close(Finished(FinishReason.LENGTH, index=index))
 
     def __iter__(self) -> Iterator[str]:
         """Text as it comes."""
-        self._output_processor.wants_text = True
-        for piece in self.pieces():
-            if piece.text:
-                yield piece.text
+        for delta in self.deltas():
+            if delta.text:
+                yield delta.text
 
     def tokens(self) -> Iterator[int]:
         """Token ids as they come."""
-        for piece in self.pieces(wants_text=False):
-            yield from piece.tokens
+        for delta in self.deltas(wants_text=False):
+            yield from delta.tokens
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[object, None, Results]:
         """Wait for the end without holding up the event loop; the same value that ``generate`` returns."""
 
-        async def read() -> Any:
+        async def read() -> Results:
             if self._thread is not None:  # a callback reads; waiting for it would hold up the loop
                 return await asyncio.to_thread(self.result)
-            async for _ in self._pieces_async():
+            async for _ in self._deltas_async():
                 pass
             return self.result()
 
@@ -110,39 +78,39 @@ class GenerationHandle:
 
     async def __aiter__(self) -> AsyncIterator[str]:
         """Text as it comes, without holding up the event loop. Leaving the loop early cancels."""
-        self._output_processor.wants_text = True
-        async with contextlib.aclosing(self._pieces_async()) as pieces:
-            async for piece in pieces:
-                if piece.text:
-                    yield piece.text
+        self._check_single()
+        self._processors[0].wants_text = True
+        async with contextlib.aclosing(self._deltas_async()) as deltas:
+            async for delta in deltas:
+                if delta.text:
+                    yield delta.text
 
-    async def _pieces_async(self) -> AsyncGenerator[TextDelta, None]:
+    async def _deltas_async(self) -> AsyncGenerator[TextDelta, None]:
         check_process(self._pid)
-        outputs, loop, token = asyncio.Event(), asyncio.get_running_loop(), object()
+        has_output, loop, token = asyncio.Event(), asyncio.get_running_loop(), object()
         if self.is_done:
             self._raise_error()
             return
         if not self._role.enter(token, 0):
             raise StaticLLMError("another thread or task reads this handle: a handle has one reader at a time")
 
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
-                loop.call_soon_threadsafe(outputs.set)
+        def wake(output: Output) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: no task is listening any more
+                loop.call_soon_threadsafe(has_output.set)
 
-        output_queue = self._request.output_queue
-        output_queue.listener = wake
+        self._queue.add_listener(wake)
         try:
             if (first := self._take_first()) is not None:
                 yield first
             while not self.is_done:
-                outputs.clear()
-                output = output_queue.get(0)
+                has_output.clear()
+                output = self._queue.get(0)
                 if output is None:
-                    await outputs.wait()
-                elif (piece := self._take(output)) is not None:
-                    yield piece
+                    await has_output.wait()
+                elif (delta := self._take(output)) is not None:
+                    yield delta
         finally:
-            output_queue.listener = None
+            self._queue.remove_listener(wake)
             self._role.leave(token)
             if not self.is_done:
                 self.cancel()
@@ -151,29 +119,35 @@ class GenerationHandle:
     @property
     def is_done(self) -> bool:
         """Whether the end has been read."""
-        return self._end is not None
+        return self._error is not None or all(self._ends)
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None before."""
-        return self._end.reason if self._end else None
+        """Why it ended, of several answers the first one; None before."""
+        if self._error is not None:
+            return FinishReason.ERROR
+        return self._ends[0].reason if self._ends[0] else None
 
     def cancel(self) -> None:
         """End it before the next device call; what came until then is the result. Afterwards, do nothing."""
-        self._request.is_cancelled = True
+        self._client.cancel(self._prepared.request.id)
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> Results:
         """Wait for the end; the same value that ``generate`` returns.
 
         Raises:
             TimeoutError: it has not ended after ``timeout`` seconds, or another thread is still reading it; it goes on.
             StaticLLMError: the request failed.
-            whatever the callback raised.
+            Exception: the callback raised it.
         """
-        return self._build(self.outcome(timeout))
+        return results_of(self._prepared.form, self.outputs(timeout), self._decode)
 
-    def outcome(self, timeout: float | None = None) -> Outcome:
-        """Wait for the end; the answer and its timings."""
+    def outputs(self, timeout: float | None = None) -> list[RequestOutput]:
+        """Wait for the end; each answer with its timings.
+
+        Raises:
+            TimeoutError, StaticLLMError: as for ``result``.
+        """
         until = None if timeout is None else time.monotonic() + timeout
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
@@ -188,10 +162,15 @@ class GenerationHandle:
         finally:
             self._role.leave(token)
         self._raise_error()
-        with self._finishing:
-            if self._outcome is None:
-                self._outcome = self._finish(self._output_processor.answer)
-        return self._outcome
+        return [processor.output for processor in self._processors]
+
+    def output(self, timeout: float | None = None) -> RequestOutput:
+        """Wait for the end; the first answer with its timings.
+
+        Raises:
+            TimeoutError, StaticLLMError: as for ``result``.
+        """
+        return self.outputs(timeout)[0]
 
     def _enter(self, token: object, until: float | None) -> bool:
         """Become the reader, or see that the end has been read; a wait that Ctrl-C cannot end is cut into short ones."""
@@ -203,7 +182,7 @@ class GenerationHandle:
                 return self.is_done
         return True
 
-    def call_back(self, callback: Callable[[str], Any]) -> None:
+    def call_back(self, callback: Callable[[str], object]) -> None:
         """Let a thread of its own read, and call ``callback`` with text; what it raises ends the request and is the result's.
 
         Raises:
@@ -214,9 +193,9 @@ class GenerationHandle:
             try:
                 for text in self:
                     callback(text)
-            except BaseException as error:  # SystemExit and CancelledError too: nobody else would hear of them
+            except BaseException as error:  # SystemExit and CancelledError too: no other code would see them
                 self.cancel()
-                self._end = End(FinishReason.ERROR, error)
+                self._error = error
 
         try:
             self._thread = start_thread(read, "staticllm-callback")
@@ -225,29 +204,42 @@ class GenerationHandle:
             raise
 
     def stop(self, is_dropped: bool = False) -> None:
-        """The reader has had enough: cancel, and take nothing more. Where the answer has ended by itself, do nothing."""
-        if self.is_done or self._output_processor.has_ended:
+        """The reader has had enough: cancel, and take no more tokens. If the answer has ended by itself, do nothing."""
+        processor = self._processors[0]
+        if self.is_done or processor.has_ended:
             return
         self.cancel()
-        self._output_processor.answer.is_dropped = is_dropped
-        self._close(End(FinishReason.CANCELLED))
+        self._has_stopped = True
+        processor.output.is_dropped = is_dropped
 
-    def pieces(self, wants_text: bool = True) -> Iterator[TextDelta]:
-        """Tokens together with the text that they add, as they come."""
-        self._output_processor.wants_text |= wants_text
+    def deltas(self, wants_text: bool = True) -> Iterator[TextDelta]:
+        """Tokens together with the text that they add, as they come.
+
+        Raises:
+            GenerationConfigError: several answers were asked for.
+            StaticLLMError: the request failed.
+        """
+        self._check_single()
+        self._processors[0].wants_text |= wants_text
         token = object()
         self._enter(token, None)
         try:
             if (first := self._take_first()) is not None:
                 yield first
             while not self.is_done:
-                self._role.go_on(token)
-                piece = self._next(None)
-                if piece is not None:
-                    yield piece
+                self._role.move_here(token)
+                delta = self._next(None)
+                if delta is not None:
+                    yield delta
         finally:
             self._role.leave(token)
         self._raise_error()
+
+    def _check_single(self) -> None:
+        if len(self._processors) > 1:
+            raise GenerationConfigError(
+                f"num_return_sequences={len(self._processors)}: several answers cannot be read as one text; call result()"
+            )
 
     def _take_first(self) -> TextDelta | None:
         """The prompt, where it is part of the answer: once."""
@@ -255,38 +247,40 @@ class GenerationHandle:
         return first
 
     def _raise_error(self) -> None:
-        if self._end is not None and self._end.error is not None:
-            raise self._end.error
+        error = self._error or next((end.error for end in self._ends if end and end.error), None)
+        if error is not None:
+            raise error
 
     def _next(self, until: float | None) -> TextDelta | None:
         check_process(self._pid)
         while True:
             rest = POLL_SECONDS if until is None else min(POLL_SECONDS, until - time.monotonic())
-            output = self._request.output_queue.get(max(rest, 0))
+            output = self._queue.get(max(rest, 0))
             if output is not None:
                 return self._take(output)
             if until is not None and time.monotonic() >= until:
                 raise TimeoutError("the request has not ended yet; it goes on")
 
-    def _take(self, output: Token | End | None) -> TextDelta | None:
-        if output is None:
-            return None
-        if isinstance(output, End):
+    def _take(self, output: Output) -> TextDelta | None:
+        processor = self._processors[output.index]
+        if isinstance(output, Finished):
             return self._close(output)
-        piece = self._output_processor.push(output)
-        if self._output_processor.is_stopped:
-            self.cancel()
-            rest = self._close(End(FinishReason.STOP))
-            if piece and rest:
-                return TextDelta([*piece.tokens, *rest.tokens], piece.text + rest.text)
-            return piece or rest
-        return piece
+        if self._has_stopped or processor.is_stopped:  # computed before the engine heard of it
+            return None
+        delta = processor.push(output)
+        if processor.is_stopped:
+            self._client.cancel(self._prepared.request.id, output.index, FinishReason.STOP)
+        return delta
 
-    def _close(self, end: End) -> TextDelta | None:
-        piece = self._output_processor.finish(end.reason)
-        self._end = end
-        return piece
+    def _close(self, end: Finished) -> TextDelta | None:
+        """The end of one answer; its reader or a stop string may have ended it before the engine did."""
+        processor = self._processors[end.index]
+        if end.error is None and (self._has_stopped or processor.is_stopped):
+            end = replace(end, reason=FinishReason.STOP if processor.is_stopped else FinishReason.CANCELLED)
+        delta = processor.finish(end)
+        self._ends[end.index] = end
+        return delta
 
     def __del__(self) -> None:
-        if getattr(self, "_end", None) is None and hasattr(self, "_request"):
-            self._request.is_cancelled = True
+        if not all(getattr(self, "_ends", [True])) and hasattr(self, "_client"):
+            self._client.cancel(self._prepared.request.id)

@@ -1,9 +1,9 @@
-"""From the arguments of a call to what the engine needs: checked options, token ids, a stream of random numbers."""
+"""From the arguments of a call to a request that an engine understands."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,14 @@ import numpy as np
 import openvino_genai as genai
 
 from staticllm.errors import GenerationConfigError, ModelError, last_line
-from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule
-from staticllm.pipelines.generation.options import GenerationOptions, copy_config, resolve
-from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
-from staticllm.pipelines.text.tokenization import Form, Prompt, encode_messages, encode_text, token_ids
+from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule, shorten
+from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.generation.options import GenerationOptions, copy_config, limit_of, resolve
+from staticllm.pipelines.text.tokenization import Form, Prompt, check_ids, encode_messages, encode_text, token_ids
 
 
 @dataclass(frozen=True)
-class Call:
+class CallOptions:
     """How one call wants its requests served. ``started`` and ``deadline`` are ``time.perf_counter`` moments."""
 
     form: Form
@@ -30,8 +30,33 @@ class Call:
     is_chat: bool = False
 
 
+@dataclass(frozen=True)
+class PromptLimits:
+    """What a prompt must keep to: tokens of a prompt, tokens of prompt and answer, ids of the vocabulary."""
+
+    max_prompt_len: int
+    max_seq_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A checked request, and what its reader must know of the call.
+
+    ``started`` and ``encoded`` are ``time.perf_counter`` moments, ``template_seconds`` the time of the chat template, None if
+    there was none.
+    """
+
+    request: EngineRequest
+    form: Form
+    options: GenerationOptions
+    started: float
+    encoded: float
+    template_seconds: float | None = None
+
+
 class InputProcessor:
-    """The tokenizer, and the options that calls start from."""
+    """The tokenizer, and the options that calls start from. Runs on the caller's thread."""
 
     def __init__(self, tokenizer: genai.Tokenizer, generation_config: genai.GenerationConfig) -> None:
         self.tokenizer = tokenizer
@@ -48,7 +73,7 @@ class InputProcessor:
         resolve(config, {})
         self._generation_config = self._complete(config)
 
-    def call(
+    def call_options(
         self,
         form: Form,
         config: object,
@@ -56,8 +81,9 @@ class InputProcessor:
         overflow: str,
         priority: int,
         deadline_ms: float | None,
-    ) -> Call:
-        """
+    ) -> CallOptions:
+        """Merge and check the options of one call. ``deadline_ms`` counts from now.
+
         Raises:
             GenerationConfigError: an unknown option or an impossible value.
         """
@@ -68,9 +94,9 @@ class InputProcessor:
         if deadline_ms is not None and (not isinstance(deadline_ms, (int, float)) or not deadline_ms > 0):
             raise GenerationConfigError(f"deadline_ms={deadline_ms!r}: must be milliseconds, more than 0")
         deadline = None if deadline_ms is None else started + deadline_ms / 1e3
-        return Call(form, options, overflow_rule(overflow), priority, deadline, started)
+        return CallOptions(form, options, overflow_rule(overflow), priority, deadline, started)
 
-    def encode(self, inputs: Any, call: Call) -> list[Prompt]:
+    def encode(self, inputs: Any, call: CallOptions) -> list[Prompt]:
         """Token ids of every prompt."""
         if call.form == "tokens":
             return [Prompt(ids) for ids in token_ids(inputs)]
@@ -83,22 +109,36 @@ class InputProcessor:
         texts = [inputs] if call.form == "text" else inputs
         return [encode_text(self.tokenizer, text, call.options.apply_chat_template) for text in texts]
 
-    def watch(self, options: GenerationOptions) -> Callable[[int], bool] | None:
-        """What tells the engine that a stop string has come; the reader cuts the text."""
-        if not options.stop_strings:
-            return None
-        stream = IncrementalDetokenizer(self.decode, options.stop_strings)
+    def prepare(self, prompt: Prompt, call: CallOptions, limits: PromptLimits) -> PreparedRequest:
+        """A request for the engine: the prompt within its limits, seeds drawn, lengths known.
 
-        def watch(token: int) -> bool:
-            stream.push(token)
-            return stream.is_stopped
+        Raises:
+            PromptError: no tokens, or an id outside the vocabulary.
+            PromptTooLongError: more tokens than ``limits.max_prompt_len``, and ``overflow`` is ``stop``.
+            GenerationConfigError: ``max_length`` leaves no room after the prompt.
+        """
+        encoded, options = time.perf_counter(), call.options
+        ids = shorten(prompt.ids, limits.max_prompt_len, call.overflow)
+        check_ids(ids, limits.vocab_size, limits.max_prompt_len, call.is_chat)
+        options.check_room(len(ids))
+        request = EngineRequest(
+            prompt=tuple(ids),
+            sampling=options.sampling,
+            seed=self._seed_for(options),
+            num_sequences=options.num_return_sequences,
+            max_new_tokens=limit_of(options, len(ids), limits.max_seq_len if call.overflow == "stop" else None),
+            stop_token_ids=options.stop_token_ids,
+            min_new_tokens=options.min_new_tokens,
+            priority=call.priority,
+            deadline=call.deadline,
+            overflow=call.overflow,
+            arrival=call.started,
+        )
+        return PreparedRequest(request, call.form, options, call.started, encoded, prompt.template_seconds)
 
-        return watch
-
-    def rng_for(self, options: GenerationOptions) -> np.random.Generator:
-        """A seed starts its own stream, so that a call can be repeated; without one the pipeline's stream goes on."""
-        seed = options.sampling.rng_seed
-        return np.random.default_rng(seed or self._rng.integers(1, 2**63))
+    def _seed_for(self, options: GenerationOptions) -> int:
+        """The seed that was asked for, so that a call can be repeated; for 0, which means unseeded as in GenAI, a new one."""
+        return options.sampling.rng_seed or int(self._rng.integers(1, 2**63))
 
     def decode(self, tokens: list[int]) -> str:
         """

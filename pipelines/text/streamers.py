@@ -10,6 +10,8 @@ from openvino_genai import StreamingStatus as Status
 
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.text.handle import GenerationHandle
+from staticllm.pipelines.text.output_processor import RequestOutput
 
 
 class TokenSink(Protocol):
@@ -17,7 +19,7 @@ class TokenSink(Protocol):
 
     takes_text: bool
 
-    def write(self, tokens: list[int], piece: str) -> Status: ...
+    def write(self, tokens: list[int], text: str) -> Status: ...
 
     def end(self) -> None: ...
 
@@ -27,7 +29,7 @@ class Silent:
 
     takes_text = False
 
-    def write(self, tokens: list[int], piece: str) -> Status:
+    def write(self, tokens: list[int], text: str) -> Status:
         return Status.RUNNING
 
     def end(self) -> None:
@@ -42,8 +44,8 @@ class TextSink:
     def __init__(self, callback: Callable[[str], Any]) -> None:
         self._callback = callback
 
-    def write(self, tokens: list[int], piece: str) -> Status:
-        return as_status(self._callback(piece)) if piece else Status.RUNNING
+    def write(self, tokens: list[int], text: str) -> Status:
+        return as_status(self._callback(text)) if text else Status.RUNNING
 
     def end(self) -> None:
         return None
@@ -57,7 +59,7 @@ class StreamerSink:
     def __init__(self, streamer: Any) -> None:
         self._streamer = streamer
 
-    def write(self, tokens: list[int], piece: str) -> Status:
+    def write(self, tokens: list[int], text: str) -> Status:
         return as_status(self._streamer.write(list(tokens))) if tokens else Status.RUNNING
 
     def end(self) -> None:
@@ -87,6 +89,32 @@ REASONS = {
     Status.TOOL_CALL_STOP: FinishReason.TOOL_CALL,
 }
 """Why an answer ended that its streamer ended."""
+
+
+def stream(handle: GenerationHandle, sink: TokenSink) -> RequestOutput:
+    """Read one answer on this thread, token by token. An exception in the sink ends the request.
+
+    Raises:
+        StaticLLMError: the request failed.
+        Exception: the sink raised it.
+    """
+    reason: FinishReason | None = None
+    try:
+        for delta in handle.deltas(sink.takes_text):
+            if reason is not None:
+                continue  # the sink has had enough
+            status = sink.write(delta.tokens, delta.text)
+            if status != Status.RUNNING:
+                handle.stop(is_dropped=status == Status.CANCEL)
+                reason = REASONS[status]
+        sink.end()
+        output = handle.output()
+        if reason is not None and output.finish_reason == FinishReason.CANCELLED:
+            output.finish_reason = reason
+        return output
+    except BaseException:
+        handle.cancel()
+        raise
 
 
 def check_callback(callback: object) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
+from numpy.typing import NDArray
 
 from staticllm.errors import ModelError, PromptError, PromptTooLongError, last_line
 from staticllm.pipelines.text.chat_template import render
 
 Form = Literal["text", "texts", "history", "tokens"]
+TokenInputs: TypeAlias = NDArray[Any] | ov.Tensor | genai.TokenizedInputs
+"""Token ids: ``[n]`` or ``[batch, n]``, whole numbers."""
+Inputs: TypeAlias = str | Sequence[str] | genai.ChatHistory | Sequence[Mapping[str, Any]] | TokenInputs
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``staticllm bench``: how fast a model runs here, with the options that users of other runtimes know."""
+"""``staticllm bench``: how fast a model runs on this machine, with the options of other runtimes' benchmarks."""
 
 from __future__ import annotations
 
@@ -32,14 +32,18 @@ if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
     from staticllm.pipelines.programs.bind import BoundPrograms
 
-SHORT_PROMPT = 16  # before tokens that are to be generated at depth 0
+SHORT_PROMPT = 16
+"""Prompt tokens of a generation test at depth 0."""
 CHART_WIDTH = 40
 
 
 @dataclass(frozen=True)
 class Test:
-    """``pp512``: a prompt of 512 tokens. ``tg128``: 128 tokens after a short prompt, or after ``depth`` tokens. ``c8``: eight
-    requests of 64 and 64 tokens at once. ``flag`` is the option that asked for it."""
+    """One test: ``clients`` requests at once, each with ``prompt`` tokens and ``new`` generated ones.
+
+    ``pp512`` is a prompt of 512 tokens; ``tg128`` generates 128 tokens after a short prompt, ``tg128 @ d512`` after 512 tokens;
+    ``c8`` is eight requests of 64 and 64 tokens. ``flag`` is the command-line option that asked for it.
+    """
 
     name: str
     flag: str
@@ -49,12 +53,16 @@ class Test:
 
     @property
     def length(self) -> int:
+        """Tokens of prompt and answer."""
         return self.prompt + self.new
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the report. ``ms``: of a prompt to its first token, or between two tokens."""
+    """One line of the report: mean and standard deviation of tokens per second, and the mean ``ms``.
+
+    ``ms`` is the time to the first token for a prompt, else the time per token.
+    """
 
     model: str
     device: str
@@ -67,7 +75,7 @@ class Row:
 
     @property
     def kind(self) -> str:
-        """pp, tg or c: only tests of one kind can be compared."""
+        """ "pp", "tg" or "c"; only tests of one kind can be compared."""
         return self.test.rstrip("0123456789 @d")
 
 
@@ -88,13 +96,20 @@ def _count_option(*names: str, default: str, description: str) -> Callable[[Comm
 
 @click.command("bench", short_help="Measure prompts, tokens and clients per second.")
 @model_argument
-@_count_option("--n-prompt", default="512", description="Tokens of a prompt; 0: no such test.")
+@_count_option("--n-prompt", default="512", description="Tokens per prompt; 0: no such test.")
 @_count_option("-n", "--n-gen", default="128", description="Tokens to generate; 0: no such test.")
-@_count_option("-d", "--n-depth", default="0", description="Tokens before those that are generated.")
+@_count_option("-d", "--n-depth", default="0", description="Tokens before the generated ones.")
 @_count_option("-c", "--clients", default="0", description="Requests at once, 64 and 64 tokens each.")
-@click.option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, help="After one to warm up.")
+@click.option(
+    "-r",
+    "--repetitions",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="Runs, after a warm-up.",
+)
 @click.option("-o", "--output", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="The same as -o json.")
+@click.option("--json", "as_json", is_flag=True, help="Same as -o json.")
 @click.option(
     "--profile", type=click.Path(), help="Write a Chrome trace (ui.perfetto.dev); print where a token's time goes."
 )
@@ -126,7 +141,7 @@ def _run(path: Path, properties: dict[str, Any], tests: list[Test], options: dic
 
 
 def programs_of(programs: BoundPrograms) -> str:
-    """Which variants share programs, in the words of ``--programs``: read off the programs that run."""
+    """Which variants share a program, as a value of ``--programs``, derived from the compiled programs."""
     owners = {variant: id(programs.compiled(variant)) for variant in programs}
     by_phase = {phase: {owner for v, owner in owners.items() if v.phase == phase} for phase in ("prefill", "generate")}
     num_programs = len(set(owners.values()))
@@ -158,7 +173,7 @@ def _tests(options: dict[str, Any]) -> list[Test]:
 
 
 def _properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
-    """The user's, and lengths and slots that hold every test. No prefix is found again: every prompt is to be computed."""
+    """The user's properties, and lengths and a queue that hold every test. Prefix caching is off: every prompt is computed."""
     default, most = StaticLLMConfig(), max(test.clients for test in tests)
     lengths = {
         "MAX_PROMPT_LEN": max(default.max_prompt_len, *(test.prompt for test in tests)),
@@ -169,14 +184,14 @@ def _properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
 
 
 def _measure(pipe: StaticLLMPipeline, test: Test, repetitions: int, shown: Progress) -> Iterator[tuple[float, float]]:
-    """Seconds and the tokens that they brought, for each repetition after the first."""
+    """Seconds and the number of tokens that they produced, per repetition after the first."""
     for number in range(repetitions + 1):
         shown.show(f"measuring {test.name}", number, repetitions + 1)
         rng = np.random.default_rng([number, test.prompt, test.clients])
         prompts = [rng.integers(*TOKEN_IDS, test.prompt) for _ in range(test.clients)]
         first = time.perf_counter()
         handles = [pipe.submit(prompt, max_new_tokens=test.new, ignore_eos=True) for prompt in prompts]
-        times = [handle.outcome().answer.token_times for handle in handles]
+        times = [handle.output().token_times for handle in handles]
         if not number:
             continue
         if test.clients > 1:
@@ -198,7 +213,7 @@ def _row(path: Path, device: str, programs: str, test: Test, times: list[tuple[f
 
 
 def _markdown(rows: list[Row]) -> str:
-    """A table, and bars where there are tests of one kind to compare."""
+    """A table, and bars where there are several tests of one kind."""
     cells = [["model", "device", "programs", "test", "t/s", "ms"]]
     for row in rows:
         rate = f"{row.tokens_per_second:.2f} ± {row.std:.2f}"

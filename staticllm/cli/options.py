@@ -1,4 +1,4 @@
-"""Options that more than one command takes, and what they mean for a config."""
+"""Options that several commands take, and how they become a config."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from staticllm.properties import resolve
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 
-TOKEN_IDS = (8, 1000)  # ordinary tokens of every vocabulary that is not a toy
+TOKEN_IDS = (8, 1000)
+"""A range of ordinary token ids, in every vocabulary of a real model."""
 MODEL_HELP = "Model directory.  [the embedded demo model]"
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class Number(click.FloatRange):
-    """A float within limits; unlike click's own it refuses NaN, which no limit excludes."""
+    """A float within limits. Unlike click's own type it refuses NaN, which no limit excludes."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -36,7 +37,7 @@ class Number(click.FloatRange):
 
 
 class Whole(click.IntRange):
-    """A whole number from ``min``, of 63 bits at most: what a device or a generator takes."""
+    """A whole number from ``min``, of at most 63 bits, which is what devices and random generators take."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -46,7 +47,7 @@ class Whole(click.IntRange):
 
 
 def model_option(command: Command) -> Command:
-    """``-m``/``--model``, where the place of an argument is taken or there is none; the demo model without it."""
+    """Add ``-m``/``--model``, for commands whose argument is something else; the demo model without it."""
     option = click.option("-m", "--model", type=click.Path(), help=MODEL_HELP)
 
     @wraps(command)
@@ -57,7 +58,7 @@ def model_option(command: Command) -> Command:
 
 
 def model_argument(command: Command) -> Command:
-    """``[MODEL]``, or ``-m``/``--model`` as in the commands that take a prompt; the demo model without either."""
+    """Add ``[MODEL]``, and ``-m``/``--model`` as in the commands that take a prompt; the demo model without either."""
     option = click.option("-m", "--model", "named", type=click.Path(), help="The same as MODEL.")
     argument = click.argument("model", type=click.Path(), required=False)
 
@@ -71,7 +72,7 @@ def model_argument(command: Command) -> Command:
 
 
 def model_directory(path: str | None) -> str:
-    """A directory as it stands, of an ``openvino_model.xml`` its directory, of None the embedded demo model.
+    """The model directory that ``path`` means: itself, the folder of an ``openvino_model.xml``, or the demo model for None.
 
     Raises:
         ModelError: a file that is not ``openvino_model.xml``.
@@ -86,7 +87,7 @@ def model_directory(path: str | None) -> str:
 
 
 def layout_options(command: Command) -> Command:
-    """``--device`` and everything that decides which programs there are."""
+    """Add ``--device`` and the options that decide which programs are compiled."""
     for option in reversed(
         [
             click.option("--device", default="CPU", show_default=True, help="OpenVINO device: CPU, NPU, GPU …"),
@@ -107,7 +108,9 @@ def layout_options(command: Command) -> Command:
                 help="Compute in this type.  [the device's own]",
             ),
             click.option(
-                "--kv-precision", type=click.Choice(["f32", "f16", "bf16", "u8"]), help="Store rows in this type."
+                "--kv-precision",
+                type=click.Choice(["f32", "f16", "bf16", "u8"]),
+                help="Store keys and values in this type.",
             ),
             click.option(
                 "-p",
@@ -125,7 +128,7 @@ def layout_options(command: Command) -> Command:
 
 
 def _pairs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[tuple[str, str]]:
-    """``NAME=VALUE`` as pairs."""
+    """Split ``NAME=VALUE`` options into pairs."""
     pairs = []
     for value in values:
         name, equals, text = value.partition("=")
@@ -136,7 +139,7 @@ def _pairs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 
 
 def read_properties(options: dict[str, Any]) -> dict[str, Any]:
-    """The properties that the layout options stand for."""
+    """The properties that correspond to the layout options."""
     names = {
         "max_prompt_len": "MAX_PROMPT_LEN",
         "min_response_len": "MIN_RESPONSE_LEN",
@@ -149,7 +152,7 @@ def read_properties(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_config(options: dict[str, Any], needs_device: bool = True) -> StaticLLMConfig:
-    """The typed config of the layout options. Without ``needs_device`` an NPU or GPU need not be there.
+    """The config of the layout options. Without ``needs_device``, an NPU or GPU need not be on this machine.
 
     Raises:
         ConfigError: a property with an unknown name or an impossible value.
@@ -167,14 +170,14 @@ def read_config(options: dict[str, Any], needs_device: bool = True) -> StaticLLM
 
 
 def check_lengths(flag: str, prompt: int, answer: int, properties: dict[str, Any]) -> None:
-    """Refuse tokens that the lengths exclude, before the model is loaded; ``flag`` asked for them.
+    """Check, before the model is loaded, that the configured lengths hold the tokens that the option ``flag`` asks for.
 
     Raises:
         UsageError: a prompt longer than the longest, or more tokens than a sequence can have.
     """
     longest, room = properties["MAX_PROMPT_LEN"], properties["MIN_RESPONSE_LEN"]
     if not isinstance(longest, int) or not isinstance(room, int):
-        return  # the config says what is wrong with it
+        return  # the config reports what is wrong
     if prompt > longest:
         raise click.UsageError(f"{flag}: a prompt of {prompt} tokens, --max-prompt-len is {longest}; raise it")
     if prompt + answer > longest + room:
@@ -185,7 +188,7 @@ def check_lengths(flag: str, prompt: int, answer: int, properties: dict[str, Any
 
 
 def as_text(argument: str, what: str) -> str:
-    """An argument as the UTF-8 text that it is, whatever encoding the locale names.
+    """An argument decoded as UTF-8, whatever the encoding of the locale. ``what`` names it in the error.
 
     Raises:
         PromptError: its bytes are not UTF-8.
@@ -197,7 +200,7 @@ def as_text(argument: str, what: str) -> str:
 
 
 def read_text(stream: Any) -> str:
-    """All of standard input, as UTF-8 text without the line ends around it.
+    """All of standard input, decoded as UTF-8, without leading and trailing line ends.
 
     Raises:
         PromptError: it is binary data, or text in another encoding.
@@ -226,7 +229,7 @@ def _value(text: str) -> Any:
 
 
 def check_output(output: str) -> None:
-    """Before the model is loaded: a load may take minutes.
+    """Check that a file can be written to ``output``, before the model is loaded, which may take minutes.
 
     Raises:
         ConfigError: a folder, or a file in a folder that does not exist.
@@ -240,14 +243,14 @@ def check_output(output: str) -> None:
 
 @contextmanager
 def profiling(pipe: StaticLLMPipeline, path: str | None) -> Iterator[None]:
-    """Record while a block runs, then write a Chrome trace to ``path`` and print a table to stderr; without a path, nothing."""
+    """Record while a block runs; then write a Chrome trace to ``path`` and a table to stderr. Without a path, do nothing."""
     if path is None:
         yield
         return
-    from staticllm.pipelines.profiling.breakdown import profile_of, table
+    from staticllm.pipelines.profiling.breakdown import breakdowns_of, table
 
     with pipe.record() as trace:
         yield
     if trace.steps:
         trace.save(path)
-        click.echo(f"{table(profile_of(trace.steps))}\n{len(trace.steps)} device calls in {path}", err=True)
+        click.echo(f"{table(breakdowns_of(trace.steps))}\n{len(trace.steps)} device calls in {path}", err=True)

@@ -1,4 +1,4 @@
-"""``staticllm simulate``: policies on a virtual clock."""
+"""``staticllm simulate``: scheduling policies on a virtual clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from staticllm.pipelines.simulator.workload import Arrival
 
 LOAD = 0.6
-"""Default rate, as a share of what the devices can serve: near it queues say more about arrivals than about policies."""
+"""The default rate, as a share of the maximum rate: near that, the queue depends more on the arrivals than on the policy."""
 HEADER = (
     f"{'policy':<14}{'requests/s':>11}{'tokens/s':>10}{'TTFT ms':>11}{'p95':>11}{'TPOT ms':>10}{'decoding':>10}"
     f"{'longest gap':>13}{'latency ms':>12}{'fairness':>10}{'busy':>7}"
@@ -29,32 +29,36 @@ HEADER = (
 
 
 @click.command("simulate", short_help="Try scheduling policies on a virtual clock.")
-@click.option("--policy", "policies", multiple=True, type=click.Choice(SCHEDULERS), help="Repeat it.  [dynamic, fcfs]")
-@click.option("-n", "--requests", type=click.IntRange(1), default=200, show_default=True, help="Requests.")
+@click.option(
+    "--policy", "policies", multiple=True, type=click.Choice(SCHEDULERS), help="May be repeated.  [dynamic, fcfs]"
+)
+@click.option("-n", "--requests", type=click.IntRange(1), default=200, show_default=True, help="Number of requests.")
 @click.option(
     "--arrivals",
     type=click.Choice(["poisson", "uniform", "burst"]),
     default="poisson",
     show_default=True,
-    help="When they come; a burst comes at once.",
+    help="Arrival process; a burst arrives all at once.",
 )
+@click.option("--rate", type=Number(0, 1e9, min_open=True), help="Requests per second.  [60 % of the maximum rate]")
+@click.option("--prompt", default="256", show_default=True, help="Tokens per prompt: N, or LEAST-MOST.")
+@click.option("--output", default="256", show_default=True, help="Tokens per answer: N, or LEAST-MOST.")
 @click.option(
-    "--rate", type=Number(0, 1e9, min_open=True), help="Requests per second.  [60 % of what the devices can do]"
-)
-@click.option("--prompt", default="256", show_default=True, help="Tokens of a prompt: N, or LEAST-MOST.")
-@click.option("--output", default="256", show_default=True, help="Tokens of an answer: N, or LEAST-MOST.")
-@click.option(
-    "--trace", type=click.Path(), help="Requests of a file instead, JSON lines or CSV: arrival, prompt, output."
+    "--trace", type=click.Path(), help="Read requests from a file instead, JSON lines or CSV: arrival, prompt, output."
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of arrivals and lengths.")
 @click.option(
-    "--devices", type=click.IntRange(1), default=1, show_default=True, help="Devices, prompts and answers on each."
+    "--devices", type=click.IntRange(1), default=1, show_default=True, help="Devices that prefill and decode."
 )
-@click.option("--disaggregate", metavar="PxD", help="P devices for prompts and D for answers instead.")
-@click.option("--transfer-ms", type=float, default=0.0, show_default=True, help="From P to D, a request.")
-@click.option("--slot-bytes", type=float, default=0.0, show_default=True, help="From P to D, a token.")
+@click.option("--disaggregate", metavar="PxD", help="Use P devices that prefill and D that decode instead.")
+@click.option("--transfer-ms", type=float, default=0.0, show_default=True, help="Latency from P to D, per request.")
+@click.option("--slot-bytes", type=float, default=0.0, show_default=True, help="Bytes from P to D, per token.")
 @click.option(
-    "--bandwidth", type=Number(0, 1e9, min_open=True), default=10.0, show_default=True, help="From P to D, GB/s."
+    "--bandwidth",
+    type=Number(0, 1e9, min_open=True),
+    default=10.0,
+    show_default=True,
+    help="Bandwidth from P to D, GB/s.",
 )
 @click.option(
     "--dispatch",
@@ -63,32 +67,32 @@ HEADER = (
     show_default=True,
     help="Which device takes a request.",
 )
-@click.option("--concurrency", type=click.IntRange(1), help="Requests inside at a time; others wait outside.")
-@click.option("--max-num-seqs", type=click.IntRange(1), help="Requests that decode together.  [as the pipeline]")
-@click.option("--kv-slots", type=click.IntRange(1), help="Rows that all requests share.  [as the pipeline]")
-@click.option(
-    "--host-kv-slots", type=click.IntRange(0), help="Rows that may wait outside the arena.  [as the pipeline]"
-)
+@click.option("--concurrency", type=click.IntRange(1), help="Most requests admitted at a time; others queue.")
+@click.option("--max-num-seqs", type=click.IntRange(1), help="Most requests running at a time.  [as the pipeline]")
+@click.option("--kv-slots", type=click.IntRange(1), help="KV slots of the arena.  [as the pipeline]")
+@click.option("--host-kv-slots", type=click.IntRange(0), help="KV slots of the host pool.  [as the pipeline]")
 @click.option("--ttft-ms", type=Number(0, 1e9, min_open=True), help="Target for the time to first token.")
 @click.option("--tpot-ms", type=Number(0, 1e9, min_open=True), help="Target for the time between two tokens.")
 @click.option("--programs", type=click.Choice(["shared", "separate"]), default="shared", show_default=True,
-              help="Which programs there are, without --costs.")  # fmt: skip
-@click.option("--costs", type=click.Path(), help="Costs of a file, JSON: rows, kv_len, sequences, seconds.")
-@click.option("--weights-ms", type=float, default=20.0, show_default=True, help="Without --costs: a call,")
-@click.option("--row-ms", type=float, default=0.5, show_default=True, help="and each row of it,")
-@click.option("--attention-us", type=float, default=0.05, show_default=True, help="and each row for each row it sees.")
-@click.option("--host-ms", type=float, default=0.0, show_default=True, help="Between two calls.")
-@click.option("--save-costs", type=click.Path(), help="Write the costs to a file; with --validate, those measured.")
+              help="Which programs the device has, without --costs.")  # fmt: skip
+@click.option("--costs", type=click.Path(), help="Read costs from a file, JSON: rows, kv_len, sequences, seconds.")
+@click.option("--weights-ms", type=float, default=20.0, show_default=True, help="Without --costs: ms per call,")
+@click.option("--row-ms", type=float, default=0.5, show_default=True, help="plus ms per row,")
+@click.option(
+    "--attention-us", type=float, default=0.05, show_default=True, help="plus us per row and row that it attends to."
+)
+@click.option("--host-ms", type=float, default=0.0, show_default=True, help="Host time between two calls.")
+@click.option("--save-costs", type=click.Path(), help="Write the costs to a file; with --validate, the measured ones.")
 @click.option("--validate", is_flag=True, help="Compare with the engine, on this machine.")
 @model_option
-@click.option("--device", default="CPU", show_default=True, help="For --validate.")
+@click.option("--device", default="CPU", show_default=True, help="Device for --validate.")
 @click.option("--flexnpu", is_flag=True, help="Compare with FlexNPU's Tables 2, 3 and 4.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--plot", type=click.Path(), help="Draw the runs to a file: PNG, SVG, PDF.")
+@click.option("--plot", type=click.Path(), help="Plot the runs to a file: PNG, SVG, PDF.")
 def command(**options: Any) -> None:
-    """Run policies on a virtual clock: the same objects that the engine runs, over what calls cost.
+    """Run scheduling policies, the same objects as in the engine, on a virtual clock with given costs per call.
 
-    The model is only loaded for --validate; without it calls cost what --costs or --weights-ms and the like say.
+    The model is loaded only for --validate; otherwise --costs, or --weights-ms and the options after it, set the costs.
     """
     if options["flexnpu"] and options["validate"]:
         raise click.UsageError("--flexnpu and --validate are two comparisons: give one of them")
@@ -147,10 +151,10 @@ def _line(policy: str, s: dict[str, float]) -> str:
 
 
 def _scenario(options: dict[str, Any]) -> Scenario:
-    """The devices, and requests at a rate that they can serve, or at the one that was asked for.
+    """The devices, and requests at the given rate, by default at a rate that the devices can serve.
 
-    A rate above what the devices can do is said on stderr: the queue then grows until the last request has come, and
-    latencies tell how long that took, not how good a policy is.
+    A rate above the maximum gets a warning on stderr: the queue then grows until the last request has arrived, and latencies show
+    how long that took, not how good a policy is.
     """
     from staticllm.pipelines.simulator.cluster import Link
     from staticllm.pipelines.simulator.scenario import Scenario, max_rate, offered_rate
@@ -167,7 +171,7 @@ def _scenario(options: dict[str, Any]) -> Scenario:
     served = max_rate(scenario)
     if options["rate"] is None and not options["trace"]:
         rate = LOAD * served
-        click.echo(f"{rate:.3g} requests/s arrive, {LOAD:.0%} of the {served:.3g} that can be served", err=True)
+        click.echo(f"{rate:.3g} requests/s arrive, {LOAD:.0%} of the maximum rate of {served:.3g}", err=True)
         return replace(scenario, arrivals=tuple(_arrivals(options, rate)))
     if (rate := offered_rate(arrivals)) > served:
         click.echo(
@@ -219,7 +223,7 @@ def _devices(options: dict[str, Any]) -> tuple[int, int]:
             f"--disaggregate {options['disaggregate']!r}: must be PxD, two whole numbers from 1: 6x2"
         )
     if options["devices"] != 1:
-        raise click.UsageError("--devices are those that do both: with --disaggregate leave it out")
+        raise click.UsageError("--devices both prefill and decode: with --disaggregate leave it out")
     return int(match[1]), int(match[2])
 
 

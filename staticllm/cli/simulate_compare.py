@@ -1,4 +1,4 @@
-"""The two comparisons of ``staticllm simulate``: with the engine on this machine, and with what FlexNPU's paper says."""
+"""The two comparisons of ``staticllm simulate``: with the engine on this machine, and with the tables of FlexNPU's paper."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from staticllm.pipelines.simulator.summary import Summary
     from staticllm.pipelines.simulator.validate import Check
 
-NUM_CELLS = 8  # of table 4
+NUM_CELLS = 8
+"""Of table 4."""
 CHECK_HEADER = (
     f"{'policy':<14}{'lengths':>9}{'rate':>8}  {'tokens/s':>24}  {'TTFT ms':>24}  {'TPOT ms':>24}\n"
     f"{'costs':<31}" + f"  {'simulated measured':>24}" * 3
@@ -26,39 +27,31 @@ CHECK_HEADER = (
 
 
 def compare_with_engine(options: dict[str, Any]) -> None:
-    """``--validate``."""
+    """``--validate``: print, or write, how far the simulator is off from the engine."""
     from staticllm.pipelines.simulator.cost_model import write_costs
     from staticllm.pipelines.simulator.validate import WORKLOADS, validate
 
-    models: list[DeviceModel] = []
+    checks: list[Check] = []
+    model: DeviceModel | None = None
     if not options["as_json"]:
         click.echo(CHECK_HEADER)
     total = len(options["policies"]) * len(WORKLOADS)
     with progress("loading the model, and measuring its costs") as shown:
-
-        def show(check: Check, model: DeviceModel) -> None:
-            models.append(model)
+        arguments = (options[name] for name in ("model", "device", "policies", "requests", "rate", "seed"))
+        for check, calibrated in validate(*arguments):
+            checks.append(check)
+            model = calibrated
             if not options["as_json"]:
                 shown.write(_check_lines(check))
-            shown.show("serving workloads", len(models), total)
-
-        checks = validate(
-            options["model"],
-            options["device"],
-            options["policies"],
-            options["requests"],
-            options["rate"],
-            options["seed"],
-            show,
-        )
-    if options["save_costs"]:
-        write_costs(options["save_costs"], models[-1].index.variants, models[-1].cost)
+            shown.show("serving workloads", len(checks), total)
+    if options["save_costs"] and model is not None:
+        write_costs(options["save_costs"], model.index.variants, model.cost)
     if options["as_json"]:
         click.echo(json.dumps([{**asdict(check), "deviations": check.deviations} for check in checks], indent=2))
 
 
 def _check_lines(check: Check) -> str:
-    """With the costs measured before, then with those of the run itself."""
+    """Two lines: simulated with the costs measured before, then with those of the run itself."""
     head = f"{check.policy:<14}{f'{check.prompt}/{check.output}':>9}{check.rate:>8.2f}"
     before = f"{head}{_check_cells(check.predicted, check.measured)}"
     return f"{before}\n{'  of the run itself':<31}{_check_cells(check.replayed, check.measured)}"
@@ -74,7 +67,7 @@ def _check_cells(simulated: Summary, measured: Summary) -> str:
 
 
 def compare_with_tables(as_json: bool) -> None:
-    """``--flexnpu``."""
+    """``--flexnpu``: print simulated beside published figures."""
     from staticllm.pipelines.simulator.papers.flexnpu_cluster import tables_2_and_3
     from staticllm.pipelines.simulator.papers.flexnpu_single import PREFILL_SHARE, table_4
 
@@ -106,7 +99,7 @@ def compare_with_tables(as_json: bool) -> None:
 
 
 def _counted(cells: Iterator[Cell], shown: Progress) -> Iterator[Cell]:
-    """Pass cells on, and show how many there were."""
+    """Pass cells on, and show the progress."""
     for number, cell in enumerate(cells, 1):
         yield cell
         shown.show("simulating table 4", number, NUM_CELLS)

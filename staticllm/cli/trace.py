@@ -1,4 +1,4 @@
-"""``staticllm trace``: record every step of a load, and draw what was recorded."""
+"""``staticllm trace``: record every device call while requests are served, and draw the recording."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from staticllm.config import SCHEDULERS, StaticLLMConfig
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-    from staticllm.pipelines.profiling.records import Stats
+    from staticllm.pipelines.profiling.stats import Stats
 
 
-@click.group("trace", short_help="Record every step of a load, and draw it.")
+@click.group("trace", short_help="Record every device call, and draw the recording.")
 def command() -> None:
-    """Who ran in which rows, step by step: record a load, draw it."""
+    """Record which requests ran in which device call, and draw the recording."""
 
 
 @command.command("record")
 @click.option("-o", "--output", type=click.Path(), required=True, help="File to write, Chrome trace JSON.")
 @model_option
-@click.option("--requests", type=click.IntRange(1), default=16, show_default=True, help="How many.")
-@click.option("--prompt-len", type=click.IntRange(1), default=128, show_default=True, help="Random tokens in a prompt.")
-@click.option("--new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Tokens in an answer.")
-@click.option("--rate", type=Number(0, 1e9, min_open=True), help="Requests a second, Poisson.  [all at once]")
+@click.option("--requests", type=click.IntRange(1), default=16, show_default=True, help="Number of requests.")
+@click.option("--prompt-len", type=click.IntRange(1), default=128, show_default=True, help="Random tokens per prompt.")
+@click.option("--new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Tokens per answer.")
+@click.option("--rate", type=Number(0, 1e9, min_open=True), help="Requests per second, Poisson.  [all at once]")
 @click.option("--scheduler", type=click.Choice(SCHEDULERS), help="Policy.  [dynamic]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @layout_options
@@ -73,7 +73,7 @@ def record(output: str, model: str, as_json: bool, **options: Any) -> None:
 def draw(trace: str, output: str, as_json: bool) -> None:
     """Draw the timeline of TRACE.
 
-    Device calls with their prefill, decode and padding rows, a track for each request, rows in use and queues.
+    It shows device calls with their prefill, decode and padding rows, a track per request, KV slots in use and queues.
     """
     from staticllm.pipelines.profiling.timeline import draw as draw_timeline
     from staticllm.pipelines.profiling.trace import Trace
@@ -87,7 +87,7 @@ def draw(trace: str, output: str, as_json: bool) -> None:
 
 
 def _properties(options: dict[str, Any]) -> dict[str, Any]:
-    """The user's properties; where they leave it open, lengths and queue are made long enough for the load."""
+    """The user's properties, and lengths and a queue that are large enough for the requests where the user sets none."""
     default = StaticLLMConfig()
     properties = {
         "MAX_PROMPT_LEN": max(default.max_prompt_len, options["prompt_len"]),
@@ -101,6 +101,7 @@ def _properties(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _serve(pipe: StaticLLMPipeline, options: dict[str, Any], shown: Progress) -> None:
+    """Submit random prompts at their times and wait for all answers."""
     count, num_prompt, num_new, rate = (options[name] for name in ("requests", "prompt_len", "new_tokens", "rate"))
     rng = np.random.default_rng([num_prompt, num_new])
     due = np.cumsum(rng.exponential(1 / rate, count)) if rate else np.zeros(count)
@@ -111,16 +112,16 @@ def _serve(pipe: StaticLLMPipeline, options: dict[str, Any], shown: Progress) ->
         handles.append(pipe.submit(prompt, max_new_tokens=num_new, ignore_eos=True))
     for number, handle in enumerate(handles):
         shown.show("serving requests", number, count)
-        handle.outcome()
+        handle.output()
 
 
 def _summary(stats: Stats) -> str:
     return "\n".join(
         [
             f"requests  {stats.num_requests}, {stats.num_tokens} tokens in {stats.num_steps} steps",
-            f"TTFT      {stats.ttft_ms:.1f} ms, p95 {stats.ttft_p95_ms:.1f} ms, of it {stats.queueing_ms:.1f} ms queued",
+            f"TTFT      {stats.ttft_ms:.1f} ms, p95 {stats.ttft_p95_ms:.1f} ms; {stats.queueing_ms:.1f} ms queued",
             f"TPOT      {stats.tpot_ms:.2f} ms, longest gap {stats.longest_gap_ms:.1f} ms",
             f"device    {stats.device_seconds:.2f} s: prefill {stats.prefill_share:.0%}, decode {stats.decode_share:.0%}",
-            f"rows      {stats.padding:.0%} of those computed are padding; at most {stats.peak_slots_in_use} in use",
+            f"rows      {stats.padding:.0%} are padding; at most {stats.peak_slots_in_use} KV slots in use",
         ]
     )

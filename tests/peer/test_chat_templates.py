@@ -73,8 +73,9 @@ def test_typical_templates(tokenizer, name, conversation):
         assert ours(tokenizer, template, messages, add_generation_prompt=wants_more) == theirs
 
 
-def test_templates_of_models(zoo):
-    for folder in (demo_model_path(), *sorted(path for path in zoo.iterdir() if path.is_dir())):
+def test_templates_of_models(zoo, in_full):
+    folders = sorted(path for path in zoo.iterdir() if path.is_dir())
+    for folder in (demo_model_path(), *folders[: None if in_full else 5]):
         tokenizer = genai.Tokenizer(folder)
         for messages in CONVERSATIONS.values():
             theirs = tokenizer.apply_chat_template(messages, True)

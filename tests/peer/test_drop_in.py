@@ -10,9 +10,11 @@ import openvino_genai as genai
 import pytest
 
 from staticllm import StaticLLMPipeline, demo_model_path
+from staticllm.pipelines.diagnostics.reference import EXACT
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 LENGTHS = {"MAX_PROMPT_LEN": 128, "MIN_RESPONSE_LEN": 64}
-EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
 NPUW = {"NPUW_DEVICES": "CPU", "NPUW_ONLINE_PIPELINE": "NONE", "INFERENCE_PRECISION_HINT": "f32"}
 PROMPTS = ("What is an NPU?", "Tell me a story about a fox.", "Hello!")
 
@@ -46,7 +48,10 @@ def conversation(pipe, inputs, **options):
     return answers
 
 
-@pytest.mark.parametrize("options", [{"max_new_tokens": 12, "ignore_eos": True}, {"max_new_tokens": 40}])
+@pytest.mark.parametrize(
+    "options",
+    [{"max_new_tokens": 12, "ignore_eos": True}, pytest.param({"max_new_tokens": 40}, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("other", ["npuw", "stateful"])
 def test_a_chat_in_token_ids_goes_on(ours, other, options, request):
     theirs = request.getfixturevalue(other)
@@ -72,7 +77,7 @@ def test_a_cancelled_turn_of_token_ids_is_forgotten(ours, stateful):
     assert cancelled(ours) == cancelled(stateful)
 
 
-@pytest.mark.parametrize("length", [3, 50, 128])
+@pytest.mark.parametrize("length", [*(pytest.param(length, marks=pytest.mark.slow) for length in (3, 50)), 128])
 def test_full_rows_hold_as_many_tokens_as_npuws(ours, npuw, length, prompt_of):
     ids = np.array([prompt_of(length)])
     options = {"max_new_tokens": 1000, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Side by side with ``openvino_genai.LLMPipeline``: the same call, the same words."""
+"""Side by side with ``openvino_genai.LLMPipeline``: the same call, the same tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import openvino_genai as genai
 import pytest
 
 from staticllm import StaticLLMPipeline
+from staticllm.pipelines.diagnostics.reference import EXACT
 
-EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
-MODELS = ["llama", "qwen2", "qwen3", "mistral", "demo"]
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
+MODELS = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "mistral", "demo"))]
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +27,14 @@ def both(pair, ids, **options):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_equal_on_the_cpu(name, model_path, prompt_of):
+def test_greedy_tokens_equal_on_the_cpu(name, model_path, prompt_of, in_full):
     pair = (
         StaticLLMPipeline(model_path(name), "CPU", **EXACT),
         genai.LLMPipeline(model_path(name), "CPU", **EXACT),
     )
-    for length in (1, 5, 40, 300, 900):
-        ours, theirs = both(pair, prompt_of(length), max_new_tokens=64, ignore_eos=True)
+    lengths, num_new = ((1, 5, 40, 300, 900), 64) if in_full else ((1, 40, 300), 24)
+    for length in lengths:
+        ours, theirs = both(pair, prompt_of(length), max_new_tokens=num_new, ignore_eos=True)
         assert ours.tokens == theirs.tokens, f"prompt of {length} tokens"
 
 
@@ -84,6 +87,7 @@ def test_sampling_draws_from_the_same_tokens(pair):
     assert np.abs(shares[0] - shares[1]).sum() / 2 < 0.12
 
 
+@pytest.mark.slow
 def test_stop_ids_of_the_model_hold_for_configs_of_the_user(zoo, tmp_path):
     for path in (zoo / "llama").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -125,6 +129,7 @@ def test_a_conversation_is_the_same():
         assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 def test_static_programs_say_what_npuw_says(zoo, prompt_of):
     """The incumbent itself, NPUW, on the CPU: our separate programs against its prefill and generate models."""
     lengths = {"MAX_PROMPT_LEN": 128, "MIN_RESPONSE_LEN": 64}

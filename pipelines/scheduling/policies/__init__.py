@@ -1,1 +1,1 @@
-"""The policies: each one answers a view with a plan."""
+"""The shipped policies: each one returns a plan for a view."""

@@ -1,4 +1,4 @@
-"""A budget of tokens a step, tokens of answers first (Sarathi-Serve, arXiv 2403.02310)."""
+"""A token budget per call, decoding first (Sarathi-Serve, arXiv 2403.02310)."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from staticllm.pipelines.scheduling.policies.common import (
 from staticllm.pipelines.scheduling.policies.packing import pack
 
 TOKEN_BUDGET = 64
+"""Rows per call."""
 
 
 class Chunked:
-    """Every call decodes for everybody and fills up with prompts, to ``token_budget`` rows.
+    """Every call decodes for all running requests and is filled with prompts, to ``token_budget`` rows.
 
-    Where no program holds both, calls of prompts and of answers alternate.
+    Where no program can run both in one call, calls with prompts and decode steps alternate.
     """
 
     def __init__(self, token_budget: int = TOKEN_BUDGET) -> None:
         self._budget = token_budget
-        self._prefilled = False
+        self._has_prefilled = False  # the last call held only prompts
 
     def plan(self, view: View) -> Plan:
-        """A token for everybody and chunks of prompts beside."""
+        """A decode step of all running requests, with chunks of prompts in the same call."""
         backlog = admissible_prompts(view)
         decode = decode_plan(view) or Plan()
         if not decode.swap_out and not decode.preempt:
             mixed = with_prefill(decode, self._prompts(view, decode))
             if mixed.prefill:
                 return mixed
-            if not self._prefilled or not decode.decode:
+            if not self._has_prefilled or not decode.decode:
                 alone = Plan(prefill=tuple(self._prompts(view, Plan())))
                 if alone.prefill:
-                    self._prefilled = True
+                    self._has_prefilled = True
                     return alone
-        self._prefilled = False
+        self._has_prefilled = False
         return decode if decode.num_rows else prefill_with_preemption(view, backlog[0])
 
     def _prompts(self, view: View, beside: Plan) -> list[tuple[int, int]]:
-        """What the widest call within the budget has room for, alone or beside answers."""
+        """``(request, tokens)`` for the largest call within the budget that has room beside ``beside``."""
         backlog = admissible_prompts(view)
         sizes = [size for size in view.device.index.sizes if size[0] <= max(self._budget, beside.num_rows + 1)]
         for rows, sequences in reversed(sizes):

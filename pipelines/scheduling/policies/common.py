@@ -1,4 +1,4 @@
-"""Moves that the shipped policies have in common: orders, turns, and room when rows run short."""
+"""What the shipped policies share: the order of requests, decode steps, and preemption when KV slots run short."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from staticllm.pipelines.programs.chunking import plan_chunks
-from staticllm.pipelines.scheduling.interface import Plan, RequestView, View
+from staticllm.pipelines.scheduling.interface import Plan, RequestStatus, RequestView, View
 
 
 def in_order(requests: Iterable[RequestView]) -> list[RequestView]:
@@ -15,10 +15,10 @@ def in_order(requests: Iterable[RequestView]) -> list[RequestView]:
 
 
 def admissible_prompts(view: View) -> list[RequestView]:
-    """Prompts that may run: of equal priority, those that hold rows before those that do not.
+    """Prefilling and admitted waiting requests: higher priority first, then those that hold KV slots, then early arrival.
 
-    A prompt is admitted only if it will be able to decode, or if the host pool has room for it. Swapped out but left in the
-    arena, it would hold slots that the decoding requests need next, and would be preempted and recomputed.
+    A waiting request is admitted only if it will be able to run after its prompt, or if the host pool has room for it. Swapped
+    but left in the arena, it would hold slots that running requests need next, and would be preempted and recomputed.
     """
     num_seqs = view.free_seqs - len(view.swapped) - len(view.prefilling)
     host_room = view.free_host_slots - sum(request.num_tokens for request in view.prefilling)
@@ -30,28 +30,31 @@ def admissible_prompts(view: View) -> list[RequestView]:
         host_room -= 0 if num_seqs > 0 else request.num_tokens
         num_seqs -= 1
         admitted.append(request)
-    everybody = (*view.prefilling, *admitted)
     return sorted(
-        everybody, key=lambda request: (-request.priority, not request.num_computed, request.arrival, request.id)
+        (*view.prefilling, *admitted),
+        key=lambda request: (-request.priority, not request.num_computed, request.arrival, request.id),
     )
 
 
 def to_swap_in(view: View) -> list[RequestView]:
-    """Swapped requests for which there are num_seqs and rows, in order."""
+    """Swapped requests that can be running now, in order: ``max_num_seqs`` and the free KV slots leave room for them."""
     chosen: list[RequestView] = []
     if not view.free_seqs:
         return chosen
-    rows = view.free_slots - len(view.running)
+    slots = view.free_slots - len(view.running)
     for request in in_order(view.swapped)[: view.free_seqs]:
-        rows -= 1 + (0 if request.in_arena else request.num_computed)
-        if rows < 0:
+        slots -= 1 + (0 if request.in_arena else request.num_computed)
+        if slots < 0:
             break
         chosen.append(request)
     return chosen
 
 
 def decode_plan(view: View, swap_in: list[RequestView] | None = None) -> Plan | None:
-    """One row for everybody who decodes; None if nobody does. Where rows run short the youngest give theirs back."""
+    """A decode step of all running requests and of ``swap_in`` (by default ``to_swap_in(view)``); None if there are none.
+
+    Where KV slots run short, requests are swapped out, or preempted if the host pool is full, in the order of ``_victims``.
+    """
     swap_in = to_swap_in(view) if swap_in is None else swap_in
     running = in_order((*view.running, *swap_in))
     if not running:
@@ -64,7 +67,7 @@ def decode_plan(view: View, swap_in: list[RequestView] | None = None) -> Plan | 
         if len(running) + brought <= view.free_slots + freed:
             break
         fits = sum(request.num_computed for request in (*swap_out, victim)) <= view.free_host_slots
-        (swap_out if victim.state == "running" and fits else preempt).append(victim)
+        (swap_out if victim.state == RequestStatus.RUNNING and fits else preempt).append(victim)
         running = [request for request in running if request.id != victim.id]
     kept = {request.id for request in running}
     return Plan(
@@ -76,7 +79,7 @@ def decode_plan(view: View, swap_in: list[RequestView] | None = None) -> Plan | 
 
 
 def take_turns(view: View, running: list[RequestView]) -> list[RequestView]:
-    """As many as one call holds; those who wait longest for a token if that is not everybody."""
+    """The requests of one call: all of ``running``, or those that have waited longest for a token if one call cannot hold all."""
     limit = view.device.max_decoding
     if len(running) <= limit:
         return running
@@ -84,19 +87,19 @@ def take_turns(view: View, running: list[RequestView]) -> list[RequestView]:
 
 
 def chunk_of(view: View, request: RequestView) -> int:
-    """Tokens in the first of the cheapest calls that would run the rest of a prompt alone."""
+    """The number of tokens in the first call, when the rest of a prompt runs alone in the cheapest calls."""
     device = view.device
     chunks = plan_chunks(device.index, device.seconds, request.num_left, device.high_slot, not request.num_computed)
     return chunks[0][1]
 
 
 def fits(view: View, request: RequestView) -> bool:
-    """Whether the rest of a prompt finds rows beside what decoding needs next."""
+    """Whether there are free KV slots for the rest of a prompt and for the next token of every running request."""
     return request.num_left + len(view.running) <= view.free_slots
 
 
 def prefill_with_preemption(view: View, request: RequestView) -> Plan:
-    """A chunk of one prompt alone, whoever must give rows back for it."""
+    """A chunk of one prompt alone; as many other requests are preempted as its KV slots require."""
     count = chunk_of(view, request)
     preempt: list[RequestView] = []
     for victim in _victims(view, keep=request):
@@ -107,7 +110,10 @@ def prefill_with_preemption(view: View, request: RequestView) -> Plan:
 
 
 def _swap_in_with_preemption(view: View) -> Plan | None:
-    """Nobody decodes and nobody can be resumed as things are: bring the first back, whoever holds rows meanwhile."""
+    """No request is running and none can be swapped in as things are: swap in the first, and preempt others for its KV slots.
+
+    None if no request is swapped.
+    """
     if not view.swapped:
         return None
     first = in_order(view.swapped)[0]
@@ -121,20 +127,23 @@ def _swap_in_with_preemption(view: View) -> Plan | None:
 
 
 def alone(view: View, request: RequestView) -> list[Plan]:
-    """Plans that run nothing but one request, the longest first; all others give their rows back."""
+    """Plans that run only this request and preempt all others, the call with the most tokens first."""
     preempt = tuple(
         other.id for other in view.requests if other.id != request.id and other.in_arena and other.num_computed
     )
-    if request.state == "running":
+    if request.state == RequestStatus.RUNNING:
         return [Plan(decode=(request.id,), preempt=preempt)]
-    if request.state == "swapped":
+    if request.state == RequestStatus.SWAPPED:
         return [Plan(decode=(request.id,), swap_in=(request.id,), preempt=preempt)]
     counts = sorted({rows for rows in view.device.index.widest if rows < request.num_left} | {request.num_left})
     return [Plan(prefill=((request.id, count),), preempt=preempt) for count in reversed(counts)]
 
 
 def _victims(view: View, keep: RequestView) -> list[RequestView]:
-    """Who gives rows back, first to last: swapped out in the arena, then unfinished prompts, then the youngest that decode."""
+    """Requests that may lose their KV slots, in this order: swapped ones in the arena, prefilling ones, running ones.
+
+    Within a group the latest arrival of the lowest priority goes first.
+    """
     groups = ([r for r in view.swapped if r.in_arena], view.prefilling, view.running)
     return [request for group in groups for request in reversed(in_order(group)) if request.id != keep.id]
 
@@ -144,5 +153,5 @@ def _ids(requests: Iterable[RequestView]) -> tuple[int, ...]:
 
 
 def with_prefill(plan: Plan, prefill: list[tuple[int, int]]) -> Plan:
-    """The same plan with prompts riding along."""
+    """The same plan with these ``(request, tokens)`` of prompts in its call."""
     return replace(plan, prefill=tuple(prefill))

@@ -1,4 +1,4 @@
-"""Tokens before prompts."""
+"""Decode steps before prompts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from staticllm.pipelines.scheduling.policies.packing import pack
 
 
 class DecodeFirst:
-    """A decode step is never delayed: prompts run in the rows that it leaves idle, and when nobody decodes."""
+    """A decode step is never delayed: prompts run in rows that would be padding, and while no request decodes."""
 
     def plan(self, view: View) -> Plan:
-        """A token for everybody, and what prompts fit beside."""
+        """A decode step of all running requests, filled with prompts; a chunk of the first prompt if there are none."""
         backlog = admissible_prompts(view)
         plan = decode_plan(view)
         if plan is None:

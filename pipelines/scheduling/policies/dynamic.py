@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from staticllm.pipelines.scheduling.interface import Device, Plan, RequestView, View
+from staticllm.pipelines.scheduling.interface import Plan, RequestView, View
 from staticllm.pipelines.scheduling.policies.common import (
     admissible_prompts,
     chunk_of,
@@ -16,211 +17,252 @@ from staticllm.pipelines.scheduling.policies.common import (
 from staticllm.pipelines.scheduling.policies.packing import pack
 
 GAP_STEPS, GAP_SECONDS = 8, 0.1
-"""Without a target for TPOT nobody waits longer for a token than so many decode steps, or than a reader notices."""
+"""Without a TPOT target, two tokens of a request are at most this many decode steps, or this many seconds, apart: the longer."""
 CROWDED_GAP = 2
-"""That bound is so much longer while as many wait for their first token as get tokens."""
+"""Factor on that bound while at least as many prompts wait as requests decode."""
 URGENT_GAP = 4
-"""Without a target for TPOT, a prompt that would miss its target for TTFT may stretch that bound so far."""
-FULL_ENOUGH = 0.8
-"""With every slot taken, prompts wait for company until a call runs them at this share of the best rate there is."""
-BATCHING_DELAY_STEPS = 16
-"""But not longer than this many decode steps; with a target for TTFT, than a quarter of it."""
-ABOUT_AS_FAST = 1.25
-"""Among calls that get through the prompts within this many times the shortest time, the cheapest is taken."""
+"""Factor on that bound once the first prompt has waited for ``URGENT_TTFT_SHARE`` of the TTFT target."""
+URGENT_TTFT_SHARE = 0.5
 SLACK_USED = 0.8
-"""Costs are estimates: so much of the time that is left is planned with."""
+"""Costs are estimates, so a call may take only this share of the time that is left until the bound."""
 MIN_PREFILL_SHARE = 0.2
-"""Prompts get at least this share of the device, also where no call for them fits the target for TPOT."""
+"""Prompts get at least this share of device time, also where no call with prompts keeps the bound."""
+FULL_ENOUGH = 0.8
+"""While ``max_num_seqs`` requests run, prompts are batched until a call reaches this share of the best possible ``rate``."""
+BATCHING_DELAY_STEPS, BATCHING_DELAY_TTFT_SHARE = 16, 0.25
+"""Prompts are delayed for batching (Triton's ``max_queue_delay``) by at most this many decode steps, or with a TTFT target by at
+most this share of it."""
+ABOUT_AS_FAST = 1.25
+"""Among candidates that finish the prompts within this factor of the shortest time, the one with the best ``rate`` is taken."""
+MIN_SECONDS = 1e-9
+"""A lower bound of divisors."""
 
 
 @dataclass(frozen=True)
-class Option:
-    """A call with prompts in it: what it takes, and what the prompts add to what would run anyway.
+class CandidateCall:
+    """A call with prompts in it, alone or mixed with decoding. Candidates are compared by their ``rate``:
 
-    ``rest`` is what it leaves of prompts that it begins, and ``rest_seconds`` what that will take: a fresh prompt runs without
-    looking at the arena, its rest does not.
+        rate = (num_tokens + rest_tokens) / (call_seconds - saved_seconds + rest_seconds)
+
+    in prompt tokens per second of device time. The call runs ``num_tokens`` prompt tokens in ``call_seconds``. ``rest_tokens`` of
+    the same prompts remain for later calls, which take ``rest_seconds``: they have to read the arena, which the first call of a
+    fresh prompt does not. A mixed call decodes as well, which is worth ``saved_seconds``. ``delay_seconds`` pass until the
+    running requests have their next tokens. ``max_tokens`` is what a call of this size could hold of prompts like those that
+    wait.
     """
 
     plan: Plan
-    seconds: float
-    added: float
+    call_seconds: float
+    saved_seconds: float
+    delay_seconds: float
     num_tokens: int
-    most_tokens: int  # that a call of this size could hold, of prompts like these
-    rest: int
+    max_tokens: int
+    rest_tokens: int
     rest_seconds: float
 
     @property
-    def rate(self) -> float:
-        """Prompt tokens a second of device time, until the prompts in it are through."""
-        return (self.num_tokens + self.rest) / max(self.added + self.rest_seconds, 1e-9)
+    def added_seconds(self) -> float:
+        """Device time that the prompts add to what would run anyway."""
+        return self.call_seconds - self.saved_seconds
 
     @property
-    def best_rate(self) -> float:
-        """The rate of this size when it is full."""
-        return self.most_tokens / max(self.added, 1e-9)
+    def rate(self) -> float:
+        """The score: prompt tokens per second of device time, until the prompts in the call are finished."""
+        return (self.num_tokens + self.rest_tokens) / max(self.added_seconds + self.rest_seconds, MIN_SECONDS)
+
+    @property
+    def full_rate(self) -> float:
+        """The rate that a full call of this size would have."""
+        return self.max_tokens / max(self.added_seconds, MIN_SECONDS)
+
+
+class Candidates:
+    """The calls that could run prompts of ``backlog`` now, and how to choose among them.
+
+    ``decode`` is the decode step that could run instead, ``Plan()`` if no request decodes; it takes ``step_seconds``.
+    """
+
+    def __init__(self, view: View, backlog: list[RequestView], decode: Plan) -> None:
+        self._view, self._backlog, self._decode = view, backlog, decode
+        variant = view.device.call(decode.num_rows, decode.num_sequences) if decode.num_rows else None
+        self.step_seconds = view.device.seconds(variant) if variant else 0.0
+
+    def calls(self) -> list[CandidateCall]:
+        """Every number of rows, filled with prompts: without decoding (the decode step follows), and mixed with it."""
+        found: list[CandidateCall | None] = []
+        for rows in self._view.device.index.widest:
+            if rows > 1:
+                found.append(self._prompts_only(rows))
+            if rows > self._decode.num_rows > 0:
+                found.append(self._mixed(rows))
+        calls = [call for call in found if call is not None]
+        if not calls:  # the only programs are those of single rows
+            call = self._call(1, Plan(), is_fresh=False, saved_seconds=0.0)
+            calls = [call] if call else []
+        return calls
+
+    def soon_enough(self, calls: list[CandidateCall]) -> list[CandidateCall]:
+        """Those that, repeated, would finish all prompts before the batching delay ends, or about as fast as any does.
+
+        A few prompt tokens beside every decode step have the best rate, but would delay the first token without limit.
+        """
+        left = sum(request.num_left for request in self._backlog)
+        times = [max(left / call.num_tokens, 1.0) * call.delay_seconds for call in calls]
+        remaining_delay = self.batching_delay - (self._view.now - self._backlog[0].arrival)
+        bound = max(ABOUT_AS_FAST * min(times), remaining_delay)
+        return [call for call, time in zip(calls, times, strict=True) if time <= bound]
+
+    def is_batch_due(self, calls: list[CandidateCall]) -> bool:
+        """Whether batched prompts should run: the delay is over, or some call is nearly as good as a full one."""
+        if self.is_delay_over:
+            return True
+        return max(call.rate for call in calls) >= FULL_ENOUGH * max(call.full_rate for call in calls)
+
+    @property
+    def batching_delay(self) -> float:
+        """Seconds for which a prompt may wait for others to share a call with."""
+        ttft_ms = self._view.ttft_ms
+        if ttft_ms is None:
+            return BATCHING_DELAY_STEPS * self.step_seconds
+        return BATCHING_DELAY_TTFT_SHARE * ttft_ms / 1e3
+
+    @property
+    def is_delay_over(self) -> bool:
+        """Whether the oldest prompt has waited for the whole batching delay."""
+        return self._view.now - min(request.arrival for request in self._backlog) >= self.batching_delay
+
+    def _prompts_only(self, rows: int) -> CandidateCall | None:
+        return self._call(rows, Plan(), is_fresh=not self._backlog[0].num_computed, saved_seconds=0.0)
+
+    def _mixed(self, rows: int) -> CandidateCall | None:
+        return self._call(rows, self._decode, is_fresh=False, saved_seconds=self._saved_seconds)
+
+    def _call(self, rows: int, beside: Plan, *, is_fresh: bool, saved_seconds: float) -> CandidateCall | None:
+        """Prompts beside the decode rows of ``beside``, in a call of exactly ``rows``; None if no program or no prompt fits."""
+        view, device = self._view, self._view.device
+        widest = device.index.at(rows, device.index.widest[rows], device.high_slot, is_fresh)
+        prompts = pack(view, self._backlog, beside, widest) if widest else []
+        num_sequences = beside.num_sequences + len(prompts)
+        variant = device.index.of_rows(rows, num_sequences, device.high_slot, is_fresh) if prompts else None
+        if variant is None or widest is None:
+            return None
+        seconds = device.seconds(variant)
+        left = {request.id: request.num_left for request in self._backlog}
+        rest = sum(left[request] - count for request, count in prompts)
+        return CandidateCall(
+            with_prefill(beside, prompts),
+            call_seconds=seconds,
+            saved_seconds=saved_seconds,
+            delay_seconds=seconds if beside.decode else seconds + self.step_seconds,
+            num_tokens=sum(count for _, count in prompts),
+            max_tokens=min(rows - beside.num_rows, (widest.sequences - beside.num_sequences) * max(left.values())),
+            rest_tokens=rest,
+            rest_seconds=rest * self._seconds_per_token,
+        )
+
+    @cached_property
+    def _saved_seconds(self) -> float:
+        """What the decoding in a mixed call is worth: the decode step that it replaces.
+
+        It is worth less while further prompts could be running too, because their requests will need a decode step as well.
+        """
+        num_decoding = self._decode.num_rows
+        return self.step_seconds * num_decoding / max(num_decoding + self._num_startable, 1)
+
+    @property
+    def _num_startable(self) -> int:
+        """Prompts that a single call could finish and whose requests could be running afterwards."""
+        rows, count = max(self._view.device.index.widest), 0
+        for request in self._backlog[: self._view.free_seqs]:
+            rows -= request.num_left
+            count += rows >= 0
+        return count
+
+    @cached_property
+    def _seconds_per_token(self) -> float:
+        """The lowest cost of a prompt token in a call that reads the arena, in seconds."""
+        device = self._view.device
+        variants = [(rows, device.index.of_rows(rows, 1, device.high_slot)) for rows in device.index.widest]
+        return min((device.seconds(variant) / rows for rows, variant in variants if variant), default=0.0)
 
 
 class Dynamic:
-    """Prefill and decode as two components that share one device, without a fixed split.
+    """Prefill and decode share one device without a fixed split.
 
-    A prompt runs when it arrives, also if every slot is taken: its rows then wait outside the arena. Of all calls that can
-    run prompts now, alone or beside answers, the one with the most prompt tokens a second of device time is chosen, as the
-    measured costs have it. Decode is never kept waiting longer than ``tpot_ms``. A free slot makes prompts urgent; without
-    one they wait for company, as long as ``ttft_ms`` allows.
+    A prompt runs when it arrives, also while ``max_num_seqs`` requests are running: it is then swapped until one of them ends. Of
+    all calls that can run prompts now, alone or mixed with decoding, the one with the highest ``CandidateCall.rate`` runs, by
+    measured costs. No running request waits longer than ``tpot_ms`` for its next token. Prompts run at once while fewer than
+    ``max_num_seqs`` requests are running; otherwise they are batched, with a delay that ``ttft_ms`` bounds.
     """
 
     def __init__(self) -> None:
-        self._prefill_end = float("-inf")
-        self._prefill_seconds = 0.0
-        self._declined: tuple[int, ...] = ()  # prompts that were left to wait for company
+        self._prefill_end = float("-inf")  # of the last call with prompts, on the clock of the view
+        self._prefill_seconds = 0.0  # that this call added
+        self._delayed: tuple[int, ...] = ()  # ids of prompts that the last weighing left to wait for a fuller batch
 
     def plan(self, view: View) -> Plan:
-        """The call with the best use for the device now."""
+        """The call that uses the device best now: a decode step, prompts, or both."""
         backlog = admissible_prompts(view)
         decode = decode_plan(view)
         if decode is None:
-            return self._alone(view, backlog)
-        step = _seconds(view, decode)
-        if not backlog or decode.swap_out or decode.preempt or self._is_still_waiting(view, backlog, step):
+            return self._prefill_only(view, backlog)
+        candidates = Candidates(view, backlog, decode)
+        if not backlog or decode.swap_out or decode.preempt or self._is_still_delayed(view, backlog, candidates):
             return decode
-        slack = self._slack(view, decode, backlog)
-        options = _options(view, backlog, decode, step)
-        if not options:
+        calls = candidates.calls()
+        if not calls:
             return decode
-        fitting = [option for option in options if option.seconds <= slack * SLACK_USED]
+        slack = self._slack(view, decode, backlog, candidates.step_seconds)
+        fitting = [call for call in calls if call.delay_seconds <= slack * SLACK_USED]
         if not fitting:
-            return self._least(view, options, decode)
-        soon = _soon_enough(view, backlog, fitting, step)
-        best = max(soon, key=lambda option: option.rate)
-        if not view.free_seqs and not _is_worth_it(view, backlog, fitting, step):
-            self._declined = tuple(request.id for request in backlog)
+            return self._least(view, calls, decode)
+        best = max(candidates.soon_enough(fitting), key=lambda call: call.rate)
+        if not view.free_seqs and not candidates.is_batch_due(fitting):
+            self._delayed = tuple(request.id for request in backlog)
             return decode
         return self._begin(view, best)
 
-    def _is_still_waiting(self, view: View, backlog: list[RequestView], step: float) -> bool:
-        """The same prompts as in the plan before, which left them to wait: nothing has to be weighed anew."""
-        if view.free_seqs or tuple(request.id for request in backlog) != self._declined:
+    def _is_still_delayed(self, view: View, backlog: list[RequestView], candidates: Candidates) -> bool:
+        """Whether the same prompts as in the last weighing still wait to be batched: nothing has to be weighed again."""
+        if view.free_seqs or tuple(request.id for request in backlog) != self._delayed:
             return False
-        return view.now - min(request.arrival for request in backlog) < _batching_delay(view, step)
+        return not candidates.is_delay_over
 
-    def _alone(self, view: View, backlog: list[RequestView]) -> Plan:
-        """Nobody decodes: the fastest way through the prompts."""
+    def _prefill_only(self, view: View, backlog: list[RequestView]) -> Plan:
+        """No request decodes: the fastest way through the prompts."""
         if len(backlog) == 1 and fits(view, backlog[0]):
             return Plan(prefill=((backlog[0].id, chunk_of(view, backlog[0])),))
-        options = _options(view, backlog, Plan(), 0.0)
-        if not options:
+        calls = Candidates(view, backlog, Plan()).calls()
+        if not calls:
             return prefill_with_preemption(view, backlog[0])
-        return self._begin(view, max(options, key=lambda option: option.rate))
+        return self._begin(view, max(calls, key=lambda call: call.rate))
 
-    def _slack(self, view: View, decode: Plan, backlog: list[RequestView]) -> float:
-        """Seconds until somebody who decodes has waited as long for a token as may be."""
+    def _slack(self, view: View, decode: Plan, backlog: list[RequestView], step_seconds: float) -> float:
+        """Seconds until some running request has waited for its next token as long as allowed; negative when it is late."""
         times = [r.last_token_time for r in view.running if r.last_token_time is not None]
         waited = view.now - min(times) if times else 0.0
         if view.tpot_ms is not None:
             return view.tpot_ms / 1e3 - waited
-        gap = max(GAP_STEPS * _seconds(view, decode), GAP_SECONDS)
+        gap = max(GAP_STEPS * step_seconds, GAP_SECONDS)
         if len(backlog) >= decode.num_rows:
             gap *= CROWDED_GAP
-        if view.ttft_ms is not None and view.now - backlog[0].arrival > view.ttft_ms / 2e3:
+        if view.ttft_ms is not None and view.now - backlog[0].arrival > URGENT_TTFT_SHARE * view.ttft_ms / 1e3:
             gap *= URGENT_GAP
         return gap - waited
 
-    def _least(self, view: View, options: list[Option], decode: Plan) -> Plan:
-        """No call with prompts fits: decode, but not for ever."""
-        least = min(options, key=lambda option: (option.seconds, -option.num_tokens))
-        rest = view.now - self._prefill_end
+    def _least(self, view: View, calls: list[CandidateCall], decode: Plan) -> Plan:
+        """No call with prompts keeps the bound: decode, but run the shortest one where prompts fall below their share."""
+        least = min(calls, key=lambda call: (call.delay_seconds, -call.num_tokens))
+        since = view.now - self._prefill_end
         times = [r.last_token_time for r in view.running if r.last_token_time is not None]
         has_just_decoded = not times or min(times) >= self._prefill_end
-        share = self._prefill_seconds / (self._prefill_seconds + rest) if rest > 0 else 1.0
+        share = self._prefill_seconds / (self._prefill_seconds + since) if since > 0 else 1.0
         if has_just_decoded and share < MIN_PREFILL_SHARE:
             return self._begin(view, least)
         return decode
 
-    def _begin(self, view: View, option: Option) -> Plan:
-        self._prefill_seconds = option.added
-        self._prefill_end = view.now + option.seconds
-        return option.plan
-
-
-def _seconds(view: View, plan: Plan) -> float:
-    variant = view.device.call(plan.num_rows, plan.num_sequences)
-    return view.device.seconds(variant) if variant else 0.0
-
-
-def _options(view: View, backlog: list[RequestView], decode: Plan, step: float) -> list[Option]:
-    """Every size of call, with as many prompts in it as it holds: alone (the decode step follows), and beside answers."""
-    device, options = view.device, []
-    is_fresh = not backlog[0].num_computed
-    later = _seconds_a_token(device)
-    worth = step * decode.num_rows / max(decode.num_rows + _to_come(view, backlog), 1)
-    for rows in device.index.widest:
-        options.append(_option(view, backlog, Plan(), (rows, is_fresh), 0.0, step, later) if rows > 1 else None)
-        if rows > decode.num_rows > 0:
-            options.append(_option(view, backlog, decode, (rows, False), worth, 0.0, later))
-    found = [option for option in options if option is not None]
-    if not found:  # there are no programs but for single rows
-        alone = _option(view, backlog, Plan(), (1, False), 0.0, step, later)
-        found = [alone] if alone else []
-    return found
-
-
-def _to_come(view: View, backlog: list[RequestView]) -> int:
-    """Prompts that one call could bring into free slots. A decode step before that must be repeated for them."""
-    room, count = max(view.device.index.widest), 0
-    for request in backlog[: view.free_seqs]:
-        room -= request.num_left
-        count += room >= 0
-    return count
-
-
-def _option(
-    view: View,
-    backlog: list[RequestView],
-    beside: Plan,
-    size: tuple[int, bool],
-    saved: float,
-    after: float,
-    later: float,
-) -> Option | None:
-    """Prompts in a call of so many rows, beside answers (whose own call is ``saved``) or alone (it comes ``after``)."""
-    (rows, is_fresh), device = size, view.device
-    widest = device.index.at(rows, device.index.widest[rows], device.high_slot, is_fresh)
-    prompts = pack(view, backlog, beside, widest) if widest else []
-    count = beside.num_sequences + len(prompts)
-    variant = device.index.of_rows(rows, count, device.high_slot, is_fresh) if prompts else None
-    if variant is None or widest is None:
-        return None
-    seconds = device.seconds(variant)
-    left = {request.id: request.num_left for request in backlog}
-    most = min(rows - beside.num_rows, (widest.sequences - beside.num_sequences) * max(left.values()))
-    rest = sum(left[request] - count for request, count in prompts)
-    num_tokens = sum(count for _, count in prompts)
-    return Option(with_prefill(beside, prompts), seconds + after, seconds - saved, num_tokens, most, rest, rest * later)
-
-
-def _seconds_a_token(device: Device) -> float:
-    """What a prompt token costs at best when the arena must be looked at."""
-    seen = [(rows, device.index.of_rows(rows, 1, device.high_slot)) for rows in device.index.widest]
-    return min((device.seconds(variant) / rows for rows, variant in seen if variant), default=0.0)
-
-
-def _soon_enough(view: View, backlog: list[RequestView], options: list[Option], step: float) -> list[Option]:
-    """Options that would have run all prompts before patience ends, or about as fast as any does.
-
-    A few tokens beside every decode step cost next to nothing, and would take for ever.
-    """
-    left = sum(request.num_left for request in backlog)
-    times = [max(left / option.num_tokens, 1.0) * option.seconds for option in options]
-    bound = max(ABOUT_AS_FAST * min(times), _batching_delay(view, step) - (view.now - backlog[0].arrival))
-    return [option for option, time in zip(options, times, strict=True) if time <= bound]
-
-
-def _batching_delay(view: View, step: float) -> float:
-    return BATCHING_DELAY_STEPS * step if view.ttft_ms is None else view.ttft_ms / 4e3
-
-
-def _is_worth_it(view: View, backlog: list[RequestView], options: list[Option], step: float) -> bool:
-    """With every slot taken: whether prompts have waited long enough, or fill a call nearly as well as any could."""
-    if view.now - min(request.arrival for request in backlog) >= _batching_delay(view, step):
-        return True
-    return max(o.rate for o in options) >= FULL_ENOUGH * max(o.best_rate for o in options)
+    def _begin(self, view: View, call: CandidateCall) -> Plan:
+        """The plan of a call with prompts; notes when it will end and what the prompts in it add."""
+        self._prefill_seconds = call.added_seconds
+        self._prefill_end = view.now + call.delay_seconds
+        return call.plan

@@ -14,10 +14,10 @@ from staticllm.pipelines.scheduling.policies.common import (
 
 
 class Fcfs:
-    """A request holds its slot from its first prompt token to its last token. A prompt runs alone, before anybody decodes."""
+    """A request counts against ``max_num_seqs`` from its first prompt token on. A prompt runs alone, before any decode step."""
 
     def plan(self, view: View) -> Plan:
-        """The first prompt that has a slot, else a token for everybody."""
+        """A chunk of the first admitted prompt if KV slots are free for it, else a decode step of all running requests."""
         free = view.max_num_seqs - len(view.running) - len(view.swapped) - len(view.prefilling)
         admitted = [*in_order(view.prefilling), *(in_order(view.waiting)[:free] if free > 0 else ())]
         if admitted and fits(view, admitted[0]):

@@ -9,10 +9,10 @@ from staticllm.pipelines.scheduling.interface import Plan, RequestView, View
 
 
 def pack(view: View, backlog: Iterable[RequestView], plan: Plan, variant: Variant) -> list[tuple[int, int]]:
-    """``(request, tokens)`` of prompts that fit beside ``plan`` into ``variant``, in the order of the backlog.
+    """``(request, tokens)`` of prompts that fit into one call of ``variant`` together with ``plan``, in the order of ``backlog``.
 
-    A prompt is begun only if all of it finds rows in the arena beside what decoding needs next. A variant without past takes
-    fresh prompts only.
+    A prompt gets rows only if the arena has free KV slots for all of it and for the next token of every running request. A
+    variant with a ``kv_len`` of 0 takes only prompts without computed tokens.
     """
     rows, sequences = variant.rows - plan.num_rows, variant.sequences - plan.num_sequences
     brought = {request.id: request.num_computed for request in view.swapped if not request.in_arena}
@@ -31,4 +31,6 @@ def pack(view: View, backlog: Iterable[RequestView], plan: Plan, variant: Varian
         chosen.append((request.id, count))
         rows -= count
         free -= request.num_left
+    if rows and view.device.index.needs_real_rows:
+        return []  # a recurrent state would run through the idle rows
     return chosen

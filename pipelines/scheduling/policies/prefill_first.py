@@ -1,4 +1,4 @@
-"""Prompts before tokens."""
+"""Prompts before decode steps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from staticllm.pipelines.scheduling.policies.common import (
 
 
 class PrefillFirst:
-    """Every prompt runs as soon as it arrives, alone; nobody decodes meanwhile. Who finds no slot is swapped out."""
+    """Every prompt runs as soon as it arrives, alone, and no request decodes meanwhile.
+
+    A request whose prompt has run while ``max_num_seqs`` requests are running is swapped.
+    """
 
     def plan(self, view: View) -> Plan:
-        """The first prompt that finds rows, else a token for everybody."""
+        """A chunk of the first prompt if KV slots are free for it, else a decode step of all running requests."""
         backlog = admissible_prompts(view)
         for request in backlog[:1]:
             if fits(view, request):

@@ -1,1 +1,1 @@
-"""Published tables, rebuilt with the simulator."""
+"""Published tables, reproduced with the simulator."""

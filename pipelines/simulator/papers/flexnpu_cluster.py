@@ -1,14 +1,15 @@
 """FlexNPU's Tables 2 and 3: 384 cards, static disaggregation (6P2D) against 3 co-located instances of 128.
 
-Each instance is one simulated device. What a request costs is taken from the static rows of Table 3: 96 cards prefill 489.84
-requests a second, so one takes 96 / 489.84 card-seconds, and likewise for decode. Co-located, every call costs
+Each instance is one simulated device. The costs of a request come from the static rows of Table 3: 96 cards prefill 489.84
+requests per second, so one request takes 96 / 489.84 card-seconds, and likewise for decode. Co-located, every call costs
 ``interference`` times as much. That factor is fitted on 1K-1K; 1K-4K is predicted with it.
 
-An instance decodes thousands of sequences at a time. Here it decodes four, in steps that are as much shorter, and one token
-stands for 128: throughput, which is all that the tables give, is the same. At thousands of sequences a step costs what their
-rows cost, so that it is proportional to how many there are.
+A real instance decodes thousands of sequences at a time. Here it decodes four, in proportionally shorter steps, and one token
+stands for 128. The throughput, the only figure in the tables, is the same: at thousands of sequences the cost of a step is
+proportional to their number.
 
-Table 2 gives 53 requests a second for decode at 1K-4K, Table 3 gives 146.63; the improvement of 5.15 % is to the latter.
+For decode at 1K-4K Table 2 gives 53 requests per second, Table 3 gives 146.63. The published improvement of 5.15 % refers to
+the latter.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst
 PREFILL_INSTANCES, PREFILL_CARDS = 6, 16
 DECODE_INSTANCES, DECODE_CARDS = 2, 144
 SHARED_INSTANCES, SHARED_CARDS = 3, 128
-TOKENS_A_TOKEN = 128  # tokens that one simulated token stands for
+TOKENS_PER_TOKEN = 128
+"""Real tokens per simulated token."""
 MAX_SEQS = 4
 NUM_REQUESTS = 360
-CONCURRENCY = 16  # requests inside, for each instance: enough that none ever waits for work
+CONCURRENCY = 16
+"""Requests inside per instance: enough that no instance ever idles for lack of requests."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A workload of Table 3: requests a second of each side of the static split, and of the co-located instances."""
+    """A workload of Table 3: lengths in tokens; requests per second of both sides of the static split, and co-located."""
 
     name: str
     prompt: int
@@ -47,16 +50,17 @@ class Published:
 
     @property
     def static(self) -> float:
+        """Requests per second of the static split: those of its slower side."""
         return min(self.prefill, self.decode)
 
     @property
     def prefill_card_seconds(self) -> float:
-        """Of one request."""
+        """Card-seconds of one request's prefill."""
         return PREFILL_INSTANCES * PREFILL_CARDS / self.prefill
 
     @property
     def decode_card_seconds(self) -> float:
-        """Of one request."""
+        """Card-seconds of one request's decode."""
         return DECODE_INSTANCES * DECODE_CARDS / self.decode
 
 
@@ -68,7 +72,7 @@ TABLE_3 = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """One workload, simulated: requests a second, and the shares of the static split that idle while it is saturated."""
+    """One simulated workload: requests per second, and the shares of the saturated static split's two sides that idle."""
 
     published: Published
     static: float
@@ -79,16 +83,17 @@ class Comparison:
 
     @property
     def improvement(self) -> float:
-        """Of co-location over the static split, in percent."""
+        """Of co-location over the static split, in percent, simulated."""
         return (self.colocated / self.static - 1) * 100
 
     @property
     def published_improvement(self) -> float:
+        """Of co-location over the static split, in percent, in the paper."""
         return (self.published.colocated / self.published.static - 1) * 100
 
 
 def tables_2_and_3() -> tuple[float, list[Comparison]]:
-    """The interference factor, and each workload with it."""
+    """The interference factor, and each workload simulated with it."""
     fitted = TABLE_3[0]
     interference = steady_rate(_colocated(fitted, 1.0).requests) / fitted.colocated
     return interference, [_compare(row, interference, row is fitted) for row in TABLE_3]
@@ -98,7 +103,7 @@ def _compare(row: Published, interference: float, is_fitted: bool) -> Comparison
     static = _disaggregated(row)
     rate = steady_rate(static.requests)
     busy = [sum(step.seconds for step in steps) / len(static.requests) for steps in static.steps]
-    prefill, decode = sum(busy[:PREFILL_INSTANCES]), sum(busy[PREFILL_INSTANCES:])  # instance-seconds a request
+    prefill, decode = sum(busy[:PREFILL_INSTANCES]), sum(busy[PREFILL_INSTANCES:])  # instance-seconds per request
     return Comparison(
         row, rate, steady_rate(_colocated(row, interference).requests),
         1 - rate * prefill / PREFILL_INSTANCES, 1 - rate * decode / DECODE_INSTANCES, is_fitted,
@@ -118,12 +123,12 @@ def _colocated(row: Published, interference: float) -> Run:
 
 
 def _saturating(row: Published) -> list[Arrival]:
-    return burst(NUM_REQUESTS, Lengths.fixed(row.prompt // TOKENS_A_TOKEN, row.output // TOKENS_A_TOKEN))
+    return burst(NUM_REQUESTS, Lengths.fixed(row.prompt // TOKENS_PER_TOKEN, row.output // TOKENS_PER_TOKEN))
 
 
 def _instance(row: Published, cards: int, interference: float) -> DeviceModel:
-    """``cards`` that run prompts or a step of decode, one at a time."""
-    prompt, output = row.prompt // TOKENS_A_TOKEN, row.output // TOKENS_A_TOKEN
+    """One device made of ``cards``: it runs one prompt or one decode step at a time."""
+    prompt, output = row.prompt // TOKENS_PER_TOKEN, row.output // TOKENS_PER_TOKEN
     longest = prompt + output
     kv_slots = CONCURRENCY * longest
     prefill = row.prefill_card_seconds / cards * interference

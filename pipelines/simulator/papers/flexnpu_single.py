@@ -1,20 +1,20 @@
-"""FlexNPU's Table 4: one device, 200 requests at 4 a second, 4 sequences; static against dynamic co-location.
+"""FlexNPU's Table 4: one device, 200 requests at 4 per second, at most 4 running; static against dynamic co-location.
 
-Taken from the static column, by arithmetic: what a prompt costs and what a step of decode costs. A slot serves one request
-after another, so that its cycle, ``slots * output / throughput``, is a prompt and ``output - 1`` published TPOTs; and within
-those TPOTs the other three slots have run a prompt each. Through the means of both prompt lengths goes a line: 0.117 s a call
-and 0.125 ms a token. (Without the edges of a run, where slots fill and drain, it would be 0.102 s: the TTFT of 256 tokens in
-the dynamic column then comes out 15 % too low. No other cell depends on it so much.)
+Computed from the static column: the cost of a prompt and of a decode step. Each of the 4 running places serves one request after
+another. Its cycle of ``4 * output / throughput`` seconds consists of a prompt and ``output - 1`` published TPOTs, during which
+the other three places have run one prompt each. A line through the means of both prompt lengths gives 0.117 s per call and
+0.125 ms per token. (Without filling and draining at the edges of a run it would be 0.102 s, and the TTFT of 256 tokens in the
+dynamic column would come out 15 % too low. No other cell depends on it as much.)
 
-Fitted, on the TTFT of 1024/256 in the dynamic column: ``PREFILL_SHARE``, the share of the AI cores that prefill gets while
-decode runs beside. Both are processes of their own there. What a prompt costs by its tokens is work for the cores, and takes
-``1 / share`` times as long; decode has the rest of the cores meanwhile. What a call costs whatever its length (launching the
-kernels of a process) leaves the cores to decode.
+Fitted to the TTFT of 1024/256 in the dynamic column: ``PREFILL_SHARE``, the share of the AI cores that prefill gets while decode
+runs. In the paper both are processes of their own. The part of a prompt's cost that depends on its tokens is work for the cores
+and takes ``1 / share`` times as long; decode has the other cores meanwhile. The constant part of a call's cost (launching
+kernels) leaves all cores to decode.
 
-Predicted: the TTFT of the static column, all of the dynamic column but the fitted cell; throughput and TPOT of the static
-column come back as they went in, but for the line. Arrivals are Poisson, stretched to 50 s as vLLM's benchmark does, and
-averaged over two seeds, as the paper averages two runs. In the dynamic column TPOT leaves out the wait for the second token,
-in which a request is swapped out.
+Predicted: the TTFT of the static column, and the dynamic column except the fitted cell. Throughput and TPOT of the static column
+are reproduced, up to the deviation from the line. Arrivals are Poisson, stretched to 50 s as in vLLM's benchmark, and averaged
+over two seeds, as the paper averages two runs. In the dynamic column TPOT excludes the time to the second token, in which a
+request is swapped.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from staticllm.pipelines.simulator.workload import Lengths, poisson
 NUM_REQUESTS, RATE, MAX_SEQS = 200, 4.0, 4
 SEEDS = (0, 1)
 PREFILL_SHARE = 0.60
-EAGER_TTFT_MS = 1.0  # a target that is always missed: prompts run as they come, and do not wait for company
+EAGER_TTFT_MS = 1.0
+"""A target that is always missed, so that prompts run as they arrive, without a batching delay."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """One configuration of one column: tokens a second, ms."""
+    """One configuration of one column: lengths in tokens, throughput in tokens per second, times in ms."""
 
     prompt: int
     output: int
@@ -51,6 +52,7 @@ class Published:
 
     @property
     def name(self) -> str:
+        """Lengths of prompt and answer, as in the paper."""
         return f"{self.prompt}/{self.output}"
 
 
@@ -71,7 +73,7 @@ FITTED = DYNAMIC[2]
 
 @dataclass(frozen=True)
 class Cell:
-    """One configuration of one column, simulated."""
+    """One configuration of one column, simulated: throughput in tokens per second, times in ms."""
 
     published: Published
     throughput: float
@@ -81,7 +83,7 @@ class Cell:
 
     @property
     def deviations(self) -> tuple[float, float, float]:
-        """Of throughput, TTFT and TPOT, in percent of what is published."""
+        """Of throughput, TTFT and TPOT, in percent of the published figures."""
         p = self.published
         pairs = ((self.throughput, p.throughput), (self.ttft_ms, p.ttft_ms), (self.tpot_ms, p.tpot_ms))
         simulated_to_published = [simulated / published - 1 for simulated, published in pairs]
@@ -90,7 +92,7 @@ class Cell:
 
 
 def table_4(outputs: tuple[int, ...] = (256, 1024), seeds: tuple[int, ...] = SEEDS) -> Iterator[Cell]:
-    """The rows with these output lengths, static ones first; each takes seconds."""
+    """Simulate the cells with these output lengths, the static column first; each takes seconds."""
     for column in (STATIC, DYNAMIC):
         for row in column:
             if row.output in outputs:
@@ -117,20 +119,20 @@ def _run(model: DeviceModel, policy: Callable[[], Policy], row: Published, seed:
 
 
 def prompt_line() -> tuple[float, float]:
-    """Seconds of a call for a prompt whatever its length, and seconds a token: through the means of both lengths."""
+    """The cost of a prompt: constant seconds per call, and seconds per token; a line through the means of both lengths."""
     short, long = (_mean([_prompt_seconds(row) for row in STATIC if row.prompt == prompt]) for prompt in (256, 1024))
     per_token = (long - short) / (1024 - 256)
     return short - 256 * per_token, per_token
 
 
 def step_seconds(prompt: int, output: int) -> float:
-    """Of a step of decode with nothing beside: the static TPOT without the prompts that the other slots ran."""
+    """Seconds of a decode step alone: the static TPOT without the prompts that the other three requests' places ran."""
     (row,) = (row for row in STATIC if (row.prompt, row.output) == (prompt, output))
     return row.tpot_ms / 1e3 - (MAX_SEQS - 1) * _prompt_seconds(row) / (output - 1)
 
 
 def _prompt_seconds(row: Published) -> float:
-    """What is left of a slot's cycle without its steps of decode."""
+    """Seconds of a prompt: the cycle of one running place without its decode steps."""
     return MAX_SEQS * row.output / row.throughput - (row.output - 1) * row.tpot_ms / 1e3
 
 
@@ -141,7 +143,7 @@ def _static_model(prompt: int, output: int) -> DeviceModel:
 
 
 def _shared_model(prompt: int, output: int) -> DeviceModel:
-    """A call with rows of both phases takes as long as a step of decode beside a prompt, and holds what runs of it meanwhile."""
+    """A device with mixed calls: each takes as long as a decode step beside a prompt, and holds what runs of it meanwhile."""
     fixed, per_token = prompt_line()
     step, alone = step_seconds(prompt, output), fixed + per_token * prompt
     cores = per_token * prompt / PREFILL_SHARE

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers import PROMPT, SHORT, tokens_of
 
 from staticllm import StaticLLMConfig, StaticLLMPipeline
 from staticllm.compiler_passes import lower
@@ -19,21 +20,21 @@ from staticllm.pipelines.blobs import blob_set
 from staticllm.pipelines.blobs.blob_set import read_manifest, rewrite_manifest
 from staticllm.pipelines.blobs.cache import BlobCache
 from staticllm.pipelines.blobs.fingerprint import pass_digests
-from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.pipelines.model_loader import load as loader
 from staticllm.properties import resolve
 
-EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32}
-PROMPT = list(range(20, 45))
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
+SLOW = pytest.mark.slow
 
 
 def answer(path, **properties):
-    with StaticLLMPipeline(path, **EXACT, **properties) as pipe:
-        return list(pipe.generate(np.array([PROMPT]), max_new_tokens=12, ignore_eos=True).tokens[0])
+    with StaticLLMPipeline(path, **SHORT, **properties) as pipe:
+        return tokens_of(pipe)
 
 
 def load(path, **properties):
-    given = resolve({**EXACT, **properties}, {"INFERENCE_PRECISION_HINT"})
+    given = resolve({**SHORT, **properties}, {"INFERENCE_PRECISION_HINT"})
     return loader.load(path, "CPU", given.config, explicit=given.explicit)
 
 
@@ -45,17 +46,27 @@ def llama_set(tmp_path_factory, zoo):
     return folder
 
 
-@pytest.mark.parametrize("mode", ["shared", "phases", "single_row", "separate"])
-@pytest.mark.parametrize("name", ["llama", "lfm2", pytest.param("bloom", marks=pytest.mark.slow)])
-def test_a_set_says_what_the_model_says(name, mode, zoo, tmp_path):
-    expected = StatefulReference(zoo / name).greedy(PROMPT, 12)
+MODES = ("shared", "phases", "single_row", "separate")
+QUICK = {("llama", "phases"), ("llama", "separate"), ("lfm2", "shared")}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=() if (name, mode) in QUICK else SLOW)
+        for name in ("llama", "lfm2", "bloom")
+        for mode in MODES
+    ],
+)
+def test_a_set_says_what_the_model_says(name, mode, zoo, tmp_path, original):
+    expected = original(zoo / name).greedy(PROMPT, 12)
     target = tmp_path / "compiled.blob"
     assert answer(zoo / name, PROGRAMS=mode, BLOB_PATH=target, EXPORT_BLOB="YES") == expected
     assert answer(zoo / name, PROGRAMS=mode, BLOB_PATH=target) == expected
     assert [path.name for path in tmp_path.iterdir()] == ["compiled.blob"]
 
 
-@pytest.mark.parametrize("mode", ["OPTIMIZE_SPEED", "OPTIMIZE_SIZE"])
+@pytest.mark.parametrize("mode", ["OPTIMIZE_SPEED", pytest.param("OPTIMIZE_SIZE", marks=SLOW)])
 def test_blobs_hold_the_weights_or_leave_them_where_they_are(mode, zoo, tmp_path):
     target, weights = tmp_path / "blob", (zoo / "llama" / "openvino_model.bin").stat().st_size
     expected = answer(zoo / "llama", BLOB_PATH=target, EXPORT_BLOB="YES", CACHE_MODE=mode)
@@ -84,7 +95,7 @@ def test_what_is_not_asked_for_is_as_the_set_has_it(zoo, llama_set):
 
 def test_the_same_set_loads_several_times_in_one_process(zoo, llama_set):
     pipes = [StaticLLMPipeline(zoo / "llama", BLOB_PATH=llama_set) for _ in range(3)]
-    answers = [pipe.generate(np.array([PROMPT]), max_new_tokens=8, ignore_eos=True).tokens[0] for pipe in pipes]
+    answers = [tokens_of(pipe, count=8) for pipe in pipes]
     for pipe in pipes:
         pipe.close()
     assert answers[0] == answers[1] == answers[2]
@@ -105,6 +116,7 @@ def test_encrypted_blobs_need_their_key(zoo, tmp_path):
         load(zoo / "llama", BLOB_PATH=target, CACHE_ENCRYPTION_CALLBACKS=(crypt, lambda data: {}["key"]))
 
 
+@SLOW
 def test_weights_may_lie_encrypted(zoo, tmp_path):
     expected, model = answer(zoo / "llama"), tmp_path / "model"
     shutil.copytree(zoo / "llama", model)
@@ -134,7 +146,8 @@ from staticllm.pipelines.blobs import export as blob_export
 from staticllm.pipelines.model_loader import load as loader
 from staticllm.properties import resolve
 
-model, blobs, scratch = map(Path, sys.argv[1:])
+model, blobs, scratch = map(Path, sys.argv[1:4])
+num_bits, num_cuts = int(sys.argv[4]), int(sys.argv[5])
 random.seed(0)
 shutil.copytree(model, scratch / "model")
 refused, reasons, ran = 0, set(), []
@@ -162,11 +175,11 @@ places = [("set", name) for name in names] + [("model", "openvino_model.xml"), (
 for folder, name in places:
     path = scratch / folder / name
     whole = path.read_bytes()
-    for index in range(200 // len(places)):
+    for index in range(num_bits // len(places)):
         place = random.randrange(len(whole))
         path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << random.randrange(8))]) + whole[place + 1:])
         attempt(f"bit {folder}/{name} {place}")
-    for index in range(20):
+    for index in range(num_cuts):
         path.write_bytes(whole[:random.randrange(len(whole))])
         attempt(f"cut {folder}/{name}")
     path.unlink()
@@ -185,16 +198,17 @@ print(json.dumps({"refused": refused, "ran": ran, "reasons": sorted(reasons)}))
 """
 
 
-def test_nothing_that_was_changed_is_loaded(zoo, llama_set, tmp_path):
+def test_nothing_that_was_changed_is_loaded(zoo, llama_set, tmp_path, in_full):
+    num_bits, num_cuts, least = (200, 20, 280) if in_full else (40, 4, 70)
     done = subprocess.run(
-        [sys.executable, "-c", CORRUPTIONS, zoo / "llama", llama_set, tmp_path],
+        [sys.executable, "-c", CORRUPTIONS, zoo / "llama", llama_set, tmp_path, str(num_bits), str(num_cuts)],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert not found["ran"] and found["refused"] >= 280
+    assert not found["ran"] and found["refused"] >= least
     for reason in (
         "OpenVINO 2026.3.0, blob 2026.4",
         "weights digest",
@@ -244,11 +258,11 @@ def test_export_replaces_a_set_and_nothing_else(zoo, tmp_path):
 # -- the cache
 
 
-def test_the_second_start_loads_what_the_first_compiled(zoo, tmp_path):
+def test_the_second_start_loads_what_the_first_compiled(zoo, tmp_path, original):
     first, second = (load(zoo / "llama", CACHE_DIR=tmp_path) for _ in range(2))
     assert (first.origin, second.origin) == ("compiled", "cache")
     assert second.programs.costs and second.programs.shape == first.programs.shape
-    assert answer(zoo / "llama", CACHE_DIR=tmp_path) == StatefulReference(zoo / "llama").greedy(PROMPT, 12)
+    assert answer(zoo / "llama", CACHE_DIR=tmp_path) == original(zoo / "llama").greedy(PROMPT, 12)
     other = load(zoo / "llama", CACHE_DIR=tmp_path, MAX_PROMPT_LEN=32)
     assert other.origin == "compiled" and len(BlobCache(tmp_path).entries()) == 2
 
@@ -265,7 +279,7 @@ def test_a_damaged_set_in_the_cache_is_compiled_again(zoo, tmp_path):
     assert load(zoo / "llama", CACHE_DIR=tmp_path).origin == "cache"
 
 
-@pytest.mark.parametrize("property_name", ["CACHE_DIR", "BLOB_PATH"])
+@pytest.mark.parametrize("property_name", ["CACHE_DIR", pytest.param("BLOB_PATH", marks=SLOW)])
 def test_a_full_disk_leaves_no_half_set(property_name, zoo, tmp_path, monkeypatch):
     count, write = [], blob_set._write
 
@@ -285,6 +299,7 @@ def test_a_full_disk_leaves_no_half_set(property_name, zoo, tmp_path, monkeypatc
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
 
 
+@SLOW
 def test_the_least_recently_used_go_first_and_what_is_in_use_stays(zoo, tmp_path):
     for length in (16, 32, 48):
         load(zoo / "llama", CACHE_DIR=tmp_path, MAX_PROMPT_LEN=length)
@@ -318,7 +333,7 @@ print(json.dumps([loaded.origin, {path.name: file_digest(path) for path in files
 """
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=SLOW)])
 def test_of_several_processes_one_compiles_and_the_others_load(count, zoo, tmp_path):
     children = [
         subprocess.Popen(
@@ -351,7 +366,7 @@ while True:
 """
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_process_that_is_killed_at_any_moment_leaves_a_cache_that_works(zoo, tmp_path):
     random = np.random.default_rng(0)
     for _ in range(20):
@@ -372,11 +387,11 @@ def test_a_process_that_is_killed_at_any_moment_leaves_a_cache_that_works(zoo, t
         assert left == set(entry.manifest.blobs), "what a dead process had begun is removed"
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen2_moe"])
-def test_a_model_whose_blobs_say_something_else_runs_without_them(name, zoo, tmp_path):
+def test_a_model_whose_blobs_say_something_else_runs_without_them(name, zoo, tmp_path, original):
     """OpenVINO 2026.4: blobs of mixtures of experts are refused, or answer otherwise than what they were made from."""
-    expected = StatefulReference(zoo / name).greedy(PROMPT, 12)
+    expected = original(zoo / name).greedy(PROMPT, 12)
     with pytest.raises(BlobError, match="answer otherwise"):
         load(zoo / name, BLOB_PATH=tmp_path / "blob", EXPORT_BLOB=True)
     for _ in range(2):  # tried once: the second start knows

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 from click.testing import CliRunner
@@ -12,17 +10,11 @@ from staticllm.cli import cli
 from staticllm.pipelines.diagnostics import memory as plan
 from staticllm.pipelines.diagnostics.doctor import examine
 
-STATICLLM = [sys.executable, "-m", "staticllm"]
-
-
-def staticllm(*arguments, stdin=""):
-    return subprocess.run(
-        [*STATICLLM, *map(str, arguments)], input=stdin, capture_output=True, text=True, check=False, encoding="utf-8"
-    )
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory, zoo):
+def cache(tmp_path_factory, zoo, staticllm):
     """A cache with one set, and the set exported from it."""
     folder = tmp_path_factory.mktemp("cache")
     done = staticllm("run", "hello", "-m", zoo / "llama", "-n", 2, "--max-prompt-len", 64, "-p", f"CACHE_DIR={folder}")
@@ -30,7 +22,7 @@ def cache(tmp_path_factory, zoo):
     return folder
 
 
-def test_sets_are_listed_verified_exported_and_imported(cache, tmp_path):
+def test_sets_are_listed_verified_exported_and_imported(cache, tmp_path, staticllm):
     (row,) = json.loads(staticllm("cache", "ls", cache, "--json").stdout)
     assert row["max_prompt_len"] == 64 and row["device"] == "CPU" and not row["problem"]
     text = staticllm("cache", "ls", cache).stdout
@@ -63,7 +55,7 @@ def test_sets_are_listed_verified_exported_and_imported(cache, tmp_path):
         (["import", "{cache}", "/no/such/set"], "no blob set at"),
     ],
 )
-def test_mistakes_get_one_line(arguments, message, cache):
+def test_mistakes_get_one_line(arguments, message, cache, staticllm):
     done = staticllm("cache", *(str(argument).format(cache=cache) for argument in arguments))
     assert done.returncode == 1 and message in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
@@ -77,14 +69,14 @@ def test_mistakes_get_one_line(arguments, message, cache):
         (["export", "{cache}", "", "x"], "KEY is empty"),
     ],
 )
-def test_wrong_usage_removes_and_copies_nothing(arguments, message, cache, tmp_path, monkeypatch):
+def test_wrong_usage_removes_and_copies_nothing(arguments, message, cache, tmp_path, monkeypatch, staticllm):
     monkeypatch.chdir(tmp_path)
     done = staticllm("cache", *(argument.format(cache=cache) for argument in arguments))
     assert done.returncode == 2 and message in done.stderr and not list(tmp_path.iterdir())
     assert "1 sets" in staticllm("cache", "ls", cache).stdout
 
 
-def test_a_damaged_set_that_is_imported_leaves_nothing(cache, tmp_path):
+def test_a_damaged_set_that_is_imported_leaves_nothing(cache, tmp_path, staticllm):
     (row,) = json.loads(staticllm("cache", "ls", cache, "--json").stdout)
     assert staticllm("cache", "export", cache, row["key"], tmp_path / "set").returncode == 0
     (blob, *_) = (tmp_path / "set").glob("*.blob")
@@ -94,7 +86,7 @@ def test_a_damaged_set_that_is_imported_leaves_nothing(cache, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_plan_answers_for_an_npu_that_is_not_there(zoo):
+def test_plan_answers_for_an_npu_that_is_not_there(zoo, staticllm):
     import openvino as ov
 
     if any(name.startswith("NPU") for name in ov.Core().available_devices):
@@ -110,7 +102,7 @@ def test_plan_answers_for_an_npu_that_is_not_there(zoo):
     assert len(done.stderr.strip().splitlines()) == 1 and not (zoo / "never").exists()
 
 
-def test_plan_says_whether_it_fits(zoo, monkeypatch):
+def test_plan_says_whether_it_fits(zoo, monkeypatch, staticllm):
     found = json.loads(staticllm("plan", zoo / "lfm2", "--json").stdout)
     assert found["fits"] and found["needed"] == sum(found["bytes"].values()) < found["available"]
     assert found["bytes"]["recurrent states"] > 0 and found["variants"]
@@ -119,7 +111,7 @@ def test_plan_says_whether_it_fits(zoo, monkeypatch):
     assert done.exit_code == 1 and "it does not fit: lower" in done.output
 
 
-def test_doctor_finds_the_cpu_and_tests_it(cache):
+def test_doctor_finds_the_cpu_and_tests_it(cache, staticllm):
     done = staticllm("doctor", "--device", "CPU", "--cache-dir", cache, "--json")
     findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
     assert done.returncode == 0
@@ -130,7 +122,7 @@ def test_doctor_finds_the_cpu_and_tests_it(cache):
     assert done.returncode == 1 and "FAIL  self-test TOASTER" in done.stdout and "tqdm 4" in done.stdout
 
 
-def test_compile_verifies_what_it_wrote(zoo, tmp_path):
+def test_compile_verifies_what_it_wrote(zoo, tmp_path, staticllm):
     done = staticllm("compile", zoo / "llama", "--export-blob", tmp_path / "set", "--verify", "--max-prompt-len", 64)
     assert done.returncode == 0, done.stderr
     assert "verified: " in done.stdout and "tokens agree" in done.stdout

@@ -18,12 +18,12 @@ from helpers import a_manifest
 
 from staticllm import StaticLLMError, demo_model_path
 from staticllm.core import Variant
-from staticllm.kvcache.cache import StoredSequence
 from staticllm.kvcache.snapshot import load, save
+from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.blobs.manifest import ManifestError, StoredBlob, decode, encode
 from staticllm.testing import fake_runner
 
-IDENTITY = {"model": "fake", "row type": "f32"}
+IDENTITY = {"model": "fake", "KV type": "f32"}
 NUMBERS = [b"-1", b"0", b"1", b"99999999", b"2147483648", b"18446744073709551615", b"1e9", b"NaN", b"9" * 5000]
 WORDS = [b"\xff\xff\xff\x7f", b"\xff\xff\xff\xff", b"\0\0\0\x80", b"\0\0\0\0"]
 LONGEST = 20.0
@@ -130,7 +130,7 @@ def _used(what, folder):
     return "harmless"
 
 
-@pytest.mark.parametrize(("what", "count"), [("model", 3000), ("tokenizer", 3000)])
+@pytest.mark.parametrize(("what", "count"), [("model", 3000), pytest.param("tokenizer", 3000, marks=pytest.mark.slow)])
 def test_model_and_tokenizer_files(what, count, num_cases):
     first, last, found = 0, num_cases(count), Counter()
     command = [sys.executable, str(Path(__file__)), what]

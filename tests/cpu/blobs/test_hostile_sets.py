@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from helpers import FINGERPRINT, KEY, a_manifest, a_set, forge
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from quick import examples
 
 from staticllm import StaticLLMPipeline
 from staticllm.cli import cli
@@ -19,6 +20,8 @@ from staticllm.pipelines.blobs.blob_set import MANIFEST, copy_set, read_manifest
 from staticllm.pipelines.blobs.cache import BlobCache, key_of
 from staticllm.pipelines.blobs.fingerprint import bytes_digest
 from staticllm.pipelines.blobs.manifest import ManifestError, StoredBlob, _canonical, _framed, decode, encode
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 def renamed(name):
@@ -161,7 +164,7 @@ def test_a_digest_that_is_no_text_in_utf_8_is_refused():
         decode(_framed(CONTENT, "\ud800", False))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.sampled_from(PATHS), st.sampled_from(VALUES))
 def test_a_field_that_is_missing_or_something_else_is_refused_or_harmless(path, value):
     """With a right digest. What is accepted can be read, and comes back as it was."""
@@ -178,7 +181,7 @@ def test_a_field_that_is_missing_or_something_else_is_refused_or_harmless(path, 
 JSON = st.recursive(st.none() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_what_is_no_manifest_is_refused(data):
     with pytest.raises(Exception, match="damaged") as error:
@@ -192,7 +195,7 @@ def test_an_unknown_field_names_itself(tmp_path):
     assert "'surprise'" in refused(tmp_path / "set")
 
 
-def test_one_bad_manifest_in_a_cache_stops_nobody(tmp_path):
+def test_one_bad_manifest_in_a_cache_stops_nobody(tmp_path, staticllm):
     cache = BlobCache(tmp_path)
     good, bad = key_of(FINGERPRINT), "f" * 24
     a_set(cache.path(good))
@@ -202,10 +205,7 @@ def test_one_bad_manifest_in_a_cache_stops_nobody(tmp_path):
     problems = {entry.key: problem for entry, problem in cache.verify()}
     assert not problems[good] and bad in problems[bad]
     for verb in ("ls", "verify"):
-        done = subprocess.run(
-            [sys.executable, "-m", "staticllm", "cache", verb, str(tmp_path), "--json"],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        done = staticllm("cache", verb, tmp_path, "--json")
         assert {row["key"] for row in json.loads(done.stdout)} == {good, bad}, done.stderr
     assert {entry.key for entry in cache.prune(0)} == {good, bad}
 

@@ -17,6 +17,8 @@ from staticllm.pipelines.blobs.blob_set import MANIFEST, is_ours, read_manifest,
 from staticllm.pipelines.blobs.cache import BlobCache
 from staticllm.pipelines.blobs.file_lock import acquire, locked
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 REPLACE = """
 import sys
 from pathlib import Path
@@ -133,6 +135,7 @@ def test_the_same_model_twice_in_one_thread(zoo, tmp_path):
         assert len(second.generate("hello", max_new_tokens=2, ignore_eos=True).tokens[0]) == 2
 
 
+@pytest.mark.slow
 def test_again_in_an_except_block(zoo, tmp_path):
     def fails(event):
         if event.stage == "warm-up":

@@ -1,4 +1,4 @@
-"""``staticllm bench`` and ``--profile``: what they measure is what they say."""
+"""``staticllm bench`` and ``--profile``: the reports match the measurements."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ from click.testing import CliRunner
 from staticllm.cli import cli
 from staticllm.pipelines.profiling.trace import Trace
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SMALL = ["--max-prompt-len", "64", "--min-response-len", "64", "-r", "1"]
 
 
-def bench(*arguments):
-    result = CliRunner().invoke(cli, ["bench", *SMALL, *arguments])
-    assert result.exit_code == 0, result.output
-    return result
+@pytest.fixture
+def bench(zoo):
+    def bench(*arguments):
+        result = CliRunner().invoke(cli, ["bench", "-m", str(zoo / "llama"), *SMALL, *arguments])
+        assert result.exit_code == 0, result.output
+        return result
+
+    return bench
 
 
-def test_every_test_has_a_row_in_every_format(tmp_path):
+def test_every_test_has_a_row_in_every_format(bench):
     which = ["--n-prompt", "16,40", "-n", "8", "-d", "0,30", "-c", "3"]
     names = ["pp16", "pp40", "tg8", "tg8 @ d30", "c3"]
     rows = json.loads(bench(*which, "--json").stdout)
@@ -43,17 +49,19 @@ def test_every_test_has_a_row_in_every_format(tmp_path):
     assert "█" in chart
 
 
-@pytest.mark.parametrize("layout", ["separate", "shared", "phases", "single_row"])
-def test_the_programs_that_ran_are_named(layout):
+@pytest.mark.parametrize(
+    "layout", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("separate", "shared")), "phases", "single_row"]
+)
+def test_the_programs_that_ran_are_named(layout, bench):
     (row,) = json.loads(bench("--n-prompt", "8", "-n", "0", "--programs", layout, "-o", "json").stdout)
     assert row["programs"] == layout
 
 
-def test_a_profile_is_printed_and_written(tmp_path):
+def test_a_profile_is_printed_and_written(tmp_path, bench):
     result = bench("--n-prompt", "16", "-n", "8", "--profile", str(tmp_path / "trace.json"))
     lines = result.stderr.splitlines()
     parts = {line.split()[0] for line in lines}
-    assert {"device", "plan", "masks", "rows", "sampling", "other", "together"} <= parts
+    assert {"device", "plan", "prepare", "commit", "sampling", "other", "together"} <= parts
     steps = Trace.load(tmp_path / "trace.json").steps
     assert sum(len(step.decode) for step in steps) == 2 * 8 and all(step.host.total > 0 for step in steps)
     device = next(line for line in lines if line.startswith("device")).split()

@@ -1,4 +1,4 @@
-"""The command line as a user has it: child processes, pipes, a terminal."""
+"""The command line as a user runs it: child processes, pipes, a terminal."""
 
 from __future__ import annotations
 
@@ -11,18 +11,12 @@ import sys
 import time
 
 import pytest
+from command_line import ENVIRONMENT, STATICLLM, in_child, in_here
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 PROMPT, TAKEN = "\x1b[?2004h", "\x1b[?2004l"
 """What prompt_toolkit sends when it begins to read a line and when it has one: pasted text is marked meanwhile."""
-STATICLLM = [sys.executable, "-m", "staticllm"]
-ENVIRONMENT = {**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": ""}
-
-
-def staticllm(*arguments, stdin=""):
-    return subprocess.run(
-        [*STATICLLM, *map(str, arguments)],
-        input=stdin, capture_output=True, text=True, encoding="utf-8", timeout=60, env=ENVIRONMENT, check=False,
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +25,12 @@ def llama(zoo):
 
 
 def test_run_prints_the_answer_and_stats(llama):
-    done = staticllm("run", "hello", "-m", llama, "-n", 12, "--stats")
+    done = in_child("run", "hello", "-m", llama, "-n", 12, "--stats")
     assert done.returncode == 0 and done.stdout.strip()
     assert "12 generated (length)" in done.stderr and "TTFT" in done.stderr and "TPOT" in done.stderr
 
 
-def test_run_takes_stdin_and_says_the_same(llama):
+def test_run_reads_stdin_with_the_same_answer(llama, staticllm):
     from_stdin, from_argument = (
         staticllm("run", "-m", llama, "-n", 12, stdin="hello"),
         staticllm("run", "hello", "-m", llama, "-n", 12),
@@ -45,30 +39,40 @@ def test_run_takes_stdin_and_says_the_same(llama):
 
 
 @pytest.mark.parametrize(
-    ("data", "word"), [(b"abc\xff", b"byte 0xff at 3"), (b"\x7fELF\x02\x00", b"a zero byte at 5"), (b"", b"empty")]
+    ("data", "word"),
+    [
+        (b"abc\xff", b"byte 0xff at 3"),
+        pytest.param(b"\x7fELF\x02\x00", b"a zero byte at 5", marks=pytest.mark.slow),
+        pytest.param(b"", b"empty", marks=pytest.mark.slow),
+    ],
 )
-def test_what_is_no_text_is_refused_in_one_line(data, word):
+def test_input_that_is_no_text_is_refused_in_one_line(data, word):
     command = [*STATICLLM, "run", "-n", "4"]
     done = subprocess.run(command, input=data, capture_output=True, timeout=60, env=ENVIRONMENT, check=False)
     assert done.returncode == 1 and not done.stdout
     assert word in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
+ASCII_ONLY = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+FOX = "What is a 🦊?"
+
+
 @pytest.mark.skipif(os.name == "nt", reason="arguments are Unicode there")
-def test_utf8_is_utf8_whatever_the_locale_is():
+@pytest.mark.parametrize(
+    ("extra", "stdin", "environment"),
+    [
+        pytest.param((FOX,), None, ENVIRONMENT, id="as usual", marks=pytest.mark.slow),
+        pytest.param((FOX,), None, ASCII_ONLY, id="argument"),
+        pytest.param((), FOX.encode(), ASCII_ONLY, id="pipe", marks=pytest.mark.slow),
+    ],
+)
+def test_utf8_is_read_under_every_locale(extra, stdin, environment):
     """``LC_ALL=C`` without Python's UTF-8 mode: arguments then come as escaped bytes, and pipes as ASCII."""
-    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command, text = [*STATICLLM, "run", "-n", "4", "--json"], "What is a 🦊?"
-    runs = [
-        subprocess.run([*command, *extra], input=stdin, capture_output=True, timeout=60, env=env, check=False)
-        for extra, stdin, env in (
-            ((text,), None, ENVIRONMENT),
-            ((text,), None, ascii_only),
-            ((), text.encode(), ascii_only),
-        )
-    ]
-    counts = [json.loads(run.stdout)["prompt_tokens"] for run in runs]
-    assert counts[0] == counts[1] == counts[2], [run.stderr for run in runs]
+    options = ["run", "-n", "4", "--json"]
+    command = [*STATICLLM, *options, *extra]
+    done = subprocess.run(command, input=stdin, capture_output=True, timeout=60, env=environment, check=False)
+    expected = json.loads(in_here(*options, FOX).stdout)["prompt_tokens"]
+    assert json.loads(done.stdout)["prompt_tokens"] == expected, done.stderr
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a POSIX shell closes it")
@@ -79,6 +83,7 @@ def test_a_closed_standard_output_is_one_line(llama):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_run_survives_a_full_disk(llama):
     command = [*STATICLLM, "run", "-m", str(llama), "-n", "4"]
     if os.path.exists("/dev/full"):  # noqa: PTH110 - a device, not a path of ours
@@ -89,17 +94,17 @@ def test_run_survives_a_full_disk(llama):
         assert done.returncode == 1 and b"No space left" in done.stderr and b"Traceback" not in done.stderr
 
 
-def test_temperature_zero_is_greedy(llama):
+def test_temperature_zero_is_greedy(llama, staticllm):
     runs = [staticllm("run", "hello", "-m", llama, "-n", 8, *extra).stdout for extra in ((), ("--temperature", 0))]
     assert runs[0] == runs[1]
 
 
-def test_run_json(llama):
+def test_run_json(llama, staticllm):
     report = json.loads(staticllm("run", "hello", "-m", llama, "-n", 5, "--json").stdout)
     assert report["generated_tokens"] == 5 and report["finish_reason"] == "length" and report["text"]
 
 
-def test_the_embedded_model_is_the_default():
+def test_the_embedded_model_is_the_default(staticllm):
     done = staticllm("run", "What is an NPU?", "-n", 24)
     assert done.returncode == 0 and len(done.stdout.split()) > 8
 
@@ -129,13 +134,13 @@ def test_the_embedded_model_is_the_default():
         (["inspect", "/no/such/model"], 1, "no model directory"),
     ],
 )
-def test_mistakes_get_one_line_and_a_code(arguments, code, word):
+def test_mistakes_get_one_line_and_a_code(arguments, code, word, staticllm):
     done = staticllm(*arguments)
     assert done.returncode == code and word in done.stderr and "Traceback" not in done.stderr
     assert code == 2 or len(done.stderr.strip().splitlines()) == 1
 
 
-def test_inspect(zoo):
+def test_inspect(zoo, staticllm):
     report = json.loads(staticllm("inspect", zoo / "gemma2", "--json").stdout)
     assert report["num_states"] == 8 and report["masks"] == ["causal", "window:32"]
     assert report["layers"][0] == {"layer": 0, "query_heads": 4, "kv_heads": 2, "head_dim": 16, "mask": "window:32"}
@@ -148,8 +153,8 @@ def test_inspect(zoo):
         assert word in text.stdout
 
 
-@pytest.mark.parametrize("mode", ["separate", "shared"])
-def test_compile_exports_blobs_that_the_device_imports(llama, tmp_path, mode):
+@pytest.mark.parametrize("mode", [pytest.param("separate", marks=pytest.mark.slow), "shared"])
+def test_compile_exports_blobs_that_the_device_imports(llama, tmp_path, mode, staticllm):
     import openvino as ov
 
     target = tmp_path / "blobs"
@@ -171,6 +176,7 @@ def test_compile_exports_blobs_that_the_device_imports(llama, tmp_path, mode):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["blobs"], "nothing half-written is left"
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_it_quietly(llama):
     child = subprocess.Popen(
         [*STATICLLM, "run", "hello", "-m", str(llama), "-n", "1000"],
@@ -184,7 +190,8 @@ def test_a_closed_pipe_ends_it_quietly(llama):
     child.stderr.close()
 
 
-def test_tokens_appear_as_they_come(llama):
+@pytest.mark.slow
+def test_tokens_appear_as_they_are_generated(llama):
     child = subprocess.Popen(
         [*STATICLLM, "run", "hello", "-m", str(llama), "-n", "900", "--raw"],
         stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env=ENVIRONMENT,
@@ -281,12 +288,14 @@ class TestChat:
         terminal.type("/exit\r")
         assert terminal.leaves() == 0
 
+    @pytest.mark.slow
     def test_turns_and_ctrl_d(self, terminal):
         terminal.type("hello\r")
         terminal.read_until(PROMPT)
         terminal.type("\x04")
         assert terminal.leaves() == 0
 
+    @pytest.mark.slow
     def test_a_full_conversation_begins_anew(self, terminal):
         terminal.type("hello\r")
         terminal.read_until(PROMPT, 60)
@@ -310,6 +319,7 @@ class TestChat:
         terminal.type("\x04")
         assert terminal.leaves() == 0
 
+    @pytest.mark.slow
     def test_ctrl_c_twice_leaves(self, terminal):
         time.sleep(
             1

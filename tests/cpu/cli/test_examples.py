@@ -1,4 +1,4 @@
-"""The examples as a user meets them: the terminal chat in a child process, the window on a virtual screen."""
+"""The examples: the terminal chat in a child process, the window on a virtual screen."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
 MODEL = Path(os.environ.get("STATICLLM_ZOO", ROOT.parent / "shared" / "zoo")) / "llama"
 HINT = "Type a message below and press Enter. Escape, or Stop, ends an answer.\n"
-PATIENCE = 60  # seconds; only a failing test waits that long
+TIMEOUT = 60  # seconds; only a failing test waits that long
 PROMPT_SECONDS = 2  # "promptly": much more than a token takes, on a busy machine too
 
 
@@ -61,7 +61,7 @@ def screen() -> Iterator[None]:
         patch.delenv("XAUTHORITY", raising=False)
         yield
     server.terminate()
-    server.wait(PATIENCE)
+    server.wait(TIMEOUT)
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ class Driver:
         """Turn the loop until ``condition`` holds. Returns the seconds that it took."""
         start = time.perf_counter()
         while not condition():
-            assert time.perf_counter() - start < PATIENCE, f"waited in vain; the window shows {self.text[-300:]!r}"
+            assert time.perf_counter() - start < TIMEOUT, f"waited in vain; the window shows {self.text[-300:]!r}"
             self.root.update()
             time.sleep(0.002)
         return time.perf_counter() - start
@@ -173,11 +173,12 @@ def run_terminal(*arguments: str, stdin: str) -> subprocess.CompletedProcess[str
         capture_output=True,
         encoding="utf-8",
         env={**os.environ, "PYTHONUTF8": "1"},
-        timeout=PATIENCE,
+        timeout=TIMEOUT,
         check=False,
     )
 
 
+@pytest.mark.slow
 def test_terminal_answers(model_dir: Path) -> None:
     done = run_terminal(str(model_dir), stdin="hello\n")
     assert done.returncode == 0, done.stderr
@@ -186,7 +187,8 @@ def test_terminal_answers(model_dir: Path) -> None:
     assert not done.stderr
 
 
-def test_terminal_starts_anew_when_the_conversation_is_too_long(model_dir: Path) -> None:
+@pytest.mark.slow
+def test_terminal_starts_a_new_conversation_when_it_is_too_long(model_dir: Path) -> None:
     done = run_terminal(str(model_dir), stdin="x " * 2000 + "\nhello\n")
     assert done.returncode == 0, done.stderr
     assert "MAX_PROMPT_LEN" in done.stdout
@@ -194,7 +196,7 @@ def test_terminal_starts_anew_when_the_conversation_is_too_long(model_dir: Path)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pseudo-terminals are POSIX")
-@pytest.mark.parametrize("moment", ["at the prompt", "in an answer"])
+@pytest.mark.parametrize("moment", [pytest.param("at the prompt", marks=pytest.mark.slow), "in an answer"])
 def test_ctrl_c_in_the_terminal_leaves_no_traceback(model_dir: Path, moment: str) -> None:
     import pty
 
@@ -206,7 +208,7 @@ def test_ctrl_c_in_the_terminal_leaves_no_traceback(model_dir: Path, moment: str
     os.close(child_end)
 
     def read_until(word: str) -> str:
-        text, until = "", time.monotonic() + PATIENCE
+        text, until = "", time.monotonic() + TIMEOUT
         while word not in text:
             assert select.select([end], [], [], max(until - time.monotonic(), 0))[0], f"{word!r} never came: {text!r}"
             text += os.read(end, 4096).decode(errors="replace")
@@ -224,7 +226,7 @@ def test_ctrl_c_in_the_terminal_leaves_no_traceback(model_dir: Path, moment: str
         else:
             time.sleep(0.5)  # a signal before Python waits for keys is only seen at the next key
             child.send_signal(signal.SIGINT)
-        assert child.wait(PATIENCE) == 0
+        assert child.wait(TIMEOUT) == 0
         assert "Traceback" not in os.read(end, 65536).decode(errors="replace")
     finally:
         child.kill()
@@ -263,7 +265,7 @@ def test_text_streams(driver: Driver) -> None:
 
 
 def longest_gap(driver: Driver) -> float:
-    """Seconds between two ticks of a 20 ms ticker, at worst, while an answer of full length comes."""
+    """The longest time in seconds between two ticks of a 20 ms ticker while an answer of full length arrives."""
     ticks = []
 
     def tick() -> None:

@@ -1,4 +1,4 @@
-"""The bar on stderr: on a terminal only, with a clock, gone when it is done."""
+"""The progress bar on stderr: on a terminal only, with a clock, cleared at the end."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_load_is_followed_part_by_part_and_the_line_is_cleared(screen):
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
-def test_what_is_closed_early_stays_away(screen):
+def test_a_bar_that_is_closed_early_does_not_return(screen):
     with redirect_stderr(screen), progress("running the prompt") as shown:
         wait_for(screen, "running the prompt")
         shown.close()
@@ -82,7 +82,7 @@ def test_a_line_of_output_clears_the_bar_first(screen, capsys):
 
 
 @pytest.mark.parametrize("stderr", [io.StringIO(), None])
-def test_nothing_is_written_where_there_is_no_terminal(stderr, monkeypatch):
+def test_nothing_is_written_without_a_terminal(stderr, monkeypatch):
     monkeypatch.setattr(progress_module, "DELAY_SECONDS", 0.0)
     with redirect_stderr(stderr), progress("loading") as shown:
         time.sleep(0.05)
@@ -90,7 +90,7 @@ def test_nothing_is_written_where_there_is_no_terminal(stderr, monkeypatch):
     assert stderr is None or stderr.getvalue() == ""
 
 
-def test_what_is_quick_shows_nothing(screen, monkeypatch):
+def test_quick_work_shows_no_bar(screen, monkeypatch):
     monkeypatch.setattr(progress_module, "DELAY_SECONDS", 10.0)
     with redirect_stderr(screen), progress("loading"):
         pass

@@ -1,4 +1,4 @@
-"""What the README shows, run as it stands there."""
+"""The snippets of README and docs run as they stand there."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ import pytest
 
 from staticllm import errors
 
-PAGES = {"README.md": 2, "docs/conversations.md": 2, "docs/errors.md": 1, "docs/packaging.md": 1}
-"""Pages of which every snippet runs by itself, and how many there are."""
+NPU, RAIN = "An NPU is a neural processing unit", "Rain is water that falls from clouds."
+PAGES = {
+    "README.md": [(NPU, "Hello! How can I help you?"), (RAIN, "Once upon a time")],
+    "docs/conversations.md": [("I am", r"\([4-9]\d tokens were not computed again\)"), (RAIN,)],
+    "docs/errors.md": [("106 tokens, 64 fit\n" + RAIN,)],
+    "docs/packaging.md": [(NPU,)],
+}
+"""Pages of which every snippet runs by itself, and what each prints, as regular expressions, in this order."""
 
 
 def snippets(root, page):
@@ -21,10 +27,10 @@ def snippets(root, page):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("page", "number"), [(page, number) for page, count in PAGES.items() for number in range(count)]
+    ("page", "number"), [(page, number) for page, printed in PAGES.items() for number in range(len(printed))]
 )
 def test_each_snippet_runs_alone(root, page, number, tmp_path):
-    """As somebody has it who copies this one into a file."""
+    """As a user would run it who copies this one snippet into a file."""
     script = tmp_path / "snippet.py"
     script.write_text(snippets(root, page)[number], encoding="utf-8")
     done = subprocess.run(
@@ -32,11 +38,13 @@ def test_each_snippet_runs_alone(root, page, number, tmp_path):
         cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "utf-8"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split()) > 5 and "(0 tokens" not in done.stdout
+    assert re.search(".*".join(PAGES[page][number]), done.stdout, re.S), done.stdout
 
 
 def test_no_snippet_is_forgotten(root):
-    assert {page: len(snippets(root, page)) for page in PAGES} == PAGES
+    assert {page: len(snippets(root, page)) for page in PAGES} == {
+        page: len(printed) for page, printed in PAGES.items()
+    }
 
 
 def test_every_error_has_a_remedy_on_its_page(root):

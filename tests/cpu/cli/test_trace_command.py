@@ -1,10 +1,9 @@
-"""``staticllm trace`` as a user has it: record, look into the file, draw it."""
+"""``staticllm trace`` as a user runs it: record, read the file, draw it."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -12,14 +11,16 @@ import pytest
 from staticllm import StaticLLMPipeline
 from staticllm.pipelines.profiling.trace import Trace
 
-
-def trace(*arguments):
-    command = [sys.executable, "-m", "staticllm", "trace", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=120, check=False)
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 @pytest.fixture(scope="module")
-def recorded(zoo, tmp_path_factory):
+def trace(staticllm):
+    return partial(staticllm, "trace")
+
+
+@pytest.fixture(scope="module")
+def recorded(zoo, tmp_path_factory, trace):
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     load = ("--requests", 6, "--prompt-len", 40, "--new-tokens", 8, "--scheduler", "prefill_first")
     done = trace("record", "-o", path, "-m", zoo / "llama", *load, "--max-prompt-len", 64, "-p", "MAX_NUM_SEQS=2")
@@ -34,17 +35,17 @@ def test_record_writes_every_request(recorded):
     assert {"X", "M", "C", "i"} == {event["ph"] for event in events}
     ended = Trace.load(recorded).requests
     assert [len(request.token_times) for request in ended] == [8] * 6 and {r.num_prompt for r in ended} == {40}
-    assert any(event["name"] == "swapped" and event["ph"] == "X" for event in events), "six requests, two slots"
+    assert any(event["name"] == "swapped" and event["ph"] == "X" for event in events), "six requests, MAX_NUM_SEQS is 2"
 
 
 def test_slices_of_one_track_do_not_overlap(recorded):
-    """The engine's own clock: an open end of one call after the begin of the next would be lost in a viewer."""
+    """With the engine's own clock: viewers drop a slice that ends after the next one begins."""
     steps = Trace.load(recorded).steps
     assert all(before.end <= after.start for before, after in pairwise(steps))
     assert all(request.ended >= request.token_times[-1] for request in Trace.load(recorded).requests)
 
 
-def test_draw(recorded, tmp_path):
+def test_draw(recorded, tmp_path, trace):
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread
 
@@ -56,7 +57,7 @@ def test_draw(recorded, tmp_path):
     assert image.std() > 0.05, "it is blank"
 
 
-def test_the_rate_spreads_arrivals(zoo, tmp_path):
+def test_the_rate_spreads_arrivals(zoo, tmp_path, trace):
     load = ("--requests", 4, "--prompt-len", 8, "--new-tokens", 2, "--rate", 20, "--json")
     done = trace("record", "-o", tmp_path / "trace.json", "-m", zoo / "llama", "--max-prompt-len", 16, *load)
     arrivals = sorted(request.arrival for request in Trace.load(tmp_path / "trace.json").requests)
@@ -91,7 +92,7 @@ def test_a_pipeline_records(zoo, tmp_path):
         (["play"], 2, "No such command"),
     ],
 )
-def test_mistakes_get_one_line_and_a_code(arguments, code, word, tmp_path, monkeypatch):
+def test_mistakes_get_one_line_and_a_code(arguments, code, word, tmp_path, monkeypatch, trace):
     monkeypatch.chdir(tmp_path)
     done = trace(*arguments)
     assert done.returncode == code and word in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""``staticllm verify``: it agrees where there is agreement, and notices where there is none."""
+"""``staticllm verify``: it passes a correctly lowered model and notices wrong ones."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from staticllm.pipelines.diagnostics import verify as verification
 from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.pipelines.programs.model_runner import ModelRunner
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 def verify(*arguments):
     return CliRunner().invoke(cli, ["verify", *map(str, arguments)])
 
 
-def test_a_model_that_is_lowered_right_passes(zoo):
+def test_a_correctly_lowered_model_passes(zoo):
     result = verify(zoo / "qwen3", "--programs", "shared")
     assert result.exit_code == 0 and result.stdout.splitlines()[-1] == "the same as the original"
     assert len(result.stdout.splitlines()) == 2 * 5 + 1

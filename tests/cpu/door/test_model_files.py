@@ -147,6 +147,7 @@ for spare in (400, 200, 120, 80, 40, 20, 10, 5):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory as Linux has them")
 def test_without_memory_there_is_one_line_of_ours():
     done = subprocess.run(

@@ -19,6 +19,8 @@ from staticllm.pipelines.diagnostics.reference import EXACT
 from staticllm.pipelines.programs import compile_plan
 from staticllm.pipelines.programs.compile_plan import prepare
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SIZE, ROWS = 64, 3
 KINDS = {"u8": ov.Type.u8, "i8": ov.Type.i8, "u4": ov.Type.u4, "i4": ov.Type.i4}
 

@@ -24,6 +24,8 @@ from staticllm import (
     UnsupportedModelError,
 )
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 GREEDY = {"max_new_tokens": 6, "ignore_eos": True}
 
 
@@ -45,10 +47,10 @@ def stays_usable(request):
     yield
     assert pipe.generate(prompt, **GREEDY).tokens == before
     engine = pipe.engine
-    rows, requests, kept = engine.call(
+    rows, requests, kept = engine.run_between_steps(
         lambda: (
             engine.runner.cache.slots.num_used,
-            len(engine.kv_manager.requests),
+            len(engine.kv_manager.states),
             engine.kv_manager.prefix.idle_slots,
         )
     )

@@ -16,6 +16,8 @@ from staticllm.errors import PromptError
 from staticllm.pipelines.text import template_bounds
 from staticllm.pipelines.text.chat_template import MAX_TEMPLATE_CHARS, render
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 HELLO = [{"role": "user", "content": "Hi"}]
 

@@ -18,6 +18,8 @@ from staticllm.errors import ConfigError, GenerationConfigError, ModelError, Pro
 from staticllm.pipelines.model_loader.arguments import device_names
 from staticllm.pipelines.model_loader.genai_properties import from_genai, plain_properties
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SMALL = {"MAX_PROMPT_LEN": 128, "MIN_RESPONSE_LEN": 64, "INFERENCE_PRECISION_HINT": "f32"}
 QUESTION = [{"role": "user", "content": "What is an NPU?"}]
 
@@ -34,7 +36,7 @@ def scheduler(**fields):
     return config
 
 
-@pytest.mark.parametrize("backend", ["SDPA", "PA"])
+@pytest.mark.parametrize("backend", ["SDPA", pytest.param("PA", marks=pytest.mark.slow)])
 def test_arguments_of_genai_give_the_same_tokens(pipe, backend):
     other = StaticLLMPipeline(
         demo_model_path(),
@@ -65,7 +67,7 @@ def test_a_scheduler_config_is_mapped():
         from_genai({"scheduler_config": {}})
 
 
-@pytest.mark.parametrize("name", ["llama", "bloom", "demo"])
+@pytest.mark.parametrize("name", ["llama", "bloom", pytest.param("demo", marks=pytest.mark.slow)])
 def test_a_cache_size_becomes_rows_of_the_model(name, model_path):
     """As many as the arena has room for, by its own count of bytes; one longest sequence at least."""
     options = {"MAX_PROMPT_LEN": 32, "MIN_RESPONSE_LEN": 16, "KV_CACHE_PRECISION": "f32"}
@@ -99,7 +101,7 @@ def test_names_and_values_of_properties_become_plain():
     assert {type(name) for name in (*plain, *plain["PREFILL_CONFIG"])} == {str}
 
 
-@pytest.mark.parametrize("place", ["CACHE_DIR", "BLOB_PATH"])
+@pytest.mark.parametrize("place", ["CACHE_DIR", pytest.param("BLOB_PATH", marks=pytest.mark.slow)])
 def test_properties_of_openvino_go_with_blobs(pipe, tmp_path, place):
     asked = {
         hints.inference_precision: ov.Type.f32,
@@ -180,7 +182,7 @@ def test_a_chat_stays_in_its_form(pipe):
     pipe.generate(ids, max_new_tokens=3)
     with pytest.raises(GenerationConfigError, match="goes on in token ids"):
         pipe.generate("Hello!")
-    with pytest.raises(GenerationConfigError, match="one prompt a turn"):
+    with pytest.raises(GenerationConfigError, match="one prompt and one answer per turn"):
         pipe.generate(np.array([[5], [6]]))
     pipe.finish_chat()
     assert pipe.generate("Hello!", max_new_tokens=3)

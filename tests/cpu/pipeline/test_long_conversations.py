@@ -6,15 +6,13 @@ import random
 
 import numpy as np
 import pytest
+from helpers import EXACT, tokens_of
 
 from staticllm import SnapshotError, StaticLLMPipeline
 
-EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SMALL = {"MAX_PROMPT_LEN": 96, "MIN_RESPONSE_LEN": 64, **EXACT}
-
-
-def alone(pipe, prompt, count):
-    return pipe.generate(np.array(prompt), max_new_tokens=count, ignore_eos=True).tokens[0]
 
 
 @pytest.mark.parametrize("rule", ["truncate_middle", "shift"])
@@ -28,20 +26,20 @@ def test_long_prompts_and_long_answers_go_on(zoo, prompt_of, rule):
 def test_a_shifted_answer_is_that_of_the_tokens_which_are_left(zoo, prompt_of):
     prompt = prompt_of(90)
     with StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=96, MIN_RESPONSE_LEN=4, **EXACT) as pipe:
-        tokens = pipe.generate(np.array(prompt), max_new_tokens=20, ignore_eos=True, overflow="shift").tokens[0]
+        tokens = tokens_of(pipe, prompt, 20, overflow="shift")
         full = [*prompt, *tokens[:11]]  # one token more than there are rows
         kept = [*full[:4], *full[4 - 50 :]]
-        assert tokens[11:] == alone(pipe, kept, 9)
+        assert tokens[11:] == tokens_of(pipe, kept, 9)
 
 
 def test_rows_survive_the_process(zoo, prompt_of, tmp_path):
     prompt, path = prompt_of(60), tmp_path / "chat.rows"
     with StaticLLMPipeline(zoo / "llama", "CPU", **SMALL) as pipe:
-        answer = pipe.generate(np.array(prompt), max_new_tokens=20, ignore_eos=True).tokens[0]
+        answer = tokens_of(pipe, prompt, 20)
         longer = [*prompt, *answer, 5, 6]
         saved = pipe.save_snapshot(path, np.array(longer))
         expected = pipe.generate(np.array(longer), max_new_tokens=8, ignore_eos=True).tokens
-        with pytest.raises(SnapshotError, match="nothing that is known"):
+        with pytest.raises(SnapshotError, match="no known sequence"):
             pipe.save_snapshot(tmp_path / "no", np.array([900, 901, 902]))
     assert saved == 79 and [entry.name for entry in tmp_path.iterdir()] == ["chat.rows"]
     with StaticLLMPipeline(zoo / "llama", "CPU", **SMALL) as pipe:
@@ -74,6 +72,6 @@ def test_saved_rows_cannot_lie(zoo, prompt_of, tmp_path):
             pipe.load_snapshot(tmp_path / "nothing")
     with (
         StaticLLMPipeline(zoo / "qwen2", "CPU", **SMALL) as other,
-        pytest.raises(SnapshotError, match="rows of another model"),
+        pytest.raises(SnapshotError, match="is of another model"),
     ):
         other.load_snapshot(path)

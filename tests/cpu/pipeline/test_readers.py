@@ -11,6 +11,8 @@ import pytest
 
 from staticllm import ClosedError, GenerationConfigError, StaticLLMError, StaticLLMPipeline, demo_model_path
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SMALL = {"MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 192, "INFERENCE_PRECISION_HINT": "f32"}
 LONG = {"max_new_tokens": 190, "ignore_eos": True}
 
@@ -81,14 +83,14 @@ def test_whatever_a_callback_raises_ends_the_request_and_is_the_results(pipe, er
     handle = pipe.submit("hello", **LONG, callback=callback)
     with pytest.raises(type(error)):
         handle.result(timeout=30)
-    assert pipe.engine.call(lambda: pipe.engine.is_idle) or wait_until_idle(pipe)
+    assert pipe.engine.run_between_steps(lambda: pipe.engine.is_idle) or wait_until_idle(pipe)
     assert handle.finish_reason == "error"
 
 
 def wait_until_idle(pipe):
     until = time.monotonic() + 10
     while time.monotonic() < until:
-        if pipe.engine.call(lambda: pipe.engine.is_idle):
+        if pipe.engine.run_between_steps(lambda: pipe.engine.is_idle):
             return True
         time.sleep(0.01)
     return False

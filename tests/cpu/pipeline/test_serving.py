@@ -10,15 +10,18 @@ import warnings
 
 import numpy as np
 import pytest
+from helpers import EXACT, tokens_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from quick import examples
 
 import staticllm
 from staticllm import BusyError, ClosedError, GenerationConfigError, PromptError, StaticLLMPipeline
 from staticllm.pipelines.scheduling.interface import Plan
 from staticllm.pipelines.scheduling.planner import POLICIES
 
-EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SMALL = {"MAX_PROMPT_LEN": 96, "MIN_RESPONSE_LEN": 64, **EXACT}
 
 
@@ -31,21 +34,23 @@ def pipe(zoo):
 def held_slots(pipe):
     """Rows in use beside the idle conversations, and requests in the engine."""
     engine = pipe.engine
-    return engine.call(
+    return engine.run_between_steps(
         lambda: (
             engine.runner.cache.slots.num_used - engine.kv_manager.prefix.idle_slots,
-            len(engine.kv_manager.requests),
-            engine.kv_manager.host_pool.num_host_slots,
+            len(engine.kv_manager.states),
+            engine.kv_manager.host_pool.num_swapped_slots,
         )
     )
 
 
-def alone(pipe, prompt, count):
-    return pipe.generate(np.array(prompt), max_new_tokens=count, ignore_eos=True).tokens[0]
-
-
 @pytest.mark.parametrize("programs", ["shared", pytest.param("separate", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("scheduler", sorted(POLICIES))
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        name if name in ("dynamic", "chunked") else pytest.param(name, marks=pytest.mark.slow)
+        for name in sorted(POLICIES)
+    ],
+)
 def test_together_everybody_has_the_tokens_of_a_run_alone(zoo, prompt_of, scheduler, programs):
     prompts = [prompt_of(length, seed) for seed, length in enumerate((3, 70, 20, 90, 41, 1, 33))]
     with StaticLLMPipeline(
@@ -57,7 +62,7 @@ def test_together_everybody_has_the_tokens_of_a_run_alone(zoo, prompt_of, schedu
             together = [handle.result().tokens[0] for handle in handles]
         assert held_slots(pipe) == (0, 0, 0)
     with StaticLLMPipeline(zoo / "llama", "CPU", MAX_NUM_SEQS=1, PREFIX_CACHING=False, **SMALL) as single:
-        assert together == [alone(single, prompt, 24) for prompt in prompts]
+        assert together == [tokens_of(single, prompt, 24) for prompt in prompts]
 
 
 def test_a_list_of_prompts_runs_together_and_in_order(pipe, prompt_of):
@@ -65,7 +70,7 @@ def test_a_list_of_prompts_runs_together_and_in_order(pipe, prompt_of):
     before = pipe.stats().num_steps
     batch = pipe.generate(prompts, max_new_tokens=16, ignore_eos=True)
     assert pipe.stats().num_steps - before < 9 * 16 / 2
-    assert batch.tokens == [alone(pipe, prompt, 16) for prompt in prompts]
+    assert batch.tokens == [tokens_of(pipe, prompt, 16) for prompt in prompts]
     assert batch.perf_metrics.get_num_generated_tokens() == 9 * 16
     texts = pipe.generate(["hello", "good morning"], max_new_tokens=5, ignore_eos=True)
     assert texts.texts == [
@@ -301,7 +306,7 @@ def test_a_dropped_pipeline_ends_its_thread(zoo):
 def solo_tokens(pipe, prompt_of):
     prompts = [prompt_of(length, seed) for seed, length in enumerate((2, 11, 30, 64, 90, 17))]
     prompts += [[*prompts[3][:40], *prompt_of(9, 7)], [*prompts[3][:40], *prompt_of(20, 8)]]
-    return [(prompt, alone(pipe, prompt, 24)) for prompt in prompts]
+    return [(prompt, tokens_of(pipe, prompt, 24)) for prompt in prompts]
 
 
 schedules = st.lists(
@@ -311,7 +316,7 @@ schedules = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(schedules)
 def test_whoever_shares_the_steps_tokens_are_those_of_a_run_alone(pipe, solo_tokens, schedule):
     """Ten or fewer requests with common prefixes on four slots, so that some are swapped out, some cancelled on the way."""

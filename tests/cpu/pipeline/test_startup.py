@@ -6,26 +6,22 @@ import time
 
 import numpy as np
 import pytest
+from helpers import PROMPT, SHORT, tokens_of
 
 from staticllm import StaticLLMPipeline
 from staticllm.errors import ConfigError, DeviceError, SnapshotError
 from staticllm.pipelines.blobs.cache import BlobCache
-from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.pipelines.model_loader import launch, loaded
 from staticllm.pipelines.programs import build
 
-EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32}
-STAGED = {**EXACT, "PROGRAMS": "separate", "BACKGROUND_COMPILE": True, "MAX_NUM_SEQS": 2}
-PROMPT = list(range(20, 45))
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
+STAGED = {**SHORT, "PROGRAMS": "separate", "BACKGROUND_COMPILE": True, "MAX_NUM_SEQS": 2}
 
 
-def say(pipe, count=12):
-    return list(pipe.generate(np.array([PROMPT]), max_new_tokens=count, ignore_eos=True).tokens[0])
-
-
-@pytest.fixture(scope="module")
-def expected(zoo):
-    return StatefulReference(zoo / "llama").greedy(PROMPT, 12)
+@pytest.fixture
+def expected(zoo, original):
+    return original(zoo / "llama").greedy(PROMPT, 12)
 
 
 def test_the_first_token_comes_before_all_variants_are_compiled(zoo, expected):
@@ -39,10 +35,10 @@ def test_the_first_token_comes_before_all_variants_are_compiled(zoo, expected):
             streamer=lambda text: first.append(time.perf_counter()) and None,
         )  # fmt: skip
         assert list(answer.tokens[0]) == expected
-        answers = [say(pipe) for _ in range(10)]
+        answers = [tokens_of(pipe) for _ in range(10)]
         assert pipe.wait_until_complete(60) and pipe.is_complete
         num_programs = len(pipe._engine.runner.programs)
-        assert [*answers, say(pipe)] == [expected] * 11, "whatever programs are there, the words are the same"
+        assert [*answers, tokens_of(pipe)] == [expected] * 11, "whatever programs are there, the words are the same"
     compiled = [(when, e) for when, e in events if e.stage == "compile" and e.is_done]
     stages = [e.stage for _, e in events]
     assert len(compiled) == num_programs > 4
@@ -54,7 +50,7 @@ def test_all_that_came_is_used(zoo, expected):
     with StaticLLMPipeline(zoo / "llama", **STAGED, SCHEDULER="prefill_first") as pipe:  # costs decide nothing
         pipe.wait_until_complete()
         options = {"max_new_tokens": 12, "ignore_eos": True}
-        handles = pipe.engine.call(lambda: [pipe.submit(np.array([PROMPT]), **options) for _ in range(2)])
+        handles = pipe.engine.run_between_steps(lambda: [pipe.submit(np.array([PROMPT]), **options) for _ in range(2)])
         assert [list(handle.result().tokens[0]) for handle in handles] == [expected] * 2
         assert {v.sequences for v in pipe._engine.runner.index.variants} == {1, 2}
         assert pipe.stats().num_steps < 24, "two answers share calls"
@@ -62,12 +58,12 @@ def test_all_that_came_is_used(zoo, expected):
 
 def test_a_staged_start_fills_the_cache(zoo, tmp_path, expected):
     with StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path) as pipe:
-        assert say(pipe) == expected
+        assert tokens_of(pipe) == expected
         pipe.wait_until_complete()
     (entry,) = BlobCache(tmp_path).entries()
     events = []
     with StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path, on_progress=events.append) as pipe:
-        assert pipe.is_complete and say(pipe) == expected
+        assert pipe.is_complete and tokens_of(pipe) == expected
     assert {e.stage for e in events} == {"import", "warm-up", "ready"}
     assert sum(e.stage == "import" and e.is_done for e in events) == len(entry.manifest.blobs)
 
@@ -90,7 +86,7 @@ def test_an_error_in_the_background_reaches_the_user(zoo, expected, monkeypatch)
         with pytest.raises(DeviceError, match="out of memory"):
             pipe.wait_until_complete()
         assert [e.message for e in events if e.stage == "error"] == ["DeviceError: the compiler is out of memory"]
-        assert say(pipe) == expected, "what is there goes on serving"
+        assert tokens_of(pipe) == expected, "what is there goes on serving"
 
 
 def test_closing_ends_the_background(zoo, tmp_path):
@@ -110,9 +106,9 @@ def test_devices_are_tried_in_turn_and_each_failure_is_told(zoo, expected):
     events = []
     with (
         pytest.warns(RuntimeWarning, match="'TOASTER' is not on this machine.*trying CPU"),
-        StaticLLMPipeline(zoo / "llama", "TOASTER,CPU", **EXACT, on_progress=events.append) as pipe,
+        StaticLLMPipeline(zoo / "llama", "TOASTER,CPU", **SHORT, on_progress=events.append) as pipe,
     ):
-        assert say(pipe) == expected
+        assert tokens_of(pipe) == expected
     (fallback,) = [e for e in events if e.stage == "fallback"]
     assert "TOASTER" in fallback.message and "trying CPU" in fallback.message
     with pytest.warns(RuntimeWarning), pytest.raises(DeviceError, match="MIXER"):
@@ -122,7 +118,7 @@ def test_devices_are_tried_in_turn_and_each_failure_is_told(zoo, expected):
 
 
 @pytest.mark.filterwarnings("ignore:device 'TOASTER'")
-@pytest.mark.parametrize("is_staged", [True, False])
+@pytest.mark.parametrize("is_staged", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_cpu_serves_until_the_device_can(is_staged, zoo, expected):
     """Here the device that is waited for turns out to be the CPU again, with programs of its own."""
     options = {**STAGED, "BACKGROUND_COMPILE": is_staged}
@@ -132,10 +128,11 @@ def test_the_cpu_serves_until_the_device_can(is_staged, zoo, expected):
         assert pipe.wait_until_complete(60)
         later = [pipe.submit(np.array([PROMPT]), max_new_tokens=12, ignore_eos=True) for _ in range(4)]
         assert [list(handle.result().tokens[0])[:12] for handle in (*running, *later)] == [expected] * 8
-        assert say(pipe) == expected
+        assert tokens_of(pipe) == expected
         assert pipe._engine.runner is not first and len(pipe._engine.runner.programs) > 4
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:device 'TOASTER'")
 def test_config_and_row_type_are_those_of_what_serves(zoo, tmp_path, monkeypatch):
     gate, load_first = threading.Event(), launch.load_first
@@ -148,18 +145,18 @@ def test_config_and_row_type_are_those_of_what_serves(zoo, tmp_path, monkeypatch
     options = {**STAGED, "KV_CACHE_PRECISION": "f16", "SERVE_FROM_CPU": True}
     with StaticLLMPipeline(zoo / "llama", "TOASTER,CPU", **options) as pipe:
         assert pipe.config.programs == "auto" and pipe.config.kv_cache_precision is None
-        say(pipe)
+        tokens_of(pipe)
         assert pipe.save_snapshot(tmp_path / "rows", np.array([PROMPT])) > 20
         assert pipe.load_snapshot(tmp_path / "rows") > 20
         gate.set()
         assert pipe.wait_until_complete(60)
-        say(pipe)
+        tokens_of(pipe)
         assert pipe.config.programs == "separate" and pipe.config.kv_cache_precision == "f16"
-        with pytest.raises(SnapshotError, match=r"rows of another row type .f32, here f16"):
+        with pytest.raises(SnapshotError, match=r"is of another KV type .f32, here f16"):
             pipe.load_snapshot(tmp_path / "rows")
 
 
-SINGLE = {**EXACT, "PROGRAMS": "single_row", "MAX_NUM_SEQS": 2}
+SINGLE = {**SHORT, "PROGRAMS": "single_row", "MAX_NUM_SEQS": 2}
 
 
 def programs_of(pipe):
@@ -179,7 +176,7 @@ def test_the_program_for_single_rows_comes_later_and_changes_no_token(zoo, expec
     monkeypatch.setattr(loaded, "compile_each", held_back)
     with StaticLLMPipeline(zoo / "llama", **SINGLE) as pipe:
         single, others = programs_of(pipe)
-        assert single == others and not pipe.is_complete and say(pipe) == expected
+        assert single == others and not pipe.is_complete and tokens_of(pipe) == expected
         handle = pipe.submit(np.array([PROMPT]), max_new_tokens=64, ignore_eos=True)
         tokens = handle.tokens()
         begun = [next(tokens) for _ in range(4)]
@@ -187,17 +184,20 @@ def test_the_program_for_single_rows_comes_later_and_changes_no_token(zoo, expec
         assert pipe.wait_until_complete(60)
         assert [*begun, *tokens][:12] == expected, "taken over in the middle of an answer"
         single, others = programs_of(pipe)
-        assert len(single) == len(others) == 1 and single != others and say(pipe) == expected
+        assert len(single) == len(others) == 1 and single != others and tokens_of(pipe) == expected
         programs = pipe.engine.runner.programs
         bound = [programs[variant].compiled is programs.compiled(variant) for variant in programs if variant.rows == 1]
         assert len(bound) > 1 and all(bound), "what ran before is bound anew"
 
 
+@pytest.mark.slow
 def test_single_rows_wait_for_nobody_where_that_is_asked(zoo, expected, tmp_path):
     with StaticLLMPipeline(zoo / "llama", **SINGLE, BACKGROUND_COMPILE=False) as pipe:
-        assert pipe.is_complete and programs_of(pipe)[0] != programs_of(pipe)[1] and say(pipe) == expected
+        assert pipe.is_complete and programs_of(pipe)[0] != programs_of(pipe)[1] and tokens_of(pipe) == expected
     for origin in ("compiled", "from the cache"):
         with StaticLLMPipeline(zoo / "llama", **SINGLE, CACHE_DIR=tmp_path) as pipe:
-            assert pipe.is_complete and programs_of(pipe)[0] != programs_of(pipe)[1] and say(pipe) == expected, origin
+            assert pipe.is_complete and programs_of(pipe)[0] != programs_of(pipe)[1] and tokens_of(pipe) == expected, (
+                origin
+            )
     (entry,) = BlobCache(tmp_path).entries()
     assert entry.manifest.programs == "single_row" and len(entry.manifest.blobs) == 2

@@ -8,6 +8,8 @@ from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
 from staticllm.pipelines.simulator import validate as validation
 from staticllm.pipelines.simulator.workload import Lengths, burst, poisson
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 ONE, TWO = Variant(1, 64), Variant(2, 64, 2)
 
 
@@ -51,10 +53,11 @@ def test_tokens_are_out_some_time_after_their_call_and_a_request_wakes_an_idle_d
     assert (host.answer, host.wake) == pytest.approx((0.025, 0.25))
 
 
+@pytest.mark.slow
 def test_both_sides_serve_the_same_requests(monkeypatch):
     monkeypatch.setattr(validation, "WORKLOADS", ((12, 6), (20, 10)))
     monkeypatch.setattr(validation, "CALIBRATION_REQUESTS", 3)
-    checks = validation.validate(demo_model_path(), "CPU", ["fcfs"], 5, None, 0)
+    checks = [check for check, _ in validation.validate(demo_model_path(), "CPU", ["fcfs"], 5, None, 0)]
     assert [(check.prompt, check.output) for check in checks] == [(12, 6), (20, 10)]
     for check in checks:
         sides = (check.predicted, check.measured, check.replayed)

@@ -7,38 +7,42 @@ import sys
 
 import numpy as np
 import pytest
+from helpers import EXACT, tokens_of
 
 from staticllm import StaticLLMPipeline
-from staticllm.pipelines.diagnostics.reference import StatefulReference
 
-EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-MODELS = ["llama", "qwen2", "qwen3", "mistral", "bloom", "demo"]
-LENGTHS = [1, 5, 40, 300, 900]
-NUM_NEW = 64
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
+SLOW = pytest.mark.slow
+MODELS = ["llama", pytest.param("qwen2", marks=SLOW), "qwen3", pytest.param("mistral", marks=SLOW), "bloom", "demo"]
+LENGTHS, QUICK_LENGTHS = (1, 5, 40, 300, 900), (1, 40, 300)
+NUM_NEW, QUICK_NUM_NEW = 64, 24
 
 
 def pipeline(path, mode, **properties):
     return StaticLLMPipeline(path, "CPU", PROGRAMS=mode, **EXACT, **properties)
 
 
-@pytest.fixture(scope="module")
-def references(model_path):
-    known = {}
-    return lambda name: known.setdefault(name, StatefulReference(model_path(name)))
+@pytest.fixture
+def references(model_path, original):
+    return lambda name: original(model_path(name))
 
 
-@pytest.mark.parametrize("mode", [pytest.param("separate", marks=pytest.mark.slow), "shared"])
+@pytest.mark.parametrize("mode", [pytest.param("separate", marks=SLOW), "shared"])
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_equal_the_stateful_models(name, mode, model_path, references, prompt_of):
+def test_greedy_tokens_equal_the_stateful_models(name, mode, model_path, references, prompt_of, in_full):
     pipe = pipeline(model_path(name), mode)
-    for length in LENGTHS:
+    num_new = NUM_NEW if in_full else QUICK_NUM_NEW
+    for length in LENGTHS if in_full else QUICK_LENGTHS:
         prompt = prompt_of(length)
-        result = pipe.generate(np.array([prompt]), max_new_tokens=NUM_NEW, ignore_eos=True)
-        assert result.tokens[0] == references(name).greedy(prompt, NUM_NEW), f"prompt of {length} tokens"
+        result = pipe.generate(np.array([prompt]), max_new_tokens=num_new, ignore_eos=True)
+        assert result.tokens[0] == references(name).greedy(prompt, num_new), f"prompt of {length} tokens"
         assert result.finish_reasons == ["length"]
 
 
-@pytest.mark.parametrize("mode", ["separate", "shared", "phases", "single_row"])
+@pytest.mark.parametrize(
+    "mode", ["separate", "shared", *(pytest.param(mode, marks=SLOW) for mode in ("phases", "single_row"))]
+)
 def test_small_chunks_and_kv_lens_change_no_token(mode, model_path, references, prompt_of):
     """Chunks of 16, and generation that crosses two KV lengths."""
     pipe = pipeline(
@@ -50,29 +54,26 @@ def test_small_chunks_and_kv_lens_change_no_token(mode, model_path, references, 
         GENERATE_KV_LENS=[48, 64, 128],
     )
     prompt = prompt_of(40)
-    result = pipe.generate(np.array(prompt), max_new_tokens=60, ignore_eos=True)
-    assert result.tokens[0] == references("qwen3").greedy(prompt, 60)
+    assert tokens_of(pipe, prompt, 60) == references("qwen3").greedy(prompt, 60)
 
 
-@pytest.mark.parametrize("mode", ["separate", "shared"])
-def test_windows_change_no_token(mode, zoo, prompt_of):
-    pipe, prompt = pipeline(zoo / "gemma2", mode, MAX_PROMPT_LEN=256), prompt_of(100)
-    result = pipe.generate(np.array(prompt), max_new_tokens=48, ignore_eos=True)
-    assert result.tokens[0] == StatefulReference(zoo / "gemma2").greedy(prompt, 48)
+@pytest.mark.parametrize("mode", [pytest.param("separate", marks=SLOW), "shared"])
+def test_windows_change_no_token(mode, references, model_path, prompt_of):
+    pipe, prompt = pipeline(model_path("gemma2"), mode, MAX_PROMPT_LEN=256), prompt_of(100)
+    assert tokens_of(pipe, prompt, 48) == references("gemma2").greedy(prompt, 48)
 
 
-@pytest.mark.slow
+@SLOW
 def test_many_short_prompts_on_int8_weights(references, model_path, prompt_of):
     """The embedded model is int8: f32 must mean f32 there too, whatever was asked before."""
     pipe = pipeline(model_path("demo"), "shared")
     for seed in range(30):
         prompt = prompt_of(2 + seed % 27, seed=seed // 3)
-        result = pipe.generate(np.array(prompt), max_new_tokens=32, ignore_eos=True)
-        assert result.tokens[0] == references("demo").greedy(prompt, 32), f"prompt {seed}"
+        assert tokens_of(pipe, prompt, 32) == references("demo").greedy(prompt, 32), f"prompt {seed}"
 
 
 def test_a_reused_prefix_changes_no_token(model_path, references, prompt_of):
-    pipe = pipeline(model_path("llama"), "shared")
+    pipe = pipeline(model_path("llama"), "shared", MAX_PROMPT_LEN=256)
     base = prompt_of(200)
     for prompt in (base, [*base, *prompt_of(30, seed=1)], [*base[:120], *prompt_of(9, seed=2)], base[:50]):
         result = pipe.generate(np.array(prompt), max_new_tokens=24, ignore_eos=True)
@@ -82,22 +83,23 @@ def test_a_reused_prefix_changes_no_token(model_path, references, prompt_of):
 
 
 def test_f16_rows_stay_close(model_path, references, prompt_of):
-    pipe = StaticLLMPipeline(model_path("demo"), "CPU", INFERENCE_PRECISION_HINT="f32", KV_CACHE_PRECISION="f16")
+    rows = {**EXACT, "KV_CACHE_PRECISION": "f16", "MAX_PROMPT_LEN": 128}
+    pipe = StaticLLMPipeline(model_path("demo"), "CPU", **rows)
     prompt = pipe.get_tokenizer().encode("Tell me a story about a fox.").input_ids.data[0].tolist()
-    result = pipe.generate(np.array(prompt), max_new_tokens=32, ignore_eos=True)
-    assert result.tokens[0] == references("demo").greedy(prompt, 32)
+    assert tokens_of(pipe, prompt, 32) == references("demo").greedy(prompt, 32)
 
 
 def test_separate_programs_have_only_static_shapes(model_path):
     """Asserted on the compiled models' ports, not on intentions."""
-    pipe = pipeline(model_path("llama"), "separate")
+    pipe = pipeline(model_path("llama"), "separate", MAX_PROMPT_LEN=64, MIN_RESPONSE_LEN=32, MAX_NUM_SEQS=2)
     programs = list(pipe.engine.runner.programs.values())
     compiled = {id(program.compiled): program.compiled for program in programs}
     assert len(compiled) == len(programs)
     for program in programs:
         for port in (*program.compiled.inputs, *program.compiled.outputs):
             assert port.partial_shape.is_static, (program.variant, port)
-    assert len({id(p.compiled) for p in pipeline(model_path("llama"), "shared").engine.runner.programs.values()}) == 1
+    shared = pipeline(model_path("llama"), "shared", MAX_PROMPT_LEN=32, MIN_RESPONSE_LEN=16)
+    assert len({id(program.compiled) for program in shared.engine.runner.programs.values()}) == 1
 
 
 MEASURE_MEMORY = """
@@ -109,11 +111,11 @@ arena = pipe.engine.runner.cache.arena
 for seed in range(8):
     prompt = np.random.default_rng(seed).integers(8, 1000, 1000)
     pipe.generate(prompt, max_new_tokens=152, ignore_eos=True)
-    print(psutil.Process().memory_info().rss, arena.num_bytes, [group.storage.ctypes.data for group in arena.groups])
+    print(psutil.Process().memory_info().rss, arena.num_bytes, arena.addresses)
 """
 
 
-@pytest.mark.slow
+@SLOW
 def test_row_memory_is_allocated_once(model_path):
     """In a process of its own, where nothing else comes and goes."""
     done = subprocess.run([sys.executable, "-c", MEASURE_MEMORY], capture_output=True, text=True, check=True)
@@ -121,8 +123,8 @@ def test_row_memory_is_allocated_once(model_path):
     assert len({(num_bytes, addresses) for _, num_bytes, addresses in lines}) == 1
     shape = StaticLLMPipeline(model_path("demo"))._shape
     assert int(lines[0][1]) == shape.slot_bytes * 4 * 1152
-    settled, last = int(lines[3][0]), int(lines[-1][0])
-    assert last - settled < int(lines[0][1]) / 4, "the process grew while generating"
+    grown, last = int(lines[3][0]), int(lines[-1][0])
+    assert last - grown < int(lines[0][1]) / 4, "the process grew while generating"
 
 
 def test_generation_ends_where_the_rows_end(model_path, prompt_of):

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from staticllm.compiler_passes.lower import LoweringOptions, lower
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.kvcache.step import Segment
-from staticllm.model_dir import read_model
-from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.pipelines.programs.build import compile_all, make_runner
 from staticllm.pipelines.programs.compile_plan import prepare
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 PACKED = Variant(8, 256, 8)
 VARIANTS = (PACKED, Variant(64, 0), Variant(64, 256), Variant(64, 256, 8), Variant(1, 256))
@@ -24,12 +23,12 @@ def runner_of(path, mode, precision):
     config = StaticLLMConfig(
         max_prompt_len=200,
         min_response_len=56,
+        kv_slots=256,
         programs=mode,
         device_properties={"INFERENCE_PRECISION_HINT": precision},
     )
     core, layout = prepare(path, "CPU", config)
-    lowered = lower(read_model(core, path), LoweringOptions(config.max_seq_len, layout.options.kv_type))
-    return make_runner(compile_all(core, dataclasses.replace(layout, lowered=lowered, variants=VARIANTS)))
+    return make_runner(compile_all(core, replace(layout, variants=VARIANTS)))
 
 
 def segment(sequence, token):
@@ -63,8 +62,8 @@ def test_logits_do_not_depend_on_who_shares_the_step(name, mode, precision, zoo,
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt2", "bloom"))]
 )
-def test_packed_decoding_gives_everybody_their_own_tokens(name, mode, zoo, prompt_of):
-    runner, reference = runner_of(zoo / name, mode, "f32"), StatefulReference(zoo / name)
+def test_packed_decoding_gives_everybody_their_own_tokens(name, mode, zoo, prompt_of, original):
+    runner, reference = runner_of(zoo / name, mode, "f32"), original(zoo / name)
     prompts = [prompt_of(length) for length in (5, 23, 40, 1)]
     sequences, tokens = [runner.cache.open() for _ in prompts], []
     for sequence, prompt in zip(sequences, prompts, strict=True):
@@ -76,8 +75,8 @@ def test_packed_decoding_gives_everybody_their_own_tokens(name, mode, zoo, promp
     assert tokens == [reference.greedy(prompt, 24) for prompt in prompts]
 
 
-def test_decoding_and_a_prefill_share_a_step(zoo, prompt_of):
-    runner, reference = runner_of(zoo / "llama", "shared", "f32"), StatefulReference(zoo / "llama")
+def test_decoding_and_a_prefill_share_a_step(zoo, prompt_of, original):
+    runner, reference = runner_of(zoo / "llama", "shared", "f32"), original(zoo / "llama")
     first, second, prompt = runner.cache.open(), runner.cache.open(), prompt_of(30)
     answer = [int(runner.prefill(first, prompt_of(12)).argmax())]
     for start in range(0, 30, 7):

@@ -5,11 +5,12 @@ import shutil
 import numpy as np
 import openvino as ov
 import pytest
+from helpers import SHORT, tokens_of
 
 from staticllm import NumericalError, StaticLLMPipeline
-from staticllm.pipelines.diagnostics.reference import StatefulReference
 
-EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32}
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 GREEDY = {"max_new_tokens": 8, "ignore_eos": True}
 POISON = 777
 
@@ -36,13 +37,15 @@ def poisoned(zoo, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("scheduler", ["dynamic", "fcfs", "chunked"])
-def test_the_others_run_again_without_it(poisoned, zoo, prompt_of, scheduler):
+@pytest.mark.parametrize(
+    "scheduler", ["dynamic", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fcfs", "chunked"))]
+)
+def test_the_others_run_again_without_it(poisoned, zoo, prompt_of, scheduler, original):
     prompts = [prompt_of(8 + 3 * i, seed=i) for i in range(10)]
     prompts = [[token if token != POISON else 5 for token in prompt] for prompt in prompts]
-    reference = StatefulReference(zoo / "llama")
-    with StaticLLMPipeline(poisoned, "CPU", SCHEDULER=scheduler, MAX_NUM_SEQS=4, **EXACT) as pipe:
-        handles = pipe.engine.call(
+    reference = original(zoo / "llama")
+    with StaticLLMPipeline(poisoned, "CPU", SCHEDULER=scheduler, MAX_NUM_SEQS=4, **SHORT) as pipe:
+        handles = pipe.engine.run_between_steps(
             lambda: [
                 pipe.submit(np.array(p), **GREEDY) for p in (*prompts[:4], [9, POISON, 11], *prompts[4:], [POISON])
             ]
@@ -52,4 +55,4 @@ def test_the_others_run_again_without_it(poisoned, zoo, prompt_of, scheduler):
         for guilty in (handles[4], handles[11]):
             with pytest.raises(NumericalError, match="not finite"):
                 guilty.result()
-        assert list(pipe.generate(np.array(prompts[0]), **GREEDY).tokens[0]) == reference.greedy(prompts[0], 8)
+        assert tokens_of(pipe, prompts[0], 8) == reference.greedy(prompts[0], 8)

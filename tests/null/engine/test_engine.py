@@ -7,11 +7,12 @@ import warnings
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from output_queues import outputs_of
+from output_queues import outputs_of, reason_of
+from quick import examples
 
 from staticllm.core import MaskKind, Variant
 from staticllm.errors import BusyError, ClosedError, NumericalError
-from staticllm.pipelines.engine.request import End, Token
+from staticllm.pipelines.engine.output_queue import Finished, TokenOutput
 from staticllm.pipelines.scheduling.interface import Plan
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import (
@@ -26,10 +27,6 @@ from staticllm.testing import (
 )
 
 MASKS = (MaskKind(), MaskKind(9))
-
-
-def reason_of(request):
-    return outputs_of(request)[-1].reason
 
 
 def change(view):
@@ -107,7 +104,7 @@ class Schedule:
         engine.enqueue([r for r, arrival in zip(self.requests, self.arrivals, strict=True) if arrival == step])
         for index, request in enumerate(self.requests):
             if self.cancels.get(index) == step and self.arrivals[index] <= step:
-                request.is_cancelled = True
+                request.cancel()
 
     def check(self, is_recurrent):
         for request, prompt in zip(self.requests, self.prompts, strict=True):
@@ -115,16 +112,16 @@ class Schedule:
             if POISON in prompt:
                 assert not tokens and (isinstance(end.error, NumericalError) or end.reason == "cancelled")
                 continue
-            answer = fake_answer(prompt, request.limit, MASKS, is_recurrent)[len(prompt) :]
+            answer = fake_answer(prompt, request.request.max_new_tokens, MASKS, is_recurrent)[len(prompt) :]
             assert [token.id for token in tokens] == answer[: len(tokens)]
-            assert end.error is None and (len(tokens) == request.limit or end.reason == "cancelled")
+            assert end.error is None and (len(tokens) == request.request.max_new_tokens or end.reason == "cancelled")
             assert end.reason in ("cancelled", "length")
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules)
 def test_any_schedule_gives_everybody_their_own_answer(schedule):
-    """Parks, evictions, few rows, models that take turns, recurrent ones, programs that are compiled meanwhile."""
+    """Swaps, preemptions, few slots, models that take turns, recurrent ones, programs that are compiled meanwhile."""
     is_recurrent = schedule["kind"] == "recurrent"
     variants = FAKE_VARIANTS if schedule["kind"] == "packed" else [v for v in FAKE_VARIANTS if v.sequences == 1]
     engine = fake_engine(
@@ -206,8 +203,8 @@ def test_cancellation_between_the_chunks_of_a_prompt():
     request = fake_request(range(60), 5)
     engine.enqueue([request])
     engine.step()
-    assert engine.kv_manager.table[request.id].state == "prefilling"
-    request.is_cancelled = True
+    assert engine.kv_manager.table[request.id].status == "prefilling"
+    request.cancel()
     engine.step()
     assert reason_of(request) == "cancelled" and not request.num_generated
     assert_empty(engine)
@@ -224,12 +221,12 @@ def test_the_queue_is_bounded_and_nothing_is_lost():
     engine = fake_engine(make_policy("fcfs"), max_waiting=2)
     engine._start = lambda: None  # nobody serves: all wait
     requests = [fake_request([1, 2, i], 3) for i in range(3)]
-    engine.submit(requests[0])
-    engine.submit(requests[1])
+    engine.submit_state(requests[0])
+    engine.submit_state(requests[1])
     with pytest.raises(BusyError, match="2 requests wait, MAX_WAITING is 2"):
-        engine.submit(requests[2])
+        engine.submit_state(requests[2])
     run_to_end(engine, [])
-    engine.submit(requests[2])
+    engine.submit_state(requests[2])
     run_to_end(engine, [])
     assert [reason_of(request) for request in requests] == ["length"] * 3
 
@@ -250,7 +247,7 @@ def test_closing_while_a_switch_is_pending_ends_every_request():
     switched = []
     engine._start = lambda: None  # this thread serves
     engine.switch(other.runner, other._options, lambda: switched.append(True))
-    engine.submit(waiting)
+    engine.submit_state(waiting)
     for _ in range(3):
         engine.step()
     engine._is_closing = True
@@ -266,7 +263,7 @@ def test_a_switch_happens_between_two_requests_and_is_told():
     engine.step()
     engine._start, switched = (lambda: None), []
     engine.switch(other.runner, other._options, lambda: switched.append(engine.is_idle))
-    engine.submit(waiting)
+    engine.submit_state(waiting)
     run_to_end(engine, [])
     assert engine.runner is other.runner and len(switched) == 1
     assert [reason_of(request) for request in (running, waiting)] == ["length", "length"]
@@ -282,18 +279,16 @@ def test_requests_that_wait_for_a_switch_may_leave():
     engine.switch(other.runner, other._options)
     cancelled, late, waiting = fake_request([4], 4), fake_request([5], 4, deadline=0.0), fake_request([6], 4)
     for request in (cancelled, late, waiting):
-        engine.submit(request)
-    cancelled.is_cancelled = True
+        engine.submit_state(request)
+    cancelled.cancel()
     engine.step()
-    assert (reason_of(cancelled), reason_of(late)) == ("cancelled", "deadline") and running.output_queue.get(
-        0
-    ) is not None
+    assert (reason_of(cancelled), reason_of(late)) == ("cancelled", "deadline") and running.queue.get(0) is not None
     run_to_end(engine, [])
     assert waiting.tokens == fake_answer([6], 4)
 
 
 @pytest.mark.parametrize("num_running", [0, 1])
-def test_a_full_prompt_that_was_set_aside_goes_on_by_its_rule(num_running):
+def test_a_full_prompt_that_went_to_the_host_goes_on_by_its_rule(num_running):
     variants = (
         *FAKE_VARIANTS,
         *(Variant(64, kv_len) for kv_len in (0, 64, 128)),
@@ -317,33 +312,35 @@ def test_the_thread_serves_and_ends():
     engine = fake_engine(make_policy("dynamic"))
     requests = [fake_request(range(i, i + 10), 10) for i in range(6)]
     for request in requests:
-        engine.submit(request)
+        engine.submit_state(request)
     engine.close(drain=True)
     assert [reason_of(request) for request in requests] == ["length"] * 6
     assert not [t for t in threading.enumerate() if t.name.startswith("staticllm") and t is engine._thread]
     with pytest.raises(ClosedError):
-        engine.submit(fake_request([1], 1))
+        engine.submit_state(fake_request([1], 1))
     with pytest.raises(ClosedError):
-        engine.call(lambda: None)
+        engine.run_between_steps(lambda: None)
     engine.close()
 
 
 def test_closing_without_draining_cancels():
     engine = fake_engine(make_policy("dynamic"))
     request = fake_request([1, 2], 50)
-    engine.submit(request)
-    first = request.output_queue.get(5)
+    engine.submit_state(request)
+    first = request.queue.get(5)
     engine.close()
     rest = outputs_of(request)
-    assert isinstance(first, Token) and isinstance(rest[-1], End) and rest[-1].reason in ("cancelled", "length")
+    assert (
+        isinstance(first, TokenOutput) and isinstance(rest[-1], Finished) and rest[-1].reason in ("cancelled", "length")
+    )
     assert_empty(engine)
 
 
 def test_an_errand_runs_between_steps_and_its_failure_is_the_callers():
     engine = fake_engine(make_policy("dynamic"))
-    assert engine.call(lambda: threading.current_thread().name) == "staticllm-engine"
+    assert engine.run_between_steps(lambda: threading.current_thread().name) == "staticllm-engine"
     with pytest.raises(KeyError):
-        engine.call(lambda: {}["x"])
+        engine.run_between_steps(lambda: {}["x"])
     engine.close()
 
 
@@ -361,7 +358,7 @@ def test_a_conversation_that_fills_its_rows_goes_on_with_what_the_rule_keeps(rul
         expected.append(produced[-1])
         if len(expected) > 64:
             expected = [*expected[:head], *expected[head - 32 :]]
-    tokens = [output.id for output in outputs_of(request) if isinstance(output, Token)]
+    tokens = [output.id for output in outputs_of(request) if isinstance(output, TokenOutput)]
     assert tokens == produced
-    assert len([x for x in outputs_of(other) if isinstance(x, Token)]) == 55, "the rule of the other is to stop"
+    assert len([x for x in outputs_of(other) if isinstance(x, TokenOutput)]) == 55, "the rule of the other is to stop"
     assert_empty(engine)

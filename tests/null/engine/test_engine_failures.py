@@ -3,10 +3,10 @@
 import pytest
 from output_queues import outputs_of
 
-from staticllm.errors import DeviceError, NumericalError
+from staticllm.errors import DeviceError, GenerationConfigError, NumericalError
 from staticllm.kvcache import cache as cache_module
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
-from staticllm.testing import POISON, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
+from staticllm.testing import POISON, VOCAB_SIZE, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -42,7 +42,7 @@ def test_suspects_and_others_have_calls_in_turns():
             break
     assert max(gaps) <= 3, "nobody who decodes waits for all suspects"
     run_to_end(engine, [])
-    assert all(request.num_generated == request.limit for request in (*decoding, *prompts))
+    assert all(request.num_generated == request.request.max_new_tokens for request in (*decoding, *prompts))
 
 
 def test_rows_that_are_not_finite_are_never_kept(monkeypatch):
@@ -99,7 +99,7 @@ def test_a_failure_outside_the_call_ends_everybody_and_the_engine_goes_on(monkey
     engine.enqueue([first, second])
     while not second.num_generated:
         engine.step()
-    first.is_cancelled = True
+    first.cancel()
 
     def fail(*_):
         raise MemoryError("no memory for a copy")
@@ -114,12 +114,9 @@ def test_a_failure_outside_the_call_ends_everybody_and_the_engine_goes_on(monkey
     assert_empty(engine)
 
 
-def test_a_failing_stop_string_check_ends_one_request_only():
-    def watch(token):
-        raise ValueError("no such token")
-
-    engine = fake_engine(make_policy("dynamic"))
-    bad, good = fake_request([1, 2], 5, watch=watch), fake_request([3, 4], 5)
+def test_a_request_whose_sampling_fails_ends_alone():
+    engine, everything = fake_engine(make_policy("dynamic")), frozenset(range(VOCAB_SIZE))
+    bad, good = fake_request([1, 2], 5, stop_token_ids=everything, min_new_tokens=2), fake_request([3, 4], 5)
     run_to_end(engine, [bad, good])
-    assert isinstance(outputs_of(bad)[-1].error, ValueError) and outputs_of(good)[-1].reason == "length"
+    assert isinstance(outputs_of(bad)[-1].error, GenerationConfigError) and outputs_of(good)[-1].reason == "length"
     assert_empty(engine)

@@ -5,20 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
+from output_queues import reason_of
 
 from staticllm.core import Variant
 from staticllm.kvcache import prefix
 from staticllm.kvcache.cache import SequenceCopy
-from staticllm.pipelines.engine.request import Token
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import FakeProgram, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
-
-
-def reason_of(request):
-    output = request.output_queue.get(0)
-    while isinstance(output, Token):
-        output = request.output_queue.get(0)
-    return output.reason
 
 
 def test_a_prefix_is_stored_once_and_counted():
@@ -50,7 +43,7 @@ def test_a_conversation_is_found_again_after_others_came():
 def test_a_long_conversation_leaves_the_arena_piece_by_piece(monkeypatch, is_hurried):
     """Somebody decodes while it goes: between two calls a few rows are copied, unless somebody needs all of them."""
     engine, pieces, advance = fake_engine(make_policy("fcfs"), max_num_seqs=2), [], SequenceCopy.advance
-    monkeypatch.setattr(prefix, "PIECE", 8)
+    monkeypatch.setattr(prefix, "OFFLOAD_SLOTS", 8)
     monkeypatch.setattr(SequenceCopy, "advance", lambda self, count: pieces.append(count) or advance(self, count))
     long, reader = fake_request(range(48), 3), fake_request(range(200, 206), 30)
     expected = fake_answer(reader.tokens, 30)
@@ -61,7 +54,7 @@ def test_a_long_conversation_leaves_the_arena_piece_by_piece(monkeypatch, is_hur
     assert engine.is_idle is False and kv_manager.prefix.idle_slots == 50 and kv_manager.host_pool.num_kept_slots == 0
     if is_hurried:
         kv_manager.make_room(cache.num_slots - cache.slots.num_used + 1)
-        assert kv_manager.prefix.idle_slots == 0 and cache.slots.num_used == len(reader.sequence)
+        assert kv_manager.prefix.idle_slots == 0 and cache.slots.num_used == len(reader.state.sequence)
     run_to_end(engine, [])
     assert (
         reader.tokens == expected
@@ -86,7 +79,7 @@ def test_copies_are_made_while_the_device_runs(monkeypatch):
 
         return run(self, watched)
 
-    monkeypatch.setattr(prefix, "PIECE", 8)
+    monkeypatch.setattr(prefix, "OFFLOAD_SLOTS", 8)
     monkeypatch.setattr(FakeProgram, "run", ran)
     monkeypatch.setattr(
         SequenceCopy, "advance", lambda self, count: copied.append(bool(running)) or advance(self, count)
@@ -99,7 +92,7 @@ def test_copies_are_made_while_the_device_runs(monkeypatch):
 @pytest.mark.parametrize("is_resting", [False, True])
 def test_rows_that_cannot_be_given_back_are_not_lost(is_resting, monkeypatch):
     """What happens while the device runs fails who runs, what happens while it rests fails nobody; all rows are free again."""
-    monkeypatch.setattr(prefix, "PIECE", 30)
+    monkeypatch.setattr(prefix, "OFFLOAD_SLOTS", 30)
     engine = fake_engine(make_policy("fcfs"), max_num_seqs=2)
     first, second = fake_request(range(40), 3), fake_request(range(200, 206), 3 if is_resting else 30)
     engine.enqueue([first, second])
@@ -129,15 +122,19 @@ def test_rows_that_cannot_be_given_back_are_not_lost(is_resting, monkeypatch):
 
 
 def test_an_engine_that_rests_tidies_up(monkeypatch):
-    monkeypatch.setattr(prefix, "PIECE", 8)
+    monkeypatch.setattr(prefix, "OFFLOAD_SLOTS", 8)
     engine = fake_engine(make_policy("dynamic"))
     requests = [fake_request(range(start, start + 20), 5) for start in (0, 100, 200)]
     for request in requests:
-        engine.submit(request)
+        engine.submit_state(request)
     until = time.monotonic() + 20
-    while engine.call(lambda: engine.kv_manager.host_pool.num_kept_slots) < 48 and time.monotonic() < until:
+    while (
+        engine.run_between_steps(lambda: engine.kv_manager.host_pool.num_kept_slots) < 48 and time.monotonic() < until
+    ):
         time.sleep(0.005)
-    assert engine.call(lambda: (engine.kv_manager.prefix.idle_slots, engine.kv_manager.prefix.is_offloading)) == (
+    assert engine.run_between_steps(
+        lambda: (engine.kv_manager.prefix.idle_slots, engine.kv_manager.prefix.is_offloading)
+    ) == (
         24,
         False,
     )
@@ -146,7 +143,7 @@ def test_an_engine_that_rests_tidies_up(monkeypatch):
 
 def test_nobody_waits_for_a_copy_when_nobody_decodes(monkeypatch):
     """A prompt alone would see all rows of the conversation before it in every chunk."""
-    monkeypatch.setattr(prefix, "PIECE", 4)
+    monkeypatch.setattr(prefix, "OFFLOAD_SLOTS", 4)
     engine = fake_engine(make_policy("fcfs"))
     run_to_end(engine, [fake_request(range(48), 3)])
     request = fake_request(range(200, 230), 3)
@@ -158,7 +155,7 @@ def test_nobody_waits_for_a_copy_when_nobody_decodes(monkeypatch):
 
 
 def test_who_goes_on_with_a_conversation_that_is_leaving_shares_its_rows(monkeypatch):
-    monkeypatch.setattr(prefix, "PIECE", 4)
+    monkeypatch.setattr(prefix, "OFFLOAD_SLOTS", 4)
     engine = fake_engine(make_policy("chunked"), max_num_seqs=2)
     long, reader = fake_request(range(30), 3), fake_request(range(200, 206), 40)
     answers = [fake_answer(request.tokens, count) for request, count in ((long, 3), (reader, 40))]

@@ -3,13 +3,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from staticllm.pipelines.generation.sampler import BLOCK, Sampler, SamplingParams, _draw_any, candidate_distribution
+from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.generation.filters import BLOCK, draw
+from staticllm.pipelines.generation.logits_processors import processors_for
+from staticllm.pipelines.generation.sampler import Choice, Sampler, candidate_distribution
+from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 VOCAB = 50
 
 
-def sampler(prompt=(), seed=0, **params):
-    return Sampler(SamplingParams(**params), list(prompt), VOCAB, np.random.default_rng(seed))
+def sampler(prompt=(), seed=0, min_new_tokens=0, stop_token_ids=(), more=(), **params):
+    """A sampler with the processors of these options and, after them, those in ``more``."""
+    params = SamplingParams(**params)
+    processors = processors_for(params, list(prompt), VOCAB, min_new_tokens, stop_token_ids)
+    return Sampler(params, [*processors, *more], np.random.default_rng(seed))
 
 
 def random_logits(seed):
@@ -17,21 +24,24 @@ def random_logits(seed):
 
 
 def plain_distribution(logits, temperature, top_k, top_p, min_p):
-    """Sort everything, filter in order, renormalise."""
+    """The kept tokens, most likely first; their probabilities; the cumulative mass of the tokens that ``top_k`` leaves.
+
+    It sorts everything, filters in order and renormalises.
+    """
     scaled = logits.astype(np.float64) / temperature
     probabilities = np.exp(scaled - scaled.max())
     probabilities /= probabilities.sum()
     order = np.argsort(-probabilities, kind="stable")
     order = order[:top_k] if top_k else order
     share = probabilities[order].sum()
-    keep, total = [], 0.0
-    for token in order:
+    masses = np.cumsum(probabilities[order]) / share
+    keep = []
+    for token, mass in zip(order, masses, strict=True):
         keep.append(token)
-        total += probabilities[token] / share
-        if top_p < 1 and total >= top_p:
+        if top_p < 1 and mass >= top_p:
             break
     keep = [token for token in keep if probabilities[token] >= min_p * probabilities[order[0]]]
-    return keep, probabilities[keep] / probabilities[keep].sum()
+    return keep, probabilities[keep] / probabilities[keep].sum(), masses
 
 
 @settings(max_examples=300, deadline=None)
@@ -48,7 +58,7 @@ def test_filters_equal_the_plain_computation(seed, temperature, top_k, top_p, mi
     st.sampled_from([1.0, 0.95, 0.5]), st.sampled_from([0.0, 0.02])
 )  # fmt: skip
 def test_filters_of_a_large_vocabulary(seed, scale, vocab, top_k, top_p, min_p):
-    """Flat and peaky, and with many that are equally likely."""
+    """Flat and peaked distributions, and ones with many equally likely tokens."""
     logits = np.random.default_rng(seed).normal(scale=scale, size=vocab).astype(np.float32)
     check_filters(np.round(logits, 1) if seed % 2 else logits, 0.8, top_k, top_p, min_p)
 
@@ -56,9 +66,13 @@ def test_filters_of_a_large_vocabulary(seed, scale, vocab, top_k, top_p, min_p):
 def check_filters(logits, temperature, top_k, top_p, min_p):
     params = SamplingParams(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     tokens, probabilities = candidate_distribution(logits, params)
-    expected, expected_probabilities = plain_distribution(logits, temperature, top_k, top_p, min_p)
+    expected, expected_probabilities, masses = plain_distribution(logits, temperature, top_k, top_p, min_p)
     assert (np.diff(tokens) > 0).all()
-    if abs(len(tokens) - len(expected)) == 1:  # a sum that meets top_p, or a share that meets min_p, to the last bit
+    if (
+        abs(len(tokens) - len(expected)) == 1
+    ):  # rounding may decide about a token only where the mass before it meets top_p
+        shorter = min(len(tokens), len(expected))
+        assert shorter and top_p < 1 and abs(masses[shorter - 1] - top_p) < 1e-6
         return
     dense, expected_dense = np.zeros(len(logits)), np.zeros(len(logits))
     dense[tokens], expected_dense[expected] = probabilities, expected_probabilities
@@ -66,10 +80,10 @@ def check_filters(logits, temperature, top_k, top_p, min_p):
 
 
 def test_draws_from_a_large_vocabulary_follow_the_distribution():
-    """Without filters nothing is sorted or summed up as a whole; the last, shorter block counts as the others do."""
+    """Without filters nothing is sorted; the last, shorter block is drawn from like the others."""
     logits = np.random.default_rng(0).normal(size=1000).astype(np.float32)
-    drawer = Sampler(SamplingParams(do_sample=True), [], 1000, np.random.default_rng(1))
-    counts = np.bincount([drawer.sample(logits)[0] for _ in range(60_000)], minlength=1000)
+    drawer = Sampler(SamplingParams(do_sample=True), [], np.random.default_rng(1))
+    counts = np.bincount([drawer.sample(logits).token for _ in range(60_000)], minlength=1000)
     expected = np.exp(logits.astype(np.float64))
     expected *= 60_000 / expected.sum()
     assert ((counts - expected) ** 2 / expected).sum() < 1000 + 5 * np.sqrt(2 * 1000), (
@@ -80,63 +94,132 @@ def test_draws_from_a_large_vocabulary_follow_the_distribution():
 
 def test_greedy_takes_the_most_likely():
     logits = random_logits(1)
-    assert sampler().sample(logits) == (int(logits.argmax()), 0.0)
+    assert sampler().sample(logits) == Choice(int(logits.argmax()), 0.0)
 
 
 def test_log_probability_is_the_models_own():
     logits = random_logits(2)
-    token, logprob = sampler(wants_logprobs=True).sample(logits)
+    choice = sampler(wants_logprobs=True).sample(logits)
     plain = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
-    assert logprob == pytest.approx(plain[token], abs=1e-5)
+    assert choice.logprob == pytest.approx(plain[choice.token], abs=1e-5)
 
 
 def test_draws_follow_the_distribution():
     logits = np.full(VOCAB, -np.inf, np.float32)
     logits[[3, 7, 9]] = np.log([0.5, 0.3, 0.2])
     drawer = sampler(do_sample=True, seed=5)
-    counts = np.bincount([drawer.sample(logits)[0] for _ in range(4000)], minlength=VOCAB)
+    counts = np.bincount([drawer.sample(logits).token for _ in range(4000)], minlength=VOCAB)
     assert counts[[3, 7, 9]].sum() == 4000
     assert np.allclose(counts[[3, 7, 9]] / 4000, [0.5, 0.3, 0.2], atol=0.03)
 
 
 def test_a_seed_repeats_itself():
-    texts = [
-        [s.sample(random_logits(i))[0] for i in range(20)] for s in (sampler(do_sample=True, seed=3),) * 1 for _ in "a"
-    ]
-    again = sampler(do_sample=True, seed=3)
-    assert texts[0] == [again.sample(random_logits(i))[0] for i in range(20)]
-    other = sampler(do_sample=True, seed=4)
-    assert texts[0] != [other.sample(random_logits(i))[0] for i in range(20)]
+    def tokens_of(seed):
+        drawer = sampler(do_sample=True, seed=seed)
+        return [drawer.sample(random_logits(i)).token for i in range(20)]
+
+    assert tokens_of(3) == tokens_of(3)
+    assert tokens_of(3) != tokens_of(4)
 
 
 def test_repetition_penalty_counts_prompt_and_answer():
     logits = np.zeros(VOCAB, np.float32)
     logits[[4, 5, 6]] = [3.0, 2.5, 2.4]
     penalised = sampler(prompt=[4], repetition_penalty=2.0)
-    assert [penalised.sample(logits)[0] for _ in range(3)] == [5, 6, 4]
+    assert [penalised.sample(logits).token for _ in range(3)] == [5, 6, 4]
 
 
 def test_presence_and_frequency_penalties_count_the_answer_only():
     logits = np.zeros(VOCAB, np.float32)
     logits[[4, 5]] = [3.0, 2.0]
-    assert [sampler(prompt=[4], presence_penalty=2.0).sample(logits)[0]] == [4]
+    assert sampler(prompt=[4], presence_penalty=2.0).sample(logits).token == 4
     frequent = sampler(frequency_penalty=0.4)
-    assert [frequent.sample(logits)[0] for _ in range(5)] == [4, 4, 4, 5, 4]
+    assert [frequent.sample(logits).token for _ in range(5)] == [4, 4, 4, 5, 4]
 
 
-def test_banned_tokens_are_never_chosen_and_logits_stay_as_they_were():
+def test_tokens_that_end_the_answer_are_not_chosen_before_min_new_tokens():
     logits = random_logits(3)
-    before, best = logits.copy(), int(logits.argmax())
-    assert sampler().sample(logits, np.array([best]))[0] != best
-    sampler(repetition_penalty=1.5, prompt=[best]).sample(logits)
+    first, second = np.argsort(-logits)[:2].tolist()
+    early = sampler(min_new_tokens=2, stop_token_ids={first, VOCAB + 7})
+    assert [early.sample(logits, best=first).token for _ in range(4)] == [second, second, first, first]
+    drawer = sampler(do_sample=True, min_new_tokens=500, stop_token_ids={first})
+    assert first not in [drawer.sample(logits).token for _ in range(500)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_new_tokens": 1, "stop_token_ids": {1, 2}},
+        {"repetition_penalty": 1.5, "prompt": [3, 4]},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "do_sample": True, "top_k": 5},
+    ],
+)
+def test_the_callers_logits_stay_as_they_were(options):
+    logits = random_logits(3)
+    before, changing = logits.copy(), sampler(**options)
+    for _ in range(3):
+        changing.sample(logits)
     assert np.array_equal(logits, before)
 
 
+class OnlyAscending:
+    """Like a grammar: after a token only larger ones may follow."""
+
+    remedy = "allow smaller tokens"
+    is_active = True
+
+    def __init__(self):
+        self.last = -1
+
+    def process(self, logits):
+        logits[: self.last + 1] = -np.inf
+
+    def accept(self, token):
+        self.last = token
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 20, "top_p": 0.9}])
+def test_a_processor_of_another_kind_fits_into_the_list(options):
+    """It is told what was chosen, forbids tokens together with other processors, and its remedy is in the error."""
+    ascending = sampler(more=[OnlyAscending()], repetition_penalty=1.2, **options)
+    tokens = []
+    with pytest.raises(GenerationConfigError, match=r"nothing is left to choose: .*; allow smaller tokens$"):
+        for number in range(VOCAB + 1):
+            tokens.append(ascending.sample(random_logits(number)).token)
+    assert tokens == sorted(set(tokens)) and tokens[-1] == VOCAB - 1
+
+
+def test_the_error_names_what_every_active_processor_can_change():
+    everything = {"min_new_tokens": 5, "stop_token_ids": range(VOCAB)}
+    with pytest.raises(GenerationConfigError) as error:
+        sampler(**everything).sample(random_logits(0))
+    assert str(error.value) == (
+        "nothing is left to choose: every one of 50 tokens is forbidden; lower min_new_tokens or shorten stop_token_ids"
+    )
+    with pytest.raises(GenerationConfigError, match=r"lower min_new_tokens .* or allow smaller tokens"):
+        sampler(**everything, more=[OnlyAscending()]).sample(random_logits(0))
+
+
+class Untouchable:
+    """Logits of which nothing may be read."""
+
+    def __getattribute__(self, name):
+        raise AssertionError(f"greedy decoding without processors needs no {name}")
+
+
+def test_greedy_without_active_processors_reads_no_logits():
+    logits = random_logits(4)
+    assert sampler().sample(Untouchable(), best=7) == Choice(7, 0.0)
+    early = sampler(min_new_tokens=1, stop_token_ids={3})
+    early.sample(logits, best=int(logits.argmax()))
+    assert early.sample(Untouchable(), best=3) == Choice(3, 0.0)
+
+
 @pytest.mark.parametrize("seed", range(40))
-def test_what_is_left_out_is_never_drawn_not_even_at_the_very_end(seed):
-    """The sums of blocks are rounded otherwise than those inside a block: the last number may fall behind both."""
+def test_a_weight_of_zero_is_never_drawn_not_even_at_the_very_end(seed):
+    """Sums of blocks and sums inside a block are rounded differently: the largest number may exceed both."""
     rng = np.random.default_rng(seed)
     weights = rng.random(4 * BLOCK).astype(np.float32)
     weights[BLOCK - 28 : BLOCK] = weights[2 * BLOCK - 28 :] = 0.0
     for uniform in (np.nextafter(1.0, 0.0), 1.0):
-        assert weights[_draw_any(weights, uniform)] > 0.0
+        assert weights[draw(weights, uniform)] > 0.0

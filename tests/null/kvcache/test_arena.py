@@ -45,7 +45,7 @@ def test_scattered_rows_are_written_where_they_belong():
 def test_memory_is_allocated_once():
     arena = Arena([replace(state, kv_type="f16") for state in STATES], 40)
     assert arena.num_bytes == (2 * 3 * 4 + 6) * 40 * 2
-    addresses = [group.storage.ctypes.data for group in arena.groups]
+    addresses = arena.addresses
     arena.set_stride(8, 0)
     arena.set_stride(40, 8)
-    assert addresses == [group.storage.ctypes.data for group in arena.groups]
+    assert addresses == arena.addresses

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staticllm.core import Variant
-from staticllm.kvcache.cache import StoredSequence
 from staticllm.kvcache.host_pool import HostPool
 from staticllm.kvcache.snapshot import load, save
+from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.engine.overflow import shorten
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import (
@@ -147,7 +147,7 @@ def test_a_prefix_that_several_begin_with_stays():
         assert request.tokens == fake_answer([*range(20), 100 + other, 7], 2, is_recurrent=True)
 
 
-def test_states_count_on_the_shelf():
+def test_states_count_in_the_host_pool():
     """A hundred short conversations with large states must not fill the host's memory."""
     shape = fake_shape(is_recurrent=True)
     assert shape.slots_of_states(64) == 1 and fake_shape().slots_of_states(64) == 0

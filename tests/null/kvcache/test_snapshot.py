@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from quick import examples
 
 from staticllm.core import Variant
 from staticllm.errors import SnapshotError
-from staticllm.kvcache.cache import StoredSequence
 from staticllm.kvcache.snapshot import MAGIC, load, save
+from staticllm.kvcache.stored import StoredSequence
 from staticllm.testing import VOCAB_SIZE, fake_runner
 
-IDENTITY = {"model": "fake", "row type": "f32"}
+IDENTITY = {"model": "fake", "KV type": "f32"}
 COUNT = 12
 
 
@@ -70,7 +71,7 @@ def test_every_flipped_bit_and_every_length_is_refused(tmp_path, cache, stored):
     assert "has" in refused(path, cache)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=300), st.booleans())
 def test_any_bytes_are_refused(tmp_path, cache, data, is_framed):
     path = tmp_path / "rows"
@@ -83,11 +84,11 @@ def test_right_digests_do_not_make_wrong_rows_right(tmp_path, cache, stored):
     path = tmp_path / "rows"
     narrow = tuple(rows[..., :1] for rows in stored.kv)
     for wrong, words in [
-        (replace(stored, kv=narrow), "bytes of rows"),
-        (replace(stored, kv=stored.kv[:-1]), "bytes of rows"),
-        (replace(stored, states=()), "bytes of rows"),
-        (replace(stored, tokens=tuple(range(COUNT + 1))), "bytes of rows"),
-        (replace(stored, tokens=()), "0 rows"),
+        (replace(stored, kv=narrow), "bytes of keys and values"),
+        (replace(stored, kv=stored.kv[:-1]), "bytes of keys and values"),
+        (replace(stored, states=()), "bytes of keys and values"),
+        (replace(stored, tokens=tuple(range(COUNT + 1))), "bytes of keys and values"),
+        (replace(stored, tokens=()), "0 tokens"),
         (replace(stored, tokens=(*range(COUNT - 1), VOCAB_SIZE)), "beyond the vocabulary"),
         (replace(stored, tokens=(*range(COUNT - 1), -1)), "beyond the vocabulary"),
         (replace(stored, kv=tuple(np.where(rows == rows.max(), np.nan, rows) for rows in stored.kv)), "not finite"),
@@ -99,8 +100,8 @@ def test_right_digests_do_not_make_wrong_rows_right(tmp_path, cache, stored):
 
 def test_what_differs_is_named(tmp_path, cache, stored):
     path = tmp_path / "rows"
-    save(stored, path, {**IDENTITY, "row type": "bf16"})
-    assert "rows of another row type (bf16, here f32)" in refused(path, cache)
+    save(stored, path, {**IDENTITY, "KV type": "bf16"})
+    assert "is of another KV type (bf16, here f32)" in refused(path, cache)
     save(stored, path, IDENTITY)
     assert "HOST_KV_SLOTS is 11" in refused(path, cache, most=COUNT - 1)
 
@@ -108,9 +109,9 @@ def test_what_differs_is_named(tmp_path, cache, stored):
 def test_a_key_keeps_others_out(tmp_path, cache, stored):
     path = tmp_path / "rows"
     save(stored, path, IDENTITY)
-    assert "were saved without a key" in refused(path, cache, key=b"k" * 16)
+    assert "was saved without a key" in refused(path, cache, key=b"k" * 16)
     save(stored, path, IDENTITY, b"k" * 16)
-    assert "were saved with a key" in refused(path, cache)
+    assert "was saved with a key" in refused(path, cache)
     assert "another INTEGRITY_KEY" in refused(path, cache, key=b"j" * 16)
 
 

@@ -18,7 +18,9 @@ def steps_of(count, rows=128):
     ]
 
 
-@pytest.mark.parametrize("count", [1, 30, 200])
+@pytest.mark.parametrize(
+    "count", [pytest.param(1, marks=pytest.mark.slow), 30, pytest.param(200, marks=pytest.mark.slow)]
+)
 def test_a_picture_is_drawn(tmp_path, count):
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread
@@ -28,7 +30,7 @@ def test_a_picture_is_drawn(tmp_path, count):
     assert min(image.shape[:2]) > 500
     for colour in ((0x2F, 0x6F, 0x9F), (0xD1, 0x60, 0x3D), (0xDC, 0xDC, 0xDC)):
         near = abs(image * 255 - colour).max(axis=-1) < 6
-        assert near.sum() > 200, f"decode, prefill or padding is not to be seen: {colour}"
+        assert near.sum() > 200, f"decode, prefill or padding is not visible: {colour}"
 
 
 @pytest.mark.parametrize("name", ["timeline.nonsense", "no/such/folder.png"])
@@ -38,12 +40,12 @@ def test_a_file_that_cannot_be_drawn(tmp_path, name):
         draw(Trace(steps_of(3)), tmp_path / name)
 
 
-def test_nothing_to_draw(tmp_path):
+def test_an_empty_trace_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no device calls"):
         draw(Trace(), tmp_path / "timeline.png")
 
 
-def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):

@@ -1,4 +1,4 @@
-"""Traces: what the records say, as Chrome's events, as tracks, and read back from a file."""
+"""Traces: records as Chrome events and as spans of requests, saved and read back."""
 
 import json
 import warnings
@@ -10,7 +10,7 @@ import pytest
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import ConfigError, StaticLLMError
 from staticllm.pipelines.profiling.chrome_trace import to_chrome
-from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import HostTimes, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.request_spans import spans_of
 from staticllm.pipelines.profiling.trace import Trace, recording
 from staticllm.pipelines.scheduling.interface import Plan
@@ -19,7 +19,7 @@ from staticllm.testing import fake_answer, fake_engine, fake_request, run_to_end
 
 
 def served(name="prefill_first", count=9, slots=3, new=7):
-    """The trace of a crowd, and its requests: random-looking prompts without a common prefix."""
+    """The trace of ``count`` requests, and these: random-looking prompts without a common prefix."""
     engine = fake_engine(make_policy(name), slots)
     requests = [fake_request([50 * i + k for k in range(5 + 3 * i)], new) for i in range(count)]
     with recording(engine.profiler) as trace:
@@ -51,7 +51,10 @@ def test_every_step_and_every_row_is_in_it(name):
         rows = {
             kind: sum(e["args"].get("rows", 0) for e in mine if e["name"] == kind) for kind in ("prefill", "decode")
         }
-        assert rows == {"prefill": request.num_prompt - request.num_cached, "decode": request.num_generated - 1}
+        assert rows == {
+            "prefill": len(request.request.prompt) - request.num_cached,
+            "decode": request.num_generated - 1,
+        }
         assert sum(event["name"] == "queued" for event in mine) == 1
 
 
@@ -65,13 +68,13 @@ def test_the_document_is_what_viewers_read():
         assert event["ph"] != "X" or (event["dur"] >= 0 and isinstance(event["tid"], int))
         assert event["ph"] != "C" or all(value >= 0 for value in event["args"].values())
     counters = {event["name"] for event in document["traceEvents"] if event["ph"] == "C"}
-    assert counters == {"rows in use", "running", "waiting", "swapped"}
+    assert counters == {"slots in use", "running", "waiting", "swapped"}
     assert [e["name"] for e in slices(document, "end")] == ["length"] * len(requests)
     named = {e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"}
     assert named == {"calls", "host", *(f"request {request.id}" for request in requests)}
 
 
-def test_a_file_says_the_same(tmp_path):
+def test_a_trace_is_equal_after_saving_and_loading(tmp_path):
     trace, _ = served()
     trace.save(tmp_path / "trace.json")
     again = Trace.load(tmp_path / "trace.json")
@@ -89,7 +92,7 @@ def test_a_file_says_the_same(tmp_path):
     assert (tmp_path / "again.json").read_text() == (tmp_path / "trace.json").read_text()
 
 
-def test_who_was_parked_and_when():
+def test_spans_show_when_a_request_was_swapped():
     steps = [call(1, prefill=((7, 4),)), call(2, decode=(8,), swapped=(7,)), call(3, decode=(8,), swapped=(7,))]
     steps += [call(4, decode=(7, 8)), call(5, decode=(8,), swapped=(7,))]
     request = RequestRecord(7, 0.25, 1.0, (1.6,), 4, 0, FinishReason.CANCELLED, ended=5.25)
@@ -97,7 +100,7 @@ def test_who_was_parked_and_when():
     assert [(span.kind, span.start, span.end) for span in spans[7]] == [
         ("queued", 0.25, 1), ("prefill", 1, 1.5), ("swapped", 2, 4), ("decode", 4, 4.5), ("swapped", 5, 5.25),
     ]  # fmt: skip
-    assert [span.kind for span in spans[8]] == ["decode"] * 4, "no record of its end: its steps are all that is known"
+    assert [span.kind for span in spans[8]] == ["decode"] * 4, "no record of its end: only its steps are known"
 
 
 def test_slices_of_one_track_lie_beside_or_within_each_other():
@@ -116,11 +119,11 @@ def test_slices_of_one_track_lie_beside_or_within_each_other():
 def test_a_request_that_never_ran_was_queued_until_its_end():
     engine = fake_engine(make_policy("fcfs"))
     request = fake_request([1, 2], 3)
-    request.is_cancelled = True
+    request.cancel(None, FinishReason.CANCELLED)
     with recording(engine.profiler) as trace:
         run_to_end(engine, [request])
     ((span,),) = spans_of(trace.steps, trace.requests).values()
-    assert span.kind == "queued" and span.end >= span.start == request.arrival
+    assert span.kind == "queued" and span.end >= span.start == request.request.arrival
     assert slices(to_chrome(trace.steps, trace.requests), "end")[0]["name"] == "cancelled"
 
 
@@ -177,7 +180,7 @@ def test_a_file_that_cannot_be_written(tmp_path):
 
 
 class Fickle:
-    """Takes the rows of the only request away, once, after its second token."""
+    """Preempts the first request once, after its second token."""
 
     def __init__(self):
         self.has_preempted = False
@@ -193,7 +196,7 @@ class Fickle:
         return Plan(decode=tuple(request.id for request in view.running))
 
 
-def test_who_was_evicted_waits_again():
+def test_a_preempted_request_is_queued_again():
     engine = fake_engine(Fickle())
     first, other = fake_request([1, 2, 3], 4), fake_request([7, 8], 2)
     with recording(engine.profiler) as trace:
@@ -231,7 +234,7 @@ def test_a_call_that_failed_is_in_the_trace_and_not_in_the_sums(monkeypatch):
     assert stats.device_seconds == pytest.approx(sum(s.seconds for s in trace.steps if not s.has_failed))
 
 
-def test_who_runs_does_not_wait():
+def test_running_requests_do_not_count_as_waiting():
     engine = fake_engine(make_policy("fcfs"), 1)
     with recording(engine.profiler) as trace:
         run_to_end(engine, [fake_request([1, 2], 2), fake_request([5, 6], 2)])
@@ -244,3 +247,22 @@ def test_traces_of_the_first_schema_are_read(tmp_path):
         del event["args"]["preempted"], event["args"]["failed"]
     (tmp_path / "old.json").write_text(json.dumps(document))
     assert not any(step.preempted or step.has_failed for step in Trace.load(tmp_path / "old.json").steps)
+
+
+def test_traces_of_the_second_schema_are_read(tmp_path):
+    steps = served()[0].steps
+    document = to_chrome(steps, [])
+    for event in slices(document, "call"):
+        times = event["args"]["host_ns"]
+        event["args"]["host_ns"] = {"masks": times.pop("prepare"), "rows": times.pop("commit"), **times}
+    (tmp_path / "old.json").write_text(json.dumps(document))
+    for before, after in zip(steps, Trace.load(tmp_path / "old.json").steps, strict=True):
+        assert astuple(after.host) == pytest.approx(astuple(before.host), abs=2e-9)
+
+
+def test_host_times_are_slices_before_and_after_their_call():
+    host = HostTimes(plan=0.01, prepare=0.02, commit=0.03, sampling=0.04)
+    document = to_chrome([replace(call(1, decode=(7,)), host=host), replace(call(2, decode=(7,)), host=host)], [])
+    last = {event["name"]: (event["ts"], event["dur"]) for event in slices(document, "host")}  # of the second call
+    expected = {"plan": (0.97, 0.01), "prepare": (0.98, 0.02), "commit": (1.5, 0.03), "sampling": (1.53, 0.04)}
+    assert last == {name: pytest.approx((1e6 * start, 1e6 * dur)) for name, (start, dur) in expected.items()}

@@ -3,6 +3,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import examples
 
 from staticllm.core import MaskKind, Variant
 from staticllm.kvcache.step import Segment
@@ -26,7 +27,7 @@ moves = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(moves)
 def test_any_schedule_gives_every_sequence_its_own_answer(schedule):
     runner = new_runner()

@@ -1,4 +1,4 @@
-"""Policies that raise, stall, never end, or change what they see: the engine goes on, and so do the requests."""
+"""Policies that raise, stall, never end, or change what they see: the engine and the requests go on."""
 
 import itertools
 import threading
@@ -129,8 +129,8 @@ def test_a_failing_policy_is_replaced_with_one_warning_and_requests_finish(polic
     assert not [thread for thread in threading.enumerate() if thread.name == "staticllm-policy"]
 
 
-def test_a_policy_that_could_not_plan_with_what_was_there_comes_back():
-    """It plans for four slots, which is legal; the program for it is still being compiled, which is our fault."""
+def test_a_policy_comes_back_when_the_missing_program_is_there():
+    """It decodes four requests at once, which is legal; the program for that is still being compiled, which is our fault."""
 
     class AllTogether:
         num_plans = 0
@@ -173,7 +173,7 @@ def test_a_shipped_policy_that_fails_loses_one_step(monkeypatch):
     monkeypatch.setattr(POLICIES["dynamic"], "plan", failing)
     engine = fake_engine(make_policy("dynamic"))
     request = fake_request([1, 2, 3], 9)
-    with pytest.warns(RuntimeWarning, match="Dynamic is replaced by fcfs for a step: it raised ZeroDivisionError"):
+    with pytest.warns(RuntimeWarning, match="Dynamic is replaced by fcfs for one step: it raised ZeroDivisionError"):
         run_to_end(engine, [request])
     assert len(calls) > 8 and request.tokens == fake_answer([1, 2, 3], 9)
 
@@ -186,7 +186,7 @@ def test_an_illegal_plan_of_the_fallback_costs_a_step_and_not_the_requests(monke
         monkeypatch.setattr(POLICIES[name], "plan", illegal)
     engine = fake_engine(make_policy("dynamic"), 2)
     requests = [fake_request(range(20 * i, 20 * i + 18), 6) for i in range(5)]
-    with pytest.warns(RuntimeWarning, match="for a step: rule 'known-requests'"):
+    with pytest.warns(RuntimeWarning, match="for one step: rule 'known-requests'"):
         run_to_end(engine, requests)
     assert [request.tokens for request in requests] == [fake_answer(range(20 * i, 20 * i + 18), 6) for i in range(5)]
     assert_empty(engine)
@@ -233,12 +233,12 @@ def test_a_policy_that_stalls_is_replaced(monkeypatch):
 
 
 @pytest.mark.parametrize("scheduler", ["fifo", None, 5, POLICIES["fcfs"], object()])
-def test_what_is_no_policy_is_refused(scheduler):
+def test_objects_that_are_no_policy_are_refused(scheduler):
     with pytest.raises(ConfigError, match="must be one of dynamic, fcfs"):
         make_policy(scheduler)
 
 
-def test_policies_of_ours_need_no_thread():
+def test_shipped_policies_need_no_thread():
     before = threading.active_count()
     planner = Planner(make_policy("dynamic"))
     assert threading.active_count() == before

@@ -1,4 +1,4 @@
-"""Plans: every rule is held, whatever breaks one never reaches the device, and what the shipped policies decide."""
+"""Plans: every rule is held, a plan that breaks one never reaches the device, and what the shipped policies decide."""
 
 import re
 import warnings
@@ -27,7 +27,7 @@ def seconds(variant):
 
 
 def a_view(**changes):
-    """1 waits, 2 prefills, 3 and 4 run, 5 is swapped out outside the arena."""
+    """Request 1 is waiting, 2 prefilling, 3 and 4 running, 5 swapped, with its rows in the host pool."""
     view = View(
         now=100.0,
         waiting=(RequestView(1, "waiting", 99.0, 10),),
@@ -45,7 +45,7 @@ def a_view(**changes):
 @pytest.mark.parametrize(
     ("rule", "plan", "changes"),
     [
-        ("is-a-plan", "decode everybody", {}),
+        ("is-a-plan", "decode all of them", {}),
         ("is-a-plan", Plan(decode=([],)), {}),
         ("is-a-plan", Plan(prefill=((1, 2, 3),)), {}),
         ("known-requests", Plan(decode=(9,)), {}),
@@ -93,11 +93,11 @@ def test_legal_plans_pass(plan):
 @pytest.mark.parametrize("name", sorted(POLICIES))
 @pytest.mark.parametrize("free_slots", [0, 1, 2, 5, 40])
 @pytest.mark.parametrize("free_host_slots", [0, 50])
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("num_seqs", [1, 2, 3])
 @pytest.mark.parametrize("without", [(), ("running",), ("waiting", "prefilling"), ("running", "prefilling", "waiting")])
-def test_shipped_policies_break_no_rule_when_rows_run_short(name, free_slots, free_host_slots, slots, without):
-    view = a_view(free_slots=free_slots, free_host_slots=free_host_slots, max_num_seqs=slots)
-    view = replace(replace(view, running=view.running[:slots]), **dict.fromkeys(without, ()))
+def test_shipped_policies_break_no_rule_when_kv_slots_run_short(name, free_slots, free_host_slots, num_seqs, without):
+    view = a_view(free_slots=free_slots, free_host_slots=free_host_slots, max_num_seqs=num_seqs)
+    view = replace(replace(view, running=view.running[:num_seqs]), **dict.fromkeys(without, ()))
     if not view.requests:
         return
     held = sorted(request.own_slots for request in view.requests)[:-1]
@@ -117,15 +117,15 @@ def test_a_policy_cannot_change_what_it_sees():
 # -- what they decide
 
 
-def test_fcfs_holds_a_slot_from_the_first_token_to_the_last():
-    view = a_view()  # two run, one prefills, one is swapped out: four hold three slots
+def test_fcfs_counts_a_request_from_its_first_prompt_token_to_its_last_token():
+    view = a_view()  # two are running, one prefilling, one swapped: four count against max_num_seqs=3
     assert make_policy("fcfs").plan(view).prefill == ((2, 4),)
     busy = replace(view, prefilling=())
     plan = make_policy("fcfs").plan(busy)
     assert plan.decode == (3, 4, 5) and plan.swap_in == (5,) and not plan.prefill
 
 
-def test_prefill_first_lets_nobody_decode_before_prompts():
+def test_prefill_first_decodes_only_when_no_prompt_can_run():
     plan = make_policy("prefill_first").plan(a_view())
     assert plan.prefill and not plan.decode
 
@@ -143,11 +143,11 @@ def test_chunked_fills_up_a_budget():
 
 
 def slow_prompts(variant):
-    """Prompts cost much more than tokens: 10 ms a step of decoding, 50 ms for four rows, 100 ms for eight, 200 for sixteen."""
+    """Prompts cost much more than tokens: 10 ms per decode step, 50 ms for four rows, 100 ms for eight, 200 for sixteen."""
     return 0.01 if variant.rows <= 2 else variant.rows / 80
 
 
-def test_dynamic_prefills_on_arrival_though_all_slots_are_taken():
+def test_dynamic_prefills_on_arrival_while_max_num_seqs_requests_run():
     view = a_view(max_num_seqs=2, now=100.0)
     plan = make_policy("dynamic").plan(view)
     assert {request for request, _ in plan.prefill} >= {2}
@@ -156,7 +156,7 @@ def test_dynamic_prefills_on_arrival_though_all_slots_are_taken():
 @pytest.mark.parametrize(
     ("tpot_ms", "waited", "prefills"), [(None, 0.0, True), (15, 0.0, False), (300, 0.0, True), (300, 0.29, False)]
 )
-def test_dynamic_keeps_nobody_waiting_for_longer_than_the_target(tpot_ms, waited, prefills):
+def test_no_running_request_waits_longer_for_a_token_than_the_target(tpot_ms, waited, prefills):
     device = Device(VariantIndex(v for v in FAKE_VARIANTS if v.rows <= 8), slow_prompts, 64)
     running = tuple(replace(request, last_token_time=100.0 - waited) for request in a_view().running)
     policy = make_policy("dynamic")
@@ -181,19 +181,23 @@ def test_dynamic_never_starves_prompts_of_a_target_that_no_call_keeps():
     assert 0.1 < prefilled / (now - 100.0) < 0.4
 
 
-def test_dynamic_lets_short_prompts_wait_for_company_while_all_slots_are_taken():
+def test_dynamic_batches_short_prompts_while_max_num_seqs_requests_run():
     device = Device(INDEX, lambda variant: 0.02 if variant.rows > 2 else 0.01, 64)  # sixteen rows cost what four do
     view = a_view(now=99.001, prefilling=(), swapped=(), max_num_seqs=2, device=device)
     short = tuple(RequestView(10 + i, "waiting", 99.0, 4) for i in range(4))
     assert not make_policy("dynamic").plan(replace(view, waiting=short[:1])).prefill
     assert len(make_policy("dynamic").plan(replace(view, waiting=short)).prefill) == 4
-    assert make_policy("dynamic").plan(replace(view, waiting=short[:1], now=105.0)).prefill, "but not for ever"
-    assert make_policy("dynamic").plan(replace(view, waiting=short[:1], max_num_seqs=3)).prefill, "a slot is free"
+    assert make_policy("dynamic").plan(replace(view, waiting=short[:1], now=105.0)).prefill, (
+        "the batching delay is over"
+    )
+    assert make_policy("dynamic").plan(replace(view, waiting=short[:1], max_num_seqs=3)).prefill, (
+        "another may be running"
+    )
 
 
-@pytest.mark.parametrize(("slots", "num_tokens", "is_alone"), [(6, 4, True), (2, 4, False), (6, 40, False)])
-def test_dynamic_fills_free_slots_before_a_step_that_would_leave_them_empty(slots, num_tokens, is_alone):
-    """A mixed call adds less than a call of prompts alone takes; but its tokens for two of six slots are worth little."""
+@pytest.mark.parametrize(("num_seqs", "num_tokens", "is_alone"), [(6, 4, True), (2, 4, False), (6, 40, False)])
+def test_dynamic_fills_up_to_max_num_seqs_before_a_decode_step(num_seqs, num_tokens, is_alone):
+    """A mixed call adds less than a call of prompts alone takes; but a decode step of two of six requests is worth little."""
 
     def cost(variant):
         return (
@@ -201,7 +205,7 @@ def test_dynamic_fills_free_slots_before_a_step_that_would_leave_them_empty(slot
         )
 
     waiting = tuple(RequestView(10 + i, "waiting", 99.0, num_tokens) for i in range(4))
-    changes = {"waiting": waiting, "prefilling": (), "swapped": (), "max_num_seqs": slots, "free_slots": 400}
+    changes = {"waiting": waiting, "prefilling": (), "swapped": (), "max_num_seqs": num_seqs, "free_slots": 400}
     plan = make_policy("dynamic").plan(a_view(device=Device(INDEX, cost, 64), **changes))
     assert plan.prefill and (not plan.decode) is is_alone
 
@@ -211,8 +215,8 @@ def test_the_variant_of_a_plan_is_the_smallest():
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_nobody_begins_a_prompt_that_could_only_be_evicted(name):
-    """Few rows and a short host pool: every prompt runs once."""
+def test_no_prompt_begins_that_could_only_be_preempted(name):
+    """Few KV slots and a small host pool: every prompt runs once."""
     engine = fake_engine(make_policy(name), 2, max_seq_len=60, host_kv_slots=40)
     requests = [fake_request(range(30 * i, 30 * i + 28), 24) for i in range(12)]
     run_to_end(engine, requests)

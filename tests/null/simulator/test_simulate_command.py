@@ -1,4 +1,4 @@
-"""`staticllm simulate`: tables and JSON out, one line for what cannot be."""
+"""`staticllm simulate`: tables and JSON on stdout, one line per mistake."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ def test_json_has_the_figures_of_the_default_policies():
     assert list(figures) == ["dynamic", "fcfs"]
     for summary in figures.values():
         assert summary["num_requests"] == 8
-        assert summary["second_token_ms"] > 5, "rows travel before the second token"
+        assert summary["second_token_ms"] > 5, "KV slots are transferred before the second token"
         assert 0 < summary["fairness"] <= 1 and 0 < summary["busy"] <= 1
 
 
@@ -53,7 +53,7 @@ def test_costs_that_were_saved_give_the_same_figures(tmp_path):
         (["--disaggregate", "1x1", "--host-kv-slots", "4"], 1, "HOST_KV_SLOTS is 4: raise it"),
     ],
 )
-def test_what_cannot_be_is_one_line(arguments, code, said):
+def test_a_mistake_is_reported_in_one_line(arguments, code, said):
     result = run(*arguments)
     assert result.exit_code == code
     error = result.output.splitlines()[-1]

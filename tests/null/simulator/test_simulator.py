@@ -1,4 +1,4 @@
-"""The simulator: nothing is lost, plans are legal, and queues behave as theory says."""
+"""The simulator: no token is lost, plans are legal, and queues behave as in queueing theory."""
 
 import json
 import warnings
@@ -27,9 +27,9 @@ from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst, pois
 COSTS = AnalyticCosts(weights=0.020, row=0.0005, attention=1e-8, fixed=0.001)
 
 
-def model(slots=3, kv_slots=96, host_kv_slots=64, longest=48, host=None, mode="shared"):
+def model(num_seqs=3, kv_slots=96, host_kv_slots=64, longest=48, host=None, mode="shared"):
     config = StaticLLMConfig(
-        max_prompt_len=longest // 2, min_response_len=longest // 2, max_num_seqs=slots, kv_slots=kv_slots,
+        max_prompt_len=longest // 2, min_response_len=longest // 2, max_num_seqs=num_seqs, kv_slots=kv_slots,
         host_kv_slots=host_kv_slots,
     )  # fmt: skip
     return configured_model(config, mode, COSTS, host or HostCost())
@@ -43,10 +43,12 @@ requests = st.lists(
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", ["shared", "separate"])
 @settings(max_examples=12, deadline=None)
-@given(arrivals=requests, kv_slots=st.integers(48, 130), host_kv_slots=st.integers(0, 80), slots=st.integers(1, 4))
-def test_every_request_gets_its_tokens_and_every_plan_is_legal(policy, mode, arrivals, kv_slots, host_kv_slots, slots):
-    """Rows run short here, so that requests are swapped out and preempted. A plan that breaks a rule would warn."""
-    scenario = Scenario(model(slots, kv_slots, host_kv_slots, mode=mode), tuple(arrivals))
+@given(arrivals=requests, kv_slots=st.integers(48, 130), host_kv_slots=st.integers(0, 80), num_seqs=st.integers(1, 4))
+def test_every_request_gets_its_tokens_and_every_plan_is_legal(
+    policy, mode, arrivals, kv_slots, host_kv_slots, num_seqs
+):
+    """KV slots run short here, so that requests are swapped and preempted. A plan that breaks a rule would warn."""
+    scenario = Scenario(model(num_seqs, kv_slots, host_kv_slots, mode=mode), tuple(arrivals))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run = scenario.run(policy)
@@ -61,7 +63,7 @@ def test_every_request_gets_its_tokens_and_every_plan_is_legal(policy, mode, arr
     assert all(step.slots_in_use <= kv_slots for step in steps)
 
 
-def test_a_device_that_is_empty_holds_no_rows():
+def test_a_device_without_requests_uses_no_slots():
     pool = Pool(model(kv_slots=64, host_kv_slots=30), POLICIES["prefill_first"], 2)
     Cluster(pool).run(poisson(20, 40, Lengths((1, 24), (1, 24))))
     for device in pool.devices:
@@ -69,13 +71,13 @@ def test_a_device_that_is_empty_holds_no_rows():
 
 
 def single(seconds, output=1):
-    """One slot whose prompt takes ``seconds``, like each token after the first."""
+    """One request at a time; its prompt takes ``seconds``, and so does each token after the first."""
     variants = [Variant(1, 0), Variant(1, 64), Variant(8, 0), Variant(8, 64)]
     return DeviceModel(VariantIndex(variants), lambda variant: seconds, Limits(1), 64, 64, 8 + output)
 
 
 def test_waiting_is_that_of_an_m_d_1_queue():
-    """Each wait as Lindley's recursion gives it; their mean as theory has it for endless arrivals."""
+    """Each wait equals Lindley's recursion; the mean is close to that of the M/D/1 queue in equilibrium."""
     load, service = 0.5, 0.01
     arrivals = poisson(load / service, 8_000, Lengths.fixed(8, 1), seed=1)
     run = Cluster(Pool(single(service), Fcfs, 1)).run(arrivals)
@@ -112,7 +114,7 @@ def test_disaggregation_is_as_fast_as_its_slower_side(decode_devices):
     assert all(len(request.token_times) == 5 for request in run.requests)
 
 
-def test_rows_travel_before_the_second_token():
+def test_kv_slots_are_transferred_before_the_second_token():
     link = Link(latency=0.5, slot_bytes=1000, bandwidth=80_000)
     run = Cluster(Pool(single(0.01, 5), Fcfs, 1), Pool(single(0.01, 5), Fcfs, 1), link).run(
         burst(1, Lengths.fixed(8, 5))
@@ -127,18 +129,18 @@ def test_twice_the_devices_serve_a_burst_in_half_the_time():
     assert spans[0] / spans[1] == pytest.approx(2, rel=0.01)
 
 
-def test_concurrency_bounds_who_is_inside():
-    run = Scenario(model(slots=3), tuple(burst(12, Lengths.fixed(10, 10))), concurrency=2).run("fcfs")
+def test_concurrency_bounds_the_admitted_requests():
+    run = Scenario(model(num_seqs=3), tuple(burst(12, Lengths.fixed(10, 10))), concurrency=2).run("fcfs")
     events = sorted([(r.started, 1) for r in run.requests] + [(r.token_times[-1], -1) for r in run.requests])
     assert max(np.cumsum([change for _, change in events])) == 2
 
 
-def test_what_can_never_fit_is_refused_in_one_line():
+def test_a_request_that_can_never_fit_is_refused():
     with pytest.raises(ConfigError, match="a sequence can have 48 rows"):
         Scenario(model(), (Arrival(0, 0.0, 60, 1),)).run("fcfs")
 
 
-def test_jain_knows_both_ends():
+def test_jain_is_1_for_equal_values_and_1_over_n_for_one():
     assert jain([3.0, 3.0, 3.0]) == pytest.approx(1)
     assert jain([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
 

@@ -3,8 +3,10 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staticllm.pipelines.engine.request import Token
+from staticllm.pipelines.engine.output_queue import TokenOutput
+from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
+from staticllm.pipelines.text.input_processor import PreparedRequest
 from staticllm.pipelines.text.output_processor import OutputProcessor
 
 
@@ -86,9 +88,10 @@ def test_tokens_that_nobody_reads_as_text_are_not_decoded():
     options = SimpleNamespace(
         stop_strings=frozenset(), include_stop_str_in_output=False, stop_token_ids=frozenset(), echo=False
     )
-    silent = OutputProcessor(refuse, options, [1], wants_text=False)
-    assert [silent.push(Token(token, 0.0, 0.0, 0.0)).tokens for token in b"abc"] == [[97], [98], [99]]
-    late = OutputProcessor(decode, options, [1], wants_text=False)
-    late.push(Token(97, 0.0, 0.0, 0.0))
+    prepared = PreparedRequest(EngineRequest((1,)), "tokens", options, 0.0, 0.0)
+    silent = OutputProcessor(refuse, prepared)
+    assert [silent.push(TokenOutput(token, 0.0, 0.0, 0.0)).tokens for token in b"abc"] == [[97], [98], [99]]
+    late = OutputProcessor(decode, prepared)
+    late.push(TokenOutput(97, 0.0, 0.0, 0.0))
     late.wants_text = True
-    assert late.push(Token(98, 0.0, 0.0, 0.0)).text == "ab", "who asks later misses nothing"
+    assert late.push(TokenOutput(98, 0.0, 0.0, 0.0)).text == "ab", "a reader that asks later misses nothing"

@@ -1,0 +1,93 @@
+"""Numerics of temperature, top_k and top_p. A vocabulary of 150 k tokens is never sorted as a whole.
+
+*Weights* are probabilities up to a common factor, float32 ``[vocab]``; a weight of 0 means that the token is left out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Logits = NDArray[np.float32]
+IntArray = NDArray[np.intp]
+Mask = NDArray[np.bool_]
+
+MIN_TEMPERATURE = 1e-6
+"""A lower temperature is raised to this one, at which only the most likely token and its ties have a weight."""
+BLOCK = 128
+"""Tokens in one block: maxima and sums are taken per block first."""
+BIN_SHIFT = 17
+"""A weight's bin is its bit pattern without the last 17 bits, so a bin is at most 1/64 of its values wide."""
+NUM_BINS = (0x3F800000 >> BIN_SHIFT) + 1
+"""Bins from 0 up to the bin of 1.0, which is the largest weight."""
+CHUNK = 1 << 15
+"""Weights that are sorted into bins at a time: temporary arrays for all of them would be newly mapped pages in every call."""
+
+
+def weights_of(logits: Logits, temperature: float) -> Logits:
+    """Weights ``[n]`` of logits ``[n]``; the most likely token has the weight 1."""
+    weights: Logits = np.exp((logits - logits.max()) / np.float32(max(temperature, MIN_TEMPERATURE)))
+    return weights
+
+
+def largest(values: Logits, count: int) -> IntArray:
+    """Indices of the ``count`` largest of ``values [n]``, ascending. Of equal values the first ones are taken."""
+    candidates = np.flatnonzero(values >= np.float32(_lower_bound(values, count)))
+    found = values[candidates]
+    border = np.partition(found, len(found) - count)[len(found) - count]
+    above, equal = np.flatnonzero(found > border), np.flatnonzero(found == border)
+    chosen: IntArray = np.sort(np.concatenate([above, equal[: count - len(above)]]))
+    return candidates[chosen]
+
+
+def nucleus(weights: Logits, share: float) -> Mask:
+    """Which tokens top_p keeps, bool ``[n]``: the fewest of the largest weights that together reach ``share`` of the sum.
+
+    Of equal weights the first ones are kept. Only the bin at the border is sorted: the leading bits of positive floats are in
+    the order of the floats.
+    """
+    sums = _bin_sums(weights)[::-1].cumsum()
+    mass = share * float(sums[-1])
+    place = min(int(np.searchsorted(sums, mass)), NUM_BINS - 1)
+    border, rest = NUM_BINS - 1 - place, mass - (float(sums[place - 1]) if place else 0.0)
+    least, above = (np.array([border, border + 1], np.uint32) << BIN_SHIFT).view(np.float32)
+    kept: Mask = weights >= above
+    members = np.flatnonzero((weights >= least) & ~kept)
+    order = np.argsort(-weights[members], kind="stable")
+    count = int(np.searchsorted(np.cumsum(weights[members][order], dtype=np.float64), rest)) + 1
+    kept[members[order[:count]]] = True
+    return kept
+
+
+def draw(weights: Logits, uniform: float) -> int:
+    """The index that a number ``uniform`` of [0, 1] selects in proportion to ``weights [n]``: its block first, then its place.
+
+    An index of weight 0 is never returned.
+    """
+    starts = np.arange(0, len(weights), BLOCK)
+    sums = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
+    value = uniform * float(sums[-1])
+    block = _place(sums, value)
+    inside = np.cumsum(weights[starts[block] : starts[block] + BLOCK], dtype=np.float64)
+    return int(starts[block]) + _place(inside, value - (float(sums[block - 1]) if block else 0.0))
+
+
+def _lower_bound(values: Logits, count: int) -> float:
+    """A value that at least ``count`` of ``values`` reach, and not many more: it comes from the maxima of blocks."""
+    maxima = values[: len(values) // BLOCK * BLOCK].reshape(-1, BLOCK).max(axis=1)
+    source = maxima if count <= len(maxima) else values
+    return float(np.partition(source, len(source) - count)[len(source) - count])
+
+
+def _bin_sums(weights: Logits) -> NDArray[np.float64]:
+    """The sum of the weights in each bin, ``[NUM_BINS]``."""
+    sums = np.zeros(NUM_BINS)
+    for start in range(0, len(weights), CHUNK):
+        chunk = weights[start : start + CHUNK]
+        sums += np.bincount((chunk.view(np.uint32) >> BIN_SHIFT).astype(np.intp), chunk, NUM_BINS)
+    return sums
+
+
+def _place(sums: NDArray[np.float64], value: float) -> int:
+    """The first index whose cumulative sum exceeds ``value``; where rounding leaves none, the last one that adds something."""
+    return int(min(np.searchsorted(sums, value, side="right"), np.searchsorted(sums, sums[-1])))

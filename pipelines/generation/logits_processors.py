@@ -1,0 +1,132 @@
+"""What changes the logits of a request before a token is chosen: penalties, and tokens that may not come yet.
+
+A request has a list of processors, and its sampler applies them in order. A further one, a grammar for example, is a class with
+the members of ``LogitsProcessor`` and an entry in ``processors_for``; the sampler does not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from staticllm.pipelines.generation.filters import Logits
+from staticllm.pipelines.generation.sampling_params import SamplingParams
+
+
+class LogitsProcessor(Protocol):
+    """One change of a request's logits (the term of HF and vLLM). It belongs to one request and may keep state.
+
+    The sampler calls ``process`` once per token, if ``is_active``, and then ``accept`` with the token that was chosen.
+    """
+
+    @property
+    def is_active(self) -> bool:
+        """False while ``process`` would change nothing: the sampler then skips it, and without any active one copies nothing."""
+        ...
+
+    @property
+    def remedy(self) -> str:
+        """What a user can change if every token is forbidden, for the error; "" for a processor that forbids none."""
+        ...
+
+    def process(self, logits: Logits) -> None:
+        """Change ``logits``, float32 ``[vocab]``, in place; -inf forbids a token. They are a copy that the sampler owns."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Take note of the chosen token."""
+        ...
+
+
+class MinNewTokens:
+    """Forbids the tokens that end an answer among its first ``min_new_tokens`` tokens."""
+
+    remedy = "lower min_new_tokens or shorten stop_token_ids"
+
+    def __init__(self, min_new_tokens: int, stop_token_ids: Collection[int], vocab_size: int) -> None:
+        self._forbidden = np.array(sorted(token for token in stop_token_ids if token < vocab_size), np.intp)
+        self._num_left = min_new_tokens
+
+    @property
+    def is_active(self) -> bool:
+        return self._num_left > 0 and self._forbidden.size > 0
+
+    def process(self, logits: Logits) -> None:
+        logits[self._forbidden] = -np.inf
+
+    def accept(self, token: int) -> None:
+        self._num_left -= 1
+
+
+class RepetitionPenalty:
+    """Makes every token of prompt and answer less likely (CTRL, arXiv 1909.05858, section 4.1).
+
+    Positive logits are divided by ``penalty``, the others multiplied with it.
+    """
+
+    remedy = ""
+    is_active = True
+
+    def __init__(self, penalty: float, prompt: Sequence[int], vocab_size: int) -> None:
+        self._penalty = np.float32(penalty)
+        self._is_seen = np.zeros(vocab_size, bool)
+        self._is_seen[list(prompt)] = True
+
+    def process(self, logits: Logits) -> None:
+        seen = np.flatnonzero(self._is_seen)
+        values = logits[seen]
+        logits[seen] = np.where(values > 0, values / self._penalty, values * self._penalty)
+
+    def accept(self, token: int) -> None:
+        self._is_seen[token] = True
+
+
+class PresenceFrequencyPenalty:
+    """Makes tokens of the answer less likely: by ``presence`` each, and by ``frequency`` for each time that one was generated.
+
+    As in GenAI, a penalty moves a logit towards 0 and past it, whatever the sign of the logit.
+    """
+
+    remedy = ""
+
+    def __init__(self, presence: float, frequency: float) -> None:
+        self._presence, self._frequency = presence, frequency
+        self._counts: dict[int, int] = {}  # of generated tokens
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._counts)
+
+    def process(self, logits: Logits) -> None:
+        tokens = np.fromiter(self._counts, np.intp, len(self._counts))
+        counts = np.fromiter(self._counts.values(), np.int32, len(self._counts))
+        for penalty in (self._presence, self._frequency * counts):
+            values = logits[tokens]
+            logits[tokens] = np.where(values >= 0, values - penalty, values + penalty)
+
+    def accept(self, token: int) -> None:
+        self._counts[token] = self._counts.get(token, 0) + 1
+
+
+def processors_for(
+    params: SamplingParams,
+    prompt: Sequence[int],
+    vocab_size: int,
+    min_new_tokens: int = 0,
+    stop_token_ids: Collection[int] = (),
+) -> list[LogitsProcessor]:
+    """The processors that a request's options ask for, in the order in which GenAI applies them.
+
+    ``prompt`` are token ids below ``vocab_size``. Among the first ``min_new_tokens`` tokens none of ``stop_token_ids`` is
+    chosen.
+    """
+    processors: list[LogitsProcessor] = []
+    if min_new_tokens > 0 and stop_token_ids:
+        processors.append(MinNewTokens(min_new_tokens, stop_token_ids, vocab_size))
+    if params.repetition_penalty != 1.0:
+        processors.append(RepetitionPenalty(params.repetition_penalty, prompt, vocab_size))
+    if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+        processors.append(PresenceFrequencyPenalty(params.presence_penalty, params.frequency_penalty))
+    return processors

@@ -1,0 +1,191 @@
+"""Statistics of an engine. Its loop only appends records; they are added up when statistics are asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol
+
+from staticllm.pipelines.profiling.records import Record, RequestRecord, StepRecord
+
+KEPT_REQUESTS = 4096
+"""Means, maxima and percentiles of requests are taken over this many of the last ones."""
+PENDING_RECORDS = 8192
+"""With more records than this the loop adds them up itself, so that memory stays bounded."""
+
+
+class Recorder(Protocol):
+    """Takes records one by one, on the engine's thread: a list, or a ``Trace``."""
+
+    def append(self, record: Record, /) -> object: ...
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What an engine has done since it was made, or since the statistics were reset.
+
+    ``*_ms`` are milliseconds over the last 4096 requests: means, but for ``ttft_p95_ms`` and the maximum ``longest_gap_ms``, the
+    longest time between two tokens of one request. ``queueing_ms`` is the time from arrival to the first device call.
+    ``prefill_share`` and ``decode_share`` are shares of ``device_seconds``; a mixed call counts by its rows, a failed one not at
+    all. ``padding`` is the share of computed rows that processed no token. ``prefix_hit_tokens`` of ``prompt_tokens`` were found
+    in the prefix cache. ``slots_in_use`` are KV slots of the arena after the last call. ``finish_reasons`` counts requests by
+    reason.
+    """
+
+    num_requests: int
+    num_tokens: int
+    num_steps: int
+    num_failed_steps: int
+    num_preemptions: int
+    ttft_ms: float
+    ttft_p95_ms: float
+    tpot_ms: float
+    longest_gap_ms: float
+    queueing_ms: float
+    device_seconds: float
+    prefill_share: float
+    decode_share: float
+    prefill_rows_per_second: float
+    decode_rows_per_second: float
+    padding: float
+    prefix_hit_tokens: int
+    prompt_tokens: int
+    slots_in_use: int
+    peak_slots_in_use: int
+    finish_reasons: dict[str, int]
+
+
+@dataclass
+class _Totals:
+    steps: int = 0
+    failed_steps: int = 0
+    preemptions: int = 0
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    prefill_rows: int = 0
+    decode_rows: int = 0
+    computed_rows: int = 0
+    slots_in_use: int = 0
+    peak_slots: int = 0
+    requests: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    ttft: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_REQUESTS))
+    tpot: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_REQUESTS))
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_REQUESTS))
+    queueing: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_REQUESTS))
+
+
+class Profiler:
+    """Collects records and adds them up. ``trace``, if set, gets every record as well."""
+
+    def __init__(self) -> None:
+        self._pending: deque[Record] = deque()
+        self._totals = _Totals()
+        self._lock = threading.Lock()
+        self.trace: Recorder | None = None
+
+    def record(self, record: Record) -> None:
+        """Keep a record; called on the engine's thread, and therefore cheap."""
+        self._pending.append(record)
+        trace = self.trace  # another thread may set it to None between the check and the call
+        if trace is not None:
+            trace.append(record)
+        if len(self._pending) > PENDING_RECORDS:
+            self._add_up()
+
+    def stats(self) -> Stats:
+        """The statistics up to now; may be called on any thread."""
+        self._add_up()
+        with self._lock:
+            return _stats_of(self._totals)
+
+    def reset(self) -> None:
+        """Forget everything counted so far; may be called on any thread."""
+        self._add_up()
+        with self._lock:
+            self._totals = _Totals()
+
+    def _add_up(self) -> None:
+        with self._lock:
+            while self._pending:
+                record = self._pending.popleft()
+                if isinstance(record, StepRecord):
+                    _add_step(self._totals, record)
+                else:
+                    _add_request(self._totals, record)
+
+
+def _add_step(totals: _Totals, step: StepRecord) -> None:
+    prefill, decode = step.prefill_rows, len(step.decode)
+    totals.steps += 1
+    totals.preemptions += len(step.preempted)
+    if step.has_failed:
+        totals.failed_steps += 1
+        return
+    totals.seconds += step.seconds
+    totals.prefill_seconds += step.seconds * prefill / (prefill + decode)
+    totals.prefill_rows += prefill
+    totals.decode_rows += decode
+    totals.computed_rows += step.variant.rows
+    totals.slots_in_use = step.slots_in_use
+    totals.peak_slots = max(totals.peak_slots, step.slots_in_use)
+
+
+def _add_request(totals: _Totals, request: RequestRecord) -> None:
+    times = request.token_times
+    totals.requests += 1
+    totals.tokens += len(times)
+    totals.prompt_tokens += request.num_prompt
+    totals.hit_tokens += request.num_cached
+    totals.reasons[str(request.reason)] = totals.reasons.get(str(request.reason), 0) + 1
+    if request.started is not None:
+        totals.queueing.append(request.started - request.arrival)
+    if times:
+        totals.ttft.append(times[0] - request.arrival)
+    if len(times) > 1:
+        totals.tpot.append((times[-1] - times[0]) / (len(times) - 1))
+        totals.gaps.append(max(after - before for before, after in pairwise(times)))
+
+
+def _stats_of(totals: _Totals) -> Stats:
+    decode_seconds = totals.seconds - totals.prefill_seconds
+    return Stats(
+        num_requests=totals.requests,
+        num_tokens=totals.tokens,
+        num_steps=totals.steps,
+        num_failed_steps=totals.failed_steps,
+        num_preemptions=totals.preemptions,
+        ttft_ms=_mean(totals.ttft),
+        ttft_p95_ms=percentile(totals.ttft, 0.95) * 1e3,
+        tpot_ms=_mean(totals.tpot),
+        longest_gap_ms=max(totals.gaps, default=0.0) * 1e3,
+        queueing_ms=_mean(totals.queueing),
+        device_seconds=totals.seconds,
+        prefill_share=totals.prefill_seconds / totals.seconds if totals.seconds else 0.0,
+        decode_share=decode_seconds / totals.seconds if totals.seconds else 0.0,
+        prefill_rows_per_second=totals.prefill_rows / totals.prefill_seconds if totals.prefill_seconds else 0.0,
+        decode_rows_per_second=totals.decode_rows / decode_seconds if decode_seconds else 0.0,
+        padding=1 - (totals.prefill_rows + totals.decode_rows) / totals.computed_rows if totals.computed_rows else 0.0,
+        prefix_hit_tokens=totals.hit_tokens,
+        prompt_tokens=totals.prompt_tokens,
+        slots_in_use=totals.slots_in_use,
+        peak_slots_in_use=totals.peak_slots,
+        finish_reasons=dict(totals.reasons),
+    )
+
+
+def _mean(seconds: deque[float]) -> float:
+    """The mean in ms; 0 without values."""
+    return sum(seconds) / len(seconds) * 1e3 if seconds else 0.0
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The value that a ``share`` (0 to 1) of ``values`` lies below; 0.0 without values."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -1,0 +1,47 @@
+"""The ``staticllm`` command, as a child process and in this one, where it need not import everything first."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+STATICLLM = [sys.executable, "-m", "staticllm"]
+ENVIRONMENT = {**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": ""}
+
+
+def in_child(*arguments, stdin=""):
+    return subprocess.run(
+        [*STATICLLM, *map(str, arguments)],
+        input=stdin, capture_output=True, text=True, encoding="utf-8", timeout=120, env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+
+
+def in_here(*arguments, stdin=""):
+    """The same entry point, arguments and streams, and what ``in_child`` returns."""
+    from staticllm.cli import main
+
+    command = ["staticllm", *map(str, arguments)]
+    streams = {
+        name: io.TextIOWrapper(io.BytesIO(data.encode()), encoding="utf-8")
+        for name, data in (("stdin", stdin), ("stdout", ""), ("stderr", ""))
+    }
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.resetwarnings()
+        for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", kind)  # as Python does
+        patch.setattr(sys, "argv", command)
+        for name, stream in streams.items():
+            patch.setattr(sys, name, stream)
+        try:
+            code = main() or 0
+        except SystemExit as leaving:
+            code = leaving.code or 0
+    for stream in (streams["stdout"], streams["stderr"]):
+        stream.flush()
+    written = [streams[name].buffer.getvalue().decode() for name in ("stdout", "stderr")]
+    return subprocess.CompletedProcess(command, code, *written)

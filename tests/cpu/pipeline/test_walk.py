@@ -1,0 +1,95 @@
+"""The way of a prompt to its text, as docs/structure.md tells it: followed call by call, on the fake device."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from staticllm import StaticLLMConfig, StaticLLMPipeline, demo_model_path
+from staticllm.pipelines import llm_pipeline
+from staticllm.pipelines.scheduling.planner import make_policy
+from staticllm.testing import fake_answer, fake_engine, fake_shape
+
+MAX_HOPS = 8
+ROOMS = re.compile(r"[\\/](pipelines[\\/](?:\w+[\\/])?\w+)\.py$")
+
+
+@pytest.fixture
+def pipe(monkeypatch):
+    engine = fake_engine(make_policy("fcfs"))
+    config = StaticLLMConfig(max_prompt_len=32, min_response_len=32)
+    loaded = SimpleNamespace(
+        config=config, programs=SimpleNamespace(shape=fake_shape()), has_mapped_weights=False, origin="compiled"
+    )
+    monkeypatch.setattr(
+        llm_pipeline, "launch", lambda *_: SimpleNamespace(engine=engine, background=None, loaded=loaded)
+    )
+    with StaticLLMPipeline(demo_model_path(), "CPU") as pipe:
+        yield pipe
+
+
+class Follower:
+    """Every function of the rooms that is entered for the first time: its name, module, thread, and the module that calls it."""
+
+    def __init__(self):
+        self.calls = {}
+
+    def __call__(self, frame, event, _):
+        place = ROOMS.search(frame.f_code.co_filename)
+        if event == "call" and place:
+            caller = ROOMS.search(frame.f_back.f_code.co_filename) if frame.f_back else None
+            name = getattr(frame.f_code, "co_qualname", None) or qualified(frame)
+            module = place[1].replace("\\", "/")
+            self.calls.setdefault(
+                name, (module, threading.current_thread().name, caller and caller[1].replace("\\", "/"))
+            )
+
+    def __enter__(self):
+        threading.setprofile(self)
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def qualified(frame):
+    """Class and function, before Python 3.11 gave code objects this name."""
+    owner = frame.f_locals.get("self")
+    return f"{type(owner).__name__}.{frame.f_code.co_name}" if owner is not None else frame.f_code.co_name
+
+
+def test_a_prompt_becomes_text_as_the_page_says(pipe, root):
+    page = (root / "docs" / "structure.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\d+\. `(\w+\.\w+)` \(`([\w/]+)\.py`, (caller|engine|reader)'s thread\)", page, re.MULTILINE)
+    assert len(told) - 1 <= MAX_HOPS, "too many hops from a prompt to its text"
+    with Follower() as follower:
+        answer = pipe.generate(np.array([5, 6, 7]), max_new_tokens=4, ignore_eos=True)
+    assert answer.tokens[0] == fake_answer([5, 6, 7], 4)[3:]
+    order = list(follower.calls)
+    seen = [module for _, module, _ in told]
+    assert [name for name in order if name in {function for function, _, _ in told}] == [f for f, _, _ in told]
+    for function, module, thread in told:
+        where, by, caller = follower.calls[function]
+        assert where == f"pipelines/{module}", function
+        assert (by == "staticllm-engine") == (thread == "engine"), f"{function} runs on {by}"
+        known = {f"pipelines/{name}" for name in seen[: seen.index(module) + 1]}
+        assert caller is None or caller in known | {"pipelines/text/handle"}, f"{function} is called from {caller}"
+
+
+def test_the_page_lists_the_modules_that_a_generate_enters(pipe, root):
+    page = (root / "docs" / "structure.md").read_text(encoding="utf-8")
+    (told,) = re.findall(
+        r"^One `generate` enters these modules, in this order: (.*?)\.$", page, re.MULTILINE | re.DOTALL
+    )
+    with Follower() as follower:
+        pipe.generate(np.array([5, 6, 7]), max_new_tokens=4, ignore_eos=True)
+    entered = list(dict.fromkeys(module for module, _, _ in follower.calls.values()))
+    print(", ".join(f"`{m[10:]}`" for m in entered))
+    assert sorted(entered) == sorted(f"pipelines/{name}" for name in re.findall(r"`([\w/]+)`", told))

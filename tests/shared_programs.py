@@ -1,0 +1,99 @@
+"""What many tests compile is compiled once in a run. Each pipeline still has rows, buffers and an engine of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from staticllm.pipelines.diagnostics.reference import StatefulReference
+from staticllm.pipelines.programs import build, compile_plan
+
+
+class SharedPrograms:
+    """Stands before the functions with which the loader reads, lowers and compiles, and remembers what they returned.
+
+    A lowered model is known by its directory and the options of the passes, a program by that, its variants and its
+    properties. Only models in ``folders`` are remembered: nobody writes there, so that a path names one model.
+    """
+
+    def __init__(self, folders: list[Path]) -> None:
+        self._folders = [folder.resolve() for folder in folders]
+        self._now = threading.local()  # what this thread has read and not lowered yet
+        self._lowered: dict = {}
+        self._names: dict = {}
+        self._compiled: dict = {}
+        self._costs: dict = {}
+        self._read_model, self._lower = compile_plan.read_model, compile_plan.lower
+        self._keep_small_constants = compile_plan.keep_small_constants
+        self._compile_programs, self._warm_up = build.compile_programs, build.warm_up
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("read_model", "keep_small_constants", "lower"):
+                patch.setattr(compile_plan, name, getattr(self, name))
+            for name in ("compile_programs", "warm_up"):
+                patch.setattr(build, name, getattr(self, name))
+            yield
+
+    def read_model(self, core, path, weights=None, decrypt=None):
+        model = self._read_model(core, path, weights, decrypt)
+        folder = Path(path).resolve()
+        is_fixed = any(folder.is_relative_to(known) for known in self._folders)
+        self._now.model = model if is_fixed and weights is None and decrypt is None else None
+        self._now.name = (str(folder), "whole")
+        return model
+
+    def keep_small_constants(self, model):
+        self._now.name = (self._now.name[0], "for blobs")
+        return self._keep_small_constants(model)
+
+    def lower(self, model, options):
+        if model is not getattr(self._now, "model", None):
+            return self._lower(model, options)
+        self._now.model = None
+        name = (*self._now.name, options)
+        if name not in self._lowered:
+            lowered = self._lowered[name] = self._lower(model, options)
+            self._names[id(lowered)] = name
+        return self._lowered[name]
+
+    def compile_programs(self, core, lowered, variants, options):
+        name = self._names.get(id(lowered))
+        if name is None:
+            yield from self._compile_programs(core, lowered, variants, options)
+            return
+        properties = repr(sorted((part, sorted(values.items())) for part, values in options.properties.items()))
+        for group in [(variant,) for variant in variants] if options.mode == "separate" else [tuple(variants)]:
+            key = (name, group, options.device, options.layout, properties)
+            if key not in self._compiled:
+                self._compiled[key] = list(self._compile_programs(core, lowered, group, options))
+            yield from self._compiled[key]
+
+    def warm_up(self, bound, known_costs, on_progress):
+        """What a program costs is measured once: who has it again runs it once, as with a blob set."""
+        kept = {id(compiled) for group in self._compiled.values() for compiled in group}
+        key = frozenset((variant, id(bound.compiled(variant))) for variant in bound)
+        if known_costs or not all(compiled in kept for _, compiled in key):
+            return self._warm_up(bound, known_costs, on_progress)
+        costs = self._warm_up(bound, self._costs.get(key, {}), on_progress)
+        self._costs.setdefault(key, dict(costs.measured))
+        return costs
+
+
+class Original(StatefulReference):
+    """The original model, asked once in a run for each answer."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._answers: dict[tuple[int, ...], list[int]] = {}
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        known = self._answers.get(tuple(prompt), [])
+        if len(known) < count:
+            known = self._answers[tuple(prompt)] = super().greedy(prompt, count)
+        return known[:count]
