@@ -375,7 +375,7 @@ def test_grouped_heads_get_their_own_slopes():
     same(evaluate(graph.model, feeds)["out"], before["out"])
 
 
-HELPERS = {"attention", "keep_small_constants", "classify_mask", "fix_shapes", "graph", "lower", "verify", "__init__"}
+HELPERS = {"attention", "check_graph", "classify_mask", "fix_shapes", "graph", "lower", "__init__"}
 
 
 def test_every_pass_is_in_the_list_and_has_a_file(root):

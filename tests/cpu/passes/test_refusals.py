@@ -92,7 +92,11 @@ def test_what_would_say_something_else_is_refused(spoil, stage, reason, zoo):
     ("last", "stage", "reason"),
     [
         (41, "expose_mask", "hides more than what lies before a first token"),
-        (300, "expose_positions", "computes with the number of past rows"),  # more than the probes of masks count to
+        (
+            300,
+            "expose_positions",
+            "computes with the number of past KV slots",
+        ),  # more than the probes of masks count to
     ],
 )
 def test_a_clamp_beyond_the_first_tokens_is_seen(last, stage, reason, zoo):
