@@ -14,12 +14,10 @@ import pytest
 from helpers import PROMPT, SHORT, tokens_of
 
 from staticllm import StaticLLMConfig, StaticLLMPipeline
-from staticllm.compiler_passes import lower
 from staticllm.errors import BlobError, ConfigError, ModelError
 from staticllm.pipelines.blobs import blob_set
 from staticllm.pipelines.blobs.blob_set import read_manifest, rewrite_manifest
 from staticllm.pipelines.blobs.cache import BlobCache
-from staticllm.pipelines.blobs.fingerprint import pass_digests
 from staticllm.pipelines.model_loader import load as loader
 from staticllm.properties import resolve
 
@@ -398,9 +396,3 @@ def test_a_model_whose_blobs_say_something_else_runs_without_them(name, zoo, tmp
         with pytest.warns(RuntimeWarning, match="CACHE_DIR is not used: .*answer otherwise"):
             assert answer(zoo / name, CACHE_DIR=tmp_path) == expected
     assert not list(tmp_path.rglob("*.blob"))
-
-
-def test_the_fingerprint_knows_every_pass():
-    """Each module that a set's manifest lists is one that made the programs: none is missing, wherever the folder lies."""
-    names = {entry.name for entry in lower.PASSES} | {"fix_shapes"}
-    assert names <= set(pass_digests()) and all(pass_digests().values())
