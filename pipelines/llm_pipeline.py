@@ -113,7 +113,7 @@ class StaticLLMPipeline:
         return self._launched.loaded.config
 
     @overload
-    def generate(
+    def generate(  # pyright: ignore[reportOverlappingOverload] - a str is a Sequence[str] too, and comes first
         self, inputs: str, generation_config: GenerationConfig = ..., streamer: Streamer = ..., **kwargs: Any
     ) -> GeneratedText: ...
 
@@ -319,10 +319,7 @@ class StaticLLMPipeline:
 
     def _take_turn(self, inputs: Inputs, call: CallOptions, sink: TokenSink) -> Results:
         """One turn of ``start_chat``'s conversation. A turn that its streamer cancelled is forgotten."""
-        turns: list[str | Prompt] = [inputs] if isinstance(inputs, str) else []
-        if call.form == "texts":
-            turns = [text for text in inputs if isinstance(text, str)]
-        turns = turns or [*self._input_processor.encode(inputs, call)]
+        turns = self._input_processor.turns(inputs, call)
         if len(turns) != 1 or call.options.num_return_sequences != 1:
             count = max(len(turns), call.options.num_return_sequences)
             raise GenerationConfigError(

@@ -6,6 +6,7 @@ import numpy as np
 
 from staticllm import StaticLLMConfig
 from staticllm.core import Variant
+from staticllm.errors import StaticLLMError
 from staticllm.pipelines.blobs.blob_set import MANIFEST, write_set
 from staticllm.pipelines.blobs.fingerprint import Fingerprint, bytes_digest
 from staticllm.pipelines.blobs.manifest import LAYOUT_FIELDS, Manifest, VariantFile, _canonical, _framed
@@ -58,3 +59,22 @@ def forge(folder, change, key=b""):
     content = json.loads((folder / MANIFEST).read_text())["content"]
     change(content)
     (folder / MANIFEST).write_bytes(_framed(content, bytes_digest(_canonical(content), key), bool(key)))
+
+
+def one_line(error):
+    text = str(error.value)
+    assert text and "\n" not in text and isinstance(error.value, (StaticLLMError, RuntimeError))
+    return text
+
+
+def assert_nothing_held(pipe):
+    """No request is in the engine, and no slot is in use but those of the cached sequence."""
+    engine = pipe.engine
+    slots, requests, kept = engine.run_between_steps(
+        lambda: (
+            engine.runner.cache.slots.num_used,
+            len(engine.kv_manager.states),
+            engine.kv_manager.prefix.idle_slots,
+        )
+    )
+    assert (slots, requests) == (kept, 0)
