@@ -18,12 +18,12 @@ from staticllm.pipelines.diagnostics.verify import verify_model
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 HEAD = """# Models
 
-Each tiny export has random weights and is compared with its original stateful IR on the CPU in f32, in 24 checks. There are six for
-each of four configurations (separate and shared programs, chunks of 16 and 64 tokens): the logits of 96 given tokens, at most 1e-3
-of their range off, for the sequence alone, interleaved with a second sequence, and as a draft that is accepted in part; and 48 greedy
-tokens after prompts of 5, 40 and 300 tokens, with KV lengths that the generation outgrows. Models with recurrent states run one
-sequence per call and have 16 checks. `staticllm verify MODEL` runs the same checks on a model of yours;
-`scripts/models_table.py` writes these tables, and `tests/zoo` holds the first one to the truth.
+Each tiny export has random weights and is compared with its original stateful IR on the CPU in f32, in 24 checks. There are
+six for each of four configurations (separate and shared programs, chunks of 16 and 64 tokens): the logits of 96 given
+tokens, at most 1e-3 of their range off, for the sequence alone, interleaved with a second sequence, and as a draft that is
+accepted in part; and 48 greedy tokens after prompts of 5, 40 and 300 tokens, with KV lengths that the generation outgrows.
+Models with recurrent states run one sequence per call and have 16 checks. `staticllm verify MODEL` runs the same checks on
+a model of yours; `scripts/models_table.py` writes these tables, and `tests/zoo` holds the first one to the truth.
 
 """
 EXPORT, OTHERS = "\n## Export\n", "\n## Others\n"
