@@ -1,4 +1,4 @@
-"""What an engine must know besides its programs."""
+"""The limits with which an engine runs its programs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from staticllm.pipelines.scheduling.request_table import Limits
 class EngineOptions:
     """Limits of an engine.
 
-    ``max_seq_len``: slots that one sequence can have. ``max_waiting``: requests that may wait. ``host_kv_slots``: the size of the
-    host pool. ``state_slots``: how many slots the recurrent states of one sequence are worth there.
+    ``max_seq_len``: the most slots of one sequence. ``max_waiting``: the most waiting requests. ``host_kv_slots``: the size of
+    the host pool in slots. ``state_slots``: the slots that the recurrent states of one sequence count for in the host pool.
     """
 
     limits: Limits
