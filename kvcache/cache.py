@@ -1,4 +1,4 @@
-"""The KV cache, the only code that writes a slot, a mask cell or a position; it changes all of them together."""
+"""The KV cache is the only code that writes a slot, a mask cell or a position, and it changes all of them together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mask builder, the only code that decides which token sees which.
+"""The mask builder is the only code that decides which token sees which.
 
 A mask row belongs to one token; its columns are the T arena slots, then the S rows of the step. A token sees the arena slots of
 its own sequence and the rows of its own segment up to itself, both limited by the window of the mask kind. An idle row sees
@@ -22,7 +22,8 @@ class MaskBuilder:
     """Paints the masks of a step into its buffers; for a single decoding row it repaints only the changed cells."""
 
     def __init__(self) -> None:
-        self._painted: tuple[Variant, Sequence, int, int] | None = None  # a single row: variant, sequence, epoch, length
+        # of a step with a single row: variant, sequence, epoch, length
+        self._painted: tuple[Variant, Sequence, int, int] | None = None
 
     def paint(self, step: Step, buffers: StepBuffers) -> None:
         """Write the masks ``[1, 1, S, T+S]`` of a step into ``buffers``."""

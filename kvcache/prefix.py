@@ -1,4 +1,4 @@
-"""The prefix cache, which reuses the KV slots of a sequence for a prompt that begins with the same tokens."""
+"""The prefix cache reuses the KV slots of a sequence for a prompt that begins with the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrent states, which have a fixed size, exist once per sequence and are replaced by every step.
+"""Recurrent states have a fixed size, exist once per sequence and are replaced by every step.
 
 Programs read one set of arrays and write another. A sequence that runs in consecutive steps stays *live*: after each step the
 new set is copied over the old one, and nothing else is copied. When another sequence runs, the previous one saves its set.

@@ -1,4 +1,4 @@
-"""``StaticLLMPipeline``, a drop-in replacement for ``openvino_genai.LLMPipeline`` that serves many requests at once."""
+"""``StaticLLMPipeline`` is a drop-in replacement for ``openvino_genai.LLMPipeline`` that serves many requests at once."""
 
 from __future__ import annotations
 

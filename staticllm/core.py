@@ -1,4 +1,4 @@
-"""The frozen data types that all packages share; this module imports none of ours."""
+"""Defines the frozen data types that all packages share, and imports none of our modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timings with openvino_genai's getters, which give means and standard deviations in ms and throughput in tokens per second."""
+"""Holds timings behind openvino_genai's getters: means and standard deviations in ms, throughput in tokens per second."""
 
 from __future__ import annotations
 

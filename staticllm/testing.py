@@ -1,4 +1,4 @@
-"""A fake device for tests that is fast, gives predictable answers, and detects every mistake in slots, masks and positions.
+"""Provides a fake device for tests that is fast, answers predictably, and detects every mistake in slots, masks and positions.
 
 The fake model's next token is a checksum over all (position, token) pairs that the mask lets the last row see. Slots in the
 arena hold exactly these pairs, so a wrong slot, a wrong mask cell, or a lost or doubled commit changes the answer. A recurrent

@@ -1,4 +1,4 @@
-"""The interface of an engine for the rest of the library, in this process or in another one."""
+"""Defines the interface of an engine for the rest of the library, in this process or in another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine, which serves many requests on one device with one thread."""
+"""The engine serves many requests on one device with one thread."""
 
 from __future__ import annotations
 

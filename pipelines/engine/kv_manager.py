@@ -1,4 +1,4 @@
-"""The KV cache manager, which gives requests their slots in the arena or in the host pool and frees them."""
+"""The KV cache manager gives requests their slots in the arena or in the host pool and frees them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limits with which an engine runs its programs."""
+"""Defines the limits with which an engine runs its programs."""
 
 from __future__ import annotations
 

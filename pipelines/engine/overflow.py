@@ -1,4 +1,4 @@
-"""Rules that choose which tokens remain when a conversation fills its slots.
+"""Overflow rules choose which tokens remain when a conversation fills its slots.
 
 The remaining tokens are recomputed, so the rules work for any model. Removing slots instead would keep keys that have seen the
 removed tokens, and positions that no longer fit. The recomputation costs one prefill per half conversation. The names are LM

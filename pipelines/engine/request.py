@@ -1,4 +1,4 @@
-"""A request as plain values (``EngineRequest``), and its progress inside the engine (``RequestState``)."""
+"""Holds a request as plain values (``EngineRequest``), and its progress inside the engine (``RequestState``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The handle that ``submit`` returns, with which a request is read, awaited or cancelled."""
+"""The handle that ``submit`` returns reads, awaits or cancels a request."""
 
 from __future__ import annotations
 

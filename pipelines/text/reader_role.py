@@ -1,4 +1,4 @@
-"""A re-entrant right to read a handle, held by one thread or one asyncio task at a time."""
+"""Gives the right to read a handle to one thread or one asyncio task at a time; the same reader may enter again."""
 
 from __future__ import annotations
 
