@@ -1,4 +1,4 @@
-"""What must hold after each stage. A violation is a bug of a pass, or a graph that a pass misread: never run it."""
+"""What must hold after each stage. A violation is a bug of a pass, or a graph that a pass misread."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from staticllm.compiler_passes.graph import StepGraph
 from staticllm.errors import UnsupportedModelError
 
 
-def verify_graph(graph: StepGraph, stage: str) -> None:
-    """After a pass on the whole graph: no sinks, no variables, unique port names, every state paired."""
+def check_graph(graph: StepGraph, stage: str) -> None:
+    """After a pass on the whole graph: no sinks, no variables, unique port names, every state paired.
+
+    Raises:
+        UnsupportedModelError: one of these does not hold.
+    """
     model = graph.model
     leftovers = [
         node.get_friendly_name() for node in model.get_ops() if node.get_type_name() in ("ReadValue", "Assign")
@@ -23,11 +27,15 @@ def verify_graph(graph: StepGraph, stage: str) -> None:
         _require(state.present_name in outputs, stage, f"{state.present_name} has no output")
     if graph.kv_states or graph.recurrent_states:
         known = sum(not state.is_scale for state in graph.kv_states) + len(graph.recurrent_states)
-        _require(known == len(graph.states), stage, "a lifted state is neither rows nor recurrent")
+        _require(known == len(graph.states), stage, "a lifted state is neither a KV state nor recurrent")
 
 
-def verify_static(model: ov.Model, stage: str) -> None:
-    """After ``fix_shapes``: every port of every node has a static shape."""
+def check_static(model: ov.Model, stage: str) -> None:
+    """After ``fix_shapes``: every port of every node has a static shape.
+
+    Raises:
+        UnsupportedModelError: one has not; names the node.
+    """
     for node in model.get_ordered_ops():
         for output in node.outputs():
             if output.get_partial_shape().is_dynamic:

@@ -30,12 +30,12 @@ BIAS_TOLERANCE = 1e-5  # of the largest bias: exporters compute it in f32
 Mask = NDArray[np.float32]
 Key = tuple[int, int]
 Evaluate = Callable[..., list[Mask]]
-"""From a probe, and a seed for what tokens and rows hold, to the values of all masks."""
+"""From a probe, and a seed for the values of tokens and KV slots, to the values of all masks."""
 
 
 @dataclass(frozen=True)
 class BiasTable:
-    """What is added where the key at position k is seen: ``values [heads, k]``. Equal by digest."""
+    """The bias of keys by their position k: ``values [heads, k]``. Tables with the same digest are equal."""
 
     digest: str
     values: Mask = field(compare=False, repr=False)
@@ -43,7 +43,7 @@ class BiasTable:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the mask of a layer does: who is seen, and a bias: ``slopes``, one a head, or a table; neither if there is none."""
+    """What the mask of a layer does: the visible keys, and a bias (``slopes``, one per head, or a table), if there is one."""
 
     kind: MaskKind
     slopes: tuple[float, ...] = ()
@@ -51,27 +51,29 @@ class Seen:
 
     @property
     def label(self) -> str:
+        """What the mask does, as reports show it."""
         bias = " + ALiBi" if self.slopes else " + a bias of each key" if self.table else ""
         return self.kind.label + bias
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One evaluation of the mask subgraphs: ``past`` rows, ``new`` tokens."""
+    """One evaluation of the mask subgraphs: ``past`` KV slots, ``new`` tokens."""
 
     past: int
     new: int
 
 
 def key_of(output: ov.Output) -> Key:
+    """What identifies an output within its graph."""
     return output.get_node().get_instance_id(), output.get_index()
 
 
 def classify(model: ov.Model, sources: list[ov.Output], max_kv_len: int) -> dict[Key, Seen]:
-    """What each of ``sources``, masks, does up to ``max_kv_len`` past rows.
+    """What each of ``sources``, masks, does up to ``max_kv_len`` past KV slots.
 
     Raises:
-        UnsupportedModelError: names the mask that is nothing of what is known.
+        UnsupportedModelError: names a mask of an unknown kind.
     """
     unique = {key_of(source): source for source in sources}
     probes = [Probe(0, 7), Probe(3, 4), Probe(max_kv_len, 5), Probe(max_kv_len + 3, 1)]
@@ -81,7 +83,7 @@ def classify(model: ov.Model, sources: list[ov.Output], max_kv_len: int) -> dict
     for index, (key, source) in enumerate(unique.items()):
         if any(not np.array_equal(one[index], other[index]) for one, other in zip(values, others, strict=True)):
             name = source.get_node().get_friendly_name()
-            raise UnsupportedModelError(STAGE, f"the mask {name!r} depends on what the tokens or the rows hold")
+            raise UnsupportedModelError(STAGE, f"the mask {name!r} depends on the values of tokens or KV slots")
         found = classify_one(probes, [value[index] for value in values], _one_of(evaluate, index), max_kv_len)
         if found is None:
             raise UnsupportedModelError(
@@ -168,7 +170,7 @@ def _evaluator(model: ov.Model, sources: list[ov.Output]) -> Evaluate:
 
 
 def _probe_input(parameter: ov.Node, probe: Probe, random: np.random.Generator) -> NDArray[np.generic]:
-    """What one parameter holds when ``past`` rows are cached and ``new`` tokens arrive. All tokens are real; which, is random."""
+    """The value of one parameter with ``past`` KV slots filled and ``new`` tokens. All tokens are real, their ids random."""
     names = parameter.output(0).get_names()
     shape = parameter.get_partial_shape()
     dtype = parameter.get_element_type().to_dtype()

@@ -18,7 +18,7 @@ PLAIN_INPUTS = 5  # query, key, value, mask, scale: a sink input takes part in t
 
 
 def decompose_attention(graph: StepGraph) -> None:
-    """Take apart every attention that has a mask and nothing unusual; leave the others to the plugin and say so."""
+    """Decompose every attention that has a mask and nothing unusual; the others stay, and are noted."""
     attentions = graph.attentions()
     decomposed = 0
     for node in attentions:

@@ -2,7 +2,7 @@
 
 The mask of each attention is classified (``classify_mask.py``). Layers of one kind then share one input ``mask.<kind>`` of shape
 ``[1, 1, S, T+S]``, additive. Where what is seen gets a bias as well, it is rebuilt from the positions of keys and queries, two
-more inputs: arena slots lie in any order.
+more inputs: slots of the arena are in any order.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ def expose_mask(graph: StepGraph, max_kv_len: int) -> None:
     """Classify the mask of every layer and feed it from outside.
 
     A window that is not shorter than ``max_kv_len`` plus a few rows can never hide anything and counts as causal.
+
+    Raises:
+        UnsupportedModelError: there is no attention, or one has no mask, or a mask of an unknown kind.
     """
     attentions = find_attentions(graph.model)
     if not attentions:

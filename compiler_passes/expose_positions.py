@@ -2,7 +2,7 @@
 
 Exports without that input count the past rows and add the new ones, or sum up ``attention_mask``. Arena rows are not the
 length of a conversation, so every value that *evaluates* to ``past .. past + new`` on probe shapes is replaced by the input.
-What else reads ``attention_mask`` then reads ones: whoever runs is a real token, or a row that nobody sees.
+Nodes that still read ``attention_mask`` then read ones: every row of a call is a real token, or idle and seen by no other row.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from numpy.typing import NDArray
 from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph import StepGraph, consumers, is_live, redirect, upstream
-from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
+from staticllm.ports import CallSizes, Port, find_port
 
 STAGE = "expose_positions"
 NEWS = (7, 11, 13)
-"""New tokens in the probes: primes, so that no other size is taken for their number."""
+"""Numbers of new tokens in the probes: primes, so that no other size is mistaken for them."""
 SAME_NEW = ((5, 7), (9, 7))
-"""What feeds data must not tell these apart."""
+"""Probes ``(past, new)`` between which no data may differ."""
 _SIZE_PORTS = {
     "Reshape": {1}, "Broadcast": {1, 2}, "Tile": {1}, "Slice": {2, 3, 4}, "StridedSlice": {2, 3}, "Split": {1},
     "VariadicSplit": {1, 2}, "Pad": {1, 2}, "Squeeze": {1}, "Unsqueeze": {1}, "OneHot": {1},
 }  # fmt: skip
-"""Ports that say how large something is, not what it holds; where a slice begins is another matter."""
+"""Ports that give a size, not data. The beginning of a slice is data."""
 _TABLES = ("Gather",)  # a longer table holds the same at every place
 _PICKS = frozenset({"Slice", "StridedSlice", "Split", "VariadicSplit", "ReduceMin", "ReduceSum", "ReduceMean", "TopK"})
 _KEEPS_POSITIONS = frozenset(
@@ -46,13 +46,18 @@ _KEEPS_POSITIONS = frozenset(
         "Clamp",
     }
 )
+_ATTENTION_MASK, _PER_TOKEN = Port("attention_mask", ("1", "T+S"), "int64"), Port(".*", ("S",))
+"""Inputs of exported models that step programs do not have."""
 Values = dict[int, NDArray[np.generic]]
 
 
 def expose_positions(graph: StepGraph, max_kv_len: int) -> None:
-    """Feed positions from outside; refuse what else depends on how many rows there are.
+    """Feed positions from outside; refuse other data that depends on the number of past KV slots.
 
-    A position may also be counted for its number alone, the length of a table: that stays.
+    Positions that are counted only for their number, as the length of a table is, stay.
+
+    Raises:
+        UnsupportedModelError: names the node.
     """
     count = 0
     if not graph.kv_states:
@@ -64,7 +69,7 @@ def expose_positions(graph: StepGraph, max_kv_len: int) -> None:
     graph.note(STAGE, f"{count} values computed from lengths were positions")
     if _compares_positions(graph):
         graph.is_packable = False
-        graph.note(STAGE, "positions are compared with each other: one sequence a call")
+        graph.note(STAGE, "positions are compared with each other: one sequence per call")
 
 
 def _redirect_positions(graph: StepGraph, nodes: list[ov.Node], max_kv_len: int) -> int:
@@ -154,9 +159,9 @@ def _are_positions(value: NDArray[np.generic], past: int, new: int) -> bool:
 
 
 def _evaluate(model: ov.Model, past: int, new: int) -> Values:
-    """Every value that depends on lengths alone, when ``past`` rows are cached and ``new`` tokens arrive.
+    """Every value that depends on lengths alone, when ``past`` KV slots are filled and ``new`` tokens arrive.
 
-    By index into ``get_ordered_ops``. A copy is given these sizes, so that whoever asks data for its shape gets a constant.
+    By index into ``get_ordered_ops``. A copy is given these sizes, so that a ShapeOf of data is a constant.
     """
     copy = model.clone()
     for parameter in copy.get_parameters():  # not reshape(), which rewrites the graph
@@ -198,24 +203,18 @@ def _values(nodes: list[ov.Node], wanted: list[int]) -> Values:
 
 
 def _probe_shape(port: ov.Output, past: int, new: int) -> ov.PartialShape:
-    """By the names that the passes before gave: rows of the past, cells of masks, tokens everywhere else."""
-    name, shape = port.get_any_name(), port.get_partial_shape()
-    last = shape.rank.get_length() - 1
-    if name.startswith("past."):
-        shape[2] = past
-    elif name.startswith("mask."):
-        shape[2], shape[3] = new, past + new
-    elif name == KEY_POSITIONS or "attention_mask" in port.get_names():
-        shape[last] = past + new
-    elif name == QUERY_POSITIONS:
-        shape[2] = new
-    elif not name.startswith("state."):
-        shape[last] = new
+    """The shape of an input in a call of ``new`` tokens over ``past`` KV slots. An unknown input has one value per token."""
+    sizes = CallSizes((new, new), (past, past), (new, new))
+    contracts = [_ATTENTION_MASK if name == "attention_mask" else find_port(name) for name in port.get_names()]
+    contract = next((found for found in contracts if found is not None), _PER_TOKEN)
+    shape = port.get_partial_shape()
+    for axis, bounds in contract.ranges(len(shape), sizes).items():
+        shape[axis] = ov.Dimension(*bounds)
     return shape
 
 
 def _drop_attention_mask(graph: StepGraph) -> None:
-    """Whatever still reads ``attention_mask`` gets ones, as many as there are rows and tokens."""
+    """Feed ones to the nodes that still read ``attention_mask``, one per KV slot and token."""
     parameter = graph.parameter("attention_mask")
     if parameter is None:
         return
@@ -233,10 +232,12 @@ def _drop_attention_mask(graph: StepGraph) -> None:
 
 
 def _refuse_lengths(graph: StepGraph) -> None:
-    """Without rows nobody knows how long a conversation is but ``attention_mask``; what counts it cannot be fed.
+    """Refuse nodes that count the tokens of a conversation in ``attention_mask``.
+
+    A model without KV slots has no other source of that length, and the host does not feed it.
 
     Raises:
-        UnsupportedModelError: names what counts.
+        UnsupportedModelError: names the node.
     """
     parameter = graph.parameter("attention_mask")
     queue = consumers(parameter.output(0)) if parameter is not None else []
@@ -257,7 +258,7 @@ def _num_tokens(graph: StepGraph) -> ov.Node:
 
 
 def _varying(model: ov.Model) -> list[ov.Node]:
-    """What data is computed with that differs in value when there are more past rows."""
+    """Nodes that feed data and whose values differ when there are more past KV slots."""
     nodes = model.get_ordered_ops()
     if not _may_vary(nodes):
         return []
@@ -304,16 +305,18 @@ def _may_vary(nodes: list[ov.Node]) -> bool:
 def _refuse(varying: list[ov.Node]) -> None:
     """
     Raises:
-        UnsupportedModelError: names the first value that knows how many past rows there are.
+        UnsupportedModelError: names the first value that depends on the number of past KV slots.
     """
     if varying:
         first = varying[0]
         name = f"{first.get_type_name()} {first.get_friendly_name()!r}"
-        raise UnsupportedModelError(STAGE, f"{name} computes with the number of past rows, other than as a position")
+        raise UnsupportedModelError(
+            STAGE, f"{name} computes with the number of past KV slots, other than as a position"
+        )
 
 
 def _feeds_data(node: ov.Node, lengths: set[int], tables: Collection[str] = ()) -> bool:
-    """Whether somebody who depends on more than ``lengths`` reads this, other than as a size or as one of ``tables``."""
+    """Whether a node that depends on more than ``lengths`` reads this, other than as a size or as one of ``tables``."""
     for target in node.output(0).get_target_inputs():
         reader = target.get_node()
         is_size = target.get_index() in _SIZE_PORTS.get(reader.get_type_name(), ())

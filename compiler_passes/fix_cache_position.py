@@ -17,11 +17,15 @@ from staticllm.errors import UnsupportedModelError
 
 STAGE = "fix_cache_position"
 PORT = "cache_position"
-LAST_PLACE = 1 << 30  # clamped to the end of whatever window there is
+LAST_PLACE = 1 << 30  # the graph clamps it to the end of its window
 
 
 def fix_cache_position(graph: StepGraph) -> None:
-    """Make ``cache_position`` a constant of length 1, where it is only asked for its length and a clamped place."""
+    """Make ``cache_position`` a constant of length 1, where the graph reads only its length and a clamped place.
+
+    Raises:
+        UnsupportedModelError: another node reads it, or the model has keys and values as well.
+    """
     parameter = graph.parameter(PORT)
     if parameter is None:
         return
@@ -39,4 +43,4 @@ def fix_cache_position(graph: StepGraph) -> None:
         if port.partial_shape.rank.get_length() == 2:
             port.get_node().set_partial_shape(ov.PartialShape([1, 1]))
     graph.model.validate_nodes_and_infer_types()
-    graph.note(STAGE, f"{PORT} is the end of the window: one token a call")
+    graph.note(STAGE, f"{PORT} is the end of the window: one token per call")

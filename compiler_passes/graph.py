@@ -43,6 +43,7 @@ class StepGraph:
     notes: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, stage: str, text: str) -> None:
+        """Add a line to the notes of one pass."""
         self.notes.setdefault(stage, []).append(text)
 
     @property
@@ -62,12 +63,14 @@ class StepGraph:
         return None
 
     def add_parameter(self, name: str, shape: ov.PartialShape, element_type: ov.Type) -> ov.Node:
+        """Add an input of this name to the model."""
         node = named_parameter(name, shape, element_type)
         self.model.add_parameters([node])
         return node
 
 
 def named_parameter(name: str, shape: ov.PartialShape, element_type: ov.Type) -> ov.Node:
+    """A parameter whose node and port have this name, not yet part of a model."""
     node = ops.parameter(shape, element_type)
     node.set_friendly_name(name)
     node.output(0).set_names({name})
@@ -75,6 +78,7 @@ def named_parameter(name: str, shape: ov.PartialShape, element_type: ov.Type) ->
 
 
 def named_result(name: str, value: ov.Output) -> ov.Node:
+    """A result whose node and port have this name, not yet part of a model."""
     node = ops.result(value)
     node.set_friendly_name(name)
     node.output(0).set_names({name})
@@ -88,6 +92,7 @@ def redirect(old: ov.Output, new: ov.Output) -> None:
 
 
 def consumers(output: ov.Output) -> list[ov.Node]:
+    """The nodes that read an output, once per input that does."""
     return [target.get_node() for target in output.get_target_inputs()]
 
 

@@ -18,7 +18,7 @@ PLAIN_INPUTS = 5  # query, key, value, mask, scale: a sink input would have to b
 
 
 def group_queries(graph: StepGraph) -> None:
-    """Regroup every attention whose keys and values are repeated alike; leave the others alone and say so."""
+    """Regroup every attention whose keys and values are repeated alike; the others stay, and are noted."""
     tiled: dict[tuple[int, int], ov.Node] = {}
     attentions = graph.attentions()
     regrouped = 0
@@ -65,7 +65,7 @@ def _dims(output: ov.Output, *axes: int) -> list[int]:
 
 
 def _unrepeated(output: ov.Output) -> ov.Output | None:
-    """The rows before Unsqueeze → Broadcast (or Tile) → Reshape, or None if they are not repeated."""
+    """The keys or values before Unsqueeze → Broadcast (or Tile) → Reshape, or None if they are not repeated."""
     reshape = output.get_node()
     if reshape.get_type_name() != "Reshape":
         return None

@@ -24,7 +24,11 @@ Port = tuple[int, int]
 
 
 def keep_new_rows(graph: StepGraph) -> None:
-    """Rename row states to ``past.<layer>.key|value`` and cut their results down to the new rows."""
+    """Rename KV states to ``past.<layer>.key|value`` and cut their results down to the new rows.
+
+    Raises:
+        UnsupportedModelError: a state neither grows by the new rows nor has a fixed size; names it.
+    """
     places: dict[Port, tuple[int, Role]] = {}
     attentions = find_attentions(graph.model)
     for layer, attention in enumerate(attentions):

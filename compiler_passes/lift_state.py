@@ -1,6 +1,6 @@
 """Lambda lifting: implicit state becomes explicit inputs and outputs.
 
-Every ReadValue/Assign pair, whatever the state holds and however it is initialised, becomes a parameter and a result;
+Every ReadValue/Assign pair, for any content and any initial value, becomes a parameter and a result;
 ``beam_idx`` goes, because a step program serves batch 1. The same transformation as npu_compiler's
 ``ConvertAssignReadValueToReturnsAndInputs``.
 """
@@ -17,7 +17,11 @@ STAGE = "lift_state"
 
 
 def lift_state(graph: StepGraph) -> None:
-    """Replace every state by a parameter ``state.<i>`` and a result ``state.<i>.next``. Batch becomes 1."""
+    """Replace every state by a parameter ``state.<i>`` and a result ``state.<i>.next``. Batch becomes 1.
+
+    Raises:
+        UnsupportedModelError: the model has no state, or one that is not both read and assigned, or has no known rank.
+    """
     reads = [node for node in graph.model.get_ordered_ops() if node.get_type_name() == "ReadValue"]
     if not reads:
         raise UnsupportedModelError(

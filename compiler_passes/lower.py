@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import openvino as ov
 
-from staticllm.compiler_passes.check_graph import verify_graph, verify_static
+from staticllm.compiler_passes.check_graph import check_graph, check_static
 from staticllm.compiler_passes.decompose_attention import decompose_attention
 from staticllm.compiler_passes.expose_mask import expose_mask
 from staticllm.compiler_passes.expose_positions import expose_positions
@@ -20,14 +20,18 @@ from staticllm.compiler_passes.lift_state import lift_state
 from staticllm.compiler_passes.merge_projections import merge_projections
 from staticllm.compiler_passes.select_logits import select_logits
 from staticllm.compiler_passes.store_kv_as import store_kv_as
-from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, KVType, ModelShape, Variant
+from staticllm.core import KEY_POSITIONS, KVType, ModelShape, Variant
 from staticllm.errors import UnsupportedModelError
+from staticllm.ports import LOGITS, POSITION_IDS, input_names
 
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """What the passes must know: the largest KV length that will be asked for, the type of the rows, and whether small
-    projections are to be merged, which helps where each matrix costs time beside that of reading it."""
+    """What the passes must know.
+
+    ``max_kv_len``: the largest KV length of any variant. ``kv_type``: the element type of the KV slots. ``merges_projections``:
+    whether small projections are merged, which helps where each matrix costs time beside that of reading it.
+    """
 
     max_kv_len: int
     kv_type: KVType = "f32"
@@ -78,7 +82,7 @@ class LoweredModel:
         """The program of one variant; every shape in it is static, unless the device does without."""
         model = fix_shapes(self.graph, variant)
         if is_static:
-            verify_static(model, f"fix_shapes{variant}")
+            check_static(model, f"fix_shapes{variant}")
         return model
 
     def share(self, variants: tuple[Variant, ...]) -> ov.Model:
@@ -97,29 +101,21 @@ def lower(model: ov.Model, options: LoweringOptions) -> LoweredModel:
     for entry in PASSES:
         before = len(model.get_ordered_ops())
         entry.run(graph, options)
-        verify_graph(graph, entry.name)
+        check_graph(graph, entry.name)
         notes = tuple(graph.notes.get(entry.name, ()))
         reports.append(PassReport(entry.name, before, len(model.get_ordered_ops()), notes))
     return LoweredModel(graph, _shape_of(graph), tuple(reports))
 
 
 def _shape_of(graph: StepGraph) -> ModelShape:
-    position_ids = graph.parameter("position_ids")
+    position_ids = graph.parameter(POSITION_IDS)
     dims = list(position_ids.get_partial_shape()) if position_ids is not None else []
-    vocab = graph.model.output("logits").get_partial_shape()[2]
+    vocab = graph.model.output(LOGITS).get_partial_shape()[2]
     if vocab.is_dynamic:
         raise UnsupportedModelError("select_logits", "the vocabulary size of the logits is not known")
-    known = {"input_ids", "position_ids", "logit_rows", *(kind.port_name for kind in graph.masks)}
-    known |= {state.past_name for state in graph.ports} | {
-        KEY_POSITIONS,
-        QUERY_POSITIONS,
-    }
-    for port in graph.model.inputs:
-        if port.get_any_name() not in known:
-            raise UnsupportedModelError("lower", f"nobody knows how to feed the input {port.get_any_name()!r}")
     copies = dims[0].get_length() if len(dims) == 3 else 1
     has_distances = graph.parameter(KEY_POSITIONS) is not None
-    return ModelShape(
+    shape = ModelShape(
         tuple(graph.kv_states),
         tuple(graph.masks),
         vocab.get_length(),
@@ -130,3 +126,10 @@ def _shape_of(graph: StepGraph) -> ModelShape:
         recurrent_states=tuple(graph.recurrent_states),
         max_rows=graph.max_rows,
     )
+    known = input_names(shape)
+    for port in graph.model.inputs:
+        if port.get_any_name() not in known:
+            raise UnsupportedModelError(
+                "lower", f"the input {port.get_any_name()!r} is unknown: nothing can be fed to it"
+            )
+    return shape

@@ -1,4 +1,4 @@
-"""The head sees the rows that need logits, not all S.
+"""The head processes the R rows that need logits, not all S.
 
 A 1024-token prefill needs one row of logits; the head of a 150 k vocabulary is a good part of a small model. ``logit_rows``
 of shape ``[R]`` picks rows from the hidden states before the head.
@@ -12,6 +12,7 @@ from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph import StepGraph, consumers
 from staticllm.errors import UnsupportedModelError
+from staticllm.ports import LOGIT_ROWS, LOGITS
 
 STAGE = "select_logits"
 TOKEN_AXIS = 1
@@ -20,11 +21,15 @@ _ROW_WISE = frozenset({"Convert", "Multiply", "Divide", "Add", "Subtract", "Tanh
 
 
 def select_logits(graph: StepGraph) -> None:
-    """Gather ``logit_rows`` from the input of the head, or from the logits if no head is recognised."""
+    """Gather ``logit_rows [R]`` from the input of the head, or from the logits if no head is recognised.
+
+    Raises:
+        UnsupportedModelError: the model has no output ``logits``.
+    """
     result = _logits_result(graph.model)
     head = _head(result)
     source = head.input(0) if head is not None else result.input(0)
-    rows = graph.add_parameter("logit_rows", ov.PartialShape([-1]), ov.Type.i64)
+    rows = graph.add_parameter(LOGIT_ROWS, ov.PartialShape([-1]), ov.Type.i64)
     hidden = source.get_source_output()
     picked = ops.gather(hidden, rows, ops.constant(np.int64(TOKEN_AXIS)))
     picked.set_friendly_name("picked_rows")
@@ -36,7 +41,7 @@ def select_logits(graph: StepGraph) -> None:
 
 def _logits_result(model: ov.Model) -> ov.Node:
     for port in model.outputs:
-        if "logits" in port.get_names():
+        if LOGITS in port.get_names():
             return port.get_node()
     names = [name for port in model.outputs for name in port.get_names() if not name.startswith("present.")]
     raise UnsupportedModelError(

@@ -1,7 +1,7 @@
-"""The element type of the rows, apart from the type that attention computes in.
+"""The element type of the KV slots, apart from the type that attention computes in.
 
-f16 and bf16 rows halve the arena; the Converts that this pass adds are fused or cheap on every plugin seen so far. u8 rows
-quarter it: each row of each head has its own scale and smallest value, in a state beside it (as in KIVI, arXiv 2402.02750, whose
+f16 and bf16 slots halve the arena; the Converts that this pass adds are fused or cheap on every plugin seen so far. u8 slots
+quarter it: each slot of each head has its own scale and smallest value, in a state beside it (as in KIVI, arXiv 2402.02750, whose
 values are quantized so).
 """
 
@@ -40,7 +40,7 @@ def store_kv_as(graph: StepGraph, kv_type: KVType) -> None:
             changed += _convert(graph.model, kv_state, _past(graph, kv_state))
     graph.kv_states += scales
     graph.model.validate_nodes_and_infer_types()
-    graph.note(STAGE, f"rows are {kv_type}, {changed} inputs converted")
+    graph.note(STAGE, f"KV slots are {kv_type}, {changed} inputs converted")
 
 
 def _past(graph: StepGraph, kv_state: KVState) -> ov.Node:
@@ -64,7 +64,7 @@ def _convert(model: ov.Model, kv_state: KVState, past: ov.Node) -> bool:
 
 
 def _quantize(model: ov.Model, kv_state: KVState, past: ov.Node) -> KVState:
-    """Rows become u8 between the smallest and the largest value of a head; the state of their scales is returned."""
+    """Slots become u8 between the smallest and the largest value of a head. Returns the state of their scales."""
     scale_state = replace(kv_state, head_dim=2, kv_type="f32", is_scale=True)
     kind, shape = past.get_element_type().get_type_name(), past.get_partial_shape()
     stored = named_parameter(kv_state.past_name, shape, ov.Type.u8)

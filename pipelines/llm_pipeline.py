@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeAlias, overload
 
 import openvino_genai as genai
@@ -16,7 +16,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgressEvent
 from staticllm.errors import BusyError, GenerationConfigError
 from staticllm.model_dir import forget_in_memory, weights_of
-from staticllm.pipelines.blobs.fingerprint import model_identity
+from staticllm.pipelines.blobs.fingerprint import fingerprint_model
 from staticllm.pipelines.chat_session import ChatSession
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
@@ -90,7 +90,7 @@ class StaticLLMPipeline:
         start = time.perf_counter()
         given = named_in_memory(positional(args, device, config, tokenizer), properties)
         candidates = resolve_candidates(given.device, given.config, properties)
-        policy = make_policy(candidates[0][1].scheduler if scheduler is None else scheduler)
+        policy = make_policy(candidates[0].config.scheduler if scheduler is None else scheduler)
         source, candidates = source_of(models_path, given, candidates)
         self._source = weakref.finalize(self, forget_in_memory, source)
         tokenizer = given.tokenizer or read_tokenizer(source)
@@ -113,7 +113,7 @@ class StaticLLMPipeline:
         return self._launched.loaded.config
 
     @overload
-    def generate(
+    def generate(  # pyright: ignore[reportOverlappingOverload] - a str is a Sequence[str] too, and comes first
         self, inputs: str, generation_config: GenerationConfig = ..., streamer: Streamer = ..., **kwargs: Any
     ) -> GeneratedText: ...
 
@@ -318,10 +318,7 @@ class StaticLLMPipeline:
 
     def _take_turn(self, inputs: Inputs, call: CallOptions, sink: TokenSink) -> Results:
         """Run one turn of ``start_chat``'s conversation. A turn that its streamer cancels is not added to it."""
-        turns: list[str | Prompt] = [inputs] if isinstance(inputs, str) else []
-        if call.form == "texts":
-            turns = [text for text in inputs if isinstance(text, str)]
-        turns = turns or [*self._input_processor.encode(inputs, call)]
+        turns = self._input_processor.turns(inputs, call)
         if len(turns) != 1 or call.options.num_return_sequences != 1:
             count = max(len(turns), call.options.num_return_sequences)
             raise GenerationConfigError(
@@ -349,7 +346,7 @@ class StaticLLMPipeline:
         """Return the values that a snapshot's reader must share; the digest of the weights is computed on first use."""
         if not self._model_identity:
             weights = weights_of(self._directory, self.config.weights_path)
-            self._model_identity = " ".join(model_identity(self._directory, weights).values())
+            self._model_identity = " ".join(asdict(fingerprint_model(self._directory, weights)).values())
         return {"model": self._model_identity, "KV type": self._launched.loaded.programs.options.kv_type}
 
     def _begin(self, prompt: Prompt, call: CallOptions) -> GenerationHandle:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from staticllm.config import StaticLLMConfig
@@ -27,6 +28,12 @@ from staticllm.results import DecodedResults, EncodedResults, GeneratedText
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+
+_CHECKOUT = Path(__file__).resolve().parent.parent
+if __name__ != "staticllm":
+    raise ImportError(f"this package is called staticllm, not {__name__}")
+if (_CHECKOUT / "pipelines" / "llm_pipeline.py").is_file() and not Path(__file__).with_name("pipelines").is_dir():
+    __path__.append(str(_CHECKOUT))  # in a checkout compiler_passes, kvcache and pipelines lie beside this folder
 
 __version__ = "0.1.0"
 
@@ -57,7 +64,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the pipeline, and OpenVINO with it, only when somebody asks for it."""
+    """Import the pipeline, and OpenVINO with it, only when it is used."""
     if name == "StaticLLMPipeline":
         return import_module("staticllm.pipelines.llm_pipeline").StaticLLMPipeline
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

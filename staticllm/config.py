@@ -1,30 +1,25 @@
-"""One frozen config, resolved once. GenAI's property names and the typed fields are two spellings of the same thing."""
+"""One frozen config: how a model is laid out on a device and served. Its property names are read in ``properties.py``."""
 
 from __future__ import annotations
 
-import difflib
 import os
-import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
-from staticllm.core import KVType, ProgramMode
+from staticllm.core import KVType, ProgramLayout, ProgramMode
+from staticllm.devices import type_name
 from staticllm.errors import ConfigError
 
 MAX_LEN = 1 << 20
 MAX_SEQS = 64
 MIN_KEY_BYTES = 16
-SCHEDULERS = ("dynamic", "fcfs", "prefill_first", "decode_first", "chunked")
-_KV_TYPES = ("f32", "f16", "bf16", "u8")
-_REPLACED_PREFIXES = ("NPUW_", "NPU_USE_NPUW")
+Scheduler = Literal["dynamic", "fcfs", "prefill_first", "decode_first", "chunked"]
+SCHEDULERS: tuple[Scheduler, ...] = get_args(Scheduler)
+CacheMode = Literal["OPTIMIZE_SIZE", "OPTIMIZE_SPEED"]
+Programs = Literal["auto", ProgramLayout]
+PROGRAMS: tuple[Programs, ...] = ("auto", *get_args(ProgramLayout))
 Crypt = Callable[[bytes], bytes]
-_NOT_HERE = {
-    "scheduler_config": "use MAX_NUM_SEQS, KV_SLOTS, MAX_WAITING and SCHEDULER",
-    "ATTENTION_BACKEND": "attention runs in the step programs; leave it out",
-    "ENABLE_MMAP": "the IR is always mapped; leave it out",
-}
-"""What the pipeline takes from programs that were written for GenAI, and a config of ours does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,27 +29,27 @@ class StaticLLMConfig:
     Args:
         max_prompt_len: The longest prompt (``MAX_PROMPT_LEN``).
         min_response_len: The tokens that a response to the longest prompt can have at least (``MIN_RESPONSE_LEN``).
-        programs: ``separate`` compiles one static program a variant, ``shared`` one program for all, ``phases`` one for
+        programs: ``separate`` compiles one static program per variant, ``shared`` one program for all, ``phases`` one for
             decoding and one for the rest, ``single_row`` one for calls of one row and one for the rest. ``auto`` asks the
             device: separate on an NPU; on CPU and GPU phases where the weights are under 256 MiB, on a CPU single_row where
             they are under 1 GiB, else shared (``PROGRAMS``).
         prefill_rows: Sizes of the prefill programs, None for the default buckets (``PREFILL_ROWS``).
-        prefill_kv_lens: Past rows that a prefill program can see; 0 is a program without past (``PREFILL_KV_LENS``).
-        generate_kv_lens: Rows that a generate program can see (``GENERATE_KV_LENS``).
-        kv_cache_precision: Type of the rows, None for the device's default (``KV_CACHE_PRECISION``).
-        prefix_caching: Keep the rows of conversations and reuse the longest common prefix (``PREFIX_CACHING``).
+        prefill_kv_lens: KV slots that a prefill program can see; 0 is a program without past (``PREFILL_KV_LENS``).
+        generate_kv_lens: KV slots that a generate program can see (``GENERATE_KV_LENS``).
+        kv_cache_precision: Element type of the KV slots, None for the device's default (``KV_CACHE_PRECISION``).
+        prefix_caching: Keep the KV slots of conversations and reuse the longest common prefix (``PREFIX_CACHING``).
         max_num_seqs: Requests that decode together, None for 16, or 4 where each program is a blob (``MAX_NUM_SEQS``).
-        kv_slots: Rows that all requests share, None for those of 4 longest sequences, or 2 where each program is a blob
+        kv_slots: KV slots that all requests share, None for those of 4 longest sequences, or 2 where each program is a blob
             (``KV_SLOTS``).
-        kv_cache_gb: The memory of those rows, GB, in place of their number; at least one longest sequence (``KV_CACHE_GB``).
-        host_kv_slots: Rows that may wait in host memory, of swapped out requests and of conversations kept for their prefix;
+        kv_cache_gb: The memory of those slots, GB, in place of their number; at least one longest sequence (``KV_CACHE_GB``).
+        host_kv_slots: KV slots in host memory, of swapped out requests and of conversations kept for their prefix;
             None for 16 longest sequences (``HOST_KV_SLOTS``).
         max_waiting: Requests that may wait; one more is refused with ``BusyError`` (``MAX_WAITING``).
-        scheduler: Who runs next: ``dynamic``, ``fcfs``, ``prefill_first``, ``decode_first`` or ``chunked``
+        scheduler: The scheduling policy: ``dynamic``, ``fcfs``, ``prefill_first``, ``decode_first`` or ``chunked``
             (``SCHEDULER``, docs/scheduling.md).
         ttft_ms: Target for the time to first token, ms; None for as soon as possible (``TTFT_MS``).
         tpot_ms: Target for the time between two tokens, ms; None for a bound relative to a decode step (``TPOT_MS``).
-        cache_dir: Folder of blob sets: what was compiled once is loaded from there; None for no cache (``CACHE_DIR``).
+        cache_dir: Folder of blob sets: programs that were compiled once are loaded from it; None for no cache (``CACHE_DIR``).
         cache_mode: ``OPTIMIZE_SIZE`` writes blobs without weights, where the device can, and reads those beside the IR;
             ``OPTIMIZE_SPEED`` writes whole blobs (``CACHE_MODE``).
         cache_limit_gb: Size of the cache, GB; the least recently used sets go (``CACHE_LIMIT_GB``).
@@ -64,7 +59,7 @@ class StaticLLMConfig:
             then (``WEIGHTS_DECRYPTION_CALLBACK``).
         blob_path: A blob set: loaded instead of compiling, or written with ``export_blob`` (``BLOB_PATH``).
         export_blob: Compile and write the set to ``blob_path``, or ``openvino_model.blob`` beside the IR (``EXPORT_BLOB``).
-        integrity_key: Bytes that only the application knows: blob sets and saved rows are signed with it (BLAKE2b, keyed), and
+        integrity_key: Bytes that only the application knows: blob sets and snapshots are signed with it (BLAKE2b, keyed), and
             those signed otherwise, or not at all, are refused (``INTEGRITY_KEY``, docs/security.md).
         weights_path: The weights, if they do not lie beside the IR (``WEIGHTS_PATH``).
         background_compile: Serve as soon as the fewest programs are there and compile the others meanwhile. None for yes, but
@@ -80,7 +75,7 @@ class StaticLLMConfig:
 
     max_prompt_len: int = 1024
     min_response_len: int = 128
-    programs: Literal["auto", "separate", "shared", "phases", "single_row"] = "auto"
+    programs: Programs = "auto"
     prefill_rows: tuple[int, ...] | None = None
     prefill_kv_lens: tuple[int, ...] | None = None
     generate_kv_lens: tuple[int, ...] | None = None
@@ -91,11 +86,11 @@ class StaticLLMConfig:
     kv_cache_gb: float | None = None
     host_kv_slots: int | None = None
     max_waiting: int = 128
-    scheduler: Literal["dynamic", "fcfs", "prefill_first", "decode_first", "chunked"] = "dynamic"
+    scheduler: Scheduler = "dynamic"
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     cache_dir: str | None = None
-    cache_mode: Literal["OPTIMIZE_SIZE", "OPTIMIZE_SPEED"] = "OPTIMIZE_SIZE"
+    cache_mode: CacheMode = "OPTIMIZE_SIZE"
     cache_limit_gb: float = 20.0
     cache_encryption_callbacks: tuple[Crypt, Crypt] | None = field(default=None, repr=False)
     weights_decryption_callback: Crypt | None = field(default=None, repr=False)
@@ -108,21 +103,16 @@ class StaticLLMConfig:
     device_properties: Mapping[str, Any] = field(default_factory=dict, hash=False)
     prefill_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     generate_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    asked: frozenset[str] | None = field(default=None, compare=False, repr=False)
-    """Fields that were given, rather than left at their defaults: a blob set decides the others."""
 
     def __post_init__(self) -> None:
-        if self.asked is None:
-            given = {item.name for item in fields(self) if getattr(self, item.name) != _default_of(item)}
-            object.__setattr__(self, "asked", frozenset(given))
         self._check_blobs()
         for name in ("max_prompt_len", "min_response_len"):
             object.__setattr__(self, name, whole(name.upper(), getattr(self, name), 1))
         self._check_serving()
-        _one_of("PROGRAMS", self.programs, ("auto", "separate", "shared", "phases", "single_row"))
+        one_of("PROGRAMS", self.programs, PROGRAMS)
         if self.kv_cache_precision is not None:
             object.__setattr__(self, "kv_cache_precision", _kv_type(self.kv_cache_precision))
-        _one_of("PREFIX_CACHING", self.prefix_caching, (True, False))
+        one_of("PREFIX_CACHING", self.prefix_caching, (True, False))
         for name in ("device_properties", "prefill_config", "generate_config"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(f"{name.upper()}={getattr(self, name)!r}: must be a dict of device properties")
@@ -148,7 +138,7 @@ class StaticLLMConfig:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _switch(name.upper(), getattr(self, name)))
         mode = getattr(self.cache_mode, "name", self.cache_mode)  # OpenVINO has an enum for it
-        _one_of("CACHE_MODE", mode, ("OPTIMIZE_SIZE", "OPTIMIZE_SPEED"))
+        one_of("CACHE_MODE", mode, get_args(CacheMode))
         object.__setattr__(self, "cache_mode", mode)
         limit = self.cache_limit_gb
         if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
@@ -176,7 +166,7 @@ class StaticLLMConfig:
             raise ConfigError(f"MAX_NUM_SEQS={self.max_num_seqs}: a step holds at most {MAX_SEQS} sequences; lower it")
         if self.kv_slots is not None and self.kv_slots < self.max_seq_len:
             raise ConfigError(
-                f"KV_SLOTS={self.kv_slots}: one sequence can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {self.max_seq_len} rows; "
+                f"KV_SLOTS={self.kv_slots}: one sequence can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {self.max_seq_len} slots; "
                 "raise it or lower a length"
             )
         size = self.kv_cache_gb
@@ -186,13 +176,13 @@ class StaticLLMConfig:
             raise ConfigError(f"KV_CACHE_GB={size!r}: must be a number of GB, more than 0")
         if size is not None and self.kv_slots is not None:
             raise ConfigError(f"KV_CACHE_GB={size} and KV_SLOTS={self.kv_slots}: both size the same memory, give one")
-        _one_of("SCHEDULER", self.scheduler, SCHEDULERS)
+        one_of("SCHEDULER", self.scheduler, SCHEDULERS)
         for name in ("ttft_ms", "tpot_ms"):
             object.__setattr__(self, name, _milliseconds(name.upper(), getattr(self, name)))
 
     @property
     def max_seq_len(self) -> int:
-        """Rows that one sequence can have: prompt and response together."""
+        """KV slots that one sequence can have: prompt and response together."""
         return self.max_prompt_len + self.min_response_len
 
     def num_seqs(self, mode: ProgramMode) -> int:
@@ -200,52 +190,27 @@ class StaticLLMConfig:
         return self.max_num_seqs or (16 if mode == "shared" else 4)
 
     def num_kv_slots(self, mode: ProgramMode) -> int:
-        """Rows of the arena."""
+        """KV slots of the arena."""
         longest = min(self.num_seqs(mode), 4 if mode == "shared" else 2)
         return self.kv_slots or longest * self.max_seq_len
 
     @property
     def num_host_slots(self) -> int:
-        """Rows that may wait in host memory."""
+        """KV slots of the host pool."""
         return 16 * self.max_seq_len if self.host_kv_slots is None else self.host_kv_slots
 
-    @classmethod
-    def from_properties(cls, properties: Mapping[str, Any], supported: Collection[str] = ()) -> StaticLLMConfig:
-        """Read GenAI-style properties; ``supported`` are the names that the device takes.
-
-        Raises:
-            ConfigError: a name is unknown (with the nearest known one), or a value is impossible.
-        """
-        options: dict[str, Any] = {}
-        device_properties: dict[str, Any] = {}
-        for name, value in properties.items():
-            if name in _OWN:
-                options[_OWN[name]] = value
-            elif name in _HINTS:
-                _HINTS[name](options, value, properties)
-            elif name in supported:
-                device_properties[name] = value
-            else:
-                _refuse(name, supported)
-        for name in ("prefill_config", "generate_config"):
-            if isinstance(extra := options.get(name), Mapping):
-                options[name] = _phase_properties(name.upper(), extra, supported)
-        asked = frozenset({*options, *({"device_properties"} if device_properties else ())})
-        return cls(device_properties=device_properties, asked=asked, **options)
-
-
-def _phase_properties(name: str, extra: Mapping[str, Any], supported: Collection[str]) -> dict[str, Any]:
-    """The properties of one phase: only what a device takes. The type of the rows is not one phase's to choose."""
-    if "KV_CACHE_PRECISION" in extra:
-        raise ConfigError(f"KV_CACHE_PRECISION in {name}: both phases share the rows, give it beside {name}")
-    for key in extra:
-        if key not in supported:
-            _refuse(key, supported)
-    return {key: value for key, value in extra.items() if key in supported}
+    @property
+    def non_default(self) -> frozenset[str]:
+        """Names of the fields whose values differ from their defaults."""
+        return frozenset(item.name for item in fields(self) if getattr(self, item.name) != _default_of(item))
 
 
 def whole(name: str, value: object, least: int, most: int = MAX_LEN) -> int:
-    """``value`` as an int within limits, or a ConfigError naming both."""
+    """``value`` as an int from ``least`` to ``most``.
+
+    Raises:
+        ConfigError: it is no whole number, or outside the limits; the message names both.
+    """
     try:
         number = cast(Any, value).__index__()
     except (AttributeError, TypeError):
@@ -289,15 +254,20 @@ def _milliseconds(name: str, value: object) -> float | None:
     return float(value)
 
 
-def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Check that ``value`` is one of ``allowed``, of the same type.
+
+    Raises:
+        ConfigError: it is not; the message lists ``allowed``.
+    """
     if not any(value is item or (type(value) is type(item) and value == item) for item in allowed):
         raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
 
 
 def _kv_type(value: object) -> KVType:
-    name = getattr(value, "get_type_name", lambda: str(value))()
-    if name not in _KV_TYPES:
-        raise ConfigError(f"KV_CACHE_PRECISION={name!r}: must be one of {', '.join(_KV_TYPES)}")
+    name = type_name(value)
+    if name not in get_args(KVType):
+        raise ConfigError(f"KV_CACHE_PRECISION={name!r}: must be one of {', '.join(get_args(KVType))}")
     return cast(KVType, name)
 
 
@@ -311,40 +281,3 @@ def _buckets(name: str, value: object, least: int) -> tuple[int, ...] | None:
     if not buckets:
         raise ConfigError(f"{name} is empty: give at least one size, or leave it out for the default")
     return buckets
-
-
-def _refuse(name: object, supported: Collection[str]) -> None:
-    if not isinstance(name, str):
-        raise ConfigError(f"unknown property {name!r}: names are strings")
-    if name in _NOT_HERE:
-        raise ConfigError(f"{name} is not supported: {_NOT_HERE[name]}")
-    if name.startswith(_REPLACED_PREFIXES):
-        warnings.warn(f"{name} steers NPUW, which staticllm replaces: it has no effect", stacklevel=4)
-        return
-    near = difflib.get_close_matches(name, [*_OWN, *_HINTS, *supported], n=1)
-    raise ConfigError(f"unknown property {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
-
-
-def _prefill_hint(options: dict[str, Any], value: object, properties: Mapping[str, Any]) -> None:
-    _one_of("PREFILL_HINT", value, ("DYNAMIC", "STATIC"))
-    if value == "STATIC":
-        options.setdefault("prefill_rows", [properties.get("MAX_PROMPT_LEN", StaticLLMConfig.max_prompt_len)])
-
-
-def _generate_hint(options: dict[str, Any], value: object, properties: Mapping[str, Any]) -> None:
-    _one_of("GENERATE_HINT", value, ("FAST_COMPILE", "BEST_PERF"))
-    if value == "FAST_COMPILE":
-        lengths = (
-            ("MAX_PROMPT_LEN", StaticLLMConfig.max_prompt_len),
-            ("MIN_RESPONSE_LEN", StaticLLMConfig.min_response_len),
-        )
-        total = sum(whole(name, properties.get(name, default), 1) for name, default in lengths)
-        options.setdefault("generate_kv_lens", [total])
-
-
-_OWN = {
-    item.name.upper(): item.name for item in fields(StaticLLMConfig) if item.name not in ("device_properties", "asked")
-}
-"""Property name → field. Every field but the pass-through is a property under its upper-case name."""
-
-_HINTS = {"PREFILL_HINT": _prefill_hint, "GENERATE_HINT": _generate_hint}

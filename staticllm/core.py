@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
+
+import numpy as np
 
 Phase = Literal["prefill", "generate"]
 Part = Literal["prefill", "generate", "single_row"]
@@ -22,14 +25,20 @@ KV_TYPE_BYTES: dict[KVType, int] = {"f32": 4, "f16": 2, "bf16": 2, "u8": 1}
 class Variant:
     """The sizes of a step program.
 
-    ``rows`` (S) is the number of tokens that one call processes, ``kv_len`` (T) the number of KV slots that it sees, and
-    ``sequences`` (R) the number of sequences that can share the rows, each with logits after its last token. A program with
-    KV length 0 has no past and runs the first chunks of new prompts. A program with one row per sequence decodes.
+    ``rows`` (S) is the number of tokens that one call processes, ``kv_len`` (T) the number of KV slots that it sees,
+    ``sequences`` the number of sequences that can share the rows, and ``num_logits`` (R) the number of rows with logits; by
+    default each sequence has them after its last row. A program with KV length 0 has no past and runs the first chunks of new
+    prompts. A program with one row per sequence decodes.
     """
 
     rows: int
     kv_len: int
     sequences: int = 1
+    num_logits: int = None  # type: ignore[assignment]  # an int as soon as the object is made
+
+    def __post_init__(self) -> None:
+        if self.num_logits is None:
+            object.__setattr__(self, "num_logits", self.sequences)
 
     @property
     def phase(self) -> Phase:
@@ -38,7 +47,8 @@ class Variant:
 
     def __str__(self) -> str:
         shared = f"x{self.sequences}" if self.sequences > 1 else ""
-        return f"{self.phase}[{self.rows}x{self.kv_len}{shared}]"
+        logits = f",logits={self.num_logits}" if self.num_logits != self.sequences else ""
+        return f"{self.phase}[{self.rows}x{self.kv_len}{shared}{logits}]"
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ class KVState:
 
     @property
     def present_name(self) -> str:
-        """The name of the program's output port."""
+        """The name of the program's output port: the slots of this call's rows."""
         return f"present.{self.layer}.{self.role}" + (".scale" if self.is_scale else "")
 
     @property
@@ -87,7 +97,7 @@ class RecurrentState:
     @property
     def num_bytes(self) -> int:
         """The bytes of one sequence's state."""
-        return math.prod(self.shape) * int(self.dtype.lstrip("abcdefghijklmnopqrstuvwxyz")) // 8
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @property
     def past_name(self) -> str:
@@ -96,7 +106,7 @@ class RecurrentState:
 
     @property
     def present_name(self) -> str:
-        """The name of the program's output port."""
+        """The name of the program's output port: the state after this call."""
         return f"state.{self.index}.next"
 
 
@@ -215,3 +225,7 @@ class ProgressEvent:
     variant: Variant | None = None
     is_done: bool = True
     message: str = ""
+
+
+OnProgress = Callable[[ProgressEvent], None]
+"""Is called with each part of loading, on the thread that loads."""

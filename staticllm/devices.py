@@ -1,4 +1,4 @@
-"""What is asked of a device before anything is compiled for it."""
+"""What must be known of a device before anything is compiled for it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,20 @@ def get_core() -> ov.Core:
     return openvino.Core()
 
 
+def kind(device: str) -> str:
+    """What kind of device this is: ``GPU`` of ``GPU.0``."""
+    return device.split(".", maxsplit=1)[0]
+
+
+def type_name(value: object) -> str:
+    """The name of an element type, ``f32`` say, whether it is OpenVINO's object or a text already."""
+    name: str = getattr(value, "get_type_name", lambda: str(value))()
+    return name
+
+
 def is_present(core: ov.Core, device: str) -> bool:
     """Whether the device is on this machine: ``GPU`` or, of several, ``GPU.0``."""
-    return any(device in (name, name.split(".")[0]) for name in core.available_devices)
+    return any(device in (name, kind(name)) for name in core.available_devices)
 
 
 def check_device(core: ov.Core, device: object) -> str:
@@ -64,7 +75,7 @@ def check_known(core: ov.Core, device: object) -> str:
     Raises:
         DeviceError: neither.
     """
-    if isinstance(device, str) and device.split(".", maxsplit=1)[0] in ("NPU", "GPU"):
+    if isinstance(device, str) and kind(device) in ("NPU", "GPU"):
         return device
     return check_device(core, device)
 
@@ -81,7 +92,7 @@ def npu_compiler_problem(core: ov.Core) -> str:
     """Why OpenVINO cannot compile for an NPU that is not here; empty where it can.
 
     Its NPU compiler is a library beside its plugins, which the wheels for Linux do not have. A compilation without content asks
-    for it, and the plugin says what it misses.
+    for it, and the error of the plugin names the missing library.
     """
     import openvino as ov
     from openvino import opset13 as ops
@@ -101,32 +112,33 @@ def supported_properties(core: ov.Core, device: str) -> frozenset[str]:
     return frozenset(core.get_property(device, "SUPPORTED_PROPERTIES"))
 
 
-def exact_if_asked(device: str, properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Where f32 is asked for, f32 is meant: the CPU plugin would still quantize activations for int8 weights.
+def with_exact_f32(device: str, properties: Mapping[str, Any]) -> dict[str, Any]:
+    """The properties, with quantized activations switched off where they ask for f32 on a CPU.
 
-    It costs about a seventh of the speed of a decode step, and is what makes tokens equal the stateful model's.
+    The CPU plugin would still quantize activations for int8 weights. Switching that off costs about a seventh of the speed of a
+    decode step, and makes tokens equal the stateful model's.
     """
     hint = properties.get("INFERENCE_PRECISION_HINT")
-    is_f32 = getattr(hint, "get_type_name", lambda: str(hint))() == "f32"
-    exact = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} if is_f32 and device.split(".", maxsplit=1)[0] == "CPU" else {}
+    is_f32 = type_name(hint) == "f32"
+    exact = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} if is_f32 and kind(device) == "CPU" else {}
     return {**exact, **properties}
 
 
 def default_mode(device: str) -> ProgramMode:
-    """``shared`` where dynamic shapes cost nothing and each program costs a copy of the weights, else ``separate``."""
-    return "shared" if device.split(".", maxsplit=1)[0] in _DYNAMIC_SHAPES else "separate"
+    """``shared`` where dynamic shapes cost nothing and each program takes a copy of the weights, else ``separate``."""
+    return "shared" if kind(device) in _DYNAMIC_SHAPES else "separate"
 
 
 def merges_projections(device: str) -> bool:
     """Whether small matrices are worth merging: measured on the CPU only; GPUs do it themselves."""
-    return device.split(".", maxsplit=1)[0] == "CPU"
+    return kind(device) == "CPU"
 
 
 def default_kv_type(core: ov.Core, device: str, *phases: Mapping[str, Any]) -> KVType:
-    """On the CPU what it computes in: f32, or bf16 if every phase does; its keys and values then are bf16 anyway. Else f16."""
-    if device.split(".", maxsplit=1)[0] != "CPU":
+    """The element type of KV slots by default: f16, but on the CPU f32, or bf16 if every phase computes in it."""
+    if kind(device) != "CPU":
         return "f16"
     own = core.get_property(device, "INFERENCE_PRECISION_HINT")
     hints = [properties.get("INFERENCE_PRECISION_HINT", own) for properties in phases]
-    names = {getattr(hint, "get_type_name", lambda hint=hint: str(hint))() for hint in hints}
+    names = {type_name(hint) for hint in hints}
     return "bf16" if names == {"bf16"} else "f32"

@@ -1,4 +1,4 @@
-"""What an IR says of itself, read without OpenVINO, which may crash on a file that is damaged.
+"""The structure of an IR file, read without OpenVINO, which may crash on a damaged file.
 
 Anything can stand in such a file: the parser allows no entities, numbers and depths are bounded, time grows with the size only.
 """
@@ -47,6 +47,7 @@ class Constant:
 
     @property
     def end(self) -> int:
+        """The first byte after the constant."""
         return self.offset + self.size
 
 
@@ -61,7 +62,7 @@ class IrFile:
 
     @property
     def kv_shapes(self) -> list[tuple[int, int]]:
-        """Heads and head size of each state that grows by a row per token: ``[batch, heads, rows, head_dim]``."""
+        """Heads and head size of each state that grows by one slot per token: ``[batch, heads, slots, head_dim]``."""
         shapes = [shape for shape in self.states.values() if len(shape) == 4]
         return [(heads, size) for batch, heads, rows, size in shapes if batch is None is rows and heads and size]
 
@@ -71,7 +72,7 @@ class IrFile:
         return max((constant.end for constant in self.constants.values()), default=0)
 
     def constants_of(self, layer: Key) -> list[Constant | None]:
-        """What feeds a layer, in order; None for what is no constant."""
+        """The inputs of a layer, in order; None for an input that is no constant."""
         return [self.constants.get((layer[0], source)) for _, source in sorted(self.inputs[layer])]
 
 

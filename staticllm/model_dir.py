@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from staticllm.errors import ModelError
+from staticllm.errors import ModelError, last_line
 from staticllm.files import open_regular, read_regular
 from staticllm.ir_file import MAX_XML, Constant, IrError, IrFile, packed_texts, read_ir
 
@@ -36,7 +36,7 @@ def check_model_dir(
 ) -> Path:
     """The directory if a whole IR lies in it, with its tokenizer if it is needed; ``weights`` may lie elsewhere.
 
-    How large an encrypted weights file must be nobody knows: it need only be there.
+    The size of an encrypted weights file is not known in advance: it need only be there.
 
     Raises:
         ModelError: something is missing or shorter than it must be; the message names the file.
@@ -110,7 +110,7 @@ _numbers = count(1)
 
 
 def max_positions(directory: Path) -> int | None:
-    """The longest sequence that a model was made for, by its ``config.json``; None where that does not say."""
+    """The longest sequence that a model was made for, by its ``config.json``; None where that gives none."""
     try:
         config = json.loads(read_regular(directory / "config.json", MAX_CONFIG))
         config = config.get("text_config", config)
@@ -121,7 +121,7 @@ def max_positions(directory: Path) -> int | None:
 
 
 def kv_shapes(directory: Path) -> list[tuple[int, int]]:
-    """Heads and head size of each state of keys or values; empty where the model does not say.
+    """Heads and head size of each state of keys or values; empty where the model does not tell.
 
     Raises:
         ModelError: the directory is missing or damaged.
@@ -209,8 +209,7 @@ def read_model(
         else:
             model = _decrypted(core, directory, weights_of(directory, weights), decrypt)
     except RuntimeError as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise ModelError(f"OpenVINO cannot read {str(directory / MODEL_XML)!r}: {lines[-1]}") from error
+        raise ModelError(f"OpenVINO cannot read {str(directory / MODEL_XML)!r}: {last_line(error)}") from error
     names = {name for port in model.inputs for name in port.get_names()}
     outputs = {name for port in model.outputs for name in port.get_names()}
     if "input_ids" not in names or "logits" not in outputs:

@@ -5,11 +5,18 @@ import json
 import numpy as np
 
 from staticllm import StaticLLMConfig
+from staticllm.core import Variant
+from staticllm.errors import StaticLLMError
 from staticllm.pipelines.blobs.blob_set import MANIFEST, write_set
-from staticllm.pipelines.blobs.fingerprint import bytes_digest
-from staticllm.pipelines.blobs.manifest import LAYOUT_FIELDS, Manifest, _canonical, _framed
+from staticllm.pipelines.blobs.fingerprint import Fingerprint, bytes_digest
+from staticllm.pipelines.blobs.manifest import LAYOUT_FIELDS, Manifest, VariantFile, _canonical, _framed
 
-IDENTITY = {"IR digest": "1", "weights digest": "2", "OpenVINO": "2026.4", "device": "CPU"}
+FINGERPRINT = Fingerprint(
+    ir_digest="1", weights_digest="2", openvino="2026.4", plugin="1", passes="0", device="CPU", device_name="a CPU",
+    capabilities="FP32", max_prompt_len="1024", min_response_len="128", programs="shared", kv_cache_precision="f32",
+    max_num_seqs="16", kv_slots="4608", prefill_rows="default", prefill_kv_lens="default", generate_kv_lens="default",
+    prefill_properties="", generate_properties="",
+)  # fmt: skip
 SHAPE = {
     "kv_states": [
         {"layer": 0, "role": role, "variable_id": role, "heads": 2, "head_dim": 4, "kv_type": "f32", "is_scale": False}
@@ -35,9 +42,9 @@ def tokens_of(pipe, prompt=PROMPT, count=12, **options):
 def a_manifest(**changes):
     config = {name: getattr(StaticLLMConfig(), name) for name in LAYOUT_FIELDS}
     values = {
-        "identity": IDENTITY, "config": config, "programs": "shared", "kv_type": "f32", "shape": SHAPE,
+        "fingerprint": FINGERPRINT, "config": config, "programs": "shared", "kv_type": "f32", "shape": SHAPE,
         "properties": {"prefill": {}, "generate": {}}, "blobs": {}, "is_weightless": False, "is_encrypted": False,
-        "variants": ({"rows": 1, "kv_len": 64, "sequences": 1, "file": "0.blob"},), "costs": ((1, 64, 1, 0.5),),
+        "variants": (VariantFile(Variant(1, 64), "0.blob"),), "costs": {Variant(1, 64): 0.5},
     }  # fmt: skip
     return Manifest(**{**values, **changes})
 
@@ -52,3 +59,22 @@ def forge(folder, change, key=b""):
     content = json.loads((folder / MANIFEST).read_text())["content"]
     change(content)
     (folder / MANIFEST).write_bytes(_framed(content, bytes_digest(_canonical(content), key), bool(key)))
+
+
+def one_line(error):
+    text = str(error.value)
+    assert text and "\n" not in text and isinstance(error.value, (StaticLLMError, RuntimeError))
+    return text
+
+
+def assert_nothing_held(pipe):
+    """No request is in the engine, and no slot is in use but those of the cached sequence."""
+    engine = pipe.engine
+    slots, requests, kept = engine.run_between_steps(
+        lambda: (
+            engine.runner.cache.slots.num_used,
+            len(engine.kv_manager.states),
+            engine.kv_manager.prefix.idle_slots,
+        )
+    )
+    assert (slots, requests) == (kept, 0)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from staticllm.pipelines.diagnostics.reference import StatefulReference
-from staticllm.pipelines.programs import build as loader
+from staticllm.pipelines.programs import build, compile_plan
 
 
 class SharedPrograms:
@@ -28,16 +27,17 @@ class SharedPrograms:
         self._names: dict = {}
         self._compiled: dict = {}
         self._costs: dict = {}
-        self._read_model, self._lower = loader.read_model, loader.lower
-        self._keep_small_constants, self._compile_programs = loader.keep_small_constants, loader.compile_programs
-        self._warm_up = loader._warm_up
+        self._read_model, self._lower = compile_plan.read_model, compile_plan.lower
+        self._keep_small_constants = compile_plan.keep_small_constants
+        self._compile_programs, self._warm_up = build.compile_programs, build.warm_up
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("read_model", "keep_small_constants", "lower", "compile_programs"):
-                patch.setattr(loader, name, getattr(self, name))
-            patch.setattr(loader, "_warm_up", self.warm_up)
+            for name in ("read_model", "keep_small_constants", "lower"):
+                patch.setattr(compile_plan, name, getattr(self, name))
+            for name in ("compile_programs", "warm_up"):
+                patch.setattr(build, name, getattr(self, name))
             yield
 
     def read_model(self, core, path, weights=None, decrypt=None):
@@ -74,13 +74,13 @@ class SharedPrograms:
                 self._compiled[key] = list(self._compile_programs(core, lowered, group, options))
             yield from self._compiled[key]
 
-    def warm_up(self, bound, programs, on_progress):
+    def warm_up(self, bound, known_costs, on_progress):
         """What a program costs is measured once: who has it again runs it once, as with a blob set."""
         kept = {id(compiled) for group in self._compiled.values() for compiled in group}
-        key = frozenset((variant, id(compiled)) for variant, compiled in programs.compiled.items())
-        if programs.costs or not all(id(compiled) in kept for compiled in programs.compiled.values()):
-            return self._warm_up(bound, programs, on_progress)
-        costs = self._warm_up(bound, replace(programs, costs=self._costs.get(key, {})), on_progress)
+        key = frozenset((variant, id(bound.compiled(variant))) for variant in bound)
+        if known_costs or not all(compiled in kept for _, compiled in key):
+            return self._warm_up(bound, known_costs, on_progress)
+        costs = self._warm_up(bound, self._costs.get(key, {}), on_progress)
         self._costs.setdefault(key, dict(costs.measured))
         return costs
 

@@ -1,4 +1,4 @@
-"""A blob set: a folder with one blob a program and a manifest that says what they are, what for, and what they must digest to.
+"""A blob set: a folder with one blob per program, and a manifest with their variants, their fingerprint and their digests.
 
 Blobs are named after their digests and the manifest is put in place last, at once: at every moment the folder holds a whole set,
 the one before or the new one, or none that was ever finished. Nothing of it reaches OpenVINO before every byte was compared:
@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,14 +23,16 @@ import psutil
 from filelock import Timeout
 
 from staticllm.core import Phase
+from staticllm.devices import type_name
 from staticllm.errors import BlobError, last_line
 from staticllm.files import read_regular, whole_file
 from staticllm.pipelines.blobs.file_lock import acquire, locked
-from staticllm.pipelines.blobs.fingerprint import Identity, bytes_digest, difference, pass_digests
+from staticllm.pipelines.blobs.fingerprint import Fingerprint, bytes_digest, pass_digests
 from staticllm.pipelines.blobs.manifest import (
     MAX_MANIFEST,
     Manifest,
     ManifestError,
+    StoredBlob,
     decode,
     encode,
     is_blob_name,
@@ -39,7 +41,7 @@ from staticllm.pipelines.blobs.manifest import (
 
 MANIFEST, LOCK = "manifest.json", ".staticllm.lock"
 SCRATCH = ".staticllm-"
-"""What files are called while they are written."""
+"""How the names of files begin that are being written."""
 LOCK_TIMEOUT = 60.0
 """Seconds to wait for another process that writes the same set."""
 READ_TRIES = 3
@@ -66,11 +68,11 @@ def write_set(
             digest = bytes_digest(stored)
             names[name] = f"{name.removesuffix('.blob')}-{digest[:12]}.blob"
             _write(target / names[name], stored)
-            entries[names[name]] = {"digest": digest, "bytes": len(stored)}
+            entries[names[name]] = StoredBlob(digest, len(stored))
         return replace(
             manifest,
             blobs=entries,
-            variants=tuple({**variant, "file": names[variant["file"]]} for variant in manifest.variants),
+            variants=tuple(replace(entry, file=names[entry.file]) for entry in manifest.variants),
             is_encrypted=encrypt is not None,
             passes=dict(pass_digests()),
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -157,26 +159,28 @@ def read_steadily(folder: Path, use: Callable[[Manifest], Result], key: bytes = 
     raise BlobError(f"the set at {str(folder)!r} is replaced again and again: wait for its writer")
 
 
-def check_set(folder: Path, manifest: Manifest, here: Identity) -> None:
-    """
+def check_set(folder: Path, manifest: Manifest, here: Fingerprint) -> None:
+    """Check that a set is for what is to be loaded ``here``.
+
     Raises:
-        BlobError: the set is for another model, machine or layout than ``here``, or its tokens were found wrong.
+        BlobError: the set is for another model, machine or layout, or it failed verification.
     """
-    other = difference(here, manifest.identity)
+    other = here.difference(manifest.fingerprint)
     if other is not None:
         raise BlobError(f"the blobs in {str(folder)!r} are not for this: {other}; export them again")
-    if manifest.is_bad:
-        raise BlobError(f"{bad(folder, manifest)}: export them again, in another precision")
+    if manifest.has_failed_verification:
+        raise BlobError(f"{failed_verification_text(folder, manifest)}: export them again, in another precision")
 
 
 def check_properties(folder: Path, manifest: Manifest, own: Mapping[Phase, Mapping[str, Any]]) -> None:
-    """A set may say what a probe chose; every other property is the user's own (``own``) and no manifest's to set.
+    """Check the properties in a manifest: a probe may have chosen some of them, all others must be the user's (``own``).
 
     Raises:
-        BlobError: it says something else.
+        BlobError: one of the others differs.
     """
     for part, values in manifest.properties.items():
-        mine = plain(own["generate" if part == "single_row" else part])  # type: ignore[index]
+        phase: Phase = "prefill" if part == "prefill" else "generate"
+        mine = json_properties(own[phase])
         for name in {*values, *mine} - PROBED:
             if values.get(name) != mine.get(name):
                 raise BlobError(
@@ -185,13 +189,10 @@ def check_properties(folder: Path, manifest: Manifest, own: Mapping[Phase, Mappi
                 )
 
 
-def plain(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Properties as JSON holds them."""
+def json_properties(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Properties as JSON holds them: numbers, texts and names of types."""
     kept = (bool, int, float, str)
-    return {
-        name: value if isinstance(value, kept) else getattr(value, "get_type_name", lambda value=value: str(value))()
-        for name, value in properties.items()
-    }
+    return {name: value if isinstance(value, kept) else type_name(value) for name, value in properties.items()}
 
 
 def read_blobs(folder: Path, manifest: Manifest, decrypt: Crypt | None = None) -> dict[str, bytes]:
@@ -221,15 +222,15 @@ def read_stored(folder: Path, manifest: Manifest) -> Iterator[tuple[str, bytes]]
         path = folder / name
         try:
             size = path.lstat().st_size
-            if size != entry["bytes"]:
-                raise BlobError(f"{str(path)!r} has {size} bytes, the manifest says {entry['bytes']}: export it again")
+            if size != entry.num_bytes:
+                raise BlobError(f"{str(path)!r} has {size} bytes, the manifest says {entry.num_bytes}: export it again")
             if size > psutil.virtual_memory().available:
                 raise OSError(f"{size / 1e9:.1f} GB, more than there is free memory")
             data = read_regular(path, size, follow=False)
         except (OSError, MemoryError) as error:
             reason = getattr(error, "strerror", None) or error or "not enough memory"
             raise BlobError(f"{str(path)!r} cannot be read: {reason}") from None
-        if bytes_digest(data) != entry["digest"]:
+        if bytes_digest(data) != entry.digest:
             raise BlobError(f"{str(path)!r} is damaged: its digest does not agree; export it again")
         yield name, data
 
@@ -241,28 +242,35 @@ def _decrypted(path: Path, data: bytes, decrypt: Crypt) -> bytes:
         raise BlobError(f"{str(path)!r} cannot be decrypted: {type(error).__name__}: {error}") from error
 
 
-def import_blob(
-    core: ov.Core, data: bytes, device: str, properties: Mapping[str, Any], weights: Path | None
-) -> ov.CompiledModel:
-    """One program from its bytes; ``weights`` of a weightless one.
+@dataclass(frozen=True)
+class ImportTarget:
+    """Where a blob is imported: the device, OpenVINO's properties, and the weights file of a weightless blob."""
+
+    device: str
+    properties: Mapping[str, Any]
+    weights: Path | None = None
+
+
+def import_blob(core: ov.Core, blob: bytes, target: ImportTarget) -> ov.CompiledModel:
+    """One program from its bytes.
 
     Raises:
         BlobError: the device refused it.
     """
-    extra = {"WEIGHTS_PATH": str(weights)} if weights is not None else {}
+    extra = {"WEIGHTS_PATH": str(target.weights)} if target.weights is not None else {}
     try:
-        return core.import_model(io.BytesIO(data), device, {**properties, **extra})
+        return core.import_model(io.BytesIO(blob), target.device, {**target.properties, **extra})
     except RuntimeError as error:
-        raise BlobError(f"{device} refused a blob: {last_line(error)}") from error
+        raise BlobError(f"{target.device} refused a blob: {last_line(error)}") from error
 
 
-def bad(folder: Path, manifest: Manifest) -> str:
-    """What was found wrong with the words of a set."""
+def failed_verification_text(folder: Path, manifest: Manifest) -> str:
+    """What the verification of a set found wrong, for a message."""
     found = manifest.verification or {}
     reason = found.get("reason") or (
         f"{found.get('agreement', 0):.0%} of the tokens agree, logits {found.get('distance', 0):.1e} of their range off"
     )
-    return f"the blobs in {str(folder)!r} were verified and found bad ({reason})"
+    return f"the blobs in {str(folder)!r} failed verification ({reason})"
 
 
 def _written(folder: Path, put_blobs: Callable[[], Manifest], key: bytes) -> Manifest:
@@ -318,7 +326,7 @@ def _remove_leftovers(folder: Path, key: bytes, before: set[str]) -> None:
         needed = set(read_manifest(folder, key).blobs)
     except BlobError:
         if (folder / MANIFEST).exists():
-            return  # nobody can say what belongs to it
+            return  # a damaged manifest does not tell what belongs to the set
         needed = set()
     for path in folder.iterdir():
         if path.name not in (MANIFEST, LOCK, *needed) and (path.name in before or _is_own_file(path.name)):
@@ -340,6 +348,6 @@ def _is_own_file(name: str) -> bool:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Put a file in its place as a whole or not at all; whoever can read the folder can read it."""
+    """Put a file in its place, as a whole or not at all, with the access rights of the folder."""
     with whole_file(path, prefix=SCRATCH) as file:
         file.write(data)

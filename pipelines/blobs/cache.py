@@ -16,7 +16,7 @@ from filelock import Timeout
 from staticllm.errors import BlobError
 from staticllm.pipelines.blobs.blob_set import MANIFEST, read_manifest, read_stored, remove_set
 from staticllm.pipelines.blobs.file_lock import Lease, acquire
-from staticllm.pipelines.blobs.fingerprint import Identity, bytes_digest
+from staticllm.pipelines.blobs.fingerprint import Fingerprint, bytes_digest
 from staticllm.pipelines.blobs.manifest import Manifest
 
 PREFIX = "staticllm-"
@@ -39,13 +39,13 @@ class Entry:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether its writer never came to the end."""
+        """Whether its writer ended before the manifest was written."""
         return self.manifest is None and not (self.folder / MANIFEST).exists()
 
 
-def key_of(identity: Identity) -> str:
-    """The same for equal identities, in every process and on every machine."""
-    return bytes_digest(json.dumps(identity, sort_keys=True).encode())[:24]
+def key_of(fingerprint: Fingerprint) -> str:
+    """The name of a set in a cache: the same for equal fingerprints, in every process and on every machine."""
+    return bytes_digest(json.dumps(fingerprint.to_json(), sort_keys=True).encode())[:24]
 
 
 def _is_entry(path: Path) -> bool:
@@ -61,14 +61,15 @@ class BlobCache:
         self._key = key  # that sets are signed with, if they are
 
     def path(self, key: str) -> Path:
+        """The folder of a set."""
         return self.folder / f"{PREFIX}{key}"
 
     @contextmanager
     def locked(self, key: str, timeout: float = -1) -> Iterator[None]:
-        """Alone with the set ``key``, of all threads of all processes.
+        """Hold the set ``key`` for a block: no other thread of any process has it meanwhile.
 
         Raises:
-            Timeout: somebody else has it for longer than ``timeout`` seconds, or this very thread has it already.
+            Timeout: another thread or process holds it for longer than ``timeout`` seconds, or this very thread holds it already.
             OSError: the folder cannot be written.
         """
         lease = self.lease(key, timeout)
@@ -78,12 +79,12 @@ class BlobCache:
             lease.release()
 
     def lease(self, key: str, timeout: float = -1) -> Lease:
-        """The same, to be released by hand."""
+        """As ``locked``, to be released by hand."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return acquire(self.folder / f"{PREFIX}{key}.lock", timeout)
 
     def touch(self, key: str) -> None:
-        """It was used now. Where that cannot be written down, it looks older than it is."""
+        """Note that a set was used now, if the folder can be written."""
         with suppress(OSError):
             os.utime(self.path(key) / MANIFEST)
 
@@ -93,7 +94,7 @@ class BlobCache:
         return sorted((self._entry(path) for path in folders), key=lambda entry: -entry.used)
 
     def verify(self) -> Iterator[tuple[Entry, str]]:
-        """Each set, and what is wrong with its bytes; an empty text where nothing is."""
+        """Each set, and the problem with its bytes; an empty text where there is none."""
         for entry in self.entries():
             problem = entry.problem
             if entry.manifest is not None and not problem:
@@ -105,9 +106,9 @@ class BlobCache:
             yield entry, problem
 
     def prune(self, limit: int | None = None, keep: str | None = None) -> list[Entry]:
-        """Remove sets, the least recently used first, until ``limit`` bytes are left; what is in use stays. Those removed.
+        """Remove sets, the least recently used first, until ``limit`` bytes are left. Returns the removed ones.
 
-        What processes that died had begun to write goes too.
+        A set in use stays. Unfinished sets of processes that died are removed as well.
         """
         limit = self.limit if limit is None else limit
         if limit is None:
@@ -123,7 +124,7 @@ class BlobCache:
         return removed
 
     def remove(self, key: str) -> bool:
-        """Remove one set, unless somebody loads or writes it now."""
+        """Remove one set, unless it is being loaded or written. Returns whether it was removed."""
         try:
             with self.locked(key, NOT_NOW):
                 remove_set(self.path(key))
@@ -141,7 +142,7 @@ class BlobCache:
         for path in folder.glob("*"):
             try:
                 stat = path.lstat()
-            except OSError:  # it goes while we look
+            except OSError:  # another process removed it meanwhile
                 continue
             num_bytes += stat.st_size
             used = max(used, stat.st_mtime)

@@ -1,13 +1,11 @@
-"""Does a blob say what its program says? Asked when it is exported, before anybody loads it.
+"""Does a blob compute what its program computes? Checked when it is exported, before it is ever loaded.
 
-OpenVINO does not. On its CPU plugin (2026.4) a blob without weights took changed constants back from the weights file (short
-convolutions came out in other shapes), and a whole blob of a mixture of experts gave other words than its program.
+OpenVINO does not check. On its CPU plugin (2026.4) a blob without weights took changed constants back from the weights file:
+short convolutions had other shapes. A whole blob of a mixture of experts gave other tokens than its program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,26 +13,19 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.core import Variant
+from staticllm.devices import get_core
 from staticllm.errors import BlobError
-from staticllm.pipelines.blobs.blob_set import import_blob
+from staticllm.pipelines.blobs.blob_set import ImportTarget, import_blob
 from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 
 TOLERANCE = 1e-3
-"""Of the range of the program's own answer; they come out equal to the bit."""
+"""Largest difference, as a share of the range of the program's own output. In practice both are equal to the bit."""
 
 
-def matches(
-    core: ov.Core,
-    program: tuple[ov.CompiledModel, Variant],
-    data: bytes,
-    target: tuple[str, Mapping[str, Any], Path | None],
-) -> bool:
-    """Whether ``data``, imported for ``target`` (device, properties, weights), answers random rows as ``program`` does, one that
-    has this variant."""
-    compiled, variant = program
-    device, properties, weights = target
+def matches(compiled: ov.CompiledModel, variant: Variant, blob: bytes, target: ImportTarget) -> bool:
+    """Whether ``blob``, imported for ``target``, computes what ``compiled`` does, from random inputs at ``variant``'s sizes."""
     try:
-        imported = import_blob(core, data, device, properties, weights)
+        imported = import_blob(get_core(), blob, target)
         feeds = random_feeds(compiled, variant)
         expected, found = run_apart(compiled, feeds), run_apart(imported, feeds)
     except (BlobError, RuntimeError, ValueError):

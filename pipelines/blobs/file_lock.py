@@ -48,6 +48,7 @@ class Lease:
         self._holder.thread = None
 
     def release(self) -> None:
+        """Give the lock back. A second call does nothing."""
         if self._is_held:
             self._is_held = False
             self._lock.release()
@@ -56,12 +57,12 @@ class Lease:
 
 
 def acquire(path: Path, timeout: float = -1) -> Lease:
-    """Wait until nobody else holds ``path``.
+    """Wait until no other thread or process holds ``path``, and hold it.
 
     File locks know processes, not threads: within this process a lock of our own comes first.
 
     Raises:
-        Timeout: somebody else holds it for longer than ``timeout`` seconds; or this very thread does, and would wait for ever.
+        Timeout: another one holds it for longer than ``timeout`` seconds; or this very thread does, and would wait for ever.
         OSError: the file cannot be made.
     """
     with _holders_lock:

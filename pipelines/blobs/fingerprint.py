@@ -6,22 +6,100 @@ import hashlib
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openvino as ov
 
+from staticllm import compiler_passes
 from staticllm.config import StaticLLMConfig
-from staticllm.core import KVType, Phase, ProgramMode
+from staticllm.core import KVType, Phase, ProgramLayout, ProgramMode
 from staticllm.errors import ModelError
 from staticllm.model_dir import MODEL_XML, model_in_memory
 
-Identity = dict[str, str]
 PIECE = 16 << 20
 """Bytes that are digested at once. The digest of a file is that of its pieces' digests, so that two cores share a large one."""
-_DRIVER_PROPERTIES = {"driver": "NPU_DRIVER_VERSION", "compiler": "NPU_COMPILER_VERSION"}
-_PASSES = Path(__file__).resolve().parent.parent / "compiler_passes"
+_PASSES = Path(str(compiler_passes.__file__)).parent
+Kind = Literal["graph", "weights", "machine", "user"]
+"""The origin of a value: a digest of the graph or of the weights, a fact about the machine, or the user's choice."""
+
+
+def _labelled(label: str, kind: Kind = "machine", default: str | None = "") -> Any:
+    """A field whose ``label`` stands for it in manifests and messages. ``default`` None: the field may be absent."""
+    metadata = {"label": label, "kind": kind}
+    return field(metadata=metadata) if default == "" else field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFingerprint:
+    """Digests of a graph and of its weights."""
+
+    ir_digest: str = _labelled("IR digest", "graph")
+    weights_digest: str = _labelled("weights digest", "weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint(ModelFingerprint):
+    """Everything that must be equal where a set is loaded. Lengths and sizes are resolved: a default equals the same value given.
+
+    ``driver`` and ``compiler`` are there where the device tells them.
+    """
+
+    openvino: str = _labelled("OpenVINO")
+    plugin: str = _labelled("plugin")
+    passes: str = _labelled("passes")
+    device: str = _labelled("device")
+    device_name: str = _labelled("device name")
+    capabilities: str = _labelled("capabilities")
+    driver: str | None = _labelled("driver", default=None)
+    compiler: str | None = _labelled("compiler", default=None)
+    max_prompt_len: str = _labelled("MAX_PROMPT_LEN", "user")
+    min_response_len: str = _labelled("MIN_RESPONSE_LEN", "user")
+    programs: str = _labelled("PROGRAMS", "user")
+    kv_cache_precision: str = _labelled("KV_CACHE_PRECISION", "user")
+    max_num_seqs: str = _labelled("MAX_NUM_SEQS", "user")
+    kv_slots: str = _labelled("KV_SLOTS", "user")
+    prefill_rows: str = _labelled("PREFILL_ROWS", "user")
+    prefill_kv_lens: str = _labelled("PREFILL_KV_LENS", "user")
+    generate_kv_lens: str = _labelled("GENERATE_KV_LENS", "user")
+    prefill_properties: str = _labelled("prefill properties", "user")
+    generate_properties: str = _labelled("generate properties", "user")
+
+    def to_json(self) -> dict[str, str]:
+        """Label → value, of every field that is there."""
+        values = {item.metadata["label"]: getattr(self, item.name) for item in fields(self)}
+        return {label: value for label, value in values.items() if value is not None}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, str]) -> Fingerprint:
+        """The inverse of ``to_json``.
+
+        Raises:
+            ValueError: a label is unknown, or a field is missing.
+        """
+        names = {item.metadata["label"]: item.name for item in fields(cls)}
+        if unknown := sorted(set(content) - set(names)):
+            raise ValueError(f"the fingerprint has {unknown[0][:40]!r}")
+        needed = {label for label, name in names.items() if name not in ("driver", "compiler")}
+        if missing := sorted(needed - set(content)):
+            raise ValueError(f"the fingerprint has no {missing[0]!r}")
+        return cls(**{names[label]: value for label, value in content.items()})
+
+    def difference(self, there: Fingerprint) -> str | None:
+        """The first thing in which a set made for ``there`` differs, in a few words; None if nothing does."""
+        for item in fields(self):
+            mine, theirs = getattr(self, item.name) or "nothing", getattr(there, item.name) or "nothing"
+            if mine == theirs:
+                continue
+            label, kind = item.metadata["label"], item.metadata["kind"]
+            if kind in ("graph", "weights"):
+                return f"{label}: other {kind} ({mine[:12]} here, {theirs[:12]} in the blob)"
+            return (
+                f"{label} {mine} asked, the blob has {theirs}" if kind == "user" else f"{label} {mine}, blob {theirs}"
+            )
+        return None
 
 
 def file_digest(path: Path) -> str:
@@ -33,46 +111,49 @@ def file_digest(path: Path) -> str:
     try:
         size = path.stat().st_size
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            pieces = list(pool.map(lambda start: _piece(path, start), range(0, max(size, 1), PIECE)))
+            pieces = list(pool.map(lambda start: _digest_of_piece(path, start), range(0, max(size, 1), PIECE)))
     except OSError as error:
         raise ModelError(f"{str(path)!r} cannot be read: {error.strerror or error}") from None
     return bytes_digest(b"".join(pieces) + size.to_bytes(8, "little"))
 
 
-def _piece(path: Path, start: int) -> bytes:
+def _digest_of_piece(path: Path, start: int) -> bytes:
     with path.open("rb") as file:
         file.seek(start)
         return hashlib.blake2b(file.read(PIECE), digest_size=32).digest()
 
 
 def bytes_digest(data: bytes | memoryview, key: bytes = b"") -> str:
-    """Hex digest (BLAKE2b) of bytes; with a key only its owner can compute it."""
+    """Hex digest (BLAKE2b) of bytes. It cannot be computed without ``key``, if there is one."""
     return hashlib.blake2b(data, digest_size=32, key=hashlib.sha256(key).digest() if key else b"").hexdigest()
 
 
-def model_identity(directory: Path, weights: Path | None = None) -> Identity:
-    """Digests of the graph and of its weights."""
+def fingerprint_model(directory: Path, weights: Path | None = None) -> ModelFingerprint:
+    """Digests of the graph and of its weights, which lie beside it unless ``weights`` says where.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
     if (held := model_in_memory(directory)) is not None:
-        return {
-            "IR digest": bytes_digest(held.xml.encode()),
-            "weights digest": bytes_digest(held.weights.data.tobytes()),
-        }
+        return ModelFingerprint(
+            ir_digest=bytes_digest(held.xml.encode()), weights_digest=bytes_digest(held.weights.data.tobytes())
+        )
     xml = directory / MODEL_XML
-    return {"IR digest": file_digest(xml), "weights digest": file_digest(weights or xml.with_suffix(".bin"))}
+    return ModelFingerprint(ir_digest=file_digest(xml), weights_digest=file_digest(weights or xml.with_suffix(".bin")))
 
 
-def machine_identity(core: ov.Core, device: str) -> Identity:
-    """What the programs were compiled by and for. Driver and compiler where the device tells."""
+def machine_values(core: ov.Core, device: str) -> dict[str, str]:
+    """What programs for ``device`` are compiled by and for: values of ``Fingerprint`` by field name."""
     supported = core.get_property(device, "SUPPORTED_PROPERTIES")
     found = {
-        "OpenVINO": ov.get_version(),
+        "openvino": ov.get_version(),
         "plugin": str(next(iter(core.get_versions(device).values())).build_number),
         "passes": passes_digest(),
         "device": device,
-        "device name": str(core.get_property(device, "FULL_DEVICE_NAME")).strip(),
+        "device_name": str(core.get_property(device, "FULL_DEVICE_NAME")).strip(),
         "capabilities": ", ".join(core.get_property(device, "OPTIMIZATION_CAPABILITIES")),
     }
-    for name, key in _DRIVER_PROPERTIES.items():
+    for name, key in (("driver", "NPU_DRIVER_VERSION"), ("compiler", "NPU_COMPILER_VERSION")):
         if key in supported:
             found[name] = str(core.get_property(device, key))
     return found
@@ -90,42 +171,23 @@ def pass_digests() -> Mapping[str, str]:
     return {path.stem: file_digest(path)[:8] for path in sorted(_PASSES.glob("*.py"))}
 
 
-def layout_identity(
-    config: StaticLLMConfig, programs: str, kv_type: KVType, properties: Mapping[Phase, Mapping[str, Any]]
-) -> Identity:
-    """What was asked for: lengths, sizes and properties, resolved, so that a default equals the same value given."""
-    mode: ProgramMode = "separate" if programs == "separate" else "shared"
+def layout_values(
+    config: StaticLLMConfig, layout: ProgramLayout, kv_type: KVType, properties: Mapping[Phase, Mapping[str, Any]]
+) -> dict[str, str]:
+    """Lengths, sizes and properties that the user asked for, resolved: values of ``Fingerprint`` by field name."""
+    mode: ProgramMode = "separate" if layout == "separate" else "shared"
     sizes = {
-        "MAX_PROMPT_LEN": config.max_prompt_len,
-        "MIN_RESPONSE_LEN": config.min_response_len,
-        "PROGRAMS": programs,
-        "KV_CACHE_PRECISION": kv_type,
-        "MAX_NUM_SEQS": config.num_seqs(mode),
-        "KV_SLOTS": config.num_kv_slots(mode),
-        "PREFILL_ROWS": config.prefill_rows,
-        "PREFILL_KV_LENS": config.prefill_kv_lens,
-        "GENERATE_KV_LENS": config.generate_kv_lens,
+        "max_prompt_len": config.max_prompt_len,
+        "min_response_len": config.min_response_len,
+        "programs": layout,
+        "kv_cache_precision": kv_type,
+        "max_num_seqs": config.num_seqs(mode),
+        "kv_slots": config.num_kv_slots(mode),
+        "prefill_rows": config.prefill_rows,
+        "prefill_kv_lens": config.prefill_kv_lens,
+        "generate_kv_lens": config.generate_kv_lens,
     }
     found = {name: "default" if value is None else str(value) for name, value in sizes.items()}
     for phase, values in properties.items():
-        found[f"{phase} properties"] = ", ".join(f"{key}={value}" for key, value in sorted(values.items()))
+        found[f"{phase}_properties"] = ", ".join(f"{key}={value}" for key, value in sorted(values.items()))
     return found
-
-
-REQUIRED = ("IR digest", "weights digest", "OpenVINO", "device")
-"""Names that every identity has."""
-ASKED = ("MAX_PROMPT_LEN", "MIN_RESPONSE_LEN", "PROGRAMS", "KV_CACHE_PRECISION", "MAX_NUM_SEQS", "KV_SLOTS")
-"""Said by a user, unlike the rest, which is so."""
-
-
-def difference(here: Identity, there: Identity) -> str | None:
-    """The first thing that differs, in a few words; None if nothing does."""
-    for name in (*here, *there):
-        mine, theirs = here.get(name, "nothing"), there.get(name, "nothing")
-        if mine == theirs:
-            continue
-        if name.endswith("digest"):
-            return f"{name}: other {'weights' if 'weights' in name else 'graph'} ({mine[:12]} here, {theirs[:12]} in the blob)"
-        is_asked = name in ASKED or name.startswith(("PREFILL", "GENERATE")) or name.endswith("properties")
-        return f"{name} {mine} asked, the blob has {theirs}" if is_asked else f"{name} {mine}, blob {theirs}"
-    return None

@@ -1,4 +1,4 @@
-"""The manifest of a blob set: what its blobs are, what for, and what they must digest to.
+"""The manifest of a blob set: the variants of its blobs, their fingerprint, and the digests of their bytes.
 
 A manifest may come from anywhere, so that every field is checked before anything is believed: names are plain file names, sizes
 are bounded, and nothing that is unknown, missing or of another type gets past ``decode``.
@@ -11,15 +11,15 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, get_args
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import KVState, KVType, MaskKind, ModelShape, Part, ProgramLayout, RecurrentState, Variant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.blobs.fingerprint import REQUIRED, Identity, bytes_digest
+from staticllm.pipelines.blobs.fingerprint import Fingerprint, bytes_digest
 
-SCHEMA = 4
+SCHEMA = 5
 MAX_MANIFEST = 16 << 20
 MAX_SIZE = 1 << 24  # of any count or length in a manifest
 MAX_ENTRIES = 1 << 14
@@ -38,41 +38,55 @@ class ManifestError(Exception):
 
 
 @dataclass(frozen=True)
+class VariantFile:
+    """A variant and the file that holds its program. Variants that share a program name the same file."""
+
+    variant: Variant
+    file: str
+
+
+@dataclass(frozen=True)
+class StoredBlob:
+    """What a blob's file must hold: the BLAKE2b digest of its bytes, and their number."""
+
+    digest: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """What lies in a set. ``blobs``: file → digest and bytes. ``properties``: OpenVINO's, for each part that has its own, those
+    """What lies in a set. ``blobs``: file → what it must hold. ``properties``: OpenVINO's, for each part that has its own, those
     that a probe chose included. ``costs``: measured seconds of variants. ``verification``: what ``compile --verify`` found."""
 
-    identity: Identity
+    fingerprint: Fingerprint
     config: Mapping[str, Any]
     programs: str
     kv_type: str
     shape: Mapping[str, Any]
     properties: Mapping[str, Mapping[str, Any]]
-    variants: tuple[Mapping[str, Any], ...]
-    blobs: Mapping[str, Mapping[str, Any]]
+    variants: tuple[VariantFile, ...]
+    blobs: Mapping[str, StoredBlob]
     is_weightless: bool
     is_encrypted: bool
-    costs: tuple[tuple[int, int, int, float], ...] = ()
+    costs: Mapping[Variant, float] = field(default_factory=dict)
     passes: Mapping[str, str] | None = None
     created: str = ""
     verification: Mapping[str, Any] | None = None
 
     @property
     def num_bytes(self) -> int:
-        return sum(int(blob["bytes"]) for blob in self.blobs.values())
+        """Bytes of all blobs."""
+        return sum(blob.num_bytes for blob in self.blobs.values())
 
     @property
-    def is_bad(self) -> bool:
-        """Whether its tokens were compared with the reference, and are not good enough."""
+    def has_failed_verification(self) -> bool:
+        """Whether the set was compared with the reference, and differs too much: such a set is quarantined, never loaded."""
         return self.verification is not None and not self.verification.get("is_ok")
-
-    def file_of(self) -> dict[Variant, str]:
-        return {Variant(v["rows"], v["kv_len"], v["sequences"]): v["file"] for v in self.variants}
 
 
 def encode(manifest: Manifest, key: bytes = b"") -> bytes:
     """The bytes of a manifest, signed where there is a key."""
-    content = json.loads(_canonical({"schema": SCHEMA, **asdict(manifest)}))
+    content = json.loads(_canonical({"schema": SCHEMA, **manifest_to_json(manifest)}))
     return _framed(content, bytes_digest(_canonical(content), key), bool(key))
 
 
@@ -107,11 +121,29 @@ def decode(stored: bytes, key: bytes = b"") -> Manifest:
         raise ManifestError(f"says something impossible ({type(error).__name__}: {detail})") from None
 
 
+def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
+    """A manifest as JSON holds it, without the schema number."""
+    plain = {item.name: getattr(manifest, item.name) for item in fields(manifest)}
+    return {
+        **plain,
+        "fingerprint": manifest.fingerprint.to_json(),
+        "variants": [{**_variant_to_json(entry.variant), "file": entry.file} for entry in manifest.variants],
+        "blobs": {name: {"digest": blob.digest, "bytes": blob.num_bytes} for name, blob in manifest.blobs.items()},
+        "costs": [{**_variant_to_json(variant), "seconds": cost} for variant, cost in manifest.costs.items()],
+    }
+
+
+def _variant_to_json(variant: Variant) -> dict[str, int]:
+    return asdict(variant)
+
+
 def shape_to_json(shape: ModelShape) -> dict[str, Any]:
+    """A shape as JSON holds it."""
     return asdict(shape)
 
 
 def shape_from_json(content: Mapping[str, Any]) -> ModelShape:
+    """The inverse of ``shape_to_json``."""
     values = dict(content)
     values["kv_states"] = tuple(KVState(**state) for state in values["kv_states"])
     values["masks"] = tuple(MaskKind(**{**kind, "first_seen": tuple(kind["first_seen"])}) for kind in values["masks"])
@@ -122,10 +154,10 @@ def shape_from_json(content: Mapping[str, Any]) -> ModelShape:
 
 
 def is_manifest(stored: bytes) -> bool:
-    """Whether these bytes were written as a manifest of ours, of any version and in whatever state: no other file looks so."""
-    return stored.startswith(b"{") and all(
-        word in stored for word in (b'"digest"', b'"content"', b'"schema"', b'"identity"')
-    )
+    """Whether these bytes look like a manifest of ours, of any version, damaged or not; no other file looks so."""
+    words = (b'"digest"', b'"content"', b'"schema"')
+    has_fingerprint = b'"fingerprint"' in stored or b'"identity"' in stored  # as schema 4 called it
+    return stored.startswith(b"{") and has_fingerprint and all(word in stored for word in words)
 
 
 def is_blob_name(name: object) -> bool:
@@ -140,11 +172,9 @@ def _checked(content: Mapping[str, Any]) -> Manifest:
     expected = {item.name for item in fields(Manifest)}
     if set(content) != expected:
         raise ValueError(f"fields {sorted(set(content) ^ expected)[:3]} are unknown or missing")
-    identity = _dict(content["identity"], 256)
-    for name, value in identity.items():
-        _text(value, f"identity {name!r}", 1 << 16)
-    if missing := [name for name in REQUIRED if name not in identity]:
-        raise ValueError(f"the identity has no {missing[0]!r}")
+    fingerprint = _dict(content["fingerprint"], 64)
+    for name, value in fingerprint.items():
+        _text(value, f"fingerprint {name!r}", 1 << 16)
     _check_config(_dict(content["config"], 64))
     _one_of(content["programs"], get_args(ProgramLayout), "programs")
     _one_of(content["kv_type"], get_args(KVType), "row type")
@@ -154,10 +184,15 @@ def _checked(content: Mapping[str, Any]) -> Manifest:
         for value in _dict(values, 256).values():
             if not isinstance(value, (bool, int, float, str)):
                 raise ValueError("a property is neither a number nor a text")
-    _check_blobs(content)
     _check_rest(content)
-    costs = tuple(_cost(cost) for cost in _list(content["costs"], MAX_ENTRIES))
-    return Manifest(**{**content, "variants": tuple(content["variants"]), "costs": costs})
+    blobs = _blobs(content)
+    parsed = {
+        "fingerprint": Fingerprint.from_json(fingerprint),
+        "blobs": blobs,
+        "variants": _variants(content, blobs),
+        "costs": dict(_cost(cost) for cost in _list(content["costs"], MAX_ENTRIES)),
+    }
+    return Manifest(**{**content, **parsed})
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
@@ -203,7 +238,7 @@ def _check_shape(content: Mapping[str, Any]) -> None:
         _whole(shape.max_rows, 1)
 
 
-def _check_blobs(content: Mapping[str, Any]) -> None:
+def _blobs(content: Mapping[str, Any]) -> dict[str, StoredBlob]:
     blobs = _dict(content["blobs"], MAX_ENTRIES)
     for name, entry in blobs.items():
         if not is_blob_name(name):
@@ -211,15 +246,29 @@ def _check_blobs(content: Mapping[str, Any]) -> None:
         if set(_dict(entry, 2)) != {"digest", "bytes"} or not _DIGEST.fullmatch(_text(entry["digest"], "digest", 64)):
             raise ValueError(f"blob {name!r} has no digest or no size")
         _whole(entry["bytes"], 0, MAX_BLOB_BYTES)
-    for variant in _list(content["variants"], MAX_ENTRIES):
-        if set(_dict(variant, 4)) != {"rows", "kv_len", "sequences", "file"} or variant["file"] not in blobs:
+    return {name: StoredBlob(entry["digest"], entry["bytes"]) for name, entry in blobs.items()}
+
+
+def _variants(content: Mapping[str, Any], blobs: Mapping[str, StoredBlob]) -> tuple[VariantFile, ...]:
+    found = []
+    for entry in _list(content["variants"], MAX_ENTRIES):
+        values = dict(_dict(entry, 8))
+        file = values.pop("file", None)
+        if file not in blobs:
             raise ValueError("a variant has no blob")
-        for name, least in (("rows", 1), ("kv_len", 0), ("sequences", 1)):
-            _whole(variant[name], least)
-    is_empty = not content["variants"]
+        found.append(VariantFile(_variant(values), file))
     verification = content["verification"]
-    if is_empty and (not isinstance(verification, dict) or verification.get("is_ok")):
+    if not found and (not isinstance(verification, dict) or verification.get("is_ok")):
         raise ValueError("it has no variants")
+    return tuple(found)
+
+
+def _variant(values: dict[str, Any]) -> Variant:
+    if set(values) != {item.name for item in fields(Variant)}:
+        raise ValueError("a variant has other sizes than it should")
+    for name, value in values.items():
+        _whole(value, 0 if name == "kv_len" else 1)
+    return Variant(**values)
 
 
 def _check_rest(content: Mapping[str, Any]) -> None:
@@ -238,11 +287,12 @@ def _check_rest(content: Mapping[str, Any]) -> None:
         _text(found.get("reason", ""), "reason", 4096)
 
 
-def _cost(cost: object) -> tuple[int, int, int, float]:
-    rows, kv_len, sequences, seconds = _list(cost, 4)
+def _cost(cost: object) -> tuple[Variant, float]:
+    values = dict(_dict(cost, 8))
+    seconds = values.pop("seconds", None)
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < MAX_SIZE:
         raise ValueError("a cost is not in seconds")
-    return _whole(rows, 1), _whole(kv_len, 0), _whole(sequences, 1), float(seconds)
+    return _variant(values), float(seconds)
 
 
 def _dict(value: object, most: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Is everything there that staticllm needs? Each finding with what to do about it."""
+"""Is everything there that staticllm needs? Each finding comes with a remedy."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import openvino as ov
 import psutil
 
 from staticllm.config import StaticLLMConfig
-from staticllm.devices import get_core, npu_compiler_problem
-from staticllm.errors import StaticLLMError
+from staticllm.devices import get_core, kind, npu_compiler_problem
+from staticllm.errors import StaticLLMError, last_line
 from staticllm.model_dir import check_model_dir, demo_model_path
 from staticllm.pipelines.blobs.cache import BlobCache
-from staticllm.pipelines.blobs.fingerprint import model_identity
+from staticllm.pipelines.blobs.fingerprint import fingerprint_model
 from staticllm.pipelines.diagnostics.reference import EXACT, StatefulReference
 from staticllm.pipelines.model_loader.load import load
 
@@ -120,7 +120,7 @@ def _device(device: str) -> Finding:
         )
         precisions = ", ".join(core.get_property(device, "OPTIMIZATION_CAPABILITIES"))
     except RuntimeError as error:
-        return Finding("fail", device, str(error).splitlines()[0], "install or repair its driver")
+        return Finding("fail", device, last_line(error), "install or repair its driver")
     return Finding("ok", device, f"{name}{driver} ({precisions})")
 
 
@@ -128,20 +128,19 @@ def _model(path: str, cache_dir: str | None) -> Finding:
     """Whether the files of a model are whole, and its weights those that a cached set was compiled from."""
     try:
         directory = check_model_dir(path)
-        identity = model_identity(directory)
+        here = fingerprint_model(directory)
     except StaticLLMError as error:
         return Finding("fail", "model", str(error), "export or copy the model again")
-    digest = identity["weights digest"]
     for entry in BlobCache(cache_dir).entries() if cache_dir is not None else ():
-        there = entry.manifest.identity if entry.manifest is not None else {}
-        if there.get("IR digest") == identity["IR digest"] and there["weights digest"] != digest:
+        there = entry.manifest.fingerprint if entry.manifest is not None else None
+        if there is not None and there.ir_digest == here.ir_digest and there.weights_digest != here.weights_digest:
             return Finding(
                 "warn",
                 "model",
-                f"its weights ({digest[:12]}) are not those of set {entry.key} ({there['weights digest'][:12]})",
-                "if nobody meant to change them, copy the model again; a pipeline that runs meanwhile refuses requests",
+                f"its weights ({here.weights_digest[:12]}) are not those of set {entry.key} ({there.weights_digest[:12]})",
+                "unless this was meant, copy the model again; a pipeline that runs meanwhile refuses requests",
             )
-    return Finding("ok", "model", f"whole, weights {digest[:12]}")
+    return Finding("ok", "model", f"whole, weights {here.weights_digest[:12]}")
 
 
 def _cache(folder: Path) -> Iterator[Finding]:
@@ -169,7 +168,7 @@ def _self_test(device: str) -> Finding:
     name, path = f"self-test {device}", demo_model_path()
     try:
         exact = {key: value for key, value in EXACT.items() if key != "KV_CACHE_PRECISION"}
-        properties = exact if device.split(".", maxsplit=1)[0] == "CPU" else {}
+        properties = exact if kind(device) == "CPU" else {}
         config = StaticLLMConfig(
             max_prompt_len=64,
             min_response_len=64,
@@ -188,6 +187,6 @@ def _self_test(device: str) -> Finding:
     expected = StatefulReference(path).greedy(list(SELF_TEST), NUM_NEW)
     same = sum(mine == other for mine, other in zip(tokens, expected, strict=True))
     if same == NUM_NEW:
-        return Finding("ok", name, f"{NUM_NEW} of {NUM_NEW} tokens as the original says them")
+        return Finding("ok", name, f"{NUM_NEW} of {NUM_NEW} tokens equal the original's")
     remedy = "do not trust this device: update its driver, or set INFERENCE_PRECISION_HINT=f32"
-    return Finding("fail", name, f"{same} of {NUM_NEW} tokens as the original says them", remedy)
+    return Finding("fail", name, f"{same} of {NUM_NEW} tokens equal the original's", remedy)

@@ -11,8 +11,8 @@ from staticllm.core import ModelShape
 from staticllm.devices import check_known
 from staticllm.kvcache.step import buffer_bytes
 from staticllm.model_dir import MODEL_XML
-from staticllm.pipelines.programs.build import CompilePlan, prepare, with_kv_slots
 from staticllm.pipelines.programs.compile import first_variants
+from staticllm.pipelines.programs.compile_plan import CompilePlan, prepare, with_kv_slots
 
 
 def inspect_model(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> dict[str, Any]:
@@ -21,15 +21,15 @@ def inspect_model(models_path: str | os.PathLike[str], device: str, config: Stat
     Raises:
         ModelError, UnsupportedModelError, DeviceError
     """
-    _, layout = prepare(models_path, device, config, check=check_known)
-    shape = layout.lowered.shape
-    config = with_kv_slots(config, Path(models_path), layout.options.kv_type)
-    num_slots = config.num_kv_slots(layout.options.mode)
+    _, plan = prepare(models_path, device, config, check=check_known)
+    shape = plan.lowered.shape
+    config = with_kv_slots(config, Path(models_path), plan.options.kv_type)
+    num_slots = config.num_kv_slots(plan.options.mode)
     bytes_a_token = shape.slot_bytes
     return {
         "model": str(models_path),
         "device": device,
-        "programs": layout.options.layout,
+        "programs": plan.options.layout,
         "weights_bytes": (Path(models_path) / MODEL_XML).with_suffix(".bin").stat().st_size,
         "vocab_size": shape.vocab_size,
         "num_states": len(shape.kv_states),
@@ -38,25 +38,25 @@ def inspect_model(models_path: str | os.PathLike[str], device: str, config: Stat
             for s in shape.kv_states
         ],
         "recurrent": _recurrent(shape),
-        "num_programs": len(first_variants(layout.variants, layout.options)),
+        "num_programs": len(first_variants(plan.variants, plan.options)),
         "is_packable": shape.is_packable,
-        "layers": _layers(layout),
+        "layers": _layers(plan),
         "masks": [kind.label for kind in shape.masks],
         "kv": {
-            "type": layout.options.kv_type,
+            "type": plan.options.kv_type,
             "num_slots": num_slots,
             "bytes_a_token": bytes_a_token,
             "bytes": bytes_a_token * num_slots,
             "host_bytes": bytes_a_token * config.num_host_slots,
         },
-        "buffers_bytes": buffer_bytes(layout.variants, shape),
+        "buffers_bytes": buffer_bytes(plan.variants, shape),
         "passes": [
             {"name": r.name, "nodes_before": r.nodes_before, "nodes_after": r.nodes_after, "notes": list(r.notes)}
-            for r in layout.lowered.reports
+            for r in plan.lowered.reports
         ],
-        "max_num_seqs": config.num_seqs(layout.options.mode),
+        "max_num_seqs": config.num_seqs(plan.options.mode),
         "variants": [
-            {"phase": v.phase, "rows": v.rows, "kv_len": v.kv_len, "sequences": v.sequences} for v in layout.variants
+            {"phase": v.phase, "rows": v.rows, "kv_len": v.kv_len, "sequences": v.sequences} for v in plan.variants
         ],
     }
 
@@ -72,8 +72,8 @@ def _recurrent(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _layers(layout: CompilePlan) -> list[dict[str, Any]]:
-    graph = layout.lowered.graph
+def _layers(plan: CompilePlan) -> list[dict[str, Any]]:
+    graph = plan.lowered.graph
     keys = [state for state in graph.kv_states if state.role == "key" and not state.is_scale]
     return [
         {"layer": key.layer, "query_heads": query_heads, "kv_heads": key.heads, "head_dim": key.head_dim, "mask": mask}

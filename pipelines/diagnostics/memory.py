@@ -1,4 +1,4 @@
-"""What a model would take on a device, before anything is compiled: bytes of weights, rows and buffers, and whether they fit."""
+"""Memory that a model would take on a device, before anything is compiled, and whether it fits."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import openvino as ov
 import psutil
 
 from staticllm.config import StaticLLMConfig
-from staticllm.devices import get_core, is_present
+from staticllm.devices import get_core, is_present, kind
 from staticllm.pipelines.diagnostics.inspect import inspect_model
 
 
 def estimate_memory(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> dict[str, Any]:
-    """Bytes of weights, programs, rows, states and buffers for ``device``, what there is, and whether it fits.
+    """Bytes of weights, programs, KV slots, states and buffers for ``device``, what there is, and whether it fits.
 
     Raises:
         ModelError, UnsupportedModelError, ConfigError
         DeviceError: the device is neither here nor an NPU or GPU.
     """
     report = inspect_model(models_path, device, config)
-    copies = report["num_programs"] if device.split(".", maxsplit=1)[0] == "CPU" else 1  # the CPU packs them for each
+    copies = report["num_programs"] if kind(device) == "CPU" else 1  # the CPU packs them for each
     parts = {
         "weights": report["weights_bytes"] * copies,
-        "rows": report["kv"]["bytes"],
+        "KV slots": report["kv"]["bytes"],
         "host pool, at most": report["kv"]["host_bytes"],
         "recurrent states": report["recurrent"]["bytes_a_sequence"] * 2,
         "buffers": report["buffers_bytes"],
@@ -52,7 +52,7 @@ def _mask_bytes(variant: dict[str, Any], num_masks: int) -> int:
 
 def device_memory(core: ov.Core, device: str) -> int | None:
     """Bytes that a device can still give; None where it does not tell."""
-    if device.split(".", maxsplit=1)[0] == "CPU":
+    if kind(device) == "CPU":
         return int(psutil.virtual_memory().available)
     for name in ("GPU_DEVICE_TOTAL_MEM_SIZE", "NPU_DEVICE_TOTAL_MEM_SIZE"):
         try:

@@ -1,4 +1,4 @@
-"""The original model, run as it was exported: what every program of ours must agree with."""
+"""The original model, run as it was exported: every program of ours must agree with it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StatefulReference:
         return logits
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """The ``count`` most likely tokens after a prompt, whatever they are."""
+        """The ``count`` most likely tokens after a prompt; the end of a sequence does not stop them."""
         self.reset()
         tokens = [int(self.logits(prompt)[-1].argmax())]
         while len(tokens) < count:

@@ -1,4 +1,4 @@
-"""Does a lowered model say what the original says? Teacher-forced logits and greedy tokens, in f32, against the stateful IR."""
+"""Does a lowered model compute what the original computes? Teacher-forced logits and greedy tokens, in f32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import ProgramMode
+from staticllm.core import OnProgress, ProgramMode
 from staticllm.devices import check_device, get_core
 from staticllm.kvcache.step import Segment
 from staticllm.model_dir import check_model_dir
@@ -20,19 +20,19 @@ from staticllm.pipelines.blobs.blob_set import read_manifest, rewrite_manifest
 from staticllm.pipelines.blobs.manifest import Manifest
 from staticllm.pipelines.diagnostics.reference import EXACT, StatefulReference
 from staticllm.pipelines.model_loader.load import load
-from staticllm.pipelines.programs.build import OnProgress, prepare
+from staticllm.pipelines.programs.compile_plan import prepare
 from staticllm.pipelines.programs.model_runner import ModelRunner
 
 STEPS, NUM_NEW, GREEDY_PROMPTS = 96, 48, (5, 40, 300)
 KV_LENS = (48, 64)
-"""Generation after a prompt of 40 tokens outgrows both."""
+"""KV lengths that a generation after a prompt of 40 tokens outgrows."""
 CHUNKS = (16, 64)
 TOLERANCE = 1e-3
-"""Of the range of the reference's logits."""
+"""Largest difference of logits, as a share of the range of the reference's logits."""
 INTERLEAVED_STEPS = 16
-LEAD = 32  # tokens of a text that are given, before the original goes on with it
+LEAD = 32  # random tokens at the beginning of a text
 LEAST_AGREEMENT, MOST_DISTANCE = 0.9, 0.1
-"""Below, a set of blobs is marked bad. In bf16 with activations in 8 bits the embedded model agrees in 95 of 97 places."""
+"""Beyond these a set fails verification. In bf16 with activations in 8 bits the embedded model agrees in 95 of 97 places."""
 ORDINARY = (8, 1000)  # token ids of every vocabulary that is not a toy
 
 
@@ -55,7 +55,7 @@ def verify_model(
 ) -> Iterator[Verdict]:
     """Every check for every mode and chunk size, as they are done; ``on_progress`` hears of each load.
 
-    On another device than the CPU tokens may differ in near-ties: that is what is to be found out.
+    On other devices than the CPU tokens may differ in near-ties; the checks show how often.
 
     Raises:
         ModelError, DeviceError, ConfigError
@@ -77,16 +77,17 @@ def verify_model(
             runner = load(path, device, _config(device, mode, chunk), on_progress).runner
             yield _logits(f"{name}: logits", runner, text, expected)
             if len(runner.index.widest) and runner.index.max_decoding(0) > 1:
-                yield _interleaved(f"{name}: in company", runner, text, expected)
+                yield _interleaved(f"{name}: interleaved", runner, text, expected)
             for length, prompt in prompts.items():
                 yield _greedy(f"{name}: {length} tokens", runner, prompt, answers[length])
 
 
 def agreement(runner: ModelRunner, models_path: str | os.PathLike[str]) -> dict[str, Any]:
-    """How close a runner, in whatever precision, is to the original in f32: what ``compile --verify`` writes into a manifest.
+    """How close a runner, in any precision, is to the original in f32: ``compile --verify`` writes this into a manifest.
 
-    A text of random tokens and of what the original goes on with, fed token by token: the share of places where the most likely
-    token is the same, and the largest difference of logits as a share of their range. A near-tie costs one place, not the rest.
+    Both are fed the same text token by token: random tokens, and the original's continuation. ``agreement`` is the share of
+    places where the most likely token is the same, ``distance`` the largest difference of logits as a share of their range. After
+    a near-tie both go on with the same token, so that it counts as one place.
     """
     reference = StatefulReference(models_path)
     prompt = _tokens(LEAD)
@@ -105,7 +106,7 @@ def agreement(runner: ModelRunner, models_path: str | os.PathLike[str]) -> dict[
 
 
 def verify_set(models_path: str | os.PathLike[str], device: str, folder: Path) -> Manifest:
-    """Compare the words of a set with the CPU in f32, and write the finding into its manifest.
+    """Compare the tokens of a set with the CPU in f32, and write the result into its manifest.
 
     Raises:
         BlobError: the set cannot be loaded.
@@ -139,7 +140,7 @@ def _tokens(count: int) -> list[int]:
 
 
 def _logits(check: str, runner: ModelRunner, text: list[int], expected: NDArray[np.float32]) -> Verdict:
-    """A prompt of a third of the text, then the rest one token a step, whatever the model would have said."""
+    """A third of the text as a prompt, then one token of the text per step."""
     sequence, start = runner.reset(), len(text) // 3
     found = [runner.prefill(sequence, text[:start]).copy()]
     found += [runner.decode(sequence, token).copy() for token in text[start:]]
@@ -149,7 +150,7 @@ def _logits(check: str, runner: ModelRunner, text: list[int], expected: NDArray[
 
 
 def _interleaved(check: str, runner: ModelRunner, text: list[int], expected: NDArray[np.float32]) -> Verdict:
-    """Beside another conversation, whose rows lie between its own: in prompts where there are calls for both, and in steps."""
+    """Interleave with a second sequence, in mixed prefill where a variant allows it and in decoding."""
     runner.reset()
     mine, other = runner.cache.open(), runner.cache.open()
     start, found = len(text) // 3, dict[int, NDArray[np.float32]]()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from staticllm.config import StaticLLMConfig
+from staticllm.core import ModelShape, ProgramMode
 from staticllm.pipelines.scheduling.request_table import Limits
 
 
@@ -21,3 +23,15 @@ class EngineOptions:
     host_kv_slots: int = 0
     prefix_caching: bool = True
     state_slots: int = 0
+
+
+def options_of(config: StaticLLMConfig, shape: ModelShape, mode: ProgramMode) -> EngineOptions:
+    """Return the options of an engine for a model of ``shape`` whose programs are compiled in ``mode``, as ``config`` sets them."""
+    return EngineOptions(
+        limits=Limits(config.num_seqs(mode), config.ttft_ms, config.tpot_ms),
+        max_seq_len=config.max_seq_len,
+        max_waiting=config.max_waiting,
+        host_kv_slots=config.num_host_slots,
+        prefix_caching=config.prefix_caching,
+        state_slots=shape.slots_of_states(config.max_seq_len),
+    )

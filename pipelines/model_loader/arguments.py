@@ -12,14 +12,24 @@ import openvino as ov
 import openvino_genai as genai
 
 from staticllm.config import StaticLLMConfig
-from staticllm.devices import get_core
+from staticllm.devices import get_core, kind
 from staticllm.errors import ConfigError, DeviceError, ModelError, last_line
 from staticllm.model_dir import check_model_dir, keep_in_memory
 from staticllm.pipelines.model_loader.genai_properties import from_genai, plain_properties
-from staticllm.pipelines.programs.build import device_properties
+from staticllm.pipelines.programs.compile_plan import device_properties
+from staticllm.properties import ResolvedConfig, resolve
 
 AUTO = ["NPU", "GPU", "CPU"]
 """The devices that ``AUTO`` means, the first that is there and can."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A device, and the config for it: devices know different properties. ``explicit``: fields that the user gave."""
+
+    device: str
+    config: StaticLLMConfig
+    explicit: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,11 @@ class Given:
 
 def positional(args: tuple[Any, ...], device: Any, config: Any, tokenizer: Any) -> Given:
     """GenAI's orders after the path or the model, by name or by place: ``device, config``, ``tokenizer, device, config``
-    and ``weights, tokenizer, device, generation_config``."""
+    and ``weights, tokenizer, device, generation_config``.
+
+    Raises:
+        ConfigError: there are too many arguments, one is given twice, or the tokenizer is of another type.
+    """
     rest = list(args)
     weights = rest.pop(0) if rest and isinstance(rest[0], ov.Tensor) else None
     if rest and (rest[0] is None or isinstance(rest[0], genai.Tokenizer)):
@@ -55,7 +69,11 @@ def positional(args: tuple[Any, ...], device: Any, config: Any, tokenizer: Any) 
 
 
 def named_in_memory(given: Given, properties: dict[str, Any]) -> Given:
-    """A model in memory by name: ``weights`` and ``generation_config`` are taken out of the properties."""
+    """A model in memory by name: ``weights`` and ``generation_config`` are taken out of the properties.
+
+    Raises:
+        ConfigError: one of them is of another type, or a model in memory has no tokenizer.
+    """
     weights = given.weights if given.weights is not None else properties.pop("weights", None)
     if weights is None:
         return given
@@ -71,22 +89,23 @@ def named_in_memory(given: Given, properties: dict[str, Any]) -> Given:
     return replace(given, weights=weights, generation_config=config)
 
 
-def source_of(
-    models_path: Any, given: Given, candidates: list[tuple[str, StaticLLMConfig]]
-) -> tuple[Path, list[tuple[str, StaticLLMConfig]]]:
+def source_of(models_path: Any, given: Given, candidates: list[Candidate]) -> tuple[Path, list[Candidate]]:
     """The checked model directory, or a name that stands for the model in memory, and the configs that hold for it.
 
     Raises:
         ModelError: the directory is missing or half-written, or the model in memory is not whole.
         ConfigError: blobs of a model in memory are to lie beside it.
     """
-    asked = candidates[0][1]
+    asked = candidates[0].config
     if given.weights is None:
         is_encrypted = asked.weights_decryption_callback is not None
         return check_model_dir(models_path, given.tokenizer is None, asked.weights_path, is_encrypted), candidates
     if asked.export_blob and asked.blob_path is None:
         raise ConfigError("EXPORT_BLOB of a model in memory: say where with BLOB_PATH")
-    whole = [(name, replace(config, weights_decryption_callback=bytes)) for name, config in candidates]
+    whole = [
+        replace(candidate, config=replace(candidate.config, weights_decryption_callback=bytes))
+        for candidate in candidates
+    ]
     return keep_in_memory(models_path, given.weights), whole  # no file of weights: blobs must have theirs
 
 
@@ -98,12 +117,12 @@ def device_names(devices: Any) -> list[Any]:
     if names[0].split(":")[0] != "AUTO":
         return names
     listed = [name.strip() for name in ",".join(names).partition(":")[2].split(",") if name.strip()] or AUTO
-    available = {name.split(".")[0] for name in get_core().available_devices}
-    return [name for name in listed if name.split(".")[0] in available] or listed
+    available = {kind(name) for name in get_core().available_devices}
+    return [name for name in listed if kind(name) in available] or listed
 
 
-def resolve_candidates(devices: str, config: Any, properties: dict[str, Any]) -> list[tuple[str, StaticLLMConfig]]:
-    """``(device, config)`` for each of ``"NPU,GPU,CPU"``. A property that another of them knows is left out where it is unknown.
+def resolve_candidates(devices: str, config: Any, properties: dict[str, Any]) -> list[Candidate]:
+    """A candidate for each of ``"NPU,GPU,CPU"``. A property that another of them knows is left out where it is unknown.
 
     Raises:
         ConfigError: no device knows a property, or a value is impossible.
@@ -121,12 +140,13 @@ def resolve_candidates(devices: str, config: Any, properties: dict[str, Any]) ->
     if isinstance(config, StaticLLMConfig):
         if properties:
             raise ConfigError(f"both a StaticLLMConfig and the property {next(iter(properties))!r}: give one of them")
-        return [(name, _with_plain_properties(config)) for name in names]
+        plain = ResolvedConfig.of(_with_plain_properties(config))
+        return [Candidate(name, plain.config, plain.explicit) for name in names]
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(f"config is a {type(config).__name__}: must be a dict of properties or a StaticLLMConfig")
     known = frozenset().union(*supported.values())
-    resolved = StaticLLMConfig.from_properties(from_genai({**(config or {}), **properties}), known)
-    return [(name, _for_device(resolved, supported[name])) for name in names]
+    resolved = resolve(from_genai({**(config or {}), **properties}), known)
+    return [Candidate(name, _for_device(resolved.config, supported[name]), resolved.explicit) for name in names]
 
 
 def _with_plain_properties(config: StaticLLMConfig) -> StaticLLMConfig:
@@ -152,6 +172,11 @@ def _only(properties: Mapping[str, Any], supported: frozenset[str]) -> dict[str,
 
 
 def read_tokenizer(directory: os.PathLike[str]) -> genai.Tokenizer:
+    """The tokenizer in a model directory.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
     try:
         return genai.Tokenizer(directory)
     except RuntimeError as error:
@@ -159,11 +184,16 @@ def read_tokenizer(directory: os.PathLike[str]) -> genai.Tokenizer:
 
 
 def read_generation_config(directory: Any, tokenizer: genai.Tokenizer) -> genai.GenerationConfig:
+    """The model's own generation options, with the tokenizer's end of sequence where they name none.
+
+    Raises:
+        ModelError: ``generation_config.json`` cannot be read.
+    """
     path = directory / "generation_config.json"
     try:
         config = genai.GenerationConfig(path) if path.is_file() else genai.GenerationConfig()
     except RuntimeError as error:
-        raise ModelError(f"{str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"{str(path)!r} cannot be read: {last_line(error)}") from error
     if config.eos_token_id == -1 and tokenizer.get_eos_token_id() != -1:
         config.set_eos_token_id(tokenizer.get_eos_token_id())
     return config

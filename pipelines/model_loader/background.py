@@ -1,4 +1,4 @@
-"""What goes on after a pipeline can already serve: further programs, or those of another device. One thread, one error."""
+"""Loading after a pipeline can already serve: further programs, or those of another device. One thread, one error."""
 
 from __future__ import annotations
 
@@ -6,47 +6,57 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from typing import Protocol
 
-from staticllm.core import ProgressEvent
+from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import ClosedError
 from staticllm.threads import start_thread
 
 CLOSE_TIMEOUT = 5.0
-"""Seconds that closing waits for the part that is under way: a compiler cannot be interrupted."""
+"""Seconds that closing waits for the part that runs: a compiler cannot be interrupted."""
+
+
+class BackgroundWork(Protocol):
+    """What a ``BackgroundLoader`` runs: parts, one after the other, and a release at the end, also after an error."""
+
+    def parts(self) -> list[Callable[[], None]]:
+        """What is to be done, in order."""
+        ...
+
+    def release(self) -> None:
+        """Called once, on the thread that ran the parts."""
+        ...
 
 
 class BackgroundLoader:
-    """Runs ``parts`` one after another in a thread of its own; stops at the first that raises, and keeps what it raised."""
+    """Runs the parts of some work in a thread of its own; stops at the first one that raises, and keeps the exception."""
 
-    def __init__(
-        self,
-        parts: Callable[[], list[Callable[[], None]]],
-        on_progress: Callable[[ProgressEvent], None],
-        release: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._parts, self._on_progress, self._release = parts, on_progress, release
+    def __init__(self, work: BackgroundWork, on_progress: OnProgress) -> None:
+        self._work: BackgroundWork | None = work
+        self._on_progress = on_progress
         self._is_closing = False
         self._error: BaseException | None = None
         self._started = time.perf_counter()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """
+        """Start the thread.
+
         Raises:
-            StaticLLMError: the thread cannot be started.
+            StaticLLMError: it cannot be started.
         """
         self._thread = start_thread(self._run, "staticllm-background")
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more will come: all is there, or a part has failed."""
+        """Whether the thread has ended: everything is loaded, or a part has failed."""
         return self._thread is not None and not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until all is there. False if that takes longer than ``timeout`` seconds.
+        """Wait until everything is loaded. Returns False if that takes longer than ``timeout`` seconds.
 
         Raises:
-            whatever stopped it.
+            Exception: the one that stopped the work, a ``StaticLLMError`` unless a callback raised it.
         """
         if self._thread is not None:
             self._thread.join(timeout)
@@ -57,21 +67,23 @@ class BackgroundLoader:
         return True
 
     def close(self) -> None:
-        """Begin nothing more. The part under way ends by itself if it takes long."""
+        """Start no further part, and wait up to ``CLOSE_TIMEOUT`` seconds for the one that runs."""
         self._is_closing = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT)
 
     def _run(self) -> None:
+        work, self._work = self._work, None  # which holds graphs and weights, needed no longer when this ends
+        assert work is not None, "started twice"
         try:
-            for part in self._parts():
+            for part in work.parts():
                 if self._is_closing:
                     return
                 part()
             self._on_progress(ProgressEvent("complete", 1, 1, time.perf_counter() - self._started))
         except ClosedError:
-            return  # the pipeline has gone, and with it who would want the rest
-        except BaseException as error:  # a program's, or one of the user's callback: whoever waits must hear of it
+            return  # the pipeline was closed: the remaining programs are not needed
+        except BaseException as error:  # a program's, or one of the user's callback: ``wait`` raises it
             self._error = error
             message = f"{type(error).__name__}: {error}"
             warnings.warn(f"not everything was loaded, what is there goes on: {message}", RuntimeWarning, stacklevel=1)
@@ -80,5 +92,4 @@ class BackgroundLoader:
             except Exception:  # the callback failed before: once is enough
                 return
         finally:
-            self._parts = list  # what they hold, graphs and weights, is needed no longer
-            self._release()
+            work.release()

@@ -1,4 +1,4 @@
-"""GenAI's and OpenVINO's ways to say what ours say otherwise: plain names and values, a scheduler config, switches."""
+"""GenAI's and OpenVINO's spellings of properties in our terms: plain names and values, a scheduler config, switches."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _draft_model(properties: dict[Any, Any], value: object) -> None:
 
 
 def _scheduler_config(properties: dict[Any, Any], value: object) -> None:
-    """What a ``SchedulerConfig`` asks for, where the properties do not say it themselves."""
+    """Properties for the fields of a ``SchedulerConfig``; properties that are given beside it win."""
     if value is None:
         return
     if not isinstance(value, genai.SchedulerConfig):
@@ -126,7 +126,7 @@ def _unused(config: genai.SchedulerConfig) -> list[str]:
 
 
 def _longest(properties: Mapping[Any, Any]) -> int:
-    """Rows of one longest sequence, which must fit; impossible lengths are reported where they are read."""
+    """KV slots of one longest sequence, which must fit; impossible lengths are reported where they are read."""
     lengths = (properties.get("MAX_PROMPT_LEN", 1024), properties.get("MIN_RESPONSE_LEN", 128))
     return sum(length for length in lengths if isinstance(length, int))
 

@@ -6,27 +6,30 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import ProgressEvent, Variant
+from staticllm.core import OnProgress, ProgressEvent, Variant
+from staticllm.devices import kind
 from staticllm.errors import DeviceError
 from staticllm.model_dir import max_positions
 from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.model_loader.arguments import Candidate
 from staticllm.pipelines.model_loader.background import BackgroundLoader
-from staticllm.pipelines.model_loader.load import DeferredPrograms, Loaded, load, make_engine, options_of
-from staticllm.pipelines.programs.build import OnProgress
+from staticllm.pipelines.model_loader.load import load
+from staticllm.pipelines.model_loader.loaded import DeferredPrograms, Loaded
+from staticllm.pipelines.programs.bind import BoundPrograms
 from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
+from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import Policy
 
 PRECISION = "INFERENCE_PRECISION_HINT"
-Candidate = tuple[str, StaticLLMConfig]
-"""A device, and the config for it: devices know different properties."""
 
 
 @dataclass
 class Launched:
-    """An engine that serves from ``loaded``, on ``device``; ``background`` is what still goes on, None if all is there.
+    """An engine that serves from ``loaded``, on ``device``; ``background`` is what is still loaded, None if all is there.
 
     Where the CPU serves until the device can, ``loaded`` and ``device`` change with the engine's runner.
     """
@@ -37,30 +40,45 @@ class Launched:
     background: BackgroundLoader | None = None
 
 
+@dataclass(frozen=True)
+class LoadedDevice:
+    """A model that was loaded, and the device that it was loaded for."""
+
+    loaded: Loaded
+    device: str
+
+
 def launch(directory: Path, candidates: Sequence[Candidate], policy: Policy, on_progress: OnProgress) -> Launched:
     """Load for the first device that can, and serve.
 
     Raises:
         ModelError, UnsupportedModelError, ConfigError, BlobError
-        DeviceError: no device could; what the last one said.
+        DeviceError: no device could; the message is that of the last one.
     """
     begin = time.perf_counter()
-    device, config = candidates[0]
-    _warn_of_length(directory, config)
-    if config.serve_from_cpu and device.split(".", maxsplit=1)[0] != "CPU":
+    first = candidates[0]
+    _warn_of_length(directory, first.config)
+    if first.config.serve_from_cpu and kind(first.device) != "CPU":
         launched = _from_cpu_first(directory, candidates, policy, on_progress)
         _serve(launched, on_progress, begin)
         return launched
-    loaded, device = load_first(directory, candidates, on_progress)
+    found = load_first(directory, candidates, on_progress)
+    deferred = found.loaded.deferred
     try:
-        engine = make_engine(loaded, policy)
-        launched = Launched(engine, loaded, device, _the_rest(engine, loaded, on_progress))
+        launched = Launched(_make_engine(found.loaded, policy), found.loaded, found.device)
+        if deferred is not None:
+            launched.background = BackgroundLoader(DeferredCompiler(launched, deferred), on_progress)
         _serve(launched, on_progress, begin)
-    except BaseException:  # a callback's own, say: nothing will run that would release what the rest holds
-        if loaded.rest is not None:
-            loaded.rest.release()
+    except BaseException:  # a callback's own, say: no thread will run that releases what is deferred
+        if deferred is not None:
+            deferred.release()
         raise
     return launched
+
+
+def _make_engine(loaded: Loaded, policy: Policy) -> Engine:
+    """The engine of a loaded model; its thread starts with the first request."""
+    return Engine(loaded.runner, policy, loaded.engine_options)
 
 
 def _serve(launched: Launched, on_progress: OnProgress, begin: float) -> None:
@@ -74,95 +92,131 @@ def _warn_of_length(directory: Path, config: StaticLLMConfig) -> None:
     if limit is not None and config.max_seq_len > limit:
         warnings.warn(
             f"MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {config.max_seq_len}, the model was made for {limit} positions "
-            "(max_position_embeddings in its config.json): what it says beyond them may be nonsense; lower a length",
+            "(max_position_embeddings in its config.json): its answers beyond them may be nonsense; lower a length",
             RuntimeWarning,
             stacklevel=4,
         )
 
 
-def load_first(directory: Path, candidates: Sequence[Candidate], on_progress: OnProgress) -> tuple[Loaded, str]:
-    """What the first device that can has loaded. One that is not there, or refuses, is reported and passed over."""
-    for index, (device, config) in enumerate(candidates, 1):
+def load_first(directory: Path, candidates: Sequence[Candidate], on_progress: OnProgress) -> LoadedDevice:
+    """Load for the first device that can. A device that is not there, or refuses, is reported, and the next one is tried.
+
+    Raises:
+        ModelError, UnsupportedModelError, ConfigError, BlobError
+        DeviceError: no device could; the message is that of the last one.
+    """
+    for index, candidate in enumerate(candidates, 1):
         try:
-            return load(directory, device, config, on_progress), device
+            loaded = load(directory, candidate.device, candidate.config, on_progress, candidate.explicit)
+            return LoadedDevice(loaded, candidate.device)
         except DeviceError as error:
             if index == len(candidates):
                 raise
-            message = f"{error}; trying {candidates[index][0]}"
+            message = f"{error}; trying {candidates[index].device}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
             on_progress(ProgressEvent("fallback", index, len(candidates), 0.0, message=message))
     raise DeviceError("no device was given: name one, or several with commas")
 
 
-def _the_rest(engine: Engine, loaded: Loaded, on_progress: OnProgress) -> BackgroundLoader | None:
-    rest = loaded.rest
-    if rest is None:
-        return None
-    compiled = dict(loaded.programs.compiled)
+class DeferredCompiler:
+    """Work for the background: compiles the deferred programs of a model that serves, and installs them in its engine."""
 
-    def add(variant: Variant) -> None:
-        program = rest.compile(variant)
-        is_first = program not in compiled.values()
-        compiled[variant] = program
-        if is_first:  # it packs its weights: nobody waits for it
+    def __init__(self, launched: Launched, deferred: DeferredPrograms) -> None:
+        self._engine, self._deferred = launched.engine, deferred
+        self._programs = launched.loaded.programs
+        self._compiled = dict(self._programs.compiled)
+
+    def parts(self) -> list[Callable[[], None]]:
+        """One part per variant, then one that writes all programs to the blob set that was asked for."""
+        return [*(partial(self.compile, variant) for variant in self._deferred.variants), self.store]
+
+    def compile(self, variant: Variant) -> None:
+        """Compile one variant, run it once apart from the engine, and install it between two steps."""
+        program = self._deferred.compile(variant)
+        is_first = program not in self._compiled.values()
+        self._compiled[variant] = program
+        if is_first:  # its first run packs its weights: no request waits for that
             run_apart(program, random_feeds(program, variant))
+        self._engine.run_between_steps(lambda: self._install(variant))
 
-        def enter() -> None:
-            engine.runner.programs.add(variant, program)  # type: ignore[attr-defined]
-            engine.runner.refresh_variants()
+    def _install(self, variant: Variant) -> None:
+        _bound_programs(self._engine.runner).add(variant, self._compiled[variant])
+        self._engine.runner.refresh_variants()
 
-        engine.run_between_steps(enter)
+    def store(self) -> None:
+        """Write all programs, if a blob set was asked for."""
+        self._deferred.store(replace(self._programs, compiled=self._compiled))
 
-    def parts() -> list[Callable[[], None]]:
-        adding = [lambda variant=variant: add(variant) for variant in rest.variants]
-        return [*adding, lambda: rest.finish(replace(loaded.programs, compiled=compiled))]
+    def release(self) -> None:
+        """Unlock the cache entry."""
+        self._deferred.release()
 
-    return BackgroundLoader(parts, on_progress, rest.release)
+
+def _bound_programs(runner: ModelRunner) -> BoundPrograms:
+    assert isinstance(runner.programs, BoundPrograms), "a loaded model has bound programs"
+    return runner.programs
 
 
 def _from_cpu_first(
     directory: Path, candidates: Sequence[Candidate], policy: Policy, on_progress: OnProgress
 ) -> Launched:
-    """The CPU serves until the device can; then a switch between two requests."""
+    """The CPU serves until the device can; then the engine switches between two requests."""
     cpu = load(directory, "CPU", _config_of_cpu(candidates), on_progress)
-    launched = Launched(make_engine(cpu, policy), cpu, "CPU")
-    held: list[DeferredPrograms] = []
-
-    def switch() -> None:
-        loaded, device = load_first(directory, candidates, on_progress)
-        if loaded.rest is not None:
-            held.append(loaded.rest)
-            loaded = _completed(loaded, loaded.rest)
-
-        def is_installed() -> None:
-            launched.loaded, launched.device = loaded, device
-
-        launched.engine.switch(loaded.runner, options_of(loaded), is_installed)
-
-    def release() -> None:
-        for rest in held:
-            rest.release()
-
-    launched.background = BackgroundLoader(lambda: [switch], on_progress, release)
+    launched = Launched(_make_engine(cpu, policy), cpu, "CPU")
+    launched.background = BackgroundLoader(DeviceSwitch(launched, directory, candidates, on_progress), on_progress)
     return launched
+
+
+class DeviceSwitch:
+    """Work for the background: loads the model for the device, all its programs, and hands the engine its runner."""
+
+    def __init__(
+        self, launched: Launched, directory: Path, candidates: Sequence[Candidate], on_progress: OnProgress
+    ) -> None:
+        self._launched, self._directory, self._candidates = launched, directory, candidates
+        self._on_progress = on_progress
+        self._deferred: DeferredPrograms | None = None
+
+    def parts(self) -> list[Callable[[], None]]:
+        """One part: a device's programs are used together or not at all."""
+        return [self.switch]
+
+    def switch(self) -> None:
+        """Load for the first device that can, and switch the engine to it."""
+        found = load_first(self._directory, self._candidates, self._on_progress)
+        self._deferred = found.loaded.deferred
+        if self._deferred is not None:
+            found = replace(found, loaded=_completed(found.loaded, self._deferred))
+        self._launched.engine.switch(
+            found.loaded.runner, found.loaded.engine_options, partial(self._note_switch, found)
+        )
+
+    def _note_switch(self, found: LoadedDevice) -> None:
+        self._launched.loaded, self._launched.device = found.loaded, found.device
+
+    def release(self) -> None:
+        """Unlock the cache entry of the device's programs, if one was held."""
+        if self._deferred is not None:
+            self._deferred.release()
 
 
 def _config_of_cpu(candidates: Sequence[Candidate]) -> StaticLLMConfig:
     """What the CPU serves with meanwhile: its own defaults, and the precision that was asked for."""
-    own = candidates[0][1]
-    known = next((config for device, config in candidates if device == "CPU"), own).device_properties
+    own = candidates[0].config
+    known = next((found.config for found in candidates if found.device == "CPU"), own).device_properties
     precision = {name: value for name, value in known.items() if name == PRECISION}
     return replace(own, programs="auto", cache_dir=None, blob_path=None, export_blob=False, device_properties=precision,
-                   prefill_config={}, generate_config={}, kv_cache_precision=None, asked=frozenset())  # fmt: skip
+                   prefill_config={}, generate_config={}, kv_cache_precision=None)  # fmt: skip
 
 
-def _completed(loaded: Loaded, rest: DeferredPrograms) -> Loaded:
-    """All programs of a staged load, before anybody is served from it: the CPU serves meanwhile."""
-    compiled = {**loaded.programs.compiled, **{variant: rest.compile(variant) for variant in rest.variants}}
+def _completed(loaded: Loaded, deferred: DeferredPrograms) -> Loaded:
+    """A staged model with all its programs, before it serves: the CPU serves meanwhile."""
+    compiled = {**loaded.programs.compiled, **{variant: deferred.compile(variant) for variant in deferred.variants}}
     programs = replace(loaded.programs, compiled=compiled)
-    for variant in rest.variants:
-        loaded.runner.programs.add(variant, compiled[variant])  # type: ignore[attr-defined]
-        loaded.runner.programs[variant].run()
+    bound = _bound_programs(loaded.runner)
+    for variant in deferred.variants:
+        bound.add(variant, compiled[variant])
+        bound[variant].run()
     loaded.runner.refresh_variants()
-    rest.finish(programs)
-    return replace(loaded, programs=programs, rest=None)
+    deferred.store(programs)
+    return replace(loaded, programs=programs, deferred=None)

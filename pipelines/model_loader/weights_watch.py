@@ -1,4 +1,4 @@
-"""Weights are mapped from their file, not copied: who overwrites it in place changes what a running pipeline answers."""
+"""Weights are mapped from their file, not copied: overwriting it in place changes the tokens of a running pipeline."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PAGES, PAGE_BYTES = 64, 4096
 
 
 class WeightsWatch:
-    """Notices that a weights file was overwritten. One ``stat`` a question; what changed is read only where that differs.
+    """Notices that a weights file was overwritten. A check takes one ``stat``; pages of the file are read only if that differs.
 
-    A file that is replaced by another one under the same name is no danger: the old one stays mapped.
+    A file that is replaced by another one under the same name does no harm: the old one stays mapped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -25,7 +25,8 @@ class WeightsWatch:
         self._seen, self._sample = self._stat(), self._sampled()
 
     def check(self) -> None:
-        """
+        """Check that the file is still the one that was loaded.
+
         Raises:
             ModelError: the file that the weights are mapped from holds something else than when it was loaded.
         """

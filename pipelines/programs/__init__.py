@@ -1,1 +1,1 @@
-"""Compiled step programs: which sizes, what they cost, how they run."""
+"""Compiled step programs: their sizes, their costs, how they run."""

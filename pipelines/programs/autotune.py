@@ -1,4 +1,4 @@
-"""What a device should be told, where that is a matter of speed on this machine: measured, not guessed."""
+"""Device properties that make a model faster on this machine, found by timing probes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph import compressed_weights
 from staticllm.core import Part, Phase, ProgramLayout
+from staticllm.devices import kind
 
 GROUP_SIZE, PRECISION = "DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_PRECISION_HINT"
 LARGE_GROUP = 128
 """Activations that share a scale when the CPU multiplies them in 8 bits with weights in 8 or 4. The plugin's own choice is 32."""
 WORTH_IT = 1.1
-"""So much faster a larger group must be: its words are a little further from the model's (docs/decisions.md)."""
+"""How many times faster a larger group must be: its logits are a little further from the model's (docs/decisions.md)."""
 CLEARLY = 1.15
-"""So much faster something else than the usual must be for a single row: a probe of one row varies by a twentieth or more."""
+"""How many times faster an unusual setting must be for a single row: a probe of one row varies by a twentieth or more."""
 MANY_ROWS, LEAST_RUNS, SECONDS = 128, 3, 0.03
-"""Rows of a prompt in a probe; runs of each candidate at least, and seconds for each where these have taken less."""
+"""Rows of a prompt in a probe; each candidate runs ``LEAST_RUNS`` times at least, and for ``SECONDS`` at least."""
 LEAST_WEIGHTS = 1_000_000
-"""In a layer. Below, the gain is small and would be seen in one start and not in the next: words must not depend on that."""
+"""Weights in the probed matrices. Below, the gain lies within measurement noise: the chosen setting, and with it the tokens,
+could change between starts."""
 CACHE_BYTES = 64 << 20
-"""Read before a single row is timed, so that its weights come from memory, as in a model they do."""
+"""Bytes that are read before a single row is timed, so that the weights come from memory, as they do in a model."""
 
 Properties = Mapping[str, Any]
 
@@ -34,16 +36,16 @@ Properties = Mapping[str, Any]
 def calibrated(
     core: ov.Core, device: str, model: ov.Model, phases: Mapping[Phase, Properties], layout: ProgramLayout
 ) -> dict[Part, Properties]:
-    """The properties of each part, with what was found to be faster for the weights of ``model``. What the user set stays.
+    """The properties of each part of ``model``: those in ``phases``, and those that a probe found to be faster.
 
-    On the CPU a program of one matrix of each shape in the model is timed: with the plugin's own group size and with
-    ``LARGE_GROUP`` for prompts and steps of several rows. Both phases get the same, so that they can share a program. Single
-    rows, where they may have programs to themselves, are not quantized unless a probe finds that clearly slower: it costs
-    more than it saves where the weights are not worth decompressing, as in 8 bits. Likewise f32. Other devices are left as
-    they are.
+    Properties that the user set are never changed. On the CPU a program with one matrix of each shape in the model is timed, with
+    ``MANY_ROWS`` rows, with the plugin's own group size and with ``LARGE_GROUP``. Both phases get the same result, so that they
+    can share a program. Where single rows may have programs of their own, their activations are not quantized, unless a probe
+    finds that clearly slower: with weights in 8 bits quantization costs more than it saves. f32 is tried in the same way.
+    Other devices are not probed.
     """
     found: dict[Part, Properties] = {phase: properties for phase, properties in phases.items()}  # noqa: C416
-    matrices = _matrices(model) if device.split(".", maxsplit=1)[0] == "CPU" else []
+    matrices = _matrices(model) if kind(device) == "CPU" else []
     if matrices:
         probe = Probe(core, device, matrices)
         if not any(GROUP_SIZE in properties for properties in phases.values()) and probe.takes_large_groups:
@@ -57,7 +59,7 @@ def calibrated(
 
 
 def _for_single_rows(probe: Probe, usual: Properties, asked: Properties) -> Properties:
-    """Without quantization, in f32, or as ``usual``; the user ``asked`` for some of it."""
+    """The fastest of: without quantization, this in f32, and ``usual``. ``asked``: the user's own properties, which stay."""
     if GROUP_SIZE in asked:
         return usual
     plain, exact = {**usual, GROUP_SIZE: 0}, {**usual, GROUP_SIZE: 0, PRECISION: "f32"}
@@ -68,7 +70,7 @@ def _for_single_rows(probe: Probe, usual: Properties, asked: Properties) -> Prop
 
 
 def _matrices(model: ov.Model) -> list[ov.Node]:
-    """One MatMul of each shape of compressed matrices that occurs more than once; none if they are small."""
+    """One MatMul for each shape of compressed matrices that occurs more than once; none if these matrices are small."""
     nodes = [node for node in model.get_ordered_ops() if compressed_weights(node) is not None]
     shapes = [tuple(node.input_value(1).get_shape()) for node in nodes]
     counts = Counter(shapes)
@@ -77,7 +79,7 @@ def _matrices(model: ov.Model) -> list[ov.Node]:
 
 
 class Probe:
-    """Some matrices of a model side by side, compiled with each set of properties that is asked for."""
+    """Some matrices of a model side by side in one program, which is compiled once per set of properties."""
 
     def __init__(self, core: ov.Core, device: str, matrices: list[ov.Node]) -> None:
         self._core, self._device = core, device
@@ -87,15 +89,16 @@ class Probe:
 
     @property
     def is_f32(self) -> bool:
-        """Whether the device computes in f32 anyway."""
+        """Whether the device computes in f32 by default."""
         return bool(self._core.get_property(self._device, PRECISION).get_type_name() == "f32")
 
     @property
     def takes_large_groups(self) -> bool:
+        """Whether every matrix can be divided into large groups."""
         return not any(size % LARGE_GROUP for size in self._sizes)
 
     def seconds(self, num_rows: int, candidates: list[Properties], is_cold: bool = False) -> list[float]:
-        """The shortest run of each, in turns. ``is_cold``: with caches full of something else."""
+        """Seconds of the shortest run of each candidate; they run in turn. ``is_cold``: caches hold none of the weights."""
         random, scratch = np.random.default_rng(0), np.ones(CACHE_BYTES // 8 if is_cold else 0, np.int64)
         feeds = [random.standard_normal((1, num_rows, size)).astype(np.float32) for size in self._sizes]
         requests = [self._request(properties) for properties in candidates]

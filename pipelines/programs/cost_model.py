@@ -1,4 +1,4 @@
-"""What each variant costs, in seconds. Measured at warm-up, kept current by every run, estimated where never measured."""
+"""What each variant costs: seconds per call, measured at warm-up and by every run, estimated for variants that never ran."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.core import Variant
+from staticllm.pipelines.programs.nnls import nonnegative_least_squares
 
 NEW_SHARE = 0.1
-"""Weight of a new measurement: slow enough to ride out a noisy call, fast enough to follow a throttling machine."""
+"""Weight of a new measurement: one noisy call changes little, and a machine that throttles is followed within 20 calls."""
 FIRST_SHARE = 0.5
 """Weight of the first one against the estimate: it may have been a first inference at a new shape."""
 
 
 class CostModel:
-    """Seconds a call, for each variant. What was not measured is estimated from all that was.
+    """Seconds per call of each variant. A variant that was not measured is estimated from those that were.
 
     The estimate is a sum of what a call does: a constant (reading the weights), rows, attention over rows and KV length,
     copying the past, logits; fitted to the measurements by least squares of relative errors, no part negative.
@@ -35,11 +36,11 @@ class CostModel:
 
     @property
     def measured(self) -> dict[Variant, float]:
-        """What was measured."""
+        """Seconds per call of the variants that were measured."""
         return dict(self._seconds)
 
     def update(self, variant: Variant, seconds: float) -> None:
-        """Mix one measurement in."""
+        """Mix one measurement, in seconds, into the variant's cost."""
         known = self._seconds.get(variant)
         if known is not None:
             self._seconds[variant] = known + NEW_SHARE * (seconds - known)
@@ -57,28 +58,20 @@ class CostModel:
 
 
 def _features(variant: Variant) -> NDArray[np.float64]:
+    """How much of each part a call has, ``[5]``: a constant, rows, rows times keys, past, logits."""
     rows, kv_len = variant.rows, variant.kv_len
-    return np.array([1.0, rows, rows * (kv_len + rows), kv_len, variant.sequences])
+    return np.array([1.0, rows, rows * (kv_len + rows), kv_len, variant.num_logits])
 
 
 UNMEASURED = np.array([8e-3, 1e-3, 1.2e-7, 1e-6, 0.0])
-"""Before anything is measured: reading the weights is worth eight rows."""
+"""Seconds of each part before anything is measured: reading the weights takes as long as eight rows."""
 
 
 def _fit(seconds: Mapping[Variant, float]) -> NDArray[np.float64]:
-    """Least squares with all parts at least 0: the most negative part is left out until none is."""
+    """The seconds of each part of a call ``[5]``, from measured seconds; by relative errors."""
     features = np.array([_features(variant) for variant in seconds])
     values = np.array(list(seconds.values()))
     if len(values) < features.shape[1]:
         scale = float(np.median(values / (features @ UNMEASURED)))
         return UNMEASURED * scale
-    weighted, targets = features / values[:, None], np.ones(len(values))
-    kept = list(range(features.shape[1]))
-    while True:
-        parts, *_ = np.linalg.lstsq(weighted[:, kept], targets, rcond=None)
-        if (parts >= 0).all() or len(kept) == 1:
-            break
-        del kept[int(np.argmin(parts * np.abs(weighted[:, kept]).mean(axis=0)))]
-    whole = np.zeros(features.shape[1])
-    whole[kept] = np.maximum(parts, 0)
-    return whole
+    return nonnegative_least_squares(features / values[:, None], np.ones(len(values)))

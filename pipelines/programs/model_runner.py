@@ -17,8 +17,9 @@ from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.sequence import Sequence
 from staticllm.kvcache.step import Segment, Step, StepBuffers
 from staticllm.kvcache.stored import StoredSequence
+from staticllm.pipelines.programs.chunking import plan_chunks
 from staticllm.pipelines.programs.cost_model import CostModel
-from staticllm.pipelines.programs.variants import VariantIndex, plan_chunks
+from staticllm.pipelines.programs.variant_index import VariantIndex
 
 Logits = NDArray[np.float32]
 

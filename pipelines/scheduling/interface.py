@@ -21,7 +21,7 @@ from enum import Enum
 from typing import Protocol
 
 from staticllm.core import Variant
-from staticllm.pipelines.programs.variants import VariantIndex
+from staticllm.pipelines.programs.variant_index import VariantIndex
 
 
 class RequestStatus(str, Enum):

@@ -10,7 +10,7 @@ from itertools import islice
 
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.programs.variants import VariantIndex
+from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Plan, Policy, RequestStatus, View
 from staticllm.pipelines.scheduling.policies.chunked import Chunked
 from staticllm.pipelines.scheduling.policies.common import alone

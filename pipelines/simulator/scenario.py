@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgramMode
 from staticllm.errors import ConfigError
-from staticllm.pipelines.programs.variants import VariantIndex, choose_variants
+from staticllm.pipelines.programs.variant_index import VariantIndex
+from staticllm.pipelines.programs.variants import choose_variants
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.scheduling.request_table import Limits

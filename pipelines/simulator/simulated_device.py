@@ -10,7 +10,7 @@ from staticllm.core import FinishReason, Variant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
 from staticllm.pipelines.programs.cost_model import CostModel
-from staticllm.pipelines.programs.variants import VariantIndex
+from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus, View
 from staticllm.pipelines.scheduling.planner import Planner
 from staticllm.pipelines.scheduling.request_table import Limits, RequestInfo, RequestTable

@@ -115,6 +115,12 @@ class InputProcessor:
         texts = [inputs] if call.form == "text" else inputs
         return [encode_text(self.tokenizer, text, call.options.apply_chat_template) for text in texts]
 
+    def turns(self, inputs: Any, call: CallOptions) -> list[str | Prompt]:
+        """What a chat is given: texts as they are, since the template needs the whole conversation; else token ids."""
+        if call.form in ("text", "texts"):
+            return [inputs] if call.form == "text" else list(inputs)
+        return [*self.encode(inputs, call)]
+
     def prepare(self, prompt: Prompt, call: CallOptions, limits: PromptLimits) -> PreparedRequest:
         """Return a request for the engine, with a checked prompt, a seed and a maximum number of new tokens.
 

@@ -30,7 +30,7 @@ from staticllm.config import StaticLLMConfig
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-    from staticllm.pipelines.programs.compile import BoundPrograms
+    from staticllm.pipelines.programs.bind import BoundPrograms
 
 SHORT_PROMPT = 16
 """Prompt tokens of a generation test at depth 0."""

@@ -58,18 +58,18 @@ def _open(folder: str) -> BlobCache:
 def _row(entry: Entry, problem: str = "") -> dict[str, Any]:
     manifest = entry.manifest
     problem = problem or entry.problem
-    if manifest is not None and manifest.is_bad:
-        problem = problem or "found bad: never used"
+    if manifest is not None and manifest.has_failed_verification:
+        problem = problem or "failed verification: never used"
     return {
         "key": entry.key,
         "bytes": entry.num_bytes,
         "used": time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used)),
-        "device": manifest.identity["device"] if manifest else None,
+        "device": manifest.fingerprint.device if manifest else None,
         "max_prompt_len": manifest.config["max_prompt_len"] if manifest else None,
         "programs": manifest.programs if manifest else None,
         "blobs": len(manifest.blobs) if manifest else None,
-        "weights": manifest.identity["weights digest"][:12] if manifest else None,
-        "openvino": manifest.identity["OpenVINO"] if manifest else None,
+        "weights": manifest.fingerprint.weights_digest[:12] if manifest else None,
+        "openvino": manifest.fingerprint.openvino if manifest else None,
         "verified": (manifest.verification or {}).get("is_ok") if manifest else None,
         "problem": problem,
     }
@@ -107,11 +107,11 @@ def verify(folder: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     for row in rows if not as_json else ():
-        click.echo(f"BAD  {row['key']}  {row['problem']}" if row["problem"] else f"ok   {row['key']}")
-    num_bad = sum(bool(row["problem"]) for row in rows)
+        click.echo(f"FAIL {row['key']}  {row['problem']}" if row["problem"] else f"ok   {row['key']}")
+    num_failed = sum(bool(row["problem"]) for row in rows)
     if not as_json:
-        click.echo(f"{len(rows) - num_bad} of {len(rows)} sets are ok" if rows else "no sets")
-    if num_bad:
+        click.echo(f"{len(rows) - num_failed} of {len(rows)} sets are ok" if rows else "no sets")
+    if num_failed:
         raise SystemExit(1)
 
 
@@ -162,7 +162,7 @@ def import_(folder: str, source: str, as_json: bool) -> None:
     manifest = read_manifest(Path(source), _key())
     for _ in read_stored(Path(source), manifest):  # a damaged set leaves no trace in the folder
         pass
-    cache, key = BlobCache(folder, key=_key()), key_of(manifest.identity)
+    cache, key = BlobCache(folder, key=_key()), key_of(manifest.fingerprint)
     _copy(cache, Path(source), cache.path(key), key)
     click.echo(json.dumps({"key": key, "folder": str(cache.path(key))}) if as_json else f"{key} in {folder}")
 

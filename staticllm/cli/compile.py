@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +24,17 @@ if TYPE_CHECKING:
 @model_argument
 @click.option("--export-blob", "target", type=click.Path(), required=True, help="Folder to write; must not exist.")
 @click.option(
-    "--verify", "is_verified", is_flag=True, help="Compare its logits with the CPU in f32; a bad set is marked."
+    "--verify",
+    "is_verified",
+    is_flag=True,
+    help="Compare its logits with the CPU in f32; a set that differs is never loaded.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
 @layout_options
 def command(model: str, target: str, is_verified: bool, as_json: bool, **options: Any) -> None:
     """Compile all programs of MODEL and export them as a set of blobs with a manifest: BLOB_PATH loads it."""
-    from staticllm.pipelines.blobs.export import export_set, job_of
+    from staticllm.pipelines.blobs.export import export_set
+    from staticllm.pipelines.programs.job import job_of
 
     _check_npu(options["device"])
     with progress("compiling") as shown:
@@ -42,10 +45,12 @@ def command(model: str, target: str, is_verified: bool, as_json: bool, **options
             shown.show("comparing with the CPU")
             manifest = verify_set(model, options["device"], Path(target))
     if as_json:
-        click.echo(json.dumps(asdict(manifest), indent=2))
+        from staticllm.pipelines.blobs.manifest import manifest_to_json
+
+        click.echo(json.dumps(manifest_to_json(manifest), indent=2))
     else:
         _report(manifest, target)
-    if manifest.is_bad:
+    if manifest.has_failed_verification:
         raise SystemExit(1)
 
 
@@ -55,10 +60,10 @@ def _check_npu(device: str) -> None:
     Raises:
         DeviceError: there is none; OpenVINO's compiler for it is named if it is missing too.
     """
-    from staticllm.devices import get_core, npu_compiler_problem
+    from staticllm.devices import get_core, kind, npu_compiler_problem
 
     core = get_core()
-    if device.split(".", maxsplit=1)[0] != "NPU" or any(name.startswith("NPU") for name in core.available_devices):
+    if kind(device) != "NPU" or any(name.startswith("NPU") for name in core.available_devices):
         return
     problem = npu_compiler_problem(core)
     remedy = "compile on the machine that has the NPU; `staticllm plan --device NPU` answers here"
@@ -70,7 +75,7 @@ def _report(manifest: Manifest, target: str) -> None:
     click.echo(f"{len(manifest.blobs)} blobs for {len(manifest.variants)} variants in {target} ({size})")
     found = manifest.verification
     if found is not None:
-        verdict = "verified" if found["is_ok"] else "BAD, marked so, and never loaded"
+        verdict = "verified" if found["is_ok"] else "FAILED verification, never loaded"
         text = f"{found['agreement']:.1%} of {found['places']} tokens agree, logits {found['distance']:.1e} of their range off"
         click.echo(f"{verdict}: {text} ({found['against']})")
 

@@ -1,4 +1,4 @@
-"""``staticllm doctor``: is everything there, and does it say the right words?"""
+"""``staticllm doctor``: is everything there, and does it compute the right tokens?"""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def _text(report: dict[str, Any]) -> str:
         f"model     {report['model']}",
         f"weights   {_mib(report['weights_bytes'])}",
         f"states    {report['num_states']} in {len(layers)} layers, vocabulary {report['vocab_size']}",
-        f"rows      {kv['type']}, {kv['bytes_a_token']} bytes a token, {_mib(kv['bytes'])} for {kv['num_slots']} rows",
+        f"KV slots  {kv['type']}, {kv['bytes_a_token']} bytes per token, {_mib(kv['bytes'])} for {kv['num_slots']} slots",
         *_recurrent(report),
         f"buffers   {_mib(report['buffers_bytes'])} for masks, logits and new rows",
         f"programs  {report['programs']} on {report['device']}",
@@ -60,8 +60,8 @@ def _recurrent(report: dict[str, Any]) -> list[str]:
             if report["is_packable"]
             else ["calls     one sequence each: its positions decide for all rows of a call"]
         )
-    size = f"{states['bytes_a_sequence'] / 1024:.1f} KiB a sequence"
-    return [f"recurrent {states['num_states']} states, {size}; one sequence a call, no idle rows"]
+    size = f"{states['bytes_a_sequence'] / 1024:.1f} KiB per sequence"
+    return [f"recurrent {states['num_states']} states, {size}; one sequence per call, no idle rows"]
 
 
 def _variants(variants: list[dict[str, Any]]) -> list[str]:

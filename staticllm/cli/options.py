@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from staticllm.config import MAX_LEN, StaticLLMConfig
+from staticllm.config import MAX_LEN, PROGRAMS, StaticLLMConfig
 from staticllm.errors import ConfigError, ModelError, PromptError
 from staticllm.model_dir import MODEL_XML, demo_model_path
+from staticllm.properties import resolve
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
@@ -98,7 +99,7 @@ def layout_options(command: Command) -> Command:
             ),
             click.option(
                 "--programs",
-                type=click.Choice(["auto", "separate", "shared", "phases", "single_row"]),
+                type=click.Choice(PROGRAMS),
                 help="One program per variant, one for all, one per phase, or one for single rows.",
             ),
             click.option(
@@ -165,7 +166,7 @@ def read_config(options: dict[str, Any], needs_device: bool = True) -> StaticLLM
         if needs_device
         else known_properties(core, check_known(core, device))
     )
-    return StaticLLMConfig.from_properties(read_properties(options), known)
+    return resolve(read_properties(options), known).config
 
 
 def check_lengths(flag: str, prompt: int, answer: int, properties: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from staticllm.cli.progress import progress
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @layout_options
 def command(model: str, as_json: bool, **options: Any) -> None:
-    """Bytes of weights, programs, rows and buffers that MODEL would take, and whether they fit. Nothing is compiled.
+    """Bytes of weights, programs, KV slots and buffers that MODEL would take, and whether they fit. Nothing is compiled.
 
     Exit code 1 if they do not.
     """
@@ -47,7 +47,7 @@ def _text(found: dict[str, Any]) -> str:
     remedy = (
         "it fits"
         if found["fits"]
-        else "it does not fit: lower MAX_PROMPT_LEN, KV_SLOTS or HOST_KV_SLOTS, or take smaller rows"
+        else "it does not fit: lower MAX_PROMPT_LEN, KV_SLOTS or HOST_KV_SLOTS, or choose a smaller KV_CACHE_PRECISION"
     )
     return "\n".join([*lines, remedy])
 

@@ -195,7 +195,7 @@ def _arrivals(options: dict[str, Any], rate: float) -> list[Arrival]:
 
 
 def _model(options: dict[str, Any], arrivals: list[Arrival]) -> DeviceModel:
-    from staticllm.pipelines.programs.variants import VariantIndex
+    from staticllm.pipelines.programs.variant_index import VariantIndex
     from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost, read_costs
     from staticllm.pipelines.simulator.scenario import configured_model, longest, tabled_model
 

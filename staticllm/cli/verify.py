@@ -1,4 +1,4 @@
-"""``staticllm verify``: does a model, lowered, say what the original says."""
+"""``staticllm verify``: does a lowered model compute what the original computes?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from staticllm.cli.progress import progress
     type=click.Choice(["both", "separate", "shared"]),
     default="both",
     show_default=True,
-    help="One program a variant, or one for all.",
+    help="One program per variant, or one for all.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
@@ -50,6 +50,6 @@ def command(ctx: click.Context, model: str, device: str, programs: str, as_json:
 
 
 def _line(check: str, is_ok: bool, value: float, detail: str) -> str:
-    is_logits = check.endswith(("logits", "in company"))
+    is_logits = check.endswith(("logits", "interleaved"))
     figure = f"logits off by {value:.1e} of their range" if is_logits else f"{value:.0%} of the tokens are the same"
-    return f"{'ok ' if is_ok else 'BAD'} {check:<40} {figure}{': ' + detail if detail else ''}"
+    return f"{'ok  ' if is_ok else 'FAIL'} {check:<40} {figure}{': ' + detail if detail else ''}"

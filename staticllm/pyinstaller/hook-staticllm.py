@@ -19,7 +19,7 @@ UNUSED = ("_onnx_", "_paddle_", "_pytorch_", "_tensorflow_", "_jax_", "_gguf_")
 
 datas = collect_data_files("staticllm")
 binaries = []
-hiddenimports = [name for name in collect_submodules("staticllm") if ".pyinstaller" not in name]
+hiddenimports = [name for name in collect_submodules("staticllm", on_error="ignore") if ".pyinstaller" not in name]
 for package in ("openvino", "openvino_genai", "openvino_tokenizers"):
     binaries += [
         entry

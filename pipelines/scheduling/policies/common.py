@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from staticllm.pipelines.programs.variants import plan_chunks
+from staticllm.pipelines.programs.chunking import plan_chunks
 from staticllm.pipelines.scheduling.interface import Plan, RequestStatus, RequestView, View
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from staticllm.core import Variant
-from staticllm.pipelines.programs.variants import VariantIndex
+from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.policies.dynamic import Dynamic
 from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.request_table import Limits

@@ -18,7 +18,8 @@ from staticllm.errors import BlobError, ConfigError, ModelError
 from staticllm.pipelines.blobs import blob_set
 from staticllm.pipelines.blobs.blob_set import read_manifest, rewrite_manifest
 from staticllm.pipelines.blobs.cache import BlobCache
-from staticllm.pipelines.model_loader import load as start
+from staticllm.pipelines.model_loader import load as loader
+from staticllm.properties import resolve
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -31,9 +32,8 @@ def answer(path, **properties):
 
 
 def load(path, **properties):
-    return start.load(
-        path, "CPU", StaticLLMConfig.from_properties({**SHORT, **properties}, {"INFERENCE_PRECISION_HINT"})
-    )
+    given = resolve({**SHORT, **properties}, {"INFERENCE_PRECISION_HINT"})
+    return loader.load(path, "CPU", given.config, explicit=given.explicit)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,8 @@ from pathlib import Path
 from staticllm import StaticLLMConfig
 from staticllm.errors import StaticLLMError
 from staticllm.pipelines.blobs import export as blob_export
-from staticllm.pipelines.model_loader import load as start
+from staticllm.pipelines.model_loader import load as loader
+from staticllm.properties import resolve
 
 model, blobs, scratch = map(Path, sys.argv[1:4])
 num_bits, num_cuts = int(sys.argv[4]), int(sys.argv[5])
@@ -152,8 +153,8 @@ refused, reasons, ran = 0, set(), []
 def attempt(what, **properties):
     global refused
     try:
-        config = StaticLLMConfig.from_properties({"BLOB_PATH": scratch / "set", **properties}, {"INFERENCE_PRECISION_HINT"})
-        start.load(scratch / "model", "CPU", config)
+        given = resolve({"BLOB_PATH": scratch / "set", **properties}, {"INFERENCE_PRECISION_HINT"})
+        loader.load(scratch / "model", "CPU", given.config, explicit=given.explicit)
         ran.append(what)
     except StaticLLMError as error:
         assert "\\n" not in str(error), error
@@ -166,7 +167,7 @@ def fresh():
 
 fresh()
 config = StaticLLMConfig(blob_path=str(scratch / "set"))
-start.load(scratch / "model", "CPU", config)  # as it is, it loads
+loader.load(scratch / "model", "CPU", config)  # as it is, it loads
 names = sorted(path.name for path in blobs.iterdir() if not path.name.startswith("."))
 places = [("set", name) for name in names] + [("model", "openvino_model.xml"), ("model", "openvino_model.bin")]
 for folder, name in places:
@@ -185,12 +186,12 @@ for folder, name in places:
 for name, properties in (("MAX_PROMPT_LEN", 128), ("MIN_RESPONSE_LEN", 64), ("PROGRAMS", "separate"), ("MAX_NUM_SEQS", 3),
                          ("KV_CACHE_PRECISION", "f16"), ("PREFILL_ROWS", [16]), ("INFERENCE_PRECISION_HINT", "bf16")):
     attempt(f"asked {name}", **{name: properties})
-machine = blob_export.machine_identity
-for name, value in (("OpenVINO", "2026.3.0"), ("device name", "Another CPU"), ("passes", "0"), ("capabilities", "FP32")):
-    blob_export.machine_identity = lambda core, device, name=name, value=value: {**machine(core, device), name: value}
+machine = blob_export.machine_values
+for name, value in (("openvino", "2026.3.0"), ("device_name", "Another CPU"), ("passes", "0"), ("capabilities", "FP32")):
+    blob_export.machine_values = lambda core, device, name=name, value=value: {**machine(core, device), name: value}
     attempt(f"machine {name}")
-blob_export.machine_identity = machine
-start.load(scratch / "model", "CPU", config)  # and after all that it loads
+blob_export.machine_values = machine
+loader.load(scratch / "model", "CPU", config)  # and after all that it loads
 print(json.dumps({"refused": refused, "ran": ran, "reasons": sorted(reasons)}))
 """
 
@@ -222,7 +223,7 @@ def test_a_set_that_was_found_bad_is_never_used(zoo, llama_set, tmp_path):
     rewrite_manifest(
         target, replace(read_manifest(target), verification={"is_ok": False, "agreement": 0.5, "distance": 0.2})
     )
-    with pytest.raises(BlobError, match="verified and found bad"):
+    with pytest.raises(BlobError, match="failed verification"):
         load(zoo / "llama", BLOB_PATH=target)
 
 
@@ -320,11 +321,11 @@ START = """
 import json, sys
 from pathlib import Path
 from staticllm import StaticLLMConfig
-from staticllm.pipelines.model_loader import load as start
+from staticllm.pipelines.model_loader import load as loader
 from staticllm.pipelines.blobs.fingerprint import file_digest
 sys.stdin.readline()
 config = StaticLLMConfig(cache_dir=sys.argv[2], max_prompt_len=64)
-loaded = start.load(sys.argv[1], "CPU", config)
+loaded = loader.load(sys.argv[1], "CPU", config)
 files = sorted(path for path in Path(sys.argv[2]).rglob("*") if path.is_file() and path.suffix != ".lock")
 print(json.dumps([loaded.origin, {path.name: file_digest(path) for path in files}]))
 """
@@ -352,12 +353,12 @@ def test_of_several_processes_one_compiles_and_the_others_load(count, zoo, tmp_p
 AGAIN = """
 import sys
 from staticllm import StaticLLMConfig
-from staticllm.pipelines.model_loader import load as start
+from staticllm.pipelines.model_loader import load as loader
 from staticllm.pipelines.blobs.cache import BlobCache
 from staticllm.pipelines.blobs.blob_set import remove_set
 while True:
     print("compiles", flush=True)
-    start.load(sys.argv[1], "CPU", StaticLLMConfig(cache_dir=sys.argv[2], max_prompt_len=64))
+    loader.load(sys.argv[1], "CPU", StaticLLMConfig(cache_dir=sys.argv[2], max_prompt_len=64))
     for entry in BlobCache(sys.argv[2]).entries():
         remove_set(entry.folder)
 """
@@ -377,7 +378,7 @@ def test_a_process_that_is_killed_at_any_moment_leaves_a_cache_that_works(zoo, t
         time.sleep(random.uniform(0, 1.2))
         child.kill()
         child.communicate()
-        loaded = start.load(zoo / "llama", "CPU", StaticLLMConfig(cache_dir=str(tmp_path), max_prompt_len=64))
+        loaded = loader.load(zoo / "llama", "CPU", StaticLLMConfig(cache_dir=str(tmp_path), max_prompt_len=64))
         assert loaded.origin in ("compiled", "cache")
         (entry,) = BlobCache(tmp_path).entries()
         left = {path.name for path in entry.folder.iterdir()} - {blob_set.MANIFEST, blob_set.LOCK}

@@ -38,7 +38,7 @@ def test_sets_are_listed_verified_exported_and_imported(cache, tmp_path, staticl
     blob.write_bytes(b"x" + blob.read_bytes()[1:])
     done = staticllm("cache", "verify", tmp_path / "other")
     assert done.returncode == 1 and "its digest does not agree" in done.stdout
-    assert f"BAD  {row['key']}" in done.stdout and "0 of 1 sets are ok" in done.stdout
+    assert f"FAIL {row['key']}" in done.stdout and "0 of 1 sets are ok" in done.stdout
     done = staticllm("cache", "prune", tmp_path / "other", "--all", stdin="n\n")
     assert done.returncode == 1 and "Remove 1 sets" in done.stderr
     assert staticllm("cache", "prune", tmp_path / "other", "--limit-gb", 1).stdout == "nothing to remove\n"

@@ -20,7 +20,7 @@ from staticllm import StaticLLMError, demo_model_path
 from staticllm.core import Variant
 from staticllm.kvcache.snapshot import load, save
 from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.blobs.manifest import ManifestError, decode, encode
+from staticllm.pipelines.blobs.manifest import ManifestError, StoredBlob, decode, encode
 from staticllm.testing import fake_runner
 
 IDENTITY = {"model": "fake", "KV type": "f32"}
@@ -57,7 +57,7 @@ def damaged(rng, data):
 
 
 def test_manifests(num_cases):
-    rng, whole = random.Random(1), encode(a_manifest(blobs={"0.blob": {"digest": "0" * 64, "bytes": 3}}))
+    rng, whole = random.Random(1), encode(a_manifest(blobs={"0.blob": StoredBlob("0" * 64, 3)}))
     decode(whole)
     for _ in range(num_cases(8000)):
         with pytest.raises(ManifestError) as error:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from click.testing import CliRunner
-from helpers import IDENTITY, KEY, a_manifest, a_set, forge
+from helpers import FINGERPRINT, KEY, a_manifest, a_set, forge
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quick import examples
@@ -19,7 +19,7 @@ from staticllm.errors import BlobError
 from staticllm.pipelines.blobs.blob_set import MANIFEST, copy_set, read_manifest, read_stored
 from staticllm.pipelines.blobs.cache import BlobCache, key_of
 from staticllm.pipelines.blobs.fingerprint import bytes_digest
-from staticllm.pipelines.blobs.manifest import ManifestError, _canonical, _framed, decode, encode
+from staticllm.pipelines.blobs.manifest import ManifestError, StoredBlob, _canonical, _framed, decode, encode
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -121,7 +121,7 @@ def put(content, path, value):
         content[last] = value
 
 
-CONTENT = json.loads(encode(a_manifest(blobs={"0.blob": {"digest": "0" * 64, "bytes": 3}})))["content"]
+CONTENT = json.loads(encode(a_manifest(blobs={"0.blob": StoredBlob("0" * 64, 3)})))["content"]
 PATHS = [path for path in paths_of(CONTENT) if path]
 VALUES = [
     ...,
@@ -173,9 +173,9 @@ def test_a_field_that_is_missing_or_something_else_is_refused_or_harmless(path, 
     except Exception as error:
         assert type(error).__name__ == "ManifestError" and len(str(error)) < 600 and "\n" not in str(error)
         return
-    assert decode(encode(manifest)) == manifest and manifest.file_of() is not None
+    assert decode(encode(manifest)) == manifest and {entry.file for entry in manifest.variants} <= set(manifest.blobs)
     if not (manifest.verification or {}).get("is_ok", True):
-        assert manifest.is_bad
+        assert manifest.has_failed_verification
 
 
 JSON = st.recursive(st.none() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
@@ -197,7 +197,7 @@ def test_an_unknown_field_names_itself(tmp_path):
 
 def test_one_bad_manifest_in_a_cache_stops_nobody(tmp_path, staticllm):
     cache = BlobCache(tmp_path)
-    good, bad = key_of(IDENTITY), "f" * 24
+    good, bad = key_of(FINGERPRINT), "f" * 24
     a_set(cache.path(good))
     a_set(cache.path(bad))
     forge(cache.path(bad), lambda content: content.pop("config"))

@@ -170,7 +170,7 @@ def test_compile_exports_blobs_that_the_device_imports(llama, tmp_path, mode, st
         weights = {"WEIGHTS_PATH": str(llama / "openvino_model.bin"), "CACHE_MODE": "OPTIMIZE_SIZE"}
         imported = ov.Core().import_model((target / name).read_bytes(), "CPU", weights)
         assert "logits" in {name for port in imported.outputs for name in port.get_names()}
-    assert {"IR digest", "weights digest", "OpenVINO", "device name"} <= set(manifest["identity"])
+    assert {"IR digest", "weights digest", "OpenVINO", "device name"} <= set(manifest["fingerprint"])
     again = staticllm("compile", llama, "--export-blob", target)
     assert again.returncode == 1 and "exists already" in again.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["blobs"], "nothing half-written is left"

@@ -53,7 +53,7 @@ def stand_ins():
     hooks.collect_dynamic_libs = lambda package, search_patterns: [
         (str(path), package) for pattern in search_patterns for path in folder(package).rglob(pattern)
     ]
-    hooks.collect_submodules = lambda package: ["staticllm.pipelines.llm_pipeline", "staticllm.pyinstaller"]
+    hooks.collect_submodules = lambda package, on_error: ["staticllm.pipelines.llm_pipeline", "staticllm.pyinstaller"]
     hooks.copy_metadata = lambda name: [(name, name)]
     return hooks
 
@@ -64,7 +64,7 @@ def test_a_missing_plugin_is_what_the_error_says(monkeypatch):
     class Core:
         available_devices: tuple[str, ...] = ()
 
-    monkeypatch.setattr("staticllm.pipelines.programs.build.get_core", Core)
+    monkeypatch.setattr("staticllm.pipelines.programs.compile_plan.get_core", Core)
     monkeypatch.setattr(devices, "get_core", Core)
     with pytest.raises(staticllm.DeviceError, match="its plugins are missing"):
         staticllm.StaticLLMPipeline(staticllm.demo_model_path())

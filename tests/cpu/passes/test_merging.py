@@ -16,8 +16,8 @@ from staticllm.compiler_passes.merge_projections import merge_projections
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core
 from staticllm.pipelines.diagnostics.reference import EXACT
-from staticllm.pipelines.programs.build import prepare
-from staticllm.pipelines.programs.compile import build as loader
+from staticllm.pipelines.programs import compile_plan
+from staticllm.pipelines.programs.compile_plan import prepare
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -150,5 +150,5 @@ def test_projections_of_the_embedded_model_are_merged_where_that_helps(monkeypat
     (note,) = note_of()
     merged, _, after = (int(word) for word in note.split() if word.isdigit())
     assert 0 < after < merged
-    monkeypatch.setattr(loader, "merges_projections", lambda device: False)
+    monkeypatch.setattr(compile_plan, "merges_projections", lambda device: False)
     assert not note_of()

@@ -9,7 +9,7 @@ from openvino import opset6
 from openvino import opset13 as ops
 from openvino.op.util import Variable, VariableInfo
 
-from staticllm.compiler_passes.check_graph import verify_graph, verify_static
+from staticllm.compiler_passes.check_graph import check_graph, check_static
 from staticllm.compiler_passes.classify_mask import Seen, visible_cells
 from staticllm.compiler_passes.decompose_attention import decompose_attention
 from staticllm.compiler_passes.expose_mask import _with_bias, expose_mask
@@ -118,7 +118,7 @@ def test_lift_state_turns_every_state_into_a_parameter_and_a_result(model, zoo, 
     num_states = len(model.get_variables())
     graph = StepGraph(model)
     lift_state(graph)
-    verify_graph(graph, "lift_state")
+    check_graph(graph, "lift_state")
     assert len(graph.states) == num_states and not model.get_variables()
     assert "beam_idx" not in {name for port in model.inputs for name in port.get_names()}
     tokens, states = list(range(20, 20 + PAST + NEW)), {}
@@ -168,7 +168,7 @@ def test_lift_state_takes_any_state(is_initialised):
     result.output(0).set_names({"y"})
     graph = StepGraph(ov.Model([result], [opset6.assign(total, variable)], [x], "counter"))
     lift_state(graph)
-    verify_graph(graph, "lift_state")
+    check_graph(graph, "lift_state")
     (state,) = graph.states
     assert state.past.get_partial_shape() == ov.PartialShape([3])
     assert (state.initial is None) != is_initialised
@@ -183,7 +183,7 @@ def test_keep_new_rows_returns_what_was_appended(model):
     feeds = feeds_for(graph)
     before = evaluate_before("keep_new_rows", graph, feeds)
     keep_new_rows(graph)
-    verify_graph(graph, "keep_new_rows")
+    check_graph(graph, "keep_new_rows")
     feeds, pairs = rename_rows(graph, feeds)
     after = evaluate(graph.model, feeds)
     same(after["logits"], before["logits"])
@@ -199,7 +199,7 @@ def test_expose_mask_sees_what_the_model_saw(model):
     feeds, _ = rename_rows(graph, feeds_for(graph))
     before = evaluate_before("expose_mask", graph, feeds)
     expose_mask(graph, 256)
-    verify_graph(graph, "expose_mask")
+    check_graph(graph, "expose_mask")
     after = evaluate(graph.model, feeds | feeds_for(graph))
     same(after["logits"], before["logits"])
     assert not is_live(graph.model, graph.parameter("attention_mask"))
@@ -219,7 +219,7 @@ def test_select_logits_returns_the_rows_asked_for(model):
     feeds, _ = rename_rows(graph, feeds_for(graph))
     before = evaluate_before("select_logits", graph, feeds)["logits"]
     select_logits(graph)
-    verify_graph(graph, "select_logits")
+    check_graph(graph, "select_logits")
     selecting = core.compile_model(graph.model, "CPU", EXACT)
     for rows in ([NEW - 1], [0, 3]):
         same(infer(selecting, feeds | {"logit_rows": np.array(rows)})["logits"], before[:, rows])
@@ -231,7 +231,7 @@ def test_group_queries_computes_the_same_attention(model, request):
     feeds, _ = rename_rows(graph, feeds_for(graph))
     before = evaluate_before("group_queries", graph, feeds)
     group_queries(graph)
-    verify_graph(graph, "group_queries")
+    check_graph(graph, "group_queries")
     after = evaluate(graph.model, feeds)
     for name, value in before.items():
         same(after[name], value)
@@ -245,7 +245,7 @@ def test_decompose_attention_computes_the_same_attention(model):
     before = evaluate_before("decompose_attention", graph, feeds)
     num_layers = len(graph.attentions())
     decompose_attention(graph)
-    verify_graph(graph, "decompose_attention")
+    check_graph(graph, "decompose_attention")
     after = evaluate(graph.model, feeds)
     for name, value in before.items():
         same(after[name], value)
@@ -272,7 +272,7 @@ def test_store_kv_as_changes_the_type_of_rows_only(model, kv_type, tolerance):
     feeds, _ = rename_rows(graph, feeds_for(graph))
     before = evaluate_before("store_kv_as", graph, feeds)
     store_kv_as(graph, kv_type)
-    verify_graph(graph, "store_kv_as")
+    check_graph(graph, "store_kv_as")
     stored = {name: value.astype(np.float16) for name, value in feeds.items() if name.startswith("past.")}
     after = evaluate(graph.model, feeds | (stored if kv_type == "f16" else {}))
     assert np.abs(after["logits"] - before["logits"]).max() <= tolerance * np.ptp(before["logits"])
@@ -286,7 +286,7 @@ def test_rows_of_u8_are_a_quantum_off_at_most(model):
     before = evaluate_before("store_kv_as", graph, feeds)
     rows = {state.past_name: feeds.pop(state.past_name) for state in graph.kv_states}
     store_kv_as(graph, "u8")
-    verify_graph(graph, "store_kv_as")
+    check_graph(graph, "store_kv_as")
     for name, values in rows.items():
         low, high = values.min(-1, keepdims=True), values.max(-1, keepdims=True)
         unit = (high - low) / 255
@@ -314,7 +314,7 @@ def test_fix_shapes_and_bound_shapes_change_no_number(model, kv_len):
         feeds |= {name: feeds[name][..., PAST:] for name in (KEY_POSITIONS, *(kind.port_name for kind in graph.masks))}
     before = evaluate(graph.model.clone(), feeds)
     static = fix_shapes(graph, Variant(NEW, kv_len))
-    verify_static(static, "fix_shapes")
+    check_static(static, "fix_shapes")
     assert any(name.startswith("past.") for port in static.inputs for name in port.get_names()) == bool(kv_len)
     bounded = bound_shapes(graph, [Variant(1, 0), Variant(NEW + 5, 2 * PAST)])
     for program in (static, bounded):
@@ -375,7 +375,7 @@ def test_grouped_heads_get_their_own_slopes():
     same(evaluate(graph.model, feeds)["out"], before["out"])
 
 
-HELPERS = {"attention", "keep_small_constants", "classify_mask", "fix_shapes", "graph", "lower", "verify", "__init__"}
+HELPERS = {"attention", "check_graph", "classify_mask", "fix_shapes", "graph", "lower", "__init__"}
 
 
 def test_every_pass_is_in_the_list_and_has_a_file(root):
@@ -387,10 +387,10 @@ def test_the_verifier_notices_a_missing_result(zoo):
     graph = lowered_until(core.read_model(zoo / "llama" / "openvino_model.xml"), "fix_shapes")
     graph.model.remove_result(graph.model.output("present.0.key").get_node())
     with pytest.raises(UnsupportedModelError, match=r"present\.0\.key has no output"):
-        verify_graph(graph, "test")
+        check_graph(graph, "test")
 
 
 def test_the_verifier_notices_a_dynamic_shape(zoo):
     graph = lowered_until(core.read_model(zoo / "llama" / "openvino_model.xml"), "fix_shapes")
     with pytest.raises(UnsupportedModelError, match="still has the shape"):
-        verify_static(bound_shapes(graph, [Variant(1, 16), Variant(2, 32)]), "test")
+        check_static(bound_shapes(graph, [Variant(1, 16), Variant(2, 32)]), "test")

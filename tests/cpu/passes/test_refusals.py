@@ -71,12 +71,12 @@ def add_the_number_of_past_rows(model):
 @pytest.mark.parametrize(
     ("spoil", "stage", "reason"),
     [
-        (let_a_token_decide_its_mask, "expose_mask", "depends on what the tokens or the rows hold"),
-        (add_positions_to_all_keys, "expose_positions", "number of past rows"),
+        (let_a_token_decide_its_mask, "expose_mask", "depends on the values of tokens or KV slots"),
+        (add_positions_to_all_keys, "expose_positions", "number of past KV slots"),
         (begin_with_rows, "keep_new_rows", "it must be empty"),
         (scale_by_the_last_position, "expose_positions", "picks a position of the call"),
         (scale_a_state, "keep_new_rows", "Multiply"),
-        (add_the_number_of_past_rows, "expose_positions", "number of past rows"),
+        (add_the_number_of_past_rows, "expose_positions", "number of past KV slots"),
     ],
 )
 def test_what_would_say_something_else_is_refused(spoil, stage, reason, zoo):
@@ -92,7 +92,11 @@ def test_what_would_say_something_else_is_refused(spoil, stage, reason, zoo):
     ("last", "stage", "reason"),
     [
         (41, "expose_mask", "hides more than what lies before a first token"),
-        (300, "expose_positions", "computes with the number of past rows"),  # more than the probes of masks count to
+        (
+            300,
+            "expose_positions",
+            "computes with the number of past KV slots",
+        ),  # more than the probes of masks count to
     ],
 )
 def test_a_clamp_beyond_the_first_tokens_is_seen(last, stage, reason, zoo):

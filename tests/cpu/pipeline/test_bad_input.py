@@ -9,6 +9,7 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
+from helpers import assert_nothing_held, one_line
 from openvino import opset13 as ops
 
 from staticllm import (
@@ -19,7 +20,6 @@ from staticllm import (
     PromptError,
     PromptTooLongError,
     StaticLLMConfig,
-    StaticLLMError,
     StaticLLMPipeline,
     UnsupportedModelError,
 )
@@ -46,21 +46,7 @@ def stays_usable(request):
     before = pipe.generate(prompt, **GREEDY).tokens
     yield
     assert pipe.generate(prompt, **GREEDY).tokens == before
-    engine = pipe.engine
-    rows, requests, kept = engine.run_between_steps(
-        lambda: (
-            engine.runner.cache.slots.num_used,
-            len(engine.kv_manager.states),
-            engine.kv_manager.prefix.idle_slots,
-        )
-    )
-    assert (rows, requests) == (kept, 0)
-
-
-def one_line(error):
-    text = str(error.value)
-    assert text and "\n" not in text and isinstance(error.value, (StaticLLMError, RuntimeError))
-    return text
+    assert_nothing_held(pipe)
 
 
 @pytest.fixture
@@ -275,80 +261,6 @@ def test_a_bad_default_config_leaves_the_old_one(pipe):
 
 
 # -- streamers and threads
-
-
-class Failed(Exception):  # noqa: N818
-    pass
-
-
-@pytest.mark.parametrize("fails_at", [1, 3])
-def test_an_exception_in_the_users_streamer_reaches_the_caller(pipe, fails_at):
-    pieces = []
-
-    def streamer(piece):
-        pieces.append(piece)
-        if len(pieces) == fails_at:
-            raise Failed("mine")
-
-    with pytest.raises(Failed, match="mine"):
-        pipe.generate("hello", streamer=streamer, max_new_tokens=20, ignore_eos=True)
-    assert len(pieces) == fails_at
-
-
-def test_an_exception_in_a_streamer_object_reaches_the_caller(pipe):
-    class Streamer(genai.StreamerBase):
-        def write(self, token):
-            raise Failed(token)
-
-        def end(self):
-            pass
-
-    with pytest.raises(Failed):
-        pipe.generate(np.array([5, 6, 7]), streamer=Streamer(), max_new_tokens=5)
-
-
-def test_a_streamer_that_returns_nonsense(pipe):
-    with pytest.raises(GenerationConfigError) as error:
-        pipe.generate("hello", streamer=lambda piece: "go on", max_new_tokens=20, ignore_eos=True)
-    assert "'go on'" in one_line(error)
-
-
-def test_an_exception_in_a_chat_forgets_the_turn(pipe):
-    def streamer(piece):
-        raise Failed
-
-    pipe.start_chat()
-    with pytest.raises(Failed):
-        pipe.generate("hello", streamer=streamer, max_new_tokens=20, ignore_eos=True)
-    turn = pipe.generate("hello", max_new_tokens=6, ignore_eos=True)
-    pipe.finish_chat()
-    assert turn == pipe.generate("hello", max_new_tokens=6, ignore_eos=True)
-
-
-def test_a_chat_that_is_full_says_so(pipe):
-    pipe.start_chat()
-    pipe.generate("hello", max_new_tokens=60, ignore_eos=True)
-    with pytest.raises(PromptTooLongError) as error:
-        pipe.generate("hello again", max_new_tokens=3)
-    pipe.finish_chat()
-    assert "the conversation has" in one_line(error) and "start_chat" in str(error.value)
-
-
-def test_a_streamer_may_call_its_own_pipeline_but_not_its_own_chat(pipe):
-    inner = []
-    pipe.generate(
-        "hello",
-        streamer=lambda piece: inner.append(pipe.generate("x", max_new_tokens=1)) and None,
-        max_new_tokens=3,
-        ignore_eos=True,
-    )
-    assert inner and set(inner) == {pipe.generate("x", max_new_tokens=1)}
-    for again in (lambda: pipe.generate("x", max_new_tokens=1), pipe.start_chat, pipe.finish_chat):
-        pipe.start_chat()
-        with pytest.raises(StaticLLMError) as error:
-            pipe.generate("hello", streamer=lambda piece, again=again: again(), max_new_tokens=20, ignore_eos=True)
-        pipe.finish_chat()
-        assert "its streamer cannot begin another" in one_line(error)
 
 
 @pytest.mark.parametrize("moment", ["slots.allocate", "arena.write"])

@@ -11,8 +11,8 @@ from helpers import PROMPT, SHORT, tokens_of
 from staticllm import StaticLLMPipeline
 from staticllm.errors import ConfigError, DeviceError, SnapshotError
 from staticllm.pipelines.blobs.cache import BlobCache
-from staticllm.pipelines.model_loader import launch
-from staticllm.pipelines.model_loader import load as start
+from staticllm.pipelines.model_loader import launch, loaded
+from staticllm.pipelines.programs import build
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -69,15 +69,15 @@ def test_a_staged_start_fills_the_cache(zoo, tmp_path, expected):
 
 
 def test_an_error_in_the_background_reaches_the_user(zoo, expected, monkeypatch):
-    compile_layout, calls, events = start.compile_layout, [], []
+    compile_each, calls, events = build.compile_each, [], []
 
     def failing(*arguments):
         calls.append(arguments)
         if len(calls) > 2:
             raise DeviceError("the compiler is out of memory")
-        return compile_layout(*arguments)
+        return compile_each(*arguments)
 
-    monkeypatch.setattr(start, "compile_layout", failing)
+    monkeypatch.setattr(loaded, "compile_each", failing)
     with StaticLLMPipeline(zoo / "llama", **STAGED, on_progress=events.append) as pipe:
         with pytest.warns(RuntimeWarning, match="what is there goes on: DeviceError: the compiler is out of memory"):
             while not pipe.is_complete:
@@ -166,14 +166,14 @@ def programs_of(pipe):
 
 
 def test_the_program_for_single_rows_comes_later_and_changes_no_token(zoo, expected, monkeypatch):
-    gate, compile_layout = threading.Event(), start.compile_layout
+    gate, compile_each = threading.Event(), build.compile_each
 
-    def held_back(core, layout, on_progress):
-        if all(variant.rows == 1 for variant in layout.variants):
+    def held_back(core, plan, on_progress):
+        if all(variant.rows == 1 for variant in plan.variants):
             gate.wait(30)
-        return compile_layout(core, layout, on_progress)
+        return compile_each(core, plan, on_progress)
 
-    monkeypatch.setattr(start, "compile_layout", held_back)
+    monkeypatch.setattr(loaded, "compile_each", held_back)
     with StaticLLMPipeline(zoo / "llama", **SINGLE) as pipe:
         single, others = programs_of(pipe)
         assert single == others and not pipe.is_complete and tokens_of(pipe) == expected

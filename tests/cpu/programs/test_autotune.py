@@ -10,10 +10,9 @@ from openvino import opset13 as ops
 from staticllm import demo_model_path
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core
-from staticllm.pipelines.programs import autotune as calibration
-from staticllm.pipelines.programs import build as loader
+from staticllm.pipelines.programs import autotune, compile_plan
 from staticllm.pipelines.programs.autotune import GROUP_SIZE, LARGE_GROUP, PRECISION, calibrated
-from staticllm.pipelines.programs.build import prepare
+from staticllm.pipelines.programs.compile_plan import prepare
 
 PHASES = {"prefill": {"PERFORMANCE_HINT": "LATENCY"}, "generate": {"PERFORMANCE_HINT": "LATENCY"}}
 
@@ -42,7 +41,7 @@ def timed(monkeypatch):
         kinds = ["f32" if PRECISION in c else c.get(GROUP_SIZE, "own") for c in candidates]
         return [seconds[kind] for kind in kinds]
 
-    monkeypatch.setattr(calibration.Probe, "seconds", measured)
+    monkeypatch.setattr(autotune.Probe, "seconds", measured)
     return seconds, probes
 
 
@@ -53,7 +52,7 @@ def calibrate(model, layout="shared", device="CPU", **generate):
 def test_the_faster_group_is_taken_for_both_phases_which_still_share_a_program(timed):
     found = calibrate(stack())
     assert found == {phase: {"PERFORMANCE_HINT": "LATENCY", GROUP_SIZE: LARGE_GROUP} for phase in PHASES}
-    assert timed[1] == [(calibration.MANY_ROWS, [1024])], "one matrix of each shape, no head"
+    assert timed[1] == [(autotune.MANY_ROWS, [1024])], "one matrix of each shape, no head"
     assert GROUP_SIZE not in PHASES["prefill"]
 
 
@@ -86,7 +85,7 @@ def test_single_rows_are_not_quantized_unless_that_is_clearly_slower(layout, tim
     plain = {"PERFORMANCE_HINT": "LATENCY", GROUP_SIZE: 0}
     found = calibrate(stack(), layout)
     assert found["single_row"] == plain and found["generate"][GROUP_SIZE] == LARGE_GROUP
-    assert [rows for rows, _ in timed[1]] == [calibration.MANY_ROWS, 1]
+    assert [rows for rows, _ in timed[1]] == [autotune.MANY_ROWS, 1]
     timed[0][0] = 1.1
     assert calibrate(stack(), layout)["single_row"] == plain, "within what a probe varies by"
     timed[0].update({0: 1.3, "f32": 1.3})
@@ -110,8 +109,8 @@ def test_what_the_user_said_of_decoding_holds_for_single_rows(timed):
 @pytest.mark.parametrize(("seconds", "layout"), [(1.0, "single_row"), (1.3, "shared")])
 def test_where_single_rows_gain_nothing_they_share_the_program(seconds, layout, timed, monkeypatch):
     timed[0].update({0: seconds, "f32": 1.3})
-    monkeypatch.setattr(calibration, "LEAST_WEIGHTS", 0)
-    monkeypatch.setattr(loader, "program_layout", lambda *arguments: "single_row")
+    monkeypatch.setattr(autotune, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(compile_plan, "program_layout", lambda *arguments: "single_row")
     model = demo_model_path()
     assert prepare(model, "CPU", StaticLLMConfig())[1].options.layout == layout
     asked = prepare(model, "CPU", StaticLLMConfig(programs="single_row"))[1].options
@@ -121,8 +120,8 @@ def test_where_single_rows_gain_nothing_they_share_the_program(seconds, layout, 
 def test_every_candidate_is_run_and_the_model_stays_as_it_was():
     model = stack()
     before = len(model.get_ordered_ops())
-    probe = calibration.Probe(get_core(), "CPU", calibration._matrices(model))
-    for num_rows, is_cold in ((calibration.MANY_ROWS, False), (1, True)):
+    probe = autotune.Probe(get_core(), "CPU", autotune._matrices(model))
+    for num_rows, is_cold in ((autotune.MANY_ROWS, False), (1, True)):
         times = probe.seconds(num_rows, [{}, {GROUP_SIZE: LARGE_GROUP}], is_cold)
         assert len(times) == 2 and all(0 < time < 10 for time in times)
     assert len(probe._requests) == 2 and len(model.get_ordered_ops()) == before

@@ -10,7 +10,9 @@ import pytest
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.kvcache.step import Segment
-from staticllm.pipelines.programs.build import compile_all, make_runner, prepare
+from staticllm.pipelines.programs.build import compile_all, make_runner
+from staticllm.pipelines.programs.compile_plan import prepare
+from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -50,8 +52,7 @@ def test_logits_do_not_depend_on_who_shares_the_step(name, mode, precision, zoo,
     for count in (0, 1, 3, 7):
         forks = [runner.cache.fork(sequence, len(sequence)) for sequence in (mine, *others[:count])]
         segments = [segment(fork, 100 + 11 * index) for index, fork in enumerate(forks)]
-        logits = runner.run(PACKED, segments)
-        seen.add(logits[0].tobytes())
+        seen.add(runner.run(PACKED, segments).segments[0].logits.tobytes())
         for fork in forks:
             runner.cache.close(fork)
     assert len(seen) == 1
@@ -84,3 +85,16 @@ def test_decoding_and_a_prefill_share_a_step(zoo, prompt_of, original):
         answer.append(int(logits[0].argmax()))
     assert answer == reference.greedy(prompt_of(12), 6)
     assert [int(logits[1].argmax())] == reference.greedy(prompt, 1)
+
+
+@pytest.mark.parametrize("mode", ["separate", "shared"])
+def test_a_program_may_have_logits_after_several_rows_of_a_sequence(mode, zoo):
+    config = StaticLLMConfig(programs=mode, device_properties={"INFERENCE_PRECISION_HINT": "f32"})
+    core, plan = prepare(zoo / "llama", "CPU", config)
+    last, several = Variant(8, 256), Variant(8, 256, 1, 5)
+    compiled = compile_all(core, plan.restricted((last, several))).compiled
+    one, five = (
+        run_apart(compiled[found], random_feeds(compiled[found], found))["logits"] for found in (last, several)
+    )
+    assert one.shape == (1, 1, plan.lowered.shape.vocab_size) and five.shape == (1, 5, plan.lowered.shape.vocab_size)
+    np.testing.assert_allclose(five[:, -1:], one, atol=1e-4 * np.ptp(one))

@@ -2,14 +2,16 @@ import warnings
 
 import pytest
 
-from staticllm.config import StaticLLMConfig
+from staticllm.config import SCHEDULERS, StaticLLMConfig
 from staticllm.errors import ConfigError
+from staticllm.pipelines.scheduling.planner import POLICIES
+from staticllm.properties import ResolvedConfig, resolve
 
 SUPPORTED = {"INFERENCE_PRECISION_HINT", "NUM_STREAMS", "CACHE_DIR"}
 
 
 def read(**properties):
-    return StaticLLMConfig.from_properties(properties, SUPPORTED)
+    return resolve(properties, SUPPORTED).config
 
 
 def test_genai_names_and_typed_fields_are_the_same_thing():
@@ -62,6 +64,16 @@ def test_hints_of_npuw_choose_ladders():
     assert read(PREFILL_HINT="STATIC", MAX_PROMPT_LEN=512).prefill_rows == (512,)
     assert read(GENERATE_HINT="FAST_COMPILE").generate_kv_lens == (1152,)
     assert read(PREFILL_HINT="DYNAMIC", GENERATE_HINT="BEST_PERF") == StaticLLMConfig()
+
+
+def test_what_the_user_gave_is_known_even_where_it_equals_the_default():
+    given = resolve({"MAX_PROMPT_LEN": 1024, "NUM_STREAMS": 1, "PREFILL_HINT": "STATIC"}, SUPPORTED)
+    assert given.explicit == {"max_prompt_len", "prefill_rows", "device_properties"}
+    assert ResolvedConfig.of(StaticLLMConfig(max_prompt_len=1024, kv_slots=2304)).explicit == {"kv_slots"}
+
+
+def test_the_schedulers_of_the_config_are_the_policies():
+    assert set(SCHEDULERS) == set(POLICIES)
 
 
 def test_npuw_properties_are_named_and_without_effect():

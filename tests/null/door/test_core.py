@@ -3,7 +3,7 @@ import pickle
 import pytest
 
 import staticllm
-from staticllm.core import FinishReason, MaskKind, Variant
+from staticllm.core import FinishReason, MaskKind, RecurrentState, Variant
 from staticllm.metrics import MeanStdPair, PerfMetrics, RawPerfMetrics
 from staticllm.results import DecodedResults, GeneratedText
 
@@ -34,6 +34,17 @@ def test_finish_reasons_equal_their_names():
 def test_variants_say_what_they_are():
     assert str(Variant(1, 256)) == "generate[1x256]" and str(Variant(64, 0)) == "prefill[64x0]"
     assert MaskKind().port_name == "mask.causal" and MaskKind(32).port_name == "mask.window:32"
+
+
+def test_a_variant_may_have_other_logits_than_sequences():
+    assert Variant(16, 64, 4) == Variant(16, 64, 4, 4) and str(Variant(16, 64, 4, 4)) == "prefill[16x64x4]"
+    assert str(Variant(4, 64, 1, 4)) == "prefill[4x64,logits=4]" and Variant(4, 64, 4, 8).phase == "generate"
+    assert Variant(4, 64) < Variant(4, 64, 1, 4) and Variant(4, 64) != Variant(4, 64, 1, 4)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bool", 1), ("int64", 8), ("float16", 2)])
+def test_a_recurrent_state_has_the_bytes_of_its_type(dtype, size):
+    assert RecurrentState(0, "s", (1, 2, 3), dtype).num_bytes == 6 * size
 
 
 def test_a_generated_text_is_a_str_with_results():

@@ -21,7 +21,9 @@ HOUSE = {
 ROOMS = ("staticllm", "compiler_passes", "kvcache", "pipelines")
 LEVELS = (
     "core errors",
-    "config devices files ir_file metrics threads",
+    "devices files ir_file metrics threads",
+    "config",
+    "properties ports",
     "results model_dir",
     "compiler_passes kvcache",
     "pipelines.generation pipelines.profiling",

@@ -68,9 +68,8 @@ def check_filters(logits, temperature, top_k, top_p, min_p):
     tokens, probabilities = candidate_distribution(logits, params)
     expected, expected_probabilities, masses = plain_distribution(logits, temperature, top_k, top_p, min_p)
     assert (np.diff(tokens) > 0).all()
-    if (
-        abs(len(tokens) - len(expected)) == 1
-    ):  # rounding may decide about a token only where the mass before it meets top_p
+    if abs(len(tokens) - len(expected)) == 1:
+        # rounding may decide about one token, but only if the mass of those before it is that of top_p
         shorter = min(len(tokens), len(expected))
         assert shorter and top_p < 1 and abs(masses[shorter - 1] - top_p) < 1e-6
         return

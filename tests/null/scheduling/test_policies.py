@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from staticllm.core import Variant
-from staticllm.pipelines.programs.variants import VariantIndex
+from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Device, Plan, RequestView, View
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.pipelines.scheduling.validation import IllegalPlanError, check

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.programs.variants import VariantIndex
+from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.planner import POLICIES
 from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.request_table import Limits

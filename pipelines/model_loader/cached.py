@@ -1,0 +1,128 @@
+"""Through a cache of blob sets: loaded if the cache has one for exactly this job, else compiled and written to it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from filelock import Timeout
+
+from staticllm.core import Variant
+from staticllm.errors import BlobError, ConfigError
+from staticllm.pipelines.blobs.blob_set import failed_verification_text, read_manifest, remove_set
+from staticllm.pipelines.blobs.cache import BlobCache, key_of
+from staticllm.pipelines.blobs.export import (
+    Exported,
+    compile_for_export,
+    export_programs,
+    fingerprint_of,
+    is_weightless_wanted,
+    prepare_for_export,
+    write_exported,
+    write_quarantined,
+)
+from staticllm.pipelines.blobs.fingerprint import Fingerprint
+from staticllm.pipelines.blobs.manifest import Manifest
+from staticllm.pipelines.model_loader.imported import import_set
+from staticllm.pipelines.model_loader.loaded import Loaded
+from staticllm.pipelines.model_loader.staged import is_staged, load_compiled, load_staged
+from staticllm.pipelines.programs.build import CompiledPrograms, make_runner
+from staticllm.pipelines.programs.job import Job
+
+GB = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """The place of one job's set in a cache."""
+
+    job: Job
+    cache: BlobCache
+    fingerprint: Fingerprint
+    is_weightless: bool
+
+    @property
+    def key(self) -> str:
+        """The name of the set within the cache."""
+        return key_of(self.fingerprint)
+
+    def write(self, programs: CompiledPrograms) -> None:
+        """Export all programs of the model, and remove the least recently used sets beyond the cache's limit."""
+        self.keep(export_programs(self.job, programs, self.is_weightless), {})
+        self.cache.prune(keep=self.key)
+
+    def keep(self, exported: Exported, costs: Mapping[Variant, float]) -> None:
+        """Write a set with the measured ``costs`` (seconds). Where that fails, for want of disk space say, a warning says so."""
+        path = self.cache.path(self.key)
+        try:
+            if exported.blobs is not None:
+                write_exported(self.job, path, exported, self.fingerprint, costs)
+                return
+            write_quarantined(self.job, path, exported, self.fingerprint)
+        except ConfigError as error:
+            warnings.warn(f"nothing was cached: {error}", RuntimeWarning, stacklevel=2)
+            return
+        _warn_of_quarantine(self, read_manifest(path, self.job.key))
+
+
+def load_through_cache(job: Job, folder: str) -> Loaded:
+    """Load the job's set from the cache; compile and write it where the cache has none, or one that cannot be read.
+
+    Raises:
+        ModelError, UnsupportedModelError, DeviceError, ConfigError
+    """
+    cache = BlobCache(folder, int(job.config.cache_limit_gb * GB), job.key)
+    entry = CacheEntry(job, cache, fingerprint_of(job), is_weightless_wanted(job))
+    try:
+        lease = cache.lease(entry.key)
+    except (OSError, Timeout) as error:
+        reason = getattr(error, "strerror", None) or "this thread is already loading the same model from it"
+        warnings.warn(f"CACHE_DIR={folder!r} cannot be used: {reason}", RuntimeWarning, stacklevel=2)
+        return load_compiled(job)
+    try:
+        loaded = _from_cache(entry) or _into_cache(entry)
+    except BaseException:
+        lease.release()
+        raise
+    if loaded.deferred is None:
+        lease.release()
+        cache.prune(keep=entry.key)
+        return loaded
+    loaded.deferred.hold(lease)
+    return loaded
+
+
+def _into_cache(entry: CacheEntry) -> Loaded:
+    """Compile, and write a set to the cache: now, or when the deferred programs have been compiled."""
+    job = entry.job
+    if is_staged(job):
+        core, plan = prepare_for_export(job, entry.is_weightless)
+        return load_staged(job, core, plan, entry)
+    exported = compile_for_export(job)
+    runner = make_runner(exported.programs, job.on_progress)
+    entry.keep(exported, runner.costs.measured)
+    return Loaded(runner, exported.programs, job.config, "compiled")
+
+
+def _from_cache(entry: CacheEntry) -> Loaded | None:
+    """What the cache has; None if that is nothing, or cannot be read. Programs whose blobs failed verification are compiled."""
+    path = entry.cache.path(entry.key)
+    if not path.is_dir():
+        return None
+    try:
+        manifest = read_manifest(path, entry.job.key)
+        entry.cache.touch(entry.key)
+        if manifest.has_failed_verification:
+            _warn_of_quarantine(entry, manifest)
+            return load_compiled(entry.job)
+        return import_set(entry.job, path, manifest, "cache", entry.fingerprint)
+    except BlobError as error:
+        warnings.warn(f"compiled again: {error}", RuntimeWarning, stacklevel=2)
+        remove_set(path)
+        return None
+
+
+def _warn_of_quarantine(entry: CacheEntry, manifest: Manifest) -> None:
+    text = failed_verification_text(entry.cache.path(entry.key), manifest)
+    warnings.warn(f"CACHE_DIR is not used: {text}", RuntimeWarning, stacklevel=3)

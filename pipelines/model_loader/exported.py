@@ -1,0 +1,79 @@
+"""Compiled, and written to ``BLOB_PATH`` as a blob set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from staticllm.errors import ConfigError
+from staticllm.pipelines.blobs.blob_set import is_ours
+from staticllm.pipelines.blobs.export import (
+    compile_for_export,
+    export_programs,
+    fingerprint_of,
+    is_weightless_wanted,
+    prepare_for_export,
+    write_exported,
+)
+from staticllm.pipelines.model_loader.loaded import Loaded
+from staticllm.pipelines.model_loader.staged import is_staged, load_staged
+from staticllm.pipelines.programs.build import CompiledPrograms, make_runner
+from staticllm.pipelines.programs.job import Job
+
+DEFAULT_BLOB = "openvino_model.blob"
+
+
+@dataclass(frozen=True)
+class BlobSetStore:
+    """The blob set at ``target``, to be written when all programs are there."""
+
+    job: Job
+    target: Path
+    is_weightless: bool
+
+    def write(self, programs: CompiledPrograms) -> None:
+        """Export all programs of the model.
+
+        Raises:
+            BlobError: the blobs compute something else than the programs.
+            ConfigError: the folder cannot be written.
+        """
+        exported = export_programs(self.job, programs, self.is_weightless)
+        write_exported(self.job, self.target, exported, fingerprint_of(self.job), {})
+
+
+def load_and_export(job: Job) -> Loaded:
+    """Compile, and write a set to ``BLOB_PATH``. A set that lies there is replaced; anything else is not touched.
+
+    Raises:
+        ModelError, UnsupportedModelError, DeviceError
+        ConfigError: something else lies there, or the folder cannot be written.
+        BlobError: the blobs compute something else than the programs.
+    """
+    target = Path(job.config.blob_path) if job.config.blob_path else job.directory / DEFAULT_BLOB
+    if _exists(target) and not is_ours(target):
+        raise ConfigError(f"BLOB_PATH={str(target)!r} is there and no blob set: choose another path or remove it")
+    try:
+        target.resolve().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"BLOB_PATH={str(target)!r} cannot be written: {error.strerror or error}") from None
+    if is_staged(job):
+        is_weightless = is_weightless_wanted(job)
+        core, plan = prepare_for_export(job, is_weightless)
+        return load_staged(job, core, plan, BlobSetStore(job, target, is_weightless))
+    exported = compile_for_export(job)
+    runner = make_runner(exported.programs, job.on_progress)
+    write_exported(job, target, exported, fingerprint_of(job), runner.costs.measured)
+    return Loaded(runner, exported.programs, job.config, "compiled")
+
+
+def _exists(path: Path) -> bool:
+    """Whether something lies at ``path``.
+
+    Raises:
+        ConfigError: there can be no such path.
+    """
+    try:
+        return path.exists()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"BLOB_PATH={str(path)[:80]!r} cannot be written: {error}") from None

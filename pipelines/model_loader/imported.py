@@ -1,0 +1,99 @@
+"""Loaded from a blob set: no graph is read and nothing is compiled."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import openvino as ov
+
+from staticllm.core import KVType, Part, ProgramLayout, ProgressEvent
+from staticllm.devices import get_core
+from staticllm.errors import BlobError, StaticLLMError, last_line
+from staticllm.pipelines.blobs.blob_set import (
+    ImportTarget,
+    check_properties,
+    check_set,
+    import_blob,
+    read_blobs,
+    read_steadily,
+)
+from staticllm.pipelines.blobs.export import fingerprint_of
+from staticllm.pipelines.blobs.fingerprint import Fingerprint
+from staticllm.pipelines.blobs.manifest import Manifest, shape_from_json
+from staticllm.pipelines.model_loader.loaded import Loaded, Origin
+from staticllm.pipelines.programs.build import CompiledPrograms, make_runner
+from staticllm.pipelines.programs.compile import CompileOptions
+from staticllm.pipelines.programs.compile_plan import phase_properties
+from staticllm.pipelines.programs.job import Job
+
+
+def load_blob_set(job: Job, folder: Path) -> Loaded:
+    """Load the set at ``BLOB_PATH``. It decides every layout field of the config that the user did not give.
+
+    Raises:
+        BlobError: no set lies there, or it is damaged, or for something else.
+    """
+
+    def import_it(manifest: Manifest) -> Loaded:
+        return import_set(decided_by(manifest, job), folder, manifest, "blob")
+
+    return read_steadily(folder, import_it, job.key)
+
+
+def decided_by(manifest: Manifest, job: Job) -> Job:
+    """The job with the set's value for every layout field that the user did not give."""
+    decided = {name: value for name, value in manifest.config.items() if name not in job.explicit}
+    return replace(job, config=replace(job.config, **decided), explicit=job.explicit | decided.keys())
+
+
+def import_set(
+    job: Job, folder: Path, manifest: Manifest, origin: Origin, fingerprint: Fingerprint | None = None
+) -> Loaded:
+    """Import every program of a set and warm them up. ``fingerprint`` is the job's, computed here if it is not given.
+
+    The model is compared while the blobs are read; nothing is imported before both are done.
+
+    Raises:
+        BlobError: the set is damaged, or for something else.
+    """
+    config = job.config
+    with ThreadPoolExecutor(1) as pool:
+        here = pool.submit(lambda: fingerprint or fingerprint_of(job))
+        callbacks = config.cache_encryption_callbacks
+        blobs = read_blobs(folder, manifest, callbacks[1] if callbacks else None)
+        check_set(folder, manifest, here.result())
+    check_properties(folder, manifest, phase_properties(job.device, config))
+    programs = _programs(job, manifest, blobs)
+    try:
+        runner = make_runner(programs, job.on_progress)
+    except (RuntimeError, ValueError, KeyError, IndexError) as error:  # shapes that are not those of the blobs
+        if isinstance(error, StaticLLMError):
+            raise
+        raise BlobError(f"the blobs in {str(folder)!r} are not what their manifest says: {last_line(error)}") from error
+    return Loaded(runner, programs, config, origin, has_mapped_weights=manifest.is_weightless)
+
+
+def _programs(job: Job, manifest: Manifest, blobs: dict[str, bytes]) -> CompiledPrograms:
+    options = CompileOptions(
+        job.device,
+        cast(ProgramLayout, manifest.programs),
+        cast(KVType, manifest.kv_type),
+        {cast(Part, part): values for part, values in manifest.properties.items()},
+    )
+    weights = job.weights if manifest.is_weightless else None
+    compiled: dict[str, ov.CompiledModel] = {}
+    for entry in manifest.variants:
+        if entry.file in compiled:
+            continue
+        start = time.perf_counter()
+        index, total = len(compiled) + 1, len(blobs)
+        job.on_progress(ProgressEvent("import", index, total, 0.0, entry.variant, is_done=False))
+        target = ImportTarget(job.device, options.program_group(entry.variant).properties, weights)
+        compiled[entry.file] = import_blob(get_core(), blobs[entry.file], target)
+        job.on_progress(ProgressEvent("import", index, total, time.perf_counter() - start, entry.variant))
+    of_variant = {entry.variant: compiled[entry.file] for entry in manifest.variants}
+    return CompiledPrograms(shape_from_json(manifest.shape), options, of_variant, dict(manifest.costs))

@@ -1,0 +1,96 @@
+"""What loading gives: programs that can run now, and those that are compiled after the model serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import openvino as ov
+
+from staticllm.config import StaticLLMConfig
+from staticllm.core import OnProgress, Variant
+from staticllm.devices import get_core
+from staticllm.pipelines.blobs.file_lock import Lease
+from staticllm.pipelines.engine.options import EngineOptions, options_of
+from staticllm.pipelines.programs.build import CompiledPrograms, compile_each
+from staticllm.pipelines.programs.compile_plan import CompilePlan
+from staticllm.pipelines.programs.model_runner import ModelRunner
+
+Origin = Literal["compiled", "blob", "cache"]
+
+
+class ProgramStore(Protocol):
+    """A place for compiled programs: a blob set that does not exist yet."""
+
+    def write(self, programs: CompiledPrograms) -> None:
+        """Export ``programs``, all of a model, and write them."""
+
+
+class DeferredPrograms:
+    """Variants that are compiled after the model serves.
+
+    One thread calls ``compile`` for each of ``variants``, then ``store`` with all programs of the model. It calls ``release`` at
+    the end, also after an error: the cache entry that is to be written is locked until then.
+    """
+
+    def __init__(
+        self,
+        plan: CompilePlan,
+        variants: Iterable[Variant],
+        on_progress: OnProgress,
+        store: ProgramStore | None = None,
+    ) -> None:
+        self.variants = tuple(variants)
+        self._plan, self._on_progress = plan, on_progress
+        self._store = store
+        self._lease: Lease | None = None
+        self._compiled: dict[Variant, ov.CompiledModel] = {}
+
+    def compile(self, variant: Variant) -> ov.CompiledModel:
+        """The program of one of ``variants``. Variants that share a program are compiled together, with the first of them.
+
+        Raises:
+            DeviceError: the device refused it.
+        """
+        if variant not in self._compiled:
+            together = (variant,) if self._plan.options.mode == "separate" else self.variants
+            plan = self._plan.restricted(together)
+            self._compiled.update(compile_each(get_core(), plan, self._on_progress))
+        return self._compiled[variant]
+
+    def store(self, programs: CompiledPrograms) -> None:
+        """Write all programs of the model to the blob set that was asked for, if one was."""
+        if self._store is not None:
+            self._store.write(programs)
+
+    def hold(self, lease: Lease) -> None:
+        """Keep the cache entry locked until ``release``, which the thread that compiles will call."""
+        lease.hand_over()
+        self._lease = lease
+
+    def release(self) -> None:
+        """Unlock the cache entry. A second call does nothing."""
+        if self._lease is not None:
+            self._lease.release()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that can run.
+
+    ``config`` is what holds: a blob set decides what the user left open. ``has_mapped_weights``: whether weights are read from
+    their file as long as the model runs.
+    """
+
+    runner: ModelRunner
+    programs: CompiledPrograms
+    config: StaticLLMConfig
+    origin: Origin
+    deferred: DeferredPrograms | None = None
+    has_mapped_weights: bool = True
+
+    @property
+    def engine_options(self) -> EngineOptions:
+        """What an engine must know to serve this model."""
+        return options_of(self.config, self.programs.shape, self.programs.options.mode)

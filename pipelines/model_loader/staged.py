@@ -1,0 +1,67 @@
+"""Compiled for this start: all programs at once, or those that can serve first and the others in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import openvino as ov
+
+from staticllm.core import Part
+from staticllm.devices import kind
+from staticllm.pipelines.model_loader.loaded import DeferredPrograms, Loaded, ProgramStore
+from staticllm.pipelines.programs.build import compile_all, make_runner
+from staticllm.pipelines.programs.compile_plan import CompilePlan, prepare, program_mode
+from staticllm.pipelines.programs.job import Job
+from staticllm.pipelines.programs.variants import first_to_serve
+
+
+def load_compiled(job: Job) -> Loaded:
+    """Compile the model; nothing is written.
+
+    Raises:
+        ModelError, UnsupportedModelError, DeviceError, ConfigError
+    """
+    core, plan = prepare(job.directory, job.device, job.config, job.on_progress)
+    if is_staged(job):
+        return load_staged(job, core, plan)
+    if plan.options.layout == "single_row" and job.config.background_compile is not False:
+        return _single_rows_later(job, core, plan)
+    programs = compile_all(core, plan, job.on_progress)
+    return Loaded(make_runner(programs, job.on_progress), programs, job.config, "compiled")
+
+
+def is_staged(job: Job) -> bool:
+    """Whether the fewest programs that can serve are compiled first, and the others in the background."""
+    if program_mode(job.device, job.config) != "separate":
+        return False
+    wanted = job.config.background_compile
+    return kind(job.device) != "CPU" if wanted is None else wanted
+
+
+def load_staged(job: Job, core: ov.Core, plan: CompilePlan, store: ProgramStore | None = None) -> Loaded:
+    """Compile what can serve; the other variants are deferred. ``store`` takes all programs once they are there.
+
+    Raises:
+        DeviceError: the device refused a program.
+        ConfigError: there is not enough memory for KV slots or masks.
+    """
+    first = first_to_serve(plan.variants)
+    programs = compile_all(core, plan.restricted(first), job.on_progress)
+    runner = make_runner(programs, job.on_progress, planned=plan.variants)
+    others = (variant for variant in plan.variants if variant not in first)
+    deferred = DeferredPrograms(plan, others, job.on_progress, store)
+    return Loaded(runner, programs, job.config, "compiled", deferred)
+
+
+def _single_rows_later(job: Job, core: ov.Core, plan: CompilePlan) -> Loaded:
+    """Compile one program for all variants; a faster one for single rows takes over its part when it is there."""
+    shared: dict[Part, Mapping[str, Any]] = {
+        part: values for part, values in plan.options.properties.items() if part != "single_row"
+    }
+    options = replace(plan.options, layout="shared", properties=shared)
+    programs = compile_all(core, replace(plan, options=options), job.on_progress)
+    single = tuple(variant for variant in plan.variants if variant.rows == 1)
+    deferred = DeferredPrograms(plan, single, job.on_progress)
+    return Loaded(make_runner(programs, job.on_progress), programs, job.config, "compiled", deferred)

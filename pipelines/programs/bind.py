@@ -1,0 +1,115 @@
+"""Programs bound to host memory: for each variant an inference request whose ports are, once and for all, the host's own arrays.
+
+``kvcache/`` owns that memory. Ports are bound before the first inference: OpenVINO kills the process when an output that ran with
+the plugin's own buffer is given another region later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import openvino as ov
+from numpy.typing import NDArray
+
+from staticllm.compiler_passes.store_kv_as import ELEMENT_TYPES
+from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, Variant
+from staticllm.kvcache.cache import KVCache
+from staticllm.kvcache.step import StepBuffers
+from staticllm.ports import INPUT_IDS, LOGIT_ROWS, LOGITS, POSITION_IDS, port_of
+
+
+class Program:
+    """One variant, ready to run: ``run`` reads the bound inputs and overwrites the bound outputs."""
+
+    def __init__(self, compiled: ov.CompiledModel, buffers: StepBuffers, tensors: Mapping[str, ov.Tensor]) -> None:
+        self.variant = buffers.variant
+        self.buffers = buffers
+        self.compiled = compiled
+        self._request = compiled.create_infer_request()
+        self._tensors = tensors  # keeps them, and the arrays behind them, alive
+        for port in (*compiled.inputs, *compiled.outputs):
+            (name,) = port.get_names() & tensors.keys()  # plugins add names of their own
+            self._request.set_tensor(port, tensors[name])
+
+    def run(self, meanwhile: Callable[[], None] | None = None) -> float:
+        """Run once, and call ``meanwhile`` while the device runs. Returns the seconds that the device took."""
+        start = time.perf_counter()
+        self._request.start_async()
+        try:
+            if meanwhile is not None:
+                meanwhile()
+        finally:
+            self._request.wait()
+        return time.perf_counter() - start
+
+
+class BoundPrograms(Mapping[Variant, Program]):
+    """The programs of all variants. A variant of a shared program is bound when it first runs; most variants never run."""
+
+    def __init__(
+        self,
+        compiled: Mapping[Variant, ov.CompiledModel],
+        bind_one: Callable[[Variant, ov.CompiledModel], Program],
+    ) -> None:
+        self._compiled, self._bind = dict(compiled), bind_one
+        self._bound: dict[Variant, Program] = {}
+
+    def add(self, variant: Variant, compiled: ov.CompiledModel) -> None:
+        """Add a variant, one that there are buffers for, or replace its program."""
+        self._compiled[variant] = compiled
+        self._bound.pop(variant, None)
+
+    def __getitem__(self, variant: Variant) -> Program:
+        program = self._bound.get(variant)
+        if program is None:
+            program = self._bound[variant] = self._bind(variant, self._compiled[variant])
+        return program
+
+    def __iter__(self) -> Iterator[Variant]:
+        return iter(self._compiled)
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    def compiled(self, variant: Variant) -> ov.CompiledModel:
+        """The compiled model behind a variant, whether it is bound or not."""
+        return self._compiled[variant]
+
+    def is_static(self, variant: Variant) -> bool:
+        """Whether the program is this variant's alone."""
+        return not any(port.partial_shape.is_dynamic for port in self._compiled[variant].inputs)
+
+
+def bind(compiled: ov.CompiledModel, shape: ModelShape, cache: KVCache, buffers: StepBuffers) -> Program:
+    """A program of one variant whose ports are the host's own memory: the arena, the states, and ``buffers``."""
+    variant = buffers.variant
+    tensors = {name: ov.Tensor(array, shared_memory=True) for name, array in _step_arrays(buffers).items()}
+    for index, state in enumerate(shape.kv_states):
+        slots = {
+            state.past_name: cache.arena.state_view(index, variant.kv_len),
+            state.present_name: buffers.present_of(index),
+        }
+        for name, array in slots.items():  # numpy has no bf16: the type is given, not read off the array
+            tensors[name] = ov.Tensor(array, ov.Shape(array.shape), ELEMENT_TYPES[state.kv_type])
+    for index, recurrent in enumerate(shape.recurrent_states):
+        tensors[recurrent.past_name] = ov.Tensor(cache.states.past[index], shared_memory=True)
+        tensors[recurrent.present_name] = ov.Tensor(cache.states.present[index], shared_memory=True)
+    for name, tensor in tensors.items():
+        assert port_of([name])[1].fits(list(tensor.shape), variant), f"{name} has shape {tensor.shape} at {variant}"
+    return Program(compiled, buffers, tensors)
+
+
+def _step_arrays(buffers: StepBuffers) -> dict[str, NDArray[Any]]:
+    """The memory of every port that is neither a KV slot nor a state, by the port's name."""
+    arrays: dict[str, NDArray[Any] | None] = {
+        INPUT_IDS: buffers.input_ids,
+        POSITION_IDS: buffers.position_ids,
+        LOGIT_ROWS: buffers.logit_rows,
+        LOGITS: buffers.logits,
+        **{kind.port_name: mask for kind, mask in buffers.masks.items()},
+        KEY_POSITIONS: buffers.key_positions,
+        QUERY_POSITIONS: buffers.query_positions,
+    }
+    return {name: array for name, array in arrays.items() if array is not None}

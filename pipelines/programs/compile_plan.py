@@ -1,0 +1,141 @@
+"""All that is known before compiling: the lowered model, the properties of its programs, and their variants."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import openvino as ov
+
+from staticllm.compiler_passes.lower import LoweredModel, LoweringOptions, lower
+from staticllm.config import StaticLLMConfig
+from staticllm.core import KV_TYPE_BYTES, KVType, OnProgress, Phase, ProgramLayout, ProgramMode, ProgressEvent, Variant
+from staticllm.devices import (
+    check_device,
+    default_kv_type,
+    default_mode,
+    get_core,
+    kind,
+    merges_projections,
+    supported_properties,
+    with_exact_f32,
+)
+from staticllm.model_dir import check_model_dir, kv_shapes, read_model, weights_size
+from staticllm.pipelines.programs.autotune import calibrated
+from staticllm.pipelines.programs.compile import CompileOptions
+from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
+from staticllm.pipelines.programs.variants import choose_variants
+
+MAX_KV_SLOTS = 1 << 24
+SMALL_WEIGHTS, LARGE_WEIGHTS = 256 << 20, 1 << 30
+"""Bytes. Weights below the second may be in memory twice."""
+
+
+@dataclass(frozen=True)
+class CompilePlan:
+    """A model lowered for a device, and every choice made on the way: all that is known before compiling."""
+
+    lowered: LoweredModel
+    options: CompileOptions
+    variants: tuple[Variant, ...]
+
+    def restricted(self, variants: Iterable[Variant]) -> CompilePlan:
+        """The same plan for some of its variants only."""
+        return replace(self, variants=tuple(variants))
+
+
+def prepare(
+    models_path: str | os.PathLike[str],
+    device: str,
+    config: StaticLLMConfig,
+    on_progress: OnProgress = lambda event: None,
+    for_blobs: bool = False,
+    check: Callable[[ov.Core, object], str] = check_device,
+) -> tuple[ov.Core, CompilePlan]:
+    """Read and lower a model directory for ``device``; nothing is compiled.
+
+    ``for_blobs``: prepare the model for being exported. ``check`` raises a ``DeviceError`` for a device that cannot be used.
+
+    Raises:
+        ModelError, UnsupportedModelError, DeviceError, ConfigError
+    """
+    start = time.perf_counter()
+    core = get_core()
+    check(core, device)
+    mode = program_mode(device, config)
+    properties = phase_properties(device, config)
+    kv_type = config.kv_cache_precision or default_kv_type(core, device, *properties.values())
+    decrypt = config.weights_decryption_callback
+    path = check_model_dir(models_path, False, config.weights_path, decrypt is not None)
+    config = with_kv_slots(config, path, kv_type)
+    model = read_model(core, path, config.weights_path, decrypt)
+    if for_blobs:
+        keep_small_constants(model)
+    on_progress(ProgressEvent("read", 1, 1, time.perf_counter() - start))
+    start = time.perf_counter()
+    lowered = lower(model, LoweringOptions(config.num_kv_slots(mode), kv_type, merges_projections(device)))
+    layout = program_layout(device, path, config)
+    parts = calibrated(core, device, lowered.graph.model, properties, layout)
+    if layout == "single_row" and parts.setdefault("single_row", parts["generate"]) == parts["generate"]:
+        layout = layout if config.programs == layout else "shared"  # a second program would compute in the same way
+    variants = choose_variants(config, mode, lowered.shape)
+    on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - start))
+    options = CompileOptions(device, layout, kv_type, parts)
+    return core, CompilePlan(lowered, options, variants)
+
+
+def with_kv_slots(config: StaticLLMConfig, directory: Path, kv_type: KVType) -> StaticLLMConfig:
+    """The config with ``KV_CACHE_GB`` as a number of this model's KV slots: those of one longest sequence at least."""
+    if config.kv_cache_gb is None:
+        return config
+    item = KV_TYPE_BYTES[kv_type]
+    scales = 2 * KV_TYPE_BYTES["f32"] if kv_type == "u8" else 0
+    slot_bytes = sum(heads * (size * item + scales) for heads, size in kv_shapes(directory))
+    num_slots = int(config.kv_cache_gb * 1e9) // slot_bytes if slot_bytes else 0
+    kv_slots = min(max(num_slots, config.max_seq_len), MAX_KV_SLOTS)
+    return replace(config, kv_cache_gb=None, kv_slots=kv_slots)
+
+
+def program_mode(device: str, config: StaticLLMConfig) -> ProgramMode:
+    """``separate`` where each variant has a program of its own on this device, else ``shared``."""
+    if config.programs == "auto":
+        return default_mode(device)
+    return "separate" if config.programs == "separate" else "shared"
+
+
+def program_layout(device: str, path: Path, config: StaticLLMConfig) -> ProgramLayout:
+    """Which variants share a program.
+
+    A shared program prepares all its nodes again, some 20 microseconds each, when it runs with another number of rows than
+    before, and on the CPU a program compiled for a single row is faster. A second program takes a copy of the weights: small
+    models have one program per phase, medium ones a second program for single rows, large ones one program.
+    """
+    if config.programs != "auto":
+        return config.programs
+    if default_mode(device) == "separate":
+        return "separate"
+    size = weights_size(path, config.weights_path)
+    if size < SMALL_WEIGHTS:
+        return "phases"
+    return "single_row" if size < LARGE_WEIGHTS and kind(device) == "CPU" else "shared"
+
+
+def device_properties(device: str) -> frozenset[str]:
+    """Names of the properties that ``device`` takes.
+
+    Raises:
+        DeviceError: the device is not on this machine.
+    """
+    core = get_core()
+    return supported_properties(core, check_device(core, device))
+
+
+def phase_properties(device: str, config: StaticLLMConfig) -> dict[Phase, Mapping[str, Any]]:
+    """OpenVINO's properties for the programs of each phase, as the user set them."""
+    common = {"PERFORMANCE_HINT": "LATENCY", **config.device_properties}
+    phases: dict[Phase, Mapping[str, Any]] = {"prefill": config.prefill_config, "generate": config.generate_config}
+    return {phase: with_exact_f32(device, {**common, **extra}) for phase, extra in phases.items()}

@@ -1,0 +1,58 @@
+"""What is to be loaded: one model for one device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from staticllm.config import StaticLLMConfig
+from staticllm.core import OnProgress
+from staticllm.devices import check_device, default_kv_type, get_core
+from staticllm.model_dir import check_model_dir, weights_of
+from staticllm.pipelines.programs.compile_plan import phase_properties, with_kv_slots
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model for one device. ``explicit``: the config's fields that the user gave; a blob set decides the others."""
+
+    directory: Path
+    device: str
+    config: StaticLLMConfig
+    on_progress: OnProgress
+    explicit: frozenset[str] = frozenset()
+
+    @property
+    def weights(self) -> Path:
+        """The file of the weights."""
+        return weights_of(self.directory, self.config.weights_path)
+
+    @property
+    def key(self) -> bytes:
+        """The key that sets are signed with; empty for none."""
+        return self.config.integrity_key or b""
+
+
+def job_of(
+    models_path: str | os.PathLike[str],
+    device: str,
+    config: StaticLLMConfig,
+    on_progress: OnProgress = lambda event: None,
+    explicit: Collection[str] | None = None,
+) -> Job:
+    """Check directory and device, and resolve ``KV_CACHE_GB`` to a number of KV slots.
+
+    ``explicit``: names of the config's fields that the user gave; without it, those whose values are not the defaults.
+
+    Raises:
+        ModelError, DeviceError: the directory or the device is not there.
+    """
+    is_encrypted = config.weights_decryption_callback is not None
+    directory = check_model_dir(models_path, False, config.weights_path, is_encrypted)
+    core, name = get_core(), check_device(get_core(), device)
+    kv_type = config.kv_cache_precision or default_kv_type(core, name, *phase_properties(name, config).values())
+    resolved = with_kv_slots(config, directory, kv_type)
+    given = frozenset(config.non_default if explicit is None else explicit)
+    return Job(directory, name, resolved, on_progress, given | ({"kv_slots"} if config.kv_cache_gb else set()))

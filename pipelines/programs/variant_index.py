@@ -1,0 +1,80 @@
+"""Look-ups among the variants of a pipeline: which one holds a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from staticllm.core import Variant
+
+
+class VariantIndex:
+    """The variants of a pipeline, and which of them holds a call.
+
+    ``needs_real_rows``: no row of a call may be idle. All look-ups but ``with_logits`` are for calls with logits after the last
+    token of each sequence, and know only variants for these: ``sizes`` are their ``(rows, sequences)``, ascending, and ``widest``
+    maps rows to the most sequences of that many rows.
+    """
+
+    def __init__(self, variants: Iterable[Variant], needs_real_rows: bool = False) -> None:
+        self.variants, self.needs_real_rows = tuple(variants), needs_real_rows
+        buckets: dict[tuple[int, int], tuple[int, ...]] = {}
+        ordinary = sorted(variant for variant in self.variants if variant.num_logits == variant.sequences)
+        for variant in ordinary:
+            size = variant.rows, variant.sequences
+            buckets[size] = (*buckets.get(size, ()), variant.kv_len)
+        self._buckets = buckets
+        self.sizes = tuple(sorted(buckets))
+        widest = {rows: max(s for r, s in self.sizes if r == rows) for rows, _ in self.sizes}
+        self.widest: Mapping[int, int] = MappingProxyType(widest)
+        self.max_kv_len = max(variant.kv_len for variant in ordinary)
+
+    def max_decoding(self, num_past: int) -> int:
+        """The most sequences that can decode in one call over ``num_past`` arena slots. Programs that are still compiled
+        in the background may leave the larger calls with the smaller KV lengths."""
+        return max((min(size) for size, buckets in self._buckets.items() if buckets[-1] >= num_past), default=1)
+
+    def smallest(self, num_rows: int, num_sequences: int, num_past: int, is_fresh: bool = False) -> Variant | None:
+        """The variant with the fewest rows, sequences and KV length that holds a call over ``num_past`` arena slots.
+
+        Returns None if no variant does. ``is_fresh``: no sequence has a past, so that the call need not see the arena.
+        """
+        for rows, sequences in self.sizes:
+            is_held = rows == num_rows if self.needs_real_rows else rows >= num_rows
+            if is_held and sequences >= num_sequences:
+                variant = self.at(rows, sequences, num_past, is_fresh)
+                if variant is not None:
+                    return variant
+        return None
+
+    def of_rows(self, rows: int, num_sequences: int, num_past: int, is_fresh: bool = False) -> Variant | None:
+        """The smallest variant of exactly ``rows`` rows that holds the sequences and shows the past; None if there is none."""
+        for size, sequences in self.sizes:
+            if size == rows and sequences >= num_sequences:
+                variant = self.at(rows, sequences, num_past, is_fresh)
+                if variant is not None:
+                    return variant
+        return None
+
+    def at(self, rows: int, sequences: int, num_past: int, is_fresh: bool = False) -> Variant | None:
+        """The variant of exactly this size with the smallest KV length that shows the past; None if there is none."""
+        for kv_len in self._buckets.get((rows, sequences), ()):
+            if _shows(kv_len, num_past, is_fresh):
+                return Variant(rows, kv_len, sequences)
+        return None
+
+    def with_logits(
+        self, num_rows: int, num_sequences: int, num_logits: int, num_past: int, is_fresh: bool = False
+    ) -> Variant | None:
+        """The smallest of all variants that holds a call with logits after ``num_logits`` of its rows; None if none does."""
+        for variant in sorted(self.variants, key=lambda found: (found.rows, found.num_logits, found)):
+            is_held = variant.rows == num_rows if self.needs_real_rows else variant.rows >= num_rows
+            has_room = variant.sequences >= num_sequences and variant.num_logits >= num_logits
+            if is_held and has_room and _shows(variant.kv_len, num_past, is_fresh):
+                return variant
+        return None
+
+
+def _shows(kv_len: int, num_past: int, is_fresh: bool) -> bool:
+    """Whether a program of this KV length shows all that a call must see."""
+    return kv_len >= num_past if kv_len else is_fresh or not num_past

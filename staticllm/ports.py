@@ -1,0 +1,119 @@
+"""The ports of a step program: their names, the meaning of their axes, and their element types.
+
+This is the contract between the passes, which make the ports, and the host, which binds memory to them. Sizes of a call: rows S,
+KV slots that it sees T, rows that get logits R. All other sizes are the model's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, Variant
+
+INPUT_IDS, POSITION_IDS, LOGIT_ROWS, LOGITS = "input_ids", "position_ids", "logit_rows", "logits"
+Range = tuple[int, int]
+"""The smallest and the largest size of an axis; the same where the size is fixed."""
+
+
+@dataclass(frozen=True)
+class CallSizes:
+    """The sizes of one call, or their bounds over several variants."""
+
+    rows: Range
+    kv_len: Range
+    num_logits: Range
+
+    @classmethod
+    def of(cls, *variants: Variant) -> CallSizes:
+        """The sizes of one variant, or the bounds that hold all of several."""
+        return cls(
+            _range(variant.rows for variant in variants),
+            _range(variant.kv_len for variant in variants),
+            _range(variant.num_logits for variant in variants),
+        )
+
+    def along(self, axis: str) -> Range | None:
+        """The range of an axis by its meaning; None if it has the model's own size."""
+        seen = self.rows[0] + self.kv_len[0], self.rows[1] + self.kv_len[1]
+        return {"S": self.rows, "T": self.kv_len, "T+S": seen, "R": self.num_logits}.get(axis)
+
+
+def _range(values: Iterable[int]) -> Range:
+    found = tuple(values)
+    return min(found), max(found)
+
+
+@dataclass(frozen=True)
+class Port:
+    """One kind of port. ``pattern``: a regular expression of its names.
+
+    ``axes`` are named from the last one: a port may have more axes in front. ``dtype`` is numpy's name of the element type; it is
+    empty where the type of the KV slots, or of a recurrent state, decides.
+    """
+
+    pattern: str
+    axes: tuple[str, ...]
+    dtype: str = ""
+
+    def ranges(self, rank: int, sizes: CallSizes) -> dict[int, Range]:
+        """Axis → range, of every axis of a port of ``rank`` whose size depends on the call."""
+        first = rank - len(self.axes)
+        found = {first + index: sizes.along(axis) for index, axis in enumerate(self.axes)}
+        return {axis: size for axis, size in found.items() if size is not None}
+
+    def shape_at(self, own: Sequence[int | None], variant: Variant) -> tuple[int, ...]:
+        """The shape at one variant. ``own``: the port's static sizes, which stay, and None for the others."""
+        ranges = self.ranges(len(own), CallSizes.of(variant))
+        return tuple(ranges[axis][0] if size is None else size for axis, size in enumerate(own))
+
+    def fits(self, shape: Sequence[int], variant: Variant) -> bool:
+        """Whether memory of this shape can be bound to the port at one variant."""
+        ranges = self.ranges(len(shape), CallSizes.of(variant))
+        return all(shape[axis] == size for axis, (size, _) in ranges.items())
+
+
+PORTS = (
+    Port(INPUT_IDS, ("1", "S"), "int64"),
+    Port(POSITION_IDS, ("1", "S"), "int64"),  # [1, S], or [k, 1, S] where a token has k positions
+    Port(r"mask\..+", ("1", "1", "S", "T+S"), "float32"),
+    Port(KEY_POSITIONS, ("1", "1", "1", "T+S"), "int32"),
+    Port(QUERY_POSITIONS, ("1", "1", "S", "1"), "int32"),
+    Port(LOGIT_ROWS, ("R",), "int64"),
+    Port(LOGITS, ("1", "R", "vocab"), "float32"),
+    Port(r"past\.\d+\.(key|value)(\.scale)?", ("1", "heads", "T", "head_dim")),
+    Port(r"present\.\d+\.(key|value)(\.scale)?", ("1", "heads", "S", "head_dim")),
+    Port(r"state\.\d+(\.next)?", ()),
+)
+
+
+@cache
+def find_port(name: str) -> Port | None:
+    """The contract of the port of this name; None if a step program has no such port."""
+    return next((port for port in PORTS if re.fullmatch(port.pattern, name)), None)
+
+
+def port_of(names: Iterable[str]) -> tuple[str, Port]:
+    """The name among ``names`` that the contract knows (plugins add names of their own), and its port.
+
+    Raises:
+        KeyError: there is none.
+    """
+    candidates = sorted(names)
+    for name in candidates:
+        if (port := find_port(name)) is not None:
+            return name, port
+    raise KeyError(f"no port of a step program is called {', '.join(candidates)}")
+
+
+def input_names(shape: ModelShape) -> frozenset[str]:
+    """The names of all inputs of a model's step programs."""
+    names = {INPUT_IDS, LOGIT_ROWS, *(kind.port_name for kind in shape.masks)}
+    names |= {state.past_name for state in shape.kv_states} | {state.past_name for state in shape.recurrent_states}
+    if shape.position_rank:
+        names.add(POSITION_IDS)
+    if shape.has_distances:
+        names |= {KEY_POSITIONS, QUERY_POSITIONS}
+    return frozenset(names)

@@ -1,0 +1,110 @@
+"""Properties: GenAI's names for the fields of the config, NPUW's hints, and the names that are refused."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from staticllm.config import StaticLLMConfig, one_of, whole
+from staticllm.errors import ConfigError
+
+_REPLACED_PREFIXES = ("NPUW_", "NPU_USE_NPUW")
+_NOT_HERE = {
+    "scheduler_config": "use MAX_NUM_SEQS, KV_SLOTS, MAX_WAITING and SCHEDULER",
+    "ATTENTION_BACKEND": "attention runs in the step programs; leave it out",
+    "ENABLE_MMAP": "the IR is always mapped; leave it out",
+}
+"""What the pipeline takes from programs that were written for GenAI, and a config of ours does not have."""
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A config, and which of its fields the user gave: a blob set decides the others.
+
+    ``explicit`` names every field that was given, also one whose value equals the default.
+    """
+
+    config: StaticLLMConfig
+    explicit: frozenset[str]
+
+    @classmethod
+    def of(cls, config: StaticLLMConfig) -> ResolvedConfig:
+        """A config that was made field by field: what differs from the defaults was given."""
+        return cls(config, config.non_default)
+
+
+def resolve(properties: Mapping[str, Any], supported: Collection[str] = ()) -> ResolvedConfig:
+    """Read GenAI-style properties; ``supported`` are the names that the device takes.
+
+    Raises:
+        ConfigError: a name is unknown (with the nearest known one), or a value is impossible.
+    """
+    options: dict[str, Any] = {}
+    device_properties: dict[str, Any] = {}
+    for name, value in properties.items():
+        if name in _OWN:
+            options[_OWN[name]] = value
+        elif name in _HINTS:
+            _HINTS[name](options, value, properties)
+        elif name in supported:
+            device_properties[name] = value
+        else:
+            _refuse(name, supported)
+    for name in ("prefill_config", "generate_config"):
+        if isinstance(extra := options.get(name), Mapping):
+            options[name] = _phase_properties(name.upper(), extra, supported)
+    if device_properties:
+        options["device_properties"] = device_properties
+    return ResolvedConfig(StaticLLMConfig(**options), frozenset(options))
+
+
+def _phase_properties(name: str, extra: Mapping[str, Any], supported: Collection[str]) -> dict[str, Any]:
+    """The properties of one phase: those that the device takes.
+
+    Raises:
+        ConfigError: one is unknown, or sets the type of the KV slots, which both phases share.
+    """
+    if "KV_CACHE_PRECISION" in extra:
+        raise ConfigError(f"KV_CACHE_PRECISION in {name}: both phases share the KV slots, give it beside {name}")
+    for key in extra:
+        if key not in supported:
+            _refuse(key, supported)
+    return {key: value for key, value in extra.items() if key in supported}
+
+
+def _refuse(name: object, supported: Collection[str]) -> None:
+    if not isinstance(name, str):
+        raise ConfigError(f"unknown property {name!r}: names are strings")
+    if name in _NOT_HERE:
+        raise ConfigError(f"{name} is not supported: {_NOT_HERE[name]}")
+    if name.startswith(_REPLACED_PREFIXES):
+        warnings.warn(f"{name} steers NPUW, which staticllm replaces: it has no effect", stacklevel=4)
+        return
+    near = difflib.get_close_matches(name, [*_OWN, *_HINTS, *supported], n=1)
+    raise ConfigError(f"unknown property {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+
+
+def _prefill_hint(options: dict[str, Any], value: object, properties: Mapping[str, Any]) -> None:
+    one_of("PREFILL_HINT", value, ("DYNAMIC", "STATIC"))
+    if value == "STATIC":
+        options.setdefault("prefill_rows", [properties.get("MAX_PROMPT_LEN", StaticLLMConfig.max_prompt_len)])
+
+
+def _generate_hint(options: dict[str, Any], value: object, properties: Mapping[str, Any]) -> None:
+    one_of("GENERATE_HINT", value, ("FAST_COMPILE", "BEST_PERF"))
+    if value == "FAST_COMPILE":
+        lengths = (
+            ("MAX_PROMPT_LEN", StaticLLMConfig.max_prompt_len),
+            ("MIN_RESPONSE_LEN", StaticLLMConfig.min_response_len),
+        )
+        total = sum(whole(name, properties.get(name, default), 1) for name, default in lengths)
+        options.setdefault("generate_kv_lens", [total])
+
+
+_OWN = {item.name.upper(): item.name for item in fields(StaticLLMConfig) if item.name != "device_properties"}
+"""Property name → field. Every field but the pass-through is a property under its upper-case name."""
+
+_HINTS = {"PREFILL_HINT": _prefill_hint, "GENERATE_HINT": _generate_hint}
