@@ -11,7 +11,7 @@ BF16_EXPONENT = np.uint16(0x7F80)
 
 
 def is_finite(rows: NDArray[Any]) -> bool:
-    """Return whether all values of ``rows`` (any shape) are finite.
+    """Return whether all values of ``rows [...]`` are finite.
 
     A uint16 array holds bf16 bit patterns; arrays of other integer types are always finite.
     """

@@ -38,7 +38,7 @@ class SummaryStats(NamedTuple):
 
 @dataclass
 class RawPerfMetrics:
-    """Single measurements, with durations in microseconds: one entry per request, or per token where a comment says so."""
+    """Single measurements, with durations in microseconds: one entry per request, or per token if the comment starts so."""
 
     generate_durations: list[float] = field(default_factory=list)
     tokenization_durations: list[float] = field(default_factory=list)

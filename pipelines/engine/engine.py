@@ -85,7 +85,11 @@ class Engine:
         return state.queue
 
     def submit_state(self, state: RequestState) -> None:
-        """Submit like ``submit``, but with a state that a caller in this process can inspect."""
+        """Submit like ``submit``, but with a state that a caller in this process can inspect.
+
+        Raises:
+            BusyError, ClosedError: as for ``submit``.
+        """
         self.check_process()
         with self._wake:
             num_waiting = len(self._inbox) + self._num_waiting

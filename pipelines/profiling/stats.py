@@ -20,7 +20,8 @@ PENDING_RECORDS = 8192
 class Recorder(Protocol):
     """Receives records one by one on the engine's thread: a list, or a ``Trace``."""
 
-    def append(self, record: Record, /) -> object: ...
+    def append(self, record: Record, /) -> object:
+        """Add a record."""
 
 
 @dataclass(frozen=True)

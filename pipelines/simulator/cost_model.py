@@ -1,4 +1,4 @@
-"""Gives the costs of device calls in the simulator, from a formula or from a file, and the costs of the host."""
+"""Computes the costs of device calls in the simulator, from a formula or from a file, and the costs of the host."""
 
 from __future__ import annotations
 

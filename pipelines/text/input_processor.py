@@ -116,7 +116,11 @@ class InputProcessor:
         return [encode_text(self.tokenizer, text, call.options.apply_chat_template) for text in texts]
 
     def turns(self, inputs: Any, call: CallOptions) -> list[str | Prompt]:
-        """What a chat is given: texts as they are, since the template needs the whole conversation; else token ids."""
+        """Return the turns for a chat: texts unchanged, because the template needs the whole conversation, else token ids.
+
+        Raises:
+            PromptError, ModelError: as for ``encode``.
+        """
         if call.form in ("text", "texts"):
             return [inputs] if call.form == "text" else list(inputs)
         return [*self.encode(inputs, call)]

@@ -1,4 +1,4 @@
-"""Gives the three forms of streamer that GenAI accepts one interface, and streams an answer into it."""
+"""Wraps the three forms of streamer that GenAI accepts in one interface, and streams an answer into it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class TokenSink(Protocol):
     takes_text: bool
 
     def write(self, tokens: list[int], text: str) -> Status:
-        """Take one increment of the answer; the status says whether to go on."""
+        """Receive one increment of the answer, and return whether to continue."""
 
     def end(self) -> None:
-        """Take note that the answer is complete."""
+        """End the stream; called after the last increment."""
 
 
 class Silent:

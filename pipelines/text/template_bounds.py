@@ -77,7 +77,11 @@ class Budget:
             raise TemplateLimitError(f"it makes lists of more than {MAX_TOTAL_ITEMS} items in all")
 
     def weigh(self, value: Any, level: int = 0) -> Weight:
-        """Return the weight of a value; the items of each list are subtracted from the budget once."""
+        """Return the weight of a value; the items of each list are subtracted from the budget once.
+
+        Raises:
+            TemplateLimitError: the value is too large, or the budget or the time is used up.
+        """
         if not isinstance(value, _CONTAINERS):
             return Weight(0, 1, _leaf_chars(value))
         known = self._weights.get(id(value))
@@ -91,7 +95,11 @@ class Budget:
         return known[1]
 
     def together(self, parts: Sequence[Any], level: int = 0) -> Weight:
-        """Return the weight that a list of these parts would have."""
+        """Return the weight that a list of these parts would have.
+
+        Raises:
+            TemplateLimitError: the list would be too large, or the budget or the time is used up.
+        """
         depth, items, chars = 0, 1, 0
         for part in parts:
             if isinstance(part, str):
@@ -129,7 +137,7 @@ def _leaf_chars(value: Any) -> int:
 
 @contextmanager
 def limited(seconds: float | None = None) -> Iterator[None]:
-    """Give the templates that this thread renders in the block one common budget; an inner block adds nothing to it."""
+    """Set one common budget for the templates that this thread renders in the block; an inner block adds nothing to it."""
     before: Budget | None = getattr(_thread, "budget", None)
     _thread.budget = before or Budget(MAX_SECONDS if seconds is None else seconds)
     try:
@@ -192,14 +200,22 @@ def check_items(size: float) -> None:
 
 
 def expect_chars(size: int) -> None:
-    """Check that the budget allows a text of up to ``size`` characters; to be called before the text is created."""
+    """Check that the budget allows a text of up to ``size`` characters; to be called before the text is created.
+
+    Raises:
+        TemplateLimitError: it does not.
+    """
     check_size(size)
     if size > budget().chars:
         budget().spend_chars(size)
 
 
 def expect_items(size: int) -> None:
-    """Check that the budget allows a list of up to ``size`` items; to be called before the list is created."""
+    """Check that the budget allows a list of up to ``size`` items; to be called before the list is created.
+
+    Raises:
+        TemplateLimitError: it does not.
+    """
     check_items(size)
     if size > budget().items:
         budget().spend_items(size)

@@ -148,7 +148,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def key(self, value: Any) -> Any:
-        """Check a dict key: hashing a large one is slow, and Python hashes it at each access."""
+        """Return a dict key after a check: hashing a large one is slow, and Python hashes it at each access.
+
+        Raises:
+            TemplateLimitError: the key is too large.
+        """
         tick()
         if not isinstance(value, str) and budget().weigh(value).items > _MAX_KEY_ITEMS:
             raise TemplateLimitError(f"it makes a key of more than {_MAX_KEY_ITEMS} items")

@@ -75,7 +75,7 @@ class Row:
 
     @property
     def kind(self) -> str:
-        """ "pp", "tg" or "c"; only tests of one kind can be compared."""
+        """The kind of test: "pp", "tg" or "c"; only tests of one kind can be compared."""
         return self.test.rstrip("0123456789 @d")
 
 
