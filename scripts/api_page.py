@@ -99,8 +99,8 @@ def _prose(thing: Any) -> str:
         section = line.rstrip(":")
         if line.endswith(":") and section in SECTIONS:
             lines += [f"**{section}**", ""]
-        elif re.match(r" {4}[\w, ]+: ", line):
-            lines.append(re.sub(r"^ {4}([\w, ]+): ", r"- `\1`: ", line))
+        elif re.match(r" {4}\w[\w, ]*: ", line):
+            lines.append(re.sub(r"^ {4}(\w[\w, ]*): ", r"- `\1`: ", line))
         else:
             lines.append(re.sub(r"^ {4}(?=\S)|^ {8}", "  " if line.startswith(" " * 8) else "", line))
     return "\n".join(lines).strip()

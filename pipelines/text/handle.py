@@ -141,7 +141,7 @@ class GenerationHandle:
         """Wait for the end and return the value that ``generate`` returns.
 
         Raises:
-            TimeoutError: the request has not ended after ``timeout`` seconds, or another thread still reads it; it goes on.
+            TimeoutError: the request has not ended after ``timeout`` seconds, or another thread reads it; it continues.
             StaticLLMError: the request failed.
             Exception: the callback raised it.
         """
