@@ -1,1 +1,1 @@
-"""Between steps: slots, masks, positions and sequences."""
+"""The KV cache on the host keeps slots, masks, positions and sequences between steps."""

@@ -1,8 +1,8 @@
-"""The arena: pre-allocated KV slots, one block of memory for each group of states, viewed at any stride.
+"""The arena holds pre-allocated KV slots in one block of memory per group of states, and shows them at any stride.
 
-States of equal shape share one array, so that a commit over all layers is one assignment. Storage of a group of n states is
-``[n, heads * num_slots * head_dim]``; at stride T the front of each line is read as ``[heads, T, head_dim]``. A program
-always gets a contiguous ``[1, heads, T, head_dim]`` that starts at the same address, whatever T is.
+States of equal shape share one array, so that a commit over all layers is one assignment. The storage of a group of n states
+is ``[n, heads * num_slots * head_dim]``; at stride T the front of each line is read as ``[heads, T, head_dim]``. A program
+always gets a contiguous ``[1, heads, T, head_dim]`` that starts at the same address for every T.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 
 class Arena:
-    """Slots for all KV states of a model. ``stride`` is how many slots the memory of one head has now.
+    """The slots of all KV states of a model. ``stride`` is the current number of slots per head in memory.
 
     Runs on the engine's thread.
     """
@@ -44,16 +44,16 @@ class Arena:
 
     @property
     def addresses(self) -> list[int]:
-        """Where the memory of each group begins; constant for the life of the arena."""
+        """The address of each group's memory; constant for the life of the arena."""
         return [storage.ctypes.data for storage in self._storage]
 
     def state_view(self, index: int, stride: int) -> Array:
-        """State ``index`` as a program sees it: ``[1, heads, stride, head_dim]``, contiguous."""
+        """Return state ``index`` as a program sees it: ``[1, heads, stride, head_dim]``, contiguous."""
         number, line = place_of(self.groups, index)
         return _view(self._storage[number], self.groups[number], stride)[line : line + 1]
 
     def set_stride(self, stride: int, used_slots: int) -> None:
-        """Re-stride in place, keeping slots ``0 .. used_slots``. Free of cost where nothing is in use or nothing changes."""
+        """Change the stride in place and keep slots ``0 .. used_slots - 1``. Copies nothing if none is in use."""
         assert used_slots <= min(stride, self.num_slots) and stride <= self.num_slots
         if stride == self.stride:
             return
@@ -69,21 +69,21 @@ class Arena:
             view[:, :, slots] = present[:, :, source]
 
     def host_memory(self, count: int) -> tuple[Array, ...]:
-        """Memory for ``count`` slots outside the arena: for each group ``[n, heads, count, head_dim]``, uninitialised."""
+        """Return memory for ``count`` slots outside the arena: per group ``[n, heads, count, head_dim]``, uninitialised."""
         return tuple(np.empty(group.shape(count), group.dtype) for group in self.groups)
 
     def read(self, slots: slice | Array, into: Sequence[Array], target: slice) -> None:
-        """Copy arena slots ``slots`` to places ``target`` of memory that ``host_memory`` gave."""
+        """Copy arena slots ``slots`` to slots ``target`` of ``into``, per group ``[n, heads, count, head_dim]``."""
         for view, copied in zip(self._views, into, strict=True):
             copied[:, :, target] = view[:, :, slots]
 
     def move(self, sources: Array, targets: Array) -> None:
-        """Copy slots ``sources`` to slots ``targets``, index arrays of equal length."""
+        """Copy slots ``sources [n]`` to slots ``targets [n]``."""
         for view in self._views:
             view[:, :, targets] = view[:, :, sources]
 
     def clear(self) -> None:
-        """Zero everything. Only needed after non-finite numbers: a hidden NaN still poisons a weighted sum."""
+        """Zero all slots. Needed only after non-finite values: a masked NaN still makes a weighted sum NaN."""
         for storage in self._storage:
             storage.fill(0)
 
@@ -92,14 +92,14 @@ class Arena:
 
 
 def _view(storage: Array, group: StateGroup, stride: int) -> Array:
-    """All members of a group at ``stride``: ``[n, heads, stride, head_dim]``."""
+    """Return all members of a group at ``stride``: ``[n, heads, stride, head_dim]``."""
     item, line = storage.itemsize, group.head_dim * storage.itemsize
     front = storage[:, : group.heads * stride * group.head_dim]
     return np.lib.stride_tricks.as_strided(front, group.shape(stride), (storage.strides[0], stride * line, line, item))
 
 
 def _restride(source: Array, target: Array, used_slots: int) -> None:
-    """Move head by head, from the far end when growing, so that nothing is overwritten before it has moved."""
+    """Move head by head, from the last one when growing, so that no slot is overwritten before it has moved."""
     heads = source.shape[1]
     is_growing = target.shape[2] > source.shape[2]
     for head in range(heads - 1, 0, -1) if is_growing else range(1, heads):

@@ -1,4 +1,4 @@
-"""The KV cache: arena, slots, sequences and masks, moved together. Nothing else writes a slot, a mask cell or a position."""
+"""The KV cache is the only code that writes a slot, a mask cell or a position, and it changes all of them together."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from staticllm.kvcache.slot_allocator import SlotAllocator
 from staticllm.kvcache.step import Step, StepBuffers
 from staticllm.kvcache.stored import SequenceCopy, StoredLayout, StoredSequence, as_index
 
-PAD_TOKEN = 0  # idle rows hold it; no token sees what becomes of them
+PAD_TOKEN = 0  # the token of idle rows; no other row sees them
 
 
 class KVCache:
-    """Everything that lives from one step to the next: arena, slots, sequences, recurrent states and masks.
+    """The state between two steps: arena, slots, sequences, recurrent states and masks.
 
-    ``kv_lens`` are the KV lengths that programs exist for, ascending; the arena grows along them.
-    A step is ``fill`` (before the device runs) and ``commit`` (after); a failed step is simply not committed. After an exception
-    inside a transaction ``is_void`` is True: slots and sequences may disagree, and only ``reset`` helps.
+    ``kv_lens`` holds the KV lengths of the programs, ascending; the stride of the arena is always one of them. A step calls
+    ``fill`` before the device runs and ``commit`` after it; a failed step is not committed. After an exception inside a
+    transaction ``is_void`` is True: slots and sequences may be inconsistent until ``reset``.
 
     Runs on the engine's thread.
     """
@@ -48,19 +48,19 @@ class KVCache:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """A block in which slots change hands. If it raises, ``is_void`` is True until ``reset``."""
+        """Enclose changes of slots and sequences. If the block raises, ``is_void`` is True until ``reset``."""
         self.is_void = True
         yield
         self.is_void = False
 
     def open(self) -> Sequence:
-        """A new, empty sequence. Costs nothing: stale slots are hidden by the mask, not zeroed."""
+        """Return a new, empty sequence. No slot is zeroed: the mask hides stale ones."""
         sequence = Sequence(self.num_slots)
         self._open.add(sequence)
         return sequence
 
     def fork(self, sequence: Sequence, length: int) -> Sequence:
-        """A new sequence that begins with the first ``length`` tokens of another. Their slots are stored once."""
+        """Return a new sequence with the first ``length`` tokens of another. Both share the slots of these tokens."""
         assert length <= len(sequence) and (length == len(sequence) or not self.states)
         forked, slots = self.open(), sequence.slots[:length]
         self.slots.share(slots)
@@ -69,27 +69,27 @@ class KVCache:
         return forked
 
     def cut(self, sequence: Sequence, length: int) -> None:
-        """Forget all tokens of a sequence but the first ``length``; all of them where a recurrent state knows them."""
+        """Keep the first ``length`` tokens of a sequence; with recurrent states, which cannot be cut, keep none."""
         if length < len(sequence):
             self.slots.free(sequence.cut(0 if self.states else length))
             self.states.forget(sequence)
 
     def close(self, sequence: Sequence) -> None:
-        """Give all slots of a sequence back."""
+        """Free all slots of a sequence."""
         self.cut(sequence, 0)
 
     def copy_out(self, sequence: Sequence) -> StoredSequence:
-        """The slots of a sequence, copied out of the arena; the sequence stays."""
+        """Return a copy of a sequence in host memory; the sequence stays in the arena."""
         copy = self.begin_copy(sequence)
         copy.advance(len(sequence))
         return copy.stored
 
     def begin_copy(self, sequence: Sequence) -> SequenceCopy:
-        """The same copy, to be made in chunks."""
+        """Begin a copy like ``copy_out`` that is made in chunks."""
         return SequenceCopy(self.arena, sequence, self.states.of(sequence) or ())
 
     def bring_back(self, stored: StoredSequence, length: int) -> Sequence:
-        """A new sequence in the arena that begins with the first ``length`` tokens of a stored one."""
+        """Return a new sequence in the arena with the first ``length`` tokens of a stored one."""
         assert length == len(stored.tokens) or not self.states
         sequence = self.open()
         sequence.states = stored.states or None
@@ -99,7 +99,7 @@ class KVCache:
         return sequence
 
     def compact(self) -> None:
-        """Move high slots into low free ones, if a smaller KV length then shows all of them."""
+        """Move high slots into low free ones, if a smaller KV length is then enough."""
         count = self.slots.num_used
         if not count or self.kv_len_for(self.slots.high_slot) == self.kv_len_for(count):
             return
@@ -111,11 +111,11 @@ class KVCache:
             sequence.move(places)
 
     def kv_len_for(self, num_slots: int) -> int:
-        """The smallest KV length that shows ``num_slots`` slots."""
+        """Return the smallest KV length of at least ``num_slots`` slots."""
         return self.kv_lens[bisect_left(self.kv_lens, num_slots)]
 
     def fill(self, step: Step, buffers: StepBuffers) -> None:
-        """Before the device runs: write ids, positions, masks and logit rows of a step, and give the arena the step's stride."""
+        """Write the ids, positions, masks and logit rows of a step, and set the arena's stride. Called before the device runs."""
         if step.variant.kv_len:
             self.arena.set_stride(step.variant.kv_len, self.slots.high_slot)
         if self.states:
@@ -135,7 +135,7 @@ class KVCache:
             paint_positions(step, buffers.key_positions[0, 0, 0], buffers.query_positions[0, 0, :, 0])
 
     def are_finite(self, step: Step, buffers: StepBuffers) -> list[bool]:
-        """For each segment of a step that ran: whether its new keys, values and states are finite and may be kept."""
+        """Return for each segment of a step that ran whether its new keys, values and states are finite and may be kept."""
         count = sum(len(segment.tokens) for segment in step.segments)
         if not all(map(is_finite, self.states.present)):
             return [False] * len(step.segments)
@@ -149,16 +149,16 @@ class KVCache:
     def commit(
         self, step: Step, buffers: StepBuffers, accepted: List[int] | None = None
     ) -> list[StoredSequence | None]:
-        """Keep what a step computed: keys and values, tokens and positions, together.
+        """Keep the results of a step: keys and values, tokens, positions and recurrent states together.
 
         Args:
             step: The step that ``fill`` was called with.
             buffers: The memory that the program wrote to.
-            accepted: For each segment, how many of its tokens are kept, from the front; 0 for a segment that failed, fewer
-                than all for a draft that was accepted in part. None for all. A recurrent state cannot be cut: all or 0.
+            accepted: For each segment the number of its first tokens that are kept: 0 for a segment that failed, fewer than
+                all for a partly accepted draft. None keeps all. With recurrent states only all or 0 is possible.
 
         Returns:
-            For each segment with ``to_host`` its stored sequence, which never enters the arena; None for the others.
+            One entry per segment: its stored sequence, which never enters the arena, with ``to_host``; else None.
         """
         stored: list[StoredSequence | None] = []
         with self.transaction():
@@ -176,12 +176,12 @@ class KVCache:
         return stored
 
     def _to_host(self, tokens: NDArray[np.int64], buffers: StepBuffers, rows: slice) -> StoredSequence:
-        """A whole fresh sequence, taken from the program's outputs."""
+        """Return a stored sequence with these tokens and with rows ``rows`` of the program's outputs."""
         kv = tuple(present[:, :, rows].copy() for present in buffers.presents)
         return StoredSequence(tuple(tokens.tolist()), kv, self.states.written())
 
     def _allocate(self, count: int) -> NDArray[np.intp]:
-        """Slots for ``count`` tokens. Grows the arena where they need it."""
+        """Allocate slots ``[count]``, and grow the arena's stride if they need it."""
         used = self.slots.high_slot
         slots = self.slots.allocate(count)
         needed = max(used, int(slots[-1]) + 1) if count else used
@@ -190,7 +190,7 @@ class KVCache:
         return slots
 
     def reset(self) -> None:
-        """Take all slots back and zero them, whatever an interrupted step left behind. Open sequences are void."""
+        """Free and zero all slots, in any state that an interrupted step left. Open sequences must not be used any more."""
         self.slots = SlotAllocator(self.num_slots)
         self._masks = MaskBuilder()
         self._open = weakref.WeakSet()

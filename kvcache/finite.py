@@ -1,4 +1,4 @@
-"""Numbers that are finite: others must never be kept, since a hidden NaN poisons every sum that it is hidden in."""
+"""Checks that values are finite, because a NaN in the cache makes every weighted sum over it NaN, even if it is masked."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ BF16_EXPONENT = np.uint16(0x7F80)
 
 
 def is_finite(rows: NDArray[Any]) -> bool:
-    """Whether all numbers of ``rows`` (any shape) are finite. f32 and f16 as they are, bf16 as the uint16 that hold it; integers
-    of other types are always finite."""
+    """Return whether all values of ``rows [...]`` are finite.
+
+    A uint16 array holds bf16 bit patterns; arrays of other integer types are always finite.
+    """
     if rows.dtype == np.uint16:
         return bool(((rows & BF16_EXPONENT) != BF16_EXPONENT).all())
     return rows.dtype.kind != "f" or bool(np.isfinite(rows).all())

@@ -1,4 +1,4 @@
-"""The host pool: KV slots outside the arena, of swapped requests and of conversations kept for their prefix."""
+"""The host pool stores KV slots outside the arena, for swapped requests and for conversations kept for their prefix."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from staticllm.kvcache.stored import StoredSequence
 
 
 class HostPool:
-    """At most ``num_slots`` slots. Those of swapped requests stay until they are taken; conversations go, the oldest first.
+    """Stores at most ``num_slots`` slots. Swapped requests stay until they are taken; of conversations the oldest is dropped.
 
-    ``state_slots``: how many slots the recurrent states of one conversation are worth in memory. A conversation with such states
-    can only be reused as a whole.
+    ``state_slots`` is the number of slots that the recurrent states of one conversation count for. A conversation with such
+    states can only be reused as a whole.
 
     Runs on the engine's thread.
     """
@@ -29,25 +29,25 @@ class HostPool:
 
     @property
     def free_slots(self) -> int:
-        """Slots that the next request to be swapped out can have; kept conversations are dropped for it."""
+        """The number of slots that the next swapped request may have; kept conversations are dropped for it."""
         return max(0, self.num_slots - self.num_swapped_slots - self._state_slots)
 
     def swap_out(self, owner: int, stored: StoredSequence) -> None:
-        """Hold the sequence of a request. The caller has checked ``free_slots``."""
+        """Store the sequence of request ``owner``. The caller has checked ``free_slots``."""
         self.num_swapped_slots += self._size(stored.tokens)
         self._swapped[owner] = stored
         self._shrink()
 
     def take(self, owner: int) -> StoredSequence:
-        """The sequence of a request; it leaves the pool."""
+        """Remove the sequence of request ``owner`` from the pool and return it."""
         stored = self._swapped.pop(owner)
         self.num_swapped_slots -= self._size(stored.tokens)
         return stored
 
     def keep(self, stored: StoredSequence) -> bool:
-        """Keep a conversation for its prefix. A kept one that it begins with is dropped, unless only wholes can be reused.
+        """Keep a conversation for its prefix. Return False if the pool has no room for it.
 
-        False if the pool has no room for it.
+        A kept conversation that is a prefix of it is dropped, unless conversations can only be reused as a whole.
         """
         if self._size(stored.tokens) > self.num_slots - self.num_swapped_slots:
             return False
@@ -61,9 +61,9 @@ class HostPool:
         return True
 
     def longest(self, tokens: TokenList[int], is_whole: bool = False) -> tuple[StoredSequence | None, int]:
-        """The kept conversation with the longest common prefix, and its length.
+        """Return the kept conversation with the longest common prefix with ``tokens``, and the length of that prefix.
 
-        With ``is_whole`` only a conversation that is a prefix of ``tokens`` as a whole.
+        With ``is_whole`` the whole conversation must be a prefix of ``tokens``.
         """
         best, length, ids = None, 0, np.array(tokens, np.int64)
         for stored in self._kept.values():
@@ -75,7 +75,7 @@ class HostPool:
         return best, length
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all swapped sequences and all conversations."""
         self._kept.clear()
         self._swapped.clear()
         self.num_kept_slots = self.num_swapped_slots = 0

@@ -1,8 +1,8 @@
-"""The mask builder: the only place that decides which token sees which.
+"""The mask builder is the only code that decides which token sees which.
 
-A mask row belongs to one token; its columns are the T arena slots, then the S rows of the step itself. A token sees the
-arena slots of its own sequence and the step's rows of its own segment up to itself, both cut by the window of the mask kind.
-An idle row sees itself, so that no softmax is empty.
+A mask row belongs to one token; its columns are the T arena slots, then the S rows of the step. A token sees the arena slots of
+its own sequence and the rows of its own segment up to itself, both limited by the window of the mask kind. An idle row sees
+itself, so that no softmax is empty.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ Mask = NDArray[np.float32]
 
 
 class MaskBuilder:
-    """Paints the masks of a step into its buffers, repainting only what changed for a decoding sequence."""
+    """Paints the masks of a step into its buffers; for a single decoding row it repaints only the changed cells."""
 
     def __init__(self) -> None:
-        self._painted: tuple[Variant, Sequence, int, int] | None = None  # a single row: whose, in which epoch, how far
+        # of a step with a single row: variant, sequence, epoch, length
+        self._painted: tuple[Variant, Sequence, int, int] | None = None
 
     def paint(self, step: Step, buffers: StepBuffers) -> None:
-        """Write every cell that differs from what the step needs."""
+        """Write the masks ``[1, 1, S, T+S]`` of a step into ``buffers``."""
         if step.variant.rows == 1 and self._is_continuation(step):
             self._paint_continuation(step, buffers)
         else:
@@ -73,13 +74,13 @@ def _paint_all(step: Step, mask: Mask, kind: MaskKind) -> None:
 
 
 def _first_seen(segment: Segment, kind: MaskKind) -> NDArray[np.int64]:
-    """The first position that each token of the segment sees."""
+    """Return the first position that each token of the segment sees: ``[count]``."""
     length = len(segment.sequence)
     return np.array([kind.first(length + index) for index in range(len(segment.tokens))])
 
 
 def _paint_own(square: Mask, first: NDArray[np.int64] | None, length: int) -> None:
-    """Causal among the tokens of one segment, which begins at position ``length``."""
+    """Paint the causal mask ``[count, count]`` among the tokens of one segment, which begins at position ``length``."""
     position = np.arange(len(square))
     seen = position[:, None] >= position[None, :]
     if first is not None:
@@ -88,7 +89,7 @@ def _paint_own(square: Mask, first: NDArray[np.int64] | None, length: int) -> No
 
 
 def _paint_past(past: Mask, segment: Segment, first: NDArray[np.int64] | None) -> None:
-    """The arena slots that each token of the segment sees."""
+    """Paint the arena slots that each token of the segment sees: ``past [count, T]``."""
     slots = segment.sequence.slots
     if first is None:
         past[:, slots] = VISIBLE
@@ -98,10 +99,10 @@ def _paint_past(past: Mask, segment: Segment, first: NDArray[np.int64] | None) -
 
 
 def paint_positions(step: Step, keys: NDArray[np.int32], queries: NDArray[np.int32]) -> None:
-    """The positions of all rows that the step sees, ``keys [T+S]``, and of its own, ``queries [S]``, in their sequences.
+    """Write the positions of all slots and rows that the step sees, ``keys [T+S]``, and of its own rows, ``queries [S]``.
 
-    Columns of other sequences keep what they hold: a token that does not see them does not see their positions. An idle row is
-    at position 0.
+    Columns of other sequences keep their old values: a token that does not see a column does not use its position. An idle row
+    has position 0.
     """
     kv_len = step.variant.kv_len
     keys[kv_len:] = queries[:] = 0

@@ -1,4 +1,4 @@
-"""Prefix reuse: a prompt that begins like a known sequence does not compute that part again."""
+"""The prefix cache reuses the KV slots of a sequence for a prompt that begins with the same tokens."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from staticllm.kvcache.stored import SequenceCopy, StoredSequence
 MIN_PREFIX = 16
 """Shorter prefixes are recomputed unless they are half of the prompt: a fresh prompt runs in cheaper programs."""
 MAX_LOST = 64
-"""A cached sequence that would lose no more tokens than this is continued in place; else its prefix is shared and it stays."""
+"""A cached sequence that loses at most this many tokens is continued in place; else its prefix is shared, and it stays."""
 OFFLOAD_SLOTS = 256
-"""Slots that are offloaded during one call: a decoding request must not wait for a long copy."""
+"""The number of slots that are offloaded during one call, so that decoding requests do not wait for a long copy."""
 
 
 class PrefixCache:
-    """Prefixes of running sequences, of the last finished one (``cached``), and of conversations in the host pool.
+    """Finds prefixes of running sequences, of the last finished one (``cached``), and of conversations in the host pool.
 
-    The last finished sequence stays in the arena, so that a conversation with one user at a time is never copied. It is
-    offloaded to the host pool when other sequences need its slots or pay for them with a larger KV length: while the device
-    runs or is idle, unless its slots are needed at once.
+    The last finished sequence stays in the arena, so that a single conversation is never copied. It is offloaded to the host
+    pool when other sequences need its slots, or when it makes their calls use a larger KV length. The copy is made while the
+    device runs or is idle, or immediately if the slots are needed now.
 
     Runs on the engine's thread.
     """
 
     def __init__(self, cache: KVCache, host_pool: HostPool, is_enabled: bool = True) -> None:
         self._cache, self._host_pool, self._is_enabled = cache, host_pool, is_enabled
-        self._is_whole = bool(cache.states)  # a recurrent state is that of all tokens: no part of them can be used
+        self._is_whole = bool(cache.states)  # a recurrent state covers all tokens: only whole sequences can be reused
         self._cached: Sequence | None = None
         self._offloading: deque[SequenceCopy] = deque()
 
     @property
     def idle_slots(self) -> int:
-        """Slots that would be free without the cached sequence and those that are being offloaded."""
+        """The number of slots that only the cached sequence and the sequences being offloaded hold."""
         return self._cache.slots.count_only([sequence.slots for sequence in self._idle()])
 
     @property
     def is_offloading(self) -> bool:
-        """Whether a sequence is on its way to the host pool."""
+        """Whether a sequence is being offloaded to the host pool."""
         return bool(self._offloading)
 
     def keep(self, sequence: Sequence) -> None:
-        """A request has ended: hold its slots for the next request that begins with the same tokens."""
+        """Cache the sequence of a request that has ended, for the next request that begins with the same tokens."""
         if not self._is_enabled or not len(sequence):
             self._cache.close(sequence)
             return
@@ -58,7 +58,7 @@ class PrefixCache:
             self._offload(previous)
 
     def attach(self, tokens: TokenList[int], running: Iterable[Sequence]) -> Sequence:
-        """A sequence that begins with the longest known prefix of ``tokens``; the last token always runs."""
+        """Return a sequence with the longest cached prefix of ``tokens``, without their last one, which must run for logits."""
         wanted = tokens[:-1]
         if not self._is_enabled:
             return self._cache.open()
@@ -77,9 +77,9 @@ class PrefixCache:
         return self._cache.fork(source, length)
 
     def evict(self, num_slots: int = 0) -> None:
-        """Before a call: offload the cached sequence if it makes the call larger, or if fewer than ``num_slots`` are free.
+        """Offload the cached sequence if it makes the next call larger, or if fewer than ``num_slots`` slots are free.
 
-        Offloads that are already under way are completed only when their slots are needed now.
+        Offloads that have begun are completed only when their slots are needed now.
         """
         if self._cached is not None:
             used, idle = self._cache.slots.num_used, self.idle_slots
@@ -103,19 +103,20 @@ class PrefixCache:
                 self._finish_offload()
 
     def keep_prompt(self, sequence: Sequence) -> None:
-        """Keep the prompt by itself where only whole conversations can be reused; its answer has not begun yet.
+        """Keep a copy of the prompt alone, before its answer begins, if only whole conversations can be reused.
 
-        The same question, or an answer that comes back in other tokens, begins there.
+        A later prompt may begin with this prompt but not with the answer's tokens: the same question again, or an answer
+        that is tokenized differently.
         """
         if self._is_enabled and self._is_whole and len(sequence) >= MIN_PREFIX:
             self._host_pool.keep(self._cache.copy_out(sequence))
 
     def restore(self, stored: StoredSequence) -> bool:
-        """Keep a sequence in the host pool; False if it does not fit."""
+        """Keep a sequence in the host pool. Return False if it does not fit."""
         return self._host_pool.keep(stored)
 
     def find(self, tokens: TokenList[int], running: Iterable[Sequence]) -> StoredSequence | None:
-        """A copy of the longest known prefix of ``tokens``; None if nothing begins like them."""
+        """Return a copy of the longest cached prefix of ``tokens``; None if there is none."""
         source, length = self._longest_in_arena(tokens, running)
         stored, stored_length = self._host_pool.longest(tokens, self._is_whole)
         if stored is not None and stored_length > length:
@@ -128,7 +129,7 @@ class PrefixCache:
         return copied
 
     def forget(self) -> None:
-        """Forget everything, after the cache was reset."""
+        """Forget the cached and outgoing sequences; called after the KV cache was reset."""
         self._cached = None
         self._offloading.clear()
 

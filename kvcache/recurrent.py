@@ -1,7 +1,7 @@
-"""Recurrent states: of fixed size, one set per sequence, replaced by every step.
+"""Recurrent states have a fixed size, exist once per sequence and are replaced by every step.
 
-Programs read one set and write another. A sequence that runs again and again stays *live*: after a step the new set is copied
-over the old one, and nothing else. When another sequence runs, the one before takes its set along.
+Programs read one set of arrays and write another. A sequence that runs in consecutive steps stays *live*: after each step the
+new set is copied over the old one, and nothing else is copied. When another sequence runs, the previous one saves its set.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from staticllm.kvcache.sequence import Sequence, StateSet
 
 
 class StateBank:
-    """``past`` is what programs read, ``present`` what they write: arrays of the states' shapes, bound once."""
+    """The arrays that programs read (``past``) and write (``present``), in the states' shapes; programs bind them once."""
 
     def __init__(self, states: List[RecurrentState]) -> None:
         self.past: list[NDArray[Any]] = [np.zeros(state.shape, state.dtype) for state in states]
@@ -25,11 +25,11 @@ class StateBank:
         self._live: Sequence | None = None
 
     def __bool__(self) -> bool:
-        """Whether the model has any."""
+        """Whether the model has recurrent states."""
         return bool(self.past)
 
     def enter(self, sequence: Sequence) -> None:
-        """Before a step: its states become those that programs read. A new sequence begins with zeros."""
+        """Make the states of a sequence the ones that programs read; zeros for a new sequence. Called before a step."""
         if self._live is sequence:
             return
         if self._live is not None:
@@ -39,28 +39,28 @@ class StateBank:
         self._live, sequence.states = sequence, None
 
     def commit(self) -> None:
-        """After a step: what it wrote is what the next one reads."""
+        """Copy the states that the step wrote to those that the next step reads. Called after a step."""
         for past, present in zip(self.past, self.present, strict=True):
             past[:] = present
 
     def written(self) -> StateSet:
-        """Copies of what the last step wrote."""
+        """Return copies of the states that the last step wrote, in the states' shapes."""
         return _copies(self.present)
 
     def of(self, sequence: Sequence) -> StateSet | None:
-        """Copies of the states of a sequence; None where it has run nothing."""
+        """Return copies of the states of a sequence; None if it has not run yet."""
         if self._live is sequence:
             return _copies(self.past)
         return None if sequence.states is None else _copies(sequence.states)
 
     def forget(self, sequence: Sequence) -> None:
-        """Forget the states of a sequence; it begins with zeros again."""
+        """Drop the states of a sequence; it begins with zeros again."""
         sequence.states = None
         if self._live is sequence:
             self._live = None
 
     def clear(self) -> None:
-        """Forget everything, numbers that are not finite included."""
+        """Zero all arrays and drop the live sequence."""
         self._live = None
         for array in (*self.past, *self.present):
             array[:] = 0

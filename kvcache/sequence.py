@@ -1,4 +1,4 @@
-"""A sequence: the tokens of one conversation that are in the arena, and their slots."""
+"""A sequence is the tokens of one conversation that are in the arena, with their slots."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Tokens = TokenList[int] | NDArray[np.int64]
 StateSet = tuple[NDArray[Any], ...]
 """The recurrent states of one sequence, after its last token."""
 HEAD = 8
-"""Most sequences differ within their first tokens: these are compared before the rest is touched."""
+"""The number of tokens that are compared first, because most sequences differ within them."""
 
 
 class Sequence:
-    """Token i has position i and lies in arena slot ``slots[i]``. Only ``KVCache`` changes a sequence.
+    """The tokens of one conversation. Token i has position i and arena slot ``slots[i]``. Only ``KVCache`` changes it.
 
     ``epoch`` counts the changes other than appending; a mask that was painted in another epoch must be repainted.
     """
@@ -25,7 +25,7 @@ class Sequence:
         self._slots = np.zeros(num_slots, np.intp)
         self.tokens: list[int] = []
         self.epoch = 0
-        self.states: StateSet | None = None  # while it is not the one whose states programs read
+        self.states: StateSet | None = None  # recurrent states, while the sequence is not the live one of the StateBank
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -42,20 +42,20 @@ class Sequence:
         self.tokens.extend(tokens)
 
     def cut(self, length: int) -> NDArray[np.intp]:
-        """Keep the first ``length`` tokens; return the slots of the others."""
+        """Keep the first ``length`` tokens; return the slots ``[n]`` of the others."""
         dropped = self.slots[length:].copy()
         del self.tokens[length:]
         self.epoch += 1
         return dropped
 
     def move(self, places: NDArray[np.intp]) -> None:
-        """What lay in slot s lies in ``places[s]`` from now on; ``places [num_slots]``."""
+        """Replace each slot s by ``places[s]``; ``places [num_slots]``."""
         self._slots[: len(self.tokens)] = places[self.slots]
         self.epoch += 1
 
 
 def common_prefix(mine: Tokens, other: Tokens) -> int:
-    """How many leading tokens are the same."""
+    """Return the number of leading tokens that are equal."""
     limit = min(len(mine), len(other))
     if limit > HEAD and not np.array_equal(mine[:HEAD], other[:HEAD]):
         limit = HEAD

@@ -1,4 +1,4 @@
-"""Which slots are free. Low slots go first: the highest slot in use decides the KV length, and so the cost, of a step."""
+"""Allocates slots, the lowest first, because the highest slot in use determines the KV length and the cost of a step."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ Slots = NDArray[np.intp]
 
 
 class SlotAllocator:
-    """Hands out slot indices ``0 .. num_slots - 1``, lowest first. A slot may have several holders: a shared prefix."""
+    """Allocates slot indices ``0 .. num_slots - 1``, the lowest first. A slot of a shared prefix has several holders."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._free = list(range(num_slots))  # a sorted list is a heap
         self._holders = np.zeros(num_slots, np.int32)
         self.num_shared = 0  # slots with several holders
-        self._high: int | None = 0  # None when it must be looked up
+        self._high: int | None = 0  # None if it must be computed
 
     @property
     def num_free(self) -> int:
+        """The number of slots without a holder."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
+        """The number of slots with at least one holder."""
         return self.num_slots - len(self._free)
 
     @property
@@ -38,7 +40,7 @@ class SlotAllocator:
         return self._high
 
     def allocate(self, count: int) -> Slots:
-        """``count`` slots ``[count]``, ascending, with one holder. The caller has checked ``num_free``."""
+        """Return slots ``[count]``, ascending, each with one holder. The caller has checked ``num_free``."""
         assert count <= self.num_free, f"{count} slots asked, {self.num_free} free"
         slots = np.array([heapq.heappop(self._free) for _ in range(count)], np.intp)
         self._holders[slots] = 1
@@ -47,13 +49,13 @@ class SlotAllocator:
         return slots
 
     def share(self, slots: Slots) -> None:
-        """Add a holder to slots that are in use."""
+        """Add a holder to ``slots [n]``, which are in use."""
         assert (self._holders[slots] > 0).all(), "a free slot is shared"
         self._holders[slots] += 1
         self.num_shared += int(np.count_nonzero(self._holders[slots] == 2))
 
     def free(self, slots: Slots) -> None:
-        """Remove a holder; slots without a holder are free again. Freeing a free slot is a bug."""
+        """Remove a holder of ``slots [n]``; slots without a holder are free again. Freeing a free slot is a bug."""
         assert (self._holders[slots] > 0).all(), "a slot is freed twice"
         self._holders[slots] -= 1
         self._high = None
@@ -63,18 +65,21 @@ class SlotAllocator:
             heapq.heappush(self._free, slot)
 
     def count_own(self, slots: Slots) -> int:
-        """How many of ``slots`` have one holder, and would be free without it."""
+        """Return how many of ``slots [n]`` have exactly one holder."""
         return int(np.count_nonzero(self._holders[slots] == 1))
 
     def count_only(self, holders: Sequence[Slots]) -> int:
-        """How many slots would be free without these holders."""
-        if len(holders) < 2:  # asked before every call, and most often there is one
+        """Return how many slots would be free without these holders, each given by its slots ``[n]``."""
+        if len(holders) < 2:  # the usual case, and this runs before every call
             return self.count_own(holders[0]) if holders else 0
         slots, counts = np.unique(np.concatenate(holders), return_counts=True)
         return int(np.count_nonzero(self._holders[slots] == counts))
 
     def move_down(self) -> tuple[Slots, Slots]:
-        """Exchange the highest used slots for the lowest free ones, so that no hole is left: (sources, targets)."""
+        """Exchange the highest used slots for the lowest free ones, so that no gap remains.
+
+        Return the sources ``[n]`` and the targets ``[n]`` of the move.
+        """
         used = np.flatnonzero(self._holders)
         sources = used[used >= used.size]
         targets = np.flatnonzero(self._holders[: used.size] == 0)

@@ -1,7 +1,7 @@
-"""Snapshots: a sequence on disk, written as a whole or not at all, and read only into the model that made it.
+"""A snapshot stores a sequence in a file that is written atomically and read only into the model that made it.
 
-A file is a magic line, the length and the digest of a header, the header (JSON), and a body: token ids, keys and values, and
-recurrent states in this order, as they lie in memory. Their shapes are not in the file: the model that reads them knows them.
+A file consists of a magic line, the length and the digest of a header, the header (JSON), and a body: token ids, keys and
+values, and recurrent states in this order, in their memory layout. The shapes are not in the file: they follow from the model.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Identity = Mapping[str, str]
 
 
 def save(stored: StoredSequence, path: str | os.PathLike[str], identity: Identity, key: bytes = b"") -> None:
-    """Write a sequence to ``path``; an interruption leaves what was there before.
+    """Write a sequence to ``path``; an interruption leaves the previous file unchanged.
 
-    ``identity`` must be equal where it is read: model, type of keys and values. With a ``key``, a file that was not
-    written with it is refused.
+    ``identity`` (the model and the KV type) must be the same when the file is read. A file that was written with a ``key`` can
+    only be read with that key.
 
     Raises:
         SnapshotError: the file cannot be written.
@@ -64,10 +64,10 @@ def save(stored: StoredSequence, path: str | os.PathLike[str], identity: Identit
 def load(
     path: str | os.PathLike[str], identity: Identity, layout: StoredLayout, max_tokens: int, key: bytes = b""
 ) -> StoredSequence:
-    """The sequence that ``save`` wrote: at most ``max_tokens`` tokens, with the shapes of ``layout``.
+    """Return the sequence that ``save`` wrote: at most ``max_tokens`` tokens, with the shapes of ``layout``.
 
     Raises:
-        SnapshotError: no such file, a damaged one, one of another model, too many tokens, numbers that are not finite.
+        SnapshotError: the file is missing, damaged or of another model, or has too many tokens or non-finite values.
     """
     try:
         with _explained(path), open_regular(Path(path)) as file:
@@ -129,7 +129,7 @@ def _read_header(file: BinaryIO, path: str | os.PathLike[str], key: bytes) -> di
 def _read_body(
     file: BinaryIO, path: str | os.PathLike[str], layout: StoredLayout, count: int, expected: str, key: bytes
 ) -> StoredSequence:
-    """What follows the header: exactly as many bytes as the model's own shapes take."""
+    """Read the arrays after the header, which must have exactly the bytes of the model's own shapes."""
     shapes = [((count,), np.dtype(np.int64)), *layout.kv_shapes(count), *layout.states]
     left = os.fstat(file.fileno()).st_size - file.tell()
     needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
@@ -162,12 +162,12 @@ def _arrays(stored: StoredSequence) -> list[np.ndarray[Any, Any]]:
 
 
 def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
-    """The memory of a contiguous array."""
+    """Return the bytes of a contiguous array, of any shape, without a copy."""
     return array.reshape(-1).view(np.uint8).data
 
 
 def _hash(key: bytes) -> Any:
-    """BLAKE2b, keyed where there is a key (RFC 7693)."""
+    """Return a new BLAKE2b hash (RFC 7693), keyed if there is a key."""
     return hashlib.blake2b(
         digest_size=DIGEST_BYTES, key=hashlib.sha256(key).digest() if key else b"", person=b"staticllm rows"
     )

@@ -1,4 +1,4 @@
-"""What one device call processes, and the memory that it reads and writes."""
+"""Describes the tokens of one device call, and holds the memory that the call reads and writes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from staticllm.kvcache.groups import group_states, place_of
 from staticllm.kvcache.sequence import Sequence
 
 HIDDEN = float(np.finfo(np.float16).min)
-"""What hides a key. Finite in every type a device may convert it to, and exp() of it is 0 in all of them."""
+"""The mask value that hides a key. It is finite in every type that a device may convert it to, and its exp() is 0 in all."""
 
 
 @dataclass(frozen=True)
 class Segment:
     """The next tokens of one sequence in a step: ``tokens [count]`` int64, in consecutive rows.
 
-    The program computes logits after the last ``num_logits`` of them. With ``to_host``, which takes a fresh sequence, their keys
+    The program computes logits after the last ``num_logits`` of them. With ``to_host``, which needs an empty sequence, the keys
     and values do not enter the arena.
     """
 
@@ -38,7 +38,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Step:
-    """One call of one variant: the segments fill its rows from the front, idle rows follow."""
+    """One call of one variant: the segments fill its rows from the front, and idle rows follow."""
 
     variant: Variant
     segments: tuple[Segment, ...]
@@ -47,14 +47,14 @@ class Step:
         assert sum(len(segment.tokens) for segment in self.segments) <= self.variant.rows
 
     def placed(self) -> Iterator[tuple[int, Segment]]:
-        """Each segment with its first row."""
+        """Yield each segment with its first row."""
         start = 0
         for segment in self.segments:
             yield start, segment
             start += len(segment.tokens)
 
     def logits(self) -> Iterator[slice]:
-        """Where the logits of each segment lie among those that the program computes."""
+        """Yield for each segment the range of its rows in the program's logits."""
         start = 0
         for segment in self.segments:
             yield slice(start, start + segment.num_logits)
@@ -62,7 +62,7 @@ class Step:
 
 
 class BufferPool:
-    """Host memory for the largest of all variants. They never run at once, so the buffers of each are fronts of it."""
+    """Host memory for the largest variant. Variants never run at the same time, so all use the front of this memory."""
 
     def __init__(self, variants: Sized[Variant], shape: ModelShape) -> None:
         self.shape = shape
@@ -80,11 +80,11 @@ class BufferPool:
 
 
 class StepBuffers:
-    """The host memory of one variant's ports; programs bind it, ``KVCache`` fills it.
+    """The host memory of one variant's ports, which programs bind and ``KVCache`` fills.
 
     ``input_ids [1, S]`` and ``position_ids [..., S]`` int64, ``masks[kind] [1, 1, S, T+S]`` f32, ``logit_rows [R]`` int64,
-    ``logits [1, R, vocab]`` f32, ``presents``: for each group of states ``[n, heads, S, head_dim]``. ``key_positions
-    [1, 1, 1, T+S]`` and ``query_positions [1, 1, S, 1]`` int32, where the model takes them.
+    ``logits [1, R, vocab]`` f32, ``presents``: per group of states ``[n, heads, S, head_dim]``. ``key_positions
+    [1, 1, 1, T+S]`` and ``query_positions [1, 1, S, 1]`` int32, if the model takes them, else None.
     """
 
     def __init__(self, variant: Variant, pool: BufferPool) -> None:
@@ -104,7 +104,7 @@ class StepBuffers:
         ]
 
     def present_of(self, index: int) -> NDArray[Any]:
-        """The new rows of state ``index``: ``[1, heads, S, head_dim]``."""
+        """Return the new rows of state ``index``: ``[1, heads, S, head_dim]``."""
         number, line = place_of(self._groups, index)
         return self.presents[number][line : line + 1]
 
@@ -124,6 +124,7 @@ class PoolSizes:
 
 
 def pool_sizes(variants: Sized[Variant]) -> PoolSizes:
+    """Return the sizes of a pool that is large enough for each of ``variants``."""
     return PoolSizes(
         max(variant.rows for variant in variants),
         max(variant.num_logits for variant in variants),
@@ -133,7 +134,7 @@ def pool_sizes(variants: Sized[Variant]) -> PoolSizes:
 
 
 def buffer_bytes(variants: Sized[Variant], shape: ModelShape) -> int:
-    """Bytes that a pool for ``variants`` takes, without taking them."""
+    """Return the bytes that a pool for ``variants`` would take."""
     sizes = pool_sizes(variants)
     masks = sizes.mask_cells * 4 * len(shape.masks)
     return masks + sizes.num_logits * shape.vocab_size * 4 + sizes.rows * shape.slot_bytes

@@ -1,4 +1,4 @@
-"""A sequence outside the arena: in the host pool, in a snapshot on disk, or on its way there."""
+"""Holds a sequence outside the arena, for the host pool and for snapshots, and copies it there in chunks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ArraySpec = tuple[tuple[int, ...], np.dtype[Any]]
 
 @dataclass(frozen=True)
 class StoredSequence:
-    """Tokens, and for each group of states their keys or values ``[n, heads, length, head_dim]``.
+    """A sequence in host memory: ``tokens``, and ``kv`` with one array ``[n, heads, length, head_dim]`` per group of states.
 
-    ``states`` are the recurrent ones after the last token.
+    ``states`` holds the recurrent states after the last token.
     """
 
     tokens: tuple[int, ...]
@@ -30,60 +30,61 @@ class StoredSequence:
 
     @cached_property
     def ids(self) -> NDArray[np.int64]:
-        """The tokens ``[length]``, ready to be compared."""
+        """The tokens as an array ``[length]``, for comparisons."""
         return np.array(self.tokens, np.int64)
 
     @property
     def num_bytes(self) -> int:
+        """The bytes of all arrays."""
         return sum(array.nbytes for array in (*self.kv, *self.states))
 
     def prefix(self, length: int) -> StoredSequence:
-        """The first ``length`` tokens; all of them where there are recurrent states."""
+        """Return the first ``length`` tokens without a copy; with recurrent states ``length`` must be all of them."""
         assert length == len(self.tokens) or not self.states
         return StoredSequence(self.tokens[:length], tuple(array[:, :, :length] for array in self.kv), self.states)
 
 
 @dataclass(frozen=True)
 class StoredLayout:
-    """The arrays that a stored sequence of this model must have. ``states``: shape and type of each recurrent state."""
+    """The shapes and types that a stored sequence of a model must have. ``states`` has one entry per recurrent state."""
 
     groups: tuple[StateGroup, ...]
     states: tuple[ArraySpec, ...]
     vocab_size: int
 
     def kv_shapes(self, count: int) -> list[ArraySpec]:
-        """Shape ``[n, heads, count, head_dim]`` and type of the keys or values of each group."""
+        """Return the shape ``[n, heads, count, head_dim]`` and the type of each group's keys or values."""
         return [(group.shape(count), np.dtype(group.dtype)) for group in self.groups]
 
     def fits(self, stored: StoredSequence) -> bool:
-        """Whether a stored sequence has these shapes and types."""
+        """Return whether a stored sequence has these shapes and types."""
         kv = [(array.shape, array.dtype) for array in stored.kv]
         states = [(array.shape, array.dtype) for array in stored.states]
         return kv == self.kv_shapes(len(stored.tokens)) and states == list(self.states)
 
 
 class SequenceCopy:
-    """A sequence on its way out of the arena, in chunks. Nothing may change the sequence meanwhile; its slots may move."""
+    """Copies a sequence out of the arena in chunks. Meanwhile its tokens must not change; its slots may move."""
 
     def __init__(self, arena: Arena, sequence: Sequence, states: StateSet) -> None:
         self.sequence, self._states = sequence, states
         self._arena, self._arrays, self._done = arena, arena.host_memory(len(sequence)), 0
 
     def advance(self, count: int) -> bool:
-        """Copy the next ``count`` slots. True if none are left."""
+        """Copy the next ``count`` slots. Return whether the copy is complete."""
         start, self._done = self._done, min(self._done + count, len(self.sequence))
         self._arena.read(as_index(self.sequence.slots[start : self._done]), self._arrays, slice(start, self._done))
         return self._done == len(self.sequence)
 
     @property
     def stored(self) -> StoredSequence:
-        """The whole copy, once ``advance`` has returned True."""
+        """The complete copy; to be read after ``advance`` has returned True."""
         assert self._done == len(self.sequence), "slots are missing"
         return StoredSequence(tuple(self.sequence.tokens), self._arrays, self._states)
 
 
 def as_index(slots: NDArray[np.intp]) -> slice | NDArray[np.intp]:
-    """A slice where the slots are contiguous: copying through a slice is several times faster."""
+    """Return ``slots [n]`` as a slice if they are contiguous and ascending: copying through a slice is several times faster."""
     if slots.size and int(slots[-1]) - int(slots[0]) + 1 == slots.size and (slots[1:] > slots[:-1]).all():
         return slice(int(slots[0]), int(slots[-1]) + 1)
     return slots

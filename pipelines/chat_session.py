@@ -1,4 +1,4 @@
-"""The conversation of ``start_chat``: one turn at a time, in text or in token ids."""
+"""Keeps the conversation of ``start_chat``, one turn at a time, in text or in token ids."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from staticllm.pipelines.text.tokenization import Form, Prompt, encode_messages
 
 
 class ChatSession:
-    """The turns so far. As in GenAI, a chat stays in the form of its first turn, and token ids have no chat template.
+    """The turns so far. As in GenAI, a chat keeps the form of its first turn, and token ids get no chat template.
 
-    Any thread may call; turns of several threads run one after the other.
+    Any thread may call the methods; turns of several threads run one after the other.
     """
 
     def __init__(self, tokenizer: genai.Tokenizer) -> None:
@@ -27,27 +27,28 @@ class ChatSession:
         self._lock, self._owner = threading.Lock(), 0
 
     def start(self, system_message: str = "") -> None:
-        """Begin a new conversation. The system message takes part in a chat in text."""
+        """Begin a new conversation. The system message is used only in a chat in text."""
         with self.exclusive():
             self._forget()
             self._messages = [{"role": "system", "content": system_message}] if system_message else []
             self._is_open = True
 
     def finish(self) -> None:
+        """End the conversation and forget its turns."""
         with self.exclusive():
             self._forget()
             self._is_open = False
 
     def takes(self, form: Form) -> bool:
-        """Whether inputs of this form are a turn of the chat: all but a history, which brings its own conversation."""
+        """Return whether inputs of this form are a turn of the chat; a history is not, as it is a conversation itself."""
         return self._is_open and form != "history"
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """One turn at a time. Other threads wait; the same thread, from its streamer, would wait for itself.
+        """Hold the chat for one turn. Other threads wait; this thread, inside its streamer, cannot, and gets an error.
 
         Raises:
-            StaticLLMError: a turn runs in this thread.
+            StaticLLMError: a turn is already running in this thread.
         """
         if self._owner == threading.get_ident():
             raise StaticLLMError("a turn of the chat is running in this thread: its streamer cannot begin another")
@@ -59,11 +60,11 @@ class ChatSession:
                 self._owner = 0
 
     def prompt_of(self, turn: str | Prompt) -> Prompt:
-        """The conversation with one more turn: a message of the user, or tokens.
+        """Return the prompt of the conversation with one more turn: a message of the user, or tokens.
 
         Raises:
-            GenerationConfigError: the chat goes on in the other form.
-            PromptError: the chat template refuses it.
+            GenerationConfigError: the chat has the other form.
+            PromptError: the chat template refuses the conversation.
         """
         if isinstance(turn, str):
             if self._tokens:
@@ -76,7 +77,7 @@ class ChatSession:
         return Prompt([*self._tokens, *turn.ids])
 
     def add(self, turn: str | Prompt, prompt: Prompt, output: RequestOutput) -> None:
-        """Keep a turn. Of tokens all, with the one that ended the answer, as GenAI keeps them."""
+        """Add a turn and its answer. Tokens are kept with the one that ended the answer, as in GenAI."""
         if isinstance(turn, str):
             said = [{"role": "user", "content": turn}, {"role": "assistant", "content": output.text}]
             self._messages = [*self._messages, *said]
@@ -84,10 +85,10 @@ class ChatSession:
             self._tokens = [*prompt.ids, *output.tokens]
 
     def ids(self) -> list[int]:
-        """The conversation as token ids.
+        """Return the conversation as token ids.
 
         Raises:
-            SnapshotError: there is none.
+            SnapshotError: there is no conversation.
         """
         if self._tokens:
             return list(self._tokens)

@@ -1,4 +1,4 @@
-"""``StaticLLMPipeline``: a drop-in for ``openvino_genai.LLMPipeline`` as a desktop app uses it, for many requests at once."""
+"""``StaticLLMPipeline`` is a drop-in replacement for ``openvino_genai.LLMPipeline`` that serves many requests at once."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class StaticLLMPipeline:
             of an IR's XML, for a model in memory.
         args: ``device, config`` or ``tokenizer, device, config``, as in GenAI; for a model in memory
             ``weights, tokenizer, device, generation_config``.
-        device: ``CPU`` (the default), ``NPU``, ``GPU`` … as OpenVINO names it; of several, ``NPU,CPU``, the first that can;
-            ``AUTO`` is NPU, GPU and CPU as far as they are there.
+        device: ``CPU`` (the default), ``NPU``, ``GPU`` … as OpenVINO names it. Of several (``NPU,CPU``) the first one that can
+            run the model is used. ``AUTO`` stands for NPU, GPU and CPU, as far as they are present.
         config: A mapping of properties, or a ``StaticLLMConfig``.
-        tokenizer: Instead of the one in ``models_path``.
-        on_progress: Called with a ``ProgressEvent`` after each part of loading; what it raises aborts the loading.
+        tokenizer: Replaces the one in ``models_path``.
+        on_progress: Called with a ``ProgressEvent`` after each part of loading; an exception in it aborts the loading.
         scheduler: Scheduling policy: a name, or an object with a method ``plan(view)`` (docs/scheduling.md). Defaults to
             ``config.scheduler``.
         properties: GenAI's and OpenVINO's properties: ``MAX_PROMPT_LEN``, ``INFERENCE_PRECISION_HINT`` …
@@ -69,11 +69,11 @@ class StaticLLMPipeline:
     Raises:
         ModelError: the directory is missing, half-written or not a language model.
         UnsupportedModelError: a pass cannot lower the model.
-        DeviceError: the device is not on this machine, or refused a program.
-        ConfigError: an unknown property or an impossible value.
+        DeviceError: the device is not on this machine, or it refused a program.
+        ConfigError: a property is unknown or has an impossible value.
 
-    Any thread may call. Requests are served together by one thread that owns the device; ``close`` ends it, and so does
-    leaving a ``with`` block, dropping the pipeline or ending the process.
+    Any thread may call the methods. One thread owns the device and serves all requests together; ``close`` ends it, and so
+    does leaving a ``with`` block, deleting the pipeline or ending the process.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StaticLLMPipeline:
 
     @property
     def config(self) -> StaticLLMConfig:
-        """The resolved configuration of what serves now; with ``SERVE_FROM_CPU`` first the CPU's, then the device's."""
+        """The resolved configuration that is in use now; with ``SERVE_FROM_CPU`` first the CPU's, then the device's."""
         return self._launched.loaded.config
 
     @overload
@@ -141,28 +141,27 @@ class StaticLLMPipeline:
         priority: int = 0,
         **kwargs: Any,
     ) -> Results:
-        """Generate answers; several prompts run together.
+        """Generate the answers to one or more prompts; several prompts run together.
 
         Args:
             inputs: A ``str``, a list of ``str``, token ids (numpy or ``openvino.Tensor``, ``[n]`` or ``[batch, n]``;
                 ``TokenizedInputs``), a ``ChatHistory`` or a list of messages.
             generation_config: Replaces the pipeline's own for this call.
-            streamer: A callable that takes text, or an ``openvino_genai.StreamerBase`` that takes lists of tokens; for one
-                prompt.
-                It runs in the thread that calls, its exceptions reach the caller, the pipeline stays usable.
-            overflow: What happens to tokens beyond the slots: ``stop``, ``truncate_middle`` or ``shift``.
-            priority: Higher ones are served first.
-            kwargs: Fields of ``GenerationConfig``, which win over both configs.
+            streamer: A callable that takes text, or an ``openvino_genai.StreamerBase`` that takes lists of tokens; only for
+                one prompt. It runs in the calling thread; its exceptions reach the caller, and the pipeline stays usable.
+            overflow: The rule for a conversation that fills its slots: ``stop``, ``truncate_middle`` or ``shift``.
+            priority: Requests with a higher priority are served first.
+            kwargs: Fields of ``GenerationConfig``, which override both configs.
 
         Returns:
             ``GeneratedText`` (a ``str``) for a ``str``, ``DecodedResults`` for a list or a history, ``EncodedResults``
             for token ids.
 
         Raises:
-            PromptError: an empty prompt, ids outside the vocabulary.
-            PromptTooLongError: more than ``MAX_PROMPT_LEN`` tokens, and ``overflow`` is ``stop``.
-            GenerationConfigError: an unknown option or an impossible value.
-            BusyError: ``MAX_WAITING`` requests wait.
+            PromptError: a prompt is empty or has ids outside the vocabulary, or the chat template refuses it.
+            PromptTooLongError: a prompt has more than ``MAX_PROMPT_LEN`` tokens, and ``overflow`` is ``stop``.
+            GenerationConfigError: an option is unknown or has an impossible value.
+            BusyError: ``MAX_WAITING`` requests are waiting.
             ClosedError: the pipeline was closed, or this is a forked child of the process that loaded it.
             ModelError: the weights file was overwritten while it is in use.
         """
@@ -188,7 +187,7 @@ class StaticLLMPipeline:
         return results_of(form, outputs, self._input_processor.decode)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The same as ``generate``."""
+        """Call ``generate``."""
         return self.generate(*args, **kwargs)
 
     def submit(
@@ -202,19 +201,19 @@ class StaticLLMPipeline:
         callback: Callable[[str], Any] | None = None,
         **kwargs: Any,
     ) -> GenerationHandle:
-        """Begin one answer and return at once. It takes no part in ``start_chat``: pass a ``ChatHistory`` for a chat.
+        """Submit one prompt and return at once. It is no turn of ``start_chat``: pass a ``ChatHistory`` for a chat.
 
         Args:
             inputs: One prompt, in any form that ``generate`` takes.
             generation_config: As for ``generate``.
-            priority: Higher ones are served first.
+            priority: Requests with a higher priority are served first.
             deadline_ms: The answer ends this many ms from now, finished or not (finish reason ``deadline``).
             overflow: As for ``generate``.
-            callback: Called with text as it comes, in a thread of its own; what it raises ends the request.
+            callback: Called with text as it is generated, in a thread of its own; an exception in it cancels the request.
             kwargs: Fields of ``GenerationConfig``.
 
         Raises:
-            BusyError: ``MAX_WAITING`` requests wait.
+            BusyError: ``MAX_WAITING`` requests are waiting.
             PromptError, PromptTooLongError, GenerationConfigError: as for ``generate``.
         """
         self._check_usable()
@@ -231,67 +230,67 @@ class StaticLLMPipeline:
         return handle
 
     def start_chat(self, system_message: str = "") -> None:
-        """From now on ``generate`` of one prompt, a ``str`` or token ids, is a turn of one conversation."""
+        """Begin a conversation: from now on each ``generate`` with one prompt (``str`` or token ids) is a turn of it."""
         self._chat.start(system_message)
 
     def finish_chat(self) -> None:
-        """Forget the conversation."""
+        """End the conversation of ``start_chat`` and forget its turns."""
         self._chat.finish()
 
     def save_snapshot(self, path: str | os.PathLike[str], inputs: Inputs | None = None) -> int:
-        """Write the keys and values of a conversation to disk, so that a later process need not compute them again.
+        """Write the keys and values of a conversation to disk, so that a later process does not compute them again.
 
         Args:
-            path: The file to write, all of it or nothing.
-            inputs: A prompt, whose longest known prefix is saved. Without one: the conversation of ``start_chat``.
+            path: The file, which is written atomically.
+            inputs: A prompt, whose longest cached prefix is saved. None means the conversation of ``start_chat``.
 
         Returns:
             The number of tokens that were saved.
 
         Raises:
-            SnapshotError: no known sequence begins like this, or the file cannot be written.
+            SnapshotError: no cached sequence begins with the prompt's tokens, or the file cannot be written.
         """
         ids = self._chat.ids() if inputs is None else self._ids_of(inputs)
         return save_snapshot(self._engine, ids, path, self._identity(), self.config.integrity_key or b"")
 
     def load_snapshot(self, path: str | os.PathLike[str]) -> int:
-        """Read what ``save_snapshot`` wrote; prompts that begin with it do not compute that part.
+        """Read a file of ``save_snapshot``; prompts that begin with its tokens do not compute them again.
 
         Returns:
             The number of tokens.
 
         Raises:
-            SnapshotError: no such file, a damaged one, or one of another model.
+            SnapshotError: the file is missing, damaged or of another model, or there is no room for its tokens.
         """
         return load_snapshot(self._engine, path, self._identity(), self.config.integrity_key or b"")
 
     def stats(self) -> Stats:
-        """What the engine has done since it was loaded: latencies, shares of the device, padding, prefix hits, slots."""
+        """Return statistics since the model was loaded: latencies, shares of device time, padding, prefix hits, slots."""
         return self._engine.profiler.stats()
 
     def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
-        """Record every step of a block: ``with pipe.record() as trace: …``, then ``trace.save("trace.json")``."""
+        """Record every step of a ``with`` block: ``with pipe.record() as trace: …``, then ``trace.save("trace.json")``."""
         return recording(self._engine.profiler, max_records)
 
     @property
     def engine(self) -> Engine:
-        """The engine, for traces and measurements."""
+        """The engine, for traces and measurements; not part of the stable API."""
         return self._engine
 
     def close(self, drain: bool = False) -> None:
-        """End the engine: cancel what runs, or with ``drain`` wait for it. Closing again does nothing."""
+        """End the engine: cancel all requests, or with ``drain`` wait for them. A second call does nothing."""
         _close(self._background, self._engine, self._stop_checker, drain)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all programs are there. Until then fewer programs serve, or the CPU does."""
+        """Whether all programs are compiled. Until then fewer programs, or those of the CPU, serve the requests."""
         return self._background is None or self._background.is_done
 
     def wait_until_complete(self, timeout: float | None = None) -> bool:
-        """Wait for what is compiled in the background. False if that takes longer than ``timeout`` seconds.
+        """Wait until all programs are compiled. Return False if that takes longer than ``timeout`` seconds.
 
         Raises:
-            StaticLLMError: compiling failed; the programs that are there go on serving.
+            StaticLLMError: compiling failed; the programs that are ready continue to serve.
         """
         return self._background is None or self._background.wait(timeout)
 
@@ -302,23 +301,23 @@ class StaticLLMPipeline:
         self.close()
 
     def get_tokenizer(self) -> genai.Tokenizer:
-        """The tokenizer, GenAI's own."""
+        """Return the tokenizer, an object of GenAI."""
         return self._input_processor.tokenizer
 
     def get_generation_config(self) -> genai.GenerationConfig:
-        """A copy of the config that calls start from."""
+        """Return a copy of the default generation config."""
         return self._input_processor.generation_config
 
     def set_generation_config(self, config: genai.GenerationConfig) -> None:
-        """Calls start from this config from now on.
+        """Replace the default generation config, which every call starts from.
 
         Raises:
-            GenerationConfigError: a value is impossible; the config before stays in force.
+            GenerationConfigError: a value is impossible; the previous config stays in use.
         """
         self._input_processor.generation_config = config
 
     def _take_turn(self, inputs: Inputs, call: CallOptions, sink: TokenSink) -> Results:
-        """One turn of ``start_chat``'s conversation. A turn that its streamer cancelled is forgotten."""
+        """Run one turn of ``start_chat``'s conversation. A turn that its streamer cancels is not added to it."""
         turns = self._input_processor.turns(inputs, call)
         if len(turns) != 1 or call.options.num_return_sequences != 1:
             count = max(len(turns), call.options.num_return_sequences)
@@ -344,14 +343,14 @@ class StaticLLMPipeline:
             self._watch.check()
 
     def _identity(self) -> dict[str, str]:
-        """What must be equal where a snapshot is read; the digest of the weights is computed when first needed."""
+        """Return the values that a snapshot's reader must share; the digest of the weights is computed on first use."""
         if not self._model_identity:
             weights = weights_of(self._directory, self.config.weights_path)
             self._model_identity = " ".join(asdict(fingerprint_model(self._directory, weights)).values())
         return {"model": self._model_identity, "KV type": self._launched.loaded.programs.options.kv_type}
 
     def _begin(self, prompt: Prompt, call: CallOptions) -> GenerationHandle:
-        """Check a prompt, hand it to the engine, and return what reads its answers."""
+        """Check a prompt, submit it to the engine, and return the handle."""
         config = self.config
         limits = PromptLimits(config.max_prompt_len, config.max_seq_len, self._shape.vocab_size)
         prepared = self._input_processor.prepare(prompt, call, limits)
@@ -364,7 +363,7 @@ class StaticLLMPipeline:
         return handle
 
     def _run_together(self, prompts: list[Prompt], call: CallOptions) -> list[RequestOutput]:
-        """Submit all prompts, as many at a time as may wait; an exception ends all of them."""
+        """Submit all prompts, at most ``MAX_WAITING`` at a time; an exception cancels all of them."""
         handles: list[GenerationHandle] = []
         try:
             for prompt in prompts:
@@ -378,7 +377,7 @@ class StaticLLMPipeline:
     def _begin_when_possible(
         self, prompt: Prompt, call: CallOptions, before: list[GenerationHandle]
     ) -> GenerationHandle:
-        """Where the queue is full of this call's own prompts, wait for the first of them."""
+        """Submit a prompt. If the queue is full and holds prompts of this call, wait for the first of them."""
         while True:
             try:
                 return self._begin(prompt, call)

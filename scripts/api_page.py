@@ -1,4 +1,4 @@
-"""The API page and the table of errors, from signatures and docstrings; docs/api.md and docs/errors.md call it through cog."""
+"""Writes the API page and the table of errors from signatures and docstrings, for cog in docs/api.md and docs/errors.md."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from staticllm.errors import StaticLLMError
 from staticllm.pipelines.text.handle import GenerationHandle
 
 FIRST = ("StaticLLMPipeline", "GenerationHandle", "StaticLLMConfig")
+RETURNED = ("GenerationHandle",)
+"""Classes that users receive and do not construct; the page leaves out their constructors."""
 SECTIONS = ("Args", "Returns", "Raises")
 Member = tuple[str, Any]
 
 
 def api() -> str:
-    """Every public name but the errors: its signature, docstring and public methods."""
+    """Return an entry per public name except the errors: its signature, docstring and public methods."""
     public = {name: getattr(staticllm, name) for name in staticllm.__all__} | {"GenerationHandle": GenerationHandle}
     rest = [name for name in public if name not in FIRST and not is_error(public[name])]
     return "\n\n".join(_entry(name, public[name]) for name in (*FIRST, *sorted(rest)))
 
 
 def errors() -> str:
-    """The tree of errors, a line for each: what it says, by the first sentence of its docstring."""
+    """Return the tree of errors: one line per error, with the first sentence of its docstring."""
     lines = ["```text", *_branch(StaticLLMError, ""), "```"]
     return "\n".join(lines)
 
@@ -51,14 +53,15 @@ def _entry(name: str, thing: Any) -> str:
     if isinstance(thing, type) and issubclass(thing, Enum):
         values = ", ".join(f"`{member.name}`" for member in thing)
         return f"## {name}\n\n{_prose(thing)}\n\nMembers: {values}."
-    parts = [f"## {name}", f"```python\n{name}{_signature(thing)}\n```", _prose(thing)]
+    constructor = "" if name in RETURNED else f"```python\n{name}{_signature(thing)}\n```"
+    parts = [f"## {name}", constructor, _prose(thing)]
     if isinstance(thing, type):
         parts += [_member(name, member) for member in _members(thing)]
     return "\n\n".join(part for part in parts if part)
 
 
 def _members(owner: type) -> list[Member]:
-    """Its public methods and properties that have a docstring, in the order of the source."""
+    """Return the public methods and properties in the order of the source, without names that begin with an underscore."""
     found = [(name, value) for name, value in vars(owner).items() if not name.startswith("_")]
     return [(name, value) for name, value in found if isinstance(value, property | classmethod) or callable(value)]
 
@@ -72,17 +75,14 @@ def _member(owner: str, member: Member) -> str:
 
 
 def _signature(thing: Any) -> str:
-    """As it stands in the source, without ``self``; one argument per line where it is long."""
+    """Return the signature as in the source, without ``self`` and private arguments; one argument per line if it is long."""
     try:
         signature = inspect.signature(thing)
     except ValueError:
         return "(…)"
-    arguments = [
-        re.sub(r": '([^']*)'(?= = |$)", r": \1", str(p))
-        for name, p in signature.parameters.items()
-        if name not in ("self", "cls")
-    ]
-    kinds = [p.kind for name, p in signature.parameters.items() if name not in ("self", "cls")]
+    parameters = [p for name, p in signature.parameters.items() if name not in ("self", "cls") and name[0] != "_"]
+    arguments = [re.sub(r": '([^']*)'(?= = |$)", r": \1", str(p)) for p in parameters]
+    kinds = [p.kind for p in parameters]
     keyword = inspect.Parameter.KEYWORD_ONLY
     if keyword in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
         arguments.insert(kinds.index(keyword), "*")
@@ -93,14 +93,14 @@ def _signature(thing: Any) -> str:
 
 
 def _prose(thing: Any) -> str:
-    """A docstring as Markdown: sections in bold, their entries as a list."""
+    """Return a docstring as Markdown: sections in bold, and their entries as a list."""
     lines: list[str] = []
     for line in (inspect.getdoc(thing) or "").replace("``", "`").splitlines():
         section = line.rstrip(":")
         if line.endswith(":") and section in SECTIONS:
             lines += [f"**{section}**", ""]
-        elif re.match(r" {4}[\w, ]+: ", line):
-            lines.append(re.sub(r"^ {4}([\w, ]+): ", r"- `\1`: ", line))
+        elif re.match(r" {4}\w[\w, ]*: ", line):
+            lines.append(re.sub(r"^ {4}(\w[\w, ]*): ", r"- `\1`: ", line))
         else:
             lines.append(re.sub(r"^ {4}(?=\S)|^ {8}", "  " if line.startswith(" " * 8) else "", line))
     return "\n".join(lines).strip()

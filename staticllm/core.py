@@ -1,4 +1,4 @@
-"""The nouns that every folder shares. Frozen, and importing nothing of ours."""
+"""Defines the frozen data types that all packages share, and imports none of our modules."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import numpy as np
 
 Phase = Literal["prefill", "generate"]
 Part = Literal["prefill", "generate", "single_row"]
-"""A part of the calls that may have a program and device properties of its own: a phase, or the calls of one row."""
+"""The parts of the work that may have their own program and device properties: a phase, or the calls of one row."""
 ProgramMode = Literal["separate", "shared"]
 ProgramLayout = Literal["separate", "shared", "phases", "single_row"]
-"""One program per variant; one for all variants; one per phase; one for single rows and one for all other calls."""
+"""``separate``: one program per variant; ``shared``: one for all; ``phases``: one per phase; ``single_row``: one for calls of
+one row and one for the others."""
 KVType = Literal["f32", "f16", "bf16", "u8"]
 KV_TYPE_BYTES: dict[KVType, int] = {"f32": 4, "f16": 2, "bf16": 2, "u8": 1}
 
@@ -24,10 +25,10 @@ KV_TYPE_BYTES: dict[KVType, int] = {"f32": 4, "f16": 2, "bf16": 2, "u8": 1}
 class Variant:
     """The sizes of a step program.
 
-    ``rows`` (S) is how many tokens one call processes, ``kv_len`` (T) how many KV slots it can see, ``sequences`` how many
-    sequences can share the rows, ``num_logits`` (R) how many rows get logits; without a number as many as there are sequences,
-    the last row of each. A KV length of 0 is a program without past: the first chunks of fresh prompts. Where each row is a
-    sequence of its own the program decodes.
+    ``rows`` (S) is the number of tokens that one call processes, ``kv_len`` (T) the number of KV slots that it sees,
+    ``sequences`` the number of sequences that can share the rows, and ``num_logits`` (R) the number of rows with logits; by
+    default each sequence has them after its last row. A program with KV length 0 has no past and runs the first chunks of new
+    prompts. A program with one row per sequence decodes.
     """
 
     rows: int
@@ -41,7 +42,7 @@ class Variant:
 
     @property
     def phase(self) -> Phase:
-        """``generate`` where each row is a sequence of its own."""
+        """``generate`` if each row is a sequence of its own, else ``prefill``."""
         return "generate" if self.rows == self.sequences else "prefill"
 
     def __str__(self) -> str:
@@ -54,7 +55,7 @@ class Variant:
 class KVState:
     """A state that grows by one slot per token: keys or values of one layer, ``[1, heads, slots, head_dim]``.
 
-    A ``u8`` state has a scale state beside it, ``[1, heads, slots, 2]``: the size of one unit, and the smallest value.
+    A ``u8`` state has a second state for its scales, ``[1, heads, slots, 2]``: the size of one unit, and the smallest value.
     """
 
     layer: int
@@ -67,25 +68,25 @@ class KVState:
 
     @property
     def past_name(self) -> str:
-        """The name of the input."""
+        """The name of the program's input port."""
         return f"past.{self.layer}.{self.role}" + (".scale" if self.is_scale else "")
 
     @property
     def present_name(self) -> str:
-        """The name of the output: the slots of this call's rows."""
+        """The name of the program's output port: the slots of this call's rows."""
         return f"present.{self.layer}.{self.role}" + (".scale" if self.is_scale else "")
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes that one token takes."""
+        """The bytes of one token."""
         return self.heads * self.head_dim * KV_TYPE_BYTES[self.kv_type]
 
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """A state of fixed size that every step replaces: of a short convolution, a state space, linear attention.
+    """A state of fixed size that every step replaces, as in short convolutions, state spaces and linear attention.
 
-    ``shape`` has the batch of 1 in front; ``dtype`` is numpy's name of the element type that the model gives it.
+    ``shape`` begins with a batch of 1; ``dtype`` is numpy's name of the state's element type in the model.
     """
 
     index: int
@@ -95,25 +96,25 @@ class RecurrentState:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the state of one sequence."""
+        """The bytes of one sequence's state."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @property
     def past_name(self) -> str:
-        """The name of the input."""
+        """The name of the program's input port."""
         return f"state.{self.index}"
 
     @property
     def present_name(self) -> str:
-        """The name of the output: the state after this call."""
+        """The name of the program's output port: the state after this call."""
         return f"state.{self.index}.next"
 
 
 @dataclass(frozen=True)
 class MaskKind:
-    """What a token may see: everything before it, its last ``window`` tokens, or the tokens in a ``table``.
+    """The positions that a token sees: all before it, its last ``window`` tokens, or those that a ``table`` gives.
 
-    ``first_seen[q]``, of a table that was read off the model's own mask, is the first position that the token at q sees.
+    A table is read from the model's own mask: ``first_seen[q]`` is the first position that the token at position q sees.
     """
 
     window: int | None = None
@@ -121,37 +122,37 @@ class MaskKind:
     first_seen: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def first(self, query: int) -> int:
-        """The first position that the token at position ``query`` sees; it sees all from there to itself."""
+        """Return the first position that the token at position ``query`` sees; it sees all from there to itself."""
         if self.table:
             return self.first_seen[query]
         return 0 if self.window is None else max(0, query - self.window + 1)
 
     @property
     def sees_all(self) -> bool:
-        """Plain causal attention."""
+        """Whether the mask is plain causal attention."""
         return self.window is None and not self.table
 
     @property
     def label(self) -> str:
-        """What the mask does, as reports show it."""
+        """``causal``, ``window:N`` or ``table:NAME``."""
         if self.table:
             return f"table:{self.table}"
         return "causal" if self.window is None else f"window:{self.window}"
 
     @property
     def port_name(self) -> str:
-        """The name of the input that layers with this mask share."""
+        """The name of the program's input port for this mask."""
         return f"mask.{self.label}"
 
 
 KEY_POSITIONS, QUERY_POSITIONS = "key_positions", "query_positions"
-"""Ports of models with a bias that depends on the distance of two tokens: positions in their sequences, ``[1, 1, 1, T+S]`` of all
-KV slots and rows that a step sees and ``[1, 1, S, 1]`` of its own."""
+"""Ports of models whose attention bias depends on the distance of two tokens. They hold positions in the sequences:
+``[1, 1, 1, T+S]`` for all slots and rows that a step sees, ``[1, 1, S, 1]`` for its own rows."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the host must know of a lowered model to feed it: the contract between passes, KV cache and runner."""
+    """The inputs, outputs and states of a lowered model: the contract between passes, KV cache and runner."""
 
     kv_states: tuple[KVState, ...]
     masks: tuple[MaskKind, ...]
@@ -161,20 +162,20 @@ class ModelShape:
     is_packable: bool = True  # whether several sequences can share a step
     has_distances: bool = False  # whether it takes the positions of keys and queries
     recurrent_states: tuple[RecurrentState, ...] = ()
-    max_rows: int | None = None  # that a call can process, if the model limits them
+    max_rows: int | None = None  # the most rows of a call, if the model limits them
 
     @property
     def needs_real_rows(self) -> bool:
-        """Whether no row of a call may be idle: a recurrent state would run through it."""
+        """Whether no row of a call may be idle, because it would change a recurrent state."""
         return bool(self.recurrent_states)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes that one token's keys and values take over all layers."""
+        """The bytes of one token's keys and values over all layers."""
         return sum(state.slot_bytes for state in self.kv_states)
 
     def slots_of_states(self, kv_len: int) -> int:
-        """How many KV slots take the memory of one sequence's recurrent states, ``kv_len`` at most; 0 if there are none."""
+        """Return the number of slots that take as many bytes as one sequence's recurrent states, at most ``kv_len``."""
         num_bytes = sum(state.num_bytes for state in self.recurrent_states)
         return min(kv_len, -(-num_bytes // self.slot_bytes) if self.slot_bytes else kv_len) if num_bytes else 0
 
@@ -212,9 +213,9 @@ Stage = Literal[
 class ProgressEvent:
     """One part of loading: number ``index`` of ``total`` in its ``stage``, finished after ``seconds`` of work.
 
-    ``variant`` is None for the stages that are not about one variant. A part that may take minutes (compiling a variant) is
-    also announced before it starts: then ``is_done`` is False and ``seconds`` 0. ``ready``: requests can be served, seconds
-    since the start; ``complete``: all variants are there. ``fallback`` and ``error`` say in ``message`` what went wrong.
+    ``variant`` is None in stages that do not concern one variant. A part that may take minutes (compiling a variant) is also
+    announced before it starts, with ``is_done`` False and ``seconds`` 0. At ``ready`` requests can be served, and ``seconds``
+    counts from the start; at ``complete`` all variants are compiled. ``fallback`` and ``error`` have their reason in ``message``.
     """
 
     stage: Stage

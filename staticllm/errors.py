@@ -1,19 +1,19 @@
-"""The tree of what can go wrong. Every user mistake raises one of these: the value, the limit, the remedy, in a line.
+"""Defines the tree of exceptions; every user mistake raises one with the value, the limit and the remedy in one line.
 
-``StaticLLMError`` is a ``RuntimeError`` because ``openvino_genai`` raises that: handlers written for it keep working.
+``StaticLLMError`` is a ``RuntimeError`` because ``openvino_genai`` raises that: handlers written for GenAI keep working.
 
     StaticLLMError
     ├── ModelError             the model directory or its files
     │   └── UnsupportedModelError   a graph that a pass cannot lower; names the pass and the node
     ├── ConfigError            a property or an option (also a ValueError)
     │   └── GenerationConfigError
-    ├── DeviceError            a device that is not there, or a program that it refused
+    ├── DeviceError            a device that is missing, or that refused a program
     ├── PromptError            an input that cannot be run (also a ValueError)
     │   └── PromptTooLongError
     ├── BlobError              a set of blobs that is damaged, or for another model, machine or layout
-    ├── NumericalError         the device answered with numbers that are not finite
-    ├── SnapshotError         a snapshot of KV slots that is damaged, or of another model
-    ├── BusyError              more requests wait than may
+    ├── NumericalError         the device computed values that are not finite
+    ├── SnapshotError          a snapshot that is damaged, or of another model
+    ├── BusyError              more than ``MAX_WAITING`` waiting requests
     └── ClosedError            the pipeline was closed
 """
 
@@ -78,15 +78,15 @@ class PromptTooLongError(PromptError):
 
 
 class NumericalError(StaticLLMError):
-    """Logits that are not finite. The KV slots are cleared, the pipeline stays usable."""
+    """Logits that are not finite. The request's KV slots are discarded, and the pipeline stays usable."""
 
 
 class BlobError(StaticLLMError):
-    """A set of blobs that cannot be loaded: damaged, cut short, or made for something else. The message names one difference."""
+    """A set of blobs that is damaged, cut short, or made for another model, machine or layout; the message names it."""
 
 
 class BusyError(StaticLLMError):
-    """As many requests wait as ``MAX_WAITING`` allows. Nothing was lost: try again, or load with a larger limit."""
+    """The queue has ``MAX_WAITING`` waiting requests. The call had no effect: try again, or load with a larger limit."""
 
 
 class ClosedError(StaticLLMError):
@@ -94,11 +94,11 @@ class ClosedError(StaticLLMError):
 
 
 class SnapshotError(StaticLLMError):
-    """A snapshot that cannot be saved or read back: no cached prefix fits, or the file is damaged, or of another model."""
+    """A snapshot that cannot be saved or loaded: no cached sequence begins with the prompt, or the file does not fit."""
 
 
 def as_ours(error: BaseException) -> Exception:
-    """What the reader of a request gets to see."""
+    """Return the exception that the reader of a request receives: our own unchanged, any other as a ``DeviceError``."""
     if isinstance(error, (StaticLLMError, AssertionError)):
         return error
     raised = DeviceError(f"the device failed: {last_line(error)}")
@@ -107,6 +107,6 @@ def as_ours(error: BaseException) -> Exception:
 
 
 def last_line(error: BaseException) -> str:
-    """The message of an OpenVINO error: its last line, after the places in OpenVINO's own source."""
+    """Return the last line of a message: OpenVINO puts its own source files and lines before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Files on disk: read only if they are ordinary files and only as far as allowed; written as a whole or not at all."""
+"""Reads ordinary files up to a size limit, and writes files atomically."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _BINARY
 
 
 def open_regular(path: Path, follow: bool = True) -> BinaryIO:
-    """Open a file for reading. A pipe or a device could block for ever and is refused; without ``follow``, so is a link.
+    """Open a file for reading. Pipes and devices, which could block for ever, are refused; without ``follow`` links as well.
 
     Raises:
-        OSError: it cannot be opened, or is no ordinary file.
+        OSError: it cannot be opened, or is not an ordinary file.
     """
     if not follow and path.is_symlink():
         raise OSError(f"{path.name} is a link, not a file")
@@ -33,10 +33,10 @@ def open_regular(path: Path, follow: bool = True) -> BinaryIO:
 
 
 def read_regular(path: Path, limit: int, follow: bool = True) -> bytes:
-    """All bytes of an ordinary file.
+    """Return all bytes of an ordinary file.
 
     Raises:
-        OSError: it cannot be read, is no ordinary file, or has more than ``limit`` bytes.
+        OSError: it cannot be read, is not an ordinary file, or has more than ``limit`` bytes.
     """
     with open_regular(path, follow) as file:
         size = os.fstat(file.fileno()).st_size
@@ -48,11 +48,11 @@ def read_regular(path: Path, limit: int, follow: bool = True) -> bytes:
 
 @contextmanager
 def whole_file(path: Path, prefix: str | None = None, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A file to write to, beside ``path``; it takes that name when the block ends without an exception.
+    """Open a temporary file next to ``path``, which is renamed to ``path`` when the block ends without an exception.
 
-    A full disk, an exception or Ctrl-C leaves what was at ``path`` before, and nothing beside it. A process that is killed
-    leaves a file whose name begins with ``prefix`` (by default a dot and the name of the target). ``mode`` are permissions
-    before the umask.
+    After a full disk, an exception or Ctrl-C the file at ``path`` is unchanged and the temporary file is removed. A killed
+    process leaves a file whose name begins with ``prefix`` (by default a dot and the target's name). ``mode`` holds the
+    permissions before the umask.
 
     Raises:
         OSError: the folder or the file cannot be written.
@@ -74,7 +74,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     """Write ``data`` through ``whole_file``. A link is followed; a device or a pipe is written to directly.
 
     Raises:
-        OSError: the file cannot be written; what was there before is unchanged.
+        OSError: the file cannot be written; the previous file is unchanged.
     """
     target = Path(path)
     if target.exists() and not target.is_file():

@@ -1,4 +1,4 @@
-"""Timings with openvino_genai's getters: means and standard deviations in ms, throughput in tokens per second."""
+"""Holds timings behind openvino_genai's getters: means and standard deviations in ms, throughput in tokens per second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MeanStdPair(NamedTuple):
 
     @classmethod
     def of(cls, values: list[float]) -> MeanStdPair:
-        """Mean and population standard deviation of ``values``."""
+        """Return the mean and the population standard deviation of ``values``."""
         if not values:
             return cls(-1.0, -1.0)
         return cls(statistics.fmean(values), statistics.pstdev(values))
@@ -32,13 +32,13 @@ class SummaryStats(NamedTuple):
     max: float = -1.0
 
     def as_tuple(self) -> tuple[float, float, float, float]:
-        """``(mean, std, min, max)``."""
+        """Return ``(mean, std, min, max)``."""
         return self.mean, self.std, self.min, self.max
 
 
 @dataclass
 class RawPerfMetrics:
-    """Single measurements; durations in microseconds. One entry per request, or per token where a comment says so."""
+    """Single measurements, with durations in microseconds: one entry per request, or per token if the comment starts so."""
 
     generate_durations: list[float] = field(default_factory=list)
     tokenization_durations: list[float] = field(default_factory=list)
@@ -55,7 +55,7 @@ class RawPerfMetrics:
 
 
 class PerfMetrics:
-    """Timings of one or more requests; add two to pool them."""
+    """The timings of one or more requests; the sum of two objects pools their requests."""
 
     def __init__(self, load_time_ms: float = 0.0, raw: RawPerfMetrics | None = None) -> None:
         self._load_time = load_time_ms
@@ -71,70 +71,70 @@ class PerfMetrics:
         self._num_cached_tokens += num_cached
 
     def get_load_time(self) -> float:
-        """Time from opening the model directory to being ready to serve, ms."""
+        """Return the time to load the model until it can serve requests, ms."""
         return self._load_time
 
     def get_num_input_tokens(self) -> int:
-        """Prompt tokens, chat template included."""
+        """Return the number of prompt tokens, including those of the chat template."""
         return self._num_input_tokens
 
     def get_num_generated_tokens(self) -> int:
-        """Tokens of all answers."""
+        """Return the number of tokens of all answers."""
         return self._num_generated_tokens
 
     def get_num_cached_tokens(self) -> int:
-        """Prompt tokens whose KV slots came from the prefix cache."""
+        """Return the number of prompt tokens whose KV slots came from the prefix cache."""
         return self._num_cached_tokens
 
     def get_ttft(self) -> MeanStdPair:
-        """Time to first token, ms: from the call to the first token, tokenization included."""
+        """Return the time to first token, ms: from the call to the first token, including tokenization."""
         return self._ms("m_times_to_first_token")
 
     def get_tpot(self) -> MeanStdPair:
-        """Time per output token after the first, ms."""
+        """Return the time per output token after the first, ms."""
         return self._ms("m_durations")
 
     def get_ipot(self) -> MeanStdPair:
-        """Device time per output token after the first, ms."""
+        """Return the device time per output token after the first, ms."""
         return self._ms("token_infer_durations")
 
     def get_throughput(self) -> MeanStdPair:
-        """Tokens per second while decoding, derived from TPOT."""
+        """Return the decoding speed in tokens per second, derived from TPOT."""
         mean = self.get_tpot()
         if mean.mean <= 0:
             return MeanStdPair(-1.0, -1.0)
         return MeanStdPair(1e3 / mean.mean, 1e3 * mean.std / mean.mean**2)
 
     def get_generate_duration(self) -> MeanStdPair:
-        """Time from the call to the end of the answer, ms."""
+        """Return the time from the call to the end of the answer, ms."""
         return self._ms("generate_durations")
 
     def get_inference_duration(self) -> MeanStdPair:
-        """Device time of a request, ms."""
+        """Return the device time of a request, ms."""
         return self._ms("inference_durations")
 
     def get_tokenization_duration(self) -> MeanStdPair:
-        """Time to tokenize a prompt, ms."""
+        """Return the time to tokenize a prompt, ms."""
         return self._ms("tokenization_durations")
 
     def get_detokenization_duration(self) -> MeanStdPair:
-        """Time to turn an answer's tokens into text, ms."""
+        """Return the time to decode an answer's tokens into text, ms."""
         return self._ms("detokenization_durations")
 
     def get_sampling_duration(self) -> MeanStdPair:
-        """Time to choose a token from its logits, ms."""
+        """Return the time to choose a token from its logits, ms."""
         return self._ms("sampling_durations")
 
     def get_chat_template_duration(self) -> MeanStdPair:
-        """Time to render the chat template, ms, which tokenization does not include; -1 if none was applied."""
+        """Return the time to render the chat template, ms, which tokenization does not include; -1 without a template."""
         return self._ms("chat_template_durations")
 
     def get_grammar_compile_time(self) -> SummaryStats:
-        """Nothing is measured: grammars are not supported."""
+        """Return -1 for all values: grammars are not supported."""
         return SummaryStats()
 
     def get_grammar_compiler_init_times(self) -> dict[str, float]:
-        """Always empty: grammars are not supported."""
+        """Return an empty dict: grammars are not supported."""
         return {}
 
     def _ms(self, name: str) -> MeanStdPair:

@@ -1,4 +1,4 @@
-"""What ``generate`` returns: the attributes of openvino_genai's results, with truthful finish reasons."""
+"""Defines the results of ``generate``, with the attributes of openvino_genai's results and with truthful finish reasons."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from staticllm.metrics import PerfMetrics
 
 
 class _Common:
-    """Attributes that GenAI's results have, and that have nothing to say here."""
+    """Attributes of GenAI's results that are always empty here."""
 
     extended_perf_metrics = None
 
     @property
     def parsed(self) -> list[object]:
+        """Always empty: parsers are not supported."""
         return []
 
 
 def _class_in_genai(name: str, own: type) -> type:
-    """GenAI's class of this name for ``isinstance``, where a program has imported GenAI."""
+    """Return GenAI's class of this name, for ``isinstance``, if the program has imported GenAI; else our own class."""
     found = getattr(sys.modules.get("openvino_genai"), name, own)
     return found if isinstance(found, type) else own
 
 
 @dataclass(frozen=True)
 class EncodedResults(_Common):
-    """For token inputs. ``tokens[i]`` are the generated ids, ``scores[i]`` the sum of their log-probabilities (0.0 unless
-    ``logprobs`` is set), ``finish_reasons[i]`` one of ``stop``, ``length``, ``cancelled``."""
+    """The answers to token ids, one entry per answer.
+
+    ``tokens[i]`` holds the generated ids, ``scores[i]`` the sum of their log-probabilities (0.0 unless ``logprobs`` is set),
+    and ``finish_reasons[i]`` is ``stop``, ``length``, ``cancelled``, ``deadline`` or ``tool_call``.
+    """
 
     tokens: list[list[int]]
     scores: list[float]
@@ -46,7 +50,7 @@ class EncodedResults(_Common):
 
 @dataclass(frozen=True)
 class DecodedResults(_Common):
-    """For a list of strings or a chat history: the same with ``texts``; ``tokens`` are there as well."""
+    """The answers to a list of strings or to a chat history: the fields of ``EncodedResults``, and ``texts``."""
 
     texts: list[str]
     tokens: list[list[int]]
@@ -76,6 +80,7 @@ class GeneratedText(str, _Common):
 
     @classmethod
     def of(cls, results: DecodedResults) -> GeneratedText:
+        """Return the first text of ``results`` with all their attributes."""
         text = cls(results.texts[0])
         text.texts, text.tokens, text.scores = results.texts, results.tokens, results.scores
         text.finish_reasons, text.perf_metrics = results.finish_reasons, results.perf_metrics

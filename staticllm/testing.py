@@ -1,15 +1,15 @@
-"""A fake device for tests: it costs nothing, answers predictably, and notices every mistake in slots, masks and positions.
+"""Provides a fake device for tests that is fast, answers predictably, and detects every mistake in slots, masks and positions.
 
 The fake model's next token is a checksum over all (position, token) pairs that the mask lets the last row see. Slots in the
-arena hold exactly these pairs, so a wrong slot, a wrong mask cell, a lost or doubled commit changes the answer. A recurrent fake
-folds all tokens of a call into a state, idle rows too, in their order.
+arena hold exactly these pairs, so a wrong slot, a wrong mask cell, or a lost or doubled commit changes the answer. A recurrent
+fake model folds all tokens of a call, including those of idle rows, into a state in their order.
 
     runner = fake_runner([Variant(16, 0), Variant(1, 64), Variant(1, 128)])
     sequence = runner.cache.open()
     logits = runner.prefill(sequence, [5, 6, 7])
     assert int(logits.argmax()) == fake_next_token([5, 6, 7])
 
-A policy of yours runs in an engine over it, without a thread:
+Your own policy runs in an engine over the fake device, without a thread:
 
     engine = fake_engine(MyPolicy(), max_num_seqs=2)
     requests = [fake_request([5, 6, 7], 4), fake_request([8, 9], 4)]
@@ -37,9 +37,9 @@ from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.request_table import Limits
 
 CAUSAL = MaskKind()
-VOCAB_SIZE = 997  # a prime, so that every pair matters to the checksum
+VOCAB_SIZE = 997  # a prime, so that every pair changes the checksum
 POISON = VOCAB_SIZE
-"""A prompt token, never an answer: a call that reads it, or an arena slot that holds it, has no finite logits."""
+"""A prompt token that makes the logits NaN in every call that reads it or whose arena holds it; it is never an answer."""
 
 
 def fake_shape(
@@ -48,7 +48,7 @@ def fake_shape(
     is_packable: bool = True,
     is_recurrent: bool = False,
 ) -> ModelShape:
-    """One layer a mask kind; a head holds ``[token, position]`` in each row."""
+    """Return a shape with one layer per mask kind; each head holds ``[token, position]`` in each slot."""
     states = [
         KVState(layer, role, f"fake.{layer}.{role}", 2, 2) for layer in range(len(masks)) for role in ("key", "value")
     ]
@@ -71,9 +71,9 @@ def fake_runner(
     is_recurrent: bool = False,
     is_staged: bool = False,
 ) -> ModelRunner:
-    """A runner over fake programs. ``runner.programs[variant].num_runs`` counts the calls.
+    """Return a runner over fake programs. ``runner.programs[variant].num_runs`` counts the calls.
 
-    ``is_staged``: only the fewest programs that can serve are there; ``add_program`` adds those in ``runner.programs.late``.
+    With ``is_staged`` it begins with the fewest programs that can serve; ``add_program`` adds those of ``runner.programs.late``.
     """
     shape, variants = fake_shape(masks, vocab_size, is_packable, is_recurrent), list(variants)
     cache = KVCache(shape, [variant.kv_len for variant in variants])
@@ -85,7 +85,7 @@ def fake_runner(
 
 
 def add_program(runner: ModelRunner, variant: Variant) -> None:
-    """A fake program that was still being compiled is there now."""
+    """Add a withheld fake program, as if it had just been compiled."""
     assert isinstance(runner.programs, FakePrograms)
     runner.programs[variant] = runner.programs.late.pop(variant)
     runner.refresh_variants()
@@ -110,7 +110,7 @@ def fake_engine(
     is_recurrent: bool = False,
     is_staged: bool = False,
 ) -> Engine:
-    """An engine over the fake device. ``max_seq_len`` are the slots that one sequence can have."""
+    """Return an engine over the fake device. ``max_seq_len`` is the most slots of one sequence."""
     state_slots = fake_shape(masks, is_recurrent=is_recurrent).slots_of_states(max_seq_len)
     options = EngineOptions(Limits(max_num_seqs), max_seq_len, max_waiting, host_kv_slots, state_slots=state_slots)
     runner = fake_runner(variants, masks, is_packable=is_packable, is_recurrent=is_recurrent, is_staged=is_staged)
@@ -118,44 +118,48 @@ def fake_engine(
 
 
 class FakeRequest(RequestState):
-    """A request with one answer, as a test sees it: what was asked, and where its first answer stands."""
+    """A request with one answer whose progress a test can read."""
 
     @property
     def state(self) -> SequenceState:
+        """The state of the first answer."""
         return self.sequences[0]
 
     @property
     def id(self) -> int:
+        """The request's number."""
         return self.request.id
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and answer so far."""
+        """The tokens of the prompt and of the answer so far."""
         return self.state.tokens
 
     @property
     def num_generated(self) -> int:
+        """The number of tokens of the answer so far."""
         return self.state.num_generated
 
     @property
     def num_cached(self) -> int:
+        """The number of prompt tokens that came from the prefix cache."""
         return self.state.num_cached
 
     @property
     def token_times(self) -> list[float]:
-        """When each token was chosen (``time.perf_counter``)."""
+        """The ``time.perf_counter`` moment at which each token was chosen."""
         return self.state.token_times
 
 
 def fake_request(tokens: Sequence[int], num_new: int | None, **options: Any) -> FakeRequest:
-    """A greedy request for ``num_new`` tokens; ``options`` are further fields of ``EngineRequest``."""
+    """Return a greedy request for ``num_new`` tokens; ``options`` are further fields of ``EngineRequest``."""
     return FakeRequest(EngineRequest(tuple(tokens), max_new_tokens=num_new, **options), VOCAB_SIZE)
 
 
 def fake_answer(
     tokens: Sequence[int], num_new: int, masks: Sequence[MaskKind] = (CAUSAL,), is_recurrent: bool = False
 ) -> list[int]:
-    """Prompt and answer as the fake model must give them, computed plainly."""
+    """Return the prompt and the expected answer of ``num_new`` tokens, computed without a cache."""
     answer = list(tokens)
     for _ in range(num_new):
         answer.append(fake_next_token(answer, masks, is_recurrent=is_recurrent))
@@ -163,7 +167,11 @@ def fake_answer(
 
 
 def run_to_end(engine: Engine, requests: Iterable[RequestState], max_steps: int = 10_000) -> None:
-    """Serve requests in this thread until none is left."""
+    """Serve requests on this thread until all have ended.
+
+    Raises:
+        AssertionError: requests are left after ``max_steps`` steps.
+    """
     engine.enqueue(requests)
     for _ in range(max_steps):
         engine.step()
@@ -173,7 +181,7 @@ def run_to_end(engine: Engine, requests: Iterable[RequestState], max_steps: int 
 
 
 def assert_empty(engine: Engine) -> None:
-    """Assert that nothing is held but the cached sequence, and that it can be evicted."""
+    """Assert that only the cached sequence holds slots, and that it can be evicted."""
     cache, kv_manager = engine.runner.cache, engine.kv_manager
     assert engine.is_idle and not kv_manager.states and not kv_manager.host_pool.num_swapped_slots
     assert cache.slots.num_used == kv_manager.prefix.idle_slots
@@ -182,7 +190,7 @@ def assert_empty(engine: Engine) -> None:
 
 
 class FakeProgram:
-    """One variant of the fake model, bound to a cache as a compiled program would be."""
+    """One variant of the fake model, bound to a KV cache like a compiled program."""
 
     def __init__(self, cache: KVCache, shape: ModelShape, buffers: StepBuffers) -> None:
         self.buffers = buffers
@@ -192,7 +200,7 @@ class FakeProgram:
         self._past = [cache.arena.state_view(i, buffers.variant.kv_len) for i in range(len(shape.kv_states))]
 
     def run(self, meanwhile: Callable[[], None] | None = None) -> float:
-        """Fill presents and logits from what the buffers and the arena hold now. Pretends to have taken 1 ms a row."""
+        """Fill presents and logits from the buffers and the arena. Return a made-up duration: 8 ms and 1 ms per row, in s."""
         self.num_runs += 1
         if meanwhile is not None:
             meanwhile()
@@ -206,11 +214,11 @@ class FakeProgram:
             buffers.logits[0, index] = -1.0
             buffers.logits[0, index, checksum % self._shape.vocab_size] = 1.0
         if any((rows[..., 0] == POISON).any() for rows in (own, *self._past)):
-            buffers.logits[:] = np.nan  # hidden or not: 0 x NaN is NaN
+            buffers.logits[:] = np.nan  # even if it is masked: 0 x NaN is NaN
         return (8 + buffers.variant.rows) * 1e-3
 
     def _recur(self) -> int:
-        """Every row of the call goes into the state."""
+        """Fold every row of the call into the recurrent state, and return the state."""
         if not self._states:
             return 0
         value = fold(self.buffers.input_ids[0], int(self._states.past[0][0, 0]))
@@ -230,24 +238,24 @@ class FakeProgram:
 
 
 class FakePrograms(dict[Variant, FakeProgram]):
-    """Fake programs by variant; ``late`` are those that are still being compiled."""
+    """Fake programs by variant; ``late`` holds those that are withheld, as if they were still being compiled."""
 
     def __init__(self, programs: Iterable[tuple[Variant, FakeProgram]]) -> None:
         super().__init__(programs)
         self.late: dict[Variant, FakeProgram] = {}
 
     def withhold(self, variants: Iterable[Variant]) -> None:
-        """These come later."""
+        """Move the programs of these variants to ``late``."""
         self.late |= {variant: self.pop(variant) for variant in variants}
 
 
 def checksum_of(tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
-    """The fake model's view of a set of tokens; their order does not matter, as in attention."""
+    """Return the checksum of ``tokens [n]`` at ``positions [n]``; their order does not matter, as in attention."""
     return int(((tokens + 1) * (positions * 7919 + 13)).sum())
 
 
 def fold(tokens: Iterable[int], value: int = 0) -> int:
-    """The fake model's recurrent state after ``tokens``; their order matters."""
+    """Return the fake model's recurrent state after ``tokens``; their order matters."""
     for token in tokens:
         value = (value * 31 + int(token) + 1) % 1_000_003
     return value
@@ -259,7 +267,7 @@ def fake_next_token(
     vocab_size: int = VOCAB_SIZE,
     is_recurrent: bool = False,
 ) -> int:
-    """What the fake model must answer after ``tokens``, computed plainly."""
+    """Return the token that the fake model must choose after ``tokens``, computed without a cache."""
     ids, positions = np.asarray(tokens, np.int64), np.arange(len(tokens))
     firsts = [kind.first(len(tokens) - 1) for kind in masks]
     seen = sum(checksum_of(ids[first:], positions[first:]) for first in firsts)

@@ -1,4 +1,4 @@
-"""One way to start threads, and one message where there are none: the system has no more, or this is a forked child."""
+"""Starts threads, and raises one of our errors if no thread can start or if the process is a forked child."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from staticllm.errors import ClosedError, StaticLLMError
 
 
 def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
-    """A daemon thread that runs ``run``.
+    """Start a daemon thread that runs ``run``, and return it.
 
     Raises:
-        StaticLLMError: the system has no thread left.
+        StaticLLMError: the system cannot start another thread.
     """
     thread = threading.Thread(target=run, name=name, daemon=True)
     try:
@@ -27,9 +27,10 @@ def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
 
 
 def check_process(pid: int) -> None:
-    """
+    """Check that this is the process ``pid``, in which our threads run.
+
     Raises:
-        ClosedError: this is another process than ``pid``, a forked child: no thread of ours lives in it.
+        ClosedError: this is another process, a forked child.
     """
     if os.getpid() != pid:
         raise ClosedError(

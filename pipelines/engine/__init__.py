@@ -1,1 +1,1 @@
-"""The engine: one thread that owns a device, and its requests."""
+"""The engine owns a device and serves all requests on one thread."""

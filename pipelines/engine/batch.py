@@ -1,4 +1,4 @@
-"""From a plan to the next call: swaps are carried out, and the call is cut to the slots and programs that there are."""
+"""Turns a plan into the batch of the next call, cut to the slots and programs that are available."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from staticllm.pipelines.scheduling.request_table import RequestTable
 
 @dataclass(frozen=True)
 class Part:
-    """What one sequence has in the next call."""
+    """The tokens of one sequence in the next call."""
 
     state: SequenceState
     segment: Segment
@@ -26,7 +26,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Batch:
-    """The parts of the next call. ``preempted`` lost their slots for it; ``unrunnable`` cannot run at all, even alone."""
+    """The parts of the next call.
+
+    ``preempted`` holds the ids of the requests that lost their slots for it. ``unrunnable`` is a request that cannot run even
+    alone; the batch is empty then.
+    """
 
     parts: tuple[Part, ...]
     preempted: tuple[int, ...] = ()
@@ -34,17 +38,18 @@ class Batch:
 
     @property
     def is_decoding(self) -> bool:
+        """Whether at least one part is a decoding step."""
         return any(not part.is_prefill for part in self.parts)
 
 
 class BatchBuilder:
-    """Makes the batch of a call. Runs on the engine's thread."""
+    """Builds the batch of a call. Runs on the engine's thread."""
 
     def __init__(self, runner: ModelRunner, table: RequestTable, kv_manager: KVCacheManager) -> None:
         self._runner, self._table, self._kv_manager = runner, table, kv_manager
 
     def prepare(self, plan: Plan, quarantine: Quarantine) -> Batch:
-        """Preempt, swap out and swap in; then cut the call to what fits."""
+        """Preempt, swap out and swap in as planned, then return the parts that fit into one call."""
         states, preempted = self._kv_manager.states, list(plan.preempt)
         for number in plan.preempt:
             self._kv_manager.preempt(states[number])
@@ -69,9 +74,10 @@ class BatchBuilder:
         return Part(state, Segment(state.sequence, tokens), is_prefill)
 
     def _fitting(self, parts: list[Part], preempted: list[int]) -> list[Part]:
-        """As many parts as there are slots and a program for; none where not even the first can run alone.
+        """Return the longest head of ``parts`` that has slots and a program; empty if not even the first can run alone.
 
-        Plans fit; shared slots and found prefixes may leave less room. ``preempted`` grows by the victims.
+        A plan fits when it is made, but shared slots and prefix hits may leave less room. The ids of requests that are
+        preempted here are appended to ``preempted``.
         """
         parts = list(parts)
         while True:
@@ -97,10 +103,10 @@ class BatchBuilder:
         return self._runner.variant_for([part.segment for part in parts]) is not None
 
     def _shortened(self, part: Part) -> Part | None:
-        """Fewer tokens of a prompt, for which there are slots and a program; None if there are not.
+        """Return the part with fewer tokens, for which there is a program; None without one.
 
-        A prompt whose prefix was found needs programs with a past, and there may be only small ones. A model with recurrent
-        states needs a program of exactly as many rows.
+        A prompt with a prefix hit needs programs with a past, and those may be smaller. A model with recurrent states needs a
+        program with exactly as many rows as tokens.
         """
         for rows in sorted(self._runner.index.widest, reverse=True):
             if rows < len(part.segment.tokens):
@@ -110,7 +116,7 @@ class BatchBuilder:
         return None
 
     def _to_host(self, parts: list[Part]) -> list[Part]:
-        """Whole prompts that cannot decode yet: their keys and values go from the call to the host pool, past the arena."""
+        """Mark whole prompts that cannot decode yet: their keys and values bypass the arena and go to the host pool."""
         if self._table.has_free_seq:
             return parts
         placed, room = list[Part](), self._kv_manager.host_pool.free_slots

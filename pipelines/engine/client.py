@@ -1,4 +1,4 @@
-"""What the rest of the library asks of an engine: in this process, or in another one that owns the device."""
+"""Defines the interface of an engine for the rest of the library, in this process or in another one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from staticllm.pipelines.engine.request import EngineRequest
 
 
 class EngineClient(Protocol):
-    """Requests go in and outputs come back as plain values. ``Engine`` is the implementation for this process.
+    """Accepts requests and returns outputs, both as plain values. ``Engine`` implements it for this process.
 
-    Any thread may call.
+    Any thread may call the methods.
     """
 
     def submit(self, request: EngineRequest, queue: OutputQueue | None = None) -> OutputQueue:
-        """Hand a request over and return at once. Its tokens, and one ``Finished`` per answer, come through ``queue``.
+        """Submit a request and return at once. Its tokens, and one ``Finished`` per answer, arrive in the returned queue.
+
+        The queue is ``queue``, or a new one for None.
 
         Raises:
             BusyError: ``MAX_WAITING`` requests are waiting.
@@ -29,8 +31,9 @@ class EngineClient(Protocol):
         ...
 
     def check_process(self) -> None:
-        """
+        """Check that the calling process is the one that the client belongs to.
+
         Raises:
-            ClosedError: the calling process is a fork of the one that the client belongs to.
+            ClosedError: it is a fork of that process.
         """
         ...

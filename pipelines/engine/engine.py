@@ -1,4 +1,4 @@
-"""The engine: one thread that owns a device and serves many requests."""
+"""The engine serves many requests on one device with one thread."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Switch:
-    """Another runner that takes over when no request is left."""
+    """A runner that replaces the current one when no request is left."""
 
     runner: ModelRunner
     options: EngineOptions
@@ -44,8 +44,8 @@ class Engine:
     """Serves requests on one device: the ``EngineClient`` of this process.
 
     Any thread may call ``submit``, ``cancel``, ``switch``, ``run_between_steps`` and ``close``. Everything else runs on the
-    engine's thread, which starts with the first request. A step is: plan, run, choose; the chosen tokens are handed to
-    their readers while the next call runs.
+    engine's thread, which starts with the first request. Each step plans, runs and chooses tokens; the readers receive the
+    chosen tokens while the next call runs.
     """
 
     def __init__(self, runner: ModelRunner, policy: Policy, options: EngineOptions) -> None:
@@ -59,14 +59,14 @@ class Engine:
         self._callbacks: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._unposted: list[SequenceState] = []  # took part in the last call; their tokens are not handed out yet
+        self._unposted: list[SequenceState] = []  # the last call chose tokens for them that are not posted yet
         self._unrecorded: list[StepRecord] = []
         self._preempted: list[int] = []  # since the last call
-        self._num_waiting = 0  # of the requests in the table
+        self._num_waiting = 0  # waiting requests in the table
         self._is_closing = self._is_draining = False
 
     def _install_runner(self, runner: ModelRunner, options: EngineOptions) -> None:
-        """Begin with a runner and without requests."""
+        """Install a runner, with an empty request table and an empty KV cache."""
         self._runner, self._options = runner, options
         self._table = RequestTable(options.limits)
         self._kv_manager = make_kv_manager(runner.cache, self._table, options)
@@ -74,7 +74,7 @@ class Engine:
         self._quarantine = Quarantine()
 
     def submit(self, request: EngineRequest, queue: OutputQueue | None = None) -> OutputQueue:
-        """Hand a request over. Its outputs come through ``queue``, which is returned; None for a new one.
+        """Submit a request. Its outputs arrive in ``queue``, which is returned; None creates a new one.
 
         Raises:
             BusyError: ``MAX_WAITING`` requests are waiting.
@@ -85,7 +85,11 @@ class Engine:
         return state.queue
 
     def submit_state(self, state: RequestState) -> None:
-        """As ``submit``, for a caller in this process that wants to see where the request stands."""
+        """Submit like ``submit``, but with a state that a caller in this process can inspect.
+
+        Raises:
+            BusyError, ClosedError: as for ``submit``.
+        """
         self.check_process()
         with self._wake:
             num_waiting = len(self._inbox) + self._num_waiting
@@ -104,22 +108,23 @@ class Engine:
             state.cancel(index, reason)
 
     def enqueue(self, states: Iterable[RequestState]) -> None:
-        """Take requests without starting the thread: the caller of ``step`` serves them."""
+        """Add requests without starting the thread; the caller serves them with ``step``."""
         for state in states:
             self._live[state.request.id] = state
             self._inbox.append(state)
 
     def check_process(self) -> None:
-        """
+        """Check that this is the process that the engine belongs to.
+
         Raises:
-            ClosedError: this is a forked child of the process that the engine belongs to.
+            ClosedError: it is a forked child.
         """
         check_process(self.pid)
 
     def switch(self, runner: ModelRunner, options: EngineOptions, on_switch: Callable[[], None] = lambda: None) -> None:
-        """Go over to another runner when all requests that run now have ended; new requests wait for it.
+        """Change to another runner when all admitted requests have ended; new requests wait for it.
 
-        ``on_switch`` is called on the engine's thread at the moment of the change.
+        ``on_switch`` is called on the engine's thread after the change.
 
         Raises:
             ClosedError: the engine was closed.
@@ -141,7 +146,7 @@ class Engine:
         def run() -> None:
             try:
                 future.set_result(function())
-            except BaseException as error:  # the caller's to handle, not the engine's
+            except BaseException as error:  # raised again in the caller
                 future.set_exception(error)
 
         self.check_process()
@@ -152,9 +157,9 @@ class Engine:
         return result
 
     def close(self, drain: bool = False) -> None:
-        """End the thread: after all requests have ended, or at once, cancelling them. Closing again does nothing.
+        """End the thread: with ``drain`` after all requests have ended, else at once, and cancel them.
 
-        Nor does closing in a forked child: the thread, and perhaps the lock, are the parent's.
+        A second call does nothing, and neither does a call in a forked child: the thread and the lock belong to the parent.
         """
         if os.getpid() != self.pid:
             return
@@ -168,21 +173,21 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no request."""
+        """Whether the engine has no requests."""
         return not self._inbox and not len(self._table)
 
     @property
     def runner(self) -> ModelRunner:
-        """What calls the device; only for ``run_between_steps``."""
+        """The current runner; to be used only inside ``run_between_steps``."""
         return self._runner
 
     @property
     def kv_manager(self) -> KVCacheManager:
-        """Whose slots lie where; only for ``run_between_steps``."""
+        """The current KV cache manager; to be used only inside ``run_between_steps``."""
         return self._kv_manager
 
     def _start(self) -> None:
-        """Wake the thread for what is about to be handed over. The caller holds the lock."""
+        """Start the thread if necessary, and wake it. The caller holds the lock."""
         if self._is_closing:
             raise ClosedError("the pipeline is closed: load the model again")
         if self._thread is None:
@@ -207,7 +212,7 @@ class Engine:
         self._run_callbacks()
 
     def step(self) -> None:
-        """One device call, and what goes before and after it."""
+        """Admit and expire requests, run callbacks, and run one device call if there are requests."""
         try:
             self._admit()
             self._expire_requests()
@@ -217,12 +222,12 @@ class Engine:
             if not len(self._table):
                 self._post()
                 self._kv_manager.run_idle_work()
-        except BaseException as error:  # ours: no request may wait for ever for an engine that has stopped
+        except BaseException as error:  # a bug of ours: every request must end, or its reader would wait for ever
             for sequence in self._kv_manager.clear():
                 self._report(sequence, FinishReason.ERROR, as_ours(error))
 
     def _execute(self) -> None:
-        """Plan, run, choose. Chosen tokens are handed out, and the call is recorded, while the next call runs."""
+        """Plan, run and choose. The chosen tokens are posted, and the call is recorded, while the next call runs."""
         begin = time.perf_counter()
         batch = self._prepare()
         if not batch.parts:
@@ -239,7 +244,7 @@ class Engine:
         self._unrecorded.append(replace(record, host=host))
 
     def _meanwhile(self, is_decoding: bool) -> None:
-        """While the device runs. Offload in chunks while requests decode, so that no stream stalls."""
+        """Work while the device runs: post tokens, and offload in chunks while requests decode, so that no stream stalls."""
         self._post()
         if is_decoding:
             self._kv_manager.prefix.advance()
@@ -247,7 +252,7 @@ class Engine:
             self._kv_manager.prefix.finish_offloading()
 
     def _post(self) -> None:
-        """Tokens go to their readers, the last call to the records."""
+        """Hand the chosen tokens to their readers, and the last call to the profiler."""
         for record in self._unrecorded:
             self.profiler.record(record)
         for sequence in self._unposted:
@@ -270,12 +275,12 @@ class Engine:
             self._callbacks.popleft()()
 
     def _expire_requests(self) -> None:
-        """Between any two calls: end the requests that were cancelled or are late."""
+        """End the requests that were cancelled or have passed their deadline. Runs before each call."""
         now = time.perf_counter()
         for sequence in list(self._kv_manager.states.values()):
             if (reason := sequence.finish_reason_at(now)) is not None:
                 self._end(sequence, reason)
-        if self._next:  # new requests wait for the other runner, and may end before it comes
+        if self._next:  # new requests wait for the other runner, and may end before it is installed
             with self._wake:
                 reasons = [(state, state.sequences[0].finish_reason_at(now)) for state in self._inbox]
                 self._inbox = deque(state for state, reason in reasons if reason is None)
@@ -291,7 +296,7 @@ class Engine:
         )
 
     def _prepare(self) -> Batch:
-        """The next call; empty where a request that cannot run at all has been ended instead."""
+        """Plan and build the next batch. If a request cannot run at all, end it and return an empty batch."""
         try:
             batch = self._batches.prepare(self._plan(), self._quarantine)
         except NoPlanError as error:
@@ -303,9 +308,9 @@ class Engine:
         return batch
 
     def _run(self, batch: Batch) -> StepResult | None:
-        """The call. A device that fails ends the requests of this call, and no others; None then."""
+        """Run the call. If it fails, end its requests but no others, and return None."""
         runner, segments = self._runner, [part.segment for part in batch.parts]
-        if not self._kv_manager.prefix.is_offloading:  # else there will soon be more room
+        if not self._kv_manager.prefix.is_offloading:  # else slots become free soon
             runner.cache.compact()
         variant = runner.variant_for(segments)
         assert variant is not None
@@ -330,10 +335,10 @@ class Engine:
     def _choose_all(self, batch: Batch, result: StepResult) -> None:
         for part, segment in zip(batch.parts, result.segments, strict=True):
             sequence = part.state
-            if (
-                segment.argmax is None and len(batch.parts) > 1
-            ):  # perhaps another's fault: nothing was kept, it can run again
-                self._quarantine.add(sequence.id)
+            if segment.argmax is None and len(batch.parts) > 1:
+                self._quarantine.add(
+                    sequence.id
+                )  # another request may be the cause; nothing was kept, so it runs again
             elif segment.argmax is None:
                 self._end(sequence, FinishReason.ERROR, not_finite(result.variant), is_trusted=False)
             else:
@@ -342,7 +347,7 @@ class Engine:
                     self._choose_first_or_next(sequence, segment.logits[-1], segment.argmax)
 
     def _choose_first_or_next(self, sequence: SequenceState, logits: Logits, argmax: int) -> None:
-        """Choose a token; after a prompt, one for each answer to it."""
+        """Choose the next token; after a prompt, choose one for each of its answers."""
         siblings: list[SequenceState] = []
         if not sequence.num_generated and sequence.sequence is not None:
             self._kv_manager.prefix.keep_prompt(sequence.sequence)
@@ -356,7 +361,7 @@ class Engine:
     def _choose(self, sequence: SequenceState, logits: Logits, argmax: int) -> None:
         try:
             reason = sequence.choose(logits, argmax)
-        except Exception as error:  # of this request's own sampling; the others go on
+        except Exception as error:  # the sampling of this request failed; the others continue
             self._end(sequence, FinishReason.ERROR, error)
             return
         if reason is not None:

@@ -1,4 +1,4 @@
-"""The KV cache manager: whose slots lie in the arena, whose in the host pool, and whose are free."""
+"""The KV cache manager gives requests their slots in the arena or in the host pool and frees them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from staticllm.pipelines.scheduling.request_table import RequestInfo, RequestTab
 
 
 class KVCacheManager:
-    """Slots of the requests in the table. A request that decodes or prefills has a sequence in the arena.
+    """Manages the slots of the requests in the table. A request that prefills or decodes has a sequence in the arena.
 
     Runs on the engine's thread.
     """
@@ -26,21 +26,21 @@ class KVCacheManager:
 
     @property
     def free_slots(self) -> int:
-        """Slots that a plan can count on: the cached sequence makes room for it."""
+        """The number of slots that a plan may use: free ones, and those of cached sequences, which are evicted for it."""
         return self.cache.slots.num_free + self.prefix.idle_slots
 
     def sequences(self) -> list[Sequence]:
-        """Those in the arena."""
+        """Return the requests' sequences in the arena."""
         return [state.sequence for state in self.states.values() if state.sequence is not None]
 
     def add(self, state: SequenceState) -> None:
-        """A request arrives. It has no slots yet."""
+        """Add a request, without slots, to the table."""
         request = state.request
         self.states[state.id] = state
         self.table.add(RequestInfo(state.id, request.arrival, len(state.tokens), request.priority, request.deadline))
 
     def fork(self, source: SequenceState, sibling: SequenceState) -> None:
-        """Another answer to a prompt that has just run begins with the slots of the first one. They are stored once."""
+        """Add another answer to a prompt that has just run. It shares the slots of the first answer, which exist once."""
         assert source.sequence is not None
         self.add(sibling)
         sibling.sequence = self.cache.fork(source.sequence, len(source.sequence))
@@ -48,7 +48,7 @@ class KVCacheManager:
         self.count_own_slots()
 
     def allocate(self, state: SequenceState) -> None:
-        """Before its first chunk: give a request a sequence that begins with the longest known prefix of its tokens."""
+        """Give a request a sequence that begins with the longest cached prefix of its tokens; called before each chunk."""
         if state.sequence is None:
             state.sequence = self.prefix.attach(state.tokens, self.sequences())
             if not state.num_generated:
@@ -62,18 +62,18 @@ class KVCacheManager:
         self.offload(state)
 
     def offload(self, state: SequenceState) -> None:
-        """Move the slots of a swapped request to the host pool; they stay where they are if it has no room."""
+        """Move the slots of a swapped request to the host pool; without room there they stay in the arena."""
         if state.sequence is not None and len(state.sequence) <= self.host_pool.free_slots:
             self.put_in_host_pool(state, self.cache.copy_out(state.sequence))
 
     def put_in_host_pool(self, state: SequenceState, stored: StoredSequence) -> None:
-        """Hold a copy of a request's sequence, or a prompt that never entered the arena; its arena slots are freed."""
+        """Put a copy of a request's sequence into the host pool, and free its arena slots if it has any."""
         self.host_pool.swap_out(state.id, stored)
         self._close_sequence(state)
         self.table[state.id].leave_arena()
 
     def swap_in(self, state: SequenceState) -> None:
-        """A swapped request decodes again; its slots are copied back if they were moved."""
+        """Let a swapped request decode again; its slots are copied back if they were moved to the host pool."""
         own_slots = None
         if state.sequence is None:
             stored = self.host_pool.take(state.id)
@@ -83,12 +83,12 @@ class KVCacheManager:
         self.table[state.id].swap_in(own_slots)
 
     def preempt(self, state: SequenceState) -> None:
-        """Free the slots of a request; it waits again, with all its tokens to run."""
+        """Free the slots of a request. It waits again, and all its tokens are recomputed."""
         self._drop(state)
         self.table[state.id].preempt()
 
     def free(self, state: SequenceState) -> None:
-        """A request has ended. Its slots are kept for the next request that begins with the same tokens."""
+        """Remove a request that has ended. Its slots stay cached for requests that begin with the same tokens."""
         if state.sequence is not None:
             self.prefix.keep(state.sequence)
             state.sequence = None
@@ -97,19 +97,19 @@ class KVCacheManager:
         self._remove(state)
 
     def discard(self, state: SequenceState) -> None:
-        """A request has ended whose keys and values cannot be trusted."""
+        """Remove a request that has ended and whose keys and values cannot be trusted; its slots are freed."""
         self._drop(state)
         self._remove(state)
 
     def shorten(self, state: SequenceState, limit: int) -> bool:
-        """A conversation has filled its slots: keep what its overflow rule keeps, and run that again.
+        """Shorten a conversation that fills its slots by its overflow rule, to ``limit`` tokens, which are recomputed.
 
-        False if the rule is to stop.
+        Return False if the rule is ``stop``.
         """
         kept = shorten(state.tokens, limit, state.request.overflow)
         if len(kept) == len(state.tokens):
             return False
-        if state.sequence is None:  # its prompt went to the host pool
+        if state.sequence is None:  # its prompt is in the host pool
             self._drop(state)
             state.tokens = kept
             self.table[state.id].preempt(len(kept))
@@ -121,7 +121,7 @@ class KVCacheManager:
         return True
 
     def make_room(self, num_slots: int) -> bool:
-        """Whether ``num_slots`` are free now; the cached sequence is evicted for them."""
+        """Evict cached sequences as needed, and return whether ``num_slots`` slots are free now."""
         self.prefix.evict(num_slots)
         return self.cache.slots.num_free >= num_slots
 
@@ -132,9 +132,9 @@ class KVCacheManager:
             self.cache.compact()
 
     def discard_slots(self) -> list[int]:
-        """After an exception inside a transaction: discard all slots; their requests are preempted and recomputed.
+        """Discard all slots after an exception inside a transaction; their requests are preempted and recomputed.
 
-        Returns their ids.
+        Return the ids of these requests.
         """
         self.cache.reset()
         self.prefix.forget()
@@ -145,7 +145,7 @@ class KVCacheManager:
         return preempted
 
     def clear(self) -> list[SequenceState]:
-        """Forget every request and every slot, whatever their state. Returns the requests."""
+        """Remove every request and free every slot, in any state. Return the requests."""
         states = list(self.states.values())
         self.states.clear()
         self.table.clear()
@@ -155,7 +155,7 @@ class KVCacheManager:
         return states
 
     def count_own_slots(self) -> None:
-        """Tell the table how many slots each request would free. Without shared slots the table knows by itself."""
+        """Update the number of slots that each request would free. Without shared slots the table's numbers are right."""
         if not self._is_sharing():
             return
         for state in self.states.values():
@@ -183,6 +183,6 @@ class KVCacheManager:
 
 
 def make_kv_manager(cache: KVCache, table: RequestTable, options: EngineOptions) -> KVCacheManager:
-    """A manager with an empty host pool."""
+    """Return a manager with an empty host pool of ``options.host_kv_slots`` slots."""
     host_pool = HostPool(options.host_kv_slots, options.state_slots)
     return KVCacheManager(cache, table, host_pool, PrefixCache(cache, host_pool, options.prefix_caching))

@@ -1,4 +1,4 @@
-"""Snapshots of conversations: to disk and back, between two steps of the engine."""
+"""Saves the KV slots of a conversation to disk and loads them, between two steps of the engine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from staticllm.pipelines.engine.engine import Engine
 def save_snapshot(
     engine: Engine, tokens: list[int], path: str | os.PathLike[str], identity: Identity, key: bytes = b""
 ) -> int:
-    """Save the longest known prefix of ``tokens``. Returns its number of tokens.
+    """Save the longest cached prefix of ``tokens``. Return its number of tokens. Any thread may call.
 
     Raises:
-        SnapshotError: no known sequence begins like this, or the file cannot be written.
+        SnapshotError: no cached sequence begins with these tokens, or the file cannot be written.
+        ClosedError: the engine was closed.
     """
 
     def find() -> StoredSequence | None:
@@ -30,15 +31,16 @@ def save_snapshot(
 
 
 def load_snapshot(engine: Engine, path: str | os.PathLike[str], identity: Identity, key: bytes = b"") -> int:
-    """Read a snapshot into the host pool. Returns its number of tokens.
+    """Read a snapshot into the host pool. Return its number of tokens. Any thread may call.
 
     Raises:
-        SnapshotError: no such file, a damaged one, one of another model, or more tokens than the host pool has room for.
+        SnapshotError: the file is missing, damaged or of another model, or the host pool has no room for its tokens.
+        ClosedError: the engine was closed.
     """
     stored = load(path, identity, engine.runner.cache.layout, engine.kv_manager.host_pool.num_slots, key)
 
     def restore() -> None:
-        if not engine.runner.cache.layout.fits(stored):  # another device has taken over meanwhile
+        if not engine.runner.cache.layout.fits(stored):  # the engine has switched to another device meanwhile
             raise SnapshotError(f"{str(path)!r} has another layout than this model's: save it again")
         if not engine.kv_manager.prefix.restore(stored):
             raise SnapshotError(

@@ -1,4 +1,4 @@
-"""What an engine must know to serve: limits, lengths and the size of the host pool."""
+"""Defines the limits with which an engine runs its programs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from staticllm.pipelines.scheduling.request_table import Limits
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine is told about requests and KV slots.
+    """Limits of an engine.
 
-    ``max_seq_len``: slots that one sequence can have. ``max_waiting``: requests that may wait. ``host_kv_slots``: slots of the
-    host pool. ``state_slots``: how many slots the recurrent states of one sequence are worth there.
+    ``max_seq_len``: the most slots of one sequence. ``max_waiting``: the most waiting requests. ``host_kv_slots``: the size of
+    the host pool in slots. ``state_slots``: the slots that the recurrent states of one sequence count for in the host pool.
     """
 
     limits: Limits
@@ -26,7 +26,7 @@ class EngineOptions:
 
 
 def options_of(config: StaticLLMConfig, shape: ModelShape, mode: ProgramMode) -> EngineOptions:
-    """The options of an engine for a model of ``shape``, whose programs are compiled in ``mode``, served as ``config`` says."""
+    """Return the options of ``config`` for an engine with a model of ``shape``, whose programs are compiled in ``mode``."""
     return EngineOptions(
         limits=Limits(config.num_seqs(mode), config.ttft_ms, config.tpot_ms),
         max_seq_len=config.max_seq_len,

@@ -1,4 +1,4 @@
-"""How tokens leave an engine: plain values in one queue per request, so that they can cross a process."""
+"""Carries tokens from the engine to a reader as plain values, which can be sent to another process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from staticllm.core import FinishReason
 class TokenOutput:
     """One chosen token of answer ``index``.
 
-    ``logprob`` is its log-probability (0.0 unless asked for), ``time`` the moment of the choice (``time.perf_counter``), and
-    ``sampling_seconds`` what the choice took.
+    ``logprob`` is its log-probability (0.0 unless requested), ``time`` the moment of the choice (``time.perf_counter``), and
+    ``sampling_seconds`` the duration of the choice.
     """
 
     id: int
@@ -26,7 +26,7 @@ class TokenOutput:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request cost: prompt tokens that the prefix cache had, and seconds of the device calls that it took part in."""
+    """The cost of an answer: prompt tokens found in the prefix cache, and the seconds of its prefill and decode calls."""
 
     num_cached: int = 0
     prefill_seconds: float = 0.0
@@ -48,27 +48,29 @@ Listener = Callable[[Output], None]
 
 
 class OutputQueue:
-    """From the engine's thread to one reader. Listeners are called with every output, on the thread that puts it."""
+    """Passes outputs from the engine's thread to one reader. Listeners receive every output on the engine's thread."""
 
     def __init__(self) -> None:
         self._outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
         self._listeners: tuple[Listener, ...] = ()
 
     def put(self, output: Output) -> None:
-        """Engine's thread: add an output and wake the reader."""
+        """Add an output, wake the reader and call the listeners. Runs on the engine's thread."""
         self._outputs.put(output)
         for listener in self._listeners:
             listener(output)
 
     def get(self, timeout: float | None = None) -> Output | None:
-        """The next output; None if there is none within ``timeout`` seconds."""
+        """Return the next output; None if there is none within ``timeout`` seconds. Runs on the reader's thread."""
         try:
             return self._outputs.get(timeout=timeout) if timeout != 0 else self._outputs.get_nowait()
         except queue.Empty:
             return None
 
     def add_listener(self, listener: Listener) -> None:
+        """Call ``listener`` with every output from now on."""
         self._listeners = (*self._listeners, listener)
 
     def remove_listener(self, listener: Listener) -> None:
+        """Stop calling ``listener``."""
         self._listeners = tuple(other for other in self._listeners if other is not listener)

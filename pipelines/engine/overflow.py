@@ -1,8 +1,8 @@
-"""What happens when a conversation fills its slots. The tokens that are kept run again, so any model can do it.
+"""Overflow rules choose which tokens remain when a conversation fills its slots.
 
-Cutting the slots themselves would keep keys that saw tokens which are gone, and positions that no longer fit. Re-running half
-a conversation costs one prefill per half conversation. LM Studio names the rules ``truncate_middle`` (keep the ends) and
-``shift`` (rolling window, also known as context shift).
+The remaining tokens are recomputed, so the rules work for any model. Removing slots instead would keep keys that have seen the
+removed tokens, and positions that no longer fit. The recomputation costs one prefill per half conversation. The names are LM
+Studio's: ``truncate_middle`` keeps both ends, ``shift`` is a rolling window (also known as context shift).
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from staticllm.errors import GenerationConfigError
 
 OverflowRule = Literal["stop", "truncate_middle", "shift"]
 SINKS = 4
-"""Attention needs the first tokens, whatever they are (StreamingLLM, arXiv 2309.17453)."""
+"""The number of first tokens that ``shift`` keeps, because attention needs them (StreamingLLM, arXiv 2309.17453)."""
 
 
 def truncate_middle(tokens: list[int], limit: int) -> list[int]:
-    """The first quarter of ``limit`` tokens, a system message for one, and the newest."""
+    """Return ``limit`` tokens: the first ones for a quarter, such as the system message, and the newest for the rest."""
     head = limit // 4
     return [*tokens[:head], *tokens[len(tokens) - (limit - head) :]]
 
 
 def shift(tokens: list[int], limit: int) -> list[int]:
-    """The first few tokens as attention sinks, and the newest."""
+    """Return ``limit`` tokens: the first ``SINKS`` as attention sinks, and the newest."""
     head = min(SINKS, limit // 2)
     return [*tokens[:head], *tokens[len(tokens) - (limit - head) :]]
 
@@ -37,7 +37,8 @@ RULES: dict[OverflowRule, Callable[[list[int], int], list[int]] | None] = {
 
 
 def overflow_rule(name: object) -> OverflowRule:
-    """
+    """Return ``name`` if it is the name of a rule.
+
     Raises:
         GenerationConfigError: there is no such rule.
     """
@@ -47,6 +48,6 @@ def overflow_rule(name: object) -> OverflowRule:
 
 
 def shorten(tokens: list[int], limit: int, rule: OverflowRule) -> list[int]:
-    """``tokens`` if they are at most ``limit``, else what the rule keeps of them; all of them where it keeps none."""
+    """Return the tokens that the rule keeps; all of them if there are at most ``limit``, or if the rule is ``stop``."""
     cut = RULES[rule]
     return tokens if cut is None or len(tokens) <= limit else cut(tokens, limit)

@@ -1,4 +1,4 @@
-"""After a call whose numbers were not finite: its requests run again, each apart from the others."""
+"""Finds the request that made the logits of a shared call non-finite, by running each of its requests alone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ Item = TypeVar("Item")
 
 
 class Quarantine:
-    """Finds the request that spoils a packed call.
+    """The requests of a shared call whose logits were not finite. Runs on the engine's thread.
 
-    A hidden NaN still poisons a weighted sum, so one request with such numbers spoils the results of all that share its call.
-    Nothing of them was kept. Each suspect runs once alone: one that is clean goes on, one that is not is at fault. Between two
-    suspects the other requests have a call, so that they need not wait for all of them.
+    A masked NaN still makes a weighted sum NaN, so one request with such values spoils the results of all requests in its
+    call. None of these results was kept. Each suspect runs once alone: with finite logits it continues, else it ends with an
+    error. Between two suspects the other requests have one call, so that they do not wait for all suspects.
     """
 
     def __init__(self) -> None:
@@ -21,15 +21,15 @@ class Quarantine:
         self._was_apart = False
 
     def add(self, request: int) -> None:
-        """A request whose numbers in a shared call were not finite."""
+        """Add a request whose logits in a shared call were not finite."""
         self._suspects.add(request)
 
     def discard(self, request: int) -> None:
-        """A request that ran cleanly, or has ended."""
+        """Remove a request that ran with finite logits or has ended."""
         self._suspects.discard(request)
 
     def select(self, parts: Sequence[Item], id_of: Callable[[Item], int]) -> list[Item]:
-        """What may share the next call: one suspect alone, or everything but suspects, in turns."""
+        """Return the parts that may share the next call: one suspect alone and all parts without suspects, in turns."""
         if not self._suspects:
             return list(parts)
         suspects = [part for part in parts if id_of(part) in self._suspects]

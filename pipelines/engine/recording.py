@@ -1,4 +1,4 @@
-"""What the engine writes down about a call and about a request that has ended."""
+"""Makes the profiler's records of a device call and of a request that has ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from staticllm.pipelines.scheduling.request_table import RequestTable
 
 
 def step_record(batch: Batch, variant: Variant, start: float, seconds: float, table: RequestTable) -> StepRecord:
-    """One device call: what was in it, and how many requests waited, ran or were swapped out. ``start`` and ``seconds`` in s."""
+    """Return the record of one device call: its parts, and the numbers of waiting, running and swapped requests.
+
+    ``start`` is a ``time.perf_counter`` moment and ``seconds`` the duration of the call.
+    """
     swapped, waiting = table.ids(RequestStatus.SWAPPED), set(table.ids(RequestStatus.WAITING))
     prompts = [part for part in batch.parts if part.is_prefill]
     return StepRecord(
@@ -31,7 +34,7 @@ def step_record(batch: Batch, variant: Variant, start: float, seconds: float, ta
 
 
 def request_record(sequence: SequenceState, reason: FinishReason) -> RequestRecord:
-    """One answer that ends now."""
+    """Return the record of one answer that ends now."""
     request = sequence.request
     return RequestRecord(
         sequence.id, request.arrival, sequence.started, tuple(sequence.token_times),

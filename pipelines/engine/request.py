@@ -1,4 +1,4 @@
-"""What is asked of an engine (``EngineRequest``), and where the engine stands with it (``RequestState``)."""
+"""Holds a request as plain values (``EngineRequest``), and its progress inside the engine (``RequestState``)."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ _numbers = count(1)
 
 
 def new_id() -> int:
-    """A number that no other request or sequence of this process has."""
+    """Return a number that no other request or sequence of this process has."""
     return next(_numbers)
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One prompt and what is wanted of it: plain values only, so that a request can cross a process.
+    """One prompt and its generation options, as plain values that can be sent to another process.
 
     Args:
         prompt: Token ids.
         sampling: How tokens are chosen.
         seed: Seed of the random numbers of the first answer; answer ``i`` has ``seed + i``.
-        num_sequences: How many answers; the prompt runs once and its slots are shared.
-        max_new_tokens: Tokens per answer; None if only the slots limit them.
-        stop_token_ids: Tokens that end an answer, but not among its first ``min_new_tokens``.
-        priority: Higher ones are served first.
-        deadline: Moment at which it ends, finished or not (``time.perf_counter``).
-        overflow: What happens when a conversation fills its slots.
-        id: Number of the request.
-        arrival: When it came (``time.perf_counter``).
+        num_sequences: Number of answers; the prompt runs once, and the answers share its slots.
+        max_new_tokens: The most tokens per answer; None if only the slots limit them.
+        stop_token_ids: Tokens that end an answer; the first ``min_new_tokens`` tokens cannot be one of them.
+        min_new_tokens: The fewest tokens per answer.
+        priority: Requests with a higher priority are served first.
+        deadline: The ``time.perf_counter`` moment at which the request ends, finished or not; None without one.
+        overflow: The rule for a conversation that fills its slots.
+        id: The request's number.
+        arrival: The ``time.perf_counter`` moment of its arrival.
     """
 
     prompt: tuple[int, ...]
@@ -59,21 +60,21 @@ class EngineRequest:
     arrival: float = field(default_factory=time.perf_counter)
 
     def to_dict(self) -> dict[str, Any]:
-        """The request in the types of JSON."""
+        """Return the request as a dict of JSON types."""
         return {**asdict(self), "prompt": list(self.prompt), "stop_token_ids": sorted(self.stop_token_ids)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineRequest:
-        """A request that ``to_dict`` described."""
+        """Return the request that ``to_dict`` described."""
         plain = dict(values)
         prompt, stops = tuple(plain.pop("prompt")), frozenset(plain.pop("stop_token_ids"))
         return cls(prompt, SamplingParams(**plain.pop("sampling")), stop_token_ids=stops, **plain)
 
 
 class SequenceState:
-    """One answer inside the engine. ``tokens`` are prompt and answer so far, as the KV slots will hold them.
+    """One answer inside the engine. ``tokens`` holds the prompt and the answer so far, in the order of the KV slots.
 
-    Engine's thread, except ``cancel_reason``, which any thread may set.
+    Used on the engine's thread, except ``cancel_reason``, which any thread may set.
     """
 
     def __init__(self, request: EngineRequest, queue: OutputQueue, vocab_size: int, index: int = 0) -> None:
@@ -95,7 +96,7 @@ class SequenceState:
         self._sampler = Sampler(request.sampling, processors, np.random.default_rng(request.seed + index))
 
     def choose(self, logits: Logits, argmax: int) -> FinishReason | None:
-        """Choose the next token from ``logits [vocab]``. Returns why the answer ends with it, None if it goes on.
+        """Choose the next token from ``logits [vocab]``. Return why the answer ends with it, None if it continues.
 
         Raises:
             GenerationConfigError: no token is left to choose.
@@ -112,36 +113,36 @@ class SequenceState:
         return FinishReason.LENGTH if self.num_generated == self.request.max_new_tokens else None
 
     def finish_reason_at(self, now: float) -> FinishReason | None:
-        """Why it ends now although it could go on: cancelled or late. None if it may go on."""
+        """Return why the answer must end at the moment ``now``: cancelled or past its deadline. None if it may continue."""
         if self.cancel_reason is not None:
             return self.cancel_reason
         deadline = self.request.deadline
         return FinishReason.DEADLINE if deadline is not None and now >= deadline else None
 
     def add_call(self, seconds: float, is_prefill: bool) -> None:
-        """Count a device call that it took part in."""
+        """Add the ``seconds`` of a device call that this answer was part of."""
         if is_prefill:
             self._prefill_seconds += seconds
         else:
             self._decode_seconds.append(seconds)
 
     def post(self) -> None:
-        """Hand the tokens chosen since the last time to the reader: while the device runs, so that readers wake up then."""
+        """Hand the tokens chosen since the last time to the reader; called while the device runs, so that readers wake then."""
         for token in self._unposted:
             self._queue.put(token)
         self._unposted.clear()
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
-        """Tell the reader that no more tokens come."""
+        """Post the remaining tokens, and then the end of the answer."""
         self.post()
         usage = Usage(self.num_cached, self._prefill_seconds, tuple(self._decode_seconds))
         self._queue.put(Finished(reason, error, self.index, usage))
 
 
 class RequestState:
-    """A request inside the engine: its answers, and the queue through which their tokens leave.
+    """A request inside the engine: its answers, and the queue that receives their tokens.
 
-    ``sequences`` holds the first answer at once; the others join when the prompt has run, and share its slots.
+    ``sequences`` holds the first answer from the start; the others are added when the prompt has run, and share its slots.
     """
 
     def __init__(self, request: EngineRequest, vocab_size: int, queue: OutputQueue | None = None) -> None:
@@ -152,7 +153,7 @@ class RequestState:
         self.sequences = [SequenceState(request, self.queue, vocab_size)]
 
     def fork(self) -> list[SequenceState]:
-        """The other answers, once: called when the prompt of the first one has run."""
+        """Create the other answers and return them; called once, when the prompt of the first one has run."""
         first = self.sequences[0]
         for index in range(len(self.sequences), self.request.num_sequences):
             sibling = SequenceState(self.request, self.queue, self._vocab_size, index)
@@ -162,7 +163,7 @@ class RequestState:
         return self.sequences[1:]
 
     def cancel(self, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End one answer, or all of them, before the next device call. Any thread."""
+        """End one answer, or all of them, before the next device call. Any thread may call."""
         if index is None:
             self._cancel_reason = reason
         for sequence in self.sequences:
@@ -170,7 +171,7 @@ class RequestState:
                 sequence.cancel_reason = reason
 
     def finish(self, sequence: SequenceState, reason: FinishReason, error: Exception | None = None) -> bool:
-        """End one answer; with the first one those that have not begun. True if none is left."""
+        """End one answer, and with it all answers that have not begun. Return whether the whole request has ended."""
         sequence.finish(reason, error)
         missing = range(len(self.sequences), self.request.num_sequences)
         for index in missing:

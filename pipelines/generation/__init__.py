@@ -1,1 +1,1 @@
-"""Generation options, and how a token is chosen from logits."""
+"""Checks generation options, and chooses tokens from logits."""

@@ -1,6 +1,6 @@
-"""Numerics of temperature, top_k and top_p. A vocabulary of 150 k tokens is never sorted as a whole.
+"""Computes temperature, top_k and top_p without ever sorting a whole vocabulary.
 
-*Weights* are probabilities up to a common factor, float32 ``[vocab]``; a weight of 0 means that the token is left out.
+*Weights* are probabilities up to a common factor, float32 ``[vocab]``; a token with weight 0 cannot be drawn.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ Mask = NDArray[np.bool_]
 MIN_TEMPERATURE = 1e-6
 """A lower temperature is raised to this one, at which only the most likely token and its ties have a weight."""
 BLOCK = 128
-"""Tokens in one block: maxima and sums are taken per block first."""
+"""The number of tokens in a block; maxima and sums are computed per block first."""
 BIN_SHIFT = 17
 """A weight's bin is its bit pattern without the last 17 bits, so a bin is at most 1/64 of its values wide."""
 NUM_BINS = (0x3F800000 >> BIN_SHIFT) + 1
-"""Bins from 0 up to the bin of 1.0, which is the largest weight."""
+"""The number of bins from 0 up to the bin of 1.0, the largest weight."""
 CHUNK = 1 << 15
-"""Weights that are sorted into bins at a time: temporary arrays for all of them would be newly mapped pages in every call."""
+"""The number of weights that are put into bins at a time; temporary arrays for all weights would map new pages in every call."""
 
 
 def weights_of(logits: Logits, temperature: float) -> Logits:
-    """Weights ``[n]`` of logits ``[n]``; the most likely token has the weight 1."""
+    """Return the weights ``[n]`` of logits ``[n]``; the most likely token has weight 1."""
     weights: Logits = np.exp((logits - logits.max()) / np.float32(max(temperature, MIN_TEMPERATURE)))
     return weights
 
 
 def largest(values: Logits, count: int) -> IntArray:
-    """Indices of the ``count`` largest of ``values [n]``, ascending. Of equal values the first ones are taken."""
+    """Return the indices ``[count]`` of the largest of ``values [n]``, ascending. Of equal values the first ones are taken."""
     candidates = np.flatnonzero(values >= np.float32(_lower_bound(values, count)))
     found = values[candidates]
     border = np.partition(found, len(found) - count)[len(found) - count]
@@ -41,10 +41,10 @@ def largest(values: Logits, count: int) -> IntArray:
 
 
 def nucleus(weights: Logits, share: float) -> Mask:
-    """Which tokens top_p keeps, bool ``[n]``: the fewest of the largest weights that together reach ``share`` of the sum.
+    """Return which of ``weights [n]`` top_p keeps, bool ``[n]``: the fewest largest ones that reach ``share`` of the sum.
 
-    Of equal weights the first ones are kept. Only the bin at the border is sorted: the leading bits of positive floats are in
-    the order of the floats.
+    Of equal weights the first ones are kept. Only the bin at the border is sorted, because the leading bits of positive floats
+    have the order of the floats.
     """
     sums = _bin_sums(weights)[::-1].cumsum()
     mass = share * float(sums[-1])
@@ -60,9 +60,9 @@ def nucleus(weights: Logits, share: float) -> Mask:
 
 
 def draw(weights: Logits, uniform: float) -> int:
-    """The index that a number ``uniform`` of [0, 1] selects in proportion to ``weights [n]``: its block first, then its place.
+    """Return the index that ``uniform``, a number in [0, 1], selects in proportion to ``weights [n]``.
 
-    An index of weight 0 is never returned.
+    First the block is selected, then the index in the block. An index with weight 0 is never returned.
     """
     starts = np.arange(0, len(weights), BLOCK)
     sums = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
@@ -73,14 +73,14 @@ def draw(weights: Logits, uniform: float) -> int:
 
 
 def _lower_bound(values: Logits, count: int) -> float:
-    """A value that at least ``count`` of ``values`` reach, and not many more: it comes from the maxima of blocks."""
+    """Return a value that at least ``count`` of ``values [n]`` reach, and few others; it is taken from the maxima of blocks."""
     maxima = values[: len(values) // BLOCK * BLOCK].reshape(-1, BLOCK).max(axis=1)
     source = maxima if count <= len(maxima) else values
     return float(np.partition(source, len(source) - count)[len(source) - count])
 
 
 def _bin_sums(weights: Logits) -> NDArray[np.float64]:
-    """The sum of the weights in each bin, ``[NUM_BINS]``."""
+    """Return the sum of the weights in each bin, ``[NUM_BINS]``."""
     sums = np.zeros(NUM_BINS)
     for start in range(0, len(weights), CHUNK):
         chunk = weights[start : start + CHUNK]
@@ -89,5 +89,5 @@ def _bin_sums(weights: Logits) -> NDArray[np.float64]:
 
 
 def _place(sums: NDArray[np.float64], value: float) -> int:
-    """The first index whose cumulative sum exceeds ``value``; where rounding leaves none, the last one that adds something."""
+    """Return the first index whose cumulative sum ``sums [n]`` exceeds ``value``; if none does, the last with a weight."""
     return int(min(np.searchsorted(sums, value, side="right"), np.searchsorted(sums, sums[-1])))

@@ -1,7 +1,7 @@
-"""What changes the logits of a request before a token is chosen: penalties, and tokens that may not come yet.
+"""Logits processors change the logits of a request before a token is chosen: penalties, and tokens not allowed yet.
 
-A request has a list of processors, and its sampler applies them in order. A further one, a grammar for example, is a class with
-the members of ``LogitsProcessor`` and an entry in ``processors_for``; the sampler does not change.
+A request has a list of processors, and its sampler applies them in order. A new one, for example for a grammar, needs a class
+with the members of ``LogitsProcessor`` and an entry in ``processors_for``; the sampler does not change.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ class LogitsProcessor(Protocol):
 
     @property
     def is_active(self) -> bool:
-        """False while ``process`` would change nothing: the sampler then skips it, and without any active one copies nothing."""
+        """Whether ``process`` changes anything now; the sampler skips inactive processors, and copies no logits if all are."""
         ...
 
     @property
     def remedy(self) -> str:
-        """What a user can change if every token is forbidden, for the error; "" for a processor that forbids none."""
+        """The remedy that the error names if every token is forbidden; "" for a processor that forbids none."""
         ...
 
     def process(self, logits: Logits) -> None:
-        """Change ``logits``, float32 ``[vocab]``, in place; -inf forbids a token. They are a copy that the sampler owns."""
+        """Change ``logits``, a copy float32 ``[vocab]``, in place; -inf forbids a token."""
         ...
 
     def accept(self, token: int) -> None:
-        """Take note of the chosen token."""
+        """Update the state with the chosen token."""
         ...
 
 
 class MinNewTokens:
-    """Forbids the tokens that end an answer among its first ``min_new_tokens`` tokens."""
+    """Forbids stop tokens among the first ``min_new_tokens`` tokens of an answer."""
 
     remedy = "lower min_new_tokens or shorten stop_token_ids"
 
@@ -63,7 +63,7 @@ class MinNewTokens:
 class RepetitionPenalty:
     """Makes every token of prompt and answer less likely (CTRL, arXiv 1909.05858, section 4.1).
 
-    Positive logits are divided by ``penalty``, the others multiplied with it.
+    Positive logits are divided by ``penalty``, the others are multiplied by it.
     """
 
     remedy = ""
@@ -84,16 +84,16 @@ class RepetitionPenalty:
 
 
 class PresenceFrequencyPenalty:
-    """Makes tokens of the answer less likely: by ``presence`` each, and by ``frequency`` for each time that one was generated.
+    """Makes tokens of the answer less likely: by ``presence`` once, and by ``frequency`` for each time they were generated.
 
-    As in GenAI, a penalty moves a logit towards 0 and past it, whatever the sign of the logit.
+    As in GenAI, a penalty moves positive and negative logits towards 0, and may move them past it.
     """
 
     remedy = ""
 
     def __init__(self, presence: float, frequency: float) -> None:
         self._presence, self._frequency = presence, frequency
-        self._counts: dict[int, int] = {}  # of generated tokens
+        self._counts: dict[int, int] = {}  # how often each token was generated
 
     @property
     def is_active(self) -> bool:
@@ -117,10 +117,10 @@ def processors_for(
     min_new_tokens: int = 0,
     stop_token_ids: Collection[int] = (),
 ) -> list[LogitsProcessor]:
-    """The processors that a request's options ask for, in the order in which GenAI applies them.
+    """Return the processors that a request's options need, in the order in which GenAI applies them.
 
-    ``prompt`` are token ids below ``vocab_size``. Among the first ``min_new_tokens`` tokens none of ``stop_token_ids`` is
-    chosen.
+    ``prompt`` holds token ids below ``vocab_size``. None of ``stop_token_ids`` is chosen among the first ``min_new_tokens``
+    tokens.
     """
     processors: list[LogitsProcessor] = []
     if min_new_tokens > 0 and stop_token_ids:

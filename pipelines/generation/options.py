@@ -1,4 +1,4 @@
-"""From ``openvino_genai.GenerationConfig`` and keyword overrides to checked options."""
+"""Turns an ``openvino_genai.GenerationConfig`` and keyword overrides into checked options."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ _DEFAULTS = genai.GenerationConfig()
 class GenerationOptions:
     """The checked options of one request, with the names and meanings of ``openvino_genai.GenerationConfig``.
 
-    ``max_new_tokens`` and ``max_length`` are None where they do not limit the answer. ``stop_token_ids`` include the
-    ``eos_token_id``; with ``ignore_eos`` they are empty.
+    ``max_new_tokens`` and ``max_length`` are None if they do not limit the answer. ``stop_token_ids`` includes the
+    ``eos_token_id``; with ``ignore_eos`` it is empty.
     """
 
     sampling: SamplingParams
@@ -73,7 +73,7 @@ class GenerationOptions:
     num_return_sequences: int = 1
 
     def max_tokens_after(self, prompt_len: int) -> int | None:
-        """How many tokens these options allow after a prompt of ``prompt_len`` tokens; None if they set no limit."""
+        """Return how many tokens these options allow after a prompt of ``prompt_len`` tokens; None if they set no limit."""
         if self.max_new_tokens is not None:
             return self.max_new_tokens
         return None if self.max_length is None else self.max_length - prompt_len
@@ -82,7 +82,7 @@ class GenerationOptions:
         """Check that ``max_length`` leaves room after a prompt of ``prompt_len`` tokens.
 
         Raises:
-            GenerationConfigError: it does not.
+            GenerationConfigError: it leaves none.
         """
         if self.max_length is not None and self.max_length <= prompt_len:
             raise GenerationConfigError(
@@ -92,9 +92,9 @@ class GenerationOptions:
 
 
 def limit_of(options: GenerationOptions, prompt_len: int, max_seq_len: int | None) -> int | None:
-    """How many tokens may be generated after a prompt of ``prompt_len`` tokens; None without a limit.
+    """Return how many tokens may be generated after a prompt of ``prompt_len`` tokens; None without a limit.
 
-    ``max_seq_len`` bounds the tokens of prompt and answer together, as in NPUW; None if a longer sequence does not end an answer.
+    ``max_seq_len`` limits the tokens of prompt and answer together, as in NPUW; None if a longer sequence does not end an answer.
     """
     asked = options.max_tokens_after(prompt_len)
     if max_seq_len is None:
@@ -103,7 +103,7 @@ def limit_of(options: GenerationOptions, prompt_len: int, max_seq_len: int | Non
 
 
 def copy_config(config: genai.GenerationConfig) -> genai.GenerationConfig:
-    """A copy of ``config``; the ``copy`` module cannot make one of GenAI's class."""
+    """Return a copy of ``config``; the ``copy`` module cannot copy GenAI's class."""
     copied = genai.GenerationConfig()
     for name in _NAMES:
         setattr(copied, name, getattr(config, name))
@@ -111,10 +111,10 @@ def copy_config(config: genai.GenerationConfig) -> genai.GenerationConfig:
 
 
 def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> GenerationOptions:
-    """The options of a request: those of ``config``, replaced by ``overrides`` (keyword arguments of ``generate``), checked.
+    """Return the checked options of a request: those of ``config``, overridden by the keyword arguments of ``generate``.
 
     Raises:
-        GenerationConfigError: an unknown name, an impossible value, or a decoding method that is not supported.
+        GenerationConfigError: a name is unknown, a value is impossible, or the decoding method is not supported.
     """
     for name in overrides:
         if name not in _NAMES:
@@ -130,9 +130,8 @@ def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> Gen
 
 
 def _checked(options: Mapping[str, Any]) -> GenerationOptions:
-    num_beams_first = sorted(
-        options.items(), key=lambda item: item[0] != "num_beams"
-    )  # the cause of other options' errors
+    # num_beams comes first, because it may be the cause of other options' errors
+    num_beams_first = sorted(options.items(), key=lambda item: item[0] != "num_beams")
     for name, value in num_beams_first:
         if name in _SUPPORTED or (name in _INERT_WITHOUT_BEAMS and options["num_beams"] == 1):
             continue

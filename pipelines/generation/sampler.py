@@ -1,4 +1,4 @@
-"""From logits to a token. Semantics and order are those of openvino_genai's sampler, compared with it in ``tests/peer``."""
+"""Chooses tokens from logits with the semantics and the order of openvino_genai's sampler, as ``tests/peer`` checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class Choice:
-    """A chosen token and its log-probability under the model's own logits, which is 0.0 unless logprobs are wanted."""
+    """A chosen token and its log-probability under the model's own logits (0.0 unless requested)."""
 
     token: int
     logprob: float
@@ -34,12 +34,12 @@ class Sampler:
         self._rng = rng
 
     def sample(self, logits: Logits, best: int | None = None) -> Choice:
-        """The next token.
+        """Return the next token.
 
         Args:
-            logits: float32 ``[vocab]``, finite; left as they are.
-            best: The index of the largest logit, if known. Greedy decoding without active processors returns it and reads
-                nothing of ``logits``.
+            logits: float32 ``[vocab]``, finite; they are not changed.
+            best: The index of the largest logit, if known. Greedy decoding without active processors returns it and does
+                not read ``logits``.
 
         Raises:
             GenerationConfigError: the processors forbid every token.
@@ -56,7 +56,7 @@ class Sampler:
         return Choice(token, _log_probability(logits, token) if self._params.wants_logprobs else 0.0)
 
     def _processed(self, logits: Logits) -> Logits:
-        """A copy that the active processors have changed; ``logits`` itself if none is active."""
+        """Return a copy that the active processors have changed; ``logits`` itself if none is active."""
         active = [processor for processor in self._processors if processor.is_active]
         if not active:
             return logits
@@ -80,10 +80,10 @@ class Sampler:
 
 
 def candidate_distribution(logits: Logits, params: SamplingParams) -> tuple[IntArray, NDArray[np.float64]]:
-    """The tokens that a draw from ``logits [vocab]`` can give, ascending, and their probabilities, which sum to 1.
+    """Return the tokens ``[n]`` that can be drawn from ``logits [vocab]``, ascending, and their probabilities ``[n]``.
 
-    Temperature, top_k, top_p of what that leaves, min_p of what that leaves. Of equally likely tokens at the border the first
-    ones stay.
+    Temperature, top_k, top_p and min_p apply in this order, each to the tokens that the one before it keeps. Of equally likely
+    tokens at the border the first ones are kept.
     """
     is_cut = params.top_k and params.top_k < len(logits)
     candidates = largest(logits, params.top_k) if is_cut else np.arange(len(logits))
@@ -93,7 +93,7 @@ def candidate_distribution(logits: Logits, params: SamplingParams) -> tuple[IntA
 
 
 def _kept_weights(logits: Logits, params: SamplingParams) -> Logits:
-    """Weights of logits ``[n]`` that top_k has left: probabilities up to a factor, 0 for what top_p and min_p leave out."""
+    """Return the weights ``[n]`` of logits ``[n]``, those that top_k keeps; 0 for tokens that top_p or min_p remove."""
     weights = weights_of(logits, params.temperature)
     if params.top_p < 1.0:
         weights *= nucleus(weights, params.top_p)
@@ -103,6 +103,6 @@ def _kept_weights(logits: Logits, params: SamplingParams) -> Logits:
 
 
 def _log_probability(logits: Logits, token: int) -> float:
-    """The natural logarithm of ``token``'s probability under ``logits [vocab]``."""
+    """Return the natural logarithm of ``token``'s probability under ``logits [vocab]``."""
     top = logits.max()
     return float(logits[token] - top - np.log(np.exp(logits - top).sum(dtype=np.float64)))

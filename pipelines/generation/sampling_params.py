@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen, with the names and meanings of ``openvino_genai.GenerationConfig``."""
+"""Defines the sampling parameters of one request, with the names and meanings of ``openvino_genai.GenerationConfig``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """``top_k`` of 0 keeps all tokens; without ``do_sample`` the most likely token is taken and the filters have no effect."""
+    """The parameters that choose tokens. ``top_k=0`` keeps all tokens.
+
+    Without ``do_sample`` the most likely token is chosen, and temperature, ``top_k``, ``top_p`` and ``min_p`` have no effect.
+    """
 
     do_sample: bool = False
     temperature: float = 1.0

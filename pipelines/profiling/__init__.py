@@ -1,1 +1,1 @@
-"""Records of device calls and requests; statistics, traces and pictures of them."""
+"""Records device calls and requests, and makes statistics, traces and pictures of them."""

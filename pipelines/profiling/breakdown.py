@@ -1,4 +1,4 @@
-"""Where a token's time goes: into the device call, and into each part of the host's work around it."""
+"""Divides the time per token into the device call and the parts of the host's work around it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ PARTS = ("device", "plan", "prepare", "commit", "sampling", "other")
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Means over the ``num_calls`` calls of one kind ("prefill" or "decode"): ms per call, by the names in ``PARTS``.
+    """The mean ms per call over the ``num_calls`` calls of one kind ("prefill" or "decode"), by the names in ``PARTS``.
 
-    The part "other" is the time between two calls that none of the host's parts explains: waking up, admitting requests, keeping
-    records.
+    The part "other" is the time between two calls that no other part measures: waking up, admitting requests, keeping records.
     """
 
     kind: str
@@ -30,7 +29,7 @@ class Breakdown:
 
 
 def breakdowns_of(steps: Sequence[StepRecord]) -> list[Breakdown]:
-    """One breakdown of calls with prompts in them, and one of calls that only decode; a kind without calls has none."""
+    """Return one breakdown of the calls with prompts, and one of the calls that only decode; a kind without calls has none."""
     others = [0.0, *(max(0.0, _between(before, after)) for before, after in pairwise(steps))]
     kinds: dict[str, list[tuple[StepRecord, float]]] = {"prefill": [], "decode": []}
     for step, other in zip(steps, others, strict=False):
@@ -40,8 +39,10 @@ def breakdowns_of(steps: Sequence[StepRecord]) -> list[Breakdown]:
 
 
 def _between(before: StepRecord, after: StepRecord) -> float:
-    """Seconds between two calls that the known parts do not explain; 0.0 if the second call decodes nothing, because the engine
-    may have been idle before it."""
+    """Return the seconds between two calls that no part measures; 0.0 if the second call decodes nothing.
+
+    In that case the engine may have been idle before it.
+    """
     if before.host is None or after.host is None or not after.decode:
         return 0.0
     known = before.host.commit + before.host.sampling + after.host.plan + after.host.prepare
@@ -60,9 +61,9 @@ def _means(found: list[tuple[StepRecord, float]]) -> dict[str, float]:
 
 
 def table(breakdowns: Sequence[Breakdown]) -> str:
-    """A table for the terminal: one column per kind of call, one line per part.
+    """Return a table for the terminal with one column per kind of call and one line per part.
 
-    Detokenization is not a part: readers do it on their own threads, while the device runs.
+    Detokenization is not a part: it runs on the readers' threads, while the device runs.
     """
     lines = ["ms/call  " + "".join(f"{f'{p.kind} ({p.num_calls})':>22}" for p in breakdowns)]
     for part in PARTS:

@@ -1,7 +1,7 @@
-"""Records as Chrome trace events and back (the "Trace Event Format" that Perfetto and chrome://tracing read).
+"""Converts records to Chrome trace events and back (the "Trace Event Format" that Perfetto and chrome://tracing read).
 
 Process 1 is the device: one slice per call, counters, and the host's work around each call. Process 2 has one track per request.
-``from_chrome`` reads only the ``args`` of slices of the categories ``call`` and ``request``; all else is for viewers.
+``from_chrome`` reads only the ``args`` of slices of the categories ``call`` and ``request``; all other events are for viewers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ DEVICE, REQUESTS = 1, 2
 HOST_TRACK = 1
 SCHEMA = 3
 RENAMED_HOST_TIMES = {"masks": "prepare", "rows": "commit"}
-"""Names of ``HostTimes`` in version 2 of the schema."""
+"""The names of the fields of ``HostTimes`` in version 2 of the schema, with the current ones."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a document holds: the device calls, the requests that have ended, and how many older records are missing."""
+    """The content of a document: device calls, requests that have ended, and the number of older records that are missing."""
 
     steps: list[StepRecord]
     requests: list[RequestRecord]
@@ -33,7 +33,7 @@ class Recorded:
 
 
 def to_chrome(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], num_dropped: int = 0) -> dict[str, Any]:
-    """The document of these records. ``ts`` and ``dur`` are microseconds; the earliest moment of all records is 0."""
+    """Return the document of these records. ``ts`` and ``dur`` are microseconds; the earliest moment of all records is 0."""
     zero = min([*(step.start for step in steps), *(request.arrival for request in requests)], default=0.0)
 
     def clock(seconds: float) -> int:
@@ -43,9 +43,8 @@ def to_chrome(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], nu
         *_names(),
         *(event for step in steps for event in _step_events(step, clock)),
         *(event for request in requests for event in _request_events(request, clock)),
-        *_span_events(
-            steps, requests, clock
-        ),  # last: of slices that begin together, viewers draw the first one outermost
+        # spans come last: of slices that begin together, viewers draw the first one outermost
+        *_span_events(steps, requests, clock),
     ]
     return {
         "traceEvents": events,
@@ -55,10 +54,10 @@ def to_chrome(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], nu
 
 
 def from_chrome(document: Any) -> Recorded:
-    """The records in a document that ``to_chrome`` made. Moments count from 0 and are exact to a nanosecond.
+    """Return the records in a document that ``to_chrome`` made. Moments count from 0 s and are exact to a nanosecond.
 
     Raises:
-        LookupError, TypeError, ValueError: ``to_chrome`` did not make it.
+        LookupError, TypeError, ValueError: the document is not one of ``to_chrome``.
     """
     calls = [event for event in document["traceEvents"] if event.get("cat") == "call"]
     ends = [event for event in document["traceEvents"] if event.get("cat") == "request"]
@@ -75,7 +74,7 @@ def _names() -> Iterator[Event]:
 
 
 def _slice(name: str, category: str, pid: int, tid: int, start: int, end: int, args: dict[str, Any]) -> Event:
-    """A slice from ``start`` to ``end``, in whole ns: rounded later, two slices that touch could overlap."""
+    """Return a slice from ``start`` to ``end``, in whole ns: with later rounding, two adjacent slices could overlap."""
     return {
         "ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid,
         "ts": start / 1e3, "dur": max(0, end - start) / 1e3, "args": args,
@@ -111,7 +110,7 @@ def _host_ns(host: HostTimes) -> dict[str, int]:
 
 
 def _host_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
-    """The engine's work before and after the call, on a track of its own."""
+    """Yield slices of the engine's work before and after the call, on a track of their own."""
     if step.host is None:
         return
     host, end = step.host, step.end
@@ -135,7 +134,7 @@ def _span_events(steps: Sequence[StepRecord], requests: Sequence[RequestRecord],
 
 
 def _request_events(request: RequestRecord, clock: Clock) -> Iterator[Event]:
-    """The slice that encloses all others of a request, and the mark at its end."""
+    """Yield the slice that encloses all others of a request, and the mark at its end."""
     args = {
         "prompt_tokens": request.num_prompt, "cached_tokens": request.num_cached, "reason": str(request.reason),
         "started_ns": _optional(clock, request.started), "ended_ns": _optional(clock, request.ended),
@@ -148,7 +147,7 @@ def _request_events(request: RequestRecord, clock: Clock) -> Iterator[Event]:
 
 
 def _mark(name: str, category: str, request: int, moment: int) -> Event:
-    """A mark on the track of a request."""
+    """Return a mark on the track of a request; ``moment`` in ns."""
     return {
         "ph": "i", "name": name, "cat": category, "s": "t", "pid": REQUESTS, "tid": request, "ts": moment / 1e3,
     }  # fmt: skip

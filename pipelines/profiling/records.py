@@ -1,4 +1,4 @@
-"""Records of what the engine or the simulator did: one per device call, one per request that has ended."""
+"""Defines the records of the engine and the simulator: one per device call, and one per request that has ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from staticllm.core import FinishReason, Variant
 
 @dataclass(frozen=True)
 class HostTimes:
-    """Seconds that the engine's thread spent around one device call.
+    """The seconds that the engine's thread spent on one device call, outside the call.
 
     ``plan`` (the policy, and moves of KV slots to and from the host pool) and ``prepare`` (token ids, positions and masks) come
     before the call; ``commit`` (new keys and values into the arena) and ``sampling`` (choosing the next tokens) come after it.
@@ -31,11 +31,11 @@ class HostTimes:
 class StepRecord:
     """One device call.
 
-    ``start`` is a moment of ``time.perf_counter`` (of the virtual clock in simulations), ``seconds`` the duration. ``decode`` are
-    the ids of requests that decoded, ``prefill`` pairs of a request's id and its number of prompt tokens in the call.
+    ``start`` is a moment of ``time.perf_counter`` (of the virtual clock in simulations), ``seconds`` the duration. ``decode``
+    holds the ids of requests that decoded, ``prefill`` pairs of a request's id and its number of prompt tokens in the call.
     ``slots_in_use`` counts KV slots of the arena after the call. ``num_waiting``, ``num_swapped`` and ``num_running`` count
-    requests in these states during the call, ``swapped`` are the ids of the swapped ones. ``preempted`` are the ids of requests
-    that lost their KV slots before the call. Of a call with ``has_failed`` no keys and values were kept.
+    requests in these states during the call; ``swapped`` holds the ids of the swapped ones. ``preempted`` holds the ids of
+    requests that lost their KV slots before the call. If ``has_failed``, no keys and values of the call were kept.
     """
 
     start: float

@@ -1,4 +1,4 @@
-"""The records of device calls, turned into the history of each request."""
+"""Turns the records of device calls into the history of each request."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Span:
 
 
 def spans_of(steps: Sequence[StepRecord], requests: Iterable[RequestRecord]) -> dict[int, list[Span]]:
-    """The spans of every request by its id, each list in the order of time.
+    """Return the spans of every request by its id, each list in the order of time.
 
-    A request that has not ended, or whose end was not recorded, has the spans of the calls that it was in. Between two spans a
-    request holds KV slots but takes part in no call.
+    A request that has not ended, or whose end was not recorded, has the spans of its calls. Between two spans a request holds
+    KV slots but is not part of a call.
     """
     ended = {request.id: request for request in requests}
     spans: dict[int, list[Span]] = defaultdict(list)
@@ -48,7 +48,7 @@ def spans_of(steps: Sequence[StepRecord], requests: Iterable[RequestRecord]) -> 
 
 
 def _swapped(steps: Sequence[StepRecord], ended: dict[int, RequestRecord]) -> Iterable[tuple[int, Span]]:
-    """Swapped requests, each from the start of the first call that lists it to the start of the first one that does not."""
+    """Yield a span per swapped request, from the start of the first call that lists it to that of the first that does not."""
     since: dict[int, float] = {}
 
     def span(number: int, now: float) -> tuple[int, Span]:
@@ -64,7 +64,7 @@ def _swapped(steps: Sequence[StepRecord], ended: dict[int, RequestRecord]) -> It
 
 
 def _preempted(steps: Sequence[StepRecord], ended: dict[int, RequestRecord]) -> Iterable[tuple[int, Span]]:
-    """Preempted requests, each from the call before which it lost its KV slots to the next call that it is in, or to its end."""
+    """Yield a span per preempted request, from the call before which it lost its KV slots to its next call or its end."""
     since: dict[int, float] = {}
     for step in steps:
         since.update(dict.fromkeys(step.preempted, step.start))

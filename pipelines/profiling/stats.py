@@ -1,4 +1,4 @@
-"""Statistics of an engine. Its loop only appends records; they are added up when statistics are asked for."""
+"""Computes an engine's statistics from the records that its loop appends, when statistics are requested."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from typing import Protocol
 from staticllm.pipelines.profiling.records import Record, RequestRecord, StepRecord
 
 KEPT_REQUESTS = 4096
-"""Means, maxima and percentiles of requests are taken over this many of the last ones."""
+"""The number of last requests over which means, maxima and percentiles are taken."""
 PENDING_RECORDS = 8192
-"""With more records than this the loop adds them up itself, so that memory stays bounded."""
+"""The most records that the loop appends before it adds them up itself, so that memory stays bounded."""
 
 
 class Recorder(Protocol):
-    """Takes records one by one, on the engine's thread: a list, or a ``Trace``."""
+    """Receives records one by one on the engine's thread: a list, or a ``Trace``."""
 
-    def append(self, record: Record, /) -> object: ...
+    def append(self, record: Record, /) -> object:
+        """Add a record."""
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What an engine has done since it was made, or since the statistics were reset.
+    """The statistics of an engine since it was created, or since they were reset.
 
-    ``*_ms`` are milliseconds over the last 4096 requests: means, but for ``ttft_p95_ms`` and the maximum ``longest_gap_ms``, the
-    longest time between two tokens of one request. ``queueing_ms`` is the time from arrival to the first device call.
-    ``prefill_share`` and ``decode_share`` are shares of ``device_seconds``; a mixed call counts by its rows, a failed one not at
-    all. ``padding`` is the share of computed rows that processed no token. ``prefix_hit_tokens`` of ``prompt_tokens`` were found
-    in the prefix cache. ``slots_in_use`` are KV slots of the arena after the last call. ``finish_reasons`` counts requests by
-    reason.
+    Fields ``*_ms`` are milliseconds over the last 4096 requests. They are means, except ``ttft_p95_ms`` and ``longest_gap_ms``,
+    the longest time between two tokens of one request. ``queueing_ms`` is the time from arrival to the first device call.
+    ``prefill_share`` and ``decode_share`` are shares of ``device_seconds``; a mixed call is divided by its rows, and a failed
+    call is not counted. ``padding`` is the share of computed rows that processed no token. Of ``prompt_tokens`` prompt tokens
+    ``prefix_hit_tokens`` were found in the prefix cache. ``slots_in_use`` counts KV slots of the arena after the last call, and
+    ``finish_reasons`` counts requests by reason.
     """
 
     num_requests: int
@@ -82,7 +83,7 @@ class _Totals:
 
 
 class Profiler:
-    """Collects records and adds them up. ``trace``, if set, gets every record as well."""
+    """Collects records and adds them up. ``trace``, if set, receives every record as well."""
 
     def __init__(self) -> None:
         self._pending: deque[Record] = deque()
@@ -91,7 +92,7 @@ class Profiler:
         self.trace: Recorder | None = None
 
     def record(self, record: Record) -> None:
-        """Keep a record; called on the engine's thread, and therefore cheap."""
+        """Keep a record. Runs on the engine's thread, so it only appends."""
         self._pending.append(record)
         trace = self.trace  # another thread may set it to None between the check and the call
         if trace is not None:
@@ -100,13 +101,13 @@ class Profiler:
             self._add_up()
 
     def stats(self) -> Stats:
-        """The statistics up to now; may be called on any thread."""
+        """Return the statistics up to now; any thread may call."""
         self._add_up()
         with self._lock:
             return _stats_of(self._totals)
 
     def reset(self) -> None:
-        """Forget everything counted so far; may be called on any thread."""
+        """Set all statistics back to zero; any thread may call."""
         self._add_up()
         with self._lock:
             self._totals = _Totals()
@@ -181,11 +182,11 @@ def _stats_of(totals: _Totals) -> Stats:
 
 
 def _mean(seconds: deque[float]) -> float:
-    """The mean in ms; 0 without values."""
+    """Return the mean in ms; 0 without values."""
     return sum(seconds) / len(seconds) * 1e3 if seconds else 0.0
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """The value that a ``share`` (0 to 1) of ``values`` lies below; 0.0 without values."""
+    """Return the value below which a ``share`` (0 to 1) of ``values`` lies; 0.0 without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

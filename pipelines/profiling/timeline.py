@@ -1,4 +1,4 @@
-"""A trace as a picture: the rows of every device call, the history of each request, KV slots and queues over time."""
+"""Draws a trace as a picture: the rows of every device call, the history of each request, KV slots and queues over time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRACK = 0.76
 """The height of a track, as a share of the distance between two."""
 MAX_NAMED_TRACKS = 40
 LINEAR_ROWS = 32
-"""With calls of more rows the axis has a square root scale: on a linear one a decode step would be a hairline."""
+"""The most rows per call on a linear axis; with more, the axis has a square root scale, or decode steps would be hairlines."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class TimeAxis:
     end: float
 
     def place(self, seconds: float) -> float:
-        """Where a moment lies, in units."""
+        """Return the place of a moment on the axis, in units."""
         return (seconds - self.first) * self.factor
 
 
 def draw(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write a picture of a trace, in the format of the file's ending: PNG, SVG, PDF.
+    """Write a picture of a trace in the format of the file's ending: PNG, SVG or PDF.
 
     Raises:
         ConfigError: matplotlib is not installed, nothing was recorded, or the file cannot be written.
@@ -72,10 +72,10 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def matplotlib(module: str) -> Any:
-    """A module of matplotlib.
+    """Return a module of matplotlib.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: matplotlib is not installed.
     """
     try:
         import_module("matplotlib")
@@ -103,7 +103,7 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
 
 
 def _time_axis(steps: Sequence[StepRecord], spans: Mapping[int, list[Span]]) -> TimeAxis:
-    """The axis from the first to the last moment of the trace: in ms, or in seconds if the trace takes 10 s or more."""
+    """Return the axis from the first to the last moment of the trace, in ms, or in seconds if the trace takes 10 s or more."""
     every = [span for own in spans.values() for span in own]
     first = min(*(step.start for step in steps), *(span.start for span in every))
     last = max(*(step.end for step in steps), *(span.end for span in every))
@@ -118,7 +118,7 @@ def _title(trace: Trace) -> str:
 
 
 def _draw_calls(axes: Any, steps: Sequence[StepRecord], clock: Clock) -> None:
-    """One bar per call: decode rows at the bottom, prefill rows on them, padding on top."""
+    """Draw one bar per call: decode rows at the bottom, prefill rows above them, padding on top."""
     boxes: dict[str, list[Box]] = {"decode": [], "prefill": [], "padding": []}
     for step in steps:
         left, right, bottom = clock(step.start), clock(step.end), 0
@@ -170,7 +170,7 @@ def _mark_preemptions(axes: Any, numbers: list[int], steps: Sequence[StepRecord]
 
 
 def _draw_counts(axes: Any, steps: Sequence[StepRecord], clock: Clock) -> None:
-    """KV slots in use on the left axis, requests on the right one; both stay constant between two calls."""
+    """Draw KV slots in use on the left axis and requests on the right one; both stay constant between two calls."""
     moments = [*(clock(step.start) for step in steps), clock(steps[-1].end)]
     slots = [step.slots_in_use for step in steps]
     axes.fill_between(
@@ -198,7 +198,7 @@ def _fill(axes: Any, boxes: list[Box], colour: str, label: str) -> None:
 
 
 def _finish(axes: Any, title: str, right: Any = None) -> None:
-    """Title, grid and legend of a panel. The legend stands beside the panel, where it hides nothing."""
+    """Add title, grid and legend to a panel. The legend is beside the panel, where it hides nothing."""
     axes.set_title(title, loc="left", fontsize=10, color=INK)
     axes.grid(axis="x", color="#eeeeee", linewidth=0.8)
     axes.set_axisbelow(True)

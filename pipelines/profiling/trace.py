@@ -1,4 +1,4 @@
-"""A trace: the records of all device calls and requests during a recording, saved as a Chrome trace and read back."""
+"""A trace holds the records of all device calls and requests of a recording, and is saved and read as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from staticllm.pipelines.profiling.records import Record, RequestRecord, StepRec
 from staticllm.pipelines.profiling.stats import Profiler
 
 MAX_RECORDS = 100_000
-"""A record takes some hundred bytes, in memory and in the file."""
+"""The default number of records in a trace; a record takes a few hundred bytes in memory and in the file."""
 
 
 class Trace:
-    """What an engine did: one record per device call and one per request that has ended.
+    """The records of an engine: one per device call, and one per request that has ended.
 
-    It holds the last ``max_records``; ``num_dropped`` older ones are lost.
+    A trace holds the last ``max_records`` records; ``num_dropped`` counts the older ones that were dropped.
     """
 
     def __init__(self, records: Iterable[Record] = (), max_records: int = MAX_RECORDS) -> None:
@@ -33,7 +33,7 @@ class Trace:
             self.append(record)
 
     def append(self, record: Record) -> None:
-        """Keep a record; the oldest one is dropped if ``max_records`` are held."""
+        """Add a record; if the trace holds ``max_records``, drop the oldest one."""
         if len(self._records) == self._records.maxlen:
             self.num_dropped += 1
         self._records.append(record)
@@ -62,10 +62,10 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Read what ``save`` wrote. Moments count from 0 and are exact to a nanosecond.
+        """Read a file that ``save`` wrote. Moments count from 0 s and are exact to a nanosecond.
 
         Raises:
-            ConfigError: there is no such file, or it holds no trace of staticllm.
+            ConfigError: the file is missing, or is not a trace of staticllm.
         """
         remedy = "record one with 'staticllm trace record'"
         try:
@@ -88,7 +88,7 @@ class Trace:
 
 @contextmanager
 def recording(profiler: Profiler, max_records: int = MAX_RECORDS) -> Iterator[Trace]:
-    """Record while a block runs. A warning at its end says how many records did not fit into ``max_records``.
+    """Record while a block runs. If more than ``max_records`` records arrive, a warning at the end gives the number dropped.
 
     Raises:
         StaticLLMError: another recording is in progress.

@@ -1,1 +1,1 @@
-"""Scheduling: what a policy sees, what it may return, and the shipped policies."""
+"""Scheduling decides which requests are in the next device call: the policies, their interface, and the rules of a plan."""

@@ -1,4 +1,4 @@
-"""Asks the policy for a plan, checks it, and falls back to ``fcfs`` when the policy fails."""
+"""Gets a plan from the policy, checks it, and falls back to ``fcfs`` if the policy fails."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "chunked": Chunked,
 }
 STALL_SECONDS = 2.0
-"""A user's policy that takes longer than this for one plan counts as stalled."""
+"""The longest time for one plan of a user's policy; after it the policy counts as stalled."""
 
 
 def make_policy(scheduler: object) -> Policy:
-    """The shipped policy of this name, or the user's own object.
+    """Return the shipped policy of this name, or the user's own object.
 
     Raises:
-        ConfigError: an unknown name, or an object without a method ``plan``.
+        ConfigError: the name is unknown, or the object has no method ``plan``.
     """
     if isinstance(scheduler, str) and scheduler in POLICIES:
         return POLICIES[scheduler]()
@@ -48,10 +48,10 @@ def make_policy(scheduler: object) -> Policy:
 
 
 class Planner:
-    """Gives a legal plan for every view, whatever the policy does.
+    """Returns a legal plan for every view, even if the policy fails.
 
     Shipped policies are called on the engine's thread. A user's policy is called on a thread of its own, with a copy of the view,
-    so that neither a slow policy nor one that changes what it sees can harm the engine.
+    so that neither a slow policy nor one that changes the view can harm the engine.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -63,14 +63,14 @@ class Planner:
         self._has_warned = False
 
     def plan(self, view: View) -> Plan:
-        """A plan that breaks no rule.
+        """Return a plan that breaks no rule.
 
         A user's policy that raises, stalls or breaks a rule is replaced by ``fcfs``, with one warning. While programs are still
-        compiled in the background, the reason may be a program that is not there yet; the policy is then asked again as soon as
-        another program is there. A shipped policy that fails is replaced for one step.
+        compiled in the background, the reason may be a missing program; the policy is then used again as soon as the next one
+        is ready. A shipped policy that fails is replaced for one step.
 
         Raises:
-            NoPlanError: no request can run at all; it names the first one.
+            NoPlanError: no request can run at all; the error has the id of the first one.
         """
         self._restore_policy(view)
         try:
@@ -119,14 +119,14 @@ class NoPlanError(Exception):
 
 
 def _fallback(view: View) -> Plan:
-    """The plan of ``fcfs``; if it is illegal too, the first request that can run alone, while all others lose their KV slots.
+    """Return the plan of ``fcfs``; if it is illegal too, run the first request that can run alone, and preempt all others.
 
     Raises:
         NoPlanError: no request can run.
     """
     try:
         return check(Fcfs().plan(view), view)
-    except Exception:  # a defect of ours costs this step, not the requests
+    except Exception:  # a bug in fcfs must not end the requests
         requests = sorted(
             view.requests,
             key=lambda request: (request.state not in (RequestStatus.RUNNING, RequestStatus.SWAPPED), request.arrival),
@@ -141,15 +141,15 @@ def _fallback(view: View) -> Plan:
 
 
 class _StallError(Exception):
-    """A user's policy did not answer within ``STALL_SECONDS``."""
+    """A user's policy did not return a plan within ``STALL_SECONDS``."""
 
 
 class _PolicyError(Exception):
-    """What a user's policy raised, turned into text on the policy's thread."""
+    """An exception of a user's policy, converted to text on the policy's thread."""
 
 
 class _PolicyThread:
-    """Asks a user's policy on a thread of its own, so that it can neither stop nor change the engine."""
+    """Calls a user's policy on a thread of its own, so that it can neither stop nor change the engine."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -159,6 +159,7 @@ class _PolicyThread:
         self._thread = start_thread(self._run, "staticllm-policy")
 
     def plan(self, view: View) -> object:
+        """Return the policy's plan, not yet checked. Runs on the engine's thread."""
         self._views.put(view)
         try:
             plan = self._plans.get(timeout=STALL_SECONDS)
@@ -169,6 +170,7 @@ class _PolicyThread:
         return plan
 
     def close(self) -> None:
+        """End the thread when its current plan is done, and wait for it for 0.2 s."""
         self._views.put(None)
         self._thread.join(timeout=0.2)
 
@@ -178,11 +180,11 @@ class _PolicyThread:
                 self._plans.put(_plain(self._policy.plan(self._copy(view)), len(view.requests)))
             except IllegalPlanError as error:
                 self._plans.put(error)
-            except BaseException as error:  # SystemExit and the like too: the engine waits for an answer
+            except BaseException as error:  # also SystemExit and the like: the engine waits for an answer
                 self._plans.put(_shown(error))
 
     def _copy(self, view: View) -> View:
-        """An equal view, made of objects that the engine does not use."""
+        """Return an equal view whose objects the engine does not use."""
         index, costs = view.device.index, view.device.seconds
         if self._index is None or self._index[0] is not index:
             self._index = index, VariantIndex(index.variants, index.needs_real_rows)
@@ -194,7 +196,7 @@ class _PolicyThread:
 
 
 class _Costs:
-    """What calls cost, without access to the engine's own measurements."""
+    """The costs of calls, without access to the engine's own measurements."""
 
     def __init__(self, costs: Callable[[Variant], float]) -> None:
         self.__call = costs
@@ -204,12 +206,12 @@ class _Costs:
 
 
 def _plain(plan: object, num_requests: int) -> object:
-    """The plan with tuples in place of the iterables that a policy returned, which may be endless.
+    """Return the plan with tuples in place of the iterables that a policy returned, which may be endless.
 
-    It runs on the policy's thread.
+    Runs on the policy's thread.
 
     Raises:
-        IllegalPlanError: a field has more entries than there are requests, or something other than whole numbers.
+        IllegalPlanError: a field has more entries than there are requests, or an entry that is not a whole number.
     """
     if not isinstance(plan, Plan):
         return plan
@@ -222,7 +224,7 @@ def _plain(plan: object, num_requests: int) -> object:
 
 
 def _whole(value: object) -> int:
-    """An exact ``int``: methods of a user's own number class must not run on the engine's thread.
+    """Return an exact ``int``, because methods of a user's own number class must not run on the engine's thread.
 
     Raises:
         IllegalPlanError: ``value`` is not a whole number.
@@ -235,7 +237,7 @@ def _whole(value: object) -> int:
 
 
 def _shown(error: BaseException) -> _PolicyError:
-    """The exception of a policy as text; its own ``__repr__`` may fail."""
+    """Return the exception of a policy as text; its own ``__repr__`` may fail."""
     try:
         return _PolicyError(f"it raised {error!r}"[:500])
     except BaseException:

@@ -1,4 +1,4 @@
-"""The request table: every request and its status. The engine keeps it beside the device, the simulator beside a clock."""
+"""The request table holds every request and its status for the engine and for the simulator."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ TRANSITIONS: dict[RequestStatus, tuple[RequestStatus, ...]] = {
     RUNNING: (WAITING, PREFILLING, SWAPPED),
     SWAPPED: (WAITING, PREFILLING, RUNNING),
 }
-"""From each status to those that may follow. Any request may be preempted (back to waiting); a conversation that was shortened
-prefills again."""
+"""The statuses that may follow each status. Any request may be preempted and waits again; a shortened conversation prefills
+again."""
 
 
 class RequestInfo:
-    """One request (one answer of it) in the table. Changed only by its methods; ``view`` is what a policy sees.
+    """One answer of a request in the table. Only its methods change it; ``view`` is the form that a policy receives.
 
-    ``num_tokens`` must run before the next one can be chosen, ``num_computed`` of them have keys and values. ``own_slots`` would
-    be free without it, and ``in_arena`` says where its slots are: both are kept by the owner of the slots.
+    ``num_tokens`` must run before the next token can be chosen, and ``num_computed`` of them have keys and values. ``own_slots``
+    counts the arena slots that would be free without the request; ``in_arena`` is False if its slots are in the host pool. The
+    KV cache manager, or the simulator, updates both.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class RequestInfo:
 
     @property
     def view(self) -> RequestView:
-        """What a policy sees; the same object until something changes."""
+        """The request as a policy receives it; the same object until the request changes."""
         if self._view is None:
             self._view = RequestView(
                 self.id, self.status, self.arrival, self.num_tokens, self.num_computed, self.own_slots,
@@ -51,24 +52,24 @@ class RequestInfo:
         return self._view
 
     def arrive_swapped(self, num_computed: int, num_generated: int, last_token_time: float) -> None:
-        """It was prefilled elsewhere: its slots are in the host pool."""
+        """Record that the request was prefilled on another device and that its slots are in the host pool."""
         self.status, self.in_arena = SWAPPED, False
         self.num_computed, self.num_generated, self.last_token_time = num_computed, num_generated, last_token_time
         self._view = None
 
     def begin(self, num_computed: int) -> None:
-        """It has a sequence in the arena, with ``num_computed`` tokens of a known prefix."""
+        """Record that the request has a sequence in the arena, with ``num_computed`` tokens of a cached prefix."""
         self._move_to(PREFILLING if num_computed else WAITING)
         self.num_computed = num_computed
 
     def add_computed(self, count: int) -> None:
-        """``count`` more tokens have keys and values."""
+        """Record that ``count`` more tokens have keys and values."""
         self._move_to(PREFILLING if self.status is WAITING else self.status)
         self.num_computed += count
         self.own_slots += count if self.in_arena else 0
 
     def add_token(self, now: float, can_run: bool) -> None:
-        """A token was chosen. A request that has finished its prompt with it runs if it can, else it is swapped."""
+        """Record a chosen token. A request whose prompt has just ended is running if ``can_run``, else it is swapped."""
         if self.status is PREFILLING:
             self._move_to(RUNNING if can_run and self.in_arena else SWAPPED)
         self.num_tokens += 1
@@ -77,32 +78,33 @@ class RequestInfo:
         self._view = None
 
     def swap_out(self) -> None:
-        """It stops decoding; its slots stay in the arena until ``leave_arena``."""
+        """Record that the request is swapped; its slots stay in the arena until ``leave_arena``."""
         self._move_to(SWAPPED)
 
     def leave_arena(self) -> None:
-        """Its slots were copied to the host pool."""
+        """Record that the request's slots were copied to the host pool."""
         self.in_arena, self.own_slots, self._view = False, 0, None
 
     def swap_in(self, own_slots: int | None = None) -> None:
-        """It decodes again; ``own_slots`` if they were copied back into the arena."""
+        """Record that the request is running again; ``own_slots`` is given if slots were copied back into the arena."""
         self._move_to(RUNNING)
         self.in_arena = True
         self.set_own_slots(self.own_slots if own_slots is None else own_slots)
 
     def preempt(self, num_tokens: int | None = None) -> None:
-        """Its slots are gone; all its tokens run again, or ``num_tokens`` that are left of them."""
+        """Record that the request lost its slots; all its tokens run again, or the ``num_tokens`` that were kept."""
         self._move_to(WAITING)
         self.num_tokens = self.num_tokens if num_tokens is None else num_tokens
         self.num_computed = self.own_slots = 0
         self.in_arena = True
 
     def restart(self, num_tokens: int, num_computed: int) -> None:
-        """The conversation was shortened to ``num_tokens``, the first ``num_computed`` of which still have their slots."""
+        """Record that the conversation was shortened to ``num_tokens``, of which the first ``num_computed`` have slots."""
         self._move_to(PREFILLING)
         self.num_tokens, self.num_computed, self.own_slots, self.in_arena = num_tokens, num_computed, num_computed, True
 
     def set_own_slots(self, own_slots: int) -> None:
+        """Set the number of arena slots that would be free without the request."""
         self.own_slots, self._view = own_slots, None
 
     def _move_to(self, status: RequestStatus) -> None:
@@ -112,7 +114,7 @@ class RequestInfo:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a view tells besides requests: the number of requests that may run, and targets in ms."""
+    """The largest number of running requests, and the targets for TTFT and TPOT in ms; None without a target."""
 
     max_num_seqs: int
     ttft_ms: float | None = None
@@ -120,7 +122,7 @@ class Limits:
 
 
 class RequestTable:
-    """Requests and their status, in the order of their arrival; nothing here touches slots or a device."""
+    """The requests and their status in the order of arrival. The table itself moves no slots and calls no device."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -136,22 +138,27 @@ class RequestTable:
         return self._infos[request]
 
     def add(self, info: RequestInfo) -> None:
+        """Add a request."""
         self._infos[info.id] = info
 
     def remove(self, request: int) -> None:
+        """Remove a request by its id."""
         del self._infos[request]
 
     def clear(self) -> None:
+        """Remove all requests."""
         self._infos.clear()
 
     def count(self, status: RequestStatus) -> int:
+        """Return the number of requests with this status."""
         return sum(info.status is status for info in self._infos.values())
 
     def ids(self, status: RequestStatus) -> tuple[int, ...]:
+        """Return the ids of the requests with this status, in the order of arrival."""
         return tuple(info.id for info in self._infos.values() if info.status is status)
 
     def view(self, now: float, free_slots: int, free_host_slots: int, device: Device) -> View:
-        """What a policy sees at ``now``."""
+        """Return the view for a policy at the moment ``now`` (seconds)."""
         groups: dict[RequestStatus, list[RequestView]] = {status: [] for status in RequestStatus}
         for info in self._infos.values():
             groups[info.status].append(info.view)
@@ -171,15 +178,15 @@ class RequestTable:
 
     @property
     def has_free_seq(self) -> bool:
-        """Whether a prompt that ends now may decode: fewer run than may, and no swapped request comes first."""
+        """Whether a request whose prompt ends now may be running: there is a free place, and no request is swapped."""
         return self.count(RUNNING) < self.limits.max_num_seqs and not self.count(SWAPPED)
 
     def add_computed(self, request: int, count: int) -> bool:
-        """``count`` more tokens have keys and values. True if the next token can be chosen now."""
+        """Record that ``count`` more tokens have keys and values. Return whether the next token can be chosen now."""
         info = self[request]
         info.add_computed(count)
         return info.num_computed == info.num_tokens
 
     def add_token(self, request: int, now: float) -> None:
-        """A token was chosen; a request that finished its prompt with it runs if there is room, else it is swapped."""
+        """Record a chosen token. A request whose prompt has just ended is running if there is a free place, else swapped."""
         self[request].add_token(now, self.has_free_seq)

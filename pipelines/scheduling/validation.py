@@ -1,4 +1,4 @@
-"""The rules of a plan. A plan that breaks one never reaches the device."""
+"""Checks the rules of a plan, so that a plan that breaks one never reaches the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check(plan: object, view: View) -> Plan:
     """Return ``plan`` if it is a ``Plan`` and breaks no rule.
 
     Raises:
-        IllegalPlanError: it is not, or it breaks a rule; the error names the rule.
+        IllegalPlanError: it is not a ``Plan``, or it breaks a rule; the error names the rule.
     """
     if not isinstance(plan, Plan):
         raise IllegalPlanError("is-a-plan", f"plan() returned a {type(plan).__name__}, not a Plan")

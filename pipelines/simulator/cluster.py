@@ -1,4 +1,4 @@
-"""Many simulated devices on one virtual clock: co-located, or with prefill and decode on different devices."""
+"""Simulates several devices on one virtual clock, co-located or with prefill and decode on different devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARRIVE, FINISH, BEGIN = range(3)
 
 @dataclass(frozen=True)
 class Run:
-    """What a simulation did: one record per request, in the order of arrival, and the calls of each device."""
+    """The records of a simulation: one per request, in the order of arrival, and the calls of each device."""
 
     requests: tuple[RequestRecord, ...]
     steps: tuple[tuple[StepRecord, ...], ...]
@@ -29,9 +29,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Link:
-    """The transfer of a request's KV slots from the device that prefills to the one that decodes; transfers share no bandwidth.
+    """The transfer of a request's KV slots from the prefilling to the decoding device; each transfer has the full bandwidth.
 
-    ``latency`` in seconds, ``slot_bytes`` per KV slot, ``bandwidth`` in bytes per second.
+    ``latency`` is in seconds, ``slot_bytes`` in bytes per KV slot, ``bandwidth`` in bytes per second.
     """
 
     latency: float = 0.0
@@ -39,7 +39,7 @@ class Link:
     bandwidth: float = float("inf")
 
     def __call__(self, num_slots: int) -> float:
-        """Seconds that ``num_slots`` KV slots take."""
+        """Return the seconds that the transfer of ``num_slots`` KV slots takes."""
         return self.latency + num_slots * self.slot_bytes / self.bandwidth
 
 
@@ -54,16 +54,16 @@ class Pool:
         self._turns = count()
 
     def choose(self) -> SimulatedDevice:
-        """The device that takes the next request."""
+        """Return the device that receives the next request."""
         if self._dispatch == "round_robin":
             return self.devices[next(self._turns) % len(self.devices)]
         return min(self.devices, key=lambda device: device.num_requests)
 
 
 class Cluster:
-    """One pool that serves requests from prompt to end, or one for prompts and another that decodes from the first token on.
+    """One pool that serves whole requests, or one pool for prompts and a second one that decodes after the first token.
 
-    At most ``concurrency`` requests are inside at a time; a further one is admitted when another has ended. None: no limit.
+    At most ``concurrency`` requests are admitted at a time; the next one is admitted when another has ended. None means no limit.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Cluster:
         """Simulate until every request has ended. A cluster can run once.
 
         Raises:
-            ConfigError: a request that can never fit.
+            ConfigError: a request is too large for the devices.
         """
         for arrival in arrivals:
             limit = arrival.num_output if self._decode is None else 1
@@ -150,5 +150,5 @@ class Cluster:
 def colocated(
     model: DeviceModel, policy: Callable[[], Policy], size: int = 1, dispatch: Dispatch = "least_loaded"
 ) -> Cluster:
-    """A cluster of ``size`` devices that prefill and decode."""
+    """Return a cluster of ``size`` devices that prefill and decode."""
     return Cluster(Pool(model, policy, size, dispatch))

@@ -1,4 +1,4 @@
-"""What device calls cost in the simulator, by a formula or by a table in a file, and what the host adds."""
+"""Computes the costs of device calls in the simulator, from a formula or from a file, and the costs of the host."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from staticllm.files import write_whole
 from staticllm.pipelines.programs.cost_model import CostModel
 
 Cost = Callable[[Variant], float]
-"""Seconds that one call of a variant takes."""
+"""Returns the seconds that one call of a variant takes."""
 
 
 @dataclass(frozen=True)
 class AnalyticCosts:
-    """Seconds per call, by a formula:
+    """The seconds per call by a formula:
 
         fixed + weights + row * rows + attention * rows * (kv_len + rows)
 
-    ``weights`` is the time to read the weights once, ``row`` the time per row of the call, ``attention`` the time per pair of a
-    row and a KV slot or row that it attends to.
+    ``weights`` is the time to read the weights once, ``row`` the time per row of the call, and ``attention`` the time per row and
+    KV slot (or row) that it attends to.
     """
 
     weights: float
@@ -40,12 +40,12 @@ class AnalyticCosts:
 
 @dataclass(frozen=True)
 class HostCost:
-    """Seconds that the host needs between two device calls for planning, copying and choosing tokens:
+    """The seconds that the host needs between two device calls for planning, copying and choosing tokens:
 
         step + row * num_rows + sequence * num_sequences
 
-    A token is out ``answer`` seconds after its call ended. A request that arrives while the device is idle is in a call after
-    ``wake`` seconds; None if that time is unknown, and the formula is used.
+    A token is available ``answer`` seconds after the end of its call. If a request arrives while the device is idle, its call
+    starts after ``wake`` seconds; with None the formula gives that time.
     """
 
     step: float = 0.0
@@ -59,7 +59,11 @@ class HostCost:
 
 
 def write_costs(path: str | os.PathLike[str], variants: Iterable[Variant], cost: Cost) -> None:
-    """Write a JSON list of ``{rows, kv_len, sequences, seconds}``, one entry per variant."""
+    """Write a JSON list of ``{rows, kv_len, sequences, seconds}``, one entry per variant.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     entries = [
         {"rows": v.rows, "kv_len": v.kv_len, "sequences": v.sequences, "seconds": cost(v)} for v in sorted(variants)
     ]
@@ -68,10 +72,11 @@ def write_costs(path: str | os.PathLike[str], variants: Iterable[Variant], cost:
 
 
 def read_costs(path: str | os.PathLike[str]) -> tuple[tuple[Variant, ...], CostModel]:
-    """The variants in a file that ``write_costs`` wrote, and what they cost.
+    """Return the variants in a file that ``write_costs`` wrote, and their costs.
 
     Raises:
-        ConfigError: the file holds something else; the error names the entry.
+        ConfigError: the file has another content; the error names the entry.
+        OSError: the file cannot be read.
     """
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Plots of runs; they need matplotlib (``pip install matplotlib``)."""
+"""Plots simulated runs with matplotlib (``pip install matplotlib``)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BINS = 60
-"""Of the throughput over time."""
+"""The number of bins of the throughput over time."""
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """Check, before anything is simulated, that a plot can be written to ``path``.
+    """Check that a plot can be written to ``path``; called before the simulation.
 
     Raises:
         ConfigError: matplotlib is not installed or does not know this format, or the folder does not exist.

@@ -1,4 +1,4 @@
-"""A scenario: a workload, devices and costs, on which several policies can be compared."""
+"""A scenario is a workload with devices and costs, on which policies can be compared."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from staticllm.pipelines.simulator.summary import summarize
 from staticllm.pipelines.simulator.workload import Arrival
 
 BUSY_REQUESTS = 64
-"""Requests per device that measure its maximum rate: enough that filling and draining are a small part of the run."""
+"""The number of requests per device that measure its maximum rate, so that filling and draining are a small part of the run."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """``num_devices`` that prefill and decode; if ``num_decode_devices`` is not 0, they only prefill and those decode.
+    """A workload and the devices that serve it.
 
-    ``link`` is the transfer of KV slots from the former to the latter. ``dispatch`` decides which device takes a request. At most
-    ``concurrency`` requests are inside at a time; None for no limit. Every device has its own policy object, all of one kind.
+    ``num_devices`` devices prefill and decode; if ``num_decode_devices`` is not 0, they only prefill, and the others decode.
+    ``link`` is the transfer of KV slots between the two kinds. ``dispatch`` decides which device receives a request. At most
+    ``concurrency`` requests are admitted at a time; None means no limit. Every device has its own object of the policy.
     """
 
     model: DeviceModel
@@ -43,7 +44,7 @@ class Scenario:
         """Simulate every request from its arrival to its end, under the policy with this name.
 
         Raises:
-            ConfigError: an unknown policy, or a request that can never fit.
+            ConfigError: the policy is unknown, or a request is too large for the devices.
         """
 
         def make() -> Policy:
@@ -55,7 +56,7 @@ class Scenario:
 
 
 def max_rate(scenario: Scenario) -> float:
-    """Requests per second that the devices serve under ``fcfs`` while requests are always waiting."""
+    """Return the requests per second that the devices serve under ``fcfs`` while requests are always waiting."""
     devices = scenario.num_devices + scenario.num_decode_devices
     count = max(1, min(len(scenario.arrivals), BUSY_REQUESTS * devices))
     at_once = tuple(replace(arrival, time=0.0) for arrival in scenario.arrivals[:count])
@@ -63,28 +64,28 @@ def max_rate(scenario: Scenario) -> float:
 
 
 def offered_rate(arrivals: Sequence[Arrival]) -> float:
-    """Requests per second that arrive; infinite if they all arrive at once."""
+    """Return the number of requests that arrive per second; infinite if they all arrive at once."""
     span = max(arrival.time for arrival in arrivals) - min(arrival.time for arrival in arrivals)
     return (len(arrivals) - 1) / span if span > 0 else float("inf")
 
 
 def longest(arrivals: Sequence[Arrival]) -> tuple[int, int]:
-    """The lengths of the longest prompt and of the longest answer, in tokens."""
+    """Return the lengths of the longest prompt and of the longest answer, in tokens."""
     return max(arrival.num_prompt for arrival in arrivals), max(arrival.num_output for arrival in arrivals)
 
 
 def configured_model(config: StaticLLMConfig, mode: ProgramMode, cost: Cost, host: HostCost) -> DeviceModel:
-    """A device with the programs, ``max_num_seqs`` and KV slots that the pipeline would have with this config."""
+    """Return a device with the programs, ``max_num_seqs`` and KV slots that the pipeline would have with this config."""
     limits = Limits(config.num_seqs(mode), config.ttft_ms, config.tpot_ms)
     index = VariantIndex(choose_variants(config, mode))
     return DeviceModel(index, cost, limits, config.num_kv_slots(mode), config.num_host_slots, config.max_seq_len, host)
 
 
 def tabled_model(config: StaticLLMConfig, index: VariantIndex, cost: Cost, host: HostCost) -> DeviceModel:
-    """A device with exactly the programs of a table. By default its arena has as many KV slots as the largest ``kv_len``.
+    """Return a device with exactly the programs of a table. By default its arena has as many KV slots as the largest ``kv_len``.
 
     Raises:
-        ConfigError: no program for one sequence can read all KV slots, or a sequence needs more than there are.
+        ConfigError: no program for one sequence can read all KV slots, or a sequence needs more KV slots than the arena has.
     """
     kv_slots = config.kv_slots or max(variant.kv_len for variant in index.variants)
     if not any(variant.sequences == 1 and variant.kv_len >= kv_slots for variant in index.variants):

@@ -1,4 +1,4 @@
-"""One simulated device: the engine's step with a clock in place of the programs. Prefixes are not shared."""
+"""Simulates one device: the engine's step with a clock in place of the programs, and without shared prefixes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from staticllm.pipelines.simulator.workload import Arrival
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """What a device can run and what that costs. ``kv_slots`` are those of the arena, ``host_kv_slots`` those of the host pool,
-    ``max_seq_len`` those that one sequence can have.
+    """The programs, costs and KV slots of a device.
 
-    The policy knows what calls cost; with ``known`` it begins with those measurements, and learns, as the engine's does.
+    ``kv_slots`` is the size of the arena, ``host_kv_slots`` that of the host pool, and ``max_seq_len`` the most slots of one
+    sequence. The policy sees the exact costs; with ``known`` it begins with these measurements and updates them.
     """
 
     index: VariantIndex
@@ -38,8 +38,11 @@ class DeviceModel:
 
 @dataclass
 class Job:
-    """A request on its way through one device or two. ``limit``: tokens that it generates before it leaves this device;
-    ``has_slots``: its prompt ran elsewhere and its rows came with it."""
+    """A request that passes through one device or two.
+
+    ``limit`` is the number of tokens that it has when it leaves the current device. ``has_slots`` means that its prompt ran on
+    another device and that its KV slots were transferred.
+    """
 
     arrival: Arrival
     limit: int
@@ -50,20 +53,23 @@ class Job:
 
     @property
     def num_tokens(self) -> int:
+        """The number of tokens of the prompt and of the answer so far."""
         return self.arrival.num_prompt + len(self.token_times)
 
     @property
     def is_over(self) -> bool:
+        """Whether the request leaves the current device."""
         return len(self.token_times) >= self.limit
 
     def record(self) -> RequestRecord:
+        """Return the record of the ended request."""
         a = self.arrival
         return RequestRecord(a.id, a.time, self.started, tuple(self.token_times), a.num_prompt, 0, self.reason)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one request has in the call."""
+    """The rows of one request in the call."""
 
     request: int
     num_rows: int
@@ -71,7 +77,7 @@ class Part:
 
 
 class SimulatedDevice:
-    """``begin`` a call, and at the moment that it returns ``finish`` it."""
+    """A device on a virtual clock: ``begin`` starts a call and returns its end, and ``finish`` must be called at that moment."""
 
     def __init__(self, model: DeviceModel, policy: Policy) -> None:
         self.model = model
@@ -87,30 +93,33 @@ class SimulatedDevice:
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not left."""
+        """The number of requests that have not left the device."""
         return len(self._jobs) + len(self._inbox)
 
     @property
     def is_running(self) -> bool:
+        """Whether a call has begun and not finished."""
         return bool(self._parts)
 
     def submit(self, job: Job) -> None:
-        """Take a request; it is seen by the next plan.
+        """Add a request, which the next plan can use.
 
         Raises:
-            ConfigError: its rows can never fit.
+            ConfigError: it needs more KV slots than a sequence or the host pool can have.
         """
         needed = job.num_tokens
         if needed > self.model.max_seq_len:
             raise ConfigError(
-                f"a prompt of {needed} tokens: a sequence can have {self.model.max_seq_len} rows; raise them"
+                f"a prompt of {needed} tokens: a sequence can have {self.model.max_seq_len} KV slots; raise them"
             )
         if job.has_slots and needed > self.model.host_kv_slots:
-            raise ConfigError(f"{needed} rows arrive at once, HOST_KV_SLOTS is {self.model.host_kv_slots}: raise it")
+            raise ConfigError(
+                f"{needed} KV slots arrive at once, HOST_KV_SLOTS is {self.model.host_kv_slots}: raise it"
+            )
         self._inbox.append(job)
 
     def begin(self, now: float) -> float | None:
-        """Start a call. Returns when it ends; None if there is nothing to do."""
+        """Start a call at the moment ``now``. Return the moment of its end; None if there is nothing to do."""
         self._admit()
         if not len(self.table):
             return None
@@ -135,7 +144,7 @@ class SimulatedDevice:
         return start + seconds
 
     def finish(self, now: float) -> list[Job]:
-        """The call has returned: count slots, hand out tokens. Returns the jobs that ended."""
+        """End the call at the moment ``now``: count its slots and add its tokens. Return the jobs that leave the device."""
         parts, self._parts, self._idle_since = self._parts, [], now
         out = now + self.model.host.answer
         gone: list[Job] = []
@@ -157,7 +166,7 @@ class SimulatedDevice:
             self._offload(request)
 
     def _admit(self) -> None:
-        """A request that comes with slots waits outside until the host pool has room for them."""
+        """Admit submitted requests. One that brings slots waits until the host pool has room for them."""
         while self._inbox:
             job = self._inbox[0]
             rows = job.num_tokens - 1 if job.has_slots else 0
@@ -173,7 +182,7 @@ class SimulatedDevice:
             self.table.add(entry)
 
     def _prepare(self, plan: Plan) -> list[Part]:
-        """As the engine does: preempt, swap out, swap in; then what goes into the call."""
+        """Preempt, swap out and swap in as planned, and return the parts of the call, as the engine does."""
         for request in plan.preempt:
             self._preempt(request)
         for request in plan.swap_out:
@@ -185,7 +194,7 @@ class SimulatedDevice:
         return [*decode, *(Part(request, count, True) for request, count in plan.prefill)]
 
     def _fitting(self, parts: list[Part]) -> list[Part]:
-        """As many as there are rows and a program for; rows that were brought back may need a larger program."""
+        """Return the head of ``parts`` that has slots and a program; slots that were swapped in may need a larger program."""
         while len(parts) > 1 and not self._fits(parts):
             parts.pop()
         while not self._fits(parts):
@@ -209,7 +218,7 @@ class SimulatedDevice:
         self.table[request].preempt()
 
     def _offload(self, request: int) -> None:
-        """Rows of a swapped out request leave the arena; they stay if the host pool has no room."""
+        """Move the slots of a swapped request to the host pool; without room there they stay in the arena."""
         entry = self.table[request]
         if entry.num_computed <= self.model.host_kv_slots - self.host_slots_used:
             self.host_slots_used += entry.num_computed

@@ -1,4 +1,4 @@
-"""Latency, throughput and fairness of a run. Simulated and measured runs leave the same records."""
+"""Computes latency, throughput and fairness of a run from its records, which are the same for simulated and measured runs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from staticllm.pipelines.profiling.stats import percentile
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of one run: ``*_ms`` in milliseconds, rates per second from the first arrival to the last token (``seconds``).
+    """The figures of one run: ``*_ms`` in milliseconds, and rates over the ``seconds`` from the first arrival to the last token.
 
-    ``tpot_ms`` is the mean time per token after the first. ``decode_tpot_ms`` is that after the second token, and
-    ``second_token_ms`` the time to the second one, in which a request may be swapped. ``longest_gap_ms`` is the longest time
-    between two tokens of one request. ``latency_ms`` is the time from arrival to the last token. ``fairness`` is Jain's index
-    (Jain, Chiu, Hawe: A Quantitative Measure of Fairness, DEC-TR-301, 1984) of the requests' speeds, in tokens of prompt and
-    answer per second of latency: 1 if all are equal, 1/n if one request gets everything.
+    ``tpot_ms`` is the mean time per token after the first, and ``decode_tpot_ms`` that per token after the second.
+    ``second_token_ms`` is the time from the first to the second token, during which a request may be swapped.
+    ``longest_gap_ms`` is the longest time between two tokens of one request. ``latency_ms`` is the time from arrival to the last
+    token. ``fairness`` is Jain's index (Jain, Chiu, Hawe: A Quantitative Measure of Fairness, DEC-TR-301, 1984) of the requests'
+    speeds, in tokens of prompt and answer per second of latency: 1 if all are equal, 1/n if one request gets everything.
     """
 
     num_requests: int
@@ -41,7 +41,7 @@ class Summary:
 
 
 def summarize(requests: Sequence[RequestRecord]) -> Summary:
-    """The figures of all requests that got at least one token; ``num_requests`` counts the others too."""
+    """Return the figures of all requests with at least one token; ``num_requests`` also counts the others."""
     served = [request for request in requests if request.token_times]
     times = [request.token_times for request in served]
     first = min((request.arrival for request in served), default=0.0)
@@ -70,16 +70,16 @@ def summarize(requests: Sequence[RequestRecord]) -> Summary:
 
 
 def jain(values: Sequence[float]) -> float:
-    """Jain's index of fairness: 1 if all values are equal, ``1 / n`` if all but one are 0."""
+    """Return Jain's index of fairness: 1 if all values are equal, ``1 / n`` if all but one are 0."""
     squares = sum(value * value for value in values)
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
 def steady_rate(requests: Sequence[RequestRecord], skip: float = 0.2) -> float:
-    """Requests per second, without the filling and draining of the devices.
+    """Return the requests per second without the filling and draining of the devices.
 
-    It is the slope of the number of ended requests over time, without the first and the last ``skip`` (a share) of them. Requests
-    that end in groups do not disturb it.
+    It is the slope of the number of ended requests over time, without the first and the last share ``skip`` of them, so that
+    requests that end in groups do not distort it.
     """
     ends = np.sort([request.token_times[-1] for request in requests if request.token_times])
     window = ends[int(len(ends) * skip) : int(len(ends) * (1 - skip))]
@@ -89,7 +89,7 @@ def steady_rate(requests: Sequence[RequestRecord], skip: float = 0.2) -> float:
 
 
 def busy_share(steps: Sequence[StepRecord], seconds: float) -> float:
-    """The share of ``seconds`` in which a device was running."""
+    """Return the share of ``seconds`` in which a device was running."""
     return sum(step.seconds for step in steps) / seconds if seconds else 0.0
 
 

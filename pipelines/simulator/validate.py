@@ -1,4 +1,4 @@
-"""The simulator compared with the engine: the same requests at the same times, on this machine and on the virtual clock."""
+"""Compares the simulator with the engine: the same requests at the same times, on the virtual clock and on this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from staticllm.pipelines.text.handle import GenerationHandle
 WORKLOADS = ((64, 64), (64, 256), (256, 64), (256, 256))
 MAX_SEQS = 4
 LOAD = 0.6
-"""The default rate, as a share of the maximum rate: near that, TTFT depends more on the arrivals than on the engine."""
+"""The default rate as a share of the maximum rate. Near the maximum, TTFT depends more on the arrivals than on the engine."""
 CALIBRATION_REQUESTS = 8
 FIGURES = ("tokens_per_second", "ttft_ms", "tpot_ms")
 POLL_SECONDS = 0.02
@@ -54,12 +54,12 @@ class Check:
 
     @property
     def deviations(self) -> dict[str, float]:
-        """Of the prediction, in percent of the measurement."""
+        """The deviations of the prediction, in percent of the measurement."""
         return deviations(self.predicted, self.measured)
 
 
 def deviations(simulated: Summary, measured: Summary) -> dict[str, float]:
-    """How far simulated throughput, TTFT and TPOT are off, in percent of the measurement."""
+    """Return the deviations of simulated throughput, TTFT and TPOT, in percent of the measurement."""
     return {name: (getattr(simulated, name) / getattr(measured, name) - 1) * 100 for name in FIGURES}
 
 
@@ -79,10 +79,10 @@ def validate(
         policies: Names of policies.
         num_requests: Requests per workload.
         rate: Requests per second; None for 60 % of the maximum rate that the simulator finds.
-        seed: Of the arrivals, the same on both sides.
+        seed: The seed of the arrivals, which are the same for the simulator and the engine.
 
     Yields:
-        Each check when it is done, and the device as it was calibrated for it.
+        Each check when it is done, and the device that was calibrated for it.
 
     Raises:
         StaticLLMError: the model cannot be loaded, or a request failed.
@@ -112,9 +112,9 @@ def _check(
 
 
 def calibrate(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int = 0) -> DeviceModel:
-    """A device with the costs in the engine's own records of serving the same arrivals with other prompts.
+    """Return a device with costs measured by the engine while it serves the same arrivals with other prompts.
 
-    It also warms up every shape: the simulator does not model that the first inference at a shape is slower.
+    This also warms up every shape, because the simulator does not model that the first inference at a shape is slower.
     """
     return _model_of(pipe, serve(pipe, arrivals, seed + 1))
 
@@ -129,9 +129,10 @@ def _model_of(pipe: StaticLLMPipeline, records: Records) -> DeviceModel:
 
 
 def measured_costs(records: Records, known: Mapping[Variant, float]) -> CostModel:
-    """The mean seconds of every variant that ran (means add up to a throughput), and ``known`` costs of the others.
+    """Return the mean seconds of every variant that ran, and the ``known`` costs of the others.
 
-    The first call of each variant is left out: it may have been the first inference at a new shape.
+    Means, unlike medians, add up to the total time. The first call of each variant is left out, because it may have been the
+    first inference at a new shape.
     """
     seconds: dict[Variant, list[float]] = {}
     for step in _steps(records):
@@ -142,7 +143,7 @@ def measured_costs(records: Records, known: Mapping[Variant, float]) -> CostMode
 
 
 def measured_host(records: Records) -> HostCost:
-    """The time between two calls while there are requests, as a sum per call, row and sequence fitted by least squares."""
+    """Return the time between two calls while requests exist, as costs per call, row and sequence fitted by least squares."""
     alive = [(request.arrival, request.token_times[-1]) for request in _requests(records)]
     gaps: list[float] = []
     sizes: list[tuple[float, float, float]] = []
@@ -158,7 +159,7 @@ def measured_host(records: Records) -> HostCost:
 
 
 def _answer(records: Records) -> float:
-    """The mean seconds from the end of a call to the tokens that it produced."""
+    """Return the mean seconds from the end of a call to the moment of its tokens."""
     ends = np.array([step.end for step in _steps(records)])
     times = np.array([moment for request in _requests(records) for moment in request.token_times])
     calls = np.searchsorted(ends, times) - 1  # the last call that had ended
@@ -166,7 +167,7 @@ def _answer(records: Records) -> float:
 
 
 def _wake(records: Records, alive: Sequence[tuple[float, float]]) -> float | None:
-    """The mean seconds from arrival to first call of requests that arrived while there was no other; None if none did."""
+    """Return the mean seconds from arrival to first call of requests that arrived alone; None if there were none."""
     waits = [
         request.started - request.arrival
         for request in _requests(records)
@@ -176,9 +177,9 @@ def _wake(records: Records, alive: Sequence[tuple[float, float]]) -> float | Non
 
 
 def _least_squares(columns: NDArray[np.float64], values: NDArray[np.float64]) -> list[float]:
-    """Weights ``[columns]`` that fit ``columns [n, columns]`` to ``values [n]``, none of them negative.
+    """Return the non-negative weights ``[m]`` that fit ``columns [n, m]`` to ``values [n]``.
 
-    While some are negative, the column of the most negative one is dropped and gets the weight 0: a simple approximation of
+    While some are negative, the column of the most negative one is dropped and gets weight 0. This is a simple approximation of
     NNLS (Lawson, Hanson: Solving Least Squares Problems, 1974, chapter 23).
     """
     kept = list(range(columns.shape[1]))
@@ -202,7 +203,7 @@ def serve(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int) -> Re
     """
     rng = np.random.default_rng(seed)
     profiler, records = pipe.engine.profiler, list[StepRecord | RequestRecord]()
-    prompts = [rng.integers(0, 100, (1, arrival.num_prompt)) for arrival in arrivals]  # ids that every vocabulary has
+    prompts = [rng.integers(0, 100, (1, arrival.num_prompt)) for arrival in arrivals]  # ids in every vocabulary
     handles: list[GenerationHandle] = []
     profiler.trace = records
     start = time.perf_counter()
@@ -220,7 +221,7 @@ def serve(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int) -> Re
 
 
 def _load(model: str | os.PathLike[str], device: str, policy: str) -> StaticLLMPipeline:
-    """The pipeline, without prefix caching, which the simulator does not have."""
+    """Load the pipeline without prefix caching, which the simulator does not model."""
     longest_prompt, longest_output = max(prompt for prompt, _ in WORKLOADS), max(output for _, output in WORKLOADS)
     return StaticLLMPipeline(
         model, device, MAX_PROMPT_LEN=longest_prompt, MIN_RESPONSE_LEN=longest_output, MAX_NUM_SEQS=MAX_SEQS,

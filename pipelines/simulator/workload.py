@@ -1,4 +1,4 @@
-"""Workloads: when requests arrive, and how long their prompts and answers are."""
+"""A workload is a list of requests with arrival times and with lengths of prompts and answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from staticllm.errors import ConfigError
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request: its arrival ``time`` in seconds from the start, lengths in tokens. A higher ``priority`` goes first."""
+    """One request: its arrival ``time`` in seconds from the start, and lengths in tokens. A higher ``priority`` goes first."""
 
     id: int
     time: float
@@ -28,18 +28,18 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of prompts and answers: ``(least, most)`` tokens, uniformly distributed."""
+    """The lengths of prompts and answers, uniformly distributed between ``(least, most)`` tokens."""
 
     prompt: tuple[int, int]
     output: tuple[int, int]
 
     @classmethod
     def fixed(cls, prompt: int, output: int) -> Lengths:
-        """The same lengths for every request."""
+        """Return lengths that are the same for every request."""
         return cls((prompt, prompt), (output, output))
 
     def draw(self, times: Iterable[float], rng: np.random.Generator) -> list[Arrival]:
-        """One request per moment in ``times`` (seconds).
+        """Return one request per moment in ``times`` (seconds).
 
         Raises:
             ConfigError: a length is not a whole number from 1, or ``least`` is more than ``most``.
@@ -51,7 +51,7 @@ class Lengths:
 
 
 def poisson(rate: float, count: int, lengths: Lengths, seed: int = 0, is_span_fixed: bool = False) -> list[Arrival]:
-    """``count`` requests, on average ``rate`` per second, with exponentially distributed gaps.
+    """Return ``count`` requests, on average ``rate`` per second, with exponentially distributed gaps.
 
     ``is_span_fixed`` stretches the gaps so that the last request arrives at exactly ``count / rate``, as vLLM's benchmark does:
     the mean rate of the run is then exactly ``rate``.
@@ -67,7 +67,7 @@ def poisson(rate: float, count: int, lengths: Lengths, seed: int = 0, is_span_fi
 
 
 def uniform(rate: float, count: int, lengths: Lengths, seed: int = 0) -> list[Arrival]:
-    """``count`` requests, one every ``1 / rate`` seconds.
+    """Return ``count`` requests, one every ``1 / rate`` seconds.
 
     Raises:
         ConfigError: as for ``poisson``.
@@ -77,7 +77,7 @@ def uniform(rate: float, count: int, lengths: Lengths, seed: int = 0) -> list[Ar
 
 
 def burst(count: int, lengths: Lengths, seed: int = 0) -> list[Arrival]:
-    """``count`` requests, all at time 0.
+    """Return ``count`` requests, all at time 0.
 
     Raises:
         ConfigError: ``count`` is less than 1, or a length is impossible.
@@ -86,13 +86,14 @@ def burst(count: int, lengths: Lengths, seed: int = 0) -> list[Arrival]:
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Arrival]:
-    """The requests in a file of JSON lines, or of CSV with a header.
+    """Return the requests in a file of JSON lines, or of CSV with a header.
 
     Each has an ``arrival`` (seconds), the lengths ``prompt`` and ``output`` (tokens) and optionally a ``priority``. Times are
     shifted so that the earliest is 0.
 
     Raises:
         ConfigError: a line is not such a request; the error names file and line.
+        OSError: the file cannot be read.
     """
     place = Path(path)
     try:
@@ -102,12 +103,12 @@ def read_trace(path: str | os.PathLike[str]) -> list[Arrival]:
     rows = _csv_rows(lines) if place.suffix.lower() == ".csv" else _json_rows(place, lines)
     arrivals = [_arrival(place, line, number, row) for number, (line, row) in enumerate(rows)]
     if not arrivals:
-        raise ConfigError(f"{place}: holds no request; write one line for each, with arrival, prompt and output")
+        raise ConfigError(f"{place}: holds no request; write one line per request, with arrival, prompt and output")
     return from_zero(arrivals)
 
 
 def from_zero(arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """The requests in the order of their times, shifted so that the earliest is 0."""
+    """Return the requests in the order of their times, shifted so that the earliest time is 0."""
     ordered = sorted(arrivals, key=lambda arrival: arrival.time)
     start = ordered[0].time
     return [Arrival(a.id, a.time - start, a.num_prompt, a.num_output, a.priority) for a in ordered]

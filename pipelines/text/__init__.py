@@ -1,1 +1,1 @@
-"""From a prompt to token ids, and from tokens to text."""
+"""Prompts become token ids here, and generated tokens become text."""

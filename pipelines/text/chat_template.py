@@ -1,7 +1,7 @@
-"""Chat templates: a conversation becomes one prompt, inside bounds of time, size and depth.
+"""Renders a conversation into one prompt with the model's chat template, within bounds of time, size and depth.
 
 A template comes with a model directory, so it is foreign code. It runs in Jinja's sandbox, with the settings that
-transformers uses, and cannot take the process with it: recursion, endless loops and huge strings end as a ``PromptError``.
+transformers uses, and it cannot crash the process: recursion, endless loops and huge strings end in a ``PromptError``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAME = "<chat template>"
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks what the assistant said, for training; here its body is rendered as it is."""
+    """The block ``{% generation %}``, which marks the assistant's text for training; its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja declares it as an instance attribute)
 
@@ -38,7 +38,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class TemplateError(jinja2.TemplateError):
-    """Raised by a template's own ``raise_exception``."""
+    """A template called its function ``raise_exception``."""
 
 
 def render(
@@ -49,18 +49,18 @@ def render(
     extra_context: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The prompt of a conversation.
+    """Return the prompt of a conversation.
 
     Args:
         template: The Jinja source.
-        messages: ``{"role": …, "content": …}`` each.
+        messages: One ``{"role": …, "content": …}`` per message.
         tokens: ``bos_token``, ``eos_token`` and ``pad_token``, as text.
         tools: Definitions of functions, for templates that take them.
-        extra_context: More variables; they win over all others but ``messages``.
-        add_generation_prompt: Whether the prompt ends where the assistant begins to speak.
+        extra_context: More variables; they override all others except ``messages``.
+        add_generation_prompt: Whether the prompt ends with the header of the assistant's next message.
 
     Raises:
-        PromptError: the template has an error, refuses the conversation or exceeds a bound; the message has the line.
+        PromptError: the template has an error, refuses the conversation or exceeds a bound; the message names the line.
     """
     context = {**tokens, "tools": list(tools) or None, "documents": None, **(extra_context or {})}
     context["add_generation_prompt"] = add_generation_prompt
@@ -74,7 +74,7 @@ def render(
         ) from error
     except PromptError:
         raise
-    except Exception as error:  # a template is foreign code: whatever it does wrong is an error of the prompt
+    except Exception as error:  # a template is foreign code: every exception in it is an error of the prompt
         raise PromptError(_said(error)) from error
 
 
@@ -118,7 +118,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _said(error: Exception) -> str:
-    """One line: what went wrong, and where."""
+    """Return one line that names the cause and, where it is known, the line of the template."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     what = lines[0][:MAX_SAID_CHARS] if lines else type(error).__name__
     if isinstance(error, TemplateError):
@@ -128,7 +128,7 @@ def _said(error: Exception) -> str:
 
 
 def _line_of(error: Exception) -> int | None:
-    """The line of the template that was running; Jinja puts it into the traceback."""
+    """Return the line of the template that was running; Jinja puts it into the traceback."""
     line, trace = None, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == _NAME:
@@ -138,10 +138,10 @@ def _line_of(error: Exception) -> int | None:
 
 
 def _adapted(template: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages in the shape that a template takes, as GenAI adapts them.
+    """Return the messages in the shape that the template takes, adapted as GenAI does it.
 
-    A template that shows no system message gets it at the head of the next message of the user. One that shows text only
-    in parts gets parts.
+    If the template shows no system message, its text moves to the head of the user's next message. If the template shows
+    text only as a list of parts, each text becomes a list with one part.
     """
     if any(message.get("role") == "system" for message in messages) and not _takes_system(template):
         messages = _system_to_user(messages)
@@ -187,11 +187,11 @@ def _takes_system(template: str) -> bool:
 
 
 def _shows(template: str, messages: list[dict[str, Any]]) -> bool:
-    """Whether a probe among these messages appears in the prompt."""
+    """Return whether the probe text in these messages appears in the rendered prompt."""
     context = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": False}
     try:
         return _PROBE in _run(template, {**context, "bos_token": "", "eos_token": "", "pad_token": ""})
     except (TemplateLimitError, RecursionError, MemoryError, PromptError):
         raise
-    except Exception:  # it refuses this shape
+    except Exception:  # the template refuses this shape
         return False

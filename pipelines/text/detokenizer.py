@@ -1,13 +1,15 @@
-"""Tokens become text as they come: never half a character, never part of a stop string."""
+"""Turns tokens into text one by one, without half characters and without parts of a stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
 Decode = Callable[[list[int]], str]
-CONTEXT, WINDOW = 8, 32  # tokens decoded again with each token: enough for any merge, few enough to be cheap
+CONTEXT, WINDOW = 8, 32  # tokens decoded again with each new token: enough for any merge, few enough to be cheap
 INCOMPLETE = "\ufffd"
-MAX_UNFINISHED = 3  # a character of UTF-8 has four bytes: more than three that decode to nothing will never be one
+MAX_UNFINISHED = (
+    3  # a UTF-8 character has at most four bytes: more than three undecodable ones never become a character
+)
 
 
 class IncrementalDetokenizer:
@@ -27,14 +29,14 @@ class IncrementalDetokenizer:
         self.is_stopped = False
 
     def push(self, token: int) -> str:
-        """Add a token; return what may be shown now."""
+        """Add a token and return the text that may be shown now."""
         self._window.append(token)
         decoded = self._decode(self._window)
         unfinished = len(decoded) - len(decoded.rstrip(INCOMPLETE))
         return self._extend(decoded[: len(decoded) - min(unfinished, MAX_UNFINISHED)])
 
     def finish(self) -> str:
-        """The rest, when no more tokens come."""
+        """Return the text that is still held back; to be called after the last token."""
         if self.is_stopped:
             return ""
         if self._window:
@@ -54,7 +56,7 @@ class IncrementalDetokenizer:
         return self._send(len(self.text) if self.is_stopped else len(self.text) - self._held())
 
     def _shorten_window(self) -> None:
-        """Forget all but the last tokens, if what they decode to ends in the same way with and without the others."""
+        """Drop all but the last ``CONTEXT`` tokens, if the unread text is the same with and without the others."""
         unread = self._decode(self._window)[self._window_text :]
         shorter = self._decode(self._window[-CONTEXT:])
         if shorter.endswith(unread):
@@ -72,7 +74,7 @@ class IncrementalDetokenizer:
             self.is_stopped = True
 
     def _held(self) -> int:
-        """Characters at the end that begin a stop string."""
+        """Return the number of unsent characters at the end that may begin a stop string."""
         for length in range(max(map(len, self._stops), default=1) - 1, 0, -1):
             if any(stop.startswith(self.text[-length:]) for stop in self._stops if len(stop) > length):
                 return min(length, len(self.text) - self._sent)

@@ -1,4 +1,4 @@
-"""What ``submit`` gives back: read it, wait for it, or end it."""
+"""The handle that ``submit`` returns reads, awaits or cancels a request."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from staticllm.pipelines.text.results import Results, results_of
 from staticllm.threads import check_process, start_thread
 
 POLL_SECONDS = 0.5
-"""How long a reader waits at a time: where Ctrl-C cannot end a wait, it is seen when the wait is over."""
+"""The longest single wait of a reader: where Ctrl-C cannot interrupt a wait, it takes effect after this time."""
 
 
 class GenerationHandle:
-    """One request on its way. Read by one reader at a time: iterate text, or ``tokens()``, or ``async for``, or ``await``.
+    """One submitted request. It has one reader at a time: ``for``, ``tokens()``, ``async for``, ``await`` or ``result()``.
 
-    A request for several answers cannot be iterated: wait for its ``result()``. A handle that is dropped before its end cancels
-    its request. Runs on the reader's thread; ``cancel`` may be called from any.
+    A request for several answers cannot be iterated: wait for its ``result()``. A handle that is garbage-collected before the
+    end cancels its request. Its methods run on the reader's thread; ``cancel`` may be called on any thread.
     """
 
     def __init__(
@@ -54,21 +54,26 @@ class GenerationHandle:
                 self._close(Finished(FinishReason.LENGTH, index=index))
 
     def __iter__(self) -> Iterator[str]:
-        """Text as it comes."""
+        """Yield text as it is generated."""
         for delta in self.deltas():
             if delta.text:
                 yield delta.text
 
     def tokens(self) -> Iterator[int]:
-        """Token ids as they come."""
+        """Yield token ids as they are generated.
+
+        Raises:
+            GenerationConfigError: several answers were requested.
+            StaticLLMError: the request failed.
+        """
         for delta in self.deltas(wants_text=False):
             yield from delta.tokens
 
     def __await__(self) -> Generator[object, None, Results]:
-        """Wait for the end without holding up the event loop; the same value that ``generate`` returns."""
+        """Wait for the end without blocking the event loop, and return the value that ``generate`` returns."""
 
         async def read() -> Results:
-            if self._thread is not None:  # a callback reads; waiting for it would hold up the loop
+            if self._thread is not None:  # the callback's thread reads; waiting for it would block the loop
                 return await asyncio.to_thread(self.result)
             async for _ in self._deltas_async():
                 pass
@@ -77,7 +82,7 @@ class GenerationHandle:
         return read().__await__()
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """Text as it comes, without holding up the event loop. Leaving the loop early cancels."""
+        """Yield text as it is generated, without blocking the event loop. Leaving the loop early cancels the request."""
         self._check_single()
         self._processors[0].wants_text = True
         async with contextlib.aclosing(self._deltas_async()) as deltas:
@@ -118,32 +123,32 @@ class GenerationHandle:
 
     @property
     def is_done(self) -> bool:
-        """Whether the end has been read."""
+        """Whether the reader has read the end of every answer."""
         return self._error is not None or all(self._ends)
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended, of several answers the first one; None before."""
+        """The reason why the request ended, for several answers that of the first; None while it runs."""
         if self._error is not None:
             return FinishReason.ERROR
         return self._ends[0].reason if self._ends[0] else None
 
     def cancel(self) -> None:
-        """End it before the next device call; what came until then is the result. Afterwards, do nothing."""
+        """End the request before the next device call; the tokens so far are the result. After the end this does nothing."""
         self._client.cancel(self._prepared.request.id)
 
     def result(self, timeout: float | None = None) -> Results:
-        """Wait for the end; the same value that ``generate`` returns.
+        """Wait for the end and return the value that ``generate`` returns.
 
         Raises:
-            TimeoutError: it has not ended after ``timeout`` seconds, or another thread is still reading it; it goes on.
+            TimeoutError: the request has not ended after ``timeout`` seconds, or another thread reads it; it continues.
             StaticLLMError: the request failed.
             Exception: the callback raised it.
         """
         return results_of(self._prepared.form, self.outputs(timeout), self._decode)
 
     def outputs(self, timeout: float | None = None) -> list[RequestOutput]:
-        """Wait for the end; each answer with its timings.
+        """Wait for the end and return each answer with its timings.
 
         Raises:
             TimeoutError, StaticLLMError: as for ``result``.
@@ -165,7 +170,7 @@ class GenerationHandle:
         return [processor.output for processor in self._processors]
 
     def output(self, timeout: float | None = None) -> RequestOutput:
-        """Wait for the end; the first answer with its timings.
+        """Wait for the end and return the first answer with its timings.
 
         Raises:
             TimeoutError, StaticLLMError: as for ``result``.
@@ -173,7 +178,7 @@ class GenerationHandle:
         return self.outputs(timeout)[0]
 
     def _enter(self, token: object, until: float | None) -> bool:
-        """Become the reader, or see that the end has been read; a wait that Ctrl-C cannot end is cut into short ones."""
+        """Wait until this is the reader or the end has been read, in waits of ``POLL_SECONDS``; False after ``until``."""
         while not self.is_done:
             rest = POLL_SECONDS if until is None else min(POLL_SECONDS, max(until - time.monotonic(), 0))
             if self._role.enter(token, rest):
@@ -183,7 +188,9 @@ class GenerationHandle:
         return True
 
     def call_back(self, callback: Callable[[str], object]) -> None:
-        """Let a thread of its own read, and call ``callback`` with text; what it raises ends the request and is the result's.
+        """Read on a new thread that calls ``callback`` with each text.
+
+        An exception in the callback cancels the request; ``result`` raises it.
 
         Raises:
             StaticLLMError: the thread cannot be started; the request was cancelled.
@@ -204,7 +211,7 @@ class GenerationHandle:
             raise
 
     def stop(self, is_dropped: bool = False) -> None:
-        """The reader has had enough: cancel, and take no more tokens. If the answer has ended by itself, do nothing."""
+        """Cancel the request and take no more tokens. If the answer has ended by itself, this does nothing."""
         processor = self._processors[0]
         if self.is_done or processor.has_ended:
             return
@@ -213,10 +220,10 @@ class GenerationHandle:
         processor.output.is_dropped = is_dropped
 
     def deltas(self, wants_text: bool = True) -> Iterator[TextDelta]:
-        """Tokens together with the text that they add, as they come.
+        """Yield tokens together with the text that they add, as they are generated.
 
         Raises:
-            GenerationConfigError: several answers were asked for.
+            GenerationConfigError: several answers were requested.
             StaticLLMError: the request failed.
         """
         self._check_single()
@@ -242,7 +249,7 @@ class GenerationHandle:
             )
 
     def _take_first(self) -> TextDelta | None:
-        """The prompt, where it is part of the answer: once."""
+        """Return the prompt as the first delta, once, if it is part of the answer (``echo``)."""
         first, self._first = self._first, None
         return first
 
@@ -265,7 +272,7 @@ class GenerationHandle:
         processor = self._processors[output.index]
         if isinstance(output, Finished):
             return self._close(output)
-        if self._has_stopped or processor.is_stopped:  # computed before the engine heard of it
+        if self._has_stopped or processor.is_stopped:  # computed before the engine saw the cancellation
             return None
         delta = processor.push(output)
         if processor.is_stopped:
@@ -273,7 +280,7 @@ class GenerationHandle:
         return delta
 
     def _close(self, end: Finished) -> TextDelta | None:
-        """The end of one answer; its reader or a stop string may have ended it before the engine did."""
+        """Record the end of one answer. A stop by the reader or by a stop string overrides the engine's reason."""
         processor = self._processors[end.index]
         if end.error is None and (self._has_stopped or processor.is_stopped):
             end = replace(end, reason=FinishReason.STOP if processor.is_stopped else FinishReason.CANCELLED)

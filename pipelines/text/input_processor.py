@@ -1,4 +1,4 @@
-"""From the arguments of a call to a request that an engine understands."""
+"""Turns the arguments of a call into requests for the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from staticllm.pipelines.text.tokenization import Form, Prompt, check_ids, encod
 
 @dataclass(frozen=True)
 class CallOptions:
-    """How one call wants its requests served. ``started`` and ``deadline`` are ``time.perf_counter`` moments."""
+    """The checked options of one call. ``started`` and ``deadline`` are ``time.perf_counter`` moments."""
 
     form: Form
     options: GenerationOptions
@@ -32,7 +32,7 @@ class CallOptions:
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """What a prompt must keep to: tokens of a prompt, tokens of prompt and answer, ids of the vocabulary."""
+    """Limits for a prompt: its tokens, the tokens of prompt and answer together, and the number of token ids."""
 
     max_prompt_len: int
     max_seq_len: int
@@ -41,10 +41,10 @@ class PromptLimits:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A checked request, and what its reader must know of the call.
+    """A checked request together with the details of the call that its reader needs.
 
-    ``started`` and ``encoded`` are ``time.perf_counter`` moments, ``template_seconds`` the time of the chat template, None if
-    there was none.
+    ``started`` and ``encoded`` are ``time.perf_counter`` moments. ``template_seconds`` is the time that the chat template
+    took, None without a template.
     """
 
     request: EngineRequest
@@ -56,7 +56,7 @@ class PreparedRequest:
 
 
 class InputProcessor:
-    """The tokenizer, and the options that calls start from. Runs on the caller's thread."""
+    """Tokenizes prompts and merges options with the default generation config. Runs on the caller's thread."""
 
     def __init__(self, tokenizer: genai.Tokenizer, generation_config: genai.GenerationConfig) -> None:
         self.tokenizer = tokenizer
@@ -65,7 +65,7 @@ class InputProcessor:
 
     @property
     def generation_config(self) -> genai.GenerationConfig:
-        """A copy of the config that calls start from."""
+        """A copy of the default generation config, which every call starts from."""
         return copy_config(self._generation_config)
 
     @generation_config.setter
@@ -85,7 +85,7 @@ class InputProcessor:
         """Merge and check the options of one call. ``deadline_ms`` counts from now.
 
         Raises:
-            GenerationConfigError: an unknown option or an impossible value.
+            GenerationConfigError: an option is unknown or a value is impossible.
         """
         started = time.perf_counter()
         options = resolve(*self._base_config(config, overrides))
@@ -97,7 +97,13 @@ class InputProcessor:
         return CallOptions(form, options, overflow_rule(overflow), priority, deadline, started)
 
     def encode(self, inputs: Any, call: CallOptions) -> list[Prompt]:
-        """Token ids of every prompt."""
+        """Return the token ids of every prompt.
+
+        Raises:
+            PromptError: a prompt is empty, malformed or refused by the chat template.
+            GenerationConfigError: a chat history with ``apply_chat_template=False``.
+            ModelError: the tokenizer cannot encode a prompt.
+        """
         if call.form == "tokens":
             return [Prompt(ids) for ids in token_ids(inputs)]
         if call.form == "history":
@@ -110,17 +116,21 @@ class InputProcessor:
         return [encode_text(self.tokenizer, text, call.options.apply_chat_template) for text in texts]
 
     def turns(self, inputs: Any, call: CallOptions) -> list[str | Prompt]:
-        """What a chat is given: texts as they are, since the template needs the whole conversation; else token ids."""
+        """Return the turns for a chat: texts unchanged, because the template needs the whole conversation, else token ids.
+
+        Raises:
+            PromptError, ModelError: as for ``encode``.
+        """
         if call.form in ("text", "texts"):
             return [inputs] if call.form == "text" else list(inputs)
         return [*self.encode(inputs, call)]
 
     def prepare(self, prompt: Prompt, call: CallOptions, limits: PromptLimits) -> PreparedRequest:
-        """A request for the engine: the prompt within its limits, seeds drawn, lengths known.
+        """Return a request for the engine, with a checked prompt, a seed and a maximum number of new tokens.
 
         Raises:
-            PromptError: no tokens, or an id outside the vocabulary.
-            PromptTooLongError: more tokens than ``limits.max_prompt_len``, and ``overflow`` is ``stop``.
+            PromptError: the prompt has no tokens, or an id outside the vocabulary.
+            PromptTooLongError: it has more tokens than ``limits.max_prompt_len``, and ``overflow`` is ``stop``.
             GenerationConfigError: ``max_length`` leaves no room after the prompt.
         """
         encoded, options = time.perf_counter(), call.options
@@ -143,13 +153,14 @@ class InputProcessor:
         return PreparedRequest(request, call.form, options, call.started, encoded, prompt.template_seconds)
 
     def _seed_for(self, options: GenerationOptions) -> int:
-        """The seed that was asked for, so that a call can be repeated; for 0, which means unseeded as in GenAI, a new one."""
+        """Return the requested seed; for 0, which means unseeded as in GenAI, return a new one."""
         return options.sampling.rng_seed or int(self._rng.integers(1, 2**63))
 
     def decode(self, tokens: list[int]) -> str:
-        """
+        """Return the text of these token ids.
+
         Raises:
-            ModelError: the tokenizer's files are damaged.
+            ModelError: the tokenizer cannot decode them; its files may be damaged.
         """
         try:
             text: str = self.tokenizer.decode(tokens)
@@ -169,7 +180,7 @@ class InputProcessor:
         return self._complete(config), overrides
 
     def _complete(self, config: genai.GenerationConfig) -> genai.GenerationConfig:
-        """A copy with what the caller left open taken from the model's own config, as GenAI does: where answers end."""
+        """Return a copy whose missing stop and end tokens come from the model's own config, as in GenAI."""
         copied, own = copy_config(config), self._generation_config
         if not copied.stop_token_ids:
             copied.stop_token_ids = own.stop_token_ids

@@ -1,4 +1,4 @@
-"""The reader's side of a request: tokens become text as they come, and the answer is put together."""
+"""Assembles an answer on the reader's side: tokens, their text, and metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from staticllm.pipelines.text.input_processor import PreparedRequest
 
 @dataclass(frozen=True)
 class TextDelta:
-    """What may be shown now: confirmed tokens and the text that they add."""
+    """One increment of an answer: confirmed tokens and the text that they add."""
 
     tokens: list[int]
     text: str
@@ -24,14 +24,17 @@ class TextDelta:
 
 @dataclass
 class RequestOutput:
-    """One answer. Times are ``time.perf_counter`` moments, durations are seconds; ``echo`` are the prompt's tokens if they are
-    part of the answer; ``score`` is the sum of the tokens' log-probabilities (0.0 unless asked for)."""
+    """One answer. Times are ``time.perf_counter`` moments, durations are seconds.
+
+    ``echo`` holds the prompt's tokens if they are part of the answer; ``score`` is the sum of the tokens' log-probabilities
+    (0.0 unless requested).
+    """
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     score: float = 0.0
     finish_reason: FinishReason = FinishReason.LENGTH
-    is_dropped: bool = False  # StreamingStatus.CANCEL: a chat must forget the turn
+    is_dropped: bool = False  # StreamingStatus.CANCEL: a chat removes this turn from its history
     echo: list[int] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
     sampling_seconds: list[float] = field(default_factory=list)
@@ -40,7 +43,7 @@ class RequestOutput:
 
 
 class OutputProcessor:
-    """Takes the tokens of one answer. Runs on the reader's thread, so that text costs the device nothing.
+    """Collects the tokens of one answer. Runs on the reader's thread, so that decoding text never delays the device.
 
     ``wants_text`` may be set at any time; without it, and without stop strings, tokens pass through and nothing is decoded.
     """
@@ -59,7 +62,7 @@ class OutputProcessor:
         self._undecoded: list[int] = []
 
     def _timed(self, decode: Callable[[list[int]], str]) -> Callable[[list[int]], str]:
-        """``decode``; the output counts its time."""
+        """Wrap ``decode`` so that its time is added to ``detokenization_seconds``."""
 
         def timed(tokens: list[int]) -> str:
             start = time.perf_counter()
@@ -77,12 +80,12 @@ class OutputProcessor:
 
     @property
     def has_ended(self) -> bool:
-        """Whether a stop string or a stop token has come."""
+        """Whether the answer contains a stop string or ends in a stop token."""
         tokens = self.output.tokens
         return self.is_stopped or (bool(tokens) and tokens[-1] in self._prepared.options.stop_token_ids)
 
     def push(self, token: TokenOutput) -> TextDelta | None:
-        """Add a token. Returns what may be shown now, None if all of it is held back."""
+        """Add a token. Return the increment that may be shown now, None if all of it is held back."""
         output = self.output
         output.tokens.append(token.id)
         output.token_times.append(token.time)
@@ -99,7 +102,7 @@ class OutputProcessor:
         return TextDelta(tokens, text)
 
     def finish(self, end: Finished) -> TextDelta | None:
-        """No more tokens come. Returns what is still to be shown."""
+        """End the answer and fill in its metrics. Return the last increment, None if nothing is left to show."""
         rest = self._text() + self._detokenizer.finish() if self.wants_text else ""
         self.output.finish_reason = end.reason
         self.output.text = self._detokenizer.text
@@ -110,19 +113,19 @@ class OutputProcessor:
         return TextDelta(tokens, rest)
 
     def _text(self) -> str:
-        """The text that the tokens not decoded yet add."""
+        """Decode the tokens that are not decoded yet, and return the text that they add."""
         tokens, self._undecoded = self._undecoded, []
         return "".join([self._detokenizer.push(token) for token in tokens])
 
     def _keep_tokens_of(self, text: str) -> None:
-        """After a stop string: drop the tokens at the end that add nothing to the text that is kept."""
+        """Drop the tokens after a stop string: those at the end that add nothing to the kept text."""
         tokens, sent = self.output.tokens, len(self.output.tokens) - len(self._unsent)
         while len(tokens) > sent and len(self._decode(tokens[:-1])) >= len(text):
             tokens.pop()
         self._unsent = tokens[sent:]
 
     def _metrics(self, end: Finished) -> PerfMetrics:
-        """GenAI's metrics of this answer; the prompt is counted with the first answer of a request."""
+        """Return GenAI's metrics of this answer; the prompt is counted with the first answer of a request."""
         output, prepared, usage = self.output, self._prepared, end.usage
         metrics = PerfMetrics(self._load_ms)
         num_prompt = 0 if self._index else len(prepared.request.prompt)

@@ -1,4 +1,4 @@
-"""The right to read a handle: one thread at a time has it, and may enter again, or one task of an event loop."""
+"""Gives the right to read a handle to one thread or one asyncio task at a time; the same reader may enter again."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import threading
 
 
 class ReaderRole:
-    """The right to read. Any thread may give it back for the reader.
+    """The right to read, held by one thread or task at a time. Any thread may return it on the reader's behalf.
 
-    A lock would not do: an iterator may be begun in one thread and dropped in another, and a thread that has ended gives the
-    role back.
+    A lock is not enough: an iterator may begin in one thread and be dropped in another, and a thread that ends must release
+    the role.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class ReaderRole:
         self._readers: dict[object, tuple[int, object]] = {}  # token → thread and task
 
     def enter(self, token: object, timeout: float | None = None) -> bool:
-        """Wait for the role; False if another reader still has it after ``timeout`` seconds. ``token`` stands for this reader."""
+        """Wait for the role; return False if another reader holds it after ``timeout`` seconds. ``token`` identifies this one."""
         with self._changed:
             if not self._changed.wait_for(self._is_free, timeout):
                 return False
@@ -26,10 +26,11 @@ class ReaderRole:
             return True
 
     def move_here(self, token: object) -> None:
-        """An iterator goes on, perhaps in another thread than the one that began it."""
+        """Move the role of ``token`` to this thread, as an iterator may continue in another thread than it began in."""
         self._readers[token] = _here()
 
     def leave(self, token: object) -> None:
+        """Release the role of ``token``; without it, do nothing."""
         with self._changed:
             self._readers.pop(token, None)
             self._changed.notify_all()
@@ -40,7 +41,7 @@ class ReaderRole:
 
 
 def _here() -> tuple[int, object]:
-    """This thread, and its task if it runs an event loop."""
+    """Return the current thread's id, and its asyncio task if it runs an event loop."""
     try:
         return threading.get_ident(), asyncio.current_task()
     except RuntimeError:

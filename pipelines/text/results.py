@@ -1,4 +1,4 @@
-"""From the answers of a call to what ``generate`` returns."""
+"""Turns the answers of a call into the result objects that ``generate`` returns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Results = GeneratedText | DecodedResults | EncodedResults
 
 
 def results_of(form: Form, outputs: Sequence[RequestOutput], decode: Callable[[list[int]], str]) -> Results:
-    """``GeneratedText`` for a str, ``EncodedResults`` for token ids, else ``DecodedResults``; ``outputs`` in their order."""
+    """Return ``GeneratedText`` for a str, ``EncodedResults`` for token ids, else ``DecodedResults``; the order is kept."""
     metrics = reduce(add, (output.metrics for output in outputs))
     scores = [output.score for output in outputs]
     reasons = [output.finish_reason for output in outputs]

@@ -1,4 +1,4 @@
-"""Ends answers at their stop strings, also while no reader reads them. The engine itself never makes text."""
+"""Ends answers at their stop strings on a thread of its own, even while nothing reads them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.threads import start_thread
 
 Answer = tuple[int, int]
-"""A request and one of its answers."""
+"""The id of a request and the index of one of its answers."""
 
 
 class StopChecker:
     """Decodes the answers of requests with stop strings on a thread of its own, and cancels each at its first stop string.
 
-    The engine may compute a few tokens more until it hears of it; the reader cuts the text at the stop string whatever came
-    after. The thread starts with the first such request and ends with ``close``.
+    The engine itself never decodes text. It may compute a few more tokens before it sees the cancellation; the reader cuts
+    the text at the stop string in any case. The thread starts with the first such request and ends with ``close``.
     """
 
     def __init__(self, client: EngineClient, decode: Callable[[list[int]], str]) -> None:
@@ -35,7 +35,7 @@ class StopChecker:
         """Check the answers of ``request``; to be called before it is submitted.
 
         Raises:
-            StaticLLMError: the system has no thread left.
+            StaticLLMError: no thread can be started.
         """
         with self._lock:
             if self._thread is None:

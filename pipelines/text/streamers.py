@@ -1,4 +1,4 @@
-"""Where tokens go as they come. The three forms that GenAI takes become one."""
+"""Wraps the three forms of streamer that GenAI accepts in one interface, and streams an answer into it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from staticllm.pipelines.text.output_processor import RequestOutput
 
 
 class TokenSink(Protocol):
-    """Takes confirmed tokens and the text that they add; tells whether to go on. ``takes_text``: whether it uses the text."""
+    """Receives confirmed tokens and the text that they add. ``takes_text``: whether it uses the text."""
 
     takes_text: bool
 
-    def write(self, tokens: list[int], text: str) -> Status: ...
+    def write(self, tokens: list[int], text: str) -> Status:
+        """Receive one increment of the answer, and return whether to continue."""
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        """End the stream; called after the last increment."""
 
 
 class Silent:
-    """No streamer."""
+    """Discards everything; used without a streamer."""
 
     takes_text = False
 
@@ -37,7 +39,7 @@ class Silent:
 
 
 class TextSink:
-    """A callable that takes text and returns None, a bool (True stops) or a ``StreamingStatus``."""
+    """Passes text to a callable, which returns None, a bool (True stops) or a ``StreamingStatus``."""
 
     takes_text = True
 
@@ -52,7 +54,7 @@ class TextSink:
 
 
 class StreamerSink:
-    """An ``openvino_genai.StreamerBase``: takes a list of tokens, as GenAI 2026 gives it: one, or those held back together."""
+    """Passes tokens to an ``openvino_genai.StreamerBase`` as a list, as GenAI 2026 does: one token, or several held back."""
 
     takes_text = False
 
@@ -67,10 +69,10 @@ class StreamerSink:
 
 
 def make_sink(streamer: object) -> TokenSink:
-    """The sink for whatever the user passed.
+    """Return the sink for the argument ``streamer`` of a call.
 
     Raises:
-        GenerationConfigError: it is neither callable nor a streamer.
+        GenerationConfigError: it is neither None, callable nor a streamer.
     """
     if streamer is None:
         return Silent()
@@ -88,11 +90,11 @@ REASONS = {
     Status.CANCEL: FinishReason.CANCELLED,
     Status.TOOL_CALL_STOP: FinishReason.TOOL_CALL,
 }
-"""Why an answer ended that its streamer ended."""
+"""The finish reason of an answer for each status with which a streamer ends it."""
 
 
 def stream(handle: GenerationHandle, sink: TokenSink) -> RequestOutput:
-    """Read one answer on this thread, token by token. An exception in the sink ends the request.
+    """Read one answer on this thread, token by token. An exception in the sink cancels the request.
 
     Raises:
         StaticLLMError: the request failed.
@@ -102,7 +104,7 @@ def stream(handle: GenerationHandle, sink: TokenSink) -> RequestOutput:
     try:
         for delta in handle.deltas(sink.takes_text):
             if reason is not None:
-                continue  # the sink has had enough
+                continue  # the sink has ended the answer
             status = sink.write(delta.tokens, delta.text)
             if status != Status.RUNNING:
                 handle.stop(is_dropped=status == Status.CANCEL)
@@ -118,7 +120,8 @@ def stream(handle: GenerationHandle, sink: TokenSink) -> RequestOutput:
 
 
 def check_callback(callback: object) -> None:
-    """
+    """Check the argument ``callback`` of ``submit``.
+
     Raises:
         GenerationConfigError: it is neither None nor callable.
     """
@@ -127,7 +130,11 @@ def check_callback(callback: object) -> None:
 
 
 def as_status(answer: object) -> Status:
-    """What a streamer's return value means."""
+    """Return the status that a streamer's return value stands for.
+
+    Raises:
+        GenerationConfigError: it is neither None, a bool nor a ``StreamingStatus``.
+    """
     if isinstance(answer, Status):
         return answer
     if answer is None or answer is False or answer == 0:

@@ -1,10 +1,10 @@
-"""Bounds of one rendering of a template: time, and the size of everything that it makes, each and in all.
+"""Bounds the time of one template rendering and the size of every value that it creates, singly and in total.
 
 Jinja's sandbox keeps a template away from files and attributes, but not from ``"a" * 10**9`` or a loop that never ends.
-Here each value is weighed when it is made: a list counts with all that it holds, as often as it holds it. Whatever Python
-does later with such a value in one go (compare, hash, print) then ends soon, and nothing needs to be stopped from outside:
-neither by a trace function, which would disturb debuggers, nor by an exception from another thread, which may arrive after
-the template has ended.
+Here each value is weighed when it is created: a list counts with everything in it, and an element that occurs twice counts
+twice. Any single operation of Python on such a value (compare, hash, print) is therefore short, and nothing has to interrupt
+it from outside: neither a trace function, which would disturb debuggers, nor an exception from another thread, which may
+arrive after the template has ended.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from staticllm.errors import PromptError
 
 MAX_SECONDS = 3.0
 MAX_CHARS, MAX_ITEMS = 4 << 20, 1 << 18
-"""Of any text, and of any list with all that it holds."""
+"""The most characters of one text, and the most items of one list including the lists in it."""
 MAX_TOTAL_CHARS, MAX_TOTAL_ITEMS = 64 << 20, 2 << 20
-"""Of everything that one rendering makes."""
+"""The most characters and items that one rendering may create in total."""
 MAX_DEPTH = 64
-"""Of lists in lists."""
+"""The deepest nesting of lists in lists."""
 MAX_BITS = 4096
-"""Of a whole number."""
+"""The most bits of a whole number."""
 _PIECE_CHARS, _CONTAINER_ITEMS, _OBJECT_CHARS = 32, 8, 64
-"""What a piece of output, an empty list and an object cost beside what they hold."""
+"""The fixed cost of one output fragment, of an empty list and of an object, without their content."""
 _EMPTY: dict[str, Any] = {}
 _ITEMS_VIEW = type(_EMPTY.items())
 VIEWS: tuple[type, ...] = (type(_EMPTY.keys()), type(_EMPTY.values()), _ITEMS_VIEW)
@@ -43,7 +43,7 @@ class TemplateLimitError(Exception):
 
 
 class Weight(NamedTuple):
-    """Of a value with all that it holds."""
+    """The size of a value with everything in it: nesting depth, number of items, number of characters."""
 
     depth: int
     items: int
@@ -51,29 +51,37 @@ class Weight(NamedTuple):
 
 
 class Budget:
-    """What one rendering may still use."""
+    """The time, characters and items that one rendering may still use."""
 
     def __init__(self, seconds: float) -> None:
         self.deadline = time.monotonic() + seconds
         self.chars, self.items = MAX_TOTAL_CHARS, MAX_TOTAL_ITEMS
-        # Lists of a template never change. Each is kept here with its weight, so that its id stays its own.
+        # A template cannot change its lists. Each is kept here with its weight, so that no other object reuses its id.
         self._weights: dict[int, tuple[Any, Weight]] = {}
 
     def tick(self) -> None:
+        """Raise ``TemplateLimitError`` after the deadline."""
         if time.monotonic() > self.deadline:
             raise TemplateLimitError(f"it runs for more than {MAX_SECONDS:g} s")
 
     def spend_chars(self, size: int) -> None:
+        """Subtract ``size`` characters; raise ``TemplateLimitError`` if fewer are left."""
         self.chars -= size
         if self.chars < 0:
             raise TemplateLimitError(f"it makes texts of more than {MAX_TOTAL_CHARS} characters in all")
 
     def spend_items(self, size: int) -> None:
+        """Subtract ``size`` items; raise ``TemplateLimitError`` if fewer are left."""
         self.items -= size
         if self.items < 0:
             raise TemplateLimitError(f"it makes lists of more than {MAX_TOTAL_ITEMS} items in all")
 
     def weigh(self, value: Any, level: int = 0) -> Weight:
+        """Return the weight of a value; the items of each list are subtracted from the budget once.
+
+        Raises:
+            TemplateLimitError: the value is too large, or the budget or the time is used up.
+        """
         if not isinstance(value, _CONTAINERS):
             return Weight(0, 1, _leaf_chars(value))
         known = self._weights.get(id(value))
@@ -87,7 +95,11 @@ class Budget:
         return known[1]
 
     def together(self, parts: Sequence[Any], level: int = 0) -> Weight:
-        """The weight of a list of these parts."""
+        """Return the weight that a list of these parts would have.
+
+        Raises:
+            TemplateLimitError: the list would be too large, or the budget or the time is used up.
+        """
         depth, items, chars = 0, 1, 0
         for part in parts:
             if isinstance(part, str):
@@ -113,7 +125,7 @@ def _parts(value: Any) -> Sequence[Any]:
 
 
 def _leaf_chars(value: Any) -> int:
-    """Of the text of a value that is no list; small numbers count as an item only."""
+    """Return the characters of a value that is not a list; small numbers count only as an item."""
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, int):
@@ -125,7 +137,7 @@ def _leaf_chars(value: Any) -> int:
 
 @contextmanager
 def limited(seconds: float | None = None) -> Iterator[None]:
-    """Within this block, templates of this thread share one budget; a block inside another does not add to it."""
+    """Set one common budget for the templates that this thread renders in the block; an inner block adds nothing to it."""
     before: Budget | None = getattr(_thread, "budget", None)
     _thread.budget = before or Budget(MAX_SECONDS if seconds is None else seconds)
     try:
@@ -135,14 +147,15 @@ def limited(seconds: float | None = None) -> Iterator[None]:
 
 
 def budget() -> Budget:
-    """The budget of the block ``limited`` around."""
+    """Return the budget of the enclosing ``limited`` block."""
     found: Budget | None = getattr(_thread, "budget", None)
     assert found is not None, "templates run inside limited()"
     return found
 
 
 def tick() -> None:
-    """
+    """Check the time.
+
     Raises:
         TemplateLimitError: the time is over.
     """
@@ -150,15 +163,16 @@ def tick() -> None:
 
 
 def ticked(value: Any) -> Any:
+    """Check the time and return the value."""
     tick()
     return value
 
 
 def made(value: Any) -> Any:
-    """The value, taken from the budget.
+    """Subtract a new value from the budget and return it.
 
     Raises:
-        TemplateLimitError: it is larger than a template may make one, or the budget or the time is used up.
+        TemplateLimitError: the value is too large, or the budget or the time is used up.
     """
     tick()
     if isinstance(value, int):
@@ -174,31 +188,41 @@ def made(value: Any) -> Any:
 
 
 def check_size(size: float) -> None:
+    """Raise ``TemplateLimitError`` if one text of ``size`` characters is too long."""
     if size > MAX_CHARS:
         raise TemplateLimitError(f"it makes a text of {size:.3g} characters, at most {MAX_CHARS}")
 
 
 def check_items(size: float) -> None:
+    """Raise ``TemplateLimitError`` if one list of ``size`` items is too long."""
     if size > MAX_ITEMS:
         raise TemplateLimitError(f"it makes a list of {size:.3g} items, at most {MAX_ITEMS}")
 
 
 def expect_chars(size: int) -> None:
-    """Before a text of up to this size is made."""
+    """Check that the budget allows a text of up to ``size`` characters; to be called before the text is created.
+
+    Raises:
+        TemplateLimitError: it does not.
+    """
     check_size(size)
     if size > budget().chars:
         budget().spend_chars(size)
 
 
 def expect_items(size: int) -> None:
-    """Before a list of up to this size is made."""
+    """Check that the budget allows a list of up to ``size`` items; to be called before the list is created.
+
+    Raises:
+        TemplateLimitError: it does not.
+    """
     check_items(size)
     if size > budget().items:
         budget().spend_items(size)
 
 
 def text_size(value: Any) -> int:
-    """About how long the text of a value is; quotes and escapes may make it some times longer."""
+    """Estimate the characters of a value's text; with quotes and escapes it may be several times longer."""
     if isinstance(value, str):
         return len(value)
     weight = budget().weigh(value)
@@ -206,7 +230,7 @@ def text_size(value: Any) -> int:
 
 
 def as_text(value: Any) -> str:
-    """The text of a value, taken from the budget."""
+    """Return the text of a value, and subtract it from the budget."""
     if isinstance(value, str):
         return value
     expect_chars(text_size(value))
@@ -215,21 +239,21 @@ def as_text(value: Any) -> str:
 
 @pass_context
 def shown(_context: Context, value: Any) -> Any:
-    """A value that goes into the prompt. (Jinja evaluates nothing in advance for a function that takes a context.)"""
+    """Return a value as the prompt shows it. (Jinja evaluates nothing in advance for a function that takes a context.)"""
     tick()
     budget().spend_chars(_PIECE_CHARS)
     return value if isinstance(value, str) else as_text(value)
 
 
 def text(piece: str) -> str:
-    """Text of the template itself that goes into the prompt."""
+    """Count one piece of the template's own text, which goes into the prompt unchanged."""
     tick()
     budget().spend_chars(_PIECE_CHARS)
     return piece
 
 
 def concat(pieces: Iterable[str]) -> str:
-    """Join pieces of text; stop before the memory is full."""
+    """Join pieces of text, and stop as soon as the result is too long."""
     parts, size = [], 0
     for piece in pieces:
         tick()
@@ -241,12 +265,12 @@ def concat(pieces: Iterable[str]) -> str:
 
 
 def join_pieces(pieces: Iterable[Any]) -> str:
-    """What ``~`` makes."""
+    """Return the result of the operator ``~``."""
     return concat([as_text(piece) for piece in pieces])
 
 
 def listed(items: Iterable[Any]) -> list[Any]:
-    """What an iterator holds, as a list."""
+    """Return the items of an iterator as a list, and subtract them from the budget."""
     found: list[Any] = []
     for item in items:
         tick()
@@ -257,10 +281,10 @@ def listed(items: Iterable[Any]) -> list[Any]:
 
 
 def copied(value: Any, level: int = 0) -> Any:
-    """A copy of what the caller gave, for the template to use: text, numbers, lists and dicts.
+    """Return a copy of the caller's value for the template: text, numbers, lists and dicts.
 
     Raises:
-        PromptError: it nests too deeply or holds something else.
+        PromptError: it is nested too deeply or contains an object of another type.
         TemplateLimitError: it is too large.
     """
     if value is None or isinstance(value, (str, int, float)):

@@ -1,4 +1,4 @@
-"""What an operator, a filter or a method of a template would make, looked at before it makes it."""
+"""Estimates the result of an operator, filter or method of a template, and refuses too large ones before they run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from staticllm.pipelines.text.template_bounds import (
 )
 
 MAX_WIDTH = 9999
-"""Of an indent, a count or a padding."""
+"""The largest indent, count or padding."""
 MAX_WORK = 1 << 26
-"""Steps of an operation that compares each character of one text with those of another."""
+"""The most comparisons of an operation that compares each character of one text with those of another."""
 MAX_DIGITS = 4096
 _NUMBER_CHARS = 400
-"""A number in a pattern; ``'%f' % 1e308`` has 316."""
+"""The most characters of a formatted number; ``'%f' % 1e308`` has 316."""
 _DIGITS = re.compile(r"\d+")
 _TAKES_WIDTH = re.compile(r"%[^a-zA-Z]*\*|:[^{}]*\{")
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
@@ -41,7 +41,7 @@ FILTERS = _names(
     "last length list lower map max min reject rejectattr replace reverse round safe select selectattr slice sort "
     "string sum title tojson trim truncate unique upper wordcount"
 )
-"""What prompts are made with. Others (``wordwrap``, ``urlize``, ``pprint`` …) take time that grows faster than their text."""
+"""The permitted filters. The time of others (``wordwrap``, ``urlize``, ``pprint`` …) grows faster than their text."""
 ITERATING = _names(
     "batch groupby join list map max min reject rejectattr reverse select selectattr slice sort sum unique"
 )
@@ -62,6 +62,11 @@ METHODS: dict[type, frozenset[str]] = {
 
 
 def check_operands(operator: str, left: Any, right: Any) -> None:
+    """Check the result of ``left operator right`` before it is computed.
+
+    Raises:
+        TemplateLimitError: the result may be too large.
+    """
     if operator == "**" and isinstance(left, int) and isinstance(right, int):
         if abs(left) > 1 and abs(left).bit_length() * right > MAX_BITS:
             raise TemplateLimitError(f"it raises a number to the power of {right:.3g}")
@@ -81,7 +86,11 @@ def check_operands(operator: str, left: Any, right: Any) -> None:
 
 
 def check_format(pattern: str, arguments: Iterable[Any]) -> None:
-    """A pattern of ``%`` or ``format``: fields, widths in it, and widths that it takes from its arguments."""
+    """Check a pattern of ``%`` or ``format``: its fields, its widths, and the widths that it takes from its arguments.
+
+    Raises:
+        TemplateLimitError: a width or the text may be too large.
+    """
     widths = [int(found[:6]) for found in _DIGITS.findall(pattern)]
     given = list(arguments)
     if max(widths, default=0) > MAX_WIDTH:
@@ -108,7 +117,7 @@ def _check_widths(values: Iterable[Any]) -> None:
 
 
 def _width(value: Any) -> int:
-    """Characters of a width, a count or an indent, which may be given as text."""
+    """Return the characters of a width, a count or an indent, which may be given as text."""
     if isinstance(value, (int, float)):
         if abs(value) > MAX_WIDTH:
             raise TemplateLimitError(f"it asks for a width of {value:.3g}, at most {MAX_WIDTH}")
@@ -181,11 +190,15 @@ FILTER_CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {
     "truncate": _check_widths_of("length", "leeway", "end"),
     "wordcount": lambda given: _check_matches(r"\w+", as_text(given["s"])),
 }
-"""What to check before a filter runs, by the names of its parameters."""
+"""The check that runs before each filter; it receives the filter's arguments by parameter name."""
 
 
 def check_method(content: str, name: str, args: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """A method of a text."""
+    """Check a call ``content.name(*args, **named)`` of a method of a text before it runs.
+
+    Raises:
+        TemplateLimitError: it takes no such argument, or its result or its work may be too large.
+    """
     if name == "format":
         check_format(content, [*args, *named.values()])
     elif not named.keys() <= _NAMED:
@@ -216,6 +229,6 @@ def _check_split(content: str, separator: Any) -> None:
 
 
 def _check_matches(pattern: str, content: str) -> None:
-    """A text that is taken apart."""
+    """Check the number of pieces into which a text is split."""
     if len(content) > MAX_ITEMS:
         check_items(sum(1 for _ in re.finditer(pattern, content)))

@@ -1,7 +1,7 @@
-"""Jinja's sandbox, in which every expression of a template goes through the bounds.
+"""Extends Jinja's sandbox so that every expression of a template is subject to the bounds.
 
-What Jinja compiles to plain Python (lists, slices, comparisons, ``~``, pieces of text) is compiled to calls of
-``template_bounds`` here; operators, calls, attributes, filters and tests pass through the methods of the environment.
+Expressions that Jinja compiles to plain Python (lists, slices, comparisons, ``~``, pieces of text) are compiled to calls of
+``template_bounds``; operators, calls, attributes, filters and tests pass through the methods of the environment.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from staticllm.pipelines.text.template_operations import (
 
 _MAX_KEY_ITEMS = 64
 _OF_JINJA = ("_loop_vars", "_block_vars")
-"""Arguments that compiled templates add to calls."""
+"""Arguments that Jinja's compiler adds to calls."""
 
 
 class _Namespace(Namespace):
-    """Shown without its values: namespaces may hold each other."""
+    """A namespace whose text omits its values, because namespaces may contain each other."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
@@ -61,7 +61,7 @@ def _joiner(between: str = ", ") -> Joiner:
 
 
 class _Instrument(NodeTransformer):
-    """Put a look at the clock into every loop."""
+    """Adds a check of the time to the body of every loop."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802  (the visitor asks for this name)
         self.generic_visit(node)
@@ -71,7 +71,7 @@ class _Instrument(NodeTransformer):
 
 
 class _BoundedCode(CodeGenerator):
-    """Compile what makes or compares values to calls of the bounds."""
+    """Compiles expressions that create or compare values to calls of the bounds."""
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
         tick()
@@ -121,12 +121,12 @@ class _BoundedCode(CodeGenerator):
         return f"environment.text({super()._output_const_repr(group)})"
 
     def visit_EvalContextModifier(self, node: nodes.EvalContextModifier, frame: Frame) -> None:  # noqa: N802
-        """``autoescape``, which makes texts longer after they were measured."""
+        """Refuse ``autoescape``, which lengthens texts after they were measured."""
         self.fail("a prompt needs no autoescape", node.lineno)
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Templates whose time, sizes and numbers are bounded; use inside ``limited``."""
+    """A Jinja environment that bounds the time, sizes and numbers of its templates; to be used inside ``limited``."""
 
     intercepted_binops = frozenset(["*", "**", "+", "-", "%", "//", "/"])
     code_generator_class = _BoundedCode
@@ -148,18 +148,22 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def key(self, value: Any) -> Any:
-        """A key of a dict; to hash a large one takes long, and Python does it again each time."""
+        """Return a dict key after a check: hashing a large one is slow, and Python hashes it at each access.
+
+        Raises:
+            TemplateLimitError: the key is too large.
+        """
         tick()
         if not isinstance(value, str) and budget().weigh(value).items > _MAX_KEY_ITEMS:
             raise TemplateLimitError(f"it makes a key of more than {_MAX_KEY_ITEMS} items")
         return value
 
     def bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that looks at its arguments before it runs, and at its result.
+        """Return the filter with a check of its arguments before it runs, and of its result.
 
-        It runs at once and not when its result is read: filters on filters on filters would exhaust the stack.
+        It runs when it is called and not when its result is read: a long chain of lazy filters would exhaust the stack.
         """
-        original = inspect.unwrap(function)  # Jinja wraps some, and the wrapper takes an argument more
+        original = inspect.unwrap(function)  # Jinja wraps some, and the wrapper takes one more argument
         signature, num_hidden = inspect.signature(original), int(hasattr(function, "jinja_pass_arg"))
         num_dropped = num_hidden - int(hasattr(original, "jinja_pass_arg"))
 
@@ -244,7 +248,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _iterable(name: str, items: Any) -> Any:
-    """What a filter iterates over: no iterator, and no text of too many characters."""
+    """Return the items that a filter iterates over: an iterator as a list, and a text only if it is not too long."""
     if name == "join" and isinstance(items, Iterable) and not isinstance(items, (list, tuple, dict, str)):
         return listed(items)
     if isinstance(items, Iterator) and not isinstance(items, LoopContext):

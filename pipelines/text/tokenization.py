@@ -1,4 +1,4 @@
-"""From what the user passes to token ids."""
+"""Turns the inputs of a call into token ids."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from staticllm.pipelines.text.chat_template import render
 
 Form = Literal["text", "texts", "history", "tokens"]
 TokenInputs: TypeAlias = NDArray[Any] | ov.Tensor | genai.TokenizedInputs
-"""Token ids: ``[n]`` or ``[batch, n]``, whole numbers."""
+"""Token ids ``[n]`` or ``[batch, n]``, of an integer type."""
 Inputs: TypeAlias = str | Sequence[str] | genai.ChatHistory | Sequence[Mapping[str, Any]] | TokenInputs
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and the seconds that the chat template took; None if there was none."""
+    """The token ids of one prompt, and the seconds that the chat template took; None without a template."""
 
     ids: list[int]
     template_seconds: float | None = None
 
 
 def form_of(inputs: object) -> Form:
-    """Which of GenAI's input forms this is.
+    """Return which of GenAI's input forms ``inputs`` has.
 
     Raises:
-        PromptError: none of them.
+        PromptError: it has none of them, or is an empty list.
     """
     if isinstance(inputs, str):
         return "text"
@@ -54,7 +54,12 @@ def form_of(inputs: object) -> Form:
 
 
 def encode_text(tokenizer: genai.Tokenizer, text: str, apply_chat_template: bool) -> Prompt:
-    """Ids of one prompt; the chat template is applied if asked for and if the model has one."""
+    """Return the ids of one prompt, with the chat template if ``apply_chat_template`` is set and the model has one.
+
+    Raises:
+        PromptError: the prompt is empty or not valid text, or the chat template refuses it.
+        ModelError: the tokenizer cannot encode the prompt.
+    """
     if not text:
         raise PromptError("the prompt is empty: give at least one character")
     _check_text(text)
@@ -64,7 +69,12 @@ def encode_text(tokenizer: genai.Tokenizer, text: str, apply_chat_template: bool
 
 
 def encode_messages(tokenizer: genai.Tokenizer, messages: Any) -> Prompt:
-    """Ids of a conversation (a list of messages or a ChatHistory) up to where the assistant speaks."""
+    """Return the ids of a conversation (a list of messages or a ChatHistory) up to the header of the assistant's answer.
+
+    Raises:
+        PromptError: the conversation is empty or malformed, or the model has no chat template, or it refuses the conversation.
+        ModelError: the tokenizer cannot encode the conversation.
+    """
     turns, tools, extra = _parts_of(messages)
     if not turns:
         raise PromptError("the chat history is empty: append a message of the user")
@@ -93,7 +103,7 @@ def _encoded(tokenizer: genai.Tokenizer, text: str, **options: Any) -> list[list
 
 
 def _parts_of(messages: Any) -> tuple[list[dict[str, Any]], list[Any], dict[str, Any]]:
-    """Messages, tools and extra context."""
+    """Return the messages, the tools and the extra context."""
     if isinstance(messages, genai.ChatHistory):
         return messages.get_messages(), messages.get_tools(), messages.get_extra_context()
     return list(messages), [], {}
@@ -114,11 +124,19 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         broken = text[error.start]
-        raise PromptError(f"the prompt has {broken!r} at {error.start}, half a character: not text in UTF-8") from error
+        raise PromptError(
+            f"the prompt has {broken!r} at index {error.start}, half a character (a lone surrogate): remove it"
+        ) from error
 
 
 def token_ids(inputs: Any) -> list[list[int]]:
-    """Ids of each prompt from numpy, ``openvino.Tensor`` (``[n]`` or ``[batch, n]``) or ``TokenizedInputs`` (without padding)."""
+    """Return the ids of each prompt in a numpy array or ``openvino.Tensor`` (``[n]`` or ``[batch, n]``) or ``TokenizedInputs``.
+
+    Padding in ``TokenizedInputs`` is removed.
+
+    Raises:
+        PromptError: the type or the shape is wrong.
+    """
     if isinstance(inputs, genai.TokenizedInputs):
         return _real_ids(inputs)
     array = np.asarray(inputs.data if isinstance(inputs, ov.Tensor) else inputs)
@@ -128,11 +146,11 @@ def token_ids(inputs: Any) -> list[list[int]]:
 
 
 def check_ids(ids: list[int], vocab_size: int, limit: int, is_chat: bool = False) -> None:
-    """Refuse what the device must not see.
+    """Check the token ids of one prompt.
 
     Raises:
-        PromptError: no tokens, or an id outside the vocabulary.
-        PromptTooLongError: more tokens than ``limit``.
+        PromptError: the prompt has no tokens, or an id outside the vocabulary.
+        PromptTooLongError: it has more tokens than ``limit``.
     """
     if not ids:
         raise PromptError("the prompt has no tokens: give at least one")
@@ -148,7 +166,8 @@ def _real_ids(tokenized: genai.TokenizedInputs) -> list[list[int]]:
     mask = _as_rows(np.asarray(tokenized.attention_mask.data))
     if ids.shape != mask.shape or ids.dtype.kind not in "iu":
         raise PromptError(
-            f"TokenizedInputs with {ids.size} ids of {ids.dtype} and a mask of {mask.size}: must be whole numbers, as many"
+            f"TokenizedInputs with {ids.size} ids of {ids.dtype} and a mask of {mask.size}: "
+            "must be whole numbers, with one mask value per id"
         )
     return [[int(token) for token in row[seen != 0]] for row, seen in zip(ids, mask, strict=True)]
 

@@ -1,6 +1,6 @@
-"""The ``staticllm`` command.
+"""The ``staticllm`` command imports each subcommand when it is used.
 
-Exit codes: 0 done, 1 an error of the model, device or input (one line on stderr), 2 wrong usage, 130 interrupted.
+Exit codes: 0 for success, 1 for an error of the model, device or input (one line on stderr), 2 for wrong usage, 130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class _Group(click.Group):
         except StaticLLMError as error:
             raise click.ClickException(str(error)) from error
         except OSError as error:
-            if error.filename is None:  # writing the answer failed: Python must not try again when it leaves
+            if error.filename is None:  # stdout failed: Python must not flush it again at exit
                 sys.stdout = io.TextIOWrapper(io.BytesIO())
-            if error.errno in (errno.EPIPE, errno.EINVAL):  # the reader has left; on Windows it is EINVAL
+            if error.errno in (errno.EPIPE, errno.EINVAL):  # the reading process has ended; on Windows it is EINVAL
                 ctx.exit(1)
             raise click.ClickException(f"{error.strerror}: {error.filename or 'standard output'}") from error
         except KeyboardInterrupt:
@@ -82,17 +82,15 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command line; the entry point of the console script."""
     if sys.stdout is None:  # the shell has closed it: `staticllm run … >&-`
         click.echo("Error: standard output is closed: direct it to a file or to the null device", err=True)
         sys.exit(1)
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # a character that a console lacks is shown as another, not as a traceback
+        if isinstance(stream, io.TextIOWrapper):  # replace characters that the console lacks, instead of failing
             stream.reconfigure(errors="replace")
     warnings.showwarning = _show_warning
     try:
         cli(standalone_mode=True)
-    except KeyboardInterrupt:  # after click's own handling: a second Ctrl-C while it was leaving
+    except KeyboardInterrupt:  # a second Ctrl-C while click handles the first
         sys.exit(128 + signal.SIGINT)

@@ -1,4 +1,4 @@
-"""``staticllm bench``: how fast a model runs on this machine, with the options of other runtimes' benchmarks."""
+"""``staticllm bench`` measures a model's speed on this machine, with the options of other runtimes' benchmarks."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ CHART_WIDTH = 40
 
 @dataclass(frozen=True)
 class Test:
-    """One test: ``clients`` requests at once, each with ``prompt`` tokens and ``new`` generated ones.
+    """One test with ``clients`` concurrent requests, each with ``prompt`` prompt tokens and ``new`` generated tokens.
 
     ``pp512`` is a prompt of 512 tokens; ``tg128`` generates 128 tokens after a short prompt, ``tg128 @ d512`` after 512 tokens;
-    ``c8`` is eight requests of 64 and 64 tokens. ``flag`` is the command-line option that asked for it.
+    ``c8`` runs eight requests with 64 prompt and 64 new tokens. ``flag`` is the command-line option of the test.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Test:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and answer."""
+        """The number of tokens of prompt and answer."""
         return self.prompt + self.new
 
 
@@ -75,12 +75,12 @@ class Row:
 
     @property
     def kind(self) -> str:
-        """ "pp", "tg" or "c"; only tests of one kind can be compared."""
+        """The kind of test: "pp", "tg" or "c"; only tests of one kind can be compared."""
         return self.test.rstrip("0123456789 @d")
 
 
 def _counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    """Comma-separated whole numbers, 0 for none."""
+    """Parse comma-separated whole numbers; 0 skips a test."""
     try:
         counts = tuple(int(part) for part in value.split(","))
     except ValueError:
@@ -94,12 +94,12 @@ def _count_option(*names: str, default: str, description: str) -> Callable[[Comm
     return click.option(*names, callback=_counts, metavar="N,N…", default=default, show_default=True, help=description)
 
 
-@click.command("bench", short_help="Measure prompts, tokens and clients per second.")
+@click.command("bench", short_help="Measure prompt, generation and multi-client speed.")
 @model_argument
-@_count_option("--n-prompt", default="512", description="Tokens per prompt; 0: no such test.")
-@_count_option("-n", "--n-gen", default="128", description="Tokens to generate; 0: no such test.")
+@_count_option("--n-prompt", default="512", description="Tokens per prompt; 0 skips this test.")
+@_count_option("-n", "--n-gen", default="128", description="Tokens to generate; 0 skips this test.")
 @_count_option("-d", "--n-depth", default="0", description="Tokens before the generated ones.")
-@_count_option("-c", "--clients", default="0", description="Requests at once, 64 and 64 tokens each.")
+@_count_option("-c", "--clients", default="0", description="Concurrent requests, 64 prompt and 64 new tokens each.")
 @click.option(
     "-r",
     "--repetitions",
@@ -115,7 +115,7 @@ def _count_option(*names: str, default: str, description: str) -> Callable[[Comm
 )
 @layout_options
 def command(model: str, **options: Any) -> None:
-    """Measure MODEL, or the embedded demo model: prompts (pp), tokens (tg), many requests at once (c)."""
+    """Measure MODEL, or the embedded demo model: prompts (pp), generation (tg), concurrent requests (c)."""
     tests = _tests(options)
     if not tests:
         raise click.UsageError("nothing to measure: give --n-prompt, -n or -c a number above 0")
@@ -141,7 +141,7 @@ def _run(path: Path, properties: dict[str, Any], tests: list[Test], options: dic
 
 
 def programs_of(programs: BoundPrograms) -> str:
-    """Which variants share a program, as a value of ``--programs``, derived from the compiled programs."""
+    """Return the value of ``--programs`` that describes which variants of the compiled programs share one."""
     owners = {variant: id(programs.compiled(variant)) for variant in programs}
     by_phase = {phase: {owner for v, owner in owners.items() if v.phase == phase} for phase in ("prefill", "generate")}
     num_programs = len(set(owners.values()))
@@ -173,7 +173,7 @@ def _tests(options: dict[str, Any]) -> list[Test]:
 
 
 def _properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
-    """The user's properties, and lengths and a queue that hold every test. Prefix caching is off: every prompt is computed."""
+    """Return the user's properties, with lengths and a queue large enough for every test, and with prefix caching off."""
     default, most = StaticLLMConfig(), max(test.clients for test in tests)
     lengths = {
         "MAX_PROMPT_LEN": max(default.max_prompt_len, *(test.prompt for test in tests)),
@@ -184,7 +184,7 @@ def _properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
 
 
 def _measure(pipe: StaticLLMPipeline, test: Test, repetitions: int, shown: Progress) -> Iterator[tuple[float, float]]:
-    """Seconds and the number of tokens that they produced, per repetition after the first."""
+    """Yield for each repetition after the warm-up its seconds and the number of tokens that it processed in them."""
     for number in range(repetitions + 1):
         shown.show(f"measuring {test.name}", number, repetitions + 1)
         rng = np.random.default_rng([number, test.prompt, test.clients])
@@ -213,7 +213,7 @@ def _row(path: Path, device: str, programs: str, test: Test, times: list[tuple[f
 
 
 def _markdown(rows: list[Row]) -> str:
-    """A table, and bars where there are several tests of one kind."""
+    """Return a table, and a bar chart if there are several tests of one kind."""
     cells = [["model", "device", "programs", "test", "t/s", "ms"]]
     for row in rows:
         rate = f"{row.tokens_per_second:.2f} ± {row.std:.2f}"

@@ -1,4 +1,4 @@
-"""The chat of ``staticllm run``: line editing and history from ``prompt_toolkit``, slash commands, Ctrl-C."""
+"""Runs the chat of ``staticllm run``, with line editing by ``prompt_toolkit``, slash commands, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Message = dict[str, str]
 PROMPT = "> "
 HELP = {
     "/help": "list the commands",
-    "/exit": "leave, as Ctrl-D does",
+    "/exit": "leave the chat, like Ctrl-D",
     "/clear": "begin a new conversation",
-    "/regenerate": "answer the last message again (the same, unless --temperature is set)",
+    "/regenerate": "answer the last message again (with the same text, unless --temperature is set)",
     "/system TEXT": "begin a new conversation with this system message; without TEXT, show it",
-    "/save FILE": "write the conversation to a file, JSON",
-    "/load FILE": "go on with a conversation that was saved",
-    "/stats": "tokens and timings of the last answer",
+    "/save FILE": "write the conversation to a JSON file",
+    "/load FILE": "continue a saved conversation",
+    "/stats": "print tokens and timings of the last answer",
 }
 
 
 class Chat:
-    """An interactive chat. One Ctrl-C stops the answer, or asks at the prompt; the next one leaves."""
+    """An interactive chat. The first Ctrl-C stops the answer, or shows a hint at the prompt; the next one ends the chat."""
 
     def __init__(
         self, pipe: StaticLLMPipeline, generation: dict[str, Any], with_stats: bool, system_message: str
@@ -50,8 +50,8 @@ class Chat:
         self._read_line = line_reader()
 
     def run(self) -> None:
-        """Until Ctrl-D, /exit, or Ctrl-C twice."""
-        click.echo("Ctrl-C stops an answer, twice leaves; so does Ctrl-D. /help lists the commands.", err=True)
+        """Read and answer messages until Ctrl-D, /exit, or two Ctrl-C."""
+        click.echo("Ctrl-C stops an answer; Ctrl-D, or Ctrl-C twice, leaves. /help lists the commands.", err=True)
         before = signal.signal(signal.SIGINT, self._on_interrupt)
         try:
             while (text := self._ask()) is not None and self._take(text):
@@ -62,7 +62,7 @@ class Chat:
             signal.signal(signal.SIGINT, before)
 
     def _on_interrupt(self, signum: int, frame: object) -> None:
-        """The first Ctrl-C of an answer is only noted: the streamer stops it. At the prompt, and the second, it raises."""
+        """Count the first Ctrl-C during an answer, which the streamer then stops. Raise at the prompt or at the second one."""
         if not self._is_answering:
             raise KeyboardInterrupt
         self._interrupts += 1
@@ -70,7 +70,7 @@ class Chat:
             raise KeyboardInterrupt
 
     def _ask(self) -> str | None:
-        is_offloading = False
+        was_interrupted = False
         while True:
             try:
                 return self._read_line()
@@ -78,13 +78,13 @@ class Chat:
                 click.echo()
                 return None
             except KeyboardInterrupt:
-                if is_offloading:
+                if was_interrupted:
                     raise
-                is_offloading = True
+                was_interrupted = True
                 click.echo("\n(Ctrl-C again to leave)", err=True)
 
     def _take(self, line: str) -> bool:
-        """Run a command, or answer a message; what goes wrong is one line. False to leave the chat."""
+        """Run a command, or answer a message; an error is printed as one line. Return False to leave the chat."""
         try:
             text = as_text(line, "the message")
             if text.startswith("/"):
@@ -94,13 +94,13 @@ class Chat:
         except (StaticLLMError, click.UsageError) as error:
             click.echo(f"Error: {error}", err=True)
         except OSError as error:
-            if error.filename is None:  # standard output failed: there is nobody to talk to
+            if error.filename is None:  # standard output failed: the chat cannot continue
                 raise
             click.echo(f"Error: {error.strerror}: {error.filename}", err=True)
         return True
 
     def _obey(self, name: str, argument: str) -> bool:
-        """Run one command."""
+        """Run one command. Return False to leave the chat."""
         commands: dict[str, Callable[[str], None]] = {
             "/help": self._help, "/clear": self._clear, "/regenerate": self._regenerate, "/system": self._system,
             "/save": self._save, "/load": self._load, "/stats": self._stats,
@@ -149,7 +149,7 @@ class Chat:
         print_stats(self._last_result)
 
     def _answer(self, messages: list[Message]) -> None:
-        """Answer the last message, which is the user's; the conversation then is these messages and the answer."""
+        """Answer the last message, which is the user's. The conversation becomes these messages and the answer."""
         import openvino_genai as genai
 
         history = genai.ChatHistory()
@@ -181,7 +181,10 @@ class Chat:
 
 
 def line_reader() -> Callable[[], str]:
-    """``prompt_toolkit`` on a terminal (arrow keys, Ctrl-R, pasted lines; the history ends with the process), else ``input``."""
+    """Return a function that reads one line: with ``prompt_toolkit`` on a terminal, else with ``input``.
+
+    ``prompt_toolkit`` gives arrow keys, Ctrl-R and pasted lines. The history is not saved.
+    """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return lambda: input(PROMPT)
     from prompt_toolkit import PromptSession
@@ -193,10 +196,10 @@ def line_reader() -> Callable[[], str]:
 
 
 def read_conversation(path: Path) -> tuple[str, list[Message]]:
-    """The system message and the messages of a file that ``/save`` wrote.
+    """Return the system message and the messages of a file that ``/save`` wrote.
 
     Raises:
-        ConfigError: the file holds something else.
+        ConfigError: the file does not contain a conversation.
         OSError: it cannot be read.
     """
     try:
@@ -204,7 +207,7 @@ def read_conversation(path: Path) -> tuple[str, list[Message]]:
         messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in document["messages"]]
         roles = [message["role"] for message in messages]
         if roles != ["user", "assistant"] * (len(roles) // 2):
-            raise ValueError("messages of user and assistant must take turns")
+            raise ValueError("messages of user and assistant must alternate")
         return str(document["system"]), messages
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{str(path)!r} holds no conversation ({error}): /save writes one") from None

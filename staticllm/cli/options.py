@@ -1,4 +1,4 @@
-"""Options that several commands take, and how they become a config."""
+"""Defines the options that several commands share, and turns them into a config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 
 TOKEN_IDS = (8, 1000)
-"""A range of ordinary token ids, in every vocabulary of a real model."""
+"""A range of ordinary token ids that every real model's vocabulary has."""
 MODEL_HELP = "Model directory.  [the embedded demo model]"
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -37,7 +37,7 @@ class Number(click.FloatRange):
 
 
 class Whole(click.IntRange):
-    """A whole number from ``min``, of at most 63 bits, which is what devices and random generators take."""
+    """A whole number from ``min`` and below 2**63, the limit of devices and random generators."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -47,7 +47,7 @@ class Whole(click.IntRange):
 
 
 def model_option(command: Command) -> Command:
-    """Add ``-m``/``--model``, for commands whose argument is something else; the demo model without it."""
+    """Add ``-m``/``--model``, with the demo model as default, to a command whose argument is not the model."""
     option = click.option("-m", "--model", type=click.Path(), help=MODEL_HELP)
 
     @wraps(command)
@@ -58,7 +58,7 @@ def model_option(command: Command) -> Command:
 
 
 def model_argument(command: Command) -> Command:
-    """Add ``[MODEL]``, and ``-m``/``--model`` as in the commands that take a prompt; the demo model without either."""
+    """Add ``[MODEL]`` and its synonym ``-m``/``--model``; the default is the demo model."""
     option = click.option("-m", "--model", "named", type=click.Path(), help="The same as MODEL.")
     argument = click.argument("model", type=click.Path(), required=False)
 
@@ -72,10 +72,10 @@ def model_argument(command: Command) -> Command:
 
 
 def model_directory(path: str | None) -> str:
-    """The model directory that ``path`` means: itself, the folder of an ``openvino_model.xml``, or the demo model for None.
+    """Return the model directory for ``path``: the directory itself, the folder of the file, or the demo model for None.
 
     Raises:
-        ModelError: a file that is not ``openvino_model.xml``.
+        ModelError: ``path`` is a file that is not named ``openvino_model.xml``.
     """
     if path is None:
         return str(demo_model_path())
@@ -139,7 +139,7 @@ def _pairs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 
 
 def read_properties(options: dict[str, Any]) -> dict[str, Any]:
-    """The properties that correspond to the layout options."""
+    """Return the properties that correspond to the layout options."""
     names = {
         "max_prompt_len": "MAX_PROMPT_LEN",
         "min_response_len": "MIN_RESPONSE_LEN",
@@ -152,7 +152,7 @@ def read_properties(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_config(options: dict[str, Any], needs_device: bool = True) -> StaticLLMConfig:
-    """The config of the layout options. Without ``needs_device``, an NPU or GPU need not be on this machine.
+    """Return the config of the layout options. Without ``needs_device``, an NPU or GPU may be missing on this machine.
 
     Raises:
         ConfigError: a property with an unknown name or an impossible value.
@@ -170,14 +170,14 @@ def read_config(options: dict[str, Any], needs_device: bool = True) -> StaticLLM
 
 
 def check_lengths(flag: str, prompt: int, answer: int, properties: dict[str, Any]) -> None:
-    """Check, before the model is loaded, that the configured lengths hold the tokens that the option ``flag`` asks for.
+    """Check, before the model is loaded, that the configured lengths allow the tokens that the option ``flag`` requests.
 
     Raises:
-        UsageError: a prompt longer than the longest, or more tokens than a sequence can have.
+        UsageError: the prompt exceeds the longest prompt, or prompt and answer exceed the longest sequence.
     """
     longest, room = properties["MAX_PROMPT_LEN"], properties["MIN_RESPONSE_LEN"]
     if not isinstance(longest, int) or not isinstance(room, int):
-        return  # the config reports what is wrong
+        return  # the config raises the error
     if prompt > longest:
         raise click.UsageError(f"{flag}: a prompt of {prompt} tokens, --max-prompt-len is {longest}; raise it")
     if prompt + answer > longest + room:
@@ -188,7 +188,7 @@ def check_lengths(flag: str, prompt: int, answer: int, properties: dict[str, Any
 
 
 def as_text(argument: str, what: str) -> str:
-    """An argument decoded as UTF-8, whatever the encoding of the locale. ``what`` names it in the error.
+    """Return an argument decoded as UTF-8, independent of the locale's encoding. ``what`` names it in the error.
 
     Raises:
         PromptError: its bytes are not UTF-8.
@@ -200,7 +200,7 @@ def as_text(argument: str, what: str) -> str:
 
 
 def read_text(stream: Any) -> str:
-    """All of standard input, decoded as UTF-8, without leading and trailing line ends.
+    """Return all of ``stream`` decoded as UTF-8, without leading and trailing line ends.
 
     Raises:
         PromptError: it is binary data, or text in another encoding.
@@ -232,7 +232,7 @@ def check_output(output: str) -> None:
     """Check that a file can be written to ``output``, before the model is loaded, which may take minutes.
 
     Raises:
-        ConfigError: a folder, or a file in a folder that does not exist.
+        ConfigError: ``output`` is a folder, or its folder does not exist.
     """
     path = Path(output)
     if path.is_dir():

@@ -1,7 +1,7 @@
-"""A progress bar on stderr for everything that may take longer than two seconds; nothing where stderr is no terminal.
+"""Shows a progress bar on stderr for work that may take longer than two seconds, if stderr is a terminal.
 
-``tqdm`` draws it: it clears its line when it is done, shows the elapsed time, fits narrow terminals, falls back to ASCII, and
-brings no other package with it. click's own bar stays on the screen and has no clock, and ``rich`` needs three packages more.
+``tqdm`` draws it: it clears its line at the end, shows the elapsed time, fits narrow terminals, falls back to ASCII, and has no
+dependencies. click's own bar stays on the screen and has no clock, and ``rich`` needs three more packages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tqdm import tqdm
 from staticllm.core import ProgressEvent
 
 DELAY_SECONDS = 0.5
-"""What is done sooner shows no bar."""
+"""Work that takes less time than this shows no bar."""
 TICK_SECONDS = 0.25
 WITH_TOTAL = "{desc}: {n_fmt}/{total_fmt} {bar} {elapsed}"
 WITHOUT_TOTAL = "{desc} … {elapsed}"
@@ -30,7 +30,7 @@ STAGES = {
 
 
 class Progress:
-    """One line on stderr: what is done now, how much of it is done, and the elapsed time (made by ``progress``)."""
+    """One line on stderr with the current work, its progress and the elapsed time. Use ``progress`` to create one."""
 
     def __init__(self, text: str) -> None:
         self._start = time.time()
@@ -40,12 +40,12 @@ class Progress:
         self._text, self._num_done, self._total = text, 0, 0
 
     def __call__(self, event: ProgressEvent) -> None:
-        """Show a part of a load: pass this object as ``on_progress``."""
+        """Show one part of loading a model; pass this object as ``on_progress``."""
         if event.stage in STAGES:
             self.show(STAGES[event.stage], event.index if event.is_done else event.index - 1, event.total)
 
     def show(self, text: str, num_done: int = 0, total: int = 0) -> None:
-        """Say that ``num_done`` of ``total`` parts are done; without a total there is a clock and no bar."""
+        """Show that ``num_done`` of ``total`` parts are done; without a total the line has a clock and no bar."""
         with self._lock:
             self._text, self._num_done, self._total = text, num_done, total
 
@@ -57,7 +57,7 @@ class Progress:
             click.echo(line)
 
     def tick(self) -> None:
-        """Draw the line, with the time that has passed."""
+        """Draw the line with the elapsed time. Runs on the progress thread."""
         with self._lock:
             if self._is_closed:
                 return
@@ -71,7 +71,7 @@ class Progress:
             bar.set_description_str(self._text)
 
     def close(self) -> None:
-        """Clear the line, for good: what comes next is the answer."""
+        """Clear the line and draw no more; called before the answer is printed."""
         with self._lock:
             self._is_closed = True
             if self._bar is not None:
@@ -80,7 +80,7 @@ class Progress:
 
 @contextmanager
 def progress(text: str) -> Iterator[Progress]:
-    """Show progress while a block runs, and clear the line at its end, however it ends."""
+    """Show progress while a block runs, and clear the line at its end, also after an exception."""
     shown = Progress(text)
     if sys.stderr is None or not sys.stderr.isatty():
         yield shown

@@ -1,4 +1,4 @@
-"""``staticllm run``: text from a prompt, from stdin, or a chat."""
+"""``staticllm run`` answers a prompt or stdin, or opens a chat."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from staticllm.results import GeneratedText
 
 
-@click.command("run", short_help="Answer a prompt, a pipe, or chat.")
+@click.command("run", short_help="Answer a prompt or piped text, or chat.")
 @click.argument("prompt", required=False)
 @model_option
 @click.option("-n", "--max-new-tokens", type=Whole(1), default=256, show_default=True,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 def command(prompt: str | None, model: str, **options: Any) -> None:
     """Generate text: for PROMPT, for stdin if it is piped, else in a chat.
 
-    In a chat, Ctrl-C stops the answer, twice leaves; /help lists the commands.
+    In a chat, Ctrl-C stops the answer, and a second Ctrl-C leaves; /help lists the commands.
     """
     prompt = _prompt(prompt)
     options["system"] = as_text(options["system"], "--system")
@@ -68,7 +68,7 @@ def command(prompt: str | None, model: str, **options: Any) -> None:
 
 
 def _prompt(argument: str | None) -> str | None:
-    """The argument, or what is piped into stdin; None for a chat."""
+    """Return the argument, or the text that is piped into stdin; None for a chat."""
     if argument is not None:
         return as_text(argument, "the prompt")
     if sys.stdin is None:
@@ -107,13 +107,13 @@ def _answer(pipe: StaticLLMPipeline, prompt: str, generation: dict[str, Any], op
 
 
 def show(piece: str) -> None:
-    """Print a piece of an answer at once."""
+    """Print a piece of an answer and flush it."""
     sys.stdout.write(piece)
     sys.stdout.flush()
 
 
 def shown_after(waiting: Progress) -> Callable[[str], None]:
-    """A streamer that clears the bar, which is shown until the first token."""
+    """Return a streamer that removes the progress bar at the first token, and prints the answer."""
 
     def write(piece: str) -> None:
         waiting.close()
@@ -136,7 +136,7 @@ def _stats(result: GeneratedText) -> dict[str, float]:
 
 
 def print_stats(result: Any) -> None:
-    """One line on stderr: tokens and timings of an answer."""
+    """Print the tokens and timings of an answer as one line on stderr."""
     s = _stats(result)
     tpot = f"TPOT {s['tpot_ms']:.2f} ms ({s['tokens_per_second']:.0f} tokens/s)" if s["tpot_ms"] >= 0 else "TPOT -"
     click.echo(

@@ -1,4 +1,4 @@
-"""``staticllm simulate``: scheduling policies on a virtual clock."""
+"""``staticllm simulate`` runs scheduling policies on a virtual clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from staticllm.pipelines.simulator.workload import Arrival
 
 LOAD = 0.6
-"""The default rate, as a share of the maximum rate: near that, the queue depends more on the arrivals than on the policy."""
+"""The default rate as a share of the maximum rate. Near the maximum, the queue depends more on arrivals than on the policy."""
 HEADER = (
     f"{'policy':<14}{'requests/s':>11}{'tokens/s':>10}{'TTFT ms':>11}{'p95':>11}{'TPOT ms':>10}{'decoding':>10}"
     f"{'longest gap':>13}{'latency ms':>12}{'fairness':>10}{'busy':>7}"
@@ -79,7 +79,7 @@ HEADER = (
 @click.option("--weights-ms", type=float, default=20.0, show_default=True, help="Without --costs: ms per call,")
 @click.option("--row-ms", type=float, default=0.5, show_default=True, help="plus ms per row,")
 @click.option(
-    "--attention-us", type=float, default=0.05, show_default=True, help="plus us per row and row that it attends to."
+    "--attention-us", type=float, default=0.05, show_default=True, help="plus us per row and slot that it sees."
 )
 @click.option("--host-ms", type=float, default=0.0, show_default=True, help="Host time between two calls.")
 @click.option("--save-costs", type=click.Path(), help="Write the costs to a file; with --validate, the measured ones.")
@@ -151,10 +151,10 @@ def _line(policy: str, s: dict[str, float]) -> str:
 
 
 def _scenario(options: dict[str, Any]) -> Scenario:
-    """The devices, and requests at the given rate, by default at a rate that the devices can serve.
+    """Return the devices and the requests, at the given rate or else at ``LOAD`` of the devices' maximum rate.
 
-    A rate above the maximum gets a warning on stderr: the queue then grows until the last request has arrived, and latencies show
-    how long that took, not how good a policy is.
+    A rate above the maximum gives a warning on stderr: the queue then grows until the last request arrives, and the latencies
+    measure the length of the queue, not the quality of the policy.
     """
     from staticllm.pipelines.simulator.cluster import Link
     from staticllm.pipelines.simulator.scenario import Scenario, max_rate, offered_rate

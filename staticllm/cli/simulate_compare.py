@@ -1,4 +1,4 @@
-"""The two comparisons of ``staticllm simulate``: with the engine on this machine, and with the tables of FlexNPU's paper."""
+"""Compares the simulator with the engine on this machine, and with the tables of FlexNPU's paper, for ``staticllm simulate``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from staticllm.pipelines.simulator.validate import Check
 
 NUM_CELLS = 8
-"""Of table 4."""
+"""The number of cells of table 4, for the progress bar."""
 CHECK_HEADER = (
     f"{'policy':<14}{'lengths':>9}{'rate':>8}  {'tokens/s':>24}  {'TTFT ms':>24}  {'TPOT ms':>24}\n"
     f"{'costs':<31}" + f"  {'simulated measured':>24}" * 3
@@ -27,7 +27,12 @@ CHECK_HEADER = (
 
 
 def compare_with_engine(options: dict[str, Any]) -> None:
-    """``--validate``: print, or write, how far the simulator is off from the engine."""
+    """Print the deviations of the simulator from the engine (``--validate``), and write the costs for ``--save-costs``.
+
+    Raises:
+        StaticLLMError: the model cannot be loaded or run.
+        ConfigError: the costs cannot be written.
+    """
     from staticllm.pipelines.simulator.cost_model import write_costs
     from staticllm.pipelines.simulator.validate import WORKLOADS, validate
 
@@ -51,7 +56,7 @@ def compare_with_engine(options: dict[str, Any]) -> None:
 
 
 def _check_lines(check: Check) -> str:
-    """Two lines: simulated with the costs measured before, then with those of the run itself."""
+    """Return two lines: simulated with the costs measured before the run, then with those of the run itself."""
     head = f"{check.policy:<14}{f'{check.prompt}/{check.output}':>9}{check.rate:>8.2f}"
     before = f"{head}{_check_cells(check.predicted, check.measured)}"
     return f"{before}\n{'  of the run itself':<31}{_check_cells(check.replayed, check.measured)}"
@@ -67,7 +72,7 @@ def _check_cells(simulated: Summary, measured: Summary) -> str:
 
 
 def compare_with_tables(as_json: bool) -> None:
-    """``--flexnpu``: print simulated beside published figures."""
+    """Print simulated and published figures side by side (``--flexnpu``)."""
     from staticllm.pipelines.simulator.papers.flexnpu_cluster import tables_2_and_3
     from staticllm.pipelines.simulator.papers.flexnpu_single import PREFILL_SHARE, table_4
 
@@ -99,7 +104,7 @@ def compare_with_tables(as_json: bool) -> None:
 
 
 def _counted(cells: Iterator[Cell], shown: Progress) -> Iterator[Cell]:
-    """Pass cells on, and show the progress."""
+    """Yield the cells, and show the progress."""
     for number, cell in enumerate(cells, 1):
         yield cell
         shown.show("simulating table 4", number, NUM_CELLS)

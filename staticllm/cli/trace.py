@@ -1,4 +1,4 @@
-"""``staticllm trace``: record every device call while requests are served, and draw the recording."""
+"""``staticllm trace`` records every device call while requests are served, and draws the recording."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def draw(trace: str, output: str, as_json: bool) -> None:
 
 
 def _properties(options: dict[str, Any]) -> dict[str, Any]:
-    """The user's properties, and lengths and a queue that are large enough for the requests where the user sets none."""
+    """Return the user's properties; lengths and a queue that the user does not set are large enough for the requests."""
     default = StaticLLMConfig()
     properties = {
         "MAX_PROMPT_LEN": max(default.max_prompt_len, options["prompt_len"]),

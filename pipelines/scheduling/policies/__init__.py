@@ -1,1 +1,1 @@
-"""The shipped policies: each one returns a plan for a view."""
+"""The shipped policies, each of which returns a plan for a view."""

@@ -1,4 +1,4 @@
-"""A token budget per call, decoding first (Sarathi-Serve, arXiv 2403.02310)."""
+"""The policy ``chunked`` fills decode steps with prompts up to a token budget (Sarathi-Serve, arXiv 2403.02310)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from staticllm.pipelines.scheduling.policies.common import (
 from staticllm.pipelines.scheduling.policies.packing import pack
 
 TOKEN_BUDGET = 64
-"""Rows per call."""
+"""The default number of rows per call."""
 
 
 class Chunked:
-    """Every call decodes for all running requests and is filled with prompts, to ``token_budget`` rows.
+    """Decodes all running requests in every call, and fills the call with prompts up to ``token_budget`` rows.
 
-    Where no program can run both in one call, calls with prompts and decode steps alternate.
+    If no program can run both in one call, calls with prompts and decode steps alternate.
     """
 
     def __init__(self, token_budget: int = TOKEN_BUDGET) -> None:
@@ -26,7 +26,7 @@ class Chunked:
         self._has_prefilled = False  # the last call held only prompts
 
     def plan(self, view: View) -> Plan:
-        """A decode step of all running requests, with chunks of prompts in the same call."""
+        """Return a decode step of all running requests, with chunks of prompts in the same call."""
         backlog = admissible_prompts(view)
         decode = decode_plan(view) or Plan()
         if not decode.swap_out and not decode.preempt:
@@ -42,7 +42,7 @@ class Chunked:
         return decode if decode.num_rows else prefill_with_preemption(view, backlog[0])
 
     def _prompts(self, view: View, beside: Plan) -> list[tuple[int, int]]:
-        """``(request, tokens)`` for the largest call within the budget that has room beside ``beside``."""
+        """Return ``(request, tokens)`` pairs for the largest call within the budget that also has room for ``beside``."""
         backlog = admissible_prompts(view)
         sizes = [size for size in view.device.index.sizes if size[0] <= max(self._budget, beside.num_rows + 1)]
         for rows, sequences in reversed(sizes):

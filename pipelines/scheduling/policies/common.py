@@ -1,4 +1,4 @@
-"""What the shipped policies share: the order of requests, decode steps, and preemption when KV slots run short."""
+"""Provides what the shipped policies share: the order of requests, decode steps, and preemption if KV slots run short."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from staticllm.pipelines.scheduling.interface import Plan, RequestStatus, Reques
 
 
 def in_order(requests: Iterable[RequestView]) -> list[RequestView]:
-    """High priority first, then early arrival."""
+    """Return the requests sorted by priority, the highest first, then by arrival."""
     return sorted(requests, key=lambda request: (-request.priority, request.arrival, request.id))
 
 
 def admissible_prompts(view: View) -> list[RequestView]:
-    """Prefilling and admitted waiting requests: higher priority first, then those that hold KV slots, then early arrival.
+    """Return prefilling and admitted waiting requests, sorted by priority, then those with KV slots first, then by arrival.
 
-    A waiting request is admitted only if it will be able to run after its prompt, or if the host pool has room for it. Swapped
-    but left in the arena, it would hold slots that running requests need next, and would be preempted and recomputed.
+    A waiting request is admitted only if it can be running after its prompt, or if the host pool has room for it. A swapped
+    request that stays in the arena would hold slots that running requests need next, and would be preempted and recomputed.
     """
     num_seqs = view.free_seqs - len(view.swapped) - len(view.prefilling)
     host_room = view.free_host_slots - sum(request.num_tokens for request in view.prefilling)
@@ -37,7 +37,7 @@ def admissible_prompts(view: View) -> list[RequestView]:
 
 
 def to_swap_in(view: View) -> list[RequestView]:
-    """Swapped requests that can be running now, in order: ``max_num_seqs`` and the free KV slots leave room for them."""
+    """Return the swapped requests that can be running now, in order, within ``max_num_seqs`` and the free KV slots."""
     chosen: list[RequestView] = []
     if not view.free_seqs:
         return chosen
@@ -51,9 +51,10 @@ def to_swap_in(view: View) -> list[RequestView]:
 
 
 def decode_plan(view: View, swap_in: list[RequestView] | None = None) -> Plan | None:
-    """A decode step of all running requests and of ``swap_in`` (by default ``to_swap_in(view)``); None if there are none.
+    """Return a decode step of all running requests and of ``swap_in`` (by default ``to_swap_in(view)``).
 
-    Where KV slots run short, requests are swapped out, or preempted if the host pool is full, in the order of ``_victims``.
+    If KV slots run short, requests are swapped out, or preempted if the host pool is full, in the order of ``_victims``. If no
+    request is running or in ``swap_in``, the first swapped request is swapped in by preemption; None if none is swapped.
     """
     swap_in = to_swap_in(view) if swap_in is None else swap_in
     running = in_order((*view.running, *swap_in))
@@ -79,7 +80,7 @@ def decode_plan(view: View, swap_in: list[RequestView] | None = None) -> Plan | 
 
 
 def take_turns(view: View, running: list[RequestView]) -> list[RequestView]:
-    """The requests of one call: all of ``running``, or those that have waited longest for a token if one call cannot hold all."""
+    """Return all of ``running``, or if one call cannot hold all, those that have waited longest for a token."""
     limit = view.device.max_decoding
     if len(running) <= limit:
         return running
@@ -87,19 +88,19 @@ def take_turns(view: View, running: list[RequestView]) -> list[RequestView]:
 
 
 def chunk_of(view: View, request: RequestView) -> int:
-    """The number of tokens in the first call, when the rest of a prompt runs alone in the cheapest calls."""
+    """Return the number of tokens in the first call if the rest of a prompt runs alone in the cheapest calls."""
     device = view.device
     chunks = plan_chunks(device.index, device.seconds, request.num_left, device.high_slot, not request.num_computed)
     return chunks[0][1]
 
 
 def fits(view: View, request: RequestView) -> bool:
-    """Whether there are free KV slots for the rest of a prompt and for the next token of every running request."""
+    """Return whether there are free KV slots for the rest of a prompt and for the next token of every running request."""
     return request.num_left + len(view.running) <= view.free_slots
 
 
 def prefill_with_preemption(view: View, request: RequestView) -> Plan:
-    """A chunk of one prompt alone; as many other requests are preempted as its KV slots require."""
+    """Return a plan with a chunk of one prompt alone, which preempts as many other requests as its KV slots require."""
     count = chunk_of(view, request)
     preempt: list[RequestView] = []
     for victim in _victims(view, keep=request):
@@ -110,9 +111,9 @@ def prefill_with_preemption(view: View, request: RequestView) -> Plan:
 
 
 def _swap_in_with_preemption(view: View) -> Plan | None:
-    """No request is running and none can be swapped in as things are: swap in the first, and preempt others for its KV slots.
+    """Return a plan that swaps in the first swapped request, and preempts others for its KV slots; None if none is swapped.
 
-    None if no request is swapped.
+    Used if no request is running and the free slots are not enough to swap one in.
     """
     if not view.swapped:
         return None
@@ -127,7 +128,7 @@ def _swap_in_with_preemption(view: View) -> Plan | None:
 
 
 def alone(view: View, request: RequestView) -> list[Plan]:
-    """Plans that run only this request and preempt all others, the call with the most tokens first."""
+    """Return plans that run only this request and preempt all others, the call with the most tokens first."""
     preempt = tuple(
         other.id for other in view.requests if other.id != request.id and other.in_arena and other.num_computed
     )
@@ -140,7 +141,7 @@ def alone(view: View, request: RequestView) -> list[Plan]:
 
 
 def _victims(view: View, keep: RequestView) -> list[RequestView]:
-    """Requests that may lose their KV slots, in this order: swapped ones in the arena, prefilling ones, running ones.
+    """Return the requests that may lose their KV slots: swapped ones in the arena, then prefilling, then running ones.
 
     Within a group the latest arrival of the lowest priority goes first.
     """
@@ -153,5 +154,5 @@ def _ids(requests: Iterable[RequestView]) -> tuple[int, ...]:
 
 
 def with_prefill(plan: Plan, prefill: list[tuple[int, int]]) -> Plan:
-    """The same plan with these ``(request, tokens)`` of prompts in its call."""
+    """Return the same plan with these ``(request, tokens)`` pairs of prompts in its call."""
     return replace(plan, prefill=tuple(prefill))

@@ -1,4 +1,4 @@
-"""Decode steps before prompts."""
+"""The policy ``decode_first`` never delays a decode step for a prompt."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from staticllm.pipelines.scheduling.policies.packing import pack
 
 
 class DecodeFirst:
-    """A decode step is never delayed: prompts run in rows that would be padding, and while no request decodes."""
+    """Never delays a decode step: prompts run in rows that would be padding, and while no request decodes."""
 
     def plan(self, view: View) -> Plan:
-        """A decode step of all running requests, filled with prompts; a chunk of the first prompt if there are none."""
+        """Return a decode step of all running requests, filled with prompts; without them a chunk of the first prompt."""
         backlog = admissible_prompts(view)
         plan = decode_plan(view)
         if plan is None:

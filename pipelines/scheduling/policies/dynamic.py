@@ -1,4 +1,4 @@
-"""Dynamic co-location of prefill and decode (FlexNPU, sections 3.3 and 3.4)."""
+"""The policy ``dynamic`` co-locates prefill and decode by measured costs (FlexNPU, sections 3.3 and 3.4)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from staticllm.pipelines.scheduling.policies.common import (
 from staticllm.pipelines.scheduling.policies.packing import pack
 
 GAP_STEPS, GAP_SECONDS = 8, 0.1
-"""Without a TPOT target, two tokens of a request are at most this many decode steps, or this many seconds, apart: the longer."""
+"""Without a TPOT target, two tokens of a request are at most this many decode steps or seconds apart, whichever is longer."""
 CROWDED_GAP = 2
-"""Factor on that bound while at least as many prompts wait as requests decode."""
+"""The factor on that bound while at least as many prompts wait as requests decode."""
 URGENT_GAP = 4
-"""Factor on that bound once the first prompt has waited for ``URGENT_TTFT_SHARE`` of the TTFT target."""
+"""The factor on that bound once the first prompt has waited for ``URGENT_TTFT_SHARE`` of the TTFT target."""
 URGENT_TTFT_SHARE = 0.5
 SLACK_USED = 0.8
-"""Costs are estimates, so a call may take only this share of the time that is left until the bound."""
+"""The share of the time until the bound that a call may take, because costs are estimates."""
 MIN_PREFILL_SHARE = 0.2
-"""Prompts get at least this share of device time, also where no call with prompts keeps the bound."""
+"""The least share of device time that prompts get, even if no call with prompts keeps the bound."""
 FULL_ENOUGH = 0.8
 """While ``max_num_seqs`` requests run, prompts are batched until a call reaches this share of the best possible ``rate``."""
 BATCHING_DELAY_STEPS, BATCHING_DELAY_TTFT_SHARE = 16, 0.25
@@ -45,10 +45,9 @@ class CandidateCall:
         rate = (num_tokens + rest_tokens) / (call_seconds - saved_seconds + rest_seconds)
 
     in prompt tokens per second of device time. The call runs ``num_tokens`` prompt tokens in ``call_seconds``. ``rest_tokens`` of
-    the same prompts remain for later calls, which take ``rest_seconds``: they have to read the arena, which the first call of a
-    fresh prompt does not. A mixed call decodes as well, which is worth ``saved_seconds``. ``delay_seconds`` pass until the
-    running requests have their next tokens. ``max_tokens`` is what a call of this size could hold of prompts like those that
-    wait.
+    the same prompts remain for later calls, which take ``rest_seconds``: unlike the first call of a new prompt, they read the
+    arena. A mixed call also decodes, which is worth ``saved_seconds``. After ``delay_seconds`` the running requests have their
+    next tokens. ``max_tokens`` is the most prompt tokens that a call of this size could hold, with prompts like those waiting.
     """
 
     plan: Plan
@@ -62,7 +61,7 @@ class CandidateCall:
 
     @property
     def added_seconds(self) -> float:
-        """Device time that the prompts add to what would run anyway."""
+        """The device time that the prompts add to the decode step, in seconds."""
         return self.call_seconds - self.saved_seconds
 
     @property
@@ -77,7 +76,7 @@ class CandidateCall:
 
 
 class Candidates:
-    """The calls that could run prompts of ``backlog`` now, and how to choose among them.
+    """The calls that could run prompts of ``backlog`` now, and the criteria to choose among them.
 
     ``decode`` is the decode step that could run instead, ``Plan()`` if no request decodes; it takes ``step_seconds``.
     """
@@ -88,7 +87,7 @@ class Candidates:
         self.step_seconds = view.device.seconds(variant) if variant else 0.0
 
     def calls(self) -> list[CandidateCall]:
-        """Every number of rows, filled with prompts: without decoding (the decode step follows), and mixed with it."""
+        """Return a call filled with prompts for every number of rows: one without decoding, and one mixed with it."""
         found: list[CandidateCall | None] = []
         for rows in self._view.device.index.widest:
             if rows > 1:
@@ -102,9 +101,9 @@ class Candidates:
         return calls
 
     def soon_enough(self, calls: list[CandidateCall]) -> list[CandidateCall]:
-        """Those that, repeated, would finish all prompts before the batching delay ends, or about as fast as any does.
+        """Return the calls that, repeated, finish all prompts before the batching delay ends, or about as fast as any does.
 
-        A few prompt tokens beside every decode step have the best rate, but would delay the first token without limit.
+        A few prompt tokens in every decode step have the best rate, but would delay the first token without limit.
         """
         left = sum(request.num_left for request in self._backlog)
         times = [max(left / call.num_tokens, 1.0) * call.delay_seconds for call in calls]
@@ -113,14 +112,14 @@ class Candidates:
         return [call for call, time in zip(calls, times, strict=True) if time <= bound]
 
     def is_batch_due(self, calls: list[CandidateCall]) -> bool:
-        """Whether batched prompts should run: the delay is over, or some call is nearly as good as a full one."""
+        """Return whether batched prompts should run: the delay is over, or a call is nearly as good as a full one."""
         if self.is_delay_over:
             return True
         return max(call.rate for call in calls) >= FULL_ENOUGH * max(call.full_rate for call in calls)
 
     @property
     def batching_delay(self) -> float:
-        """Seconds for which a prompt may wait for others to share a call with."""
+        """The seconds for which a prompt may wait to share a call with others."""
         ttft_ms = self._view.ttft_ms
         if ttft_ms is None:
             return BATCHING_DELAY_STEPS * self.step_seconds
@@ -138,7 +137,7 @@ class Candidates:
         return self._call(rows, self._decode, is_fresh=False, saved_seconds=self._saved_seconds)
 
     def _call(self, rows: int, beside: Plan, *, is_fresh: bool, saved_seconds: float) -> CandidateCall | None:
-        """Prompts beside the decode rows of ``beside``, in a call of exactly ``rows``; None if no program or no prompt fits."""
+        """Return a call of exactly ``rows`` with prompts and the decode rows of ``beside``; None if nothing fits."""
         view, device = self._view, self._view.device
         widest = device.index.at(rows, device.index.widest[rows], device.high_slot, is_fresh)
         prompts = pack(view, self._backlog, beside, widest) if widest else []
@@ -162,16 +161,16 @@ class Candidates:
 
     @cached_property
     def _saved_seconds(self) -> float:
-        """What the decoding in a mixed call is worth: the decode step that it replaces.
+        """The value of the decoding in a mixed call in seconds: the time of the decode step that it replaces.
 
-        It is worth less while further prompts could be running too, because their requests will need a decode step as well.
+        It is lower if further prompts could finish now, because their requests will need a decode step as well.
         """
         num_decoding = self._decode.num_rows
         return self.step_seconds * num_decoding / max(num_decoding + self._num_startable, 1)
 
     @property
     def _num_startable(self) -> int:
-        """Prompts that a single call could finish and whose requests could be running afterwards."""
+        """The number of prompts that a single call could finish and whose requests could be running afterwards."""
         rows, count = max(self._view.device.index.widest), 0
         for request in self._backlog[: self._view.free_seqs]:
             rows -= request.num_left
@@ -187,7 +186,7 @@ class Candidates:
 
 
 class Dynamic:
-    """Prefill and decode share one device without a fixed split.
+    """Lets prefill and decode share one device without a fixed split.
 
     A prompt runs when it arrives, also while ``max_num_seqs`` requests are running: it is then swapped until one of them ends. Of
     all calls that can run prompts now, alone or mixed with decoding, the one with the highest ``CandidateCall.rate`` runs, by
@@ -196,12 +195,12 @@ class Dynamic:
     """
 
     def __init__(self) -> None:
-        self._prefill_end = float("-inf")  # of the last call with prompts, on the clock of the view
-        self._prefill_seconds = 0.0  # that this call added
-        self._delayed: tuple[int, ...] = ()  # ids of prompts that the last weighing left to wait for a fuller batch
+        self._prefill_end = float("-inf")  # expected end of the last call with prompts, on the clock of the view
+        self._prefill_seconds = 0.0  # device time that the prompts added to this call
+        self._delayed: tuple[int, ...] = ()  # ids of the prompts that wait for a fuller batch since the last comparison
 
     def plan(self, view: View) -> Plan:
-        """The call that uses the device best now: a decode step, prompts, or both."""
+        """Return the call that uses the device best now: a decode step, prompts, or both."""
         backlog = admissible_prompts(view)
         decode = decode_plan(view)
         if decode is None:
@@ -223,13 +222,13 @@ class Dynamic:
         return self._begin(view, best)
 
     def _is_still_delayed(self, view: View, backlog: list[RequestView], candidates: Candidates) -> bool:
-        """Whether the same prompts as in the last weighing still wait to be batched: nothing has to be weighed again."""
+        """Return whether the prompts of the last comparison still wait to be batched, so that no call is compared again."""
         if view.free_seqs or tuple(request.id for request in backlog) != self._delayed:
             return False
         return not candidates.is_delay_over
 
     def _prefill_only(self, view: View, backlog: list[RequestView]) -> Plan:
-        """No request decodes: the fastest way through the prompts."""
+        """Return the call with the highest rate if no request decodes."""
         if len(backlog) == 1 and fits(view, backlog[0]):
             return Plan(prefill=((backlog[0].id, chunk_of(view, backlog[0])),))
         calls = Candidates(view, backlog, Plan()).calls()
@@ -238,7 +237,7 @@ class Dynamic:
         return self._begin(view, max(calls, key=lambda call: call.rate))
 
     def _slack(self, view: View, decode: Plan, backlog: list[RequestView], step_seconds: float) -> float:
-        """Seconds until some running request has waited for its next token as long as allowed; negative when it is late."""
+        """Return the seconds until a running request has waited too long for its next token; negative if it is late."""
         times = [r.last_token_time for r in view.running if r.last_token_time is not None]
         waited = view.now - min(times) if times else 0.0
         if view.tpot_ms is not None:
@@ -251,7 +250,7 @@ class Dynamic:
         return gap - waited
 
     def _least(self, view: View, calls: list[CandidateCall], decode: Plan) -> Plan:
-        """No call with prompts keeps the bound: decode, but run the shortest one where prompts fall below their share."""
+        """Return the plan if no call with prompts keeps the bound: decode, unless prompts are below their share."""
         least = min(calls, key=lambda call: (call.delay_seconds, -call.num_tokens))
         since = view.now - self._prefill_end
         times = [r.last_token_time for r in view.running if r.last_token_time is not None]
@@ -262,7 +261,7 @@ class Dynamic:
         return decode
 
     def _begin(self, view: View, call: CandidateCall) -> Plan:
-        """The plan of a call with prompts; notes when it will end and what the prompts in it add."""
+        """Return the plan of a call with prompts, and keep its expected end and the time that its prompts add."""
         self._prefill_seconds = call.added_seconds
         self._prefill_end = view.now + call.delay_seconds
         return call.plan

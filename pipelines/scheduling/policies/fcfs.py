@@ -1,4 +1,4 @@
-"""First come, first served: static co-location."""
+"""The policy ``fcfs`` serves requests in the order of arrival, with a fixed number of admitted requests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from staticllm.pipelines.scheduling.policies.common import (
 
 
 class Fcfs:
-    """A request counts against ``max_num_seqs`` from its first prompt token on. A prompt runs alone, before any decode step."""
+    """Serves requests in the order of arrival, like static co-location in FlexNPU's paper.
+
+    A request counts against ``max_num_seqs`` from its first prompt token on. A prompt runs alone, before any decode step.
+    """
 
     def plan(self, view: View) -> Plan:
-        """A chunk of the first admitted prompt if KV slots are free for it, else a decode step of all running requests."""
+        """Return a chunk of the first admitted prompt if KV slots are free for it, else a decode step of all running requests."""
         free = view.max_num_seqs - len(view.running) - len(view.swapped) - len(view.prefilling)
         admitted = [*in_order(view.prefilling), *(in_order(view.waiting)[:free] if free > 0 else ())]
         if admitted and fits(view, admitted[0]):

@@ -1,4 +1,4 @@
-"""Prompts into the rows of one call."""
+"""Packs prompts into the rows of one call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from staticllm.pipelines.scheduling.interface import Plan, RequestView, View
 
 
 def pack(view: View, backlog: Iterable[RequestView], plan: Plan, variant: Variant) -> list[tuple[int, int]]:
-    """``(request, tokens)`` of prompts that fit into one call of ``variant`` together with ``plan``, in the order of ``backlog``.
+    """Return ``(request, tokens)`` pairs of prompts that fit into a call of ``variant`` with ``plan``, in backlog order.
 
     A prompt gets rows only if the arena has free KV slots for all of it and for the next token of every running request. A
     variant with a ``kv_len`` of 0 takes only prompts without computed tokens.
@@ -32,5 +32,5 @@ def pack(view: View, backlog: Iterable[RequestView], plan: Plan, variant: Varian
         rows -= count
         free -= request.num_left
     if rows and view.device.index.needs_real_rows:
-        return []  # a recurrent state would run through the idle rows
+        return []  # idle rows would change a recurrent state
     return chosen

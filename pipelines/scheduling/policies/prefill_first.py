@@ -1,4 +1,4 @@
-"""Prompts before decode steps."""
+"""The policy ``prefill_first`` runs prompts before decode steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from staticllm.pipelines.scheduling.policies.common import (
 
 
 class PrefillFirst:
-    """Every prompt runs as soon as it arrives, alone, and no request decodes meanwhile.
+    """Runs every prompt as soon as it arrives, alone, before the next decode step.
 
-    A request whose prompt has run while ``max_num_seqs`` requests are running is swapped.
+    If ``max_num_seqs`` requests are running when a prompt ends, its request is swapped.
     """
 
     def plan(self, view: View) -> Plan:
-        """A chunk of the first prompt if KV slots are free for it, else a decode step of all running requests."""
+        """Return a chunk of the first prompt if KV slots are free for it, else a decode step of all running requests."""
         backlog = admissible_prompts(view)
         for request in backlog[:1]:
             if fits(view, request):

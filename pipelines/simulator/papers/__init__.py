@@ -1,1 +1,1 @@
-"""Published tables, reproduced with the simulator."""
+"""Reproduces published tables with the simulator."""

@@ -1,12 +1,12 @@
-"""FlexNPU's Tables 2 and 3: 384 cards, static disaggregation (6P2D) against 3 co-located instances of 128.
+"""Simulates FlexNPU's Tables 2 and 3: 384 cards, static disaggregation (6P2D) against 3 co-located instances of 128 cards.
 
 Each instance is one simulated device. The costs of a request come from the static rows of Table 3: 96 cards prefill 489.84
-requests per second, so one request takes 96 / 489.84 card-seconds, and likewise for decode. Co-located, every call costs
-``interference`` times as much. That factor is fitted on 1K-1K; 1K-4K is predicted with it.
+requests per second, so one request takes 96 / 489.84 card-seconds, and likewise for decode. With co-location every call costs
+``interference`` times as much. That factor is fitted on 1K-1K, and 1K-4K is predicted with it.
 
-A real instance decodes thousands of sequences at a time. Here it decodes four, in proportionally shorter steps, and one token
-stands for 128. The throughput, the only figure in the tables, is the same: at thousands of sequences the cost of a step is
-proportional to their number.
+A real instance decodes thousands of sequences at a time. The simulated one decodes four, in proportionally shorter steps, and
+one token stands for 128. This does not change the throughput, the only figure in the tables, because the cost of a step with
+thousands of sequences is proportional to their number.
 
 For decode at 1K-4K Table 2 gives 53 requests per second, Table 3 gives 146.63. The published improvement of 5.15 % refers to
 the latter.
@@ -30,16 +30,16 @@ PREFILL_INSTANCES, PREFILL_CARDS = 6, 16
 DECODE_INSTANCES, DECODE_CARDS = 2, 144
 SHARED_INSTANCES, SHARED_CARDS = 3, 128
 TOKENS_PER_TOKEN = 128
-"""Real tokens per simulated token."""
+"""The number of real tokens per simulated token."""
 MAX_SEQS = 4
 NUM_REQUESTS = 360
 CONCURRENCY = 16
-"""Requests inside per instance: enough that no instance ever idles for lack of requests."""
+"""The number of admitted requests per instance, enough that no instance idles for lack of requests."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A workload of Table 3: lengths in tokens; requests per second of both sides of the static split, and co-located."""
+    """A workload of Table 3: lengths in tokens, and requests per second of both sides of the static split and of co-location."""
 
     name: str
     prompt: int
@@ -50,17 +50,17 @@ class Published:
 
     @property
     def static(self) -> float:
-        """Requests per second of the static split: those of its slower side."""
+        """The requests per second of the static split, which are those of its slower side."""
         return min(self.prefill, self.decode)
 
     @property
     def prefill_card_seconds(self) -> float:
-        """Card-seconds of one request's prefill."""
+        """The card-seconds of one request's prefill."""
         return PREFILL_INSTANCES * PREFILL_CARDS / self.prefill
 
     @property
     def decode_card_seconds(self) -> float:
-        """Card-seconds of one request's decode."""
+        """The card-seconds of one request's decode."""
         return DECODE_INSTANCES * DECODE_CARDS / self.decode
 
 
@@ -72,7 +72,7 @@ TABLE_3 = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """One simulated workload: requests per second, and the shares of the saturated static split's two sides that idle."""
+    """One simulated workload: requests per second, and the idle shares of both sides of the saturated static split."""
 
     published: Published
     static: float
@@ -83,17 +83,17 @@ class Comparison:
 
     @property
     def improvement(self) -> float:
-        """Of co-location over the static split, in percent, simulated."""
+        """The simulated improvement of co-location over the static split, in percent."""
         return (self.colocated / self.static - 1) * 100
 
     @property
     def published_improvement(self) -> float:
-        """Of co-location over the static split, in percent, in the paper."""
+        """The published improvement of co-location over the static split, in percent."""
         return (self.published.colocated / self.published.static - 1) * 100
 
 
 def tables_2_and_3() -> tuple[float, list[Comparison]]:
-    """The interference factor, and each workload simulated with it."""
+    """Return the interference factor, and the comparison of each workload simulated with it."""
     fitted = TABLE_3[0]
     interference = steady_rate(_colocated(fitted, 1.0).requests) / fitted.colocated
     return interference, [_compare(row, interference, row is fitted) for row in TABLE_3]
@@ -127,12 +127,12 @@ def _saturating(row: Published) -> list[Arrival]:
 
 
 def _instance(row: Published, cards: int, interference: float) -> DeviceModel:
-    """One device made of ``cards``: it runs one prompt or one decode step at a time."""
+    """Return one device for an instance of ``cards`` cards; it runs one prompt or one decode step at a time."""
     prompt, output = row.prompt // TOKENS_PER_TOKEN, row.output // TOKENS_PER_TOKEN
     longest = prompt + output
     kv_slots = CONCURRENCY * longest
     prefill = row.prefill_card_seconds / cards * interference
-    token = row.decode_card_seconds / cards * interference / (output - 1)  # prefill brings the first
+    token = row.decode_card_seconds / cards * interference / (output - 1)  # prefill generates the first
     costs = {
         Variant(prompt, 0): prefill,
         Variant(prompt, kv_slots): prefill,

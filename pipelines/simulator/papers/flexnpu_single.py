@@ -1,20 +1,20 @@
-"""FlexNPU's Table 4: one device, 200 requests at 4 per second, at most 4 running; static against dynamic co-location.
+"""Simulates FlexNPU's Table 4: one device, 200 requests at 4 per second, at most 4 running, static against dynamic co-location.
 
-Computed from the static column: the cost of a prompt and of a decode step. Each of the 4 running places serves one request after
-another. Its cycle of ``4 * output / throughput`` seconds consists of a prompt and ``output - 1`` published TPOTs, during which
-the other three places have run one prompt each. A line through the means of both prompt lengths gives 0.117 s per call and
+The costs of a prompt and of a decode step are computed from the static column. Each of the 4 running places serves one request
+after another. Its cycle of ``4 * output / throughput`` seconds consists of a prompt and ``output - 1`` published TPOTs, during
+which the other three places run one prompt each. A line through the means of both prompt lengths gives 0.117 s per call and
 0.125 ms per token. (Without filling and draining at the edges of a run it would be 0.102 s, and the TTFT of 256 tokens in the
-dynamic column would come out 15 % too low. No other cell depends on it as much.)
+dynamic column would be 15 % too low. No other cell depends on it as much.)
 
-Fitted to the TTFT of 1024/256 in the dynamic column: ``PREFILL_SHARE``, the share of the AI cores that prefill gets while decode
-runs. In the paper both are processes of their own. The part of a prompt's cost that depends on its tokens is work for the cores
-and takes ``1 / share`` times as long; decode has the other cores meanwhile. The constant part of a call's cost (launching
-kernels) leaves all cores to decode.
+``PREFILL_SHARE`` is fitted to the TTFT of 1024/256 in the dynamic column. It is the share of the AI cores that prefill gets while
+decode runs; in the paper both are separate processes. The part of a prompt's cost that depends on its tokens is work for the
+cores and takes ``1 / share`` times as long, while decode uses the other cores. During the constant part of a call's cost
+(launching kernels) decode uses all cores.
 
-Predicted: the TTFT of the static column, and the dynamic column except the fitted cell. Throughput and TPOT of the static column
-are reproduced, up to the deviation from the line. Arrivals are Poisson, stretched to 50 s as in vLLM's benchmark, and averaged
-over two seeds, as the paper averages two runs. In the dynamic column TPOT excludes the time to the second token, in which a
-request is swapped.
+The TTFT of the static column is predicted, and so is the dynamic column except the fitted cell. The throughput and TPOT of the
+static column are reproduced, up to the deviation from the line. Arrivals are Poisson, stretched to 50 s as in vLLM's benchmark,
+and averaged over two seeds, as the paper averages two runs. In the dynamic column TPOT excludes the time to the second token, in
+which a request is swapped.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Published:
 
     @property
     def name(self) -> str:
-        """Lengths of prompt and answer, as in the paper."""
+        """The lengths of prompt and answer, as in the paper."""
         return f"{self.prompt}/{self.output}"
 
 
@@ -83,7 +83,7 @@ class Cell:
 
     @property
     def deviations(self) -> tuple[float, float, float]:
-        """Of throughput, TTFT and TPOT, in percent of the published figures."""
+        """The deviations of throughput, TTFT and TPOT, in percent of the published figures."""
         p = self.published
         pairs = ((self.throughput, p.throughput), (self.ttft_ms, p.ttft_ms), (self.tpot_ms, p.tpot_ms))
         simulated_to_published = [simulated / published - 1 for simulated, published in pairs]
@@ -119,20 +119,20 @@ def _run(model: DeviceModel, policy: Callable[[], Policy], row: Published, seed:
 
 
 def prompt_line() -> tuple[float, float]:
-    """The cost of a prompt: constant seconds per call, and seconds per token; a line through the means of both lengths."""
+    """Return the cost of a prompt, a line through the means of both lengths: seconds per call, and seconds per token."""
     short, long = (_mean([_prompt_seconds(row) for row in STATIC if row.prompt == prompt]) for prompt in (256, 1024))
     per_token = (long - short) / (1024 - 256)
     return short - 256 * per_token, per_token
 
 
 def step_seconds(prompt: int, output: int) -> float:
-    """Seconds of a decode step alone: the static TPOT without the prompts that the other three requests' places ran."""
+    """Return the seconds of a decode step alone: the static TPOT without the prompts of the other three places."""
     (row,) = (row for row in STATIC if (row.prompt, row.output) == (prompt, output))
     return row.tpot_ms / 1e3 - (MAX_SEQS - 1) * _prompt_seconds(row) / (output - 1)
 
 
 def _prompt_seconds(row: Published) -> float:
-    """Seconds of a prompt: the cycle of one running place without its decode steps."""
+    """Return the seconds of a prompt: the cycle of one running place without its decode steps."""
     return MAX_SEQS * row.output / row.throughput - (row.output - 1) * row.tpot_ms / 1e3
 
 
@@ -143,7 +143,7 @@ def _static_model(prompt: int, output: int) -> DeviceModel:
 
 
 def _shared_model(prompt: int, output: int) -> DeviceModel:
-    """A device with mixed calls: each takes as long as a decode step beside a prompt, and holds what runs of it meanwhile."""
+    """Return a device with mixed calls, each with one decode step and the part of a prompt that runs during that step."""
     fixed, per_token = prompt_line()
     step, alone = step_seconds(prompt, output), fixed + per_token * prompt
     cores = per_token * prompt / PREFILL_SHARE

@@ -136,7 +136,7 @@ def test_concurrency_bounds_the_admitted_requests():
 
 
 def test_a_request_that_can_never_fit_is_refused():
-    with pytest.raises(ConfigError, match="a sequence can have 48 rows"):
+    with pytest.raises(ConfigError, match="a sequence can have 48 KV slots"):
         Scenario(model(), (Arrival(0, 0.0, 60, 1),)).run("fcfs")
 
 
