@@ -1,5 +1,6 @@
 """The stop checker: several answers, and closing while there is a backlog."""
 
+import threading
 import time
 
 from staticllm.core import FinishReason
@@ -46,3 +47,27 @@ def test_close_does_not_decode_what_is_left():
     start = time.monotonic()
     checker.close()
     assert time.monotonic() - start < 1
+
+
+def test_a_request_that_comes_while_the_checker_closes_does_not_hold_up_close():
+    is_decoding, may_go_on = threading.Event(), threading.Event()
+
+    def blocked(tokens):
+        is_decoding.set()
+        may_go_on.wait(10)
+        return decode(tokens)
+
+    outputs = OutputQueue()
+    checker = StopChecker(Client(), blocked)
+    checker.watch(1, outputs, {"b"})
+    outputs.put(token("a", 0))
+    assert is_decoding.wait(10)
+    closing = threading.Thread(target=checker.close, daemon=True)
+    closing.start()
+    while checker._thread is not None:
+        time.sleep(0.001)
+    checker.watch(2, OutputQueue(), {"b"})  # a submit that the engine is about to refuse: a second thread takes the end mark
+    time.sleep(0.2)
+    may_go_on.set()
+    closing.join(5)
+    assert not closing.is_alive(), "close waits for ever"
