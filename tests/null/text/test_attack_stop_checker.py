@@ -66,7 +66,9 @@ def test_a_request_that_comes_while_the_checker_closes_does_not_hold_up_close():
     closing.start()
     while checker._thread is not None:
         time.sleep(0.001)
-    checker.watch(2, OutputQueue(), {"b"})  # a submit that the engine is about to refuse: a second thread takes the end mark
+    checker.watch(
+        2, OutputQueue(), {"b"}
+    )  # a submit that the engine is about to refuse: a second thread takes the end mark
     time.sleep(0.2)
     may_go_on.set()
     closing.join(5)
