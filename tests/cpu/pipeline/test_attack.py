@@ -186,3 +186,11 @@ def test_a_chat_with_a_recurrent_model_goes_on_behind_a_stop_string(zoo):
         before = pipe.stats().prefix_hit_tokens
         pipe.generate(np.arange(50, 60), max_new_tokens=30, ignore_eos=True, stop_strings={stop})
         assert pipe.stats().prefix_hit_tokens - before == len(first) + len(said.tokens[0]), "the answer ran again"
+
+
+def test_statistics_give_the_reason_that_the_result_gives(pipe):
+    tokens = pipe.submit("hello", max_new_tokens=8, ignore_eos=True).result().tokens[0]
+    shorter, whole = (pipe.get_tokenizer().decode(tokens[:count]) for count in (7, 8))
+    before = pipe.stats().finish_reasons.get("stop", 0)
+    result = pipe.generate(["hello"], max_new_tokens=8, ignore_eos=True, stop_strings={whole[len(shorter) :]})
+    assert result.finish_reasons == ["stop"] and pipe.stats().finish_reasons.get("stop", 0) == before + 1
