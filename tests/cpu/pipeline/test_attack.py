@@ -1,0 +1,196 @@
+"""What a call did before stop strings moved to the reader's side, and what several answers share."""
+
+import asyncio
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from staticllm import BusyError, ClosedError, GenerationConfigError, ModelError, StaticLLMPipeline, demo_model_path
+from staticllm.kvcache.snapshot import save
+from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
+
+SMALL = {
+    "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 448, "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32",
+}  # fmt: skip
+
+
+def new_pipe(**properties):
+    return StaticLLMPipeline(demo_model_path(), "CPU", **SMALL, **properties)
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    with new_pipe() as pipe:
+        yield pipe
+
+
+@pytest.fixture
+def broken_device(pipe, monkeypatch):
+    """A device that fails from the moment at which the event is set."""
+    broken = threading.Event()
+    for program in pipe.engine.runner.programs.values():
+
+        def run(meanwhile=None, run=program.run):
+            seconds = run(meanwhile)
+            time.sleep(0.02)
+            if broken.is_set():
+                raise RuntimeError("device lost")
+            return seconds
+
+        monkeypatch.setattr(program, "run", run)
+    return broken
+
+
+class Tokenizer:
+    """The tokenizer of a pipeline with another ``decode``."""
+
+    def __init__(self, tokenizer, decode):
+        self._tokenizer, self.decode = tokenizer, decode
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+
+def test_a_handle_keeps_its_pipeline_alive():
+    handle = new_pipe().submit("hello", max_new_tokens=300, ignore_eos=True)
+    gc.collect()
+    handle.result()
+    assert handle.finish_reason == "length"
+
+
+def test_a_pipeline_that_is_awaited_in_one_line_answers():
+    async def answer():
+        return await new_pipe().submit("hello", max_new_tokens=60, ignore_eos=True)
+
+    assert len(asyncio.run(answer()).tokens[0]) == 60
+
+
+def test_a_callback_keeps_its_pipeline_alive(pipe):
+    texts = []
+    new_pipe().submit("hello", max_new_tokens=300, ignore_eos=True, callback=texts.append)._thread.join(60)
+    assert "".join(texts) == pipe.generate("hello", max_new_tokens=300, ignore_eos=True)
+
+
+def test_a_device_that_fails_after_the_stop_string_does_not_spoil_the_answer(pipe, broken_device, monkeypatch):
+    whole = str(pipe.generate("hello", max_new_tokens=60, ignore_eos=True))
+    stop, push = whole[10:14], IncrementalDetokenizer.push
+
+    def pushed(self, token):
+        text = push(self, token)
+        if self.is_stopped:
+            broken_device.set()
+            time.sleep(0.2)
+        return text
+
+    monkeypatch.setattr(IncrementalDetokenizer, "push", pushed)
+    assert pipe.generate("hello", max_new_tokens=60, ignore_eos=True, stop_strings={stop}) == whole[: whole.index(stop)]
+
+
+def test_a_device_that_fails_after_the_streamer_has_stopped_does_not_spoil_the_answer(pipe, broken_device):
+    def streamer(text):
+        broken_device.set()
+        time.sleep(0.2)
+        return True
+
+    assert pipe.generate("hello", max_new_tokens=60, ignore_eos=True, streamer=streamer)
+
+
+def test_a_streamer_that_stops_does_not_wait_for_the_device(pipe, monkeypatch):
+    stopped = []
+    for program in pipe.engine.runner.programs.values():
+
+        def run(meanwhile=None, run=program.run):
+            seconds = run(meanwhile)
+            time.sleep(0.5)
+            return seconds
+
+        monkeypatch.setattr(program, "run", run)
+
+    def streamer(text):
+        stopped.append(time.monotonic())
+        return True
+
+    pipe.generate("hello", max_new_tokens=60, ignore_eos=True, streamer=streamer)
+    assert time.monotonic() - stopped[0] < 0.25
+
+
+def test_a_decode_that_fails_in_the_stop_checker_is_raised(pipe, monkeypatch):
+    tokenizer, failed = pipe.get_tokenizer(), threading.Event()
+
+    def decode(tokens):
+        if threading.current_thread().name == "staticllm-stop-checker" and len(tokens) == 4:
+            failed.set()
+            raise RuntimeError("no memory")
+        return tokenizer.decode(tokens)
+
+    monkeypatch.setattr(pipe._input_processor, "tokenizer", Tokenizer(tokenizer, decode))
+    handle = pipe.submit("hello", max_new_tokens=200, ignore_eos=True, stop_strings={"zzzz"})
+    assert failed.wait(30)
+    with pytest.raises(ModelError):  # else a part of the answer, as if nothing had happened
+        handle.result()
+
+
+def test_a_request_that_is_refused_leaves_nothing_behind():
+    with new_pipe(MAX_WAITING=1) as pipe:
+        handles, num_refused = [], 0
+        for _ in range(20):
+            try:
+                handles.append(pipe.submit("hello", max_new_tokens=200, ignore_eos=True, stop_strings={"zzzz"}))
+            except BusyError:
+                num_refused += 1
+        for handle in handles:
+            handle.cancel()
+            handle.result()
+        until = time.monotonic() + 5
+        while pipe._stop_checker._stop_strings and time.monotonic() < until:
+            time.sleep(0.01)
+        assert num_refused and not pipe._stop_checker._stop_strings
+
+
+def test_a_closed_pipeline_starts_no_thread():
+    pipe = new_pipe()
+    pipe.close()
+    before = set(threading.enumerate())
+    with pytest.raises(ClosedError):
+        pipe.submit("hello", stop_strings={"zzzz"})
+    assert not [thread.name for thread in set(threading.enumerate()) - before]
+
+
+def test_a_callback_for_several_answers_is_refused_at_once(pipe):
+    with pytest.raises(GenerationConfigError):
+        pipe.submit("hello", max_new_tokens=4, num_return_sequences=2, do_sample=True, callback=print)
+
+
+def test_snapshots_of_the_released_version_are_read(pipe, tmp_path):
+    prompt = "hello there my friend how are you"
+    pipe.generate(prompt, max_new_tokens=20, ignore_eos=True)
+    count = pipe.save_snapshot(tmp_path / "new", prompt)
+    manager, identity = pipe.engine.kv_manager, pipe._identity()
+    ids = pipe._ids_of(prompt)
+    stored = pipe.engine.run_between_steps(lambda: manager.prefix.find(ids, manager.sequences()))
+    save(stored, tmp_path / "old", {"model": identity["model"], "row type": identity["KV type"]})  # as it was written
+    assert pipe.load_snapshot(tmp_path / "old") == count
+
+
+def test_a_chat_with_a_recurrent_model_goes_on_behind_a_stop_string(zoo):
+    with StaticLLMPipeline(zoo / "lfm2", "CPU", **{**SMALL, "MAX_PROMPT_LEN": 256}) as pipe:
+        first = np.arange(20, 40)
+        answer = pipe.generate(first, max_new_tokens=30, ignore_eos=True).tokens[0]
+        stop = pipe.get_tokenizer().decode(answer[12:13])
+        pipe.start_chat()
+        said = pipe.generate(first, max_new_tokens=30, ignore_eos=True, stop_strings={stop})
+        assert said.finish_reasons == ["stop"]
+        before = pipe.stats().prefix_hit_tokens
+        pipe.generate(np.arange(50, 60), max_new_tokens=30, ignore_eos=True, stop_strings={stop})
+        assert pipe.stats().prefix_hit_tokens - before == len(first) + len(said.tokens[0]), "the answer ran again"
+
+
+def test_statistics_give_the_reason_that_the_result_gives(pipe):
+    tokens = pipe.submit("hello", max_new_tokens=8, ignore_eos=True).result().tokens[0]
+    shorter, whole = (pipe.get_tokenizer().decode(tokens[:count]) for count in (7, 8))
+    before = pipe.stats().finish_reasons.get("stop", 0)
+    result = pipe.generate(["hello"], max_new_tokens=8, ignore_eos=True, stop_strings={whole[len(shorter) :]})
+    assert result.finish_reasons == ["stop"] and pipe.stats().finish_reasons.get("stop", 0) == before + 1

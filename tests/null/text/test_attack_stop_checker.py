@@ -1,0 +1,75 @@
+"""The stop checker: several answers, and closing while there is a backlog."""
+
+import threading
+import time
+
+from staticllm.core import FinishReason
+from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
+from staticllm.pipelines.text.stop_checker import StopChecker
+
+
+class Client:
+    def __init__(self):
+        self.cancelled = []
+
+    def cancel(self, *arguments):
+        self.cancelled.append(arguments)
+
+
+def decode(tokens):
+    return "".join(map(chr, tokens))
+
+
+def token(text, index):
+    return TokenOutput(ord(text), 0.0, 0.0, 0.0, index)
+
+
+def test_an_answer_that_ends_at_its_first_token_does_not_end_the_check_of_the_others():
+    client, outputs = Client(), OutputQueue()
+    checker = StopChecker(client, decode)
+    checker.watch(1, outputs, {"b"})
+    for output in (token("a", 0), Finished(FinishReason.STOP, index=0), token("a", 1), token("b", 1)):
+        outputs.put(output)  # the order of an engine: the end of answer 0 comes before the first token of answer 1
+    checker.close()
+    assert client.cancelled == [(1, 1, FinishReason.STOP)]
+
+
+def test_close_does_not_decode_what_is_left():
+    def slow(tokens):
+        time.sleep(0.02)
+        return decode(tokens)
+
+    client, outputs = Client(), OutputQueue()
+    checker = StopChecker(client, slow)
+    checker.watch(1, outputs, {"b"})
+    for _ in range(100):
+        outputs.put(token("a", 0))
+    start = time.monotonic()
+    checker.close()
+    assert time.monotonic() - start < 1
+
+
+def test_a_request_that_comes_while_the_checker_closes_does_not_hold_up_close():
+    is_decoding, may_go_on = threading.Event(), threading.Event()
+
+    def blocked(tokens):
+        is_decoding.set()
+        may_go_on.wait(10)
+        return decode(tokens)
+
+    outputs = OutputQueue()
+    checker = StopChecker(Client(), blocked)
+    checker.watch(1, outputs, {"b"})
+    outputs.put(token("a", 0))
+    assert is_decoding.wait(10)
+    closing = threading.Thread(target=checker.close, daemon=True)
+    closing.start()
+    while checker._thread is not None:
+        time.sleep(0.001)
+    checker.watch(
+        2, OutputQueue(), {"b"}
+    )  # a submit that the engine is about to refuse: a second thread takes the end mark
+    time.sleep(0.2)
+    may_go_on.set()
+    closing.join(5)
+    assert not closing.is_alive(), "close waits for ever"
