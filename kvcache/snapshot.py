@@ -23,7 +23,7 @@ from staticllm.files import open_regular, whole_file
 from staticllm.kvcache.finite import is_finite
 from staticllm.kvcache.stored import StoredLayout, StoredSequence
 
-MAGIC = b"staticllm rows 2\n"
+MAGIC, OLD_MAGIC = b"staticllm kv v3\n", b"staticllm rows"
 MAX_HEADER = 1 << 16
 DIGEST_BYTES = 32
 PIECE = 1 << 24
@@ -39,7 +39,7 @@ def save(stored: StoredSequence, path: str | os.PathLike[str], identity: Identit
     Raises:
         SnapshotError: the file cannot be written.
     """
-    target = Path(path)
+    target = _target(path)
     arrays = _arrays(stored)
     digest = _hash(key)
     for array in arrays:
@@ -59,6 +59,21 @@ def save(stored: StoredSequence, path: str | os.PathLike[str], identity: Identit
                 file.write(_bytes_of(array))
     except OSError as error:
         raise SnapshotError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    """The file to write; a link is followed, and a device or a folder is left alone.
+
+    Raises:
+        SnapshotError: no file can be written there.
+    """
+    try:
+        target = Path(path).resolve()
+        if not target.name or (target.exists() and not target.is_file()):
+            raise SnapshotError(f"{str(path)!r} is not a file: give the path of a file")
+    except (OSError, ValueError) as error:
+        raise SnapshotError(f"{str(path)!r} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    return target
 
 
 def load(
@@ -102,6 +117,8 @@ def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
 def _read_header(file: BinaryIO, path: str | os.PathLike[str], key: bytes) -> dict[str, Any]:
     start = file.read(len(MAGIC) + 4 + DIGEST_BYTES)
     length = int.from_bytes(start[len(MAGIC) : len(MAGIC) + 4], "little")
+    if start.startswith(OLD_MAGIC):
+        raise SnapshotError(f"{str(path)!r} was written by an earlier version: save it again")
     if not start.startswith(MAGIC) or length > MAX_HEADER:
         raise _damaged(path)
     text = file.read(length)

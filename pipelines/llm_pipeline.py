@@ -168,11 +168,8 @@ class StaticLLMPipeline:
         self._check_usable()
         form, sink = form_of(inputs), make_sink(streamer)
         call = self._input_processor.call_options(form, generation_config, kwargs, overflow, priority, None)
-        if streamer is not None and call.options.num_return_sequences > 1:
-            raise GenerationConfigError(
-                f"a streamer for num_return_sequences={call.options.num_return_sequences}: it could not tell the answers apart; "
-                "leave one of them out"
-            )
+        if streamer is not None:
+            call.check_single("streamer")
         if self._chat.takes(form):
             return self._take_turn(inputs, call, sink)
         prompts = self._input_processor.encode(inputs, call)
@@ -224,6 +221,8 @@ class StaticLLMPipeline:
         prompts = self._input_processor.encode(inputs, call)
         if len(prompts) != 1:
             raise GenerationConfigError(f"submit takes one prompt, not {len(prompts)}: submit each")
+        if callback is not None:
+            call.check_single("callback")
         handle = self._begin(prompts[0], call)
         if callback is not None:
             handle.call_back(callback)
@@ -355,11 +354,16 @@ class StaticLLMPipeline:
         limits = PromptLimits(config.max_prompt_len, config.max_seq_len, self._shape.vocab_size)
         prepared = self._input_processor.prepare(prompt, call, limits)
         queue, request = OutputQueue(), prepared.request
-        handle = GenerationHandle(self._engine, prepared, queue, self._input_processor.decode, self._load_ms)
+        decode = self._input_processor.decode
+        handle = GenerationHandle(self._engine, prepared, queue, decode, self._load_ms, owner=self)
         if request.max_new_tokens != 0:
             if call.options.stop_strings:
-                self._stop_checker.watch(request.id, queue, call.options.stop_strings)
-            self._engine.submit(request, queue)
+                self._stop_checker.watch(request, queue, call.options.stop_strings)
+            try:
+                self._engine.submit(request, queue)
+            except BaseException:
+                self._stop_checker.forget(request.id)
+                raise
         return handle
 
     def _run_together(self, prompts: list[Prompt], call: CallOptions) -> list[RequestOutput]:

@@ -7,13 +7,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import BusyError, ClosedError, DeviceError, as_ours
 from staticllm.pipelines.engine.batch import Batch, BatchBuilder
+from staticllm.pipelines.engine.callbacks import Callbacks
 from staticllm.pipelines.engine.kv_manager import KVCacheManager, make_kv_manager
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.output_queue import OutputQueue
@@ -56,7 +56,7 @@ class Engine:
         self._install_runner(runner, options)
         self._live: dict[int, RequestState] = {}
         self._inbox: deque[RequestState] = deque()
-        self._callbacks: deque[Callable[[], None]] = deque()
+        self._callbacks = Callbacks()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._unposted: list[SequenceState] = []  # the last call chose tokens for them that are not posted yet
@@ -141,20 +141,11 @@ class Engine:
             ClosedError: the engine was closed.
             Exception: ``function`` raised it.
         """
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:  # raised again in the caller
-                future.set_exception(error)
-
         self.check_process()
         with self._wake:
             self._start()
-            self._callbacks.append(run)
-        result: Result = future.result()
-        return result
+            future = self._callbacks.add(function)
+        return future.result()
 
     def close(self, drain: bool = False) -> None:
         """End the thread: with ``drain`` after all requests have ended, else at once, and cancel them.
@@ -207,24 +198,33 @@ class Engine:
         with self._wake:  # nothing is added after this: the engine is closing
             left, self._next = [state.sequences[0] for state in self._inbox], None
             self._inbox.clear()
-        for sequence in (*self._kv_manager.clear(), *left):
+        for sequence in left:
             self._report(sequence, FinishReason.CANCELLED)
-        self._run_callbacks()
+        self._end_all(FinishReason.CANCELLED)
+        self._callbacks.run()
 
     def step(self) -> None:
         """Admit and expire requests, run callbacks, and run one device call if there are requests."""
         try:
             self._admit()
             self._expire_requests()
-            self._run_callbacks()
+            self._callbacks.run()
             if len(self._table):
                 self._execute()
             if not len(self._table):
                 self._post()
                 self._kv_manager.run_idle_work()
         except BaseException as error:  # a bug of ours: every request must end, or its reader would wait for ever
-            for sequence in self._kv_manager.clear():
-                self._report(sequence, FinishReason.ERROR, as_ours(error))
+            self._end_all(FinishReason.ERROR, as_ours(error))
+
+    def _end_all(self, reason: FinishReason, error: Exception | None = None) -> None:
+        """End every request that was admitted, whatever state an exception left it in."""
+        for sequence in self._kv_manager.clear():
+            self._report(sequence, reason, error)
+        with self._wake:
+            waiting = {state.request.id for state in self._inbox}
+        for number in [number for number in self._live if number not in waiting]:
+            self._live.pop(number).finish_from(0, reason, error)
 
     def _execute(self) -> None:
         """Plan, run and choose. The chosen tokens are posted, and the call is recorded, while the next call runs."""
@@ -269,10 +269,6 @@ class Engine:
             while self._inbox and not self._next:
                 self._kv_manager.add(self._inbox.popleft().sequences[0])
             self._num_waiting = self._table.count(RequestStatus.WAITING)
-
-    def _run_callbacks(self) -> None:
-        while self._callbacks:
-            self._callbacks.popleft()()
 
     def _expire_requests(self) -> None:
         """End the requests that were cancelled or have passed their deadline. Runs before each call."""
@@ -392,7 +388,7 @@ class Engine:
 
     def _record_of(self, batch: Batch, variant: Variant, start: float, seconds: float) -> StepRecord:
         for part in batch.parts:
-            part.state.add_call(seconds, part.is_prefill)
+            part.state.add_call(seconds)
         preempted, self._preempted = tuple(self._preempted), []
         record = step_record(batch, variant, start, seconds, self._table)
         return replace(record, slots_in_use=self._runner.cache.slots.num_used, preempted=preempted)

@@ -42,9 +42,10 @@ class KVCacheManager:
     def fork(self, source: SequenceState, sibling: SequenceState) -> None:
         """Add another answer to a prompt that has just run. It shares the slots of the first answer, which exist once."""
         assert source.sequence is not None
+        forked = self.cache.fork(source.sequence, len(source.sequence))
         self.add(sibling)
-        sibling.sequence = self.cache.fork(source.sequence, len(source.sequence))
-        self.table[sibling.id].begin(len(sibling.sequence))
+        sibling.sequence = forked
+        self.table[sibling.id].begin(len(forked))
         self.count_own_slots()
 
     def allocate(self, state: SequenceState) -> None:

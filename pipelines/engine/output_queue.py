@@ -14,7 +14,8 @@ class TokenOutput:
     """One chosen token of answer ``index``.
 
     ``logprob`` is its log-probability (0.0 unless requested), ``time`` the moment of the choice (``time.perf_counter``), and
-    ``sampling_seconds`` the duration of the choice.
+    ``sampling_seconds`` the duration of the choice. ``device_seconds`` is the time of the device calls since the previous token
+    (for the first one, those of the prompt); ``num_cached`` is the number of prompt tokens that the prefix cache had.
     """
 
     id: int
@@ -22,15 +23,8 @@ class TokenOutput:
     time: float
     sampling_seconds: float
     index: int = 0
-
-
-@dataclass(frozen=True)
-class Usage:
-    """The cost of an answer: prompt tokens found in the prefix cache, and the seconds of its prefill and decode calls."""
-
+    device_seconds: float = 0.0
     num_cached: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,7 +34,6 @@ class Finished:
     reason: FinishReason
     error: BaseException | None = None
     index: int = 0
-    usage: Usage = Usage()
 
 
 Output = TokenOutput | Finished

@@ -38,5 +38,5 @@ def request_record(sequence: SequenceState, reason: FinishReason) -> RequestReco
     request = sequence.request
     return RequestRecord(
         sequence.id, request.arrival, sequence.started, tuple(sequence.token_times),
-        len(request.prompt), sequence.num_cached, reason, time.perf_counter(),
+        0 if sequence.index else len(request.prompt), sequence.num_cached, reason, time.perf_counter(),
     )  # fmt: skip

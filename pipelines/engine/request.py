@@ -12,7 +12,7 @@ import numpy as np
 
 from staticllm.core import FinishReason
 from staticllm.kvcache.sequence import Sequence
-from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput, Usage
+from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.overflow import OverflowRule
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.logits_processors import processors_for
@@ -60,12 +60,14 @@ class EngineRequest:
     arrival: float = field(default_factory=time.perf_counter)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the request as a dict of JSON types."""
-        return {**asdict(self), "prompt": list(self.prompt), "stop_token_ids": sorted(self.stop_token_ids)}
+        """Return the request as a dict of JSON types, without its id, which is this process's own."""
+        plain = {**asdict(self), "prompt": list(self.prompt), "stop_token_ids": sorted(self.stop_token_ids)}
+        del plain["id"]
+        return plain
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineRequest:
-        """Return the request that ``to_dict`` described."""
+        """Return the request that ``to_dict`` described, with an id of this process."""
         plain = dict(values)
         prompt, stops = tuple(plain.pop("prompt")), frozenset(plain.pop("stop_token_ids"))
         return cls(prompt, SamplingParams(**plain.pop("sampling")), stop_token_ids=stops, **plain)
@@ -86,8 +88,7 @@ class SequenceState:
         self.num_cached = self.num_generated = 0
         self.started: float | None = None
         self.token_times: list[float] = []
-        self._prefill_seconds = 0.0
-        self._decode_seconds: list[float] = []
+        self._device_seconds = 0.0  # since the last token
         self._queue = queue
         self._unposted: list[TokenOutput] = []
         processors = processors_for(
@@ -107,7 +108,10 @@ class SequenceState:
         self.tokens.append(token)
         self.num_generated += 1
         self.token_times.append(now)
-        self._unposted.append(TokenOutput(token, choice.logprob, now, now - start, self.index))
+        device_seconds, self._device_seconds = self._device_seconds, 0.0
+        self._unposted.append(
+            TokenOutput(token, choice.logprob, now, now - start, self.index, device_seconds, self.num_cached)
+        )
         if token in self.request.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_generated == self.request.max_new_tokens else None
@@ -119,12 +123,9 @@ class SequenceState:
         deadline = self.request.deadline
         return FinishReason.DEADLINE if deadline is not None and now >= deadline else None
 
-    def add_call(self, seconds: float, is_prefill: bool) -> None:
+    def add_call(self, seconds: float) -> None:
         """Add the ``seconds`` of a device call that this answer was part of."""
-        if is_prefill:
-            self._prefill_seconds += seconds
-        else:
-            self._decode_seconds.append(seconds)
+        self._device_seconds += seconds
 
     def post(self) -> None:
         """Hand the tokens chosen since the last time to the reader; called while the device runs, so that readers wake then."""
@@ -135,8 +136,7 @@ class SequenceState:
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         """Post the remaining tokens, and then the end of the answer."""
         self.post()
-        usage = Usage(self.num_cached, self._prefill_seconds, tuple(self._decode_seconds))
-        self._queue.put(Finished(reason, error, self.index, usage))
+        self._queue.put(Finished(reason, error, self.index))
 
 
 class RequestState:
@@ -148,33 +148,46 @@ class RequestState:
     def __init__(self, request: EngineRequest, vocab_size: int, queue: OutputQueue | None = None) -> None:
         self.request, self.queue = request, queue or OutputQueue()
         self._vocab_size = vocab_size
-        self._cancel_reason: FinishReason | None = None
-        self.num_finished = 0
+        self._cancelled: dict[int | None, FinishReason] = {}  # by answer; None for all
+        self._finished: set[int] = set()
         self.sequences = [SequenceState(request, self.queue, vocab_size)]
 
     def fork(self) -> list[SequenceState]:
         """Create the other answers and return them; called once, when the prompt of the first one has run."""
-        first = self.sequences[0]
-        for index in range(len(self.sequences), self.request.num_sequences):
-            sibling = SequenceState(self.request, self.queue, self._vocab_size, index)
-            sibling.started = first.started
-            self.sequences.append(sibling)
-            sibling.cancel_reason = self._cancel_reason
-        return self.sequences[1:]
+        siblings = [
+            SequenceState(self.request, self.queue, self._vocab_size, index)
+            for index in range(1, self.request.num_sequences)
+        ]
+        for sibling in siblings:
+            sibling.started = self.sequences[0].started
+        self.sequences += siblings
+        self._apply_cancels()
+        return siblings
 
     def cancel(self, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End one answer, or all of them, before the next device call. Any thread may call."""
-        if index is None:
-            self._cancel_reason = reason
-        for sequence in self.sequences:
-            if index in (None, sequence.index):
-                sequence.cancel_reason = reason
+        """End one answer, or all of them, before the next device call. Any thread may call.
+
+        One answer of several ends when the prompt has run: the others need it.
+        """
+        self._cancelled[index] = reason
+        if index is None or len(self.sequences) == self.request.num_sequences:
+            self._apply_cancels()
+
+    def _apply_cancels(self) -> None:
+        for sequence in tuple(self.sequences):
+            for index in (sequence.index, None):
+                sequence.cancel_reason = self._cancelled.get(index, sequence.cancel_reason)
 
     def finish(self, sequence: SequenceState, reason: FinishReason, error: Exception | None = None) -> bool:
         """End one answer, and with it all answers that have not begun. Return whether the whole request has ended."""
         sequence.finish(reason, error)
-        missing = range(len(self.sequences), self.request.num_sequences)
-        for index in missing:
-            self.queue.put(Finished(reason, error, index))
-        self.num_finished += 1 + len(missing)
-        return self.num_finished == self.request.num_sequences
+        self._finished.add(sequence.index)
+        return self.finish_from(len(self.sequences), reason, error)
+
+    def finish_from(self, first: int, reason: FinishReason, error: Exception | None = None) -> bool:
+        """End every answer from index ``first`` on that has not ended. Return whether the whole request has ended."""
+        for index in range(first, self.request.num_sequences):
+            if index not in self._finished:
+                self.queue.put(Finished(reason, error, index))
+                self._finished.add(index)
+        return len(self._finished) == self.request.num_sequences

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
-from dataclasses import replace
 
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError, StaticLLMError
@@ -38,14 +37,15 @@ class GenerationHandle:
         queue: OutputQueue,
         decode: Callable[[list[int]], str],
         load_ms: float = 0.0,
+        owner: object = None,
     ) -> None:
+        self._owner = owner  # the pipeline lives as long as the handle
         self._client, self._prepared, self._queue, self._decode = client, prepared, queue, decode
         self._processors = [
             OutputProcessor(decode, prepared, load_ms, index) for index in range(prepared.request.num_sequences)
         ]
         self._ends: list[Finished | None] = [None] * len(self._processors)
         self._error: BaseException | None = None
-        self._has_stopped = False
         self._role, self._pid = ReaderRole(), os.getpid()
         self._thread: threading.Thread | None = None
         self._first: TextDelta | None = self._processors[0].echo
@@ -196,6 +196,8 @@ class GenerationHandle:
             StaticLLMError: the thread cannot be started; the request was cancelled.
         """
 
+        self._check_single()
+
         def read() -> None:
             try:
                 for text in self:
@@ -216,8 +218,8 @@ class GenerationHandle:
         if self.is_done or processor.has_ended:
             return
         self.cancel()
-        self._has_stopped = True
         processor.output.is_dropped = is_dropped
+        self._close(Finished(FinishReason.CANCELLED))
 
     def deltas(self, wants_text: bool = True) -> Iterator[TextDelta]:
         """Yield tokens together with the text that they add, as they are generated.
@@ -269,22 +271,23 @@ class GenerationHandle:
                 raise TimeoutError("the request has not ended yet; it goes on")
 
     def _take(self, output: Output) -> TextDelta | None:
-        processor = self._processors[output.index]
+        if self._ends[output.index] is not None:  # computed before the engine saw that the reader had stopped
+            return None
         if isinstance(output, Finished):
             return self._close(output)
-        if self._has_stopped or processor.is_stopped:  # computed before the engine saw the cancellation
-            return None
+        processor = self._processors[output.index]
         delta = processor.push(output)
-        if processor.is_stopped:
-            self._client.cancel(self._prepared.request.id, output.index, FinishReason.STOP)
-        return delta
+        if not processor.is_stopped:
+            return delta
+        self._client.cancel(self._prepared.request.id, output.index, FinishReason.STOP)
+        rest = self._close(Finished(FinishReason.STOP, index=output.index))
+        if delta and rest:
+            return TextDelta([*delta.tokens, *rest.tokens], delta.text + rest.text)
+        return delta or rest
 
     def _close(self, end: Finished) -> TextDelta | None:
-        """Record the end of one answer. A stop by the reader or by a stop string overrides the engine's reason."""
-        processor = self._processors[end.index]
-        if end.error is None and (self._has_stopped or processor.is_stopped):
-            end = replace(end, reason=FinishReason.STOP if processor.is_stopped else FinishReason.CANCELLED)
-        delta = processor.finish(end)
+        """Record the end of one answer, and return what is still to be shown."""
+        delta = self._processors[end.index].finish(end.reason)
         self._ends[end.index] = end
         return delta
 

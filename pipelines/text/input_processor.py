@@ -29,6 +29,18 @@ class CallOptions:
     started: float
     is_chat: bool = False
 
+    def check_single(self, receiver: str) -> None:
+        """Check that one answer per prompt is requested.
+
+        Raises:
+            GenerationConfigError: there are several; ``receiver`` could not tell them apart.
+        """
+        count = self.options.num_return_sequences
+        if count > 1:
+            raise GenerationConfigError(
+                f"a {receiver} for num_return_sequences={count}: it could not tell the answers apart; leave one of them out"
+            )
+
 
 @dataclass(frozen=True)
 class PromptLimits:

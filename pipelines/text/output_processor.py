@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from staticllm.core import FinishReason
 from staticllm.metrics import MICRO, PerfMetrics
-from staticllm.pipelines.engine.output_queue import Finished, TokenOutput
+from staticllm.pipelines.engine.output_queue import TokenOutput
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.input_processor import PreparedRequest
 
@@ -38,6 +38,8 @@ class RequestOutput:
     echo: list[int] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
     sampling_seconds: list[float] = field(default_factory=list)
+    device_seconds: list[float] = field(default_factory=list)  # of the calls before each token
+    num_cached: int = 0  # prompt tokens that the prefix cache had
     detokenization_seconds: float | None = None  # None while nothing was decoded
     metrics: PerfMetrics = field(default_factory=PerfMetrics)
 
@@ -90,6 +92,8 @@ class OutputProcessor:
         output.tokens.append(token.id)
         output.token_times.append(token.time)
         output.sampling_seconds.append(token.sampling_seconds)
+        output.device_seconds.append(token.device_seconds)
+        output.num_cached = token.num_cached
         output.score += token.logprob
         self._unsent.append(token.id)
         self._undecoded.append(token.id)
@@ -101,13 +105,13 @@ class OutputProcessor:
         tokens, self._unsent = self._unsent, []
         return TextDelta(tokens, text)
 
-    def finish(self, end: Finished) -> TextDelta | None:
+    def finish(self, reason: FinishReason) -> TextDelta | None:
         """End the answer and fill in its metrics. Return the last increment, None if nothing is left to show."""
         rest = self._text() + self._detokenizer.finish() if self.wants_text else ""
-        self.output.finish_reason = end.reason
+        self.output.finish_reason = reason
         self.output.text = self._detokenizer.text
-        self.output.metrics = self._metrics(end)
-        if end.reason == FinishReason.CANCELLED or not (rest or self._unsent):
+        self.output.metrics = self._metrics()
+        if reason == FinishReason.CANCELLED or not (rest or self._unsent):
             return None
         tokens, self._unsent = self._unsent, []
         return TextDelta(tokens, rest)
@@ -124,24 +128,24 @@ class OutputProcessor:
             tokens.pop()
         self._unsent = tokens[sent:]
 
-    def _metrics(self, end: Finished) -> PerfMetrics:
+    def _metrics(self) -> PerfMetrics:
         """Return GenAI's metrics of this answer; the prompt is counted with the first answer of a request."""
-        output, prepared, usage = self.output, self._prepared, end.usage
+        output, prepared = self.output, self._prepared
         metrics = PerfMetrics(self._load_ms)
         num_prompt = 0 if self._index else len(prepared.request.prompt)
-        metrics.count(num_prompt, len(output.tokens), usage.num_cached)
+        metrics.count(num_prompt, len(output.tokens), output.num_cached)
         raw, times, started = metrics.raw_metrics, output.token_times, prepared.started
-        template, decoding = prepared.template_seconds, list(usage.decode_seconds[: max(len(times) - 1, 0)])
+        template, calls = prepared.template_seconds, output.device_seconds
         raw.generate_durations.append((time.perf_counter() - started) * MICRO)
         raw.tokenization_durations.append((prepared.encoded - started - (template or 0.0)) * MICRO)
         raw.chat_template_durations.extend([] if template is None else [template * MICRO])
         spent = output.detokenization_seconds
         raw.detokenization_durations.extend([] if spent is None else [spent * MICRO])
-        raw.inference_durations.append((usage.prefill_seconds + sum(decoding)) * MICRO)
+        raw.inference_durations.append(sum(calls) * MICRO)
         raw.m_times_to_first_token.extend((first - started) * MICRO for first in times[:1])
         raw.m_durations.extend((after - before) * MICRO for before, after in pairwise(times))
         raw.m_new_token_times.extend(moment * 1e3 for moment in times)
         raw.sampling_durations.extend(seconds * MICRO for seconds in output.sampling_seconds)
         raw.m_batch_sizes.extend([1] * len(times))
-        raw.token_infer_durations.extend(seconds * MICRO for seconds in decoding)
+        raw.token_infer_durations.extend(seconds * MICRO for seconds in calls[1:])
         return metrics

@@ -5,15 +5,22 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from staticllm.core import FinishReason
+from staticllm.errors import ClosedError
 from staticllm.pipelines.engine.client import EngineClient
-from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue
+from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue, TokenOutput
+from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.threads import start_thread
 
-Answer = tuple[int, int]
-"""The id of a request and the index of one of its answers."""
+
+@dataclass(frozen=True)
+class Watched:
+    """The answers of one request that are still checked, by their index."""
+
+    answers: dict[int, IncrementalDetokenizer]
 
 
 class StopChecker:
@@ -26,55 +33,57 @@ class StopChecker:
     def __init__(self, client: EngineClient, decode: Callable[[list[int]], str]) -> None:
         self._client, self._decode = client, decode
         self._outputs: queue.SimpleQueue[tuple[int, Output] | None] = queue.SimpleQueue()
-        self._stop_strings: dict[int, Collection[str]] = {}
-        self._detokenizers: dict[Answer, IncrementalDetokenizer] = {}
+        self._watched: dict[int, Watched] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
-    def watch(self, request: int, outputs: OutputQueue, stop_strings: Collection[str]) -> None:
+    def watch(self, request: EngineRequest, outputs: OutputQueue, stop_strings: Collection[str]) -> None:
         """Check the answers of ``request``; to be called before it is submitted.
 
         Raises:
+            ClosedError: ``close`` was called.
             StaticLLMError: no thread can be started.
         """
         with self._lock:
+            if self._is_closed:
+                raise ClosedError("the pipeline is closed: load the model again")
             if self._thread is None:
                 self._thread = start_thread(self._run, "staticllm-stop-checker")
-        self._stop_strings[request] = stop_strings
-        outputs.add_listener(lambda output: self._outputs.put((request, output)))
+            detokenizers = [IncrementalDetokenizer(self._decode, stop_strings) for _ in range(request.num_sequences)]
+            self._watched[request.id] = Watched(dict(enumerate(detokenizers)))
+        outputs.add_listener(lambda output: self._outputs.put((request.id, output)))
+
+    def forget(self, request: int) -> None:
+        """Stop checking a request that the engine refused."""
+        self._watched.pop(request, None)
 
     def close(self) -> None:
-        """End the thread. Closing again does nothing."""
+        """End the thread without decoding what is left. Closing again does nothing."""
         with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            self._outputs.put(None)
-            if thread is not threading.current_thread():
-                thread.join()
+            self._is_closed = True
+        self._outputs.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
 
     def _run(self) -> None:
-        while (item := self._outputs.get()) is not None:
+        while (item := self._outputs.get()) is not None and not self._is_closed:
             self._check(*item)
 
     def _check(self, request: int, output: Output) -> None:
-        answer = (request, output.index)
-        if isinstance(output, Finished):
-            self._detokenizers.pop(answer, None)
-            if not any(other == request for other, _ in self._detokenizers):
-                self._stop_strings.pop(request, None)
+        watched = self._watched.get(request)
+        detokenizer = watched.answers.get(output.index) if watched else None
+        if watched is None or detokenizer is None:
             return
-        if request not in self._stop_strings:
-            return
-        detokenizer = self._detokenizers.get(answer)
-        if detokenizer is None:
-            detokenizer = IncrementalDetokenizer(self._decode, self._stop_strings[request])
-            self._detokenizers[answer] = detokenizer
-        if detokenizer.is_stopped:
-            return
-        try:
-            detokenizer.push(output.id)
-        except Exception:  # the reader meets the same error and raises it
-            self._client.cancel(request, output.index, FinishReason.ERROR)
-            return
-        if detokenizer.is_stopped:
-            self._client.cancel(request, output.index, FinishReason.STOP)
+        if isinstance(output, TokenOutput):
+            try:
+                detokenizer.push(output.id)
+            except BaseException:  # the reader meets the same error and raises it
+                detokenizer.is_stopped = True
+            else:
+                if detokenizer.is_stopped:
+                    self._client.cancel(request, output.index, FinishReason.STOP)
+        if isinstance(output, Finished) or detokenizer.is_stopped:
+            del watched.answers[output.index]
+            if not watched.answers:
+                self.forget(request)

@@ -130,3 +130,21 @@ def test_what_is_no_ordinary_file_is_refused(tmp_path, cache):
 def test_a_place_that_cannot_be_written_is_said(tmp_path, stored):
     with pytest.raises(SnapshotError, match="cannot be written"):
         save(stored, tmp_path / "no" / "rows", IDENTITY)
+
+
+def test_a_file_of_an_earlier_version_is_refused_as_such(cache, tmp_path):
+    path = tmp_path / "old"
+    path.write_bytes(b"staticllm rows 2\n" + bytes(200))
+    assert "was written by an earlier version: save it again" in refused(path, cache)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links and pipes are others there")
+def test_only_files_are_written(stored, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    save(stored, tmp_path / "link", IDENTITY)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").is_file()
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, "/", "", "a\0b"):
+        with pytest.raises(SnapshotError, match=r"is not a file|cannot be written"):
+            save(stored, path, IDENTITY)
+    assert (tmp_path / "pipe").is_fifo()

@@ -3,8 +3,12 @@
 import threading
 import time
 
+import pytest
+
 from staticllm.core import FinishReason
+from staticllm.errors import ClosedError
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
+from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.text.stop_checker import StopChecker
 
 
@@ -14,6 +18,10 @@ class Client:
 
     def cancel(self, *arguments):
         self.cancelled.append(arguments)
+
+
+def request(number):
+    return EngineRequest((1,), num_sequences=2, id=number)
 
 
 def decode(tokens):
@@ -27,9 +35,12 @@ def token(text, index):
 def test_an_answer_that_ends_at_its_first_token_does_not_end_the_check_of_the_others():
     client, outputs = Client(), OutputQueue()
     checker = StopChecker(client, decode)
-    checker.watch(1, outputs, {"b"})
+    checker.watch(request(1), outputs, {"b"})
     for output in (token("a", 0), Finished(FinishReason.STOP, index=0), token("a", 1), token("b", 1)):
         outputs.put(output)  # the order of an engine: the end of answer 0 comes before the first token of answer 1
+    until = time.monotonic() + 5
+    while not client.cancelled and time.monotonic() < until:
+        time.sleep(0.001)
     checker.close()
     assert client.cancelled == [(1, 1, FinishReason.STOP)]
 
@@ -41,7 +52,7 @@ def test_close_does_not_decode_what_is_left():
 
     client, outputs = Client(), OutputQueue()
     checker = StopChecker(client, slow)
-    checker.watch(1, outputs, {"b"})
+    checker.watch(request(1), outputs, {"b"})
     for _ in range(100):
         outputs.put(token("a", 0))
     start = time.monotonic()
@@ -59,16 +70,15 @@ def test_a_request_that_comes_while_the_checker_closes_does_not_hold_up_close():
 
     outputs = OutputQueue()
     checker = StopChecker(Client(), blocked)
-    checker.watch(1, outputs, {"b"})
+    checker.watch(request(1), outputs, {"b"})
     outputs.put(token("a", 0))
     assert is_decoding.wait(10)
     closing = threading.Thread(target=checker.close, daemon=True)
     closing.start()
-    while checker._thread is not None:
+    while not checker._is_closed:
         time.sleep(0.001)
-    checker.watch(
-        2, OutputQueue(), {"b"}
-    )  # a submit that the engine is about to refuse: a second thread takes the end mark
+    with pytest.raises(ClosedError):
+        checker.watch(request(2), OutputQueue(), {"b"})
     time.sleep(0.2)
     may_go_on.set()
     closing.join(5)

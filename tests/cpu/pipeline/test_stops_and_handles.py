@@ -1,15 +1,13 @@
-"""What a call did before stop strings moved to the reader's side, and what several answers share."""
+"""Stop strings are found on the reader's side: what a reader sees of it, and what a handle holds."""
 
 import asyncio
 import gc
 import threading
 import time
 
-import numpy as np
 import pytest
 
-from staticllm import BusyError, ClosedError, GenerationConfigError, ModelError, StaticLLMPipeline, demo_model_path
-from staticllm.kvcache.snapshot import save
+from staticllm import BusyError, ClosedError, GenerationConfigError, StaticLLMPipeline, demo_model_path
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 
 SMALL = {
@@ -117,7 +115,7 @@ def test_a_streamer_that_stops_does_not_wait_for_the_device(pipe, monkeypatch):
     assert time.monotonic() - stopped[0] < 0.25
 
 
-def test_a_decode_that_fails_in_the_stop_checker_is_raised(pipe, monkeypatch):
+def test_a_decode_that_fails_in_the_stop_checker_only_spoils_no_answer(pipe, monkeypatch):
     tokenizer, failed = pipe.get_tokenizer(), threading.Event()
 
     def decode(tokens):
@@ -129,8 +127,8 @@ def test_a_decode_that_fails_in_the_stop_checker_is_raised(pipe, monkeypatch):
     monkeypatch.setattr(pipe._input_processor, "tokenizer", Tokenizer(tokenizer, decode))
     handle = pipe.submit("hello", max_new_tokens=200, ignore_eos=True, stop_strings={"zzzz"})
     assert failed.wait(30)
-    with pytest.raises(ModelError):  # else a part of the answer, as if nothing had happened
-        handle.result()
+    monkeypatch.undo()
+    assert handle.result() == pipe.generate("hello", max_new_tokens=200, ignore_eos=True), "the reader decides"
 
 
 def test_a_request_that_is_refused_leaves_nothing_behind():
@@ -145,9 +143,9 @@ def test_a_request_that_is_refused_leaves_nothing_behind():
             handle.cancel()
             handle.result()
         until = time.monotonic() + 5
-        while pipe._stop_checker._stop_strings and time.monotonic() < until:
+        while pipe._stop_checker._watched and time.monotonic() < until:
             time.sleep(0.01)
-        assert num_refused and not pipe._stop_checker._stop_strings
+        assert num_refused and not pipe._stop_checker._watched
 
 
 def test_a_closed_pipeline_starts_no_thread():
@@ -162,35 +160,3 @@ def test_a_closed_pipeline_starts_no_thread():
 def test_a_callback_for_several_answers_is_refused_at_once(pipe):
     with pytest.raises(GenerationConfigError):
         pipe.submit("hello", max_new_tokens=4, num_return_sequences=2, do_sample=True, callback=print)
-
-
-def test_snapshots_of_the_released_version_are_read(pipe, tmp_path):
-    prompt = "hello there my friend how are you"
-    pipe.generate(prompt, max_new_tokens=20, ignore_eos=True)
-    count = pipe.save_snapshot(tmp_path / "new", prompt)
-    manager, identity = pipe.engine.kv_manager, pipe._identity()
-    ids = pipe._ids_of(prompt)
-    stored = pipe.engine.run_between_steps(lambda: manager.prefix.find(ids, manager.sequences()))
-    save(stored, tmp_path / "old", {"model": identity["model"], "row type": identity["KV type"]})  # as it was written
-    assert pipe.load_snapshot(tmp_path / "old") == count
-
-
-def test_a_chat_with_a_recurrent_model_goes_on_behind_a_stop_string(zoo):
-    with StaticLLMPipeline(zoo / "lfm2", "CPU", **{**SMALL, "MAX_PROMPT_LEN": 256}) as pipe:
-        first = np.arange(20, 40)
-        answer = pipe.generate(first, max_new_tokens=30, ignore_eos=True).tokens[0]
-        stop = pipe.get_tokenizer().decode(answer[12:13])
-        pipe.start_chat()
-        said = pipe.generate(first, max_new_tokens=30, ignore_eos=True, stop_strings={stop})
-        assert said.finish_reasons == ["stop"]
-        before = pipe.stats().prefix_hit_tokens
-        pipe.generate(np.arange(50, 60), max_new_tokens=30, ignore_eos=True, stop_strings={stop})
-        assert pipe.stats().prefix_hit_tokens - before == len(first) + len(said.tokens[0]), "the answer ran again"
-
-
-def test_statistics_give_the_reason_that_the_result_gives(pipe):
-    tokens = pipe.submit("hello", max_new_tokens=8, ignore_eos=True).result().tokens[0]
-    shorter, whole = (pipe.get_tokenizer().decode(tokens[:count]) for count in (7, 8))
-    before = pipe.stats().finish_reasons.get("stop", 0)
-    result = pipe.generate(["hello"], max_new_tokens=8, ignore_eos=True, stop_strings={whole[len(shorter) :]})
-    assert result.finish_reasons == ["stop"] and pipe.stats().finish_reasons.get("stop", 0) == before + 1
