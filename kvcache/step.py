@@ -69,8 +69,8 @@ class BufferPool:
         sizes = pool_sizes(variants)
         self.ids = np.zeros(sizes.rows, np.int64)
         self.positions = np.zeros(sizes.rows * max(shape.position_copies, 1), np.int64)
-        self.logit_rows = np.zeros(sizes.sequences, np.int64)
-        self.logits = np.zeros(sizes.sequences * shape.vocab_size, np.float32)
+        self.logit_rows = np.zeros(sizes.num_logits, np.int64)
+        self.logits = np.zeros(sizes.num_logits * shape.vocab_size, np.float32)
         self.masks = {kind: np.full(sizes.mask_cells, HIDDEN, np.float32) for kind in shape.masks}
         self.key_positions = np.zeros(sizes.columns if shape.has_distances else 0, np.int32)
         self.query_positions = np.zeros(sizes.rows if shape.has_distances else 0, np.int32)
@@ -89,7 +89,7 @@ class StepBuffers:
 
     def __init__(self, variant: Variant, pool: BufferPool) -> None:
         self.variant = variant
-        shape, rows, count = pool.shape, variant.rows, variant.sequences
+        shape, rows, count = pool.shape, variant.rows, variant.num_logits
         lead = {0: (1,), 2: (1,), 3: (shape.position_copies, 1)}[shape.position_rank]
         self._groups = group_states(shape.kv_states)
         self.input_ids = _front(pool.ids, 1, rows)
@@ -115,10 +115,10 @@ def _front(pool: NDArray[Any], *shape: int) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class PoolSizes:
-    """The largest numbers of rows, sequences, mask columns and mask cells over a set of variants."""
+    """The largest number of rows, logits, mask columns and mask cells of any variant."""
 
     rows: int
-    sequences: int
+    num_logits: int
     columns: int
     mask_cells: int
 
@@ -127,7 +127,7 @@ def pool_sizes(variants: Sized[Variant]) -> PoolSizes:
     """Return the sizes of a pool that is large enough for each of ``variants``."""
     return PoolSizes(
         max(variant.rows for variant in variants),
-        max(variant.sequences for variant in variants),
+        max(variant.num_logits for variant in variants),
         max(variant.kv_len + variant.rows for variant in variants),
         max(variant.rows * (variant.kv_len + variant.rows) for variant in variants),
     )
@@ -137,4 +137,4 @@ def buffer_bytes(variants: Sized[Variant], shape: ModelShape) -> int:
     """Return the bytes that a pool for ``variants`` would take."""
     sizes = pool_sizes(variants)
     masks = sizes.mask_cells * 4 * len(shape.masks)
-    return masks + sizes.sequences * shape.vocab_size * 4 + sizes.rows * shape.slot_bytes
+    return masks + sizes.num_logits * shape.vocab_size * 4 + sizes.rows * shape.slot_bytes

@@ -22,6 +22,8 @@ from staticllm.pipelines.programs.cost_model import CostModel
 from staticllm.pipelines.programs.variant_index import VariantIndex
 
 Logits = NDArray[np.float32]
+Accept = Callable[[Segment, Logits], int]
+"""From a segment and its logits ``[num_logits, vocab]`` to the number of its tokens that are kept."""
 
 
 class Runnable(Protocol):
@@ -129,17 +131,27 @@ class ModelRunner:
     def variant_for(self, segments: List[Segment]) -> Variant | None:
         """The fewest rows that hold these segments, at the smallest KV length that shows all slots in use.
 
-        A model with recurrent states needs exactly as many rows as tokens, since the states would run through idle ones. None
-        if there is no such variant.
+        A model with recurrent states needs exactly as many rows as tokens, since the states would run through idle ones. Segments
+        that want logits after several tokens need a variant made for that. None if there is no such variant.
         """
         num_rows = sum(len(segment.tokens) for segment in segments)
         is_fresh = not any(len(segment.sequence) for segment in segments)
-        return self.index.smallest(num_rows, len(segments), self.cache.slots.high_slot, is_fresh)
+        num_logits, num_past = sum(segment.num_logits for segment in segments), self.cache.slots.high_slot
+        if num_logits > len(segments):
+            return self.index.with_logits(num_rows, len(segments), num_logits, num_past, is_fresh)
+        return self.index.smallest(num_rows, len(segments), num_past, is_fresh)
 
-    def run(self, variant: Variant, segments: List[Segment], meanwhile: Callable[[], None] | None = None) -> StepResult:
+    def run(
+        self,
+        variant: Variant,
+        segments: List[Segment],
+        meanwhile: Callable[[], None] | None = None,
+        accept: Accept | None = None,
+    ) -> StepResult:
         """Run one variant, and keep the tokens of every segment whose numbers are finite.
 
-        ``meanwhile`` is called while the device runs.
+        ``meanwhile`` is called while the device runs. ``accept`` says for a segment and its logits how many of its tokens are
+        kept, from the front: for drafts, of which the model may accept a part. Without it all are.
         """
         begin = time.perf_counter()
         program, step = self.programs[variant], Step(variant, tuple(segments))
@@ -152,7 +164,11 @@ class ModelRunner:
         logits = [buffers.logits[0, place] for place in step.logits()]
         are_finite = self.cache.are_finite(step, buffers)
         best = [_most_likely(lines) if is_kept else None for lines, is_kept in zip(logits, are_finite, strict=True)]
-        accepted = [len(s.tokens) if token is not None else 0 for s, token in zip(segments, best, strict=True)]
+        kept = accept or (lambda segment, _: len(segment.tokens))
+        accepted = [
+            kept(segment, lines) if token is not None else 0
+            for segment, lines, token in zip(segments, logits, best, strict=True)
+        ]
         stored = self.cache.commit(step, buffers, accepted)
         self.costs.update(variant, seconds)
         results = tuple(map(SegmentResult, logits, best, stored))

@@ -50,6 +50,6 @@ def command(ctx: click.Context, model: str, device: str, programs: str, as_json:
 
 
 def _line(check: str, is_ok: bool, value: float, detail: str) -> str:
-    is_logits = check.endswith(("logits", "interleaved"))
+    is_logits = check.endswith(("logits", "interleaved", "draft"))
     figure = f"logits off by {value:.1e} of their range" if is_logits else f"{value:.0%} of the tokens are the same"
     return f"{'ok  ' if is_ok else 'FAIL'} {check:<40} {figure}{': ' + detail if detail else ''}"

@@ -71,7 +71,7 @@ def test_compressed_weights_say_what_the_compressed_original_says(name, bits, zo
     shutil.copy(zoo / name / "config.json", tmp_path)
     modes = ("separate", "shared") if in_full else ("shared",)
     verdicts = list(verify_model(tmp_path, modes=modes, chunks=(16,)))
-    num_checks = 4 if name == "lfm2" else 5  # none beside another sequence in a model with recurrent states
+    num_checks = 4 if name == "lfm2" else 6  # no drafts, and none beside another sequence, with recurrent states
     assert len(verdicts) == num_checks * len(modes) and all(verdict.is_ok for verdict in verdicts), verdicts
 
 

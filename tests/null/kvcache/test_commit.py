@@ -41,6 +41,26 @@ def test_a_draft_that_is_accepted_in_part_leaves_nothing_of_the_rest(prompts, dr
         assert int(runner.decode(sequence, 7).argmax()) == fake_next_token([*kept, 7])
 
 
+@given(
+    prompt=st.lists(st.integers(0, 900), min_size=1, max_size=8),
+    draft=st.lists(st.integers(0, 900), min_size=2, max_size=4),
+    other=st.lists(st.integers(0, 900), min_size=1, max_size=5),
+)
+def test_logits_come_after_every_token_of_a_draft(prompt, draft, other):
+    """Beside another sequence, which wants the logits after its last token only."""
+    runner = fake_runner([*VARIANTS, Variant(16, 64, 4, num_logits=8)])
+    first, second = runner.cache.open(), runner.cache.open()
+    runner.prefill(first, prompt)
+    segments = [Segment(first, np.array(draft), num_logits=len(draft)), Segment(second, np.array(other))]
+    variant = runner.variant_for(segments)
+    assert variant.num_logits >= len(draft) + 1
+    drafted, plain = runner.run(variant, segments).segments
+    expected = [fake_next_token([*prompt, *draft[: index + 1]]) for index in range(len(draft))]
+    assert drafted.logits.argmax(axis=1).tolist() == expected and drafted.argmax == expected[-1]
+    assert plain.logits.shape[0] == 1 and plain.argmax == fake_next_token(other)
+    assert runner.variant_for([Segment(second, np.array([3]))]).num_logits == 1
+
+
 def test_a_recurrent_state_is_kept_as_a_whole_or_not_at_all():
     runner = fake_runner([Variant(rows, kv_len) for rows in (1, 4) for kv_len in (0, 64)], is_recurrent=True)
     sequence = runner.cache.open()
