@@ -22,6 +22,7 @@ class Recorder(Protocol):
 
     def append(self, record: Record, /) -> object:
         """Add a record."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,11 @@ class TokenSink(Protocol):
 
     def write(self, tokens: list[int], text: str) -> Status:
         """Receive one increment of the answer, and return whether to continue."""
+        ...
 
     def end(self) -> None:
         """End the stream; called after the last increment."""
+        ...
 
 
 class Silent:
