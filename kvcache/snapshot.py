@@ -62,7 +62,7 @@ def save(stored: StoredSequence, path: str | os.PathLike[str], identity: Identit
 
 
 def _target(path: str | os.PathLike[str]) -> Path:
-    """The file to write; a link is followed, and a device or a folder is left alone.
+    """Return the file to write; links are followed, and devices and folders are refused.
 
     Raises:
         SnapshotError: no file can be written there.

@@ -27,13 +27,13 @@ class Callbacks:
         def run() -> None:
             try:
                 future.set_result(function())
-            except BaseException as error:  # the caller's to handle, not the engine's
+            except BaseException as error:  # raised again in the caller
                 future.set_exception(error)
 
         self._waiting.append(run)
         return future
 
     def run(self) -> None:
-        """Call what is waiting. Runs on the engine's thread."""
+        """Call the waiting functions. Runs on the engine's thread."""
         while self._waiting:
             self._waiting.popleft()()

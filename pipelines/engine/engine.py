@@ -218,7 +218,7 @@ class Engine:
             self._end_all(FinishReason.ERROR, as_ours(error))
 
     def _end_all(self, reason: FinishReason, error: Exception | None = None) -> None:
-        """End every request that was admitted, whatever state an exception left it in."""
+        """End every admitted request, in any state that an exception left."""
         for sequence in self._kv_manager.clear():
             self._report(sequence, reason, error)
         with self._wake:

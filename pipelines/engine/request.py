@@ -60,7 +60,7 @@ class EngineRequest:
     arrival: float = field(default_factory=time.perf_counter)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the request as a dict of JSON types, without its id, which is this process's own."""
+        """Return the request as a dict of JSON types, without its id, which only this process uses."""
         plain = {**asdict(self), "prompt": list(self.prompt), "stop_token_ids": sorted(self.stop_token_ids)}
         del plain["id"]
         return plain
@@ -88,7 +88,7 @@ class SequenceState:
         self.num_cached = self.num_generated = 0
         self.started: float | None = None
         self.token_times: list[float] = []
-        self._device_seconds = 0.0  # since the last token
+        self._device_seconds = 0.0  # device time since the last token
         self._queue = queue
         self._unposted: list[TokenOutput] = []
         processors = processors_for(
@@ -148,7 +148,7 @@ class RequestState:
     def __init__(self, request: EngineRequest, vocab_size: int, queue: OutputQueue | None = None) -> None:
         self.request, self.queue = request, queue or OutputQueue()
         self._vocab_size = vocab_size
-        self._cancelled: dict[int | None, FinishReason] = {}  # by answer; None for all
+        self._cancelled: dict[int | None, FinishReason] = {}  # by the index of the answer; None for all
         self._finished: set[int] = set()
         self.sequences = [SequenceState(request, self.queue, vocab_size)]
 

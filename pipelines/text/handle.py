@@ -39,7 +39,7 @@ class GenerationHandle:
         load_ms: float = 0.0,
         owner: object = None,
     ) -> None:
-        self._owner = owner  # the pipeline lives as long as the handle
+        self._owner = owner  # keeps the pipeline alive as long as the handle
         self._client, self._prepared, self._queue, self._decode = client, prepared, queue, decode
         self._processors = [
             OutputProcessor(decode, prepared, load_ms, index) for index in range(prepared.request.num_sequences)
@@ -286,7 +286,7 @@ class GenerationHandle:
         return delta or rest
 
     def _close(self, end: Finished) -> TextDelta | None:
-        """Record the end of one answer, and return what is still to be shown."""
+        """Record the end of one answer, and return its last increment."""
         delta = self._processors[end.index].finish(end.reason)
         self._ends[end.index] = end
         return delta

@@ -39,7 +39,7 @@ class RequestOutput:
     token_times: list[float] = field(default_factory=list)
     sampling_seconds: list[float] = field(default_factory=list)
     device_seconds: list[float] = field(default_factory=list)  # of the calls before each token
-    num_cached: int = 0  # prompt tokens that the prefix cache had
+    num_cached: int = 0  # prompt tokens found in the prefix cache
     detokenization_seconds: float | None = None  # None while nothing was decoded
     metrics: PerfMetrics = field(default_factory=PerfMetrics)
 
