@@ -22,10 +22,10 @@ def verify(*arguments):
 def test_a_correctly_lowered_model_passes(zoo):
     result = verify(zoo / "qwen3", "--programs", "shared")
     assert result.exit_code == 0 and result.stdout.splitlines()[-1] == "the same as the original"
-    assert len(result.stdout.splitlines()) == 2 * 5 + 1
+    assert len(result.stdout.splitlines()) == 2 * 6 + 1
     report = json.loads(verify(zoo / "qwen3", "--programs", "shared", "--json").stdout)
     assert report["ok"] and all(check["is_ok"] for check in report["checks"])
-    assert 0 < report["checks"][0]["value"] < verification.TOLERANCE and report["checks"][2]["value"] == 1.0
+    assert 0 < report["checks"][0]["value"] < verification.TOLERANCE and report["checks"][3]["value"] == 1.0
 
 
 def test_wrong_logits_and_wrong_tokens_are_noticed(zoo, monkeypatch):

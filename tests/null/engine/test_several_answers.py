@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from output_queues import outputs_of
+from quick import examples
 
 from staticllm.core import Variant
 from staticllm.pipelines.engine.output_queue import Finished, TokenOutput
@@ -78,7 +79,7 @@ def test_the_prompt_runs_once_and_its_slots_are_stored_once():
     assert_empty(engine)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     requests=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 10), st.integers(1, 5)), min_size=1, max_size=5),
     max_num_seqs=st.integers(1, 4),
