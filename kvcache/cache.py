@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterator
 from collections.abc import Sequence as List
-from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,12 +44,9 @@ class KVCache:
         self.is_void = False
         self._open: weakref.WeakSet[Sequence] = weakref.WeakSet()
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Enclose changes of slots and sequences. If the block raises, ``is_void`` is True until ``reset``."""
-        self.is_void = True
-        yield
-        self.is_void = False
+    def transaction(self) -> Transaction:
+        """A block in which slots change hands. If it raises, ``is_void`` is True until ``reset``."""
+        return Transaction(self)
 
     def open(self) -> Sequence:
         """Return a new, empty sequence. No slot is zeroed: the mask hides stale ones."""
@@ -98,17 +93,18 @@ class KVCache:
         sequence.append(stored.tokens[:length], slots)
         return sequence
 
-    def compact(self) -> None:
-        """Move high slots into low free ones, if a smaller KV length is then enough."""
+    def compact(self) -> bool:
+        """Move high slots into low free ones, if a smaller KV length is then enough. Return whether any slot was moved."""
         count = self.slots.num_used
         if not count or self.kv_len_for(self.slots.high_slot) == self.kv_len_for(count):
-            return
+            return False
         sources, targets = self.slots.move_down()
         self.arena.move(sources, targets)
         places = np.arange(self.num_slots)
         places[sources] = targets
         for sequence in self._open:
             sequence.move(places)
+        return True
 
     def kv_len_for(self, num_slots: int) -> int:
         """Return the smallest KV length of at least ``num_slots`` slots."""
@@ -197,3 +193,16 @@ class KVCache:
         self.arena.clear()
         self.states.clear()
         self.is_void = False
+
+
+class Transaction:
+    """A block in which slots change hands: ``is_void`` is True inside it, and stays True if it raises."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def __enter__(self) -> None:
+        self._cache.is_void = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._cache.is_void = kind is not None

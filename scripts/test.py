@@ -12,7 +12,6 @@ import sys
 
 from _setup import ensure_environment, run
 
-
 MAX_WORKERS = 4  # each has programs of its own in memory
 
 

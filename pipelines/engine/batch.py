@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from staticllm.core import Variant
 from staticllm.kvcache.step import Segment
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.quarantine import Quarantine
@@ -26,13 +27,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Batch:
-    """The parts of the next call.
+    """The parts of the next call, and the ``variant`` that holds them.
 
     ``preempted`` holds the ids of the requests that lost their slots for it. ``unrunnable`` is a request that cannot run even
     alone; the batch is empty then.
     """
 
     parts: tuple[Part, ...]
+    variant: Variant | None = None
     preempted: tuple[int, ...] = ()
     unrunnable: SequenceState | None = None
 
@@ -62,10 +64,7 @@ class BatchBuilder:
             self._kv_manager.allocate(states[number])
             parts.append(self._part(states[number], count, True))
         parts = quarantine.select(parts, lambda part: part.state.id)
-        fitting = self._fitting(parts, preempted)
-        if not fitting:
-            return Batch((), tuple(preempted), unrunnable=parts[0].state)
-        return Batch(tuple(self._to_host(fitting)), tuple(preempted))
+        return self._fitting(parts, preempted)
 
     def _part(self, state: SequenceState, count: int, is_prefill: bool) -> Part:
         assert state.sequence is not None
@@ -73,34 +72,34 @@ class BatchBuilder:
         tokens = np.asarray(state.tokens[start : start + count], np.int64)
         return Part(state, Segment(state.sequence, tokens), is_prefill)
 
-    def _fitting(self, parts: list[Part], preempted: list[int]) -> list[Part]:
-        """Return the longest head of ``parts`` that has slots and a program; empty if not even the first can run alone.
+    def _fitting(self, parts: list[Part], preempted: list[int]) -> Batch:
+        """Return the longest head of ``parts`` that has slots and a program; ``unrunnable`` if not even the first can run alone.
 
-        A plan fits when it is made, but shared slots and prefix hits may leave less room. The ids of requests that are
-        preempted here are appended to ``preempted``.
+        A plan fits when it is made, but shared slots and prefix hits may leave less room. Then other requests are preempted too.
         """
-        parts = list(parts)
+        first = parts[0]
         while True:
-            while len(parts) > 1 and not self._fits(parts):
-                parts.pop()
-            if self._fits(parts):
-                return parts
-            if (shorter := self._shortened(parts[0])) is not None:
+            variant = self._variant_for(parts)
+            if variant is not None:
+                return Batch(tuple(self._to_host(parts)), variant, tuple(preempted))
+            if len(parts) > 1:
+                parts = parts[:-1]
+            elif (shorter := self._shortened(parts[0])) is not None:
                 parts = [shorter]
-                continue
-            victims = [
-                s for s in self._kv_manager.states.values() if s.sequence is not None and s is not parts[0].state
-            ]
-            if not victims:
-                return []
-            self._kv_manager.preempt(victims[-1])
-            preempted.append(victims[-1].id)
+            else:
+                others = [state for state in self._kv_manager.states.values() if state is not first.state]
+                victims = [state for state in others if state.sequence is not None]
+                if not victims:
+                    return Batch((), preempted=tuple(preempted), unrunnable=first.state)
+                self._kv_manager.preempt(victims[-1])
+                preempted.append(victims[-1].id)
 
-    def _fits(self, parts: list[Part]) -> bool:
+    def _variant_for(self, parts: list[Part]) -> Variant | None:
+        """Return the variant that holds these parts; None if there is none, or not enough free slots."""
         num_slots = sum(len(part.segment.tokens) for part in parts)
         if not self._kv_manager.make_room(num_slots):
-            return False
-        return self._runner.variant_for([part.segment for part in parts]) is not None
+            return None
+        return self._runner.variant_for([part.segment for part in parts])
 
     def _shortened(self, part: Part) -> Part | None:
         """Return the part with fewer tokens, for which there is a program; None without one.

@@ -7,10 +7,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
-from staticllm.core import FinishReason, Variant
+from staticllm.core import FinishReason
 from staticllm.errors import BusyError, ClosedError, DeviceError, as_ours
 from staticllm.pipelines.engine.batch import Batch, BatchBuilder
 from staticllm.pipelines.engine.callbacks import Callbacks
@@ -18,7 +18,7 @@ from staticllm.pipelines.engine.kv_manager import KVCacheManager, make_kv_manage
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.quarantine import Quarantine
-from staticllm.pipelines.engine.recording import request_record, step_record
+from staticllm.pipelines.engine.recording import CallContext, call_context, request_record, step_record
 from staticllm.pipelines.engine.request import EngineRequest, RequestState, SequenceState
 from staticllm.pipelines.profiling.records import HostTimes, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
@@ -236,12 +236,12 @@ class Engine:
         result = self._run(batch)
         if result is None:
             return
-        record = self._record_of(batch, result.variant, result.start, result.device_seconds)
+        context = self._count_call(batch, result.device_seconds)
         chosen = time.perf_counter()
         self._choose_all(batch, result)
         host = HostTimes(ready - begin, result.prepare_seconds, result.commit_seconds, time.perf_counter() - chosen)
         self._unposted += [part.state for part in batch.parts]
-        self._unrecorded.append(replace(record, host=host))
+        self._unrecorded.append(step_record(batch, result.variant, result.start, result.device_seconds, context, host))
 
     def _meanwhile(self, is_decoding: bool) -> None:
         """Work while the device runs: post tokens, and offload in chunks while requests decode, so that no stream stalls."""
@@ -305,10 +305,9 @@ class Engine:
 
     def _run(self, batch: Batch) -> StepResult | None:
         """Run the call. If it fails, end its requests but no others, and return None."""
-        runner, segments = self._runner, [part.segment for part in batch.parts]
-        if not self._kv_manager.prefix.is_offloading:  # else slots become free soon
-            runner.cache.compact()
-        variant = runner.variant_for(segments)
+        runner, segments, variant = self._runner, [part.segment for part in batch.parts], batch.variant
+        if not self._kv_manager.prefix.is_offloading and runner.cache.compact():  # else slots become free soon
+            variant = runner.variant_for(segments)
         assert variant is not None
         start = time.perf_counter()
         for part in batch.parts:
@@ -316,8 +315,8 @@ class Engine:
         try:
             result = runner.run(variant, segments, lambda: self._meanwhile(batch.is_decoding))
         except Exception as error:
-            failed = self._record_of(batch, variant, start, time.perf_counter() - start)
-            self._unrecorded.append(replace(failed, has_failed=True))
+            seconds = time.perf_counter() - start
+            self._unrecorded.append(step_record(batch, variant, start, seconds, self._count_call(batch, seconds)))
             if runner.cache.is_void:
                 self._preempted += self._kv_manager.discard_slots()
             for part in batch.parts:
@@ -344,8 +343,11 @@ class Engine:
 
     def _choose_first_or_next(self, sequence: SequenceState, logits: Logits, argmax: int) -> None:
         """Choose the next token; after a prompt, choose one for each of its answers."""
+        if sequence.num_generated:
+            self._choose(sequence, logits, argmax)
+            return
         siblings: list[SequenceState] = []
-        if not sequence.num_generated and sequence.sequence is not None:
+        if sequence.sequence is not None:
             self._kv_manager.prefix.keep_prompt(sequence.sequence)
             siblings = self._live[sequence.request.id].fork() if sequence.request.num_sequences > 1 else []
             for sibling in siblings:
@@ -386,9 +388,10 @@ class Engine:
         if self._live[sequence.request.id].finish(sequence, reason, error):
             del self._live[sequence.request.id]
 
-    def _record_of(self, batch: Batch, variant: Variant, start: float, seconds: float) -> StepRecord:
+    def _count_call(self, batch: Batch, seconds: float) -> CallContext:
+        """Add a call to the times of its requests, and return what else was in the engine."""
         for part in batch.parts:
             part.state.add_call(seconds)
-        preempted, self._preempted = tuple(self._preempted), []
-        record = step_record(batch, variant, start, seconds, self._table)
-        return replace(record, slots_in_use=self._runner.cache.slots.num_used, preempted=preempted)
+        context = call_context(self._table, self._runner.cache.slots.num_used, self._preempted)
+        self._preempted.clear()
+        return context

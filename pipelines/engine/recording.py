@@ -3,33 +3,61 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from staticllm.core import FinishReason, Variant
 from staticllm.pipelines.engine.batch import Batch
 from staticllm.pipelines.engine.request import SequenceState
-from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import HostTimes, RequestRecord, StepRecord
 from staticllm.pipelines.scheduling.interface import RequestStatus
 from staticllm.pipelines.scheduling.request_table import RequestTable
 
 
-def step_record(batch: Batch, variant: Variant, start: float, seconds: float, table: RequestTable) -> StepRecord:
-    """Return the record of one device call: its parts, and the numbers of waiting, running and swapped requests.
+@dataclass(frozen=True)
+class CallContext:
+    """What else was in the engine while a call ran: ids by status, slots in use, and requests that were preempted before it."""
+
+    waiting: tuple[int, ...]
+    swapped: tuple[int, ...]
+    num_running: int
+    slots_in_use: int
+    preempted: tuple[int, ...]
+
+
+def call_context(table: RequestTable, slots_in_use: int, preempted: list[int]) -> CallContext:
+    """Return the context of a call; to be taken before its tokens are chosen."""
+    return CallContext(
+        table.ids(RequestStatus.WAITING),
+        table.ids(RequestStatus.SWAPPED),
+        table.count(RequestStatus.RUNNING),
+        slots_in_use,
+        tuple(preempted),
+    )
+
+
+def step_record(
+    batch: Batch, variant: Variant, start: float, seconds: float, context: CallContext, host: HostTimes | None = None
+) -> StepRecord:
+    """Return the record of one device call; without ``host`` of one that failed.
 
     ``start`` is a ``time.perf_counter`` moment and ``seconds`` the duration of the call.
     """
-    swapped, waiting = table.ids(RequestStatus.SWAPPED), set(table.ids(RequestStatus.WAITING))
-    prompts = [part for part in batch.parts if part.is_prefill]
+    prefill = tuple((part.state.id, len(part.segment.tokens)) for part in batch.parts if part.is_prefill)
+    prompts = {number for number, _ in prefill}
     return StepRecord(
         start=start,
         seconds=seconds,
         variant=variant,
         decode=tuple(part.state.id for part in batch.parts if not part.is_prefill),
-        prefill=tuple((part.state.id, len(part.segment.tokens)) for part in prompts),
-        slots_in_use=0,
-        num_waiting=len(waiting.difference(part.state.id for part in prompts)),
-        num_swapped=len(swapped),
-        num_running=table.count(RequestStatus.RUNNING),
-        swapped=swapped,
+        prefill=prefill,
+        slots_in_use=context.slots_in_use,
+        num_waiting=sum(number not in prompts for number in context.waiting),
+        num_swapped=len(context.swapped),
+        num_running=context.num_running,
+        swapped=context.swapped,
+        preempted=context.preempted,
+        has_failed=host is None,
+        host=host,
     )
 
 

@@ -164,11 +164,9 @@ class ModelRunner:
         logits = [buffers.logits[0, place] for place in step.logits()]
         are_finite = self.cache.are_finite(step, buffers)
         best = [_most_likely(lines) if is_kept else None for lines, is_kept in zip(logits, are_finite, strict=True)]
-        kept = accept or (lambda segment, _: len(segment.tokens))
-        accepted = [
-            kept(segment, lines) if token is not None else 0
-            for segment, lines, token in zip(segments, logits, best, strict=True)
-        ]
+        accepted = [0 if token is None else len(s.tokens) for s, token in zip(segments, best, strict=True)]
+        if accept is not None:
+            accepted = [accept(*pair) if count else 0 for *pair, count in zip(segments, logits, accepted, strict=True)]
         stored = self.cache.commit(step, buffers, accepted)
         self.costs.update(variant, seconds)
         results = tuple(map(SegmentResult, logits, best, stored))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -27,12 +28,17 @@ class VariantIndex:
         self.sizes = tuple(sorted(buckets))
         widest = {rows: max(s for r, s in self.sizes if r == rows) for rows, _ in self.sizes}
         self.widest: Mapping[int, int] = MappingProxyType(widest)
+        reaches = sorted({kv_lens[-1] for kv_lens in buckets.values()})
+        self._decoding = [  # (KV length, the most sequences that decode over so many slots), ascending
+            (reach, max(min(size) for size, kv_lens in buckets.items() if kv_lens[-1] >= reach)) for reach in reaches
+        ]
         self.max_kv_len = max(variant.kv_len for variant in ordinary)
 
     def max_decoding(self, num_past: int) -> int:
         """The most sequences that can decode in one call over ``num_past`` arena slots. Programs that are still compiled
         in the background may leave the larger calls with the smaller KV lengths."""
-        return max((min(size) for size, buckets in self._buckets.items() if buckets[-1] >= num_past), default=1)
+        place = bisect_left(self._decoding, (num_past, 0))
+        return self._decoding[place][1] if place < len(self._decoding) else 1
 
     def smallest(self, num_rows: int, num_sequences: int, num_past: int, is_fresh: bool = False) -> Variant | None:
         """The variant with the fewest rows, sequences and KV length that holds a call over ``num_past`` arena slots.

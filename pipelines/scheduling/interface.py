@@ -32,6 +32,8 @@ class RequestStatus(str, Enum):
     RUNNING = "running"
     SWAPPED = "swapped"
 
+    __hash__ = str.__hash__  # Enum's own is a function of Python, called for each request in each step
+
     def __str__(self) -> str:
         return self.value
 

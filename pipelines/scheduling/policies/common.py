@@ -63,7 +63,8 @@ def decode_plan(view: View, swap_in: list[RequestView] | None = None) -> Plan | 
     brought = sum(request.num_computed for request in swap_in if not request.in_arena)
     swap_out: list[RequestView] = []
     preempt: list[RequestView] = []
-    for victim in _victims(view, keep=running[0]):
+    needs_room = len(running) + brought > view.free_slots
+    for victim in _victims(view, keep=running[0]) if needs_room else ():
         freed = sum(request.own_slots for request in (*swap_out, *preempt))
         if len(running) + brought <= view.free_slots + freed:
             break

@@ -205,10 +205,10 @@ class Dynamic:
         decode = decode_plan(view)
         if decode is None:
             return self._prefill_only(view, backlog)
-        candidates = Candidates(view, backlog, decode)
-        if not backlog or decode.swap_out or decode.preempt or self._is_still_delayed(view, backlog, candidates):
+        if not backlog or decode.swap_out or decode.preempt:
             return decode
-        calls = candidates.calls()
+        candidates = Candidates(view, backlog, decode)
+        calls = [] if self._is_still_delayed(view, backlog, candidates) else candidates.calls()
         if not calls:
             return decode
         slack = self._slack(view, decode, backlog, candidates.step_seconds)
