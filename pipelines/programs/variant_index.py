@@ -29,7 +29,7 @@ class VariantIndex:
         widest = {rows: max(s for r, s in self.sizes if r == rows) for rows, _ in self.sizes}
         self.widest: Mapping[int, int] = MappingProxyType(widest)
         reaches = sorted({kv_lens[-1] for kv_lens in buckets.values()})
-        self._decoding = [  # (KV length, the most sequences that decode over so many slots), ascending
+        self._decoding = [  # (KV length, the most sequences that decode over that many slots), ascending
             (reach, max(min(size) for size, kv_lens in buckets.items() if kv_lens[-1] >= reach)) for reach in reaches
         ]
         self.max_kv_len = max(variant.kv_len for variant in ordinary)
