@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 import openvino as ov
 
-from staticllm import compiler_passes
+from staticllm import __version__, compiler_passes, ports
 from staticllm.config import StaticLLMConfig
 from staticllm.core import KVType, Phase, ProgramLayout, ProgramMode
 from staticllm.errors import ModelError
 from staticllm.model_dir import MODEL_XML, model_in_memory
+from staticllm.pipelines.programs import keep_small_constants
 
 PIECE = 16 << 20
 """Bytes that are digested at once. The digest of a file is that of its pieces' digests, so that two cores share a large one."""
@@ -161,14 +162,20 @@ def machine_values(core: ov.Core, device: str) -> dict[str, str]:
 
 @cache
 def passes_digest() -> str:
-    """A digest of what turns models into programs: a set made by other passes is another set."""
-    return bytes_digest("".join(f"{name}{digest}" for name, digest in pass_digests().items()).encode())[:16]
+    """A digest of what turns models into programs: a set made by other passes is another set.
+
+    A frozen application has no sources; there the version of the package tells two apart.
+    """
+    sources = "".join(f"{name}{digest}" for name, digest in pass_digests().items())
+    return bytes_digest(f"{__version__}{sources}".encode())[:16]
 
 
 @cache
 def pass_digests() -> Mapping[str, str]:
-    """File → digest of its source, of every module in ``compiler_passes``."""
-    return {path.stem: file_digest(path)[:8] for path in sorted(_PASSES.glob("*.py"))}
+    """File → digest of its source, of every module that decides what is in a program."""
+    others = (Path(str(module.__file__)) for module in (ports, keep_small_constants))
+    paths = [path for path in (*sorted(_PASSES.glob("*.py")), *others) if path.is_file()]
+    return {path.stem: file_digest(path)[:8] for path in paths}
 
 
 def layout_values(

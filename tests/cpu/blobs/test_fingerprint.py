@@ -12,7 +12,7 @@ from staticllm.pipelines.blobs.fingerprint import Fingerprint, pass_digests
 
 def test_every_pass_has_a_digest():
     """Each module that makes programs is in the fingerprint, wherever its folder lies."""
-    names = {entry.name for entry in lower.PASSES} | {"fix_shapes"}
+    names = {entry.name for entry in lower.PASSES} | {"fix_shapes", "ports", "keep_small_constants"}
     assert names <= set(pass_digests()) and all(pass_digests().values())
 
 
