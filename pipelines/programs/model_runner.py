@@ -166,7 +166,10 @@ class ModelRunner:
         best = [_most_likely(lines) if is_kept else None for lines, is_kept in zip(logits, are_finite, strict=True)]
         accepted = [0 if token is None else len(s.tokens) for s, token in zip(segments, best, strict=True)]
         if accept is not None:
-            accepted = [accept(*pair) if count else 0 for *pair, count in zip(segments, logits, accepted, strict=True)]
+            accepted = [
+                accept(segment, lines) if count else 0
+                for segment, lines, count in zip(segments, logits, accepted, strict=True)
+            ]
         stored = self.cache.commit(step, buffers, accepted)
         self.costs.update(variant, seconds)
         results = tuple(map(SegmentResult, logits, best, stored))
