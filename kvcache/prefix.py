@@ -76,7 +76,7 @@ class PrefixCache:
             return source
         return self._cache.fork(source, length)
 
-    def evict(self, num_slots: int = 0) -> None:
+    def offload_for(self, num_slots: int = 0) -> None:
         """Offload the cached sequence if it makes the next call larger, or if fewer than ``num_slots`` slots are free.
 
         Offloads that have begun are completed only when their slots are needed now.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from staticllm.config import StaticLLMConfig
 from staticllm.core import FinishReason, ProgressEvent, Variant
 from staticllm.errors import (
+    BlobError,
     BusyError,
     ClosedError,
     ConfigError,
@@ -28,6 +29,10 @@ from staticllm.results import DecodedResults, EncodedResults, GeneratedText
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+    from staticllm.pipelines.profiling.stats import Stats
+    from staticllm.pipelines.profiling.trace import Trace
+    from staticllm.pipelines.scheduling.interface import Plan, Policy, RequestStatus, RequestView, View
+    from staticllm.pipelines.text.handle import GenerationHandle
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 if __name__ != "staticllm":
@@ -38,6 +43,7 @@ if (_CHECKOUT / "pipelines" / "llm_pipeline.py").is_file() and not Path(__file__
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlobError",
     "BusyError",
     "ClosedError",
     "ConfigError",
@@ -47,26 +53,44 @@ __all__ = [
     "FinishReason",
     "GeneratedText",
     "GenerationConfigError",
+    "GenerationHandle",
     "ModelError",
     "NumericalError",
     "PerfMetrics",
+    "Plan",
+    "Policy",
     "ProgressEvent",
     "PromptError",
     "PromptTooLongError",
+    "RequestStatus",
+    "RequestView",
     "SnapshotError",
     "StaticLLMConfig",
     "StaticLLMError",
     "StaticLLMPipeline",
+    "Stats",
+    "Trace",
     "UnsupportedModelError",
     "Variant",
+    "View",
     "demo_model_path",
 ]
 
 
+_LAZY = {
+    "GenerationHandle": "text.handle",
+    "StaticLLMPipeline": "llm_pipeline",
+    "Stats": "profiling.stats",
+    "Trace": "profiling.trace",
+    **dict.fromkeys(("Plan", "Policy", "RequestStatus", "RequestView", "View"), "scheduling.interface"),
+}
+"""Names that are imported only when they are used, and their modules."""
+
+
 def __getattr__(name: str) -> Any:
     """Import the pipeline, and OpenVINO with it, only when it is used."""
-    if name == "StaticLLMPipeline":
-        return import_module("staticllm.pipelines.llm_pipeline").StaticLLMPipeline
+    if name in _LAZY:
+        return getattr(import_module(f"staticllm.pipelines.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -34,10 +34,10 @@ class Variant:
     rows: int
     kv_len: int
     sequences: int = 1
-    num_logits: int = None  # type: ignore[assignment]  # an int as soon as the object is made
+    num_logits: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_logits is None:
+        if not self.num_logits:
             object.__setattr__(self, "num_logits", self.sequences)
 
     @property

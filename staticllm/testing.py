@@ -185,7 +185,7 @@ def assert_empty(engine: Engine) -> None:
     cache, kv_manager = engine.runner.cache, engine.kv_manager
     assert engine.is_idle and not kv_manager.states and not kv_manager.host_pool.num_swapped_slots
     assert cache.slots.num_used == kv_manager.prefix.idle_slots
-    kv_manager.prefix.evict(cache.num_slots + 1)
+    kv_manager.prefix.offload_for(cache.num_slots + 1)
     assert cache.slots.num_used == 0 and cache.slots.num_shared == 0
 
 

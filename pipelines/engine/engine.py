@@ -299,7 +299,10 @@ class Engine:
             batch = Batch((), unrunnable=self._kv_manager.states[error.request])
         self._preempted += batch.preempted
         if batch.unrunnable is not None:
-            reason = DeviceError(f"no program can run request {batch.unrunnable.id}")
+            reason = DeviceError(
+                f"no program or not enough slots for this request of {len(batch.unrunnable.tokens)} tokens: load with more "
+                "KV_SLOTS, or with larger PREFILL_ROWS or GENERATE_KV_LENS"
+            )
             self._end(batch.unrunnable, FinishReason.ERROR, reason)
         return batch
 

@@ -79,7 +79,7 @@ class KVCacheManager:
         if state.sequence is None:
             stored = self.host_pool.take(state.id)
             own_slots = len(stored.tokens)
-            self.prefix.evict(own_slots)
+            self.prefix.offload_for(own_slots)
             state.sequence = self.cache.bring_back(stored, own_slots)
         self.table[state.id].swap_in(own_slots)
 
@@ -123,7 +123,7 @@ class KVCacheManager:
 
     def make_room(self, num_slots: int) -> bool:
         """Evict cached sequences as needed, and return whether ``num_slots`` slots are free now."""
-        self.prefix.evict(num_slots)
+        self.prefix.offload_for(num_slots)
         return self.cache.slots.num_free >= num_slots
 
     def run_idle_work(self) -> None:

@@ -212,14 +212,17 @@ class GenerationHandle:
             self.cancel()
             raise
 
-    def stop(self, is_dropped: bool = False) -> None:
-        """Cancel the request and take no more tokens. If the answer has ended by itself, this does nothing."""
+    def stop(self, reason: FinishReason = FinishReason.CANCELLED, is_dropped: bool = False) -> None:
+        """Cancel the request and take no more tokens; ``reason`` is that of the answer. If it has ended by itself, do nothing.
+
+        ``is_dropped``: a chat must forget the turn.
+        """
         processor = self._processors[0]
         if self.is_done or processor.has_ended:
             return
         self.cancel()
         processor.output.is_dropped = is_dropped
-        self._close(Finished(FinishReason.CANCELLED))
+        self._close(Finished(reason))
 
     def deltas(self, wants_text: bool = True) -> Iterator[TextDelta]:
         """Yield tokens together with the text that they add, as they are generated.

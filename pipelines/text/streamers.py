@@ -102,20 +102,13 @@ def stream(handle: GenerationHandle, sink: TokenSink) -> RequestOutput:
         StaticLLMError: the request failed.
         Exception: the sink raised it.
     """
-    reason: FinishReason | None = None
     try:
         for delta in handle.deltas(sink.takes_text):
-            if reason is not None:
-                continue  # the sink has ended the answer
             status = sink.write(delta.tokens, delta.text)
             if status != Status.RUNNING:
-                handle.stop(is_dropped=status == Status.CANCEL)
-                reason = REASONS[status]
+                handle.stop(REASONS[status], is_dropped=status == Status.CANCEL)
         sink.end()
-        output = handle.output()
-        if reason is not None and output.finish_reason == FinishReason.CANCELLED:
-            output.finish_reason = reason
-        return output
+        return handle.output()
     except BaseException:
         handle.cancel()
         raise

@@ -192,11 +192,15 @@ def test_a_failing_callback_ends_its_request_and_nobody_elses(pipe):
 
 
 def test_a_slow_callback_holds_up_nobody(pipe):
-    slow = pipe.submit("hello", max_new_tokens=30, ignore_eos=True, callback=lambda text: time.sleep(0.05))
-    start = time.perf_counter()
+    may_go_on = threading.Event()
+
+    def callback(text):
+        assert may_go_on.wait(60), "the other request waits for this callback"
+
+    slow = pipe.submit("hello", max_new_tokens=30, ignore_eos=True, callback=callback)
     pipe.generate("good morning", max_new_tokens=10, ignore_eos=True)
-    assert time.perf_counter() - start < 0.05 * 25
-    slow.result()
+    may_go_on.set()
+    assert len(slow.result().tokens[0]) == 30
 
 
 def test_async_for(pipe):

@@ -10,9 +10,10 @@ from staticllm.results import DecodedResults, GeneratedText
 
 def test_the_public_surface_is_closed():
     assert set(staticllm.__all__) == {
-        "BusyError", "ClosedError",
+        "BlobError", "BusyError", "ClosedError",
         "ConfigError", "DecodedResults", "DeviceError", "EncodedResults", "FinishReason", "GeneratedText",
-        "GenerationConfigError", "ModelError", "NumericalError", "PerfMetrics", "ProgressEvent", "PromptError",
+        "GenerationConfigError", "GenerationHandle", "ModelError", "NumericalError", "PerfMetrics", "Plan", "Policy",
+        "ProgressEvent", "PromptError", "RequestStatus", "RequestView", "Stats", "Trace", "View",
         "PromptTooLongError", "SnapshotError",
         "StaticLLMConfig", "StaticLLMError", "StaticLLMPipeline", "UnsupportedModelError", "Variant",
         "demo_model_path",

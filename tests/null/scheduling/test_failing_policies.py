@@ -72,10 +72,10 @@ class ChangesTheView:
         return Plan()
 
 
-class EmptiesTheCosts:
+class ChangesTheCosts:
     def plan(self, view):
-        view.device.seconds._measured.clear()
-        return Plan()
+        view.device.seconds.update(view.device.index.variants[0], 99.0)
+        return Plan(decode=tuple(request.id for request in view.running))
 
 
 class SlowId(int):
@@ -110,7 +110,7 @@ HOSTILE = [
     Endless,
     EndlessPrompts,
     ChangesTheView,
-    EmptiesTheCosts,
+    ChangesTheCosts,
 ]
 
 
@@ -126,6 +126,7 @@ def test_a_failing_policy_is_replaced_with_one_warning_and_requests_finish(polic
     assert [request.tokens for request in requests] == expected
     (warning,) = caught
     assert f"the scheduler {policy.__name__} is replaced by fcfs" in str(warning.message)
+    assert all(seconds < 50 for seconds in engine.runner.costs.measured.values())
     assert not [thread for thread in threading.enumerate() if thread.name == "staticllm-policy"]
 
 
@@ -209,7 +210,7 @@ def test_a_request_that_no_program_can_run_ends_alone(monkeypatch):
     with pytest.warns(RuntimeWarning):
         run_to_end(engine, [])
     end = outputs_of(stuck)[-1]
-    assert isinstance(end.error, DeviceError) and "no program can run request" in str(end.error)
+    assert isinstance(end.error, DeviceError) and "no program or not enough slots for this request" in str(end.error)
     assert fine.tokens == fake_answer(range(50, 60), 4)
 
 
