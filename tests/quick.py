@@ -4,5 +4,5 @@ from hypothesis import settings
 
 
 def examples(count):
-    """So many examples with ``--all``; else the share of them that the profile has of Hypothesis's own hundred."""
+    """Return ``count`` with ``--all``; else the share of it that the quick profile has of Hypothesis's default of 100."""
     return count * settings.default.max_examples // 100

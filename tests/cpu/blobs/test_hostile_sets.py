@@ -66,7 +66,7 @@ def test_a_name_that_is_no_plain_file_name_is_refused_before_anything_is_read_or
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in the file system here")
 @pytest.mark.parametrize("what", ["blob", "manifest"])
-def test_a_pipe_hangs_nobody(what, tmp_path):
+def test_a_pipe_is_refused_and_not_waited_for(what, tmp_path):
     written = a_set(tmp_path / "set")
     path = tmp_path / "set" / (MANIFEST if what == "manifest" else next(iter(written.blobs)))
     path.unlink()
@@ -195,7 +195,7 @@ def test_an_unknown_field_names_itself(tmp_path):
     assert "'surprise'" in refused(tmp_path / "set")
 
 
-def test_one_bad_manifest_in_a_cache_stops_nobody(tmp_path, staticllm):
+def test_one_damaged_manifest_in_a_cache_does_not_stop_the_others(tmp_path, staticllm):
     cache = BlobCache(tmp_path)
     good, bad = key_of(FINGERPRINT), "f" * 24
     a_set(cache.path(good))

@@ -79,7 +79,7 @@ def test_a_tokenizer_whose_texts_lie_outside_is_refused(model):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in the file system here")
-def test_a_pipe_in_place_of_a_file_hangs_nobody(model):
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(model):
     (model / "openvino_model.xml").unlink()
     os.mkfifo(model / "openvino_model.xml")
     with pytest.raises(ModelError):

@@ -51,7 +51,7 @@ def held_slots(pipe):
         for name in sorted(POLICIES)
     ],
 )
-def test_together_everybody_has_the_tokens_of_a_run_alone(zoo, prompt_of, scheduler, programs):
+def test_together_each_request_has_the_tokens_of_a_run_alone(zoo, prompt_of, scheduler, programs):
     prompts = [prompt_of(length, seed) for seed, length in enumerate((3, 70, 20, 90, 41, 1, 33))]
     with StaticLLMPipeline(
         zoo / "llama", "CPU", PROGRAMS=programs, MAX_NUM_SEQS=3, SCHEDULER=scheduler, **SMALL
@@ -179,7 +179,7 @@ def test_callbacks_run_in_threads_of_their_own(pipe):
     assert handle.result() == "".join(seen) and threads == {"staticllm-callback"}
 
 
-def test_a_failing_callback_ends_its_request_and_nobody_elses(pipe):
+def test_a_failing_callback_ends_its_request_only(pipe):
     def callback(text):
         raise ZeroDivisionError("mine")
 
@@ -191,7 +191,7 @@ def test_a_failing_callback_ends_its_request_and_nobody_elses(pipe):
     assert held_slots(pipe) == (0, 0, 0)
 
 
-def test_a_slow_callback_holds_up_nobody(pipe):
+def test_a_slow_callback_does_not_delay_other_requests(pipe):
     may_go_on = threading.Event()
 
     def callback(text):
@@ -322,7 +322,7 @@ schedules = st.lists(
 
 @settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(schedules)
-def test_whoever_shares_the_steps_tokens_are_those_of_a_run_alone(pipe, solo_tokens, schedule):
+def test_shared_steps_give_the_tokens_of_a_run_alone(pipe, solo_tokens, schedule):
     """Ten or fewer requests with common prefixes on four slots, so that some are swapped out, some cancelled on the way."""
     handles = []
     for which, count, cancel_after, pauses in schedule:

@@ -64,7 +64,7 @@ def test_what_cannot_be_is_one_line(pipe, options, message):
     pipe.finish_chat()
 
 
-def test_a_request_that_nobody_reads_ends_at_its_stop_string(zoo):
+def test_an_unread_request_ends_at_its_stop_string(zoo):
     with StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=64, MIN_RESPONSE_LEN=960, **EXACT) as pipe:
         whole = pipe.generate("hello", max_new_tokens=20, ignore_eos=True)
         stop = whole[8:11]

@@ -191,7 +191,7 @@ def test_the_program_for_single_rows_comes_later_and_changes_no_token(zoo, expec
 
 
 @pytest.mark.slow
-def test_single_rows_wait_for_nobody_where_that_is_asked(zoo, expected, tmp_path):
+def test_the_program_for_single_rows_comes_first_with_background_compile_off(zoo, expected, tmp_path):
     with StaticLLMPipeline(zoo / "llama", **SINGLE, BACKGROUND_COMPILE=False) as pipe:
         assert pipe.is_complete and programs_of(pipe)[0] != programs_of(pipe)[1] and tokens_of(pipe) == expected
     for origin in ("compiled", "from the cache"):

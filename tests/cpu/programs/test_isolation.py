@@ -62,7 +62,7 @@ def test_logits_do_not_depend_on_who_shares_the_step(name, mode, precision, zoo,
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt2", "bloom"))]
 )
-def test_packed_decoding_gives_everybody_their_own_tokens(name, mode, zoo, prompt_of, original):
+def test_packed_decoding_gives_each_sequence_its_own_tokens(name, mode, zoo, prompt_of, original):
     runner, reference = runner_of(zoo / name, mode, "f32"), original(zoo / name)
     prompts = [prompt_of(length) for length in (5, 23, 40, 1)]
     sequences, tokens = [runner.cache.open() for _ in prompts], []

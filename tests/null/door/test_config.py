@@ -60,7 +60,7 @@ def test_bad_properties_are_refused_in_one_line(properties, message):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_hints_of_npuw_choose_ladders():
+def test_hints_of_npuw_choose_buckets():
     assert read(PREFILL_HINT="STATIC", MAX_PROMPT_LEN=512).prefill_rows == (512,)
     assert read(GENERATE_HINT="FAST_COMPILE").generate_kv_lens == (1152,)
     assert read(PREFILL_HINT="DYNAMIC", GENERATE_HINT="BEST_PERF") == StaticLLMConfig()

@@ -122,7 +122,7 @@ class Schedule:
 
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules)
-def test_any_schedule_gives_everybody_their_own_answer(schedule):
+def test_any_schedule_gives_each_request_its_own_answer(schedule):
     """Swaps, preemptions, few slots, models that take turns, recurrent ones, programs that are compiled meanwhile."""
     is_recurrent = schedule["kind"] == "recurrent"
     variants = FAKE_VARIANTS if schedule["kind"] == "packed" else [v for v in FAKE_VARIANTS if v.sequences == 1]
@@ -161,7 +161,7 @@ SEPARATE = (
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 @pytest.mark.parametrize("is_users", [False, True])
-def test_a_small_packed_program_that_comes_first_takes_nobody_along(name, is_users):
+def test_a_small_packed_program_that_comes_first_ends_no_request(name, is_users):
     """Four sequences in more rows than it shows must take turns until the next program is there."""
     engine = fake_engine(Disturbed(name, ["skip"]) if is_users else make_policy(name), 4, SEPARATE, is_staged=True)
     requests = [fake_request(range(40 * i, 40 * i + 12 + i), 20) for i in range(9)]
@@ -338,7 +338,7 @@ def test_closing_without_draining_cancels():
     assert_empty(engine)
 
 
-def test_an_errand_runs_between_steps_and_its_failure_is_the_callers():
+def test_a_callback_runs_between_steps_and_its_failure_is_the_callers():
     engine = fake_engine(make_policy("dynamic"))
     assert engine.run_between_steps(lambda: threading.current_thread().name) == "staticllm-engine"
     with pytest.raises(KeyError):

@@ -93,7 +93,7 @@ def test_a_failing_device_fails_only_who_was_in_the_call(monkeypatch):
     assert running.tokens == fake_answer([1, 2, 3], 8)
 
 
-def test_a_failure_outside_the_call_ends_everybody_and_the_engine_goes_on(monkeypatch):
+def test_a_failure_outside_the_call_ends_all_requests_and_the_engine_continues(monkeypatch):
     engine = fake_engine(make_policy("fcfs"))
     first, second = fake_request([1, 2, 3], 30), fake_request([4, 5, 6], 30)
     engine.enqueue([first, second])

@@ -141,7 +141,7 @@ def test_an_engine_that_rests_tidies_up(monkeypatch):
     engine.close()
 
 
-def test_nobody_waits_for_a_copy_when_nobody_decodes(monkeypatch):
+def test_offloading_is_not_chunked_when_no_request_decodes(monkeypatch):
     """A prompt alone would see all rows of the conversation before it in every chunk."""
     monkeypatch.setattr(prefix, "OFFLOAD_SLOTS", 4)
     engine = fake_engine(make_policy("fcfs"))

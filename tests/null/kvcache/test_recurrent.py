@@ -49,7 +49,7 @@ moves = st.lists(
 
 
 @given(moves)
-def test_whoever_moves_takes_their_states_along(schedule):
+def test_a_moved_sequence_keeps_its_states(schedule):
     runner = fake_runner(VARIANTS, is_recurrent=True)
     cache = runner.cache
     sequences = [cache.open() for _ in range(4)]

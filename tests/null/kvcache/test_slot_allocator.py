@@ -36,7 +36,7 @@ def test_freeing_twice_is_noticed():
         allocator.free(rows)
 
 
-def test_a_shared_row_is_free_when_nobody_holds_it():
+def test_a_shared_slot_is_free_without_a_holder():
     allocator = SlotAllocator(4)
     rows = allocator.allocate(3)
     allocator.share(rows[:2])

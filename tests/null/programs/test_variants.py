@@ -29,7 +29,7 @@ def test_every_prompt_has_a_plan_that_fits(max_prompt_len, min_response_len, mod
     assert done == num_tokens
 
 
-def test_default_ladders():
+def test_default_buckets():
     assert [str(v) for v in choose_variants(StaticLLMConfig(), "separate")] == [
         *(f"generate[1x{c}]" for c in (256, 512, 1024, 1152, 2304)),
         *(f"generate[4x{c}x4]" for c in (1152, 2304)),
@@ -86,7 +86,7 @@ def test_the_smallest_variant_that_holds_a_call():
     assert index.max_decoding(0) == 4
 
 
-def test_ladders_of_the_user():
+def test_buckets_of_the_user():
     config = StaticLLMConfig(
         max_prompt_len=100, min_response_len=28, prefill_rows=(8, 100), generate_kv_lens=(64, 128), max_num_seqs=1
     )

@@ -81,7 +81,7 @@ def test_long_texts_are_decoded_in_a_window():
     assert text == "grüße " * 200 and longest < 50
 
 
-def test_tokens_that_nobody_reads_as_text_are_not_decoded():
+def test_tokens_that_are_not_read_as_text_are_not_decoded():
     def refuse(tokens):
         raise AssertionError("decoded for nobody")
 
