@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from staticllm import errors
 from staticllm.core import FinishReason
+from staticllm.errors import ClosedError, DeviceError, GenerationConfigError, NumericalError, StaticLLMError
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,30 @@ class Finished:
 
 
 Output = TokenOutput | Finished
+
+
+def output_to_dict(output: Output) -> dict[str, Any]:
+    """Return an output as a dict of JSON types; of an error its class and message."""
+    if isinstance(output, TokenOutput):
+        return asdict(output)
+    error = output.error
+    described = None if error is None else {"type": type(error).__name__, "message": str(error)}
+    return {"reason": str(output.reason), "error": described, "index": output.index}
+
+
+def output_from_dict(values: Mapping[str, Any]) -> Output:
+    """Return the output that ``output_to_dict`` described. An error of an unknown class becomes a ``StaticLLMError``."""
+    if "id" in values:
+        return TokenOutput(**values)
+    described = values["error"]
+    error = None
+    if described is not None:
+        kind = getattr(errors, described["type"], None)
+        is_plain = kind in (DeviceError, GenerationConfigError, NumericalError, ClosedError)
+        error = (kind if is_plain and kind is not None else StaticLLMError)(described["message"])
+    return Finished(FinishReason(values["reason"]), error, values["index"])
+
+
 Listener = Callable[[Output], None]
 
 

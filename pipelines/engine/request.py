@@ -60,15 +60,23 @@ class EngineRequest:
     arrival: float = field(default_factory=time.perf_counter)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the request as a dict of JSON types, without its id, which only this process uses."""
+        """Return the request as a dict of JSON types.
+
+        The id is this process's own and is left out. Moments become seconds from now, since the clocks of processes may differ.
+        """
         plain = {**asdict(self), "prompt": list(self.prompt), "stop_token_ids": sorted(self.stop_token_ids)}
         del plain["id"]
+        now = time.perf_counter()
+        for name in ("arrival", "deadline"):
+            plain[name] = None if plain[name] is None else plain[name] - now
         return plain
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineRequest:
         """Return the request that ``to_dict`` described, with an id of this process."""
-        plain = dict(values)
+        plain, now = dict(values), time.perf_counter()
+        for name in ("arrival", "deadline"):
+            plain[name] = None if plain[name] is None else plain[name] + now
         prompt, stops = tuple(plain.pop("prompt")), frozenset(plain.pop("stop_token_ids"))
         return cls(prompt, SamplingParams(**plain.pop("sampling")), stop_token_ids=stops, **plain)
 

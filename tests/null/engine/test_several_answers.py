@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from output_queues import outputs_of
 from quick import examples
 
-from staticllm.core import Variant
-from staticllm.pipelines.engine.output_queue import Finished, TokenOutput
+from staticllm.core import FinishReason, Variant
+from staticllm.errors import NumericalError, StaticLLMError
+from staticllm.pipelines.engine.output_queue import Finished, TokenOutput, output_from_dict, output_to_dict
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
@@ -145,12 +147,34 @@ while not isinstance(output := state.queue.get(0), Finished):
 
 def test_a_request_crosses_a_process_as_json():
     request = EngineRequest(
-        (1, 2, 3), SAMPLING, seed=9, max_new_tokens=7, stop_token_ids=frozenset({996}), deadline=1e12, overflow="shift"
-    )
+        (1, 2, 3), SAMPLING, seed=9, max_new_tokens=7, stop_token_ids=frozenset({996}), overflow="shift",
+        deadline=time.perf_counter() + 60,
+    )  # fmt: skip
     text = json.dumps(request.to_dict())
-    assert replace(EngineRequest.from_dict(json.loads(text)), id=request.id) == request
+    back = EngineRequest.from_dict(json.loads(text))
+    assert back.deadline == pytest.approx(request.deadline, abs=1) and back.arrival == pytest.approx(
+        request.arrival, abs=1
+    )
+    assert replace(back, id=request.id, deadline=request.deadline, arrival=request.arrival) == request
     child = subprocess.run([sys.executable, "-c", CHILD], input=text, capture_output=True, text=True, check=True)
     here = fake_request((1, 2, 3), 7, sampling=SAMPLING, seed=9)
     run_to_end(fake_engine(make_policy("fcfs")), [here])
     assert [int(line) for line in child.stdout.split()] == answers_of(here)[0][0]
-    assert isinstance(request.id, int) and Finished("stop").index == 0
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        TokenOutput(7, -0.5, 12.25, 0.001, 2, 0.5, 3),
+        Finished(FinishReason.STOP, index=1),
+        Finished(FinishReason.ERROR, NumericalError("not finite")),
+        Finished(FinishReason.ERROR, ValueError("of another library")),
+    ],
+)
+def test_an_output_crosses_a_process_as_json(output):
+    back = output_from_dict(json.loads(json.dumps(output_to_dict(output))))
+    if isinstance(output, TokenOutput) or output.error is None:
+        assert back == output
+    else:
+        assert (back.reason, back.index, str(back.error)) == (output.reason, output.index, str(output.error))
+        assert type(back.error) is (NumericalError if isinstance(output.error, NumericalError) else StaticLLMError)
