@@ -122,7 +122,7 @@ def _packed_rows(num_seqs: int, mode: ProgramMode) -> tuple[int, ...]:
 
 
 def _steps(total: int) -> tuple[int, ...]:
-    """Return KV lengths that need no program of their own: every 256 slots, from 4096 on in steps of an eighth, then ``total``."""
+    """Return KV lengths that need no program of their own: steps of 256 slots, from 4096 on of an eighth, then ``total``."""
     buckets, step = [], SMALLEST_KV_LEN
     while step < total:
         buckets.append(step)
