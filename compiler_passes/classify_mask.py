@@ -88,8 +88,8 @@ def classify(model: ov.Model, sources: list[ov.Output], max_kv_len: int) -> dict
         if found is None:
             raise UnsupportedModelError(
                 STAGE,
-                f"the mask {source.get_node().get_friendly_name()!r} is of an unknown kind: it hides more than the tokens before a "
-                f"first one, or its bias depends on more than distance or key (evaluated with up to {max_kv_len} past tokens)",
+                f"the mask {source.get_node().get_friendly_name()!r} is of an unknown kind: it hides more than the tokens before "
+                f"a first one, or its bias depends on more than distance or key (evaluated with up to {max_kv_len} past tokens)",
             )
         kinds[key] = found
     return kinds

@@ -127,7 +127,7 @@ def _compares_positions(graph: StepGraph) -> bool:
 
 
 def _like(output: ov.Output, position_ids: ov.Node) -> ov.Output:
-    """Return ``position_ids [1, S]`` with the rank and type of ``output``, of which at most one dimension is not 1."""
+    """Return ``position_ids [1, S]`` with the rank and type of ``output``, of which exactly one dimension is not 1."""
     rank = position_ids.get_partial_shape().rank.get_length()
     if rank != 2:
         name = output.get_node().get_friendly_name()
@@ -208,7 +208,7 @@ def _values(nodes: list[ov.Node], wanted: list[int]) -> Values:
 
 
 def _probe_shape(port: ov.Output, past: int, new: int) -> ov.PartialShape:
-    """Return the shape of an input in a call of ``new`` tokens over ``past`` KV slots. An unknown input has one value per token."""
+    """Return the shape of an input in a call of ``new`` tokens over ``past`` KV slots; an unknown one has a value per token."""
     sizes = CallSizes((new, new), (past, past), (new, new))
     contracts = [_ATTENTION_MASK if name == "attention_mask" else find_port(name) for name in port.get_names()]
     contract = next((found for found in contracts if found is not None), _PER_TOKEN)

@@ -72,7 +72,7 @@ class PassReport:
 
 @dataclass(frozen=True)
 class LoweredModel:
-    """A model after all passes but the last, with any number of rows and any KV length. ``specialise`` and ``share`` finish it."""
+    """A model after all passes but the last, with any number of rows and KV length. ``specialise`` and ``share`` finish it."""
 
     graph: StepGraph
     shape: ModelShape

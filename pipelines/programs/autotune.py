@@ -17,7 +17,7 @@ from staticllm.devices import kind
 
 GROUP_SIZE, PRECISION = "DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_PRECISION_HINT"
 LARGE_GROUP = 128
-"""Activations that share a scale when the CPU multiplies them in 8 bits with 8-bit or 4-bit weights. The plugin's default is 32."""
+"""Activations that share a scale when the CPU multiplies them in 8 bits with 8-bit or 4-bit weights. The plugin uses 32."""
 WORTH_IT = 1.1
 """How many times faster a larger group must be: its logits are a little further from the model's (docs/decisions.md)."""
 CLEARLY = 1.15
