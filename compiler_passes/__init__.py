@@ -1,1 +1,1 @@
-"""Before a run: a stateful model becomes step programs of fixed shape."""
+"""Turns a stateful model into step programs of fixed shape, before a run."""

@@ -1,4 +1,4 @@
-"""Where a model attends: by ``ScaledDotProductAttention``, or written out as MatMul, Add, Softmax, MatMul."""
+"""Finds the attentions of a model: ``ScaledDotProductAttention``, or written out as MatMul, Add, Softmax, MatMul."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ FUSED = "ScaledDotProductAttention"
 KEY_PORT, VALUE_PORT, MASK_PORT = 1, 2, 3
 _AROUND_SOFTMAX = frozenset({"Reshape", "Convert", "Maximum", "Minimum", "Clamp", "Squeeze", "Unsqueeze"})
 _ON_SCORES = _AROUND_SOFTMAX | {"Multiply", "Divide", "Tanh"}
-"""Scales, soft caps and shapes. Not Add: a bias must not pass for a part of the scores."""
+"""Scales, soft caps and shapes. Add is not among them, because a bias must not be taken for a part of the scores."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One layer's attention. ``mask`` is the port by which an additive mask enters, None if there is none."""
+    """The attention of one layer. ``mask``: the port of the additive mask; None if there is none."""
 
     node: ov.Node
     keys: ov.Input
@@ -26,12 +26,12 @@ class Attention:
 
     @property
     def scores(self) -> ov.Node:
-        """What has the shape ``[1, heads, S, ...]``."""
+        """The node whose shape is ``[1, heads, S, ...]``."""
         return self.node if self.node.get_type_name() == FUSED or self.mask is None else self.mask.get_node()
 
 
 def find_attentions(model: ov.Model) -> list[Attention]:
-    """In the order of the layers."""
+    """Return the attentions of a model in the order of its layers."""
     found = (_attention(node) for node in model.get_ordered_ops())
     return [attention for attention in found if attention is not None]
 
@@ -44,7 +44,7 @@ def _attention(node: ov.Node) -> Attention | None:
 
 
 def _written_out(softmax: ov.Node) -> Attention | None:
-    """Softmax(scores + mask) · values, where the scores are queries · keys; None for any other Softmax."""
+    """Match Softmax(scores + mask) · values, where the scores are queries · keys; return None for any other Softmax."""
     add = _producer(softmax.input_value(0), _AROUND_SOFTMAX)
     weighted = _reader(softmax.output(0))
     if add.get_type_name() != "Add" or weighted is None:
@@ -64,7 +64,7 @@ def _producer(output: ov.Output, passing: frozenset[str]) -> ov.Node:
 
 
 def _reader(output: ov.Output) -> ov.Node | None:
-    """The MatMul whose left side this becomes, if nothing else is done with it."""
+    """Return the MatMul whose left side this output is, if nothing else reads it."""
     readers = [node for node in consumers(output) if node.get_type_name() != "ShapeOf"]
     while len(readers) == 1 and readers[0].get_type_name() in _AROUND_SOFTMAX:
         output = readers[0].output(0)

@@ -1,4 +1,4 @@
-"""What must hold after each stage. A violation is a bug of a pass, or a graph that a pass misread."""
+"""Checks what must hold after each stage; a violation is a bug of a pass, or a graph that a pass misread."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from staticllm.errors import UnsupportedModelError
 
 
 def check_graph(graph: StepGraph, stage: str) -> None:
-    """After a pass on the whole graph: no sinks, no variables, unique port names, every state paired.
+    """Check the graph after a pass: no sinks, no variables, unique port names, an input and an output for every state.
 
     Raises:
-        UnsupportedModelError: one of these does not hold.
+        UnsupportedModelError: one of these conditions does not hold.
     """
     model = graph.model
     leftovers = [
@@ -31,10 +31,10 @@ def check_graph(graph: StepGraph, stage: str) -> None:
 
 
 def check_static(model: ov.Model, stage: str) -> None:
-    """After ``fix_shapes``: every port of every node has a static shape.
+    """Check after ``fix_shapes`` that every port of every node has a static shape.
 
     Raises:
-        UnsupportedModelError: one has not; names the node.
+        UnsupportedModelError: a port has a dynamic shape; the message names the node.
     """
     for node in model.get_ordered_ops():
         for output in node.outputs():

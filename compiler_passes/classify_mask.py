@@ -1,8 +1,8 @@
-"""What the mask of each layer does, found by evaluating it on probe inputs.
+"""Classifies the mask of each layer by evaluating it on probe inputs.
 
-Evaluation, not pattern matching, because exporters build the same mask in a dozen ways. What is found: causal, a window of N,
-or a table of the first position that each token sees (attention in chunks); and a bias on what is seen, linear in the distance
-with a slope for each head (ALiBi), or a table of it for each key position (ALiBi in bf16).
+Masks are evaluated, not matched as patterns, because exporters build the same mask in a dozen ways. The kinds are: causal, a
+window of N tokens, or a table of the first position that each token sees (attention in chunks). The visible keys may have a bias:
+linear in the distance with one slope per head (ALiBi), or a table with one value per key position (ALiBi in bf16).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from staticllm.errors import UnsupportedModelError
 
 STAGE = "expose_mask"
 VISIBLE, HIDDEN_BELOW = 0.0, -1e4
-"""An additive mask adds exactly 0 where a token is seen, or a bias, and less than this where it is hidden."""
+"""An additive mask adds exactly 0 or a bias where a token is seen, and less than ``HIDDEN_BELOW`` where it is hidden."""
 TABLE_STEP = 256  # tokens whose masks are evaluated at once
 BIAS_TOLERANCE = 1e-5  # of the largest bias: exporters compute it in f32
 Mask = NDArray[np.float32]
 Key = tuple[int, int]
 Evaluate = Callable[..., list[Mask]]
-"""From a probe, and a seed for the values of tokens and KV slots, to the values of all masks."""
+"""Maps a probe, and a seed for the values of tokens and KV slots, to the values of all masks."""
 
 
 @dataclass(frozen=True)
 class BiasTable:
-    """The bias of keys by their position k: ``values [heads, k]``. Tables with the same digest are equal."""
+    """The bias of keys by their position: ``values [heads, positions]``. Tables with the same digest are equal."""
 
     digest: str
     values: Mask = field(compare=False, repr=False)
@@ -43,7 +43,7 @@ class BiasTable:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the mask of a layer does: the visible keys, and a bias (``slopes``, one per head, or a table), if there is one."""
+    """The visible keys of a layer's mask, and their bias, if there is one (``slopes``, one per head, or a table)."""
 
     kind: MaskKind
     slopes: tuple[float, ...] = ()
@@ -51,7 +51,7 @@ class Seen:
 
     @property
     def label(self) -> str:
-        """What the mask does, as reports show it."""
+        """The kind of the mask, as reports show it."""
         bias = " + ALiBi" if self.slopes else " + a bias of each key" if self.table else ""
         return self.kind.label + bias
 
@@ -65,15 +65,15 @@ class Probe:
 
 
 def key_of(output: ov.Output) -> Key:
-    """What identifies an output within its graph."""
+    """Return what identifies an output within its graph."""
     return output.get_node().get_instance_id(), output.get_index()
 
 
 def classify(model: ov.Model, sources: list[ov.Output], max_kv_len: int) -> dict[Key, Seen]:
-    """What each of ``sources``, masks, does up to ``max_kv_len`` past KV slots.
+    """Classify each of the masks ``sources``, for up to ``max_kv_len`` past KV slots.
 
     Raises:
-        UnsupportedModelError: names a mask of an unknown kind.
+        UnsupportedModelError: a mask is of an unknown kind; the message names it.
     """
     unique = {key_of(source): source for source in sources}
     probes = [Probe(0, 7), Probe(3, 4), Probe(max_kv_len, 5), Probe(max_kv_len + 3, 1)]
@@ -88,8 +88,8 @@ def classify(model: ov.Model, sources: list[ov.Output], max_kv_len: int) -> dict
         if found is None:
             raise UnsupportedModelError(
                 STAGE,
-                f"the mask {source.get_node().get_friendly_name()!r} hides more than what lies before a first token, or has "
-                f"another bias than one of the distance or of the key (evaluated with up to {max_kv_len} past tokens)",
+                f"the mask {source.get_node().get_friendly_name()!r} is of an unknown kind: it hides more than the tokens before "
+                f"a first one, or its bias depends on more than distance or key (evaluated with up to {max_kv_len} past tokens)",
             )
         kinds[key] = found
     return kinds
@@ -102,7 +102,7 @@ def _one_of(evaluate: Evaluate, index: int) -> Callable[[Probe], Mask]:
 def classify_one(
     probes: list[Probe], masks: list[Mask], evaluate: Callable[[Probe], Mask], max_kv_len: int
 ) -> Seen | None:
-    """What one mask does, from its values on the probes and others that are asked for; None if nothing fits."""
+    """Classify one mask by its values on the probes, and on further probes if needed; return None if no kind fits."""
     window, slopes = _window_of(masks[2]), _slopes_of(masks[2])
     linear = [_linear(probe, np.array(slopes or (0.0,))) for probe in probes]
     if _all_as_expected(probes, masks, window, linear):
@@ -123,7 +123,10 @@ def classify_one(
 
 
 def _first_seen(evaluate: Callable[[Probe], Mask], max_kv_len: int) -> NDArray[np.int64] | None:
-    """The first position that the tokens at 0 .. ``max_kv_len`` see; None if one does not see all from there to itself."""
+    """Return the first position that each token at 0 … ``max_kv_len`` sees, ``[max_kv_len + 1]``.
+
+    Return None if a token does not see all positions from there to its own.
+    """
     firsts = []
     for past in range(0, max_kv_len + 1, TABLE_STEP):
         mask, total = evaluate(Probe(past, TABLE_STEP)), past + TABLE_STEP
@@ -142,7 +145,7 @@ def _first_seen(evaluate: Callable[[Probe], Mask], max_kv_len: int) -> NDArray[n
 
 
 def _bias_of_keys(mask: Mask, total: int) -> Mask | None:
-    """The last row of a long probe, ``[heads, total]``: what it sees, and 0 where it sees nothing."""
+    """Return the bias in the last row of a long probe, ``[heads, total]``; 0 where a key is hidden."""
     if mask.ndim < 2 or mask.shape[-1] != total:
         return None
     last = mask.reshape(-1, *mask.shape[-2:])[:, -1]
@@ -154,7 +157,7 @@ def _digest(table: NDArray[np.generic]) -> str:
 
 
 def _evaluator(model: ov.Model, sources: list[ov.Output]) -> Evaluate:
-    """Compile only what the masks need, on the CPU, and return a function from a probe to their values."""
+    """Compile the subgraphs of the masks on the CPU, and return a function from a probe to their values."""
     needed = {node.get_instance_id() for node in upstream([source.get_node() for source in sources])}
     parameters = [node for node in model.get_parameters() if node.get_instance_id() in needed]
     results = [ops.result(source) for source in sources]
@@ -170,7 +173,7 @@ def _evaluator(model: ov.Model, sources: list[ov.Output]) -> Evaluate:
 
 
 def _probe_input(parameter: ov.Node, probe: Probe, random: np.random.Generator) -> NDArray[np.generic]:
-    """The value of one parameter with ``past`` KV slots filled and ``new`` tokens. All tokens are real, their ids random."""
+    """Make the value of one parameter with ``past`` KV slots and ``new`` tokens. All tokens are real, and their ids random."""
     names = parameter.output(0).get_names()
     shape = parameter.get_partial_shape()
     dtype = parameter.get_element_type().to_dtype()
@@ -206,9 +209,10 @@ def _all_as_expected(
 
 
 def _is_as_expected(planes: NDArray[np.float32], cells: NDArray[np.bool_], bias: NDArray[np.floating[Any]]) -> bool:
-    """Hidden where no cell is seen; else the bias, but for what all cells of a row have in common: a softmax drops it.
+    """Return whether a mask hides all cells but ``cells``, and whether the visible cells hold the bias.
 
-    ``planes [heads, new, past + new]``; one plane serves all heads. Without a bias the visible cells must hold exactly 0.
+    A constant per row is ignored, because a softmax drops it. ``planes [heads, new, past + new]``; one plane serves all heads.
+    Without a bias the visible cells must hold exactly 0.
     """
     if planes.shape[1:] != cells.shape or len(planes) != len(bias) or not np.all(planes[:, ~cells] < HIDDEN_BELOW):
         return False
@@ -220,14 +224,14 @@ def _is_as_expected(planes: NDArray[np.float32], cells: NDArray[np.bool_], bias:
 
 
 def _linear(probe: Probe, slopes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """``slope * (key - query)``, ``[heads, new, past + new]``."""
+    """Return ``slope * (key - query)``, ``[heads, new, past + new]``."""
     query = np.arange(probe.past, probe.past + probe.new)[:, None]
     key = np.arange(probe.past + probe.new)[None, :]
     return slopes[:, None, None] * (key - query)
 
 
 def _slopes_of(mask: NDArray[np.float32]) -> tuple[float, ...]:
-    """What each head's bias grows by from one key to the next, at the last row of a long probe; () if it has no bias."""
+    """Return the growth of each head's bias from one key to the next, in the last row of a long probe; () without a bias."""
     last = mask.reshape(-1, *mask.shape[-2:])[:, -1] if mask.ndim > 1 else mask[None]
     seen = last[0] >= HIDDEN_BELOW
     if not seen.any() or not last[:, seen].any():
@@ -239,14 +243,14 @@ def _slopes_of(mask: NDArray[np.float32]) -> tuple[float, ...]:
 
 
 def _window_of(mask: NDArray[np.float32]) -> int | None:
-    """The window that the last row of a long probe shows, None if it sees everything."""
+    """Return the window in the last row of a long probe, in tokens; None if the row sees everything."""
     last = np.atleast_2d(mask.reshape(-1, mask.shape[-1]))[-1]
     seen = int(np.count_nonzero(last >= HIDDEN_BELOW))
     return None if seen in (0, last.size) else seen
 
 
 def visible_cells(past: int, new: int, window: int | None) -> NDArray[np.bool_]:
-    """Plain definition of visibility, ``[new, past + new]``: token q sees k if k <= q and k > q - window."""
+    """Return which cells are visible, ``[new, past + new]``, by definition: token q sees k if k <= q and k > q - window."""
     query = np.arange(past, past + new)[:, None]
     key = np.arange(past + new)[None, :]
     seen = key <= query

@@ -1,8 +1,8 @@
-"""Attention as MatMul, Add, Softmax, MatMul.
+"""Decomposes attention into MatMul, Add, Softmax, MatMul.
 
-Left as ``ScaledDotProductAttention``, plugins without a kernel for it take it apart themselves; OpenVINO's CPU plugin then
-transposes and scales all keys, T + S rows, in every layer of every step. Here the scale is put on the queries, S rows, and
-the transposition into the MatMul: the plugin still makes one fused kernel of it.
+Plugins without a kernel for ``ScaledDotProductAttention`` decompose it themselves; OpenVINO's CPU plugin then transposes and
+scales all T + S keys in every layer of every step. This pass scales the S queries instead, and moves the transposition into the
+MatMul; the plugin still makes one fused kernel of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PLAIN_INPUTS = 5  # query, key, value, mask, scale: a sink input takes part in t
 
 
 def decompose_attention(graph: StepGraph) -> None:
-    """Decompose every attention that has a mask and nothing unusual; the others stay, and are noted."""
+    """Decompose every attention that has a mask and nothing unusual. The others are left alone and noted."""
     attentions = graph.attentions()
     decomposed = 0
     for node in attentions:
@@ -31,7 +31,7 @@ def decompose_attention(graph: StepGraph) -> None:
 
 
 def _decompose(attention: ov.Node) -> str | None:
-    """None if done, else why not."""
+    """Decompose one attention; return None, or the reason why it is left alone."""
     if attention.get_attributes()["causal"] or attention.get_input_size() < PLAIN_INPUTS - 1:
         return "it has no mask input"
     if attention.get_input_size() > PLAIN_INPUTS:

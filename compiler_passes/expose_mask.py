@@ -1,8 +1,8 @@
-"""What each layer may see becomes an input.
+"""Replaces the masks that the graph computes by inputs.
 
-The mask of each attention is classified (``classify_mask.py``). Layers of one kind then share one input ``mask.<kind>`` of shape
-``[1, 1, S, T+S]``, additive. Where what is seen gets a bias as well, it is rebuilt from the positions of keys and queries, two
-more inputs: slots of the arena are in any order.
+The mask of each attention is classified (``classify_mask.py``). Layers of one kind then share one additive input ``mask.<kind>``
+of shape ``[1, 1, S, T+S]``. A bias on the visible keys is rebuilt from the positions of keys and queries, which are two more
+inputs, because slots of the arena are in any order.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from staticllm.errors import UnsupportedModelError
 
 
 def expose_mask(graph: StepGraph, max_kv_len: int) -> None:
-    """Classify the mask of every layer and feed it from outside.
+    """Classify the mask of every layer and replace it by an input.
 
-    A window that is not shorter than ``max_kv_len`` plus a few rows can never hide anything and counts as causal.
+    A window that is not shorter than ``max_kv_len`` plus a few rows never hides anything and counts as causal.
 
     Raises:
-        UnsupportedModelError: there is no attention, or one has no mask, or a mask of an unknown kind.
+        UnsupportedModelError: there is no attention, or one has no mask or a mask of an unknown kind.
     """
     attentions = find_attentions(graph.model)
     if not attentions:
@@ -64,7 +64,7 @@ def _mask_port(attention: Attention) -> ov.Input:
     rank = attention.scores.get_output_partial_shape(0).rank
     if rank.is_dynamic or rank.get_length() != 4:
         raise UnsupportedModelError(
-            STAGE, f"attention {name!r} has scores of rank {rank}: [batch, heads, S, T+S] is understood"
+            STAGE, f"attention {name!r} has scores of rank {rank}: must be [batch, heads, S, T+S]"
         )
     return attention.mask
 
@@ -74,7 +74,7 @@ def _mask_input(graph: StepGraph, kind: MaskKind, rows: ov.Dimension) -> ov.Node
 
 
 def _with_bias(graph: StepGraph, mask: ov.Output, seen: Seen, rows: ov.Dimension) -> ov.Output:
-    """``mask [1, 1, S, T+S]`` and the bias of each head: ``[1, heads, S, T+S]``."""
+    """Add the bias of each head to ``mask [1, 1, S, T+S]``, and return the sum, ``[1, heads, S, T+S]``."""
     if not seen.slopes and seen.table is None:
         return mask
     keys = graph.parameter(KEY_POSITIONS) or graph.add_parameter(
@@ -88,7 +88,7 @@ def _with_bias(graph: StepGraph, mask: ov.Output, seen: Seen, rows: ov.Dimension
     queries = graph.parameter(QUERY_POSITIONS) or graph.add_parameter(
         QUERY_POSITIONS, ov.PartialShape([1, 1, rows, 1]), ov.Type.i32
     )
-    # whole numbers, exact in every precision; positions of thousands would not be in bf16
+    # distances of whole numbers are computed exactly; positions above 256 would not be exact in bf16
     distance = ops.convert(ops.subtract(keys, queries), mask.get_element_type().get_type_name())
     factors = ops.convert_like(ops.constant(np.array(seen.slopes, np.float32).reshape(1, -1, 1, 1)), distance)
     return ops.add(mask, ops.multiply(distance, factors)).output(0)

@@ -1,8 +1,9 @@
-"""Positions that the graph computes itself become the input ``position_ids``.
+"""Replaces the positions that the graph computes itself by the input ``position_ids``.
 
-Exports without that input count the past rows and add the new ones, or sum up ``attention_mask``. Arena rows are not the
-length of a conversation, so every value that *evaluates* to ``past .. past + new`` on probe shapes is replaced by the input.
-Nodes that still read ``attention_mask`` then read ones: every row of a call is a real token, or idle and seen by no other row.
+Exports without that input count the past KV slots and add the new tokens, or sum up ``attention_mask``. The number of KV slots
+that a call sees is not the length of a conversation, so every value that *evaluates* to ``past .. past + new`` on probe shapes is
+replaced by the input. Nodes that still read ``attention_mask`` then read ones: every row of a call is a real token, or idle and
+seen by no other row.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from staticllm.ports import CallSizes, Port, find_port
 
 STAGE = "expose_positions"
 NEWS = (7, 11, 13)
-"""Numbers of new tokens in the probes: primes, so that no other size is mistaken for them."""
+"""Numbers of new tokens in the probes. They are primes, so that no other size is mistaken for them."""
 SAME_NEW = ((5, 7), (9, 7))
-"""Probes ``(past, new)`` between which no data may differ."""
+"""Two probes ``(past, new)``; data must not differ between them."""
 _SIZE_PORTS = {
     "Reshape": {1}, "Broadcast": {1, 2}, "Tile": {1}, "Slice": {2, 3, 4}, "StridedSlice": {2, 3}, "Split": {1},
     "VariadicSplit": {1, 2}, "Pad": {1, 2}, "Squeeze": {1}, "Unsqueeze": {1}, "OneHot": {1},
 }  # fmt: skip
-"""Ports that give a size, not data. The beginning of a slice is data."""
-_TABLES = ("Gather",)  # a longer table holds the same at every place
+"""Ports that take a size, not data. The beginning of a slice is data."""
+_TABLES = ("Gather",)  # a longer table has the same value at every place
 _PICKS = frozenset({"Slice", "StridedSlice", "Split", "VariadicSplit", "ReduceMin", "ReduceSum", "ReduceMean", "TopK"})
 _KEEPS_POSITIONS = frozenset(
     {
@@ -52,12 +53,13 @@ Values = dict[int, NDArray[np.generic]]
 
 
 def expose_positions(graph: StepGraph, max_kv_len: int) -> None:
-    """Feed positions from outside; refuse other data that depends on the number of past KV slots.
+    """Replace computed positions by an input; refuse other data that depends on the number of past KV slots.
 
-    Positions that are counted only for their number, as the length of a table is, stay.
+    Positions of which only the number matters, such as the length of a table, are kept.
 
     Raises:
-        UnsupportedModelError: names the node.
+        UnsupportedModelError: data depends on the number of past KV slots, or positions cannot be replaced; the message names
+            the node.
     """
     count = 0
     if not graph.kv_states:
@@ -73,7 +75,7 @@ def expose_positions(graph: StepGraph, max_kv_len: int) -> None:
 
 
 def _redirect_positions(graph: StepGraph, nodes: list[ov.Node], max_kv_len: int) -> int:
-    """Feed the positions that ``nodes`` are computed from; how many were found."""
+    """Replace the positions that ``nodes`` are computed from by the input, and return the number of replaced values."""
     varying = {node.get_instance_id() for node in nodes}
     leading = {node.get_instance_id() for node in upstream(nodes)}
     found = [
@@ -96,10 +98,12 @@ def _redirect_positions(graph: StepGraph, nodes: list[ov.Node], max_kv_len: int)
 
 
 def _compares_positions(graph: StepGraph) -> bool:
-    """Whether the largest position of a call decides something (frequencies for long texts): others' must not count.
+    """Return whether the largest position of a call decides something, for example frequencies for long texts.
+
+    Sequences with different positions must not share such a call.
 
     Raises:
-        UnsupportedModelError: a position is picked by its place in the call.
+        UnsupportedModelError: a position is picked by its place in the call; the message names the node.
     """
     parameter = graph.parameter("position_ids")
     if parameter is None:
@@ -114,7 +118,7 @@ def _compares_positions(graph: StepGraph) -> bool:
         if picks or kind in _PICKS:
             what = f"{kind} {node.get_friendly_name()!r}"
             raise UnsupportedModelError(
-                STAGE, f"{what} picks a position of the call: its last row may be idle, or another's"
+                STAGE, f"{what} picks a position of the call: its last row may be idle, or of another sequence"
             )
         if kind in _KEEPS_POSITIONS:
             reached.add(node.get_instance_id())
@@ -123,7 +127,7 @@ def _compares_positions(graph: StepGraph) -> bool:
 
 
 def _like(output: ov.Output, position_ids: ov.Node) -> ov.Output:
-    """``position_ids [1, S]`` with the rank and type of what it replaces; one dimension of that is not 1."""
+    """Return ``position_ids [1, S]`` with the rank and type of ``output``, of which exactly one dimension is not 1."""
     rank = position_ids.get_partial_shape().rank.get_length()
     if rank != 2:
         name = output.get_node().get_friendly_name()
@@ -137,9 +141,9 @@ def _like(output: ov.Output, position_ids: ov.Node) -> ov.Output:
 
 
 def _computed_positions(model: ov.Model, max_kv_len: int) -> list[ov.Output]:
-    """Outputs that equal the positions on every probe, and are not computed from others that do."""
+    """Return the outputs that equal the positions on every probe and are not computed from others that do."""
     nodes = model.get_ordered_ops()
-    pasts = (3, 0, max_kv_len)  # far as well: a clamp begins somewhere
+    pasts = (3, 0, max_kv_len)  # the largest as well, to detect a clamp
     probes = [(past, new, _evaluate(model, past, new)) for past, new in zip(pasts, NEWS, strict=True)]
     matching: set[int] = set()
     first: list[ov.Output] = []
@@ -159,9 +163,10 @@ def _are_positions(value: NDArray[np.generic], past: int, new: int) -> bool:
 
 
 def _evaluate(model: ov.Model, past: int, new: int) -> Values:
-    """Every value that depends on lengths alone, when ``past`` KV slots are filled and ``new`` tokens arrive.
+    """Return every value that depends on lengths alone, for ``past`` KV slots and ``new`` tokens, by index into
+    ``get_ordered_ops``.
 
-    By index into ``get_ordered_ops``. A copy is given these sizes, so that a ShapeOf of data is a constant.
+    A copy of the model gets these sizes, so that a ShapeOf of data is a constant.
     """
     copy = model.clone()
     for parameter in copy.get_parameters():  # not reshape(), which rewrites the graph
@@ -203,7 +208,7 @@ def _values(nodes: list[ov.Node], wanted: list[int]) -> Values:
 
 
 def _probe_shape(port: ov.Output, past: int, new: int) -> ov.PartialShape:
-    """The shape of an input in a call of ``new`` tokens over ``past`` KV slots. An unknown input has one value per token."""
+    """Return the shape of an input in a call of ``new`` tokens over ``past`` KV slots; an unknown one has a value per token."""
     sizes = CallSizes((new, new), (past, past), (new, new))
     contracts = [_ATTENTION_MASK if name == "attention_mask" else find_port(name) for name in port.get_names()]
     contract = next((found for found in contracts if found is not None), _PER_TOKEN)
@@ -237,7 +242,7 @@ def _refuse_lengths(graph: StepGraph) -> None:
     A model without KV slots has no other source of that length, and the host does not feed it.
 
     Raises:
-        UnsupportedModelError: names the node.
+        UnsupportedModelError: a node counts them; the message names it.
     """
     parameter = graph.parameter("attention_mask")
     queue = consumers(parameter.output(0)) if parameter is not None else []
@@ -258,7 +263,7 @@ def _num_tokens(graph: StepGraph) -> ov.Node:
 
 
 def _varying(model: ov.Model) -> list[ov.Node]:
-    """Nodes that feed data and whose values differ when there are more past KV slots."""
+    """Return the nodes that feed data and whose values change with the number of past KV slots."""
     nodes = model.get_ordered_ops()
     if not _may_vary(nodes):
         return []
@@ -275,7 +280,7 @@ def _varying(model: ov.Model) -> list[ov.Node]:
 
 
 def _differ(before: NDArray[np.generic], after: NDArray[np.generic]) -> bool:
-    """Whether two values differ where both have something."""
+    """Return whether two values differ where both have elements."""
     if before.ndim != after.ndim:
         return True
     common = tuple(slice(min(sizes)) for sizes in zip(before.shape, after.shape, strict=True))
@@ -283,12 +288,12 @@ def _differ(before: NDArray[np.generic], after: NDArray[np.generic]) -> bool:
 
 
 def _is_uniform(value: NDArray[np.generic]) -> bool:
-    """All the same, as an attention mask of real tokens is: how many there are changes nothing."""
+    """Return whether all elements are equal, as in an attention mask of real tokens; then their number changes nothing."""
     return bool(value.size == 0 or (value == value.flat[0]).all())
 
 
 def _may_vary(nodes: list[ov.Node]) -> bool:
-    """Whether data is computed with any length at all, other than as a size: most models need no evaluation."""
+    """Return whether data is computed from any length other than as a size. In most models it is not: nothing is evaluated."""
     constant, lengths = set[int](), set[int]()
     candidates = []
     for node in nodes:
@@ -303,9 +308,10 @@ def _may_vary(nodes: list[ov.Node]) -> bool:
 
 
 def _refuse(varying: list[ov.Node]) -> None:
-    """
+    """Refuse values that depend on the number of past KV slots.
+
     Raises:
-        UnsupportedModelError: names the first value that depends on the number of past KV slots.
+        UnsupportedModelError: there is such a value; the message names the first one.
     """
     if varying:
         first = varying[0]
@@ -316,7 +322,7 @@ def _refuse(varying: list[ov.Node]) -> None:
 
 
 def _feeds_data(node: ov.Node, lengths: set[int], tables: Collection[str] = ()) -> bool:
-    """Whether a node that depends on more than ``lengths`` reads this, other than as a size or as one of ``tables``."""
+    """Return whether a node that depends on more than ``lengths`` reads this, other than as a size or as one of ``tables``."""
     for target in node.output(0).get_target_inputs():
         reader = target.get_node()
         is_size = target.get_index() in _SIZE_PORTS.get(reader.get_type_name(), ())

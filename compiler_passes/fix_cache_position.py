@@ -1,9 +1,9 @@
-"""Exports with two paths, one for prompts and one for single tokens, keep the second.
+"""Keeps the path for single tokens in exports that have another path for prompts.
 
-State spaces (Mamba) are exported with an input ``cache_position``: its *length* chooses the path, and on the path of a single
-token its value, clamped, is the place in a convolution's window. A single token with the largest place is the recurrence
-itself, from the first token on; the path of prompts starts from nothing and cannot go on from a state. So every token is a
-step of its own: ``rows`` is 1 in every program.
+State space models (Mamba) are exported with an input ``cache_position``. Its *length* chooses the path; on the path of a single
+token its value, clamped, is the place in a convolution's window. A single token with the largest place is the recurrence itself,
+from the first token on. The path of prompts starts without a state and cannot continue one. Therefore every token is a step of
+its own, and ``rows`` is 1 in every program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LAST_PLACE = 1 << 30  # the graph clamps it to the end of its window
 
 
 def fix_cache_position(graph: StepGraph) -> None:
-    """Make ``cache_position`` a constant of length 1, where the graph reads only its length and a clamped place.
+    """Make ``cache_position`` a constant of length 1, if the graph reads only its length and a clamped place.
 
     Raises:
         UnsupportedModelError: another node reads it, or the model has keys and values as well.
@@ -32,9 +32,9 @@ def fix_cache_position(graph: StepGraph) -> None:
     for reader in consumers(parameter.output(0)):
         if reader.get_type_name() not in ("ShapeOf", "Clamp", "Minimum"):
             what = f"{reader.get_type_name()} {reader.get_friendly_name()!r}"
-            raise UnsupportedModelError(STAGE, f"{what} reads {PORT} as something else than a place in a window")
+            raise UnsupportedModelError(STAGE, f"{what} reads {PORT} as something other than a place in a window")
     if graph.kv_states:
-        raise UnsupportedModelError(STAGE, f"{PORT} beside keys and values is not understood")
+        raise UnsupportedModelError(STAGE, f"{PORT} beside keys and values is not supported")
     place = ops.constant(np.array([LAST_PLACE]), parameter.get_element_type())
     redirect(parameter.output(0), place.output(0))
     graph.model.remove_parameter(parameter)

@@ -1,4 +1,4 @@
-"""From any size to the sizes of one variant (``separate``), or to bounds that hold all variants (``shared``)."""
+"""Fixes the shapes of a graph to one variant (``separate``), or bounds them to several variants (``shared``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from staticllm.ports import CallSizes, port_of
 
 
 def fix_shapes(graph: StepGraph, variant: Variant) -> ov.Model:
-    """A copy of the model at exactly the sizes of ``variant``. With KV length 0 the past ports are gone."""
+    """Return a copy of the model at exactly the sizes of ``variant``. With KV length 0 it has no past ports."""
     model = graph.model.clone()
     if variant.kv_len == 0:
         _drop_past(model)
@@ -22,7 +22,7 @@ def fix_shapes(graph: StepGraph, variant: Variant) -> ov.Model:
 
 
 def bound_shapes(graph: StepGraph, variants: Sequence[Variant]) -> ov.Model:
-    """A copy of the model whose dynamic dimensions are bounded by the smallest and the largest of ``variants``."""
+    """Return a copy of the model whose dynamic dimensions are bounded by the smallest and the largest of ``variants``."""
     return _reshaped(graph.model.clone(), CallSizes.of(*variants))
 
 
@@ -47,7 +47,7 @@ def _drop_past(model: ov.Model) -> None:
 
 
 def _bypass_concats(past: ov.Output) -> None:
-    """Concat(past, new) with an empty past is new; slots of another type are converted before."""
+    """Replace Concat(past, new) by new, because the past is empty; slots of another type are converted before."""
     for target in past.get_target_inputs():
         node = target.get_node()
         if node.get_type_name() in ("Convert", "Slice", "Multiply", "Add"):
@@ -57,7 +57,7 @@ def _bypass_concats(past: ov.Output) -> None:
 
 
 def _no_rows(parameter: ov.Node) -> ov.Node:
-    """What readers other than the Concat see of an empty past: in practice only its shape, which folds away."""
+    """Return an empty constant for readers other than the Concat. In practice they read only its shape, which is folded."""
     shape = parameter.get_partial_shape()
     shape[2] = 0
     return ops.constant(np.zeros(shape.to_shape()), parameter.get_element_type())

@@ -1,4 +1,4 @@
-"""The object that the passes hand on, and the few graph moves that more than one of them needs."""
+"""Defines the graph that the passes change, and the graph operations that several passes need."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _DECOMPRESSION = ("Convert", "Multiply", "Subtract", "Reshape")
 
 @dataclass
 class LiftedState:
-    """One ReadValue/Assign pair after lifting: ``past`` flows in, ``present`` flows out."""
+    """One ReadValue/Assign pair after lifting: ``past`` is an input, ``present`` an output."""
 
     variable_id: str
     past: ov.Node
     present: ov.Node
-    initial: ov.Output | None  # what the ReadValue started from; None means zeros
+    initial: ov.Output | None  # the initial value of the ReadValue; None means zeros
 
 
 @dataclass
 class StepGraph:
     """A model on its way from stateful IR to step program. Passes change it in place.
 
-    ``notes`` collects, for each pass, what it matched and what it left alone; ``staticllm inspect`` prints them.
+    ``notes`` records, for each pass, what it matched and what it left alone; ``staticllm inspect`` prints them.
     """
 
     model: ov.Model
@@ -37,9 +37,9 @@ class StepGraph:
     recurrent_states: list[RecurrentState] = field(default_factory=list)
     masks: list[MaskKind] = field(default_factory=list)
     layer_masks: list[str] = field(default_factory=list)  # label of each layer's mask
-    query_heads: list[int] = field(default_factory=list)  # of each layer, before they are grouped
+    query_heads: list[int] = field(default_factory=list)  # number in each layer, before they are grouped
     is_packable: bool = True  # whether several sequences can share a call
-    max_rows: int | None = None  # that a call can process, if the graph limits them
+    max_rows: int | None = None  # most rows that a call can process; None without a limit
     notes: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, stage: str, text: str) -> None:
@@ -48,7 +48,7 @@ class StepGraph:
 
     @property
     def ports(self) -> list[KVState | RecurrentState]:
-        """Every state that goes in and comes out."""
+        """Every state, of keys and values or recurrent, that has a past and a present port."""
         return [*self.kv_states, *self.recurrent_states]
 
     def attentions(self) -> list[ov.Node]:
@@ -56,21 +56,21 @@ class StepGraph:
         return [node for node in self.model.get_ordered_ops() if node.get_type_name() == "ScaledDotProductAttention"]
 
     def parameter(self, name: str) -> ov.Node | None:
-        """The parameter whose port has this name, or None."""
+        """Return the parameter whose port has this name, or None."""
         for node in self.model.get_parameters():
             if name in node.output(0).get_names():
                 return node
         return None
 
     def add_parameter(self, name: str, shape: ov.PartialShape, element_type: ov.Type) -> ov.Node:
-        """Add an input of this name to the model."""
+        """Add an input of this name to the model, and return its parameter."""
         node = named_parameter(name, shape, element_type)
         self.model.add_parameters([node])
         return node
 
 
 def named_parameter(name: str, shape: ov.PartialShape, element_type: ov.Type) -> ov.Node:
-    """A parameter whose node and port have this name, not yet part of a model."""
+    """Make a parameter whose node and port have this name; it is not yet part of a model."""
     node = ops.parameter(shape, element_type)
     node.set_friendly_name(name)
     node.output(0).set_names({name})
@@ -78,7 +78,7 @@ def named_parameter(name: str, shape: ov.PartialShape, element_type: ov.Type) ->
 
 
 def named_result(name: str, value: ov.Output) -> ov.Node:
-    """A result whose node and port have this name, not yet part of a model."""
+    """Make a result whose node and port have this name; it is not yet part of a model."""
     node = ops.result(value)
     node.set_friendly_name(name)
     node.output(0).set_names({name})
@@ -86,25 +86,25 @@ def named_result(name: str, value: ov.Output) -> ov.Node:
 
 
 def redirect(old: ov.Output, new: ov.Output) -> None:
-    """Every consumer of ``old`` reads ``new`` from now on."""
+    """Let every consumer of ``old`` read ``new``."""
     for target in old.get_target_inputs():
         target.replace_source_output(new)
 
 
 def consumers(output: ov.Output) -> list[ov.Node]:
-    """The nodes that read an output, once per input that does."""
+    """Return the nodes that read an output, once per input that reads it."""
     return [target.get_node() for target in output.get_target_inputs()]
 
 
 def through(output: ov.Output, *type_names: str) -> ov.Output:
-    """Walk up while the producer is one of these single-data-input ops (``Convert`` and the like)."""
+    """Return the first output upstream that none of these ops with one data input (``Convert`` and the like) produces."""
     while output.get_node().get_type_name() in type_names:
         output = output.get_node().input_value(0)
     return output
 
 
 def upstream(roots: Iterable[ov.Node]) -> Iterator[ov.Node]:
-    """Every node that ``roots`` depend on, themselves included, each once."""
+    """Yield every node that ``roots`` depend on, including ``roots``, once each."""
     stack, seen = list(roots), set()
     while stack:
         node = stack.pop()
@@ -117,14 +117,14 @@ def upstream(roots: Iterable[ov.Node]) -> Iterator[ov.Node]:
 
 
 def is_live(model: ov.Model, parameter: ov.Node) -> bool:
-    """True if any result still depends on this parameter."""
+    """Return whether any result depends on this parameter."""
     key = parameter.get_instance_id()
     roots = [*model.get_results(), *model.get_sinks()]
     return any(node.get_instance_id() == key for node in upstream(roots))
 
 
 def compressed_weights(node: ov.Node) -> ov.Node | None:
-    """The constant of integers that a MatMul multiplies with, a matrix once it is decompressed; None if there is none."""
+    """Return the integer constant that a MatMul decompresses and multiplies with; None if there is none."""
     if node.get_type_name() != "MatMul" or len(node.input_value(1).get_partial_shape()) != 2:
         return None
     weights = through(node.input_value(1), *_DECOMPRESSION).get_node()

@@ -1,8 +1,8 @@
-"""Grouped-query attention without repeating keys and values.
+"""Computes grouped-query attention without repeating keys and values.
 
-Exporters repeat each key/value head for its group of query heads (Unsqueeze, Broadcast, Reshape): at 7 queries a head a
-decode step then spends most of its time copying. Instead the queries of a group are laid side by side along the rows,
-``[1, kv_heads, group*S, head_dim]``, under the mask repeated ``group`` times. The same sums, in the same order.
+Exporters repeat each key/value head for its group of query heads (Unsqueeze, Broadcast, Reshape). With 7 query heads per
+key/value head, a decode step then spends most of its time copying. Instead this pass arranges the queries of a group along the
+rows, ``[1, kv_heads, group*S, head_dim]``, and repeats the mask ``group`` times. The sums and their order are the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PLAIN_INPUTS = 5  # query, key, value, mask, scale: a sink input would have to b
 
 
 def group_queries(graph: StepGraph) -> None:
-    """Regroup every attention whose keys and values are repeated alike; the others stay, and are noted."""
+    """Regroup every attention whose keys and values are repeated alike. The others are left alone and noted."""
     tiled: dict[tuple[int, int], ov.Node] = {}
     attentions = graph.attentions()
     regrouped = 0
@@ -33,7 +33,7 @@ def group_queries(graph: StepGraph) -> None:
 
 
 def _regroup(attention: ov.Node, tiled: dict[tuple[int, int], ov.Node]) -> str | None:
-    """None if regrouped, else why not; an empty reason if there was nothing to do."""
+    """Regroup one attention; return None, or the reason why it is left alone, which is empty if nothing is repeated."""
     key, value = (_unrepeated(attention.input_value(port)) for port in (1, 2))
     if key is None and value is None:
         return ""
@@ -65,7 +65,7 @@ def _dims(output: ov.Output, *axes: int) -> list[int]:
 
 
 def _unrepeated(output: ov.Output) -> ov.Output | None:
-    """The keys or values before Unsqueeze → Broadcast (or Tile) → Reshape, or None if they are not repeated."""
+    """Return the keys or values before Unsqueeze → Broadcast (or Tile) → Reshape; None if they are not repeated."""
     reshape = output.get_node()
     if reshape.get_type_name() != "Reshape":
         return None
@@ -81,9 +81,9 @@ def _unrepeated(output: ov.Output) -> ov.Output | None:
 
 
 def _tile(mask: ov.Output, group: int, tiled: dict[tuple[int, int], ov.Node]) -> ov.Node:
-    """The mask once a query of the group, ``[1, 1, group*S, T+S]``; one node for all layers that share the mask.
+    """Repeat the mask once per query of the group, ``[1, 1, group*S, T+S]``, as one node for all layers that share the mask.
 
-    One that differs from head to head, ``[1, heads, S, T+S]``, holds them already: ``[1, kv_heads, group*S, T+S]``.
+    A mask with a plane per head, ``[1, heads, S, T+S]``, is only reshaped, to ``[1, kv_heads, group*S, T+S]``.
     """
     key = (mask.get_node().get_instance_id(), group)
     if key not in tiled:

@@ -1,8 +1,8 @@
-"""Present means the new rows only.
+"""Cuts each KV state that a step returns down to the new rows.
 
-A lifted key/value state comes out as ``Concat(past, new)``: T + S rows, of which the host knows T already. The result is
-moved up to ``new``, so that a step returns ``[1, heads, S, head_dim]`` and the host writes those rows where they belong.
-The Concat stays: attention reads it. A state whose size is fixed is recurrent: each step replaces it as a whole.
+A lifted key/value state is returned as ``Concat(past, new)``: T + S rows, of which the host has T already. This pass moves the
+result up to ``new``, so that a step returns ``[1, heads, S, head_dim]``, which the host writes into KV slots. The Concat remains,
+because attention reads it. A state of fixed size is recurrent: each step replaces it as a whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def keep_new_rows(graph: StepGraph) -> None:
     """Rename KV states to ``past.<layer>.key|value`` and cut their results down to the new rows.
 
     Raises:
-        UnsupportedModelError: a state neither grows by the new rows nor has a fixed size; names it.
+        UnsupportedModelError: a state neither grows by the new rows nor has a fixed size; the message names it.
     """
     places: dict[Port, tuple[int, Role]] = {}
     attentions = find_attentions(graph.model)
@@ -68,7 +68,7 @@ def _recurrent(index: int, state: LiftedState) -> RecurrentState:
 
 
 def _is_zero(initial: ov.Output) -> bool:
-    """Whether what a state starts from is a constant 0, broadcast or converted."""
+    """Return whether the initial value of a state is a constant 0, possibly broadcast or converted."""
     node = through(initial, "Broadcast", "Convert", "Reshape", "Tile").get_node()
     return node.get_type_name() == "Constant" and not np.any(node.data)
 
@@ -103,7 +103,7 @@ def _check_starts_empty(state: LiftedState) -> None:
 
 
 def _place(concat: ov.Node, state: LiftedState, places: dict[Port, tuple[int, Role]]) -> tuple[int, Role]:
-    """Layer and role, read off the attention port that the rows end in (never off a name)."""
+    """Return layer and role of a state by the attention port that its rows reach, never by a name."""
     queue, seen = [concat], {concat.get_instance_id()}
     while queue:
         node = queue.pop(0)

@@ -1,8 +1,7 @@
-"""Lambda lifting: implicit state becomes explicit inputs and outputs.
+"""Turns the implicit state of a model into explicit inputs and outputs (lambda lifting).
 
-Every ReadValue/Assign pair, for any content and any initial value, becomes a parameter and a result;
-``beam_idx`` goes, because a step program serves batch 1. The same transformation as npu_compiler's
-``ConvertAssignReadValueToReturnsAndInputs``.
+Every ReadValue/Assign pair, of any content and any initial value, becomes a parameter and a result. ``beam_idx`` is removed,
+because a step program serves batch 1. npu_compiler's ``ConvertAssignReadValueToReturnsAndInputs`` is the same transformation.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ STAGE = "lift_state"
 
 
 def lift_state(graph: StepGraph) -> None:
-    """Replace every state by a parameter ``state.<i>`` and a result ``state.<i>.next``. Batch becomes 1.
+    """Replace every state by a parameter ``state.<i>`` and a result ``state.<i>.next``, and set the batch to 1.
 
     Raises:
-        UnsupportedModelError: the model has no state, or one that is not both read and assigned, or has no known rank.
+        UnsupportedModelError: the model has no state, or a state is not both read and assigned, or has no known rank.
     """
     reads = [node for node in graph.model.get_ordered_ops() if node.get_type_name() == "ReadValue"]
     if not reads:
@@ -42,7 +41,7 @@ def lift_state(graph: StepGraph) -> None:
 
 
 def _fix_batch(model: ov.Model) -> None:
-    """Token inputs are ``[..., batch, tokens]``, ``beam_idx`` is ``[batch]``: batch is 1 from here on."""
+    """Set the batch to 1 in token inputs, ``[..., batch, tokens]``, and in ``beam_idx [batch]``."""
     shapes = {}
     for port in model.inputs:
         shape = port.partial_shape
@@ -70,7 +69,7 @@ def _lift(model: ov.Model, index: int, variable_id: str, read: ov.Node, assign: 
 
 
 def _drop_beams(graph: StepGraph) -> None:
-    """With batch 1 a gather by ``beam_idx`` is the identity; any other reader sees the constant [0]."""
+    """Remove gathers by ``beam_idx``, which are the identity with batch 1; any other reader gets the constant [0]."""
     beam_idx = graph.parameter("beam_idx")
     if beam_idx is None:
         return

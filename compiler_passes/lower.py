@@ -1,4 +1,4 @@
-"""The list of passes. Reading it top to bottom is reading the compiler."""
+"""Runs the list of passes, which is the whole compiler in its order."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from staticllm.ports import LOGITS, POSITION_IDS, input_names
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """What the passes must know.
+    """The options of the passes.
 
     ``max_kv_len``: the largest KV length of any variant. ``kv_type``: the element type of the KV slots. ``merges_projections``:
-    whether small projections are merged, which helps where each matrix costs time beside that of reading it.
+    whether small projections are merged, which helps if each matrix costs more time than that of reading it.
     """
 
     max_kv_len: int
@@ -40,7 +40,7 @@ class LoweringOptions:
 
 @dataclass(frozen=True)
 class Pass:
-    """A named entry of the list. ``run`` changes the graph in place and notes what it matched."""
+    """A named entry of the list. ``run`` changes the graph in place and adds a note of what it matched."""
 
     name: str
     run: Callable[[StepGraph, LoweringOptions], None]
@@ -62,7 +62,7 @@ PASSES: tuple[Pass, ...] = (
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did, for ``staticllm inspect``."""
+    """The effect of one pass, for ``staticllm inspect``."""
 
     name: str
     nodes_before: int
@@ -72,29 +72,29 @@ class PassReport:
 
 @dataclass(frozen=True)
 class LoweredModel:
-    """A model after all passes but the last: any rows, any KV length. ``specialise`` and ``share`` finish it."""
+    """A model after all passes but the last, with any number of rows and KV length. ``specialise`` and ``share`` finish it."""
 
     graph: StepGraph
     shape: ModelShape
     reports: tuple[PassReport, ...]
 
     def specialise(self, variant: Variant, is_static: bool = True) -> ov.Model:
-        """The program of one variant; every shape in it is static, unless the device does without."""
+        """Return the model of one variant's program. ``is_static``: check that every shape in it is static."""
         model = fix_shapes(self.graph, variant)
         if is_static:
             check_static(model, f"fix_shapes{variant}")
         return model
 
     def share(self, variants: tuple[Variant, ...]) -> ov.Model:
-        """One program for all ``variants``, with bounded dynamic rows and KV length."""
+        """Return the model of one program for all ``variants``, with bounded dynamic rows and KV length."""
         return bound_shapes(self.graph, variants)
 
 
 def lower(model: ov.Model, options: LoweringOptions) -> LoweredModel:
-    """Run the list on a stateful model. The model is changed in place.
+    """Run the list on a stateful model, which is changed in place.
 
     Raises:
-        UnsupportedModelError: a pass met a graph that it cannot lower; names the pass and the node.
+        UnsupportedModelError: a pass cannot lower the graph; the message names the pass and the node.
     """
     graph = StepGraph(model)
     reports = []

@@ -1,7 +1,7 @@
-"""The head processes the R rows that need logits, not all S.
+"""Lets the head process only the R rows that need logits, not all S rows.
 
-A 1024-token prefill needs one row of logits; the head of a 150 k vocabulary is a good part of a small model. ``logit_rows``
-of shape ``[R]`` picks rows from the hidden states before the head.
+A prefill of 1024 tokens needs one row of logits, and the head of a 150 k vocabulary is a large part of a small model. The input
+``logit_rows [R]`` picks rows from the hidden states before the head.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _logits_result(model: ov.Model) -> ov.Node:
 
 
 def _head(result: ov.Node) -> ov.Node | None:
-    """The MatMul that the logits come from, if only row-wise ops lie between."""
+    """Return the MatMul that computes the logits, if only row-wise ops follow it."""
     output = result.input_value(0)
     while len(consumers(output)) == 1:
         node = output.get_node()
@@ -65,7 +65,7 @@ def _head(result: ov.Node) -> ov.Node | None:
 
 
 def _others_are_scalar(node: ov.Node) -> bool:
-    """A side input must not vary along the tokens: all its dimensions but the last are 1."""
+    """Return whether no side input varies along the tokens: all dimensions but the last are 1."""
     for value in node.input_values()[1:]:
         dims = list(value.get_partial_shape())[:-1]
         if any(dim.is_dynamic or dim.get_length() != 1 for dim in dims):

@@ -1,8 +1,8 @@
-"""The element type of the KV slots, apart from the type that attention computes in.
+"""Sets the element type of the KV slots, independent of the type in which attention computes.
 
-f16 and bf16 slots halve the arena; the Converts that this pass adds are fused or cheap on every plugin seen so far. u8 slots
-quarter it: each slot of each head has its own scale and smallest value, in a state beside it (as in KIVI, arXiv 2402.02750, whose
-values are quantized so).
+f16 and bf16 slots halve the arena; the Converts that this pass adds are fused or cheap on every plugin tested so far. u8 slots
+quarter it: each slot of each head has its own scale and smallest value in another state, as the values in KIVI (arXiv
+2402.02750).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SMALLEST_SCALE = 1e-8  # of a row whose values are all the same
 
 
 def store_kv_as(graph: StepGraph, kv_type: KVType) -> None:
-    """Make ``past.*`` and ``present.*`` ports hold ``kv_type``; convert at the border."""
+    """Give the ports ``past.*`` and ``present.*`` the type ``kv_type``, and convert between it and the type of attention."""
     graph.kv_states = [replace(state, kv_type=kv_type) for state in graph.kv_states]
     scales = []
     changed = 0
@@ -50,7 +50,7 @@ def _past(graph: StepGraph, kv_state: KVState) -> ov.Node:
 
 
 def _convert(model: ov.Model, kv_state: KVState, past: ov.Node) -> bool:
-    """Whether the past had another type."""
+    """Convert one state, and return whether its past had another type."""
     wanted = ELEMENT_TYPES[kv_state.kv_type]
     present = model.output(kv_state.present_name).get_node()
     if present.get_element_type() != wanted:
@@ -64,7 +64,7 @@ def _convert(model: ov.Model, kv_state: KVState, past: ov.Node) -> bool:
 
 
 def _quantize(model: ov.Model, kv_state: KVState, past: ov.Node) -> KVState:
-    """Slots become u8 between the smallest and the largest value of a head. Returns the state of their scales."""
+    """Store slots as u8 between the smallest and the largest value of a head, and return the state of their scales."""
     scale_state = replace(kv_state, head_dim=2, kv_type="f32", is_scale=True)
     kind, shape = past.get_element_type().get_type_name(), past.get_partial_shape()
     stored = named_parameter(kv_state.past_name, shape, ov.Type.u8)

@@ -1,4 +1,4 @@
-"""One frozen config: how a model is laid out on a device and served. Its property names are read in ``properties.py``."""
+"""Defines the frozen config of how a model is laid out on a device and served; ``properties.py`` reads its property names."""
 
 from __future__ import annotations
 
@@ -24,47 +24,49 @@ Crypt = Callable[[bytes], bytes]
 
 @dataclass(frozen=True, kw_only=True)
 class StaticLLMConfig:
-    """How a model is laid out on a device. Lengths are in tokens.
+    """How a model is laid out on a device and served. Lengths are in tokens.
 
     Args:
         max_prompt_len: The longest prompt (``MAX_PROMPT_LEN``).
-        min_response_len: The tokens that a response to the longest prompt can have at least (``MIN_RESPONSE_LEN``).
+        min_response_len: Tokens for which there is room after the longest prompt (``MIN_RESPONSE_LEN``).
         programs: ``separate`` compiles one static program per variant, ``shared`` one program for all, ``phases`` one for
-            decoding and one for the rest, ``single_row`` one for calls of one row and one for the rest. ``auto`` asks the
-            device: separate on an NPU; on CPU and GPU phases where the weights are under 256 MiB, on a CPU single_row where
+            decoding and one for the rest, ``single_row`` one for calls of one row and one for the rest. ``auto`` depends on
+            the device: separate on an NPU; on CPU and GPU phases if the weights are under 256 MiB, on a CPU single_row if
             they are under 1 GiB, else shared (``PROGRAMS``).
         prefill_rows: Sizes of the prefill programs, None for the default buckets (``PREFILL_ROWS``).
         prefill_kv_lens: KV slots that a prefill program can see; 0 is a program without past (``PREFILL_KV_LENS``).
         generate_kv_lens: KV slots that a generate program can see (``GENERATE_KV_LENS``).
         kv_cache_precision: Element type of the KV slots, None for the device's default (``KV_CACHE_PRECISION``).
         prefix_caching: Keep the KV slots of conversations and reuse the longest common prefix (``PREFIX_CACHING``).
-        max_num_seqs: Requests that decode together, None for 16, or 4 where each program is a blob (``MAX_NUM_SEQS``).
-        kv_slots: KV slots that all requests share, None for those of 4 longest sequences, or 2 where each program is a blob
-            (``KV_SLOTS``).
-        kv_cache_gb: The memory of those slots, GB, in place of their number; at least one longest sequence (``KV_CACHE_GB``).
-        host_kv_slots: KV slots in host memory, of swapped out requests and of conversations kept for their prefix;
+        max_num_seqs: Requests that decode together, None for 16, or for 4 if each variant has a program of its own
+            (``MAX_NUM_SEQS``).
+        kv_slots: KV slots that all requests share, None for those of 4 longest sequences, or of 2 if each variant has a program
+            of its own (``KV_SLOTS``).
+        kv_cache_gb: Memory of the KV slots in GB, instead of their number; at least one longest sequence (``KV_CACHE_GB``).
+        host_kv_slots: KV slots in host memory, for swapped requests and for conversations kept for their prefix;
             None for 16 longest sequences (``HOST_KV_SLOTS``).
-        max_waiting: Requests that may wait; one more is refused with ``BusyError`` (``MAX_WAITING``).
+        max_waiting: Requests that may wait; further requests are refused with ``BusyError`` (``MAX_WAITING``).
         scheduler: The scheduling policy: ``dynamic``, ``fcfs``, ``prefill_first``, ``decode_first`` or ``chunked``
             (``SCHEDULER``, docs/scheduling.md).
         ttft_ms: Target for the time to first token, ms; None for as soon as possible (``TTFT_MS``).
         tpot_ms: Target for the time between two tokens, ms; None for a bound relative to a decode step (``TPOT_MS``).
-        cache_dir: Folder of blob sets: programs that were compiled once are loaded from it; None for no cache (``CACHE_DIR``).
-        cache_mode: ``OPTIMIZE_SIZE`` writes blobs without weights, where the device can, and reads those beside the IR;
+        cache_dir: Folder of blob sets, from which programs that were compiled before are loaded; None for no cache
+            (``CACHE_DIR``).
+        cache_mode: ``OPTIMIZE_SIZE`` writes blobs without weights, if the device can, and reads the weights beside the IR;
             ``OPTIMIZE_SPEED`` writes whole blobs (``CACHE_MODE``).
-        cache_limit_gb: Size of the cache, GB; the least recently used sets go (``CACHE_LIMIT_GB``).
+        cache_limit_gb: Size of the cache, GB; the least recently used sets are removed (``CACHE_LIMIT_GB``).
         cache_encryption_callbacks: ``(encrypt, decrypt)``, from bytes to bytes, for blobs on disk
             (``CACHE_ENCRYPTION_CALLBACKS``).
-        weights_decryption_callback: From the bytes of the weights file to the weights, where that is encrypted; blobs are whole
-            then (``WEIGHTS_DECRYPTION_CALLBACK``).
-        blob_path: A blob set: loaded instead of compiling, or written with ``export_blob`` (``BLOB_PATH``).
+        weights_decryption_callback: Decrypts the bytes of an encrypted weights file; blobs then contain the weights
+            (``WEIGHTS_DECRYPTION_CALLBACK``).
+        blob_path: A blob set that is loaded instead of compiling, or written with ``export_blob`` (``BLOB_PATH``).
         export_blob: Compile and write the set to ``blob_path``, or ``openvino_model.blob`` beside the IR (``EXPORT_BLOB``).
-        integrity_key: Bytes that only the application knows: blob sets and snapshots are signed with it (BLAKE2b, keyed), and
-            those signed otherwise, or not at all, are refused (``INTEGRITY_KEY``, docs/security.md).
-        weights_path: The weights, if they do not lie beside the IR (``WEIGHTS_PATH``).
-        background_compile: Serve as soon as the fewest programs are there and compile the others meanwhile. None for yes, but
-            on a CPU only for the program for single rows, and for that only where no blobs are written (``BACKGROUND_COMPILE``).
-        serve_from_cpu: Serve from the CPU until the device's programs are there (``SERVE_FROM_CPU``).
+        integrity_key: Secret bytes of the application: blob sets and snapshots are signed with them (keyed BLAKE2b), and those
+            with another signature or none are refused (``INTEGRITY_KEY``, docs/security.md).
+        weights_path: The weights file, if it is not beside the IR (``WEIGHTS_PATH``).
+        background_compile: Serve as soon as the fewest programs are compiled, and compile the others meanwhile. None for yes, but
+            on a CPU only for the program for single rows, and only if no blobs are written (``BACKGROUND_COMPILE``).
+        serve_from_cpu: Serve from the CPU until the device's programs are compiled (``SERVE_FROM_CPU``).
         device_properties: OpenVINO properties for every program.
         prefill_config: More properties for prefill programs (``PREFILL_CONFIG``).
         generate_config: More properties for generate programs (``GENERATE_CONFIG``).
@@ -145,16 +147,18 @@ class StaticLLMConfig:
             raise ConfigError(f"CACHE_LIMIT_GB={limit!r}: must be a number of GB, more than 0")
         decrypt = self.weights_decryption_callback
         if decrypt is not None and not callable(decrypt):
-            raise ConfigError(f"WEIGHTS_DECRYPTION_CALLBACK={decrypt!r}: must be a callable, from bytes to bytes")
+            raise ConfigError(f"WEIGHTS_DECRYPTION_CALLBACK={decrypt!r}: must be a function from bytes to bytes")
         key = self.integrity_key
         if key is not None and (not isinstance(key, bytes) or len(key) < MIN_KEY_BYTES):
-            raise ConfigError(f"INTEGRITY_KEY: must be bytes, {MIN_KEY_BYTES} or more (os.urandom(32)), or be left out")
+            raise ConfigError(
+                f"INTEGRITY_KEY: must be at least {MIN_KEY_BYTES} bytes (for example os.urandom(32)), or be left out"
+            )
         callbacks = self.cache_encryption_callbacks
         if callbacks is not None:
             is_pair = isinstance(callbacks, (tuple, list)) and len(callbacks) == 2 and all(map(callable, callbacks))
             if not is_pair:
                 raise ConfigError(
-                    "CACHE_ENCRYPTION_CALLBACKS: must be two callables, (encrypt, decrypt), from bytes to bytes"
+                    "CACHE_ENCRYPTION_CALLBACKS: must be two functions (encrypt, decrypt) from bytes to bytes"
                 )
             object.__setattr__(self, "cache_encryption_callbacks", tuple(callbacks))
 
@@ -167,7 +171,7 @@ class StaticLLMConfig:
         if self.kv_slots is not None and self.kv_slots < self.max_seq_len:
             raise ConfigError(
                 f"KV_SLOTS={self.kv_slots}: one sequence can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {self.max_seq_len} slots; "
-                "raise it or lower a length"
+                "raise KV_SLOTS or lower a length"
             )
         size = self.kv_cache_gb
         if size is not None and (
@@ -175,41 +179,43 @@ class StaticLLMConfig:
         ):
             raise ConfigError(f"KV_CACHE_GB={size!r}: must be a number of GB, more than 0")
         if size is not None and self.kv_slots is not None:
-            raise ConfigError(f"KV_CACHE_GB={size} and KV_SLOTS={self.kv_slots}: both size the same memory, give one")
+            raise ConfigError(
+                f"KV_CACHE_GB={size} and KV_SLOTS={self.kv_slots}: both set the same memory, give only one"
+            )
         one_of("SCHEDULER", self.scheduler, SCHEDULERS)
         for name in ("ttft_ms", "tpot_ms"):
             object.__setattr__(self, name, _milliseconds(name.upper(), getattr(self, name)))
 
     @property
     def max_seq_len(self) -> int:
-        """KV slots that one sequence can have: prompt and response together."""
+        """The KV slots that one sequence can have, of prompt and response together."""
         return self.max_prompt_len + self.min_response_len
 
     def num_seqs(self, mode: ProgramMode) -> int:
-        """Sequences that decode together."""
+        """Return the number of sequences that decode together."""
         return self.max_num_seqs or (16 if mode == "shared" else 4)
 
     def num_kv_slots(self, mode: ProgramMode) -> int:
-        """KV slots of the arena."""
+        """Return the number of KV slots in the arena."""
         longest = min(self.num_seqs(mode), 4 if mode == "shared" else 2)
         return self.kv_slots or longest * self.max_seq_len
 
     @property
     def num_host_slots(self) -> int:
-        """KV slots of the host pool."""
+        """The number of KV slots in the host pool."""
         return 16 * self.max_seq_len if self.host_kv_slots is None else self.host_kv_slots
 
     @property
     def non_default(self) -> frozenset[str]:
-        """Names of the fields whose values differ from their defaults."""
+        """The names of the fields whose values differ from their defaults."""
         return frozenset(item.name for item in fields(self) if getattr(self, item.name) != _default_of(item))
 
 
 def whole(name: str, value: object, least: int, most: int = MAX_LEN) -> int:
-    """``value`` as an int from ``least`` to ``most``.
+    """Return ``value`` as an int from ``least`` to ``most``.
 
     Raises:
-        ConfigError: it is no whole number, or outside the limits; the message names both.
+        ConfigError: the value is not a whole number, or is outside the limits; the message names both limits.
     """
     try:
         number = cast(Any, value).__index__()
@@ -234,7 +240,7 @@ def _path(name: str, value: object) -> str | None:
 
 
 def _switch(name: str, value: object) -> bool:
-    """GenAI takes YES and NO beside booleans."""
+    """Return a boolean value; GenAI accepts YES and NO besides booleans."""
     if isinstance(value, str) and value.upper() in ("YES", "TRUE", "NO", "FALSE"):
         return value.upper() in ("YES", "TRUE")
     if not isinstance(value, bool):
@@ -258,7 +264,7 @@ def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     """Check that ``value`` is one of ``allowed``, of the same type.
 
     Raises:
-        ConfigError: it is not; the message lists ``allowed``.
+        ConfigError: the value is not; the message lists ``allowed``.
     """
     if not any(value is item or (type(value) is type(item) and value == item) for item in allowed):
         raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")

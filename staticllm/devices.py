@@ -1,4 +1,4 @@
-"""What must be known of a device before anything is compiled for it."""
+"""Answers questions about a device before anything is compiled for it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _OF_COMPILERS = frozenset(
     ["INFERENCE_PRECISION_HINT", "EXECUTION_MODE_HINT", "PERFORMANCE_HINT", "COMPILATION_NUM_THREADS", "NPU_PLATFORM",
      "NPU_COMPILER_TYPE", "NPU_COMPILATION_MODE_PARAMS", "NPU_TILES", "NPU_TURBO", "NPU_QDQ_OPTIMIZATION"]
 )  # fmt: skip
-"""Properties that a plugin only lists where a device or its compiler is there."""
+"""Properties that a plugin lists only if a device or its compiler is present."""
 _DYNAMIC_SHAPES = ("CPU", "GPU")
-"""Devices that take bounded dynamic shapes well, and repack the weights for each compiled model."""
+"""Devices that run bounded dynamic shapes well, and repack the weights for each compiled model."""
 
 
 @cache
 def get_core() -> ov.Core:
-    """The one ``openvino.Core`` of this process, never let go.
+    """Return the only ``openvino.Core`` of this process, which is never released.
 
-    The CPU plugin registers a stack for signal handlers with each Core and, when Cores die in another order than they were
-    made, leaves a freed one registered: the next Ctrl-C then kills the process (OpenVINO 2026.4).
+    The CPU plugin registers a stack for signal handlers with each Core. If Cores are destroyed in another order than they were
+    created, a freed stack remains registered, and the next Ctrl-C kills the process (OpenVINO 2026.4).
     """
     import openvino
 
@@ -36,26 +36,26 @@ def get_core() -> ov.Core:
 
 
 def kind(device: str) -> str:
-    """What kind of device this is: ``GPU`` of ``GPU.0``."""
+    """Return the kind of a device: ``GPU`` of ``GPU.0``."""
     return device.split(".", maxsplit=1)[0]
 
 
 def type_name(value: object) -> str:
-    """The name of an element type, ``f32`` say, whether it is OpenVINO's object or a text already."""
+    """Return the name of an element type, for example ``f32``, of OpenVINO's object or of a string."""
     name: str = getattr(value, "get_type_name", lambda: str(value))()
     return name
 
 
 def is_present(core: ov.Core, device: str) -> bool:
-    """Whether the device is on this machine: ``GPU`` or, of several, ``GPU.0``."""
+    """Return whether the device is on this machine: ``GPU`` or, of several, ``GPU.0``."""
     return any(device in (name, kind(name)) for name in core.available_devices)
 
 
 def check_device(core: ov.Core, device: object) -> str:
-    """The device's name, in capitals, if it is on this machine.
+    """Return the device's name in capitals if it is on this machine.
 
     Raises:
-        DeviceError: it is not; the message lists the devices that are.
+        DeviceError: the device is not on this machine; the message lists the devices that are.
     """
     available = core.available_devices
     name = device.upper() if isinstance(device, str) else ""
@@ -70,10 +70,12 @@ def check_device(core: ov.Core, device: object) -> str:
 
 
 def check_known(core: ov.Core, device: object) -> str:
-    """The device's name if it is on this machine, or an NPU or GPU: what a model would take there can be told without one.
+    """Return the device's name if it is on this machine, or is an NPU or GPU.
+
+    The memory that a model would need on an NPU or GPU can be computed without one.
 
     Raises:
-        DeviceError: neither.
+        DeviceError: the device is not on this machine, and is neither an NPU nor a GPU.
     """
     if isinstance(device, str) and kind(device) in ("NPU", "GPU"):
         return device
@@ -81,7 +83,7 @@ def check_known(core: ov.Core, device: object) -> str:
 
 
 def known_properties(core: ov.Core, device: str) -> frozenset[str]:
-    """Names of the properties that the device takes, as far as its plugin tells where no such device is there."""
+    """Return the names of the properties that the device accepts; if there is no such device, those known without one."""
     try:
         return supported_properties(core, device) | _OF_COMPILERS
     except RuntimeError:  # a plugin without a device
@@ -89,10 +91,10 @@ def known_properties(core: ov.Core, device: str) -> frozenset[str]:
 
 
 def npu_compiler_problem(core: ov.Core) -> str:
-    """Why OpenVINO cannot compile for an NPU that is not here; empty where it can.
+    """Return why OpenVINO cannot compile for an NPU that is not on this machine; empty if it can.
 
-    Its NPU compiler is a library beside its plugins, which the wheels for Linux do not have. A compilation without content asks
-    for it, and the error of the plugin names the missing library.
+    The NPU compiler is a library beside OpenVINO's plugins, which the wheels for Linux lack. This compiles a trivial model, and
+    the error of the plugin names the missing library.
     """
     import openvino as ov
     from openvino import opset13 as ops
@@ -103,20 +105,20 @@ def npu_compiler_problem(core: ov.Core) -> str:
         core.compile_model(model, "NPU", {"NPU_COMPILER_TYPE": "PLUGIN", "NPU_PLATFORM": "4000"})
     except RuntimeError as error:
         library = re.search(r'Cannot load library "([^"]+)"', str(error))
-        return f"{PurePath(library[1]).name} does not lie beside OpenVINO's plugins" if library else last_line(error)
+        return f"{PurePath(library[1]).name} is missing beside OpenVINO's plugins" if library else last_line(error)
     return ""
 
 
 def supported_properties(core: ov.Core, device: str) -> frozenset[str]:
-    """Names of the properties that the device and OpenVINO's own core take at compile time."""
+    """Return the names of the properties that the device and OpenVINO's own core accept at compile time."""
     return frozenset(core.get_property(device, "SUPPORTED_PROPERTIES"))
 
 
 def with_exact_f32(device: str, properties: Mapping[str, Any]) -> dict[str, Any]:
-    """The properties, with quantized activations switched off where they ask for f32 on a CPU.
+    """Return the properties, with quantized activations switched off if they ask for f32 on a CPU.
 
-    The CPU plugin would still quantize activations for int8 weights. Switching that off costs about a seventh of the speed of a
-    decode step, and makes tokens equal the stateful model's.
+    The CPU plugin would still quantize activations for int8 weights. Without that a decode step loses about a seventh of its
+    speed, and its tokens equal those of the stateful model.
     """
     hint = properties.get("INFERENCE_PRECISION_HINT")
     is_f32 = type_name(hint) == "f32"
@@ -125,17 +127,17 @@ def with_exact_f32(device: str, properties: Mapping[str, Any]) -> dict[str, Any]
 
 
 def default_mode(device: str) -> ProgramMode:
-    """``shared`` where dynamic shapes cost nothing and each program takes a copy of the weights, else ``separate``."""
+    """Return ``shared`` if dynamic shapes cost nothing and each program needs a copy of the weights, else ``separate``."""
     return "shared" if kind(device) in _DYNAMIC_SHAPES else "separate"
 
 
 def merges_projections(device: str) -> bool:
-    """Whether small matrices are worth merging: measured on the CPU only; GPUs do it themselves."""
+    """Return whether small matrices are worth merging. This was measured on the CPU only; GPUs merge them themselves."""
     return kind(device) == "CPU"
 
 
 def default_kv_type(core: ov.Core, device: str, *phases: Mapping[str, Any]) -> KVType:
-    """The element type of KV slots by default: f16, but on the CPU f32, or bf16 if every phase computes in it."""
+    """Return the default element type of KV slots: f16, but on the CPU f32, or bf16 if every phase computes in bf16."""
     if kind(device) != "CPU":
         return "f16"
     own = core.get_property(device, "INFERENCE_PRECISION_HINT")

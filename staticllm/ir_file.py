@@ -1,6 +1,6 @@
-"""The structure of an IR file, read without OpenVINO, which may crash on a damaged file.
+"""Reads the structure of an IR file without OpenVINO, which may crash on a damaged file.
 
-Anything can stand in such a file: the parser allows no entities, numbers and depths are bounded, time grows with the size only.
+The file may contain anything: the parser allows no entities, numbers and depths are bounded, and the time is linear in the size.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ ITEM_BYTES = {
 _NEEDED = {"ReadValue": ("variable_id",), "Assign": ("variable_id",)}
 """Attributes without which OpenVINO's reader crashes."""
 Key = tuple[int, str]
-"""A graph within the file (bodies of loops have layer ids of their own), and a layer in it."""
+"""The number of a graph within the file (bodies of loops have layer ids of their own), and the id of a layer in it."""
 
 
 class IrError(Exception):
-    """What is wrong with an IR, in a few words."""
+    """Describes in a few words what is wrong with an IR."""
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A constant in the weights file: element type, number of elements, place in bytes."""
+    """A constant in the weights file: element type, shape, offset and size in bytes."""
 
     element_type: str
     shape: tuple[int, ...]
@@ -53,34 +53,34 @@ class Constant:
 
 @dataclass
 class IrFile:
-    """Constants by layer, and which layers feed a layer's inputs, in the order of its ports."""
+    """Constants by layer, and the layers that feed each layer, as pairs of input port and layer id."""
 
     constants: dict[Key, Constant] = field(default_factory=dict)
     inputs: dict[Key, list[tuple[int, str]]] = field(default_factory=dict)
     states: dict[str, tuple[int | None, ...]] = field(default_factory=dict)
-    """Shape of each state by its variable; None for a size that grows or is open."""
+    """The shape of each state by its variable; None for a dynamic size."""
 
     @property
     def kv_shapes(self) -> list[tuple[int, int]]:
-        """Heads and head size of each state that grows by one slot per token: ``[batch, heads, slots, head_dim]``."""
+        """Heads and head size of each state ``[batch, heads, slots, head_dim]``, which grows by one slot per token."""
         shapes = [shape for shape in self.states.values() if len(shape) == 4]
         return [(heads, size) for batch, heads, rows, size in shapes if batch is None is rows and heads and size]
 
     @property
     def num_weight_bytes(self) -> int:
-        """Bytes of weights that the constants refer to."""
+        """The number of bytes of weights that the constants refer to."""
         return max((constant.end for constant in self.constants.values()), default=0)
 
     def constants_of(self, layer: Key) -> list[Constant | None]:
-        """The inputs of a layer, in order; None for an input that is no constant."""
+        """Return the inputs of a layer in order; None for an input that is not a constant."""
         return [self.constants.get((layer[0], source)) for _, source in sorted(self.inputs[layer])]
 
 
 def read_ir(xml: bytes) -> IrFile:
-    """Read the text of an IR.
+    """Read the XML of an IR.
 
     Raises:
-        IrError: it is not well formed, or says something impossible.
+        IrError: the XML is not well formed, or has an impossible value.
     """
     reader = _Reader()
     parser = expat.ParserCreate()
@@ -89,9 +89,9 @@ def read_ir(xml: bytes) -> IrFile:
     try:
         parser.Parse(xml, True)
     except expat.ExpatError as error:
-        raise IrError(f"is damaged or cut short ({error})") from None
+        raise IrError(f"is damaged or truncated ({error})") from None
     if not reader.is_net:
-        raise IrError("is no OpenVINO IR: its root is not <net>")
+        raise IrError("is not an OpenVINO IR: its root is not <net>")
     return reader.found
 
 
@@ -112,7 +112,7 @@ class _Reader:
         if self._depth == 1:
             self.is_net = name == "net"
         if self._depth > MAX_DEPTH:
-            raise IrError(f"nests deeper than {MAX_DEPTH}")
+            raise IrError(f"is nested more than {MAX_DEPTH} levels deep")
         if name in ("body", "then_body", "else_body"):
             self._graphs.append(self._num_graphs)
             self._num_graphs += 1
@@ -138,7 +138,7 @@ class _Reader:
 
 
 def _no_doctype(*_: object) -> None:
-    raise IrError("declares a document type, which no IR does")
+    raise IrError("declares a document type, which an IR never has")
 
 
 def _constant(attributes: dict[str, str]) -> Constant:
@@ -167,7 +167,7 @@ def _number(text: str) -> int:
 
 
 def packed_texts(ir: IrFile) -> Iterator[tuple[Constant, Constant, Constant]]:
-    """Lists of texts, as tokenizers hold their vocabularies: where each begins, where each ends, the bytes of all."""
+    """Yield the lists of strings that hold the vocabularies of tokenizers: begin offsets, end offsets, and the bytes of all."""
     for layer in ir.inputs:
         constants = ir.constants_of(layer)
         for begins, ends, text in zip(constants, constants[1:], constants[2:], strict=False):

@@ -1,4 +1,4 @@
-"""A model directory: is everything there, and is it whole? Asked before OpenVINO reads it, which may crash on a short file."""
+"""Checks that a model directory is complete, before OpenVINO reads it, which may crash on a truncated file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENIZER_XML = ("openvino_tokenizer.xml", "openvino_detokenizer.xml")
 
 
 def demo_model_path() -> Path:
-    """The embedded demo model."""
+    """Return the directory of the embedded demo model."""
     return Path(__file__).parent / "demo_model"
 
 
@@ -34,12 +34,13 @@ def check_model_dir(
     weights: str | None = None,
     is_encrypted: bool = False,
 ) -> Path:
-    """The directory if a whole IR lies in it, with its tokenizer if it is needed; ``weights`` may lie elsewhere.
+    """Check that a directory has a complete IR, and a tokenizer if that is needed, and return it.
 
-    The size of an encrypted weights file is not known in advance: it need only be there.
+    ``weights``: the weights file, if it is not beside the IR. The size of an encrypted weights file is not known in advance, so
+    it only has to exist.
 
     Raises:
-        ModelError: something is missing or shorter than it must be; the message names the file.
+        ModelError: a file is missing, truncated or damaged; the message names the file.
     """
     if isinstance(path, Path) and path in _IN_MEMORY:
         return path
@@ -60,12 +61,12 @@ def check_model_dir(
 
 
 def weights_of(directory: Path, weights: str | None = None) -> Path:
-    """The file that holds the weights."""
+    """Return the path of the weights file."""
     return Path(weights) if weights else (directory / MODEL_XML).with_suffix(".bin")
 
 
 def weights_size(directory: Path, weights: str | None = None) -> int:
-    """Bytes of the weights."""
+    """Return the number of bytes of the weights."""
     if directory in _IN_MEMORY:
         return int(_IN_MEMORY[directory].weights.byte_size)
     return weights_of(directory, weights).stat().st_size
@@ -73,20 +74,20 @@ def weights_size(directory: Path, weights: str | None = None) -> int:
 
 @dataclass(frozen=True)
 class ModelInMemory:
-    """An IR that lies on no disk: the text of its XML, and its weights in the order of the XML's offsets."""
+    """An IR that is not on disk: the text of its XML, and the bytes of its weights file."""
 
     xml: str
     weights: ov.Tensor
 
 
 def keep_in_memory(xml: object, weights: ov.Tensor) -> Path:
-    """A name that stands for a model directory until ``forget_in_memory``; nothing is written to disk.
+    """Return a name that stands for a model directory until ``forget_in_memory``; nothing is written to disk.
 
     Raises:
-        ModelError: the text is not an IR, or the weights are shorter than it needs.
+        ModelError: the text is not an IR, or has fewer bytes of weights than the IR needs.
     """
     if not isinstance(xml, str) or not xml.rstrip().endswith("</net>"):
-        raise ModelError(f"the model is a {type(xml).__name__}: with weights it must be the whole text of an IR's XML")
+        raise ModelError(f"the model is a {type(xml).__name__}: with weights it must be the complete XML of an IR")
     needed = _needed(xml.encode())
     if weights.byte_size < needed:
         raise ModelError(f"the weights have {weights.byte_size} bytes, the model needs {needed}: pass all of them")
@@ -96,12 +97,12 @@ def keep_in_memory(xml: object, weights: ov.Tensor) -> Path:
 
 
 def forget_in_memory(name: Path) -> None:
-    """Let a model in memory go; a path is left alone."""
+    """Release a model in memory; a path has no effect."""
     _IN_MEMORY.pop(name, None)
 
 
 def model_in_memory(name: Path) -> ModelInMemory | None:
-    """The model that a name stands for; None for the path of a directory."""
+    """Return the model that a name stands for; None for the path of a directory."""
     return _IN_MEMORY.get(name)
 
 
@@ -110,7 +111,7 @@ _numbers = count(1)
 
 
 def max_positions(directory: Path) -> int | None:
-    """The longest sequence that a model was made for, by its ``config.json``; None where that gives none."""
+    """Return the longest sequence that a model was made for, in tokens, from its ``config.json``; None if that has none."""
     try:
         config = json.loads(read_regular(directory / "config.json", MAX_CONFIG))
         config = config.get("text_config", config)
@@ -121,7 +122,7 @@ def max_positions(directory: Path) -> int | None:
 
 
 def kv_shapes(directory: Path) -> list[tuple[int, int]]:
-    """Heads and head size of each state of keys or values; empty where the model does not tell.
+    """Return heads and head size of each state of keys or values; empty if the IR does not have them.
 
     Raises:
         ModelError: the directory is missing or damaged.
@@ -135,10 +136,10 @@ def kv_shapes(directory: Path) -> list[tuple[int, int]]:
 
 
 def _needed(xml: bytes, name: str = MODEL_XML) -> int:
-    """Bytes of weights that an IR refers to.
+    """Return the number of bytes of weights that an IR refers to.
 
     Raises:
-        ModelError: it is damaged.
+        ModelError: the IR is damaged.
     """
     return _read_ir(xml, name).num_weight_bytes
 
@@ -165,7 +166,7 @@ def _check_ir(xml: Path, weights: Path | None = None, is_encrypted: bool = False
     return ir
 
 
-@lru_cache(8)  # loading asks several times, and a large XML takes a tenth of a second
+@lru_cache(8)  # loading reads it several times, and a large XML takes 0.1 s
 def _parsed(xml: Path, modified: int, size: int) -> IrFile:
     try:
         text = read_regular(xml, MAX_XML)
@@ -175,7 +176,7 @@ def _parsed(xml: Path, modified: int, size: int) -> IrFile:
 
 
 def _check_texts(xml: Path, ir: IrFile) -> None:
-    """A tokenizer reads its vocabulary by places that stand in its weights file; a wrong one kills the process."""
+    """Check the vocabulary offsets in the weights file of a tokenizer, because a wrong one kills the process."""
     import numpy as np
 
     weights = xml.with_suffix(".bin")
@@ -184,7 +185,7 @@ def _check_texts(xml: Path, ir: IrFile) -> None:
             first, last = (np.frombuffer(_at(file, constant), "<i4") for constant in (begins, ends))
             if (first < 0).any() or (last < first).any() or (last > text.size).any():
                 raise ModelError(
-                    f"{str(weights)!r} is damaged: a text in it begins or ends outside; export or copy it again"
+                    f"{str(weights)!r} is damaged: its vocabulary offsets point outside the file; export or copy it again"
                 )
 
 
@@ -196,10 +197,10 @@ def _at(file: BinaryIO, constant: Constant) -> bytes:
 def read_model(
     core: ov.Core, directory: Path, weights: str | None = None, decrypt: Callable[[bytes], bytes] | None = None
 ) -> ov.Model:
-    """Read the IR of a checked directory; ``weights`` may lie elsewhere, and be encrypted.
+    """Read the IR of a checked directory. ``weights``: the weights file, if it is not beside the IR; ``decrypt``: if encrypted.
 
     Raises:
-        ModelError: OpenVINO cannot read it, or it is not a language model.
+        ModelError: OpenVINO cannot read the IR, it cannot be decrypted, or it is not a causal language model.
     """
     try:
         if (held := model_in_memory(directory)) is not None:
@@ -221,10 +222,10 @@ def read_model(
 
 
 def _decrypted(core: ov.Core, directory: Path, weights: Path, decrypt: Callable[[bytes], bytes]) -> ov.Model:
-    """A model whose weights lie encrypted on disk, and plain in memory only.
+    """Read a model whose weights are encrypted on disk and decrypted only in memory.
 
     Raises:
-        ModelError: the callback failed, or what it returned is too short.
+        ModelError: the callback failed, or returned too few bytes.
     """
     import numpy as np
     import openvino as ov
@@ -232,11 +233,11 @@ def _decrypted(core: ov.Core, directory: Path, weights: Path, decrypt: Callable[
     xml = (directory / MODEL_XML).read_text(encoding="utf-8")
     try:
         plain = bytes(decrypt(weights.read_bytes()))
-    except Exception as error:  # of the user's own
+    except Exception as error:  # the user's function may raise anything
         raise ModelError(f"{str(weights)!r} cannot be decrypted: {type(error).__name__}: {error}") from error
     needed = _needed(xml.encode())
     if len(plain) < needed:
         raise ModelError(
-            f"{str(weights)!r} has {len(plain)} bytes decrypted, {MODEL_XML} needs {needed}: is the key right?"
+            f"{str(weights)!r} has {len(plain)} bytes decrypted, {MODEL_XML} needs {needed}: check the key"
         )
     return core.read_model(xml, ov.Tensor(np.frombuffer(plain, np.uint8).copy()))

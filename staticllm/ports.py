@@ -1,7 +1,7 @@
-"""The ports of a step program: their names, the meaning of their axes, and their element types.
+"""Defines the ports of a step program: their names, the meaning of their axes, and their element types.
 
-This is the contract between the passes, which make the ports, and the host, which binds memory to them. Sizes of a call: rows S,
-KV slots that it sees T, rows that get logits R. All other sizes are the model's own.
+This is the contract between the passes, which make the ports, and the host, which binds memory to them. The sizes of a call are
+its rows S, the KV slots that it sees T, and the rows that get logits R. All other sizes are the model's own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, Variant
 
 INPUT_IDS, POSITION_IDS, LOGIT_ROWS, LOGITS = "input_ids", "position_ids", "logit_rows", "logits"
 Range = tuple[int, int]
-"""The smallest and the largest size of an axis; the same where the size is fixed."""
+"""The smallest and the largest size of an axis; both are equal if the size is fixed."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class CallSizes:
 
     @classmethod
     def of(cls, *variants: Variant) -> CallSizes:
-        """The sizes of one variant, or the bounds that hold all of several."""
+        """Return the sizes of one variant, or the bounds that hold several variants."""
         return cls(
             _range(variant.rows for variant in variants),
             _range(variant.kv_len for variant in variants),
@@ -36,7 +36,7 @@ class CallSizes:
         )
 
     def along(self, axis: str) -> Range | None:
-        """The range of an axis by its meaning; None if it has the model's own size."""
+        """Return the range of an axis by its meaning; None if it has the model's own size."""
         seen = self.rows[0] + self.kv_len[0], self.rows[1] + self.kv_len[1]
         return {"S": self.rows, "T": self.kv_len, "T+S": seen, "R": self.num_logits}.get(axis)
 
@@ -50,8 +50,8 @@ def _range(values: Iterable[int]) -> Range:
 class Port:
     """One kind of port. ``pattern``: a regular expression of its names.
 
-    ``axes`` are named from the last one: a port may have more axes in front. ``dtype`` is numpy's name of the element type; it is
-    empty where the type of the KV slots, or of a recurrent state, decides.
+    ``axes``: the names of the last axes; a port may have more axes before them. ``dtype``: numpy's name of the element type;
+    empty if the type of the KV slots, or of a recurrent state, decides.
     """
 
     pattern: str
@@ -59,25 +59,25 @@ class Port:
     dtype: str = ""
 
     def ranges(self, rank: int, sizes: CallSizes) -> dict[int, Range]:
-        """Axis → range, of every axis of a port of ``rank`` whose size depends on the call."""
+        """Return axis → range for every axis of a port of ``rank`` whose size depends on the call."""
         first = rank - len(self.axes)
         found = {first + index: sizes.along(axis) for index, axis in enumerate(self.axes)}
         return {axis: size for axis, size in found.items() if size is not None}
 
     def shape_at(self, own: Sequence[int | None], variant: Variant) -> tuple[int, ...]:
-        """The shape at one variant. ``own``: the port's static sizes, which stay, and None for the others."""
+        """Return the shape at one variant. ``own``: the port's static sizes, which are kept, and None for the others."""
         ranges = self.ranges(len(own), CallSizes.of(variant))
         return tuple(ranges[axis][0] if size is None else size for axis, size in enumerate(own))
 
     def fits(self, shape: Sequence[int], variant: Variant) -> bool:
-        """Whether memory of this shape can be bound to the port at one variant."""
+        """Return whether memory of this shape can be bound to the port at one variant."""
         ranges = self.ranges(len(shape), CallSizes.of(variant))
         return all(shape[axis] == size for axis, (size, _) in ranges.items())
 
 
 PORTS = (
     Port(INPUT_IDS, ("1", "S"), "int64"),
-    Port(POSITION_IDS, ("1", "S"), "int64"),  # [1, S], or [k, 1, S] where a token has k positions
+    Port(POSITION_IDS, ("1", "S"), "int64"),  # [1, S], or [k, 1, S] if a token has k positions
     Port(r"mask\..+", ("1", "1", "S", "T+S"), "float32"),
     Port(KEY_POSITIONS, ("1", "1", "1", "T+S"), "int32"),
     Port(QUERY_POSITIONS, ("1", "1", "S", "1"), "int32"),
@@ -91,25 +91,25 @@ PORTS = (
 
 @cache
 def find_port(name: str) -> Port | None:
-    """The contract of the port of this name; None if a step program has no such port."""
+    """Return the contract of the port of this name; None if a step program has no such port."""
     return next((port for port in PORTS if re.fullmatch(port.pattern, name)), None)
 
 
 def port_of(names: Iterable[str]) -> tuple[str, Port]:
-    """The name among ``names`` that the contract knows (plugins add names of their own), and its port.
+    """Return the name among ``names`` that the contract knows, and its port. Plugins add names of their own.
 
     Raises:
-        KeyError: there is none.
+        KeyError: the contract knows none of the names.
     """
     candidates = sorted(names)
     for name in candidates:
         if (port := find_port(name)) is not None:
             return name, port
-    raise KeyError(f"no port of a step program is called {', '.join(candidates)}")
+    raise KeyError(f"no port of a step program has the name {', '.join(candidates)}")
 
 
 def input_names(shape: ModelShape) -> frozenset[str]:
-    """The names of all inputs of a model's step programs."""
+    """Return the names of all inputs of a model's step programs."""
     names = {INPUT_IDS, LOGIT_ROWS, *(kind.port_name for kind in shape.masks)}
     names |= {state.past_name for state in shape.kv_states} | {state.past_name for state in shape.recurrent_states}
     if shape.position_rank:

@@ -1,4 +1,4 @@
-"""Properties: GenAI's names for the fields of the config, NPUW's hints, and the names that are refused."""
+"""Reads properties into a config: GenAI's names for its fields, NPUW's hints, and names that are refused."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _NOT_HERE = {
     "ATTENTION_BACKEND": "attention runs in the step programs; leave it out",
     "ENABLE_MMAP": "the IR is always mapped; leave it out",
 }
-"""What the pipeline takes from programs that were written for GenAI, and a config of ours does not have."""
+"""Names that a pipeline accepts for compatibility with GenAI, but ``StaticLLMConfig`` does not have, with the remedy."""
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A config, and which of its fields the user gave: a blob set decides the others.
+    """A config, and the names of its fields that the user gave; a blob set decides the others.
 
-    ``explicit`` names every field that was given, also one whose value equals the default.
+    ``explicit`` also has the fields whose given value equals the default.
     """
 
     config: StaticLLMConfig
@@ -32,15 +32,15 @@ class ResolvedConfig:
 
     @classmethod
     def of(cls, config: StaticLLMConfig) -> ResolvedConfig:
-        """A config that was made field by field: what differs from the defaults was given."""
+        """Resolve a config that was made field by field: the fields that differ from the defaults count as given."""
         return cls(config, config.non_default)
 
 
 def resolve(properties: Mapping[str, Any], supported: Collection[str] = ()) -> ResolvedConfig:
-    """Read GenAI-style properties; ``supported`` are the names that the device takes.
+    """Read properties with GenAI's names into a config. ``supported``: the names that the device accepts.
 
     Raises:
-        ConfigError: a name is unknown (with the nearest known one), or a value is impossible.
+        ConfigError: a name is unknown (the message has the nearest known one), or a value is impossible.
     """
     options: dict[str, Any] = {}
     device_properties: dict[str, Any] = {}
@@ -62,10 +62,10 @@ def resolve(properties: Mapping[str, Any], supported: Collection[str] = ()) -> R
 
 
 def _phase_properties(name: str, extra: Mapping[str, Any], supported: Collection[str]) -> dict[str, Any]:
-    """The properties of one phase: those that the device takes.
+    """Return the properties of one phase that the device accepts.
 
     Raises:
-        ConfigError: one is unknown, or sets the type of the KV slots, which both phases share.
+        ConfigError: a name is unknown, or sets the type of the KV slots, which both phases share.
     """
     if "KV_CACHE_PRECISION" in extra:
         raise ConfigError(f"KV_CACHE_PRECISION in {name}: both phases share the KV slots, give it beside {name}")
@@ -81,7 +81,7 @@ def _refuse(name: object, supported: Collection[str]) -> None:
     if name in _NOT_HERE:
         raise ConfigError(f"{name} is not supported: {_NOT_HERE[name]}")
     if name.startswith(_REPLACED_PREFIXES):
-        warnings.warn(f"{name} steers NPUW, which staticllm replaces: it has no effect", stacklevel=4)
+        warnings.warn(f"{name} controls NPUW, which staticllm replaces: it has no effect", stacklevel=4)
         return
     near = difflib.get_close_matches(name, [*_OWN, *_HINTS, *supported], n=1)
     raise ConfigError(f"unknown property {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))

@@ -1,8 +1,8 @@
-"""A blob set: a folder with one blob per program, and a manifest with their variants, their fingerprint and their digests.
+"""A blob set is a folder with one blob per program, and a manifest with their variants, their fingerprint and their digests.
 
-Blobs are named after their digests and the manifest is put in place last, at once: at every moment the folder holds a whole set,
-the one before or the new one, or none that was ever finished. Nothing of it reaches OpenVINO before every byte was compared:
-below us a flipped bit runs, and a short file ends the process.
+Blobs are named after their digests, and the manifest is put in place last, atomically. At every moment the folder holds a whole
+set, the previous or the new one, or no finished set. Every byte is compared with its digest before OpenVINO sees it: OpenVINO
+would run a blob with a flipped bit, and a truncated file would kill the process.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from staticllm.pipelines.blobs.manifest import (
 
 MANIFEST, LOCK = "manifest.json", ".staticllm.lock"
 SCRATCH = ".staticllm-"
-"""How the names of files begin that are being written."""
+"""Prefix of the names of files that are being written."""
 LOCK_TIMEOUT = 60.0
 """Seconds to wait for another process that writes the same set."""
 READ_TRIES = 3
+"""How often a set is read, or a folder is locked, while other processes replace it."""
 _WRITTEN = re.compile(r"[A-Za-z0-9._-]+-[0-9a-f]{12}\.blob")
 PROBED = {"DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_PRECISION_HINT", "CACHE_MODE"}
-"""Properties that a probe, or the way of exporting, chose for a set."""
+"""Properties that are chosen for a set by a probe or by the way of exporting, not by the user."""
 Crypt = Callable[[bytes], bytes]
 Result = TypeVar("Result")
 
@@ -55,10 +56,10 @@ Result = TypeVar("Result")
 def write_set(
     target: Path, manifest: Manifest, blobs: Mapping[str, bytes], encrypt: Crypt | None = None, key: bytes = b""
 ) -> Manifest:
-    """Write blobs and manifest to the folder ``target``; a set that lies there is replaced. Returns the manifest as written.
+    """Write blobs and manifest to the folder ``target``, and return the manifest as written. An existing set is replaced.
 
     Raises:
-        OSError: the disk is full, or the place cannot be written. What was there before is still there.
+        OSError: the disk is full, or the folder cannot be written. The previous set is kept.
     """
 
     def put_blobs() -> Manifest:
@@ -82,10 +83,10 @@ def write_set(
 
 
 def copy_set(source: Path, target: Path, key: bytes = b"") -> None:
-    """Copy a set, every byte compared, whole or not at all.
+    """Copy a whole set, or nothing; every byte is compared with its digest.
 
     Raises:
-        BlobError: no set lies at ``source``, or it is damaged.
+        BlobError: there is no set at ``source``, or it is damaged.
         OSError: ``target`` cannot be written.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -102,19 +103,23 @@ def copy_set(source: Path, target: Path, key: bytes = b"") -> None:
 
 
 def rewrite_manifest(folder: Path, manifest: Manifest, key: bytes = b"") -> None:
-    """Replace the manifest of a set: the result of a verification came in."""
+    """Replace the manifest of a set, to add the result of a verification.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
     _written(folder, lambda: manifest, key)
 
 
 def remove_set(folder: Path) -> None:
-    """Remove a set: at once no set lies there, then its files go."""
+    """Remove a set. Delete the manifest first, so that readers see no set, then the files."""
     with contextlib.suppress(OSError):
         (folder / MANIFEST).unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder holds a set, perhaps a damaged one, or one that was never finished; nothing else may be replaced."""
+    """Return whether a folder holds a set, which may be damaged or unfinished. Nothing else may be replaced."""
     try:
         if folder.is_symlink() or not folder.is_dir():
             return False
@@ -127,10 +132,10 @@ def is_ours(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path, key: bytes = b"") -> Manifest:
-    """The manifest of a set, whole and unchanged.
+    """Read and check the manifest of a set.
 
     Raises:
-        BlobError: no set lies there, or its manifest is damaged, of another schema, or signed otherwise.
+        BlobError: there is no set, or its manifest is damaged, has another schema, or has another signature.
     """
     path = folder / MANIFEST
     try:
@@ -144,10 +149,12 @@ def read_manifest(folder: Path, key: bytes = b"") -> Manifest:
 
 
 def read_steadily(folder: Path, use: Callable[[Manifest], Result], key: bytes = b"") -> Result:
-    """Give the manifest of a set to ``use``, which reads its blobs; again if the set was replaced meanwhile.
+    """Read the manifest of a set, call ``use``, which reads its blobs, and return its result.
+
+    If the set is replaced meanwhile, both are repeated, up to ``READ_TRIES`` times.
 
     Raises:
-        BlobError: as ``read_manifest`` and ``use``.
+        BlobError: ``read_manifest`` or ``use`` raised it, or the set was replaced every time.
     """
     for _ in range(READ_TRIES):
         manifest = read_manifest(folder, key)
@@ -156,27 +163,29 @@ def read_steadily(folder: Path, use: Callable[[Manifest], Result], key: bytes = 
         except BlobError:
             if read_manifest(folder, key) == manifest:
                 raise
-    raise BlobError(f"the set at {str(folder)!r} is replaced again and again: wait for its writer")
+    raise BlobError(
+        f"the set at {str(folder)!r} was replaced {READ_TRIES} times while it was read: wait for its writer"
+    )
 
 
 def check_set(folder: Path, manifest: Manifest, here: Fingerprint) -> None:
-    """Check that a set is for what is to be loaded ``here``.
+    """Check that a set was made for the model, machine and layout of the fingerprint ``here``.
 
     Raises:
         BlobError: the set is for another model, machine or layout, or it failed verification.
     """
     other = here.difference(manifest.fingerprint)
     if other is not None:
-        raise BlobError(f"the blobs in {str(folder)!r} are not for this: {other}; export them again")
+        raise BlobError(f"the blobs in {str(folder)!r} were made for something else: {other}; export them again")
     if manifest.has_failed_verification:
         raise BlobError(f"{failed_verification_text(folder, manifest)}: export them again, in another precision")
 
 
 def check_properties(folder: Path, manifest: Manifest, own: Mapping[Phase, Mapping[str, Any]]) -> None:
-    """Check the properties in a manifest: a probe may have chosen some of them, all others must be the user's (``own``).
+    """Check that the properties in a manifest, except those in ``PROBED``, equal the user's (``own``).
 
     Raises:
-        BlobError: one of the others differs.
+        BlobError: a property differs.
     """
     for part, values in manifest.properties.items():
         phase: Phase = "prefill" if part == "prefill" else "generate"
@@ -184,26 +193,28 @@ def check_properties(folder: Path, manifest: Manifest, own: Mapping[Phase, Mappi
         for name in {*values, *mine} - PROBED:
             if values.get(name) != mine.get(name):
                 raise BlobError(
-                    f"the blobs in {str(folder)!r} ask for {name}={str(values.get(name))[:40]}, here it is {mine.get(name)}: "
+                    f"the blobs in {str(folder)!r} have {name}={str(values.get(name))[:40]}, here it is {mine.get(name)}: "
                     "export them again"
                 )
 
 
 def json_properties(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Properties as JSON holds them: numbers, texts and names of types."""
+    """Return properties in the form that JSON holds: numbers, strings and names of types."""
     kept = (bool, int, float, str)
     return {name: value if isinstance(value, kept) else type_name(value) for name, value in properties.items()}
 
 
 def read_blobs(folder: Path, manifest: Manifest, decrypt: Crypt | None = None) -> dict[str, bytes]:
-    """Every blob of a set, compared with its digest, decrypted.
+    """Read and decrypt every blob of a set, by its file name. The stored bytes are compared with their digests.
 
     Raises:
-        BlobError: one is missing, cut short or changed; or the set is encrypted and there is no key.
+        BlobError: a blob is missing, truncated or changed; or the set is encrypted and ``decrypt`` is None, or vice versa.
     """
     if manifest.is_encrypted != (decrypt is not None):
         what = (
-            "encrypted: give CACHE_ENCRYPTION_CALLBACKS" if manifest.is_encrypted else "not encrypted: leave them out"
+            "encrypted: give CACHE_ENCRYPTION_CALLBACKS"
+            if manifest.is_encrypted
+            else "not encrypted: leave CACHE_ENCRYPTION_CALLBACKS out"
         )
         raise BlobError(f"the blobs in {str(folder)!r} are {what}")
     return {
@@ -213,10 +224,10 @@ def read_blobs(folder: Path, manifest: Manifest, decrypt: Crypt | None = None) -
 
 
 def read_stored(folder: Path, manifest: Manifest) -> Iterator[tuple[str, bytes]]:
-    """The bytes of every blob as they are stored, compared with their digests.
+    """Yield the file name and the stored bytes of every blob; the bytes are compared with their digests.
 
     Raises:
-        BlobError: one is missing, cut short or changed, or is no ordinary file.
+        BlobError: a blob is missing, truncated or changed, is not an ordinary file, or does not fit into memory.
     """
     for name, entry in manifest.blobs.items():
         path = folder / name
@@ -225,26 +236,26 @@ def read_stored(folder: Path, manifest: Manifest) -> Iterator[tuple[str, bytes]]
             if size != entry.num_bytes:
                 raise BlobError(f"{str(path)!r} has {size} bytes, the manifest says {entry.num_bytes}: export it again")
             if size > psutil.virtual_memory().available:
-                raise OSError(f"{size / 1e9:.1f} GB, more than there is free memory")
+                raise OSError(f"it has {size / 1e9:.1f} GB, more than the free memory")
             data = read_regular(path, size, follow=False)
         except (OSError, MemoryError) as error:
             reason = getattr(error, "strerror", None) or error or "not enough memory"
             raise BlobError(f"{str(path)!r} cannot be read: {reason}") from None
         if bytes_digest(data) != entry.digest:
-            raise BlobError(f"{str(path)!r} is damaged: its digest does not agree; export it again")
+            raise BlobError(f"{str(path)!r} is damaged: its contents do not match its digest; export it again")
         yield name, data
 
 
 def _decrypted(path: Path, data: bytes, decrypt: Crypt) -> bytes:
     try:
         return bytes(decrypt(data))
-    except Exception as error:  # of the user's own
+    except Exception as error:  # the user's function may raise anything
         raise BlobError(f"{str(path)!r} cannot be decrypted: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
 class ImportTarget:
-    """Where a blob is imported: the device, OpenVINO's properties, and the weights file of a weightless blob."""
+    """The target of an import: the device, OpenVINO's properties, and the weights file of a weightless blob."""
 
     device: str
     properties: Mapping[str, Any]
@@ -252,10 +263,10 @@ class ImportTarget:
 
 
 def import_blob(core: ov.Core, blob: bytes, target: ImportTarget) -> ov.CompiledModel:
-    """One program from its bytes.
+    """Import one program from the bytes of its blob.
 
     Raises:
-        BlobError: the device refused it.
+        BlobError: the device refused the blob.
     """
     extra = {"WEIGHTS_PATH": str(target.weights)} if target.weights is not None else {}
     try:
@@ -265,16 +276,16 @@ def import_blob(core: ov.Core, blob: bytes, target: ImportTarget) -> ov.Compiled
 
 
 def failed_verification_text(folder: Path, manifest: Manifest) -> str:
-    """What the verification of a set found wrong, for a message."""
+    """Return the reason for which a set failed verification, as the beginning of a message."""
     found = manifest.verification or {}
     reason = found.get("reason") or (
-        f"{found.get('agreement', 0):.0%} of the tokens agree, logits {found.get('distance', 0):.1e} of their range off"
+        f"{found.get('agreement', 0):.0%} of the tokens agree, logits differ by {found.get('distance', 0):.1e} of their range"
     )
     return f"the blobs in {str(folder)!r} failed verification ({reason})"
 
 
 def _written(folder: Path, put_blobs: Callable[[], Manifest], key: bytes) -> Manifest:
-    """Write what ``put_blobs`` writes, then the manifest that it returns, then remove what no manifest names."""
+    """Call ``put_blobs``, write the manifest that it returns, then remove files that the manifest does not name."""
     try:
         with _alone_in(folder):
             before = _named_in(folder)
@@ -293,7 +304,7 @@ def _written(folder: Path, put_blobs: Callable[[], Manifest], key: bytes) -> Man
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which is made. A writer that failed may have taken folder and lock away meanwhile."""
+    """Create and lock a folder; retry if another writer removes it."""
     for _ in range(READ_TRIES):
         folder.mkdir(exist_ok=True)
         try:
@@ -308,11 +319,11 @@ def _alone_in(folder: Path) -> Iterator[None]:
         finally:
             lease.release()
         return
-    raise OSError("the folder is removed again and again")
+    raise OSError(f"the folder was removed {READ_TRIES} times by another process")
 
 
 def _named_in(folder: Path) -> set[str]:
-    """Blobs of a set, whole or not, of any version, that is about to be replaced."""
+    """Return the blob names in the manifest of a set that is about to be replaced; it may be damaged or of another version."""
     try:
         blobs = json.loads(read_regular(folder / MANIFEST, MAX_MANIFEST, follow=False))["content"]["blobs"]
         return {name for name in blobs if is_blob_name(name)}
@@ -321,12 +332,12 @@ def _named_in(folder: Path) -> set[str]:
 
 
 def _remove_leftovers(folder: Path, key: bytes, before: set[str]) -> None:
-    """Remove files of ours that the set does not need: of one that was replaced, or of a writer that failed or died."""
+    """Remove our files that the set does not need: those of a replaced set, or of a writer that failed or died."""
     try:
         needed = set(read_manifest(folder, key).blobs)
     except BlobError:
         if (folder / MANIFEST).exists():
-            return  # a damaged manifest does not tell what belongs to the set
+            return  # a damaged manifest does not say which files belong to the set
         needed = set()
     for path in folder.iterdir():
         if path.name not in (MANIFEST, LOCK, *needed) and (path.name in before or _is_own_file(path.name)):
@@ -335,7 +346,7 @@ def _remove_leftovers(folder: Path, key: bytes, before: set[str]) -> None:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """A writer failed: where nothing but its lock is left, and no other writer has that, the folder goes."""
+    """Remove the folder if only our lock file is left in it."""
     with contextlib.suppress(OSError, Timeout), locked(folder / LOCK, 0):
         if [path.name for path in folder.iterdir()] == [LOCK]:
             (folder / LOCK).unlink()
@@ -343,11 +354,11 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _is_own_file(name: str) -> bool:
-    """Whether this is what our writers call files: others may lie beside."""
+    """Return whether our writers use this file name. Other files in the folder are left alone."""
     return name in (MANIFEST, LOCK) or name.startswith(SCRATCH) or _WRITTEN.fullmatch(name) is not None
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Put a file in its place, as a whole or not at all, with the access rights of the folder."""
+    """Write a file atomically, with the access rights of the folder."""
     with whole_file(path, prefix=SCRATCH) as file:
         file.write(data)

@@ -1,4 +1,4 @@
-"""A folder of blob sets, one for each identity: found by key, locked between processes; the least recently used go first."""
+"""A cache is a folder of blob sets, one per fingerprint, locked between processes; the least recently used are removed first."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from staticllm.pipelines.blobs.fingerprint import Fingerprint, bytes_digest
 from staticllm.pipelines.blobs.manifest import Manifest
 
 PREFIX = "staticllm-"
-"""Of every folder that is ours: OpenVINO and others may keep their files beside."""
+"""Prefix of the folders that we create. OpenVINO and others may keep their files in the same folder."""
 _NAME = re.compile(re.escape(PREFIX) + "[0-9a-f]{24}")
 NOT_NOW = 0.0
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One set in a cache. ``used`` is when it was last loaded or written (seconds since the epoch); ``problem`` says why it
-    cannot be read, or is empty."""
+    """One set in a cache. ``used``: the time of its last load or write (seconds since the epoch). ``problem``: the reason why
+    it cannot be read; empty if it can."""
 
     key: str
     folder: Path
@@ -39,12 +39,12 @@ class Entry:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether its writer ended before the manifest was written."""
+        """Whether the writer of the set ended before it wrote the manifest."""
         return self.manifest is None and not (self.folder / MANIFEST).exists()
 
 
 def key_of(fingerprint: Fingerprint) -> str:
-    """The name of a set in a cache: the same for equal fingerprints, in every process and on every machine."""
+    """Return the name of a set in a cache. It is the same for equal fingerprints, in every process and on every machine."""
     return bytes_digest(json.dumps(fingerprint.to_json(), sort_keys=True).encode())[:24]
 
 
@@ -53,23 +53,26 @@ def _is_entry(path: Path) -> bool:
 
 
 class BlobCache:
-    """``limit`` bytes at most; the set that was written or loaded last always stays."""
+    """Blob sets of ``limit`` bytes at most; the set that was written or loaded last always stays.
+
+    ``key``: the sets are signed with it; empty for sets without a signature.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], limit: int | None = None, key: bytes = b"") -> None:
         self.folder = Path(folder)
         self.limit = limit
-        self._key = key  # that sets are signed with, if they are
+        self._key = key
 
     def path(self, key: str) -> Path:
-        """The folder of a set."""
+        """Return the folder of the set ``key``."""
         return self.folder / f"{PREFIX}{key}"
 
     @contextmanager
     def locked(self, key: str, timeout: float = -1) -> Iterator[None]:
-        """Hold the set ``key`` for a block: no other thread of any process has it meanwhile.
+        """Lock the set ``key`` for a block, against all other threads of all processes.
 
         Raises:
-            Timeout: another thread or process holds it for longer than ``timeout`` seconds, or this very thread holds it already.
+            Timeout: another thread or process holds the lock for more than ``timeout`` seconds, or this thread holds it already.
             OSError: the folder cannot be written.
         """
         lease = self.lease(key, timeout)
@@ -79,22 +82,27 @@ class BlobCache:
             lease.release()
 
     def lease(self, key: str, timeout: float = -1) -> Lease:
-        """As ``locked``, to be released by hand."""
+        """Lock the set ``key`` until the returned lease is released.
+
+        Raises:
+            Timeout: as ``locked``.
+            OSError: the folder cannot be written.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         return acquire(self.folder / f"{PREFIX}{key}.lock", timeout)
 
     def touch(self, key: str) -> None:
-        """Note that a set was used now, if the folder can be written."""
+        """Record that a set is used now, if the folder can be written."""
         with suppress(OSError):
             os.utime(self.path(key) / MANIFEST)
 
     def entries(self) -> list[Entry]:
-        """All sets, the most recently used first."""
+        """Return all sets, the most recently used first."""
         folders = [path for path in self.folder.glob(f"{PREFIX}*") if _is_entry(path)] if self.folder.is_dir() else []
         return sorted((self._entry(path) for path in folders), key=lambda entry: -entry.used)
 
     def verify(self) -> Iterator[tuple[Entry, str]]:
-        """Each set, and the problem with its bytes; an empty text where there is none."""
+        """Compare the bytes of each set with their digests; yield the set and the problem, which is empty if there is none."""
         for entry in self.entries():
             problem = entry.problem
             if entry.manifest is not None and not problem:
@@ -106,9 +114,9 @@ class BlobCache:
             yield entry, problem
 
     def prune(self, limit: int | None = None, keep: str | None = None) -> list[Entry]:
-        """Remove sets, the least recently used first, until ``limit`` bytes are left. Returns the removed ones.
+        """Remove sets, the least recently used first, until at most ``limit`` bytes are left, and return the removed sets.
 
-        A set in use stays. Unfinished sets of processes that died are removed as well.
+        Sets in use are kept, and so is ``keep``. Unfinished sets of processes that died are removed as well.
         """
         limit = self.limit if limit is None else limit
         if limit is None:
@@ -124,7 +132,7 @@ class BlobCache:
         return removed
 
     def remove(self, key: str) -> bool:
-        """Remove one set, unless it is being loaded or written. Returns whether it was removed."""
+        """Remove one set, unless it is being loaded or written, and return whether it was removed."""
         try:
             with self.locked(key, NOT_NOW):
                 remove_set(self.path(key))

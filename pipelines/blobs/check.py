@@ -1,7 +1,7 @@
-"""Does a blob compute what its program computes? Checked when it is exported, before it is ever loaded.
+"""Checks that a blob computes what its program computes, when it is exported and before it is ever loaded.
 
-OpenVINO does not check. On its CPU plugin (2026.4) a blob without weights took changed constants back from the weights file:
-short convolutions had other shapes. A whole blob of a mixture of experts gave other tokens than its program.
+OpenVINO does not check this. On its CPU plugin (2026.4) a blob without weights read changed constants from the weights file
+again, so that short convolutions had other shapes. A whole blob of a mixture of experts gave other tokens than its program.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from staticllm.pipelines.blobs.blob_set import ImportTarget, import_blob
 from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 
 TOLERANCE = 1e-3
-"""Largest difference, as a share of the range of the program's own output. In practice both are equal to the bit."""
+"""Largest difference, as a share of the range of the program's own output. In practice both outputs are bitwise equal."""
 
 
 def matches(compiled: ov.CompiledModel, variant: Variant, blob: bytes, target: ImportTarget) -> bool:
-    """Whether ``blob``, imported for ``target``, computes what ``compiled`` does, from random inputs at ``variant``'s sizes."""
+    """Return whether ``blob``, imported for ``target``, computes what ``compiled`` computes from random inputs at ``variant``."""
     try:
         imported = import_blob(get_core(), blob, target)
         feeds = random_feeds(compiled, variant)

@@ -1,4 +1,4 @@
-"""From a model to a blob set: compiled so that it can be exported, exported, and checked against the programs."""
+"""Compiles a model so that its programs can be exported, exports them as blobs, and checks the blobs against the programs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from staticllm.pipelines.programs.job import Job
 
 WEIGHTS = "WEIGHTS_PATH"
 """A property of devices that can leave weights out of blobs."""
-_REASON = "they compute something else than the programs they were made from"
+_REASON = "they do not compute what their programs compute"
 
 
 @dataclass(frozen=True)
 class Exported:
-    """Programs and their blobs. ``blobs`` is None where a blob computes something else than its program.
+    """Programs and their blobs.
 
-    ``files``: variant → name of its blob. ``blobs``: name → bytes.
+    ``files``: variant → name of its blob. ``blobs``: name → bytes; None if a blob does not compute what its program computes.
     """
 
     programs: CompiledPrograms
@@ -41,25 +41,30 @@ class Exported:
 
 
 def export_set(job: Job, target: Path) -> Manifest:
-    """Compile, and write a blob set to ``target``, a new folder.
+    """Compile a model, write a blob set to ``target``, a new folder, and return its manifest.
 
     Raises:
-        ConfigError: ``target`` exists, or cannot be written.
-        ModelError, UnsupportedModelError, DeviceError
-        BlobError: the device's blobs of this model are no good.
+        ConfigError: ``target`` exists or cannot be written, or an option is impossible for this model.
+        ModelError: a file of the model is missing or damaged.
+        UnsupportedModelError: a pass cannot lower the model.
+        DeviceError: the device is missing, or refused a program.
+        BlobError: the device's blobs of this model failed verification.
     """
     if target.exists() and not (is_ours(target) and not (target / MANIFEST).exists()):
         raise ConfigError(f"{str(target)!r} exists already: choose another path or remove it")
     if not target.resolve().parent.is_dir():
-        raise ConfigError(f"the folder {str(target.resolve().parent)!r} does not exist: make it first")
+        raise ConfigError(f"the folder {str(target.resolve().parent)!r} does not exist: create it first")
     return write_exported(job, target, compile_for_export(job), fingerprint_of(job), {})
 
 
 def compile_for_export(job: Job) -> Exported:
-    """Compile and export: weightless blobs where they are wanted and right, else whole ones.
+    """Compile and export: weightless blobs if they are wanted and pass verification, else whole blobs.
 
     Raises:
-        ModelError, UnsupportedModelError, DeviceError, ConfigError
+        ModelError: a file of the model is missing or damaged.
+        UnsupportedModelError: a pass cannot lower the model.
+        DeviceError: the device is missing, or refused a program.
+        ConfigError: an option is impossible for this model.
     """
     if is_weightless_wanted(job):
         exported = _export(job, is_weightless=True)
@@ -74,7 +79,7 @@ def _export(job: Job, is_weightless: bool) -> Exported:
 
 
 def is_weightless_wanted(job: Job) -> bool:
-    """Whether the user wants blobs without weights, and the device can write them."""
+    """Return whether the user wants blobs without weights and the device can write them."""
     supported = get_core().get_property(job.device, "SUPPORTED_PROPERTIES")
     is_plain = job.config.weights_decryption_callback is None
     return job.config.cache_mode == "OPTIMIZE_SIZE" and WEIGHTS in supported and is_plain
@@ -84,14 +89,17 @@ def prepare_for_export(job: Job, is_weightless: bool) -> tuple[ov.Core, CompileP
     """Lower a model so that its programs can be exported, with or without their weights.
 
     Raises:
-        ModelError, UnsupportedModelError, DeviceError, ConfigError
+        ModelError: a file of the model is missing or damaged.
+        UnsupportedModelError: a pass cannot lower the model.
+        DeviceError: the device is missing.
+        ConfigError: an option is impossible for this model.
     """
     core, plan = prepare(job.directory, job.device, job.config, job.on_progress, for_blobs=True)
     return core, _without_weights(plan) if is_weightless else plan
 
 
 def export_programs(job: Job, programs: CompiledPrograms, is_weightless: bool) -> Exported:
-    """Blobs of compiled programs, each compared with its program on random inputs."""
+    """Export compiled programs as blobs, and compare each blob with its program on random inputs."""
     files, blobs, names = dict[Variant, str](), dict[str, bytes](), dict[int, str]()
     weights = job.weights if is_weightless else None
     for index, (variant, compiled) in enumerate(programs.compiled.items(), 1):
@@ -120,21 +128,21 @@ def write_exported(
     """Write exported programs as a set at ``target``. ``costs``: measured seconds per call of a variant.
 
     Raises:
-        BlobError: a blob computes something else than its program.
-        ConfigError: the disk is full, or the place cannot be written.
+        BlobError: a blob does not compute what its program computes.
+        ConfigError: the disk is full, or the folder cannot be written.
     """
     if exported.blobs is None:
         raise BlobError(
-            f"nothing was exported: the blobs of this model on {job.device} are not usable, {_REASON}; leave EXPORT_BLOB out"
+            f"nothing was exported: the blobs of this model on {job.device} failed verification, {_REASON}; leave EXPORT_BLOB out"
         )
     return _write(job, target, manifest_of(job, exported, fingerprint, costs), exported.blobs)
 
 
 def write_quarantined(job: Job, target: Path, exported: Exported, fingerprint: Fingerprint) -> None:
-    """Write a set without blobs which says that this model's blobs fail verification, so that the next start does not try again.
+    """Write a set without blobs that records the failed verification, so that the next start does not export again.
 
     Raises:
-        ConfigError: the place cannot be written.
+        ConfigError: the folder cannot be written.
     """
     manifest = replace(
         manifest_of(job, exported, fingerprint, {}),
@@ -152,7 +160,7 @@ def _write(job: Job, target: Path, manifest: Manifest, blobs: Mapping[str, bytes
 
 
 def manifest_of(job: Job, exported: Exported, fingerprint: Fingerprint, costs: Mapping[Variant, float]) -> Manifest:
-    """The manifest as it will be written, without the digests of the blobs."""
+    """Return the manifest as it will be written, without the digests of the blobs."""
     options = exported.programs.options
     return Manifest(
         fingerprint=fingerprint,
@@ -170,7 +178,7 @@ def manifest_of(job: Job, exported: Exported, fingerprint: Fingerprint, costs: M
 
 
 def fingerprint_of(job: Job) -> Fingerprint:
-    """What a set must have been made for, to be loaded for this job.
+    """Return the fingerprint that a set must have to be loaded for this job.
 
     Raises:
         ModelError: a file of the model cannot be read.

@@ -1,4 +1,4 @@
-"""One holder at a time, of all threads of all processes."""
+"""Locks a file for one thread at a time, among all threads of all processes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 POLL_SECONDS = 0.5
-"""How long a wait lasts that Ctrl-C cannot end."""
+"""Seconds of a single wait, which Ctrl-C cannot interrupt."""
 
 
 class _Holder:
-    """The lock of one path within this process. ``thread`` holds it, or None where a background thread will give it back."""
+    """The lock of one path within this process. ``thread``: the thread that holds it; None if a background thread releases it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -27,7 +27,7 @@ _holders_lock = threading.Lock()
 
 
 def _forget() -> None:
-    """In a forked child: its parent's threads, which would give their locks back, do not live here."""
+    """Forget all locks in a forked child: the threads that would release them do not exist in this process."""
     global _holders_lock  # noqa: PLW0603
     _holders_lock = threading.Lock()
     _holders.clear()
@@ -38,17 +38,17 @@ if hasattr(os, "register_at_fork"):
 
 
 class Lease:
-    """A held lock. ``release`` gives it back, from any thread; again does nothing."""
+    """A held lock, which any thread may release."""
 
     def __init__(self, holder: _Holder, lock: FileLock) -> None:
         self._holder, self._lock, self._is_held = holder, lock, True
 
     def hand_over(self) -> None:
-        """Another thread will release it: from now on this thread may wait for it."""
+        """Let another thread release the lock. From now on this thread may wait for it."""
         self._holder.thread = None
 
     def release(self) -> None:
-        """Give the lock back. A second call does nothing."""
+        """Release the lock. A second call does nothing."""
         if self._is_held:
             self._is_held = False
             self._lock.release()
@@ -57,22 +57,22 @@ class Lease:
 
 
 def acquire(path: Path, timeout: float = -1) -> Lease:
-    """Wait until no other thread or process holds ``path``, and hold it.
+    """Wait until no other thread or process holds the lock of ``path``, and acquire it.
 
-    File locks know processes, not threads: within this process a lock of our own comes first.
+    File locks distinguish processes, not threads, so a lock within this process is acquired first.
 
     Raises:
-        Timeout: another one holds it for longer than ``timeout`` seconds; or this very thread does, and would wait for ever.
-        OSError: the file cannot be made.
+        Timeout: another holder keeps it for more than ``timeout`` seconds, or this thread holds it and would wait forever.
+        OSError: the lock file cannot be created.
     """
     with _holders_lock:
         holder = _holders.setdefault(path.resolve(), _Holder())
     if holder.thread == threading.get_ident():
         raise Timeout(str(path))
-    _patiently(lambda seconds: holder.lock.acquire(timeout=seconds), timeout, path)
+    _acquire_in_slices(lambda seconds: holder.lock.acquire(timeout=seconds), timeout, path)
     lock = FileLock(path, thread_local=False)
     try:
-        _patiently(lambda seconds: _try(lock, seconds), timeout, path)
+        _acquire_in_slices(lambda seconds: _try(lock, seconds), timeout, path)
     except BaseException:
         holder.lock.release()
         raise
@@ -82,10 +82,11 @@ def acquire(path: Path, timeout: float = -1) -> Lease:
 
 @contextmanager
 def locked(path: Path, timeout: float = -1) -> Iterator[None]:
-    """Hold ``path`` for a block.
+    """Hold the lock of ``path`` for a block.
 
     Raises:
-        Timeout, OSError: as ``acquire``.
+        Timeout: as ``acquire``.
+        OSError: the lock file cannot be created.
     """
     lease = acquire(path, timeout)
     try:
@@ -102,7 +103,7 @@ def _try(lock: FileLock, seconds: float) -> bool:
     return True
 
 
-def _patiently(attempt: Callable[[float], bool], timeout: float, path: Path) -> None:
+def _acquire_in_slices(attempt: Callable[[float], bool], timeout: float, path: Path) -> None:
     left = timeout
     while not attempt(POLL_SECONDS if timeout < 0 else max(min(POLL_SECONDS, left), 0)):
         left -= POLL_SECONDS

@@ -1,4 +1,4 @@
-"""What a set of blobs is for: everything that must be equal where it is loaded, each thing under a name that a user knows."""
+"""The fingerprint of a blob set names everything that must be equal where the set is loaded, in terms that users know."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from staticllm.model_dir import MODEL_XML, model_in_memory
 from staticllm.pipelines.programs import keep_small_constants
 
 PIECE = 16 << 20
-"""Bytes that are digested at once. The digest of a file is that of its pieces' digests, so that two cores share a large one."""
+"""Bytes per piece. The digest of a file is the digest of its pieces' digests, so that several cores share a large file."""
 _PASSES = Path(str(compiler_passes.__file__)).parent
 Kind = Literal["graph", "weights", "machine", "user"]
 """The origin of a value: a digest of the graph or of the weights, a fact about the machine, or the user's choice."""
 
 
 def _labelled(label: str, kind: Kind = "machine", default: str | None = "") -> Any:
-    """A field whose ``label`` stands for it in manifests and messages. ``default`` None: the field may be absent."""
+    """Return a field with the ``label`` that manifests and messages show. ``default`` None: the field may be absent."""
     metadata = {"label": label, "kind": kind}
     return field(metadata=metadata) if default == "" else field(default=default, metadata=metadata)
 
@@ -43,9 +43,10 @@ class ModelFingerprint:
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint(ModelFingerprint):
-    """Everything that must be equal where a set is loaded. Lengths and sizes are resolved: a default equals the same value given.
+    """Everything that must be equal where a set is loaded. Lengths and sizes are resolved, so a default equals the same value
+    given by the user.
 
-    ``driver`` and ``compiler`` are there where the device tells them.
+    ``driver`` and ``compiler`` are present if the device reports them.
     """
 
     openvino: str = _labelled("OpenVINO")
@@ -69,13 +70,13 @@ class Fingerprint(ModelFingerprint):
     generate_properties: str = _labelled("generate properties", "user")
 
     def to_json(self) -> dict[str, str]:
-        """Label → value, of every field that is there."""
+        """Return label → value of every field that is present."""
         values = {item.metadata["label"]: getattr(self, item.name) for item in fields(self)}
         return {label: value for label, value in values.items() if value is not None}
 
     @classmethod
     def from_json(cls, content: Mapping[str, str]) -> Fingerprint:
-        """The inverse of ``to_json``.
+        """Return the fingerprint that ``to_json`` made ``content`` of.
 
         Raises:
             ValueError: a label is unknown, or a field is missing.
@@ -89,14 +90,14 @@ class Fingerprint(ModelFingerprint):
         return cls(**{names[label]: value for label, value in content.items()})
 
     def difference(self, there: Fingerprint) -> str | None:
-        """The first thing in which a set made for ``there`` differs, in a few words; None if nothing does."""
+        """Describe the first difference from ``there``, the fingerprint of a set; None if there is no difference."""
         for item in fields(self):
             mine, theirs = getattr(self, item.name) or "nothing", getattr(there, item.name) or "nothing"
             if mine == theirs:
                 continue
             label, kind = item.metadata["label"], item.metadata["kind"]
             if kind in ("graph", "weights"):
-                return f"{label}: other {kind} ({mine[:12]} here, {theirs[:12]} in the blob)"
+                return f"{label}: different {kind} ({mine[:12]} here, {theirs[:12]} in the blob)"
             return (
                 f"{label} {mine} asked, the blob has {theirs}" if kind == "user" else f"{label} {mine}, blob {theirs}"
             )
@@ -104,7 +105,7 @@ class Fingerprint(ModelFingerprint):
 
 
 def file_digest(path: Path) -> str:
-    """Hex digest (BLAKE2b over pieces) of a file's bytes and its length.
+    """Return the hex digest (BLAKE2b over pieces) of a file's bytes and its length.
 
     Raises:
         ModelError: the file cannot be read.
@@ -125,12 +126,12 @@ def _digest_of_piece(path: Path, start: int) -> bytes:
 
 
 def bytes_digest(data: bytes | memoryview, key: bytes = b"") -> str:
-    """Hex digest (BLAKE2b) of bytes. It cannot be computed without ``key``, if there is one."""
+    """Return the hex digest (BLAKE2b) of bytes, keyed with ``key`` if there is one."""
     return hashlib.blake2b(data, digest_size=32, key=hashlib.sha256(key).digest() if key else b"").hexdigest()
 
 
 def fingerprint_model(directory: Path, weights: Path | None = None) -> ModelFingerprint:
-    """Digests of the graph and of its weights, which lie beside it unless ``weights`` says where.
+    """Return the digests of the graph and of its weights, which are beside the graph or at ``weights``.
 
     Raises:
         ModelError: a file cannot be read.
@@ -144,7 +145,7 @@ def fingerprint_model(directory: Path, weights: Path | None = None) -> ModelFing
 
 
 def machine_values(core: ov.Core, device: str) -> dict[str, str]:
-    """What programs for ``device`` are compiled by and for: values of ``Fingerprint`` by field name."""
+    """Return what describes the machine and the compiler of ``device``: values of ``Fingerprint`` by field name."""
     supported = core.get_property(device, "SUPPORTED_PROPERTIES")
     found = {
         "openvino": ov.get_version(),
@@ -162,9 +163,9 @@ def machine_values(core: ov.Core, device: str) -> dict[str, str]:
 
 @cache
 def passes_digest() -> str:
-    """A digest of what turns models into programs: a set made by other passes is another set.
+    """Return a digest of the code that turns models into programs: sets made by different passes are different sets.
 
-    A frozen application has no sources; there the version of the package tells two apart.
+    A frozen application has no sources; the package version takes their place.
     """
     sources = "".join(f"{name}{digest}" for name, digest in pass_digests().items())
     return bytes_digest(f"{__version__}{sources}".encode())[:16]
@@ -172,7 +173,7 @@ def passes_digest() -> str:
 
 @cache
 def pass_digests() -> Mapping[str, str]:
-    """File → digest of its source, of every module that decides what is in a program."""
+    """Return file → digest of its source, for every module that decides what a program contains."""
     others = (Path(str(module.__file__)) for module in (ports, keep_small_constants))
     paths = [path for path in (*sorted(_PASSES.glob("*.py")), *others) if path.is_file()]
     return {path.stem: file_digest(path)[:8] for path in paths}
@@ -181,7 +182,7 @@ def pass_digests() -> Mapping[str, str]:
 def layout_values(
     config: StaticLLMConfig, layout: ProgramLayout, kv_type: KVType, properties: Mapping[Phase, Mapping[str, Any]]
 ) -> dict[str, str]:
-    """Lengths, sizes and properties that the user asked for, resolved: values of ``Fingerprint`` by field name."""
+    """Return the user's lengths, sizes and properties, resolved: values of ``Fingerprint`` by field name."""
     mode: ProgramMode = "separate" if layout == "separate" else "shared"
     sizes = {
         "max_prompt_len": config.max_prompt_len,

@@ -1,7 +1,7 @@
-"""The manifest of a blob set: the variants of its blobs, their fingerprint, and the digests of their bytes.
+"""The manifest of a blob set records the variants of its blobs, their fingerprint, and the digests of their bytes.
 
-A manifest may come from anywhere, so that every field is checked before anything is believed: names are plain file names, sizes
-are bounded, and nothing that is unknown, missing or of another type gets past ``decode``.
+A manifest may come from an untrusted source, so every field is checked before it is used: names are plain file names, sizes are
+bounded, and ``decode`` refuses fields that are unknown, missing or of another type.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from staticllm.pipelines.blobs.fingerprint import Fingerprint, bytes_digest
 
 SCHEMA = 5
 MAX_MANIFEST = 16 << 20
-MAX_SIZE = 1 << 24  # of any count or length in a manifest
+MAX_SIZE = 1 << 24  # limit of any count or length in a manifest
 MAX_ENTRIES = 1 << 14
 MAX_BLOB_BYTES = 1 << 40
 LAYOUT_FIELDS = (
     "max_prompt_len", "min_response_len", "programs", "prefill_rows", "prefill_kv_lens", "generate_kv_lens",
     "kv_cache_precision", "max_num_seqs", "kv_slots", "device_properties", "prefill_config", "generate_config",
 )  # fmt: skip
-"""What a blob set decides where the user did not."""
+"""Fields of the config that a blob set decides if the user does not give them."""
 _BLOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.blob")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class ManifestError(Exception):
-    """What is wrong with a manifest, in a few words."""
+    """Describes in a few words what is wrong with a manifest."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class VariantFile:
 
 @dataclass(frozen=True)
 class StoredBlob:
-    """What a blob's file must hold: the BLAKE2b digest of its bytes, and their number."""
+    """The expected contents of a blob's file: the BLAKE2b digest of its bytes, and their number."""
 
     digest: str
     num_bytes: int
@@ -55,8 +55,11 @@ class StoredBlob:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What lies in a set. ``blobs``: file → what it must hold. ``properties``: OpenVINO's, for each part that has its own, those
-    that a probe chose included. ``costs``: measured seconds of variants. ``verification``: what ``compile --verify`` found."""
+    """The contents of a set.
+
+    ``blobs``: file → its expected contents. ``properties``: OpenVINO's properties of each part that has its own, including those
+    that a probe chose. ``costs``: measured seconds per call of a variant. ``verification``: the result of ``compile --verify``.
+    """
 
     fingerprint: Fingerprint
     config: Mapping[str, Any]
@@ -75,35 +78,35 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all blobs."""
+        """The number of bytes of all blobs."""
         return sum(blob.num_bytes for blob in self.blobs.values())
 
     @property
     def has_failed_verification(self) -> bool:
-        """Whether the set was compared with the reference, and differs too much: such a set is quarantined, never loaded."""
+        """Whether the set differs too much from the reference. Such a set is quarantined and never loaded."""
         return self.verification is not None and not self.verification.get("is_ok")
 
 
 def encode(manifest: Manifest, key: bytes = b"") -> bytes:
-    """The bytes of a manifest, signed where there is a key."""
+    """Return the bytes of a manifest, signed if there is a key."""
     content = json.loads(_canonical({"schema": SCHEMA, **manifest_to_json(manifest)}))
     return _framed(content, bytes_digest(_canonical(content), key), bool(key))
 
 
 def decode(stored: bytes, key: bytes = b"") -> Manifest:
-    """A manifest from its bytes, every field checked.
+    """Read a manifest from its bytes and check every field.
 
     Raises:
-        ManifestError: it is damaged, of another schema, signed otherwise than with ``key``, or says something impossible.
+        ManifestError: the manifest is damaged, has another schema, is not signed with ``key``, or has an impossible value.
     """
     try:
         data = json.loads(stored)
         digest, content, is_signed = data["digest"], data["content"], data["is_signed"]
         is_whole = stored == _framed(content, digest, is_signed)
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ManifestError("is damaged: it is not what was written") from None
+        raise ManifestError("is damaged: its contents do not match its digest") from None
     if not is_whole or not isinstance(digest, str) or not _DIGEST.fullmatch(digest) or not isinstance(content, dict):
-        raise ManifestError("is damaged: it is not what was written")
+        raise ManifestError("is damaged: its contents do not match its digest")
     if content.get("schema") != SCHEMA:
         raise ManifestError(f"has schema {str(content.get('schema'))[:20]}, this version reads {SCHEMA}")
     if is_signed and not key:
@@ -112,17 +115,19 @@ def decode(stored: bytes, key: bytes = b"") -> Manifest:
         raise ManifestError("is not signed, and INTEGRITY_KEY was given")
     if not hmac.compare_digest(digest.encode(), bytes_digest(_canonical(content), key).encode()):
         raise ManifestError(
-            "is damaged, or signed with another INTEGRITY_KEY" if key else "is damaged: its digest differs"
+            "is damaged, or signed with another INTEGRITY_KEY"
+            if key
+            else "is damaged: its contents do not match its digest"
         )
     try:
         return _checked({name: value for name, value in content.items() if name != "schema"})
     except (ConfigError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         detail = str(error).splitlines()[0][:200] if str(error) else ""
-        raise ManifestError(f"says something impossible ({type(error).__name__}: {detail})") from None
+        raise ManifestError(f"has an impossible value ({type(error).__name__}: {detail})") from None
 
 
 def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
-    """A manifest as JSON holds it, without the schema number."""
+    """Return a manifest in the form that JSON holds, without the schema number."""
     plain = {item.name: getattr(manifest, item.name) for item in fields(manifest)}
     return {
         **plain,
@@ -138,12 +143,12 @@ def _variant_to_json(variant: Variant) -> dict[str, int]:
 
 
 def shape_to_json(shape: ModelShape) -> dict[str, Any]:
-    """A shape as JSON holds it."""
+    """Return a shape in the form that JSON holds."""
     return asdict(shape)
 
 
 def shape_from_json(content: Mapping[str, Any]) -> ModelShape:
-    """The inverse of ``shape_to_json``."""
+    """Return the shape that ``shape_to_json`` made ``content`` of."""
     values = dict(content)
     values["kv_states"] = tuple(KVState(**state) for state in values["kv_states"])
     values["masks"] = tuple(MaskKind(**{**kind, "first_seen": tuple(kind["first_seen"])}) for kind in values["masks"])
@@ -154,18 +159,18 @@ def shape_from_json(content: Mapping[str, Any]) -> ModelShape:
 
 
 def is_manifest(stored: bytes) -> bool:
-    """Whether these bytes look like a manifest of ours, of any version, damaged or not; no other file looks so."""
+    """Return whether these bytes look like one of our manifests, of any version, damaged or not."""
     words = (b'"digest"', b'"content"', b'"schema"')
     has_fingerprint = b'"fingerprint"' in stored or b'"identity"' in stored  # as schema 4 called it
     return stored.startswith(b"{") and has_fingerprint and all(word in stored for word in words)
 
 
 def is_blob_name(name: object) -> bool:
-    """Whether this is a plain file name of a blob: no folder, nothing hidden."""
+    """Return whether this is a plain file name of a blob, without a folder and not hidden."""
     return isinstance(name, str) and _BLOB_NAME.fullmatch(name) is not None and ".." not in name
 
 
-# -- what each field must be; a ValueError, TypeError or KeyError says what is not
+# -- checks of the fields; a ValueError, TypeError or KeyError names the wrong one
 
 
 def _checked(content: Mapping[str, Any]) -> Manifest:
@@ -177,13 +182,13 @@ def _checked(content: Mapping[str, Any]) -> Manifest:
         _text(value, f"fingerprint {name!r}", 1 << 16)
     _check_config(_dict(content["config"], 64))
     _one_of(content["programs"], get_args(ProgramLayout), "programs")
-    _one_of(content["kv_type"], get_args(KVType), "row type")
+    _one_of(content["kv_type"], get_args(KVType), "type of KV slots")
     _check_shape(_dict(content["shape"], 64))
     for part, values in _dict(content["properties"], 8).items():
         _one_of(part, get_args(Part), "part")
         for value in _dict(values, 256).values():
             if not isinstance(value, (bool, int, float, str)):
-                raise ValueError("a property is neither a number nor a text")
+                raise ValueError("a property is neither a number nor a string")
     _check_rest(content)
     blobs = _blobs(content)
     parsed = {
@@ -212,7 +217,7 @@ def _check_shape(content: Mapping[str, Any]) -> None:
         _whole(state.heads, 1)
         _whole(state.head_dim, 1)
         _one_of(state.role, ("key", "value"), "role")
-        _one_of(state.kv_type, get_args(KVType), "row type")
+        _one_of(state.kv_type, get_args(KVType), "type of KV slots")
         _text(state.variable_id, "variable", 4096)
         _flag(state.is_scale)
     for kind in shape.masks:
@@ -228,7 +233,7 @@ def _check_shape(content: Mapping[str, Any]) -> None:
         for size in recurrent.shape:
             _whole(size, 1)
         if recurrent.num_bytes > 1 << 34:
-            raise ValueError("a state of more than 16 GiB")
+            raise ValueError("a recurrent state has more than 16 GiB")
     _whole(shape.vocab_size, 1)
     _one_of(shape.position_rank, (0, 2, 3), "rank of positions")
     _whole(shape.position_copies, 0, 64)
@@ -265,7 +270,7 @@ def _variants(content: Mapping[str, Any], blobs: Mapping[str, StoredBlob]) -> tu
 
 def _variant(values: dict[str, Any]) -> Variant:
     if set(values) != {item.name for item in fields(Variant)}:
-        raise ValueError("a variant has other sizes than it should")
+        raise ValueError("a variant has unknown sizes, or lacks one")
     for name, value in values.items():
         _whole(value, 0 if name == "kv_len" else 1)
     return Variant(**values)
@@ -315,7 +320,7 @@ def _whole(value: object, least: int, most: int = MAX_SIZE) -> int:
 
 def _text(value: object, what: str, most: int) -> str:
     if not isinstance(value, str) or len(value) > most:
-        raise TypeError(f"{what} should be a text of at most {most} characters")
+        raise TypeError(f"{what} should be a string of at most {most} characters")
     return value
 
 
@@ -334,6 +339,6 @@ def _canonical(content: Any) -> bytes:
 
 
 def _framed(content: Any, digest: str, is_signed: bool) -> bytes:
-    """The one way in which a manifest is written: a flipped bit anywhere, be it in a blank, is seen."""
+    """Return the only byte form of a manifest, so that a flipped bit is detected anywhere, even in white space."""
     frame = {"digest": digest, "is_signed": is_signed, "content": content}
     return json.dumps(frame, indent=1, sort_keys=True).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""Is everything there that staticllm needs? Each finding comes with a remedy."""
+"""Checks that everything that staticllm needs is present and works, with a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NUM_NEW = 16
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ``remedy`` is empty where nothing is to be done."""
+    """One line of the report. ``remedy`` is empty if nothing need be done."""
 
     level: Level
     name: str
@@ -53,7 +53,7 @@ class Finding:
 
 
 def examine(devices: tuple[str, ...] = (), cache_dir: str | None = None, model: str | None = None) -> Iterator[Finding]:
-    """Packages, machine, devices, memory, a model, the cache, and the embedded model on each device; as they are found."""
+    """Check packages, machine, devices, memory, a model, the cache, and the embedded model on each device; yield each finding."""
     yield Finding("ok", "system", f"{platform.system()} {platform.release()}, Python {platform.python_version()}")
     yield from _packages()
     yield _memory()
@@ -61,7 +61,7 @@ def examine(devices: tuple[str, ...] = (), cache_dir: str | None = None, model: 
     for device in available:
         yield _device(device)
     if "NPU" not in available:
-        yield Finding("warn", "NPU", "not there", "to use one, install its driver (docs.openvino.ai, NPU device)")
+        yield Finding("warn", "NPU", "not found", "to use one, install its driver (docs.openvino.ai, NPU device)")
         yield _npu_compiler()
     if model is not None:
         yield _model(model, cache_dir)
@@ -72,11 +72,11 @@ def examine(devices: tuple[str, ...] = (), cache_dir: str | None = None, model: 
 
 
 def _npu_compiler() -> Finding:
-    """Whether OpenVINO could compile for an NPU that is not here."""
+    """Check whether OpenVINO could compile for an NPU that is not on this machine."""
     problem = npu_compiler_problem(get_core())
     if problem:
         return Finding("warn", "NPU compiler", problem, "compile for an NPU on the machine that has one")
-    return Finding("ok", "NPU compiler", "lies beside OpenVINO's plugins")
+    return Finding("ok", "NPU compiler", "found beside OpenVINO's plugins")
 
 
 def _packages() -> Iterator[Finding]:
@@ -97,7 +97,10 @@ def _packages() -> Iterator[Finding]:
         )
     if found.get("openvino") and not ov.get_version().startswith(found["openvino"]):
         yield Finding(
-            "warn", "OpenVINO", f"runs {ov.get_version()}, installed {found['openvino']}", "is another one on the path?"
+            "warn",
+            "OpenVINO",
+            f"runs {ov.get_version()}, installed {found['openvino']}",
+            "check sys.path for a second installation",
         )
 
 
@@ -105,9 +108,7 @@ def _memory() -> Finding:
     memory = psutil.virtual_memory()
     value = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free, {os.cpu_count()} processors"
     is_little = memory.available < LITTLE_MEMORY
-    return Finding(
-        "warn" if is_little else "ok", "memory", value, "close something before loading" if is_little else ""
-    )
+    return Finding("warn" if is_little else "ok", "memory", value, "free memory before loading" if is_little else "")
 
 
 def _device(device: str) -> Finding:
@@ -125,7 +126,7 @@ def _device(device: str) -> Finding:
 
 
 def _model(path: str, cache_dir: str | None) -> Finding:
-    """Whether the files of a model are whole, and its weights those that a cached set was compiled from."""
+    """Check that the files of a model are complete, and that its weights are those that a cached set was compiled from."""
     try:
         directory = check_model_dir(path)
         here = fingerprint_model(directory)
@@ -138,14 +139,14 @@ def _model(path: str, cache_dir: str | None) -> Finding:
                 "warn",
                 "model",
                 f"its weights ({here.weights_digest[:12]}) are not those of set {entry.key} ({there.weights_digest[:12]})",
-                "unless this was meant, copy the model again; a pipeline that runs meanwhile refuses requests",
+                "if this is not intended, copy the model again; a pipeline that runs with the model refuses requests",
             )
-    return Finding("ok", "model", f"whole, weights {here.weights_digest[:12]}")
+    return Finding("ok", "model", f"complete, weights {here.weights_digest[:12]}")
 
 
 def _cache(folder: Path) -> Iterator[Finding]:
     if not folder.is_dir():
-        yield Finding("warn", "cache", f"{str(folder)!r} is not there", "it is made by the first start with CACHE_DIR")
+        yield Finding("warn", "cache", f"{str(folder)!r} does not exist", "the first start with CACHE_DIR creates it")
         return
     free = shutil.disk_usage(folder).free
     if free < LITTLE_DISK:
@@ -158,13 +159,13 @@ def _cache(folder: Path) -> Iterator[Finding]:
                 "fail",
                 "cache",
                 problem,
-                "it is compiled again when it is needed; staticllm cache prune --all removes it",
+                "the set is compiled again when it is needed; staticllm cache prune --all removes it",
             )
     yield Finding("ok", "cache", f"{total / 1e6:.1f} MB in {str(folder)!r}, {free / 1e9:.1f} GB free")
 
 
 def _self_test(device: str) -> Finding:
-    """The embedded model on one device, against the stateful original on the CPU."""
+    """Compare the embedded model on one device with the stateful original on the CPU."""
     name, path = f"self-test {device}", demo_model_path()
     try:
         exact = {key: value for key, value in EXACT.items() if key != "KV_CACHE_PRECISION"}

@@ -1,4 +1,4 @@
-"""What ``staticllm inspect`` reports, as plain data."""
+"""Describes a lowered model as plain data, for ``staticllm inspect``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from staticllm.pipelines.programs.compile_plan import CompilePlan, prepare, with
 
 
 def inspect_model(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> dict[str, Any]:
-    """Lower a model and describe it: states, layers, masks, passes, variants, bytes. JSON-ready. An NPU or GPU need not be there.
+    """Lower a model and describe its states, layers, masks, passes, variants and bytes in JSON types.
+
+    An NPU or GPU need not be on this machine.
 
     Raises:
-        ModelError, UnsupportedModelError, DeviceError
+        ModelError: a file of the model is missing or damaged.
+        UnsupportedModelError: a pass cannot lower the model.
+        DeviceError: the device is not on this machine, and is neither an NPU nor a GPU.
+        ConfigError: an option is impossible for this model.
     """
     _, plan = prepare(models_path, device, config, check=check_known)
     shape = plan.lowered.shape

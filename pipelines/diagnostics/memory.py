@@ -1,4 +1,4 @@
-"""Memory that a model would take on a device, before anything is compiled, and whether it fits."""
+"""Estimates the memory that a model would need on a device, before anything is compiled, and whether it fits."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from staticllm.pipelines.diagnostics.inspect import inspect_model
 
 
 def estimate_memory(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> dict[str, Any]:
-    """Bytes of weights, programs, KV slots, states and buffers for ``device``, what there is, and whether it fits.
+    """Estimate the bytes of weights, KV slots, states and buffers on ``device``, and whether they fit into its memory.
 
     Raises:
-        ModelError, UnsupportedModelError, ConfigError
-        DeviceError: the device is neither here nor an NPU or GPU.
+        ModelError: a file of the model is missing or damaged.
+        UnsupportedModelError: a pass cannot lower the model.
+        ConfigError: an option is impossible for this model.
+        DeviceError: the device is not on this machine, and is neither an NPU nor a GPU.
     """
     report = inspect_model(models_path, device, config)
-    copies = report["num_programs"] if kind(device) == "CPU" else 1  # the CPU packs them for each
+    copies = report["num_programs"] if kind(device) == "CPU" else 1  # the CPU packs the weights for each program
     parts = {
         "weights": report["weights_bytes"] * copies,
         "KV slots": report["kv"]["bytes"],
@@ -51,7 +53,7 @@ def _mask_bytes(variant: dict[str, Any], num_masks: int) -> int:
 
 
 def device_memory(core: ov.Core, device: str) -> int | None:
-    """Bytes that a device can still give; None where it does not tell."""
+    """Return the free bytes of a CPU's memory, or all bytes of a GPU or NPU; None if the device does not report them."""
     if kind(device) == "CPU":
         return int(psutil.virtual_memory().available)
     for name in ("GPU_DEVICE_TOTAL_MEM_SIZE", "NPU_DEVICE_TOTAL_MEM_SIZE"):

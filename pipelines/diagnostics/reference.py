@@ -1,4 +1,4 @@
-"""The original model, run as it was exported: every program of ours must agree with it."""
+"""Runs the original model as it was exported; every program of ours must agree with it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from staticllm.errors import ModelError, last_line
 from staticllm.model_dir import read_model
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
-"""CPU properties under which nothing is rounded that the model does not round itself."""
+"""CPU properties that add no rounding to that of the model itself."""
 
 
 CACHE_POSITION = "cache_position"
 
 
 class StatefulReference:
-    """A stateful IR on the CPU in f32, one conversation at a time.
+    """A stateful IR that runs on the CPU in f32, one conversation at a time.
 
     Raises:
-        ModelError: the directory holds no causal language model, or the CPU cannot compile it.
+        ModelError: the directory has no causal language model, or the CPU cannot compile it.
     """
 
     def __init__(self, models_path: str | os.PathLike[str]) -> None:
@@ -45,7 +45,7 @@ class StatefulReference:
         self._length = 0
 
     def logits(self, tokens: list[int]) -> NDArray[np.float32]:
-        """Append tokens; the logits after each, ``[len(tokens), vocab]``."""
+        """Append tokens, and return the logits after each of them, ``[len(tokens), vocab]``."""
         if (
             CACHE_POSITION in self._names and len(tokens) > 1
         ):  # its path for prompts is not exact: see fix_cache_position
@@ -64,7 +64,7 @@ class StatefulReference:
         return logits
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """The ``count`` most likely tokens after a prompt; the end of a sequence does not stop them."""
+        """Return the ``count`` greedy tokens after a prompt; an end-of-sequence token does not stop them."""
         self.reset()
         tokens = [int(self.logits(prompt)[-1].argmax())]
         while len(tokens) < count:

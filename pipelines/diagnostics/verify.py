@@ -1,4 +1,4 @@
-"""Does a lowered model compute what the original computes? Teacher-forced logits and greedy tokens, in f32."""
+"""Compares a lowered model with the original: teacher-forced logits and greedy tokens, in f32."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from staticllm.pipelines.programs.model_runner import ModelRunner
 
 STEPS, NUM_NEW, GREEDY_PROMPTS = 96, 48, (5, 40, 300)
 KV_LENS = (48, 64)
-"""KV lengths that a generation after a prompt of 40 tokens outgrows."""
+"""KV lengths; a generation after a prompt of 40 tokens exceeds the smaller ones."""
 CHUNKS = (16, 64)
 TOLERANCE = 1e-3
 """Largest difference of logits, as a share of the range of the reference's logits."""
@@ -34,7 +34,7 @@ INTERLEAVED_STEPS = 16
 NUM_DRAFTED = 4
 LEAD = 32  # random tokens at the beginning of a text
 LEAST_AGREEMENT, MOST_DISTANCE = 0.9, 0.1
-"""Beyond these a set fails verification. In bf16 with activations in 8 bits the embedded model agrees in 95 of 97 places."""
+"""Limits beyond which a set fails verification. In bf16 with 8-bit activations the embedded model agrees in 95 of 97 places."""
 ORDINARY = (8, 1000)  # token ids of every vocabulary that is not a toy
 
 
@@ -55,12 +55,14 @@ def verify_model(
     chunks: Sequence[int] = CHUNKS,
     on_progress: OnProgress = lambda event: None,
 ) -> Iterator[Verdict]:
-    """Every check for every mode and chunk size, as they are done; ``on_progress`` hears of each load.
+    """Run every check for every mode and chunk size, and yield each verdict. ``on_progress`` receives the events of loading.
 
-    On other devices than the CPU tokens may differ in near-ties; the checks show how often.
+    On devices other than the CPU tokens may differ in near-ties; the checks show how often.
 
     Raises:
-        ModelError, DeviceError, ConfigError
+        ModelError: a file of the model is missing or damaged.
+        DeviceError: the device is missing, or refused a program.
+        ConfigError: there is not enough memory for KV slots or masks.
         UnsupportedModelError: a pass cannot lower the model.
     """
     path = check_model_dir(models_path, needs_tokenizer=False)
@@ -87,11 +89,11 @@ def verify_model(
 
 
 def agreement(runner: ModelRunner, models_path: str | os.PathLike[str]) -> dict[str, Any]:
-    """How close a runner, in any precision, is to the original in f32: ``compile --verify`` writes this into a manifest.
+    """Compare a runner, in any precision, with the original in f32. ``compile --verify`` writes the result into a manifest.
 
-    Both are fed the same text token by token: random tokens, and the original's continuation. ``agreement`` is the share of
-    places where the most likely token is the same, ``distance`` the largest difference of logits as a share of their range. After
-    a near-tie both go on with the same token, so that it counts as one place.
+    Both run the same text token by token: random tokens, and the original's continuation. ``agreement`` is the share of places
+    where the most likely token is the same, ``distance`` the largest difference of logits as a share of their range. After a
+    near-tie both continue with the same token, so that it counts as one place.
     """
     reference = StatefulReference(models_path)
     prompt = _tokens(LEAD)
@@ -139,7 +141,7 @@ def _config(device: str, mode: ProgramMode, chunk: int) -> StaticLLMConfig:
 
 
 def _runner(path: Path, device: str, config: StaticLLMConfig, on_progress: OnProgress) -> ModelRunner:
-    """Programs as ``load`` compiles them, and one more, which computes logits after every token of a draft."""
+    """Compile the programs of ``load``, and one more that computes logits after every token of a draft."""
     core, plan = prepare(path, device, config, on_progress)
     if not plan.lowered.shape.needs_real_rows:
         draft = Variant(2 * NUM_DRAFTED, plan.variants[-1].kv_len, num_logits=NUM_DRAFTED)
@@ -153,7 +155,7 @@ def _tokens(count: int) -> list[int]:
 
 
 def _logits(check: str, runner: ModelRunner, text: list[int], expected: NDArray[np.float32]) -> Verdict:
-    """A third of the text as a prompt, then one token of the text per step."""
+    """Compare logits: a third of the text runs as a prompt, then one token of the text per step."""
     sequence, start = runner.reset(), len(text) // 3
     found = [runner.prefill(sequence, text[:start]).copy()]
     found += [runner.decode(sequence, token).copy() for token in text[start:]]
@@ -181,7 +183,7 @@ def _interleaved(check: str, runner: ModelRunner, text: list[int], expected: NDA
 
 
 def _drafted(check: str, runner: ModelRunner, text: list[int], expected: NDArray[np.float32]) -> Verdict:
-    """A draft whose first half is accepted: logits after each of its tokens, and nothing left of the rejected half."""
+    """Compare logits after each token of a draft whose first half is accepted, and after the rejected half is discarded."""
     sequence, start, half = runner.reset(), len(text) // 3, NUM_DRAFTED // 2
     runner.prefill(sequence, text[:start])
     draft = Segment(sequence, np.array(text[start : start + half] + text[:half]), num_logits=NUM_DRAFTED)
@@ -203,5 +205,5 @@ def _greedy(check: str, runner: ModelRunner, prompt: list[int], expected: list[i
     same = next(
         (i for i, (mine, other) in enumerate(zip(found, expected, strict=True)) if mine != other), len(expected)
     )
-    detail = "" if same == len(expected) else f"token {same} is {found[same]}, the original's {expected[same]}"
+    detail = "" if same == len(expected) else f"token {same} is {found[same]}, in the original {expected[same]}"
     return Verdict(check, same == len(expected), same / len(expected), detail)

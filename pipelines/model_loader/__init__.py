@@ -1,1 +1,1 @@
-"""From a model directory to a pipeline that can serve."""
+"""Loads a model directory into an engine that can serve."""

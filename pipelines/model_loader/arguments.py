@@ -1,4 +1,4 @@
-"""What the pipeline is made from: arguments in GenAI's orders, the config, the tokenizer, the model's own options."""
+"""Reads the arguments of a pipeline, in GenAI's orders: devices, config, tokenizer, and the model's generation options."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from staticllm.pipelines.programs.compile_plan import device_properties
 from staticllm.properties import ResolvedConfig, resolve
 
 AUTO = ["NPU", "GPU", "CPU"]
-"""The devices that ``AUTO`` means, the first that is there and can."""
+"""The devices that ``AUTO`` tries, in order of preference."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A device, and the config for it: devices know different properties. ``explicit``: fields that the user gave."""
+    """A device and its config, because devices know different properties. ``explicit``: fields that the user gave."""
 
     device: str
     config: StaticLLMConfig
@@ -34,7 +34,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Given:
-    """The arguments of a constructor, whichever of GenAI's orders they came in."""
+    """The arguments of a constructor, independent of GenAI's order in which they were given."""
 
     device: str
     config: Any
@@ -44,11 +44,11 @@ class Given:
 
 
 def positional(args: tuple[Any, ...], device: Any, config: Any, tokenizer: Any) -> Given:
-    """GenAI's orders after the path or the model, by name or by place: ``device, config``, ``tokenizer, device, config``
-    and ``weights, tokenizer, device, generation_config``.
+    """Read the arguments after the path or the model, by name or by position, in GenAI's orders: ``device, config``,
+    ``tokenizer, device, config`` and ``weights, tokenizer, device, generation_config``.
 
     Raises:
-        ConfigError: there are too many arguments, one is given twice, or the tokenizer is of another type.
+        ConfigError: there are too many arguments, one is given twice, or the tokenizer has another type.
     """
     rest = list(args)
     weights = rest.pop(0) if rest and isinstance(rest[0], ov.Tensor) else None
@@ -56,7 +56,7 @@ def positional(args: tuple[Any, ...], device: Any, config: Any, tokenizer: Any) 
         tokenizer = rest.pop(0) or tokenizer
     if rest and not isinstance(rest[0], (Mapping, StaticLLMConfig, genai.GenerationConfig)):
         if device is not None:
-            raise ConfigError(f"the device is given twice: {rest[0]!r} by place and {device!r} by name")
+            raise ConfigError(f"the device is given twice: {rest[0]!r} by position and {device!r} by name")
         device = rest.pop(0)
     generation_config = rest.pop(0) if rest and isinstance(rest[0], genai.GenerationConfig) else None
     if rest and config is None:
@@ -69,10 +69,10 @@ def positional(args: tuple[Any, ...], device: Any, config: Any, tokenizer: Any) 
 
 
 def named_in_memory(given: Given, properties: dict[str, Any]) -> Given:
-    """A model in memory by name: ``weights`` and ``generation_config`` are taken out of the properties.
+    """Move ``weights`` and ``generation_config`` of a model in memory from the properties to the arguments.
 
     Raises:
-        ConfigError: one of them is of another type, or a model in memory has no tokenizer.
+        ConfigError: one of them has another type, or a model in memory has no tokenizer.
     """
     weights = given.weights if given.weights is not None else properties.pop("weights", None)
     if weights is None:
@@ -90,27 +90,27 @@ def named_in_memory(given: Given, properties: dict[str, Any]) -> Given:
 
 
 def source_of(models_path: Any, given: Given, candidates: list[Candidate]) -> tuple[Path, list[Candidate]]:
-    """The checked model directory, or a name that stands for the model in memory, and the configs that hold for it.
+    """Return the checked model directory, or a name that stands for the model in memory, and the candidates for it.
 
     Raises:
-        ModelError: the directory is missing or half-written, or the model in memory is not whole.
-        ConfigError: blobs of a model in memory are to lie beside it.
+        ModelError: the directory is missing or incomplete, or the model in memory is.
+        ConfigError: blobs of a model in memory are exported without ``BLOB_PATH``.
     """
     asked = candidates[0].config
     if given.weights is None:
         is_encrypted = asked.weights_decryption_callback is not None
         return check_model_dir(models_path, given.tokenizer is None, asked.weights_path, is_encrypted), candidates
     if asked.export_blob and asked.blob_path is None:
-        raise ConfigError("EXPORT_BLOB of a model in memory: say where with BLOB_PATH")
+        raise ConfigError("EXPORT_BLOB of a model in memory: give the folder with BLOB_PATH")
     whole = [
         replace(candidate, config=replace(candidate.config, weights_decryption_callback=bytes))
         for candidate in candidates
     ]
-    return keep_in_memory(models_path, given.weights), whole  # no file of weights: blobs must have theirs
+    return keep_in_memory(models_path, given.weights), whole  # no weights file, so blobs must contain the weights
 
 
 def device_names(devices: Any) -> list[Any]:
-    """``"npu, cpu"`` → ``["NPU", "CPU"]``; of ``AUTO`` and ``AUTO:GPU,CPU`` those that are there, in their order."""
+    """Split ``"npu, cpu"`` into ``["NPU", "CPU"]``; for ``AUTO`` and ``AUTO:GPU,CPU`` keep the available devices, in order."""
     if not isinstance(devices, str):
         return [devices]
     names = [name.strip() for name in devices.upper().split(",")]
@@ -122,18 +122,18 @@ def device_names(devices: Any) -> list[Any]:
 
 
 def resolve_candidates(devices: str, config: Any, properties: dict[str, Any]) -> list[Candidate]:
-    """A candidate for each of ``"NPU,GPU,CPU"``. A property that another of them knows is left out where it is unknown.
+    """Return one candidate per device of ``"NPU,GPU,CPU"``. A device gets only the properties that it knows.
 
     Raises:
-        ConfigError: no device knows a property, or a value is impossible.
-        DeviceError: none of the devices is on this machine.
+        ConfigError: none of the devices knows a property, or a value is impossible.
+        DeviceError: the only device is not on this machine.
     """
     names = device_names(devices)
     supported: dict[str, frozenset[str]] = {}
     for name in names:
         try:
             supported[name] = device_properties(name)
-        except DeviceError:  # it is reported when its turn comes
+        except DeviceError:  # it is reported when loading tries this device
             if len(names) == 1:
                 raise
             supported[name] = frozenset()
@@ -172,10 +172,10 @@ def _only(properties: Mapping[str, Any], supported: frozenset[str]) -> dict[str,
 
 
 def read_tokenizer(directory: os.PathLike[str]) -> genai.Tokenizer:
-    """The tokenizer in a model directory.
+    """Read the tokenizer in a model directory.
 
     Raises:
-        ModelError: it cannot be read.
+        ModelError: the tokenizer cannot be read.
     """
     try:
         return genai.Tokenizer(directory)
@@ -184,7 +184,7 @@ def read_tokenizer(directory: os.PathLike[str]) -> genai.Tokenizer:
 
 
 def read_generation_config(directory: Any, tokenizer: genai.Tokenizer) -> genai.GenerationConfig:
-    """The model's own generation options, with the tokenizer's end of sequence where they name none.
+    """Read the model's own generation options; the tokenizer's end of sequence is added if they have none.
 
     Raises:
         ModelError: ``generation_config.json`` cannot be read.

@@ -1,4 +1,4 @@
-"""Loading after a pipeline can already serve: further programs, or those of another device. One thread, one error."""
+"""Loads further programs, or those of another device, on one thread while the pipeline already serves."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from staticllm.errors import ClosedError
 from staticllm.threads import start_thread
 
 CLOSE_TIMEOUT = 5.0
-"""Seconds that closing waits for the part that runs: a compiler cannot be interrupted."""
+"""Seconds that closing waits for the running part, because a compiler cannot be interrupted."""
 
 
 class BackgroundWork(Protocol):
-    """What a ``BackgroundLoader`` runs: parts, one after the other, and a release at the end, also after an error."""
+    """The work of a ``BackgroundLoader``: it runs the parts in order, and the release at the end, also after an error."""
 
     def parts(self) -> list[Callable[[], None]]:
-        """What is to be done, in order."""
+        """Return the parts of the work, in order."""
         ...
 
     def release(self) -> None:
-        """Called once, on the thread that ran the parts."""
+        """Release what the work holds; called once, on the thread that ran the parts."""
         ...
 
 
 class BackgroundLoader:
-    """Runs the parts of some work in a thread of its own; stops at the first one that raises, and keeps the exception."""
+    """Runs the parts of some work on a thread of its own, stops at the first one that raises, and keeps the exception."""
 
     def __init__(self, work: BackgroundWork, on_progress: OnProgress) -> None:
         self._work: BackgroundWork | None = work
@@ -43,7 +43,7 @@ class BackgroundLoader:
         """Start the thread.
 
         Raises:
-            StaticLLMError: it cannot be started.
+            StaticLLMError: the thread cannot be started.
         """
         self._thread = start_thread(self._run, "staticllm-background")
 
@@ -53,10 +53,10 @@ class BackgroundLoader:
         return self._thread is not None and not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until everything is loaded. Returns False if that takes longer than ``timeout`` seconds.
+        """Wait until everything is loaded; return False if that takes longer than ``timeout`` seconds.
 
         Raises:
-            Exception: the one that stopped the work, a ``StaticLLMError`` unless a callback raised it.
+            Exception: a part raised it and stopped the work; a ``StaticLLMError`` unless a callback raised it.
         """
         if self._thread is not None:
             self._thread.join(timeout)
@@ -67,13 +67,13 @@ class BackgroundLoader:
         return True
 
     def close(self) -> None:
-        """Start no further part, and wait up to ``CLOSE_TIMEOUT`` seconds for the one that runs."""
+        """Start no further part, and wait up to ``CLOSE_TIMEOUT`` seconds for the running part."""
         self._is_closing = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT)
 
     def _run(self) -> None:
-        work, self._work = self._work, None  # which holds graphs and weights, needed no longer when this ends
+        work, self._work = self._work, None  # the work holds graphs and weights, which are freed when this ends
         assert work is not None, "started twice"
         try:
             for part in work.parts():
@@ -83,13 +83,14 @@ class BackgroundLoader:
             self._on_progress(ProgressEvent("complete", 1, 1, time.perf_counter() - self._started))
         except ClosedError:
             return  # the pipeline was closed: the remaining programs are not needed
-        except BaseException as error:  # a program's, or one of the user's callback: ``wait`` raises it
+        except BaseException as error:  # raised by a program or by the user's callback; ``wait`` raises it again
             self._error = error
             message = f"{type(error).__name__}: {error}"
-            warnings.warn(f"not everything was loaded, what is there goes on: {message}", RuntimeWarning, stacklevel=1)
+            text = f"background loading failed; the loaded programs keep serving: {message}"
+            warnings.warn(text, RuntimeWarning, stacklevel=1)
             try:
                 self._on_progress(ProgressEvent("error", 1, 1, time.perf_counter() - self._started, message=message))
-            except Exception:  # the callback failed before: once is enough
+            except Exception:  # the callback failed before; one report is enough
                 return
         finally:
             work.release()

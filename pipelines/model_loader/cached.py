@@ -1,4 +1,4 @@
-"""Through a cache of blob sets: loaded if the cache has one for exactly this job, else compiled and written to it."""
+"""Loads programs through a cache of blob sets: imports the job's set, or compiles the programs and writes a set."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GB = 1_000_000_000
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """The place of one job's set in a cache."""
+    """The place of one job's set in a cache. ``is_weightless``: whether its blobs are written without weights."""
 
     job: Job
     cache: BlobCache
@@ -44,7 +44,7 @@ class CacheEntry:
 
     @property
     def key(self) -> str:
-        """The name of the set within the cache."""
+        """The name of the set in the cache."""
         return key_of(self.fingerprint)
 
     def write(self, programs: CompiledPrograms) -> None:
@@ -53,7 +53,7 @@ class CacheEntry:
         self.cache.prune(keep=self.key)
 
     def keep(self, exported: Exported, costs: Mapping[Variant, float]) -> None:
-        """Write a set with the measured ``costs`` (seconds). Where that fails, for want of disk space say, a warning says so."""
+        """Write a set with the measured ``costs`` (seconds per call). Warn if that fails, for example on a full disk."""
         path = self.cache.path(self.key)
         try:
             if exported.blobs is not None:
@@ -67,10 +67,13 @@ class CacheEntry:
 
 
 def load_through_cache(job: Job, folder: str) -> Loaded:
-    """Load the job's set from the cache; compile and write it where the cache has none, or one that cannot be read.
+    """Load the job's set from the cache; compile it and write it there if the cache has none that can be read.
 
     Raises:
-        ModelError, UnsupportedModelError, DeviceError, ConfigError
+        ModelError: a file of the model is missing or damaged.
+        UnsupportedModelError: a pass cannot lower the model.
+        DeviceError: the device is missing, or refused a program.
+        ConfigError: an option is impossible for this model, or there is not enough memory for KV slots or masks.
     """
     cache = BlobCache(folder, int(job.config.cache_limit_gb * GB), job.key)
     entry = CacheEntry(job, cache, fingerprint_of(job), is_weightless_wanted(job))
@@ -94,7 +97,7 @@ def load_through_cache(job: Job, folder: str) -> Loaded:
 
 
 def _into_cache(entry: CacheEntry) -> Loaded:
-    """Compile, and write a set to the cache: now, or when the deferred programs have been compiled."""
+    """Compile, and write a set to the cache, at once or when the deferred programs have been compiled."""
     job = entry.job
     if is_staged(job):
         core, plan = prepare_for_export(job, entry.is_weightless)
@@ -106,7 +109,10 @@ def _into_cache(entry: CacheEntry) -> Loaded:
 
 
 def _from_cache(entry: CacheEntry) -> Loaded | None:
-    """What the cache has; None if that is nothing, or cannot be read. Programs whose blobs failed verification are compiled."""
+    """Load the cached set; None if there is none or it cannot be read.
+
+    If the blobs of this model failed verification before, the programs are compiled.
+    """
     path = entry.cache.path(entry.key)
     if not path.is_dir():
         return None

@@ -1,4 +1,4 @@
-"""Compiled, and written to ``BLOB_PATH`` as a blob set."""
+"""Compiles a model and writes its programs to ``BLOB_PATH`` as a blob set."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEFAULT_BLOB = "openvino_model.blob"
 
 @dataclass(frozen=True)
 class BlobSetStore:
-    """The blob set at ``target``, to be written when all programs are there."""
+    """The blob set at ``target``, which is written when all programs have been compiled."""
 
     job: Job
     target: Path
@@ -35,7 +35,7 @@ class BlobSetStore:
         """Export all programs of the model.
 
         Raises:
-            BlobError: the blobs compute something else than the programs.
+            BlobError: a blob does not compute what its program computes.
             ConfigError: the folder cannot be written.
         """
         exported = export_programs(self.job, programs, self.is_weightless)
@@ -43,16 +43,18 @@ class BlobSetStore:
 
 
 def load_and_export(job: Job) -> Loaded:
-    """Compile, and write a set to ``BLOB_PATH``. A set that lies there is replaced; anything else is not touched.
+    """Compile, and write a set to ``BLOB_PATH``. An existing set is replaced; anything else is not touched.
 
     Raises:
-        ModelError, UnsupportedModelError, DeviceError
-        ConfigError: something else lies there, or the folder cannot be written.
-        BlobError: the blobs compute something else than the programs.
+        ModelError: a file of the model is missing or damaged.
+        UnsupportedModelError: a pass cannot lower the model.
+        DeviceError: the device is missing, or refused a program.
+        ConfigError: the path exists and is not a blob set, the folder cannot be written, or an option is impossible.
+        BlobError: a blob does not compute what its program computes.
     """
     target = Path(job.config.blob_path) if job.config.blob_path else job.directory / DEFAULT_BLOB
     if _exists(target) and not is_ours(target):
-        raise ConfigError(f"BLOB_PATH={str(target)!r} is there and no blob set: choose another path or remove it")
+        raise ConfigError(f"BLOB_PATH={str(target)!r} exists and is not a blob set: choose another path or remove it")
     try:
         target.resolve().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -68,10 +70,10 @@ def load_and_export(job: Job) -> Loaded:
 
 
 def _exists(path: Path) -> bool:
-    """Whether something lies at ``path``.
+    """Return whether ``path`` exists.
 
     Raises:
-        ConfigError: there can be no such path.
+        ConfigError: the path is impossible.
     """
     try:
         return path.exists()

@@ -1,4 +1,4 @@
-"""GenAI's and OpenVINO's spellings of properties in our terms: plain names and values, a scheduler config, switches."""
+"""Translates GenAI's and OpenVINO's properties to ours: plain names and values, a scheduler config, switches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from staticllm.config import MAX_SEQS
 from staticllm.errors import ConfigError
 
 BLOCK_SLOTS = 32
-"""Tokens of a KV block of GenAI on the CPU."""
+"""Tokens per KV block in GenAI on the CPU."""
 _BACKENDS = ("SDPA", "PA")
 _LOG_LEVELS = {"ERR": "LOG_ERROR", "NO": "LOG_NONE"}
 _DEFAULTS = genai.SchedulerConfig()
@@ -26,16 +26,18 @@ _REMEDIES = {
 
 
 def plain_properties(properties: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Names as plain ``str``: the objects of ``openvino.properties`` are strings that can be called. Values likewise,
-    enum members by the names that devices read, and mappings all the way down."""
+    """Return properties with names and values as plain Python types, also within nested mappings.
+
+    The objects of ``openvino.properties`` are callable strings; enum members become the names that devices read.
+    """
     return {_plain_name(name): _plain_value(value) for name, value in properties.items()}
 
 
 def from_genai(properties: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Properties in our terms: what GenAI takes beside ours is mapped or found to be off.
+    """Translate properties that only GenAI has to ours, or check that they are switched off.
 
     Raises:
-        ConfigError: a value is impossible, or asks for other tokens than these programs give.
+        ConfigError: a value is impossible, or would change the tokens.
     """
     ours = plain_properties(properties)
     for name, take in _TAKEN.items():
@@ -63,15 +65,13 @@ def _plain_value(value: Any) -> Any:
 
 
 def _attention_backend(properties: dict[Any, Any], value: object) -> None:
-    """Both of GenAI's backends give the same tokens; here attention runs in the step programs."""
+    """Drop the choice of a backend: both give the same tokens, and here attention runs in the step programs."""
     if value not in _BACKENDS:
-        raise ConfigError(
-            f"ATTENTION_BACKEND={value!r}: must be SDPA or PA, and makes no difference here: leave it out"
-        )
+        raise ConfigError(f"ATTENTION_BACKEND={value!r}: must be SDPA or PA, and has no effect here: leave it out")
 
 
 def _cache_dir(properties: dict[Any, Any], value: object) -> None:
-    if value != "":  # which turns it off
+    if value != "":  # an empty string turns the cache off
         properties["CACHE_DIR"] = value
 
 
@@ -86,15 +86,15 @@ def _enable_mmap(properties: dict[Any, Any], value: object) -> None:
 
 def _prompt_lookup(properties: dict[Any, Any], value: object) -> None:
     if value:
-        raise ConfigError("prompt_lookup is not supported: leave it out, the tokens are the same without")
+        raise ConfigError("prompt_lookup is not supported: leave it out, the tokens are the same without it")
 
 
 def _draft_model(properties: dict[Any, Any], value: object) -> None:
-    raise ConfigError("draft_model is not supported: leave it out, the tokens are the same without")
+    raise ConfigError("draft_model is not supported: leave it out, the tokens are the same without it")
 
 
 def _scheduler_config(properties: dict[Any, Any], value: object) -> None:
-    """Properties for the fields of a ``SchedulerConfig``; properties that are given beside it win."""
+    """Translate the fields of a ``SchedulerConfig`` to properties; properties that are also given take precedence."""
     if value is None:
         return
     if not isinstance(value, genai.SchedulerConfig):
@@ -120,13 +120,13 @@ def _scheduler_config(properties: dict[Any, Any], value: object) -> None:
 
 
 def _unused(config: genai.SchedulerConfig) -> list[str]:
-    """Fields that were set and mean nothing here; an unlimited batch means nothing anywhere."""
+    """Return the fields that were set and have no effect here; an unlimited batch has no effect in GenAI either."""
     changed = [name for name in _WITHOUT_MEANING if getattr(config, name) != getattr(_DEFAULTS, name)]
     return [name for name in changed if getattr(config, name) != sys.maxsize]
 
 
 def _longest(properties: Mapping[Any, Any]) -> int:
-    """KV slots of one longest sequence, which must fit; impossible lengths are reported where they are read."""
+    """Return the KV slots of one longest sequence, which must fit; impossible lengths are reported where they are read."""
     lengths = (properties.get("MAX_PROMPT_LEN", 1024), properties.get("MIN_RESPONSE_LEN", 128))
     return sum(length for length in lengths if isinstance(length, int))
 

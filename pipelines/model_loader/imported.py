@@ -1,4 +1,4 @@
-"""Loaded from a blob set: no graph is read and nothing is compiled."""
+"""Loads programs from a blob set, without reading a graph and without compiling."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load_blob_set(job: Job, folder: Path) -> Loaded:
     """Load the set at ``BLOB_PATH``. It decides every layout field of the config that the user did not give.
 
     Raises:
-        BlobError: no set lies there, or it is damaged, or for something else.
+        BlobError: there is no set, it is damaged, or it was made for something else.
     """
 
     def import_it(manifest: Manifest) -> Loaded:
@@ -45,7 +45,7 @@ def load_blob_set(job: Job, folder: Path) -> Loaded:
 
 
 def decided_by(manifest: Manifest, job: Job) -> Job:
-    """The job with the set's value for every layout field that the user did not give."""
+    """Return the job with the set's value for every layout field that the user did not give."""
     decided = {name: value for name, value in manifest.config.items() if name not in job.explicit}
     return replace(job, config=replace(job.config, **decided), explicit=job.explicit | decided.keys())
 
@@ -53,12 +53,12 @@ def decided_by(manifest: Manifest, job: Job) -> Job:
 def import_set(
     job: Job, folder: Path, manifest: Manifest, origin: Origin, fingerprint: Fingerprint | None = None
 ) -> Loaded:
-    """Import every program of a set and warm them up. ``fingerprint`` is the job's, computed here if it is not given.
+    """Import every program of a set and warm them up. ``fingerprint``: the job's; it is computed here if it is None.
 
-    The model is compared while the blobs are read; nothing is imported before both are done.
+    The model's files are compared while the blobs are read; nothing is imported before both are done.
 
     Raises:
-        BlobError: the set is damaged, or for something else.
+        BlobError: the set is damaged, or was made for something else.
     """
     config = job.config
     with ThreadPoolExecutor(1) as pool:
@@ -70,10 +70,10 @@ def import_set(
     programs = _programs(job, manifest, blobs)
     try:
         runner = make_runner(programs, job.on_progress)
-    except (RuntimeError, ValueError, KeyError, IndexError) as error:  # shapes that are not those of the blobs
+    except (RuntimeError, ValueError, KeyError, IndexError) as error:  # the shapes differ from those of the blobs
         if isinstance(error, StaticLLMError):
             raise
-        raise BlobError(f"the blobs in {str(folder)!r} are not what their manifest says: {last_line(error)}") from error
+        raise BlobError(f"the blobs in {str(folder)!r} do not match their manifest: {last_line(error)}") from error
     return Loaded(runner, programs, config, origin, has_mapped_weights=manifest.is_weightless)
 
 

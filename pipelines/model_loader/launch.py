@@ -1,4 +1,4 @@
-"""From what a pipeline is asked for to an engine that serves: devices in turn, what can serve first, the rest meanwhile."""
+"""Tries devices in turn, starts serving, and compiles the remaining programs in the background."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ PRECISION = "INFERENCE_PRECISION_HINT"
 
 @dataclass
 class Launched:
-    """An engine that serves from ``loaded``, on ``device``; ``background`` is what is still loaded, None if all is there.
+    """An engine that serves from ``loaded`` on ``device``. ``background`` loads the rest; None if all programs are loaded.
 
-    Where the CPU serves until the device can, ``loaded`` and ``device`` change with the engine's runner.
+    If the CPU serves until the device can, ``loaded`` and ``device`` change together with the engine's runner.
     """
 
     engine: Engine
@@ -49,11 +49,14 @@ class LoadedDevice:
 
 
 def launch(directory: Path, candidates: Sequence[Candidate], policy: Policy, on_progress: OnProgress) -> Launched:
-    """Load for the first device that can, and serve.
+    """Load a model for the first device that can run it, and start an engine.
 
     Raises:
-        ModelError, UnsupportedModelError, ConfigError, BlobError
-        DeviceError: no device could; the message is that of the last one.
+        ModelError: a file of the model is missing or damaged.
+        UnsupportedModelError: a pass cannot lower the model.
+        ConfigError: an option is impossible for this model, or there is not enough memory for KV slots or masks.
+        BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else, or exported blobs failed verification.
+        DeviceError: no device can run the model; the message is that of the last device.
     """
     begin = time.perf_counter()
     first = candidates[0]
@@ -69,7 +72,7 @@ def launch(directory: Path, candidates: Sequence[Candidate], policy: Policy, on_
         if deferred is not None:
             launched.background = BackgroundLoader(DeferredCompiler(launched, deferred), on_progress)
         _serve(launched, on_progress, begin)
-    except BaseException:  # a callback's own, say: no thread will run that releases what is deferred
+    except BaseException:  # for example of a callback: no thread will run that releases the deferred programs
         if deferred is not None:
             deferred.release()
         raise
@@ -77,7 +80,7 @@ def launch(directory: Path, candidates: Sequence[Candidate], policy: Policy, on_
 
 
 def _make_engine(loaded: Loaded, policy: Policy) -> Engine:
-    """The engine of a loaded model; its thread starts with the first request."""
+    """Make the engine of a loaded model; its thread starts with the first request."""
     return Engine(loaded.runner, policy, loaded.engine_options)
 
 
@@ -91,19 +94,22 @@ def _warn_of_length(directory: Path, config: StaticLLMConfig) -> None:
     limit = max_positions(directory)
     if limit is not None and config.max_seq_len > limit:
         warnings.warn(
-            f"MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {config.max_seq_len}, the model was made for {limit} positions "
-            "(max_position_embeddings in its config.json): its answers beyond them may be nonsense; lower a length",
+            f"MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {config.max_seq_len}, but the model was made for {limit} positions "
+            "(max_position_embeddings in its config.json): its answers beyond them may be wrong; lower a length",
             RuntimeWarning,
             stacklevel=4,
         )
 
 
 def load_first(directory: Path, candidates: Sequence[Candidate], on_progress: OnProgress) -> LoadedDevice:
-    """Load for the first device that can. A device that is not there, or refuses, is reported, and the next one is tried.
+    """Load a model for the first device that can run it. A device that is missing or refuses is reported to ``on_progress``.
 
     Raises:
-        ModelError, UnsupportedModelError, ConfigError, BlobError
-        DeviceError: no device could; the message is that of the last one.
+        ModelError: a file of the model is missing or damaged.
+        UnsupportedModelError: a pass cannot lower the model.
+        ConfigError: an option is impossible for this model, or there is not enough memory for KV slots or masks.
+        BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else, or exported blobs failed verification.
+        DeviceError: no device can run the model; the message is that of the last device.
     """
     for index, candidate in enumerate(candidates, 1):
         try:
@@ -119,7 +125,7 @@ def load_first(directory: Path, candidates: Sequence[Candidate], on_progress: On
 
 
 class DeferredCompiler:
-    """Work for the background: compiles the deferred programs of a model that serves, and installs them in its engine."""
+    """Background work that compiles the deferred programs of a serving model and installs them in its engine."""
 
     def __init__(self, launched: Launched, deferred: DeferredPrograms) -> None:
         self._engine, self._deferred = launched.engine, deferred
@@ -127,7 +133,7 @@ class DeferredCompiler:
         self._compiled = dict(self._programs.compiled)
 
     def parts(self) -> list[Callable[[], None]]:
-        """One part per variant, then one that writes all programs to the blob set that was asked for."""
+        """Return one part per variant, then one that writes all programs to the requested blob set."""
         return [*(partial(self.compile, variant) for variant in self._deferred.variants), self.store]
 
     def compile(self, variant: Variant) -> None:
@@ -135,7 +141,7 @@ class DeferredCompiler:
         program = self._deferred.compile(variant)
         is_first = program not in self._compiled.values()
         self._compiled[variant] = program
-        if is_first:  # its first run packs its weights: no request waits for that
+        if is_first:  # the first run packs the weights; no request waits for that
             run_apart(program, random_feeds(program, variant))
         self._engine.run_between_steps(lambda: self._install(variant))
 
@@ -144,7 +150,7 @@ class DeferredCompiler:
         self._engine.runner.refresh_variants()
 
     def store(self) -> None:
-        """Write all programs, if a blob set was asked for."""
+        """Write all programs, if a blob set was requested."""
         self._deferred.store(replace(self._programs, compiled=self._compiled))
 
     def release(self) -> None:
@@ -160,7 +166,7 @@ def _bound_programs(runner: ModelRunner) -> BoundPrograms:
 def _from_cpu_first(
     directory: Path, candidates: Sequence[Candidate], policy: Policy, on_progress: OnProgress
 ) -> Launched:
-    """The CPU serves until the device can; then the engine switches between two requests."""
+    """Serve from the CPU until the device can serve; then the engine switches between two requests."""
     cpu = load(directory, "CPU", _config_of_cpu(candidates), on_progress)
     launched = Launched(_make_engine(cpu, policy), cpu, "CPU")
     launched.background = BackgroundLoader(DeviceSwitch(launched, directory, candidates, on_progress), on_progress)
@@ -168,7 +174,7 @@ def _from_cpu_first(
 
 
 class DeviceSwitch:
-    """Work for the background: loads the model for the device, all its programs, and hands the engine its runner."""
+    """Background work that loads all programs of the model for the device and switches the engine to them."""
 
     def __init__(
         self, launched: Launched, directory: Path, candidates: Sequence[Candidate], on_progress: OnProgress
@@ -178,11 +184,11 @@ class DeviceSwitch:
         self._deferred: DeferredPrograms | None = None
 
     def parts(self) -> list[Callable[[], None]]:
-        """One part: a device's programs are used together or not at all."""
+        """Return one part, because a device's programs are used together or not at all."""
         return [self.switch]
 
     def switch(self) -> None:
-        """Load for the first device that can, and switch the engine to it."""
+        """Load for the first device that can run the model, and switch the engine to it."""
         found = load_first(self._directory, self._candidates, self._on_progress)
         self._deferred = found.loaded.deferred
         if self._deferred is not None:
@@ -201,7 +207,7 @@ class DeviceSwitch:
 
 
 def _config_of_cpu(candidates: Sequence[Candidate]) -> StaticLLMConfig:
-    """What the CPU serves with meanwhile: its own defaults, and the precision that was asked for."""
+    """Return the config with which the CPU serves meanwhile: the CPU's defaults and the user's precision."""
     own = candidates[0].config
     known = next((found.config for found in candidates if found.device == "CPU"), own).device_properties
     precision = {name: value for name, value in known.items() if name == PRECISION}
@@ -210,7 +216,7 @@ def _config_of_cpu(candidates: Sequence[Candidate]) -> StaticLLMConfig:
 
 
 def _completed(loaded: Loaded, deferred: DeferredPrograms) -> Loaded:
-    """A staged model with all its programs, before it serves: the CPU serves meanwhile."""
+    """Compile the deferred programs of a staged model before it serves, and return it complete; the CPU serves meanwhile."""
     compiled = {**loaded.programs.compiled, **{variant: deferred.compile(variant) for variant in deferred.variants}}
     programs = replace(loaded.programs, compiled=compiled)
     bound = _bound_programs(loaded.runner)

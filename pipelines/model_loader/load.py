@@ -1,4 +1,4 @@
-"""From a model directory to what can run: where the programs come from is decided here."""
+"""Loads a model directory: compiles the programs, or imports them from a blob set or a cache."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ def load(
     on_progress: OnProgress = lambda event: None,
     explicit: Collection[str] | None = None,
 ) -> Loaded:
-    """Load a model and warm it up. The graph, and with it the weights as they were read, is released.
+    """Load a model and warm it up. The graph and the weights that were read with it are released.
 
-    ``explicit``: names of the config's fields that the user gave; a blob set decides the others. Without it, the fields whose
-    values differ from their defaults.
+    ``explicit``: names of the config's fields that the user gave; a blob set decides the others. If it is None, the fields
+    whose values differ from their defaults.
 
     Raises:
-        ModelError, UnsupportedModelError, DeviceError, ConfigError
-        BlobError: ``BLOB_PATH`` names a set that is damaged, or for something else.
+        ModelError: a file of the model is missing or damaged.
+        UnsupportedModelError: a pass cannot lower the model.
+        DeviceError: the device is missing, refused a program, or has not enough memory.
+        ConfigError: an option is impossible for this model, or there is not enough memory for KV slots or masks.
+        BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else, or exported blobs failed verification.
     """
     job = job_of(models_path, device, config, on_progress, explicit)
     with _explained(device):
@@ -45,7 +48,7 @@ def load(
 
 @contextmanager
 def _explained(device: str) -> Iterator[None]:
-    """Turn what OpenVINO raises, where memory runs out for instance, into one line of ours."""
+    """Turn exceptions of OpenVINO, for example if memory runs out, into a ``DeviceError`` of one line."""
     try:
         yield
     except StaticLLMError:
@@ -61,7 +64,7 @@ def _explained(device: str) -> Iterator[None]:
 
 
 def _is_openvinos(error: RuntimeError) -> bool:
-    """Whether an extension raised it: such code has no Python frames, so that the last frame is ours or OpenVINO's wrapper."""
+    """Return whether an extension raised it. Extensions have no Python frames, so the last frame is ours or OpenVINO's."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -1,4 +1,4 @@
-"""What loading gives: programs that can run now, and those that are compiled after the model serves."""
+"""The result of loading: programs that can run now, and programs that are compiled while the model serves."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Origin = Literal["compiled", "blob", "cache"]
 
 
 class ProgramStore(Protocol):
-    """A place for compiled programs: a blob set that does not exist yet."""
+    """A place for compiled programs, for example a blob set that does not exist yet."""
 
     def write(self, programs: CompiledPrograms) -> None:
-        """Export ``programs``, all of a model, and write them."""
+        """Export and write ``programs``, which are all programs of a model."""
 
 
 class DeferredPrograms:
-    """Variants that are compiled after the model serves.
+    """Variants that are compiled while the model serves.
 
     One thread calls ``compile`` for each of ``variants``, then ``store`` with all programs of the model. It calls ``release`` at
-    the end, also after an error: the cache entry that is to be written is locked until then.
+    the end, also after an error. The cache entry that will be written is locked until then.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class DeferredPrograms:
         self._compiled: dict[Variant, ov.CompiledModel] = {}
 
     def compile(self, variant: Variant) -> ov.CompiledModel:
-        """The program of one of ``variants``. Variants that share a program are compiled together, with the first of them.
+        """Compile one of ``variants``, or return its program. Variants that share a program are compiled with the first of them.
 
         Raises:
-            DeviceError: the device refused it.
+            DeviceError: the device refused the program.
         """
         if variant not in self._compiled:
             together = (variant,) if self._plan.options.mode == "separate" else self.variants
@@ -60,12 +60,12 @@ class DeferredPrograms:
         return self._compiled[variant]
 
     def store(self, programs: CompiledPrograms) -> None:
-        """Write all programs of the model to the blob set that was asked for, if one was."""
+        """Write all programs of the model to the requested blob set, if there is one."""
         if self._store is not None:
             self._store.write(programs)
 
     def hold(self, lease: Lease) -> None:
-        """Keep the cache entry locked until ``release``, which the thread that compiles will call."""
+        """Keep the cache entry locked until ``release``, which the compiling thread calls."""
         lease.hand_over()
         self._lease = lease
 
@@ -79,8 +79,8 @@ class DeferredPrograms:
 class Loaded:
     """A model that can run.
 
-    ``config`` is what holds: a blob set decides what the user left open. ``has_mapped_weights``: whether weights are read from
-    their file as long as the model runs.
+    ``config``: the config in force, because a blob set decides what the user left open. ``has_mapped_weights``: whether weights
+    are read from their file as long as the model runs.
     """
 
     runner: ModelRunner
@@ -92,5 +92,5 @@ class Loaded:
 
     @property
     def engine_options(self) -> EngineOptions:
-        """What an engine must know to serve this model."""
+        """The engine's limits for this model."""
         return options_of(self.config, self.programs.shape, self.programs.options.mode)

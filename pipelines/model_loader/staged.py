@@ -1,4 +1,4 @@
-"""Compiled for this start: all programs at once, or those that can serve first and the others in the background."""
+"""Compiles programs for this start: all at once, or the fewest that can serve first and the others in the background."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def load_compiled(job: Job) -> Loaded:
     """Compile the model; nothing is written.
 
     Raises:
-        ModelError, UnsupportedModelError, DeviceError, ConfigError
+        ModelError: a file of the model is missing or damaged.
+        UnsupportedModelError: a pass cannot lower the model.
+        DeviceError: the device is missing, or refused a program.
+        ConfigError: an option is impossible for this model, or there is not enough memory for KV slots or masks.
     """
     core, plan = prepare(job.directory, job.device, job.config, job.on_progress)
     if is_staged(job):
@@ -33,7 +36,7 @@ def load_compiled(job: Job) -> Loaded:
 
 
 def is_staged(job: Job) -> bool:
-    """Whether the fewest programs that can serve are compiled first, and the others in the background."""
+    """Return whether the fewest programs that can serve are compiled first, and the others in the background."""
     if program_mode(job.device, job.config) != "separate":
         return False
     wanted = job.config.background_compile
@@ -41,7 +44,7 @@ def is_staged(job: Job) -> bool:
 
 
 def load_staged(job: Job, core: ov.Core, plan: CompilePlan, store: ProgramStore | None = None) -> Loaded:
-    """Compile what can serve; the other variants are deferred. ``store`` takes all programs once they are there.
+    """Compile the fewest programs that can serve; the other variants are deferred. ``store`` gets all programs at the end.
 
     Raises:
         DeviceError: the device refused a program.
@@ -56,7 +59,7 @@ def load_staged(job: Job, core: ov.Core, plan: CompilePlan, store: ProgramStore 
 
 
 def _single_rows_later(job: Job, core: ov.Core, plan: CompilePlan) -> Loaded:
-    """Compile one program for all variants; a faster one for single rows takes over its part when it is there."""
+    """Compile one program for all variants; a faster one for single rows is compiled in the background."""
     shared: dict[Part, Mapping[str, Any]] = {
         part: values for part, values in plan.options.properties.items() if part != "single_row"
     }

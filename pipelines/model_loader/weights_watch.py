@@ -1,4 +1,4 @@
-"""Weights are mapped from their file, not copied: overwriting it in place changes the tokens of a running pipeline."""
+"""Watches a mapped weights file, because overwriting it in place would change the tokens of a running pipeline."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PAGES, PAGE_BYTES = 64, 4096
 
 
 class WeightsWatch:
-    """Notices that a weights file was overwritten. A check takes one ``stat``; pages of the file are read only if that differs.
+    """Detects that a weights file was overwritten. A check takes one ``stat``; pages of the file are read only if that differs.
 
-    A file that is replaced by another one under the same name does no harm: the old one stays mapped.
+    A file that is replaced by renaming another one over it does no harm, because the old file stays mapped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,15 +28,15 @@ class WeightsWatch:
         """Check that the file is still the one that was loaded.
 
         Raises:
-            ModelError: the file that the weights are mapped from holds something else than when it was loaded.
+            ModelError: the contents of the weights file have changed since it was loaded.
         """
         seen = self._stat()
         if seen == self._seen or seen is None or self._seen is None or seen[0] != self._seen[0]:
             return
         if self._sampled() != self._sample:
             raise ModelError(
-                f"{str(self._path)!r} was overwritten while it is in use: its weights are mapped, so answers would be wrong "
-                "without a sign; load the model again, and replace such a file by renaming another over it"
+                f"{str(self._path)!r} was overwritten while it is in use: its weights are mapped, so answers could be wrong; "
+                "load the model again, and replace such a file by renaming another file over it"
             )
         self._seen = seen
 
@@ -48,7 +48,7 @@ class WeightsWatch:
         return found.st_ino, found.st_mtime_ns, found.st_size
 
     def _sampled(self) -> bytes:
-        """A digest of pages that are spread over the file."""
+        """Return a digest of ``PAGES`` pages that are spread over the file."""
         digest = hashlib.blake2b()
         try:
             with open_regular(self._path) as file:
@@ -63,6 +63,6 @@ class WeightsWatch:
 
 
 def watch_of(source: Path, config: StaticLLMConfig, is_mapped: bool) -> WeightsWatch | None:
-    """Watch the weights of a model, where they are mapped from a file: not in memory, not encrypted, not within blobs."""
+    """Watch the weights of a model if they are mapped from a file; None if they are in memory, encrypted, or in the blobs."""
     is_plain = model_in_memory(source) is None and config.weights_decryption_callback is None
     return WeightsWatch(weights_of(source, config.weights_path)) if is_plain and is_mapped else None

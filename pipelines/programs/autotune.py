@@ -1,4 +1,4 @@
-"""Device properties that make a model faster on this machine, found by timing probes."""
+"""Finds device properties that make a model faster on this machine, by timing probes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from staticllm.devices import kind
 
 GROUP_SIZE, PRECISION = "DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_PRECISION_HINT"
 LARGE_GROUP = 128
-"""Activations that share a scale when the CPU multiplies them in 8 bits with weights in 8 or 4. The plugin's own choice is 32."""
+"""Activations that share a scale when the CPU multiplies them in 8 bits with 8-bit or 4-bit weights. The plugin uses 32."""
 WORTH_IT = 1.1
 """How many times faster a larger group must be: its logits are a little further from the model's (docs/decisions.md)."""
 CLEARLY = 1.15
-"""How many times faster an unusual setting must be for a single row: a probe of one row varies by a twentieth or more."""
+"""How many times faster an unusual setting must be for a single row: a probe of one row varies by 5 % or more."""
 MANY_ROWS, LEAST_RUNS, SECONDS = 128, 3, 0.03
-"""Rows of a prompt in a probe; each candidate runs ``LEAST_RUNS`` times at least, and for ``SECONDS`` at least."""
+"""Rows of a prompt in a probe; each candidate runs at least ``LEAST_RUNS`` times and at least ``SECONDS`` seconds."""
 LEAST_WEIGHTS = 1_000_000
 """Weights in the probed matrices. Below, the gain lies within measurement noise: the chosen setting, and with it the tokens,
 could change between starts."""
 CACHE_BYTES = 64 << 20
-"""Bytes that are read before a single row is timed, so that the weights come from memory, as they do in a model."""
+"""Bytes that are read before a single row is timed, so that the weights come from memory, not from a cache."""
 
 Properties = Mapping[str, Any]
 
@@ -36,13 +36,13 @@ Properties = Mapping[str, Any]
 def calibrated(
     core: ov.Core, device: str, model: ov.Model, phases: Mapping[Phase, Properties], layout: ProgramLayout
 ) -> dict[Part, Properties]:
-    """The properties of each part of ``model``: those in ``phases``, and those that a probe found to be faster.
+    """Return the properties of each part of ``model``: those in ``phases``, and those that a probe found to be faster.
 
-    Properties that the user set are never changed. On the CPU a program with one matrix of each shape in the model is timed, with
+    Properties that the user set are never changed. On the CPU a program with one matrix per shape in the model is timed with
     ``MANY_ROWS`` rows, with the plugin's own group size and with ``LARGE_GROUP``. Both phases get the same result, so that they
-    can share a program. Where single rows may have programs of their own, their activations are not quantized, unless a probe
-    finds that clearly slower: with weights in 8 bits quantization costs more than it saves. f32 is tried in the same way.
-    Other devices are not probed.
+    can share a program. If single rows may have programs of their own, their activations are not quantized unless a probe finds
+    that clearly slower: with weights in 8 bits quantization costs more than it saves. f32 is tried in the same way. Other devices
+    are not probed.
     """
     found: dict[Part, Properties] = {phase: properties for phase, properties in phases.items()}  # noqa: C416
     matrices = _matrices(model) if kind(device) == "CPU" else []
@@ -59,7 +59,10 @@ def calibrated(
 
 
 def _for_single_rows(probe: Probe, usual: Properties, asked: Properties) -> Properties:
-    """The fastest of: without quantization, this in f32, and ``usual``. ``asked``: the user's own properties, which stay."""
+    """Return the fastest properties for single rows: without quantization, the same in f32, or ``usual``.
+
+    ``asked``: the user's own properties, which are not changed.
+    """
     if GROUP_SIZE in asked:
         return usual
     plain, exact = {**usual, GROUP_SIZE: 0}, {**usual, GROUP_SIZE: 0, PRECISION: "f32"}
@@ -70,7 +73,7 @@ def _for_single_rows(probe: Probe, usual: Properties, asked: Properties) -> Prop
 
 
 def _matrices(model: ov.Model) -> list[ov.Node]:
-    """One MatMul for each shape of compressed matrices that occurs more than once; none if these matrices are small."""
+    """Return one MatMul per shape of compressed matrices that occurs more than once; none if these matrices are small."""
     nodes = [node for node in model.get_ordered_ops() if compressed_weights(node) is not None]
     shapes = [tuple(node.input_value(1).get_shape()) for node in nodes]
     counts = Counter(shapes)
@@ -79,7 +82,7 @@ def _matrices(model: ov.Model) -> list[ov.Node]:
 
 
 class Probe:
-    """Some matrices of a model side by side in one program, which is compiled once per set of properties."""
+    """Some matrices of a model in one program, which is compiled once per set of properties."""
 
     def __init__(self, core: ov.Core, device: str, matrices: list[ov.Node]) -> None:
         self._core, self._device = core, device
@@ -98,7 +101,7 @@ class Probe:
         return not any(size % LARGE_GROUP for size in self._sizes)
 
     def seconds(self, num_rows: int, candidates: list[Properties], is_cold: bool = False) -> list[float]:
-        """Seconds of the shortest run of each candidate; they run in turn. ``is_cold``: caches hold none of the weights."""
+        """Return the seconds of the shortest run of each candidate; they run in turn. ``is_cold``: no cache holds the weights."""
         random, scratch = np.random.default_rng(0), np.ones(CACHE_BYTES // 8 if is_cold else 0, np.int64)
         feeds = [random.standard_normal((1, num_rows, size)).astype(np.float32) for size in self._sizes]
         requests = [self._request(properties) for properties in candidates]

@@ -1,7 +1,7 @@
-"""Programs bound to host memory: for each variant an inference request whose ports are, once and for all, the host's own arrays.
+"""Binds programs to host memory: one inference request per variant, whose ports are the host's own arrays from the start.
 
-``kvcache/`` owns that memory. Ports are bound before the first inference: OpenVINO kills the process when an output that ran with
-the plugin's own buffer is given another region later.
+``kvcache/`` owns that memory. Ports are bound before the first inference, because OpenVINO kills the process if an output that
+ran with the plugin's own buffer gets another one later.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Program:
             self._request.set_tensor(port, tensors[name])
 
     def run(self, meanwhile: Callable[[], None] | None = None) -> float:
-        """Run once, and call ``meanwhile`` while the device runs. Returns the seconds that the device took."""
+        """Run once, call ``meanwhile`` while the device runs, and return the seconds that the device took."""
         start = time.perf_counter()
         self._request.start_async()
         try:
@@ -57,7 +57,7 @@ class BoundPrograms(Mapping[Variant, Program]):
         self._bound: dict[Variant, Program] = {}
 
     def add(self, variant: Variant, compiled: ov.CompiledModel) -> None:
-        """Add a variant, one that there are buffers for, or replace its program."""
+        """Add a variant for which there are buffers, or replace its program."""
         self._compiled[variant] = compiled
         self._bound.pop(variant, None)
 
@@ -74,16 +74,19 @@ class BoundPrograms(Mapping[Variant, Program]):
         return len(self._compiled)
 
     def compiled(self, variant: Variant) -> ov.CompiledModel:
-        """The compiled model behind a variant, whether it is bound or not."""
+        """Return the compiled model of a variant, whether it is bound or not."""
         return self._compiled[variant]
 
     def is_static(self, variant: Variant) -> bool:
-        """Whether the program is this variant's alone."""
+        """Return whether no other variant shares the program."""
         return not any(port.partial_shape.is_dynamic for port in self._compiled[variant].inputs)
 
 
 def bind(compiled: ov.CompiledModel, shape: ModelShape, cache: KVCache, buffers: StepBuffers) -> Program:
-    """A program of one variant whose ports are the host's own memory: the arena, the states, and ``buffers``."""
+    """Bind the program of one variant to the host's memory: the arena, the recurrent states, and ``buffers``.
+
+    docs/contract.md gives the shapes of the ports.
+    """
     variant = buffers.variant
     tensors = {name: ov.Tensor(array, shared_memory=True) for name, array in _step_arrays(buffers).items()}
     for index, state in enumerate(shape.kv_states):
@@ -91,7 +94,7 @@ def bind(compiled: ov.CompiledModel, shape: ModelShape, cache: KVCache, buffers:
             state.past_name: cache.arena.state_view(index, variant.kv_len),
             state.present_name: buffers.present_of(index),
         }
-        for name, array in slots.items():  # numpy has no bf16: the type is given, not read off the array
+        for name, array in slots.items():  # numpy has no bf16, so the type is given, not taken from the array
             tensors[name] = ov.Tensor(array, ov.Shape(array.shape), ELEMENT_TYPES[state.kv_type])
     for index, recurrent in enumerate(shape.recurrent_states):
         tensors[recurrent.past_name] = ov.Tensor(cache.states.past[index], shared_memory=True)
@@ -102,7 +105,7 @@ def bind(compiled: ov.CompiledModel, shape: ModelShape, cache: KVCache, buffers:
 
 
 def _step_arrays(buffers: StepBuffers) -> dict[str, NDArray[Any]]:
-    """The memory of every port that is neither a KV slot nor a state, by the port's name."""
+    """Return the array of every port that holds neither KV slots nor states, by the port's name."""
     arrays: dict[str, NDArray[Any] | None] = {
         INPUT_IDS: buffers.input_ids,
         POSITION_IDS: buffers.position_ids,

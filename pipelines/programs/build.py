@@ -1,4 +1,4 @@
-"""From a compile plan to programs, and from programs to a warm runner."""
+"""Compiles the programs of a plan, and makes a warm runner of compiled programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from staticllm.pipelines.programs.warm_up import warm_up
 
 @dataclass(frozen=True)
 class CompiledPrograms:
-    """Compiled programs, wherever they came from, and what the host must know to run them. ``costs``: seconds, if known."""
+    """Compiled programs of any origin, and what the host must know to run them. ``costs``: seconds per call, if known."""
 
     shape: ModelShape
     options: CompileOptions
@@ -41,7 +41,7 @@ def compile_all(core: ov.Core, plan: CompilePlan, on_progress: OnProgress = lamb
 def compile_each(
     core: ov.Core, plan: CompilePlan, on_progress: OnProgress
 ) -> Iterator[tuple[Variant, ov.CompiledModel]]:
-    """Compile the variants one after the other, with an event before and after each; of a shared program, for its first variant.
+    """Compile the variants in order, with an event before and after each program. A shared one is compiled for its first variant.
 
     Raises:
         DeviceError: the device refused a program.
@@ -65,7 +65,7 @@ def make_runner(
 ) -> ModelRunner:
     """Bind programs to the arena and to buffers, and warm them up.
 
-    ``planned``: all variants, where some of them are compiled later; memory is allocated for these as well.
+    ``planned``: all variants, if some of them are compiled later; memory is allocated for these as well.
 
     Raises:
         ConfigError: there is not enough memory for the arena or the masks.

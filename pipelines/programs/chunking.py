@@ -1,4 +1,4 @@
-"""The plan of a prompt's chunks: which variants run it, and how many tokens each takes."""
+"""Plans the chunks of a prompt: which variants run it, and how many tokens each of them processes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from staticllm.pipelines.programs.variant_index import VariantIndex
 def plan_chunks(
     index: VariantIndex, cost: Callable[[Variant], float], num_tokens: int, num_past: int, is_fresh: bool = False
 ) -> list[tuple[Variant, int]]:
-    """A cheap way to run ``num_tokens`` of one sequence over ``num_past`` arena slots: (variant, tokens in it), in order.
+    """Return a cheap way to run ``num_tokens`` of one sequence over ``num_past`` arena slots: (variant, tokens in it), in order.
 
-    Peels full chunks off, the largest that fits first, and weighs at each point whether to run all the rest, padded, in one
-    call instead: 20 tokens run in 64 rows, or in 16 and 16, or in 16 and four single steps.
+    Full chunks are split off, the largest that fits first. At each point the cost of running the whole rest, padded, in one call
+    is compared: 20 tokens run in 64 rows, or in 16 and 16, or in 16 and four single rows.
     """
     sizes = [rows for rows, sequences in index.sizes if sequences == 1]
     peeled: list[tuple[Variant, int]] = []
     spent, done = 0.0, 0
     best_cost, best = float("inf"), None
     while done < num_tokens:
-        past = min(num_past + done, index.max_kv_len)  # holes below the highest row are filled first
+        past = min(num_past + done, index.max_kv_len)  # free slots below the highest used slot are filled first
         rest, first = num_tokens - done, is_fresh and not done
         holding = [size for size in sizes if size == rest or (size > rest and not index.needs_real_rows)]
         padded = _first(index.at(size, 1, past, first) for size in holding)

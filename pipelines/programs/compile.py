@@ -1,4 +1,4 @@
-"""Compiling: one static program per variant (``separate``), one for all variants (``shared``), or one for some of them."""
+"""Compiles one static program per variant (``separate``), one for all variants (``shared``), or one per group of variants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from staticllm.errors import DeviceError, last_line
 
 @dataclass(frozen=True)
 class ProgramGroup:
-    """Variants that share a program: those of one part, or of all parts (None), compiled with the same properties."""
+    """Variants that share a program: those of one part, or of all parts (None). They are compiled with the same properties."""
 
     part: Part | None
     properties: Mapping[str, Any]
@@ -25,7 +25,7 @@ class ProgramGroup:
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """Where and how programs are compiled. ``properties`` are OpenVINO's, for each part that has its own."""
+    """Where and how programs are compiled. ``properties``: OpenVINO's properties of each part that has its own."""
 
     device: str
     layout: ProgramLayout
@@ -34,11 +34,11 @@ class CompileOptions:
 
     @property
     def mode(self) -> ProgramMode:
-        """Whether a variant has a program to itself."""
+        """``separate`` if each variant has a program of its own, else ``shared``."""
         return "separate" if self.layout == "separate" else "shared"
 
     def program_group(self, variant: Variant) -> ProgramGroup:
-        """The group of a variant: in ``shared`` mode the variants of one group share a program."""
+        """Return the group of a variant. In ``shared`` mode the variants of one group share a program."""
         part = self._part(variant)
         is_apart = self.layout in (part, "phases")
         return ProgramGroup(part if is_apart else None, dict(self.properties[part]))
@@ -50,9 +50,9 @@ class CompileOptions:
 def compile_programs(
     core: ov.Core, lowered: LoweredModel, variants: Sequence[Variant], options: CompileOptions
 ) -> Iterator[ov.CompiledModel]:
-    """Compile the variants in their order; in ``shared`` mode those of one group get the same compiled model.
+    """Compile the variants in their order. In ``shared`` mode those of one group get the same compiled model.
 
-    Shared programs are compiled at once: each keeps one core busy.
+    Shared programs are compiled in parallel, because each compilation uses one core.
 
     Raises:
         DeviceError: the device refused a program.
@@ -74,7 +74,7 @@ def compile_programs(
 
 
 def first_variants(variants: Sequence[Variant], options: CompileOptions) -> list[Variant]:
-    """The variants for which a program is compiled: each, or the first of each group where programs are shared."""
+    """Return the variants for which a program is compiled: all, or the first of each group if programs are shared."""
     if options.mode == "separate":
         return list(variants)
     groups = [options.program_group(variant) for variant in variants]

@@ -1,4 +1,4 @@
-"""All that is known before compiling: the lowered model, the properties of its programs, and their variants."""
+"""Makes the compile plan: the lowered model, the properties of its programs, and their variants."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ SMALL_WEIGHTS, LARGE_WEIGHTS = 256 << 20, 1 << 30
 
 @dataclass(frozen=True)
 class CompilePlan:
-    """A model lowered for a device, and every choice made on the way: all that is known before compiling."""
+    """A model lowered for a device, and every choice that is made before compiling."""
 
     lowered: LoweredModel
     options: CompileOptions
     variants: tuple[Variant, ...]
 
     def restricted(self, variants: Iterable[Variant]) -> CompilePlan:
-        """The same plan for some of its variants only."""
+        """Return the plan for some of its variants only."""
         return replace(self, variants=tuple(variants))
 
 
@@ -58,10 +58,13 @@ def prepare(
 ) -> tuple[ov.Core, CompilePlan]:
     """Read and lower a model directory for ``device``; nothing is compiled.
 
-    ``for_blobs``: prepare the model for being exported. ``check`` raises a ``DeviceError`` for a device that cannot be used.
+    ``for_blobs``: whether the programs will be exported. ``check`` raises a ``DeviceError`` for a device that cannot be used.
 
     Raises:
-        ModelError, UnsupportedModelError, DeviceError, ConfigError
+        ModelError: a file of the model is missing or damaged.
+        UnsupportedModelError: a pass cannot lower the model.
+        DeviceError: ``check`` refuses the device.
+        ConfigError: an option is impossible for this model.
     """
     start = time.perf_counter()
     core = get_core()
@@ -81,7 +84,7 @@ def prepare(
     layout = program_layout(device, path, config)
     parts = calibrated(core, device, lowered.graph.model, properties, layout)
     if layout == "single_row" and parts.setdefault("single_row", parts["generate"]) == parts["generate"]:
-        layout = layout if config.programs == layout else "shared"  # a second program would compute in the same way
+        layout = layout if config.programs == layout else "shared"  # a second program would compute the same way
     variants = choose_variants(config, mode, lowered.shape)
     on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - start))
     options = CompileOptions(device, layout, kv_type, parts)
@@ -89,7 +92,7 @@ def prepare(
 
 
 def with_kv_slots(config: StaticLLMConfig, directory: Path, kv_type: KVType) -> StaticLLMConfig:
-    """The config with ``KV_CACHE_GB`` as a number of this model's KV slots: those of one longest sequence at least."""
+    """Return the config with ``KV_CACHE_GB`` as a number of KV slots of this model, at least those of one longest sequence."""
     if config.kv_cache_gb is None:
         return config
     item = KV_TYPE_BYTES[kv_type]
@@ -101,18 +104,18 @@ def with_kv_slots(config: StaticLLMConfig, directory: Path, kv_type: KVType) -> 
 
 
 def program_mode(device: str, config: StaticLLMConfig) -> ProgramMode:
-    """``separate`` where each variant has a program of its own on this device, else ``shared``."""
+    """Return ``separate`` if each variant has a program of its own on this device, else ``shared``."""
     if config.programs == "auto":
         return default_mode(device)
     return "separate" if config.programs == "separate" else "shared"
 
 
 def program_layout(device: str, path: Path, config: StaticLLMConfig) -> ProgramLayout:
-    """Which variants share a program.
+    """Return which variants share a program.
 
-    A shared program prepares all its nodes again, some 20 microseconds each, when it runs with another number of rows than
-    before, and on the CPU a program compiled for a single row is faster. A second program takes a copy of the weights: small
-    models have one program per phase, medium ones a second program for single rows, large ones one program.
+    A shared program prepares all its nodes again, about 20 microseconds each, when it runs with another number of rows than
+    before, and on the CPU a program compiled for a single row is faster. A second program needs a copy of the weights. Therefore
+    small models have one program per phase, medium ones a second program for single rows, and large ones one program.
     """
     if config.programs != "auto":
         return config.programs
@@ -125,7 +128,7 @@ def program_layout(device: str, path: Path, config: StaticLLMConfig) -> ProgramL
 
 
 def device_properties(device: str) -> frozenset[str]:
-    """Names of the properties that ``device`` takes.
+    """Return the names of the properties that ``device`` accepts.
 
     Raises:
         DeviceError: the device is not on this machine.
@@ -135,7 +138,7 @@ def device_properties(device: str) -> frozenset[str]:
 
 
 def phase_properties(device: str, config: StaticLLMConfig) -> dict[Phase, Mapping[str, Any]]:
-    """OpenVINO's properties for the programs of each phase, as the user set them."""
+    """Return OpenVINO's properties for the programs of each phase, as the user set them."""
     common = {"PERFORMANCE_HINT": "LATENCY", **config.device_properties}
     phases: dict[Phase, Mapping[str, Any]] = {"prefill": config.prefill_config, "generate": config.generate_config}
     return {phase: with_exact_f32(device, {**common, **extra}) for phase, extra in phases.items()}

@@ -1,4 +1,4 @@
-"""What each variant costs: seconds per call, measured at warm-up and by every run, estimated for variants that never ran."""
+"""The cost model holds the seconds per call of each variant, measured in every run and estimated for variants that never ran."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from staticllm.core import Variant
 from staticllm.pipelines.programs.nnls import nonnegative_least_squares
 
 NEW_SHARE = 0.1
-"""Weight of a new measurement: one noisy call changes little, and a machine that throttles is followed within 20 calls."""
+"""Weight of a new measurement: one noisy call changes little, and the costs follow a throttled machine within 20 calls."""
 FIRST_SHARE = 0.5
-"""Weight of the first one against the estimate: it may have been a first inference at a new shape."""
+"""Weight of the first measurement against the estimate, because it may be a first inference at a new shape."""
 
 
 class CostModel:
     """Seconds per call of each variant. A variant that was not measured is estimated from those that were.
 
-    The estimate is a sum of what a call does: a constant (reading the weights), rows, attention over rows and KV length,
-    copying the past, logits; fitted to the measurements by least squares of relative errors, no part negative.
+    The estimate is the sum of the parts of a call: a constant (reading the weights), rows, attention over rows and KV length,
+    copying the past, and logits. It is fitted to the measurements by least squares of relative errors; no part is negative.
     """
 
     def __init__(self, seconds: Mapping[Variant, float] | None = None) -> None:
@@ -36,7 +36,7 @@ class CostModel:
 
     @property
     def measured(self) -> dict[Variant, float]:
-        """Seconds per call of the variants that were measured."""
+        """The seconds per call of the variants that were measured."""
         return dict(self._seconds)
 
     def update(self, variant: Variant, seconds: float) -> None:
@@ -58,17 +58,17 @@ class CostModel:
 
 
 def _features(variant: Variant) -> NDArray[np.float64]:
-    """How much of each part a call has, ``[5]``: a constant, rows, rows times keys, past, logits."""
+    """Return the amount of each part in a call, ``[5]``: a constant, rows, rows times keys, past, logits."""
     rows, kv_len = variant.rows, variant.kv_len
     return np.array([1.0, rows, rows * (kv_len + rows), kv_len, variant.num_logits])
 
 
 UNMEASURED = np.array([8e-3, 1e-3, 1.2e-7, 1e-6, 0.0])
-"""Seconds of each part before anything is measured: reading the weights takes as long as eight rows."""
+"""Seconds of each part before anything is measured; reading the weights takes as long as eight rows."""
 
 
 def _fit(seconds: Mapping[Variant, float]) -> NDArray[np.float64]:
-    """The seconds of each part of a call ``[5]``, from measured seconds; by relative errors."""
+    """Fit the seconds of each part of a call, ``[5]``, to measured seconds per call, by relative errors."""
     features = np.array([_features(variant) for variant in seconds])
     values = np.array(list(seconds.values()))
     if len(values) < features.shape[1]:

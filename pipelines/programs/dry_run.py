@@ -1,4 +1,4 @@
-"""A program run apart from the engine: on random inputs, in memory of its own."""
+"""Runs a program apart from the engine, on random inputs and in memory of its own."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from staticllm.kvcache.step import HIDDEN
 from staticllm.ports import INPUT_IDS, LOGIT_ROWS, POSITION_IDS, port_of
 
 VALUE_SCALE = 0.5
-"""Standard deviation of random KV slots and states: about that of keys and values."""
+"""Standard deviation of random KV slots and states, about that of real keys and values."""
 
 
 def run_apart(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Run a program once, in memory of its own, on ``feeds`` by the names of its ports. Returns copies of its outputs, by name.
+    """Run a program once in memory of its own, and return copies of its outputs. Feeds and outputs are keyed by port name.
+
+    The arrays have the shapes as in docs/contract.md.
 
     Raises:
-        RuntimeError: the device failed, or a feed has another shape than its port.
+        RuntimeError: the device failed, or the shape of a feed differs from that of its port.
     """
     request = compiled.create_infer_request()
     for port in compiled.inputs:
@@ -32,9 +34,10 @@ def run_apart(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> 
 
 
 def random_feeds(compiled: ov.CompiledModel, variant: Variant) -> dict[str, NDArray[Any]]:
-    """Inputs of a program at one variant, by the names of its ports: random tokens and KV slots under a causal mask.
+    """Make inputs of a program at one variant, by port name: random tokens and KV slots under a causal mask.
 
-    Static sizes of the program's ports stay. Feeds are the same in every process.
+    The arrays have the shapes as in docs/contract.md; static sizes of the program's ports are kept. The values are the same in
+    every process.
     """
     random, feeds = np.random.default_rng(0), dict[str, NDArray[Any]]()
     rows, kv_len = variant.rows, variant.kv_len
@@ -63,6 +66,6 @@ def random_feeds(compiled: ov.CompiledModel, variant: Variant) -> dict[str, NDAr
 def _random_values(random: np.random.Generator, shape: tuple[int, ...], element_type: ov.Type) -> NDArray[Any]:
     values = (random.standard_normal(shape) * VALUE_SCALE).astype(np.float32)
     kind = element_type.get_type_name()
-    if kind == "bf16":  # the upper half of an f32; numpy has no such type
+    if kind == "bf16":  # the upper half of an f32; numpy has no bf16
         return (values.view(np.uint32) >> 16).astype(np.uint16)
     return random.integers(0, 256, shape).astype(np.uint8) if kind == "u8" else values.astype(element_type.to_dtype())

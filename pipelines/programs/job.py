@@ -1,4 +1,4 @@
-"""What is to be loaded: one model for one device."""
+"""A job describes what is loaded: one model for one device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from staticllm.pipelines.programs.compile_plan import phase_properties, with_kv_
 
 @dataclass(frozen=True)
 class Job:
-    """One model for one device. ``explicit``: the config's fields that the user gave; a blob set decides the others."""
+    """One model for one device. ``explicit``: the fields of the config that the user gave; a blob set decides the others."""
 
     directory: Path
     device: str
@@ -26,12 +26,12 @@ class Job:
 
     @property
     def weights(self) -> Path:
-        """The file of the weights."""
+        """The weights file."""
         return weights_of(self.directory, self.config.weights_path)
 
     @property
     def key(self) -> bytes:
-        """The key that sets are signed with; empty for none."""
+        """The key that signs blob sets; empty if they are not signed."""
         return self.config.integrity_key or b""
 
 
@@ -44,10 +44,12 @@ def job_of(
 ) -> Job:
     """Check directory and device, and resolve ``KV_CACHE_GB`` to a number of KV slots.
 
-    ``explicit``: names of the config's fields that the user gave; without it, those whose values are not the defaults.
+    ``explicit``: names of the config's fields that the user gave. If it is None, the fields whose values differ from their
+    defaults.
 
     Raises:
-        ModelError, DeviceError: the directory or the device is not there.
+        ModelError: the directory is missing or incomplete.
+        DeviceError: the device is not on this machine.
     """
     is_encrypted = config.weights_decryption_callback is not None
     directory = check_model_dir(models_path, False, config.weights_path, is_encrypted)

@@ -1,7 +1,8 @@
-"""Before a program is exported without its weights: small constants stay in the blob.
+"""Keeps small constants in a blob that is exported without its weights.
 
-OpenVINO notes at each constant where it lies in the weights file, and reads it from there when such a blob is imported. One
-that a transformation has changed keeps the note (2026.4): a slice then begins elsewhere, and a reshape fails.
+OpenVINO records at each constant its place in the weights file, in a weightless attribute, and reads it from there when such a
+blob is imported. A constant that a transformation has changed keeps the attribute (2026.4), and gets a wrong value: a slice then
+begins elsewhere, and a reshape fails.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _NOTE = "WeightlessCacheAttribute"
 
 
 def keep_small_constants(model: ov.Model) -> None:
-    """Take the note off every constant under ``INLINE_BYTES``."""
+    """Remove the weightless attribute from every constant of less than ``INLINE_BYTES`` bytes."""
     for node in model.get_ops():
         if node.get_type_name() != "Constant":
             continue

@@ -1,4 +1,4 @@
-"""Least squares with weights that are not negative."""
+"""Solves least squares with weights that are not negative."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 
 def nonnegative_least_squares(columns: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Weights ``[n]`` of ``columns [m, n]``, none negative, whose weighted sum comes close to ``values [m]``.
+    """Return weights ``[n]`` of ``columns [m, n]``, none negative, whose weighted sum is close to ``values [m]``.
 
-    The column with the most negative contribution (weight times the column's mean size) is left out, and the fit repeated, until
-    no weight is negative. Unlike Lawson and Hanson's method this may end beside the optimum; it needs n fits at most.
+    The column with the most negative contribution (weight times the column's mean size) is left out and the fit is repeated until
+    no weight is negative. Unlike Lawson and Hanson's method this may miss the optimum; it needs at most n fits.
     """
     kept = list(range(columns.shape[1]))
     while True:

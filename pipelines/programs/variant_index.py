@@ -1,4 +1,4 @@
-"""Look-ups among the variants of a pipeline: which one holds a call."""
+"""Finds the variant that holds a call among the variants of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from staticllm.core import Variant
 
 
 class VariantIndex:
-    """The variants of a pipeline, and which of them holds a call.
+    """The variants of a pipeline, with look-ups of the one that holds a call.
 
-    ``needs_real_rows``: no row of a call may be idle. All look-ups but ``with_logits`` are for calls with logits after the last
-    token of each sequence, and know only variants for these: ``sizes`` are their ``(rows, sequences)``, ascending, and ``widest``
-    maps rows to the most sequences of that many rows.
+    ``needs_real_rows``: no row of a call may be idle. All look-ups except ``with_logits`` are for calls with logits after the
+    last token of each sequence, and find only variants for these. ``sizes`` are their ``(rows, sequences)``, ascending.
+    ``widest`` maps a number of rows to the largest number of sequences of its variants.
     """
 
     def __init__(self, variants: Iterable[Variant], needs_real_rows: bool = False) -> None:
@@ -29,21 +29,23 @@ class VariantIndex:
         widest = {rows: max(s for r, s in self.sizes if r == rows) for rows, _ in self.sizes}
         self.widest: Mapping[int, int] = MappingProxyType(widest)
         reaches = sorted({kv_lens[-1] for kv_lens in buckets.values()})
-        self._decoding = [  # (KV length, the most sequences that decode over that many slots), ascending
+        self._decoding = [  # (KV length, the largest number of sequences that decode over it), ascending
             (reach, max(min(size) for size, kv_lens in buckets.items() if kv_lens[-1] >= reach)) for reach in reaches
         ]
         self.max_kv_len = max(variant.kv_len for variant in ordinary)
 
     def max_decoding(self, num_past: int) -> int:
-        """The most sequences that can decode in one call over ``num_past`` arena slots. Programs that are still compiled
-        in the background may leave the larger calls with the smaller KV lengths."""
+        """Return the largest number of sequences that can decode in one call over ``num_past`` arena slots.
+
+        It may decrease with ``num_past`` while programs are still compiled in the background.
+        """
         place = bisect_left(self._decoding, (num_past, 0))
         return self._decoding[place][1] if place < len(self._decoding) else 1
 
     def smallest(self, num_rows: int, num_sequences: int, num_past: int, is_fresh: bool = False) -> Variant | None:
-        """The variant with the fewest rows, sequences and KV length that holds a call over ``num_past`` arena slots.
+        """Return the variant with the fewest rows, sequences and KV slots that holds a call over ``num_past`` arena slots.
 
-        Returns None if no variant does. ``is_fresh``: no sequence has a past, so that the call need not see the arena.
+        Return None if no variant does. ``is_fresh``: no sequence has a past, so that the call need not see the arena.
         """
         for rows, sequences in self.sizes:
             is_held = rows == num_rows if self.needs_real_rows else rows >= num_rows
@@ -54,7 +56,7 @@ class VariantIndex:
         return None
 
     def of_rows(self, rows: int, num_sequences: int, num_past: int, is_fresh: bool = False) -> Variant | None:
-        """The smallest variant of exactly ``rows`` rows that holds the sequences and shows the past; None if there is none."""
+        """Return the smallest variant of exactly ``rows`` rows that holds the sequences and shows the past, or None."""
         for size, sequences in self.sizes:
             if size == rows and sequences >= num_sequences:
                 variant = self.at(rows, sequences, num_past, is_fresh)
@@ -63,7 +65,7 @@ class VariantIndex:
         return None
 
     def at(self, rows: int, sequences: int, num_past: int, is_fresh: bool = False) -> Variant | None:
-        """The variant of exactly this size with the smallest KV length that shows the past; None if there is none."""
+        """Return the variant of exactly this size with the smallest KV length that shows the past, or None."""
         for kv_len in self._buckets.get((rows, sequences), ()):
             if _shows(kv_len, num_past, is_fresh):
                 return Variant(rows, kv_len, sequences)
@@ -72,7 +74,7 @@ class VariantIndex:
     def with_logits(
         self, num_rows: int, num_sequences: int, num_logits: int, num_past: int, is_fresh: bool = False
     ) -> Variant | None:
-        """The smallest of all variants that holds a call with logits after ``num_logits`` of its rows; None if none does."""
+        """Return the smallest of all variants that holds a call with logits after ``num_logits`` of its rows, or None."""
         for variant in sorted(self.variants, key=lambda found: (found.rows, found.num_logits, found)):
             is_held = variant.rows == num_rows if self.needs_real_rows else variant.rows >= num_rows
             has_room = variant.sequences >= num_sequences and variant.num_logits >= num_logits
@@ -82,5 +84,5 @@ class VariantIndex:
 
 
 def _shows(kv_len: int, num_past: int, is_fresh: bool) -> bool:
-    """Whether a program of this KV length shows all that a call must see."""
+    """Return whether a program of this KV length shows every slot that a call must see."""
     return kv_len >= num_past if kv_len else is_fresh or not num_past

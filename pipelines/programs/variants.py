@@ -1,4 +1,4 @@
-"""Which variants a pipeline has: buckets of rows, KV lengths and sequences, derived from the config and the model's shape."""
+"""Chooses the variants of a pipeline: buckets of rows, KV lengths and sequences, from the config and the model's shape."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ EXACT_BUCKETS: dict[ProgramMode, tuple[int, ...]] = {
     "shared": (2, 4, 8, 16, 32, 64, 128, 256, 512),
     "separate": (8, 64),
 }
-"""Sizes for models in which no row may be idle: any prompt takes few calls, the last of them with single rows."""
+"""Sizes for models in which no row may be idle: every prompt needs few calls, and the last ones have single rows."""
 MIXED_ROWS = (16, 32, 64, 128, 256)
 MIXED_SEQUENCES, MORE_SEQUENCES = (2, 4, 8, 12, 16), 4
-"""Mixed calls exist for these numbers of sequences, and for ``max_num_seqs`` + ``MORE_SEQUENCES``: unused logits cost time."""
+"""Mixed calls exist for these numbers of sequences, and for ``max_num_seqs`` + ``MORE_SEQUENCES``; unused logits cost time."""
 LARGEST_CHUNK = 1024
 SMALLEST_KV_LEN = 256
 
 
 def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShape | None = None) -> tuple[Variant, ...]:
-    """All variants of a pipeline; those that decode come first.
+    """Return all variants of a pipeline; those that decode come first.
 
-    KV lengths: powers of two, then the longest sequence (``max_seq_len``), then all slots of the arena (``kv_slots``). Where a KV
-    length takes no program of its own (``shared``): every 256 slots.
+    KV lengths: powers of two, then the longest sequence (``max_seq_len``), then all slots of the arena (``kv_slots``). If a KV
+    length needs no program of its own (``shared``): every 256 slots.
     Decoding: one row; packed, one row per sequence: 2, 4, 8 … up to ``max_num_seqs`` (``separate``: only the last).
-    Prefill, of one sequence: 16, 64, 256 rows, then the longest prompt or 1024 (``separate``: 64 and the last).
-    Mixed, prompts and decoding of many sequences: 16 … 256 rows, only in ``shared`` mode.
+    Prefill of one sequence: 16, 64, 256 rows, then the longest prompt or 1024 (``separate``: 64 and the last).
+    Mixed calls, prompts and decoding of several sequences: 16 … 256 rows, only in ``shared`` mode.
 
-    A model with recurrent states runs one sequence per call and no idle rows: it has more sizes, to put any prompt together. A
-    model without KV states has one KV length.
+    A model with recurrent states runs one sequence per call and no idle rows. It has more sizes, so that every prompt can be
+    composed of them. A model without KV states has one KV length.
 
     Raises:
         ConfigError: ``GENERATE_KV_LENS`` or ``PREFILL_KV_LENS`` ends too low for the lengths.
@@ -70,7 +70,7 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShap
 
 
 def first_to_serve(variants: Iterable[Variant]) -> tuple[Variant, ...]:
-    """The fewest variants that can run any prompt: single rows and the smallest chunk, at the largest KV length."""
+    """Return the fewest variants that can run any prompt: single rows and the smallest chunk, at the largest KV length."""
     known = list(variants)
     most = max(variant.kv_len for variant in known)
     alone = [variant for variant in known if variant.sequences == 1 and variant.kv_len == most]
@@ -80,7 +80,7 @@ def first_to_serve(variants: Iterable[Variant]) -> tuple[Variant, ...]:
 
 
 def _of_one_kv_len(config: StaticLLMConfig, mode: ProgramMode, max_rows: int | None) -> tuple[Variant, ...]:
-    """Variants of a model whose only states are recurrent: nothing in its programs depends on how much came before."""
+    """Return the variants of a model whose only states are recurrent: its programs do not depend on the length of the past."""
     rows = config.prefill_rows or _prefill_rows(config.max_prompt_len, mode, needs_real_rows=True)
     sizes = [size for size in dict.fromkeys((1, *rows)) if max_rows is None or size <= max_rows]
     return tuple(Variant(size, config.num_kv_slots(mode)) for size in sizes)
@@ -97,7 +97,7 @@ def _prefill_variants(
             f"PREFILL_KV_LENS ends at {chosen[-1]}: with chunks of {rows[-1]} the last chunk of a "
             f"prompt of {config.max_prompt_len} tokens needs more; add {config.max_seq_len}"
         )
-    if chosen[-1] == config.max_seq_len:  # the slots of other sequences lie beyond
+    if chosen[-1] == config.max_seq_len:  # sequences may also have slots beyond
         chosen = (*chosen, total)
     is_worth_it = config.prefill_kv_lens or mode == "separate"
     return [
@@ -122,7 +122,7 @@ def _packed_rows(num_seqs: int, mode: ProgramMode) -> tuple[int, ...]:
 
 
 def _steps(total: int) -> tuple[int, ...]:
-    """KV lengths that take no program of their own: every 256 slots, wider steps from 4096 on (an eighth), then ``total``."""
+    """Return KV lengths that need no program of their own: steps of 256 slots, from 4096 on of an eighth, then ``total``."""
     buckets, step = [], SMALLEST_KV_LEN
     while step < total:
         buckets.append(step)
@@ -131,7 +131,7 @@ def _steps(total: int) -> tuple[int, ...]:
 
 
 def _powers(first: int, total: int) -> tuple[int, ...]:
-    """``first`` and its doubles below ``total``, then ``total``."""
+    """Return ``first`` and its doubles below ``total``, then ``total``."""
     buckets = []
     while first < total:
         buckets.append(first)

@@ -1,4 +1,4 @@
-"""The first runs of a pipeline's programs, before any request: they pack weights, and their times are the first costs."""
+"""Runs a pipeline's programs before the first request, to pack their weights and to measure the first costs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from staticllm.pipelines.programs.bind import BoundPrograms
 from staticllm.pipelines.programs.cost_model import CostModel
 
 LONG_SECONDS = 0.25
-"""A variant of a shared program whose run is expected to take longer is not warmed up."""
+"""Seconds; a variant of a shared program whose run is expected to take longer is not warmed up."""
 NEAR_ROWS, FAR_ROWS, FAR_KV_LEN = (1, 4, 16, 64, 256), (1, 4, 64), 1024
 """Sizes from which all costs are estimated."""
 QUICK_SECONDS = 0.05
-"""A variant whose first run is shorter is timed again: most of a first run is one-time work."""
+"""Seconds; a variant whose first run is shorter is timed again, because most of a first run is one-time work."""
 
 
 def warm_up(bound: BoundPrograms, known_costs: Mapping[Variant, float], on_progress: OnProgress) -> CostModel:
     """Run variants once, so that no request waits for a first inference; time the quick ones a second time.
 
-    Each program runs at least once. A shared program runs at a few sizes, near and far, as long as a run is expected to stay
-    under ``LONG_SECONDS``: its first run at a new size costs a tenth more than the next one (docs/measurements.md), and the
-    costs of all other sizes are estimated from these. Where ``known_costs`` (seconds) are given, each program runs once, to
-    pack its weights.
+    Each program runs at least once. A shared program runs at a few sizes, with small and large KV lengths, as long as a run is
+    expected to take less than ``LONG_SECONDS``: its first run at a new size costs 10 % more than the next one
+    (docs/measurements.md), and the costs of all other sizes are estimated from these. If ``known_costs`` (seconds) are given,
+    each program runs once, to pack its weights.
     """
     if known_costs:
         return _first_runs(bound, known_costs, on_progress)
@@ -51,7 +51,7 @@ def _first_runs(bound: BoundPrograms, known_costs: Mapping[Variant, float], on_p
 
 
 def _worth_running(programs: BoundPrograms) -> list[Variant]:
-    """The variants to time, in the order of the programs: decoding first."""
+    """Return the variants to time, in the order of the programs: decoding first."""
     chosen: dict[tuple[int, bool], Variant] = {}
     for variant in sorted(programs, key=lambda variant: (variant.kv_len, variant.sequences)):
         is_far = variant.kv_len >= FAR_KV_LEN

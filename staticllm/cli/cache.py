@@ -1,4 +1,4 @@
-"""``staticllm cache``: the blob sets in a cache folder: list, verify, prune, take out, put in."""
+"""``staticllm cache`` lists, verifies, prunes, exports and imports the blob sets in a cache folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 @click.option("--key-file", type=click.Path(), help="File with the INTEGRITY_KEY that the sets are signed with.")
 @click.pass_context
 def command(ctx: click.Context, key_file: str | None) -> None:
-    """Blob sets in a cache folder (CACHE_DIR)."""
+    """Manage the blob sets in a cache folder (CACHE_DIR)."""
     ctx.obj = b""
     if key_file is not None:
         try:
@@ -37,7 +37,7 @@ def command(ctx: click.Context, key_file: str | None) -> None:
 
 
 def _key() -> bytes:
-    """What sets are signed with; empty for not at all."""
+    """Return the key that signs the sets; empty if they are not signed."""
     key: bytes = click.get_current_context().obj
     return key
 
@@ -51,7 +51,7 @@ def _open(folder: str) -> BlobCache:
     from staticllm.pipelines.blobs.cache import BlobCache
 
     if not Path(folder).is_dir():
-        raise ConfigError(f"there is no cache folder {folder!r}: give what CACHE_DIR names")
+        raise ConfigError(f"there is no cache folder {folder!r}: give the folder that CACHE_DIR names")
     return BlobCache(folder, key=_key())
 
 
@@ -76,7 +76,7 @@ def _row(entry: Entry, problem: str = "") -> dict[str, Any]:
 
 
 def _show(rows: list[dict[str, Any]], as_json: bool, empty: str, verb: str = "") -> None:
-    """Print the sets, each with ``verb`` before it: what was done with it."""
+    """Print the sets. ``verb``: what was done with them, before each line; ``empty``: the text if there are none."""
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -97,7 +97,7 @@ def list_sets(folder: str, as_json: bool) -> None:
 @command.command("verify")
 @_common
 def verify(folder: str, as_json: bool) -> None:
-    """Compare every byte of every set in FOLDER with its digest. Exit code 1 if something is wrong."""
+    """Compare every byte of every set in FOLDER with its digest. Exit with code 1 if a set is damaged."""
     cache, rows = _open(folder), []
     with progress("comparing digests") as shown:
         num_sets = len(cache.entries())
@@ -117,13 +117,13 @@ def verify(folder: str, as_json: bool) -> None:
 
 @command.command("prune")
 @_common
-@click.option("--limit-gb", type=Number(0, 1e6), help="Keep at most this size, the most recently used sets.")
+@click.option("--limit-gb", type=Number(0, 1e6), help="Keep the most recently used sets, up to this size.")
 @click.option("--all", "is_all", is_flag=True, help="Remove every set.")
 @click.option("--yes", "is_sure", is_flag=True, help="Do not ask before --all.")
 def prune(folder: str, as_json: bool, limit_gb: float | None, is_all: bool, is_sure: bool) -> None:
-    """Remove sets from FOLDER, the least recently used first. What a process loads right now stays."""
+    """Remove sets from FOLDER, the least recently used first. Sets in use are kept."""
     if (limit_gb is None) != is_all:
-        raise click.UsageError("say what to keep: --limit-gb N, or remove every set with --all")
+        raise click.UsageError("give the size to keep with --limit-gb N, or remove every set with --all")
     cache = _open(folder)
     if is_all and not is_sure:
         entries = cache.entries()
@@ -139,13 +139,13 @@ def prune(folder: str, as_json: bool, limit_gb: float | None, is_all: bool, is_s
 @click.argument("target", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def export(folder: str, key: str, target: str, as_json: bool) -> None:
-    """Copy the set KEY (or what begins so) out of FOLDER to TARGET, a new folder that BLOB_PATH takes."""
+    """Copy the set KEY (or a unique prefix) from FOLDER to TARGET, a new folder that the option BLOB_PATH loads."""
     cache = _open(folder)
     if not key:
-        raise click.UsageError("KEY is empty: give the beginning of one, `staticllm cache ls` shows them")
+        raise click.UsageError("KEY is empty: give a key or its prefix, `staticllm cache ls` shows the keys")
     found = [entry for entry in cache.entries() if entry.key.startswith(key)]
     if len(found) != 1:
-        raise ConfigError(f"{len(found)} sets in {folder!r} begin with {key!r}: `staticllm cache ls` shows them")
+        raise ConfigError(f"{len(found)} sets in {folder!r} begin with {key!r}: `staticllm cache ls` shows the keys")
     _copy(cache, found[0].folder, Path(target), found[0].key)
     click.echo(json.dumps(_row(found[0])) if as_json else f"{found[0].num_bytes / 1e6:.1f} MB in {target}")
 
@@ -160,7 +160,7 @@ def import_(folder: str, source: str, as_json: bool) -> None:
     from staticllm.pipelines.blobs.cache import BlobCache, key_of
 
     manifest = read_manifest(Path(source), _key())
-    for _ in read_stored(Path(source), manifest):  # a damaged set leaves no trace in the folder
+    for _ in read_stored(Path(source), manifest):  # check all bytes first, so that nothing of a damaged set is copied
         pass
     cache, key = BlobCache(folder, key=_key()), key_of(manifest.fingerprint)
     _copy(cache, Path(source), cache.path(key), key)
@@ -168,7 +168,7 @@ def import_(folder: str, source: str, as_json: bool) -> None:
 
 
 def _copy(cache: BlobCache, source: Path, target: Path, key: str) -> None:
-    """A set, compared on the way, whole or not at all."""
+    """Copy a whole set, or nothing; every byte is compared with its digest."""
     from staticllm.pipelines.blobs.blob_set import copy_set
 
     if target.exists():

@@ -1,4 +1,4 @@
-"""``staticllm compile``: compile every program, show each, write the blobs."""
+"""``staticllm compile`` compiles all programs of a model and writes them as a blob set."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     "--verify",
     "is_verified",
     is_flag=True,
-    help="Compare its logits with the CPU in f32; a set that differs is never loaded.",
+    help="Compare the set's logits with the CPU in f32; a set that differs too much is never loaded.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
 @layout_options
 def command(model: str, target: str, is_verified: bool, as_json: bool, **options: Any) -> None:
-    """Compile all programs of MODEL and export them as a set of blobs with a manifest: BLOB_PATH loads it."""
+    """Compile all programs of MODEL and export them as a blob set, which the option BLOB_PATH loads."""
     from staticllm.pipelines.blobs.export import export_set
     from staticllm.pipelines.programs.job import job_of
 
@@ -55,10 +55,10 @@ def command(model: str, target: str, is_verified: bool, as_json: bool, **options
 
 
 def _check_npu(device: str) -> None:
-    """Say what is missing where there is no NPU to compile for.
+    """Check that there is an NPU if ``device`` is one.
 
     Raises:
-        DeviceError: there is none; OpenVINO's compiler for it is named if it is missing too.
+        DeviceError: there is no NPU; the message also names OpenVINO's NPU compiler if that is missing.
     """
     from staticllm.devices import get_core, kind, npu_compiler_problem
 
@@ -66,7 +66,7 @@ def _check_npu(device: str) -> None:
     if kind(device) != "NPU" or any(name.startswith("NPU") for name in core.available_devices):
         return
     problem = npu_compiler_problem(core)
-    remedy = "compile on the machine that has the NPU; `staticllm plan --device NPU` answers here"
+    remedy = "compile on a machine with an NPU; `staticllm plan --device NPU` works without one"
     raise DeviceError(f"there is no NPU on this machine{f', and {problem}' if problem else ''}: {remedy}")
 
 
@@ -76,17 +76,18 @@ def _report(manifest: Manifest, target: str) -> None:
     found = manifest.verification
     if found is not None:
         verdict = "verified" if found["is_ok"] else "FAILED verification, never loaded"
-        text = f"{found['agreement']:.1%} of {found['places']} tokens agree, logits {found['distance']:.1e} of their range off"
+        distance = f"logits differ by {found['distance']:.1e} of their range"
+        text = f"{found['agreement']:.1%} of {found['places']} tokens agree, {distance}"
         click.echo(f"{verdict}: {text} ({found['against']})")
 
 
 class Steps:
-    """What is done, on stderr: the bar on a terminal, else one line per program that is compiled or written."""
+    """Shows the progress on stderr: a bar on a terminal, else one line per program that is compiled or written."""
 
     def __init__(self, shown: Progress) -> None:
         self._shown = shown
         self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
-        self._compiled: list[Variant | None] = []  # of each program the variant that it was compiled for
+        self._compiled: list[Variant | None] = []  # the variant that each program was compiled for
 
     def __call__(self, event: ProgressEvent) -> None:
         self._shown(event)
@@ -95,7 +96,7 @@ class Steps:
         text, index, total = DONE[event.stage], event.index, event.total
         if event.stage == "compile":
             self._compiled = [*(self._compiled if index > 1 else []), event.variant]
-        if event.stage == "export":  # told for every variant; those of one program share its blob
+        if event.stage == "export":  # reported per variant; variants of one program share its blob
             if event.variant not in self._compiled:
                 return
             index, total = self._compiled.index(event.variant) + 1, len(self._compiled)

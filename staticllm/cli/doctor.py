@@ -1,4 +1,4 @@
-"""``staticllm doctor``: is everything there, and does it compute the right tokens?"""
+"""``staticllm doctor`` checks packages, devices, a model and a cache, and the tokens of the embedded model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from staticllm.cli.progress import progress
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 
 
-@click.command("doctor", short_help="Is everything there, and does it compute right?")
+@click.command("doctor", short_help="Check packages, devices, cache and results.")
 @click.option("--device", "devices", multiple=True, help="Devices for the self-test.  [all]")
-@click.option("-m", "--model", type=click.Path(), help="A model whose files are looked at; none without it.")
+@click.option("-m", "--model", type=click.Path(), help="A model whose files are checked.")
 @click.option("--cache-dir", type=click.Path(), help="A cache folder whose sets are verified.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(devices: tuple[str, ...], model: str | None, cache_dir: str | None, as_json: bool) -> None:
-    """Look at packages, devices, memory, a model and a cache, and run the embedded model. Exit code 1 if something fails.
+    """Check packages, devices, memory, a model and a cache, and run the embedded model. Exit with code 1 if a check fails.
 
-    With both, the weights of the model are compared with those that the sets in the cache were compiled from.
+    If both are given, the weights of the model are compared with those that the sets in the cache were compiled from.
     """
     findings = []
     with progress("examining") as shown:

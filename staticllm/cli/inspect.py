@@ -1,4 +1,4 @@
-"""``staticllm inspect``: what a model is and what would become of it, before minutes of compiling."""
+"""``staticllm inspect`` shows how a model would be lowered and compiled, without compiling it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from staticllm.cli.options import layout_options, model_argument, read_config
 from staticllm.cli.progress import progress
 
 
-@click.command("inspect", short_help="What a model is, and what would become of it.")
+@click.command("inspect", short_help="Show how a model would be lowered and compiled.")
 @model_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @layout_options
@@ -34,7 +34,7 @@ def _text(report: dict[str, Any]) -> str:
         *_recurrent(report),
         f"buffers   {_mib(report['buffers_bytes'])} for masks, logits and new rows",
         f"programs  {report['programs']} on {report['device']}",
-        f"serves    {report['max_num_seqs']} requests at once; at most {_mib(kv['host_bytes'])} more for those that wait",
+        f"serves    {report['max_num_seqs']} requests at once; at most {_mib(kv['host_bytes'])} more in the host pool",
         *_variants(report["variants"]),
         "",
         "layer  query heads  kv heads  head size  mask",
@@ -58,14 +58,14 @@ def _recurrent(report: dict[str, Any]) -> list[str]:
         return (
             []
             if report["is_packable"]
-            else ["calls     one sequence each: its positions decide for all rows of a call"]
+            else ["calls     one sequence each, because its positions affect all rows of a call"]
         )
     size = f"{states['bytes_a_sequence'] / 1024:.1f} KiB per sequence"
     return [f"recurrent {states['num_states']} states, {size}; one sequence per call, no idle rows"]
 
 
 def _variants(variants: list[dict[str, Any]]) -> list[str]:
-    """One line for all sizes that have the same KV lengths: rows, and x sequences where several share them."""
+    """Return one line for all sizes with the same KV lengths: the rows, and "x sequences" if several share them."""
     kv_lens: dict[str, list[int]] = {}
     for v in variants:
         size = f"{v['rows']}x{v['sequences']}" if v["sequences"] > 1 else str(v["rows"])

@@ -1,4 +1,4 @@
-"""``staticllm plan``: what a model would take, and whether it fits."""
+"""``staticllm plan`` estimates the memory that a model would need, and whether it fits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from staticllm.cli.options import layout_options, model_argument, read_config
 from staticllm.cli.progress import progress
 
 
-@click.command("plan", short_help="What a model would take, and whether it fits.")
+@click.command("plan", short_help="Estimate memory and check whether it fits.")
 @model_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @layout_options
 def command(model: str, as_json: bool, **options: Any) -> None:
-    """Bytes of weights, programs, KV slots and buffers that MODEL would take, and whether they fit. Nothing is compiled.
+    """Estimate the bytes of weights, KV slots and buffers of MODEL, and check whether they fit. Nothing is compiled.
 
-    Exit code 1 if they do not.
+    Exit with code 1 if they do not fit.
     """
     with progress("lowering the model"):
         from staticllm.pipelines.diagnostics.memory import estimate_memory
@@ -38,7 +38,7 @@ def _text(found: dict[str, Any]) -> str:
     lines.append(f"  {'together':<22} {_mib(found['needed'])}")
     if found["available"] is None:
         lines.append(
-            f"{found['device']} does not tell how much memory it has"
+            f"{found['device']} does not report its memory"
             if found["is_present"]
             else f"there is no {found['device']} on this machine, so its memory is unknown"
         )

@@ -1,4 +1,4 @@
-"""``staticllm verify``: does a lowered model compute what the original computes?"""
+"""``staticllm verify`` compares a lowered model with the original."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from staticllm.cli.progress import progress
 def command(ctx: click.Context, model: str, device: str, programs: str, as_json: bool) -> None:
     """Compare MODEL with its original stateful IR on the CPU, in f32: logits of 96 tokens, and greedy answers.
 
-    Small chunks, and KV lengths that generation outgrows. Exit code 1 if anything differs.
+    The chunks are small, and generation exceeds the smaller KV lengths. Exit with code 1 if anything differs.
     """
     from staticllm.core import ProgramMode
     from staticllm.pipelines.diagnostics.verify import Verdict, verify_model
@@ -51,5 +51,5 @@ def command(ctx: click.Context, model: str, device: str, programs: str, as_json:
 
 def _line(check: str, is_ok: bool, value: float, detail: str) -> str:
     is_logits = check.endswith(("logits", "interleaved", "draft"))
-    figure = f"logits off by {value:.1e} of their range" if is_logits else f"{value:.0%} of the tokens are the same"
+    figure = f"logits differ by {value:.1e} of their range" if is_logits else f"{value:.0%} of the tokens are the same"
     return f"{'ok  ' if is_ok else 'FAIL'} {check:<40} {figure}{': ' + detail if detail else ''}"

@@ -37,7 +37,7 @@ def test_sets_are_listed_verified_exported_and_imported(cache, tmp_path, staticl
     (blob, *_) = (tmp_path / "other").rglob("*.blob")
     blob.write_bytes(b"x" + blob.read_bytes()[1:])
     done = staticllm("cache", "verify", tmp_path / "other")
-    assert done.returncode == 1 and "its digest does not agree" in done.stdout
+    assert done.returncode == 1 and "its contents do not match its digest" in done.stdout
     assert f"FAIL {row['key']}" in done.stdout and "0 of 1 sets are ok" in done.stdout
     done = staticllm("cache", "prune", tmp_path / "other", "--all", stdin="n\n")
     assert done.returncode == 1 and "Remove 1 sets" in done.stderr
@@ -64,7 +64,7 @@ def test_mistakes_get_one_line(arguments, message, cache, staticllm):
     ("arguments", "message"),
     [
         (["prune", "{cache}"], "--limit-gb N, or remove every set with --all"),
-        (["prune", "{cache}", "--limit-gb", "1", "--all"], "say what to keep"),
+        (["prune", "{cache}", "--limit-gb", "1", "--all"], "give the size to keep"),
         (["prune", "{cache}", "--limit-gb", "-1"], "'--limit-gb': -1"),
         (["export", "{cache}", "", "x"], "KEY is empty"),
     ],
@@ -82,7 +82,7 @@ def test_a_damaged_set_that_is_imported_leaves_nothing(cache, tmp_path, staticll
     (blob, *_) = (tmp_path / "set").glob("*.blob")
     blob.write_bytes(b"x" + blob.read_bytes()[1:])
     done = staticllm("cache", "import", tmp_path / "other", tmp_path / "set")
-    assert done.returncode == 1 and "its digest does not agree" in done.stderr
+    assert done.returncode == 1 and "its contents do not match its digest" in done.stderr
     assert not (tmp_path / "other").exists()
 
 
@@ -132,7 +132,7 @@ def test_compile_verifies_what_it_wrote(zoo, tmp_path, staticllm):
 
 def test_doctor_notices_weights_that_have_changed(cache, zoo, tmp_path):
     model = shutil.copytree(zoo / "llama", tmp_path / "model")
-    for change, level, words in ((0, "ok", "whole, weights"), (1, "warn", "are not those of set")):
+    for change, level, words in ((0, "ok", "complete, weights"), (1, "warn", "are not those of set")):
         data = bytearray((model / "openvino_model.bin").read_bytes())
         data[1000] ^= change
         (model / "openvino_model.bin").write_bytes(data)

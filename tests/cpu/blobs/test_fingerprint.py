@@ -19,8 +19,8 @@ def test_every_pass_has_a_digest():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ir_digest": "7" * 20}, "IR digest: other graph (777777777777 here, 1 in the blob)"),
-        ({"weights_digest": "7"}, "weights digest: other weights (7 here, 2 in the blob)"),
+        ({"ir_digest": "7" * 20}, "IR digest: different graph (777777777777 here, 1 in the blob)"),
+        ({"weights_digest": "7"}, "weights digest: different weights (7 here, 2 in the blob)"),
         ({"openvino": "2026.5"}, "OpenVINO 2026.5, blob 2026.4"),
         ({"driver": "3"}, "driver 3, blob nothing"),
         ({"max_prompt_len": "64"}, "MAX_PROMPT_LEN 64 asked, the blob has 1024"),

@@ -27,11 +27,11 @@ def ir(constant):
 @pytest.mark.parametrize(
     ("xml", "words"),
     [
-        (b"", "damaged or cut short"),
-        (b"<net><layers>", "damaged or cut short"),
+        (b"", "damaged or truncated"),
+        (b"<net><layers>", "damaged or truncated"),
         (b"<html></html>", "root is not <net>"),
         (b'<!DOCTYPE x [<!ENTITY a "aa"><!ENTITY b "&a;&a;">]><net>&b;</net>', "document type"),
-        (b"<net>" * 300 + b"</net>" * 300, "nests deeper"),
+        (b"<net>" * 300 + b"</net>" * 300, "is nested more than"),
         (ir('element_type="u8" shape="4" offset="-1" size="4"'), "'-1' where a number"),
         (ir('element_type="u8" shape="4" offset="0x10" size="4"'), "'0x10' where a number"),
         (ir(f'element_type="u8" shape="4" offset="{"9" * 5000}" size="4"'), "where a number"),
@@ -74,7 +74,7 @@ def test_a_tokenizer_whose_texts_lie_outside_is_refused(model):
     data = bytearray(path.read_bytes())
     data[168:172] = (2**30).to_bytes(4, "little")  # where the first text of the vocabulary begins
     path.write_bytes(data)
-    with pytest.raises(ModelError, match="a text in it begins or ends outside"):
+    with pytest.raises(ModelError, match="its vocabulary offsets point outside the file"):
         check_model_dir(model)
 
 
@@ -109,7 +109,7 @@ def test_weights_that_are_overwritten_in_place_are_noticed(model):
 
 def test_lengths_beyond_what_the_model_was_made_for_warn(model):
     (model / "config.json").write_text('{"max_position_embeddings": 40}')
-    with pytest.warns(RuntimeWarning, match="= 48, the model was made for 40 positions"):
+    with pytest.warns(RuntimeWarning, match="= 48, but the model was made for 40 positions"):
         StaticLLMPipeline(model, **SMALL).close()
 
 

@@ -91,7 +91,7 @@ def test_what_would_say_something_else_is_refused(spoil, stage, reason, zoo):
 @pytest.mark.parametrize(
     ("last", "stage", "reason"),
     [
-        (41, "expose_mask", "hides more than what lies before a first token"),
+        (41, "expose_mask", "it hides more than the tokens before a first one"),
         (
             300,
             "expose_positions",

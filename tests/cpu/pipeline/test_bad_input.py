@@ -97,7 +97,7 @@ def test_garbage_in_the_model(copy_of):
     (path / "openvino_model.xml").write_text("this is not a model </net>")
     with pytest.raises(ModelError) as error:
         StaticLLMPipeline(path)
-    assert "is damaged or cut short" in one_line(error)
+    assert "is damaged or truncated" in one_line(error)
 
 
 def save(model, path):

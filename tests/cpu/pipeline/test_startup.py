@@ -79,14 +79,16 @@ def test_an_error_in_the_background_reaches_the_user(zoo, expected, monkeypatch)
 
     monkeypatch.setattr(loaded, "compile_each", failing)
     with StaticLLMPipeline(zoo / "llama", **STAGED, on_progress=events.append) as pipe:
-        with pytest.warns(RuntimeWarning, match="what is there goes on: DeviceError: the compiler is out of memory"):
+        with pytest.warns(
+            RuntimeWarning, match="the loaded programs keep serving: DeviceError: the compiler is out of memory"
+        ):
             while not pipe.is_complete:
                 time.sleep(0.01)
             gc.collect()
         with pytest.raises(DeviceError, match="out of memory"):
             pipe.wait_until_complete()
         assert [e.message for e in events if e.stage == "error"] == ["DeviceError: the compiler is out of memory"]
-        assert tokens_of(pipe) == expected, "what is there goes on serving"
+        assert tokens_of(pipe) == expected, "the loaded programs keep serving"
 
 
 def test_closing_ends_the_background(zoo, tmp_path):

@@ -51,7 +51,7 @@ def test_lengths_are_whole_and_positive(name, value):
         ({"EXPORT_BLOB": "maybe"}, "EXPORT_BLOB='maybe': must be YES or NO"),
         ({"CACHE_MODE": "FAST"}, "CACHE_MODE='FAST': must be one of"),
         ({"CACHE_LIMIT_GB": 0}, "CACHE_LIMIT_GB=0: must be a number of GB"),
-        ({"CACHE_ENCRYPTION_CALLBACKS": len}, "must be two callables"),
+        ({"CACHE_ENCRYPTION_CALLBACKS": len}, "must be two functions"),
     ],
 )  # fmt: skip
 def test_bad_properties_are_refused_in_one_line(properties, message):
@@ -77,7 +77,7 @@ def test_the_schedulers_of_the_config_are_the_policies():
 
 
 def test_npuw_properties_are_named_and_without_effect():
-    with pytest.warns(UserWarning, match="NPUW_DEVICES steers NPUW"):
+    with pytest.warns(UserWarning, match="NPUW_DEVICES controls NPUW"):
         assert read(NPUW_DEVICES="CPU") == StaticLLMConfig()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
