@@ -154,8 +154,7 @@ class StaticLLMPipeline:
             kwargs: Fields of ``GenerationConfig``, which override both configs.
 
         Returns:
-            ``GeneratedText`` (a ``str``) for a ``str``, ``DecodedResults`` for a list or a history, ``EncodedResults``
-            for token ids.
+            ``GeneratedText`` (a ``str``) for a ``str``, ``EncodedResults`` for token ids, else ``DecodedResults``.
 
         Raises:
             PromptError: a prompt is empty or has ids outside the vocabulary, or the chat template refuses it.
