@@ -248,7 +248,7 @@ def test_export_replaces_a_set_and_nothing_else(zoo, tmp_path):
     diary = tmp_path / "diary"
     diary.mkdir()
     (diary / "page.txt").write_text("dear diary")
-    with pytest.raises(ConfigError, match="no blob set"):
+    with pytest.raises(ConfigError, match="is not a blob set"):
         load(zoo / "llama", BLOB_PATH=diary, EXPORT_BLOB=True)
     assert (diary / "page.txt").read_text() == "dear diary"
 
