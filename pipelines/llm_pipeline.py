@@ -14,7 +14,7 @@ import openvino_genai as genai
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgressEvent
-from staticllm.errors import BusyError, GenerationConfigError
+from staticllm.errors import GenerationConfigError
 from staticllm.model_dir import forget_in_memory, weights_of
 from staticllm.pipelines.blobs.fingerprint import fingerprint_model
 from staticllm.pipelines.chat_session import ChatSession
@@ -38,10 +38,10 @@ from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.input_processor import CallOptions, InputProcessor, PromptLimits
-from staticllm.pipelines.text.output_processor import RequestOutput
 from staticllm.pipelines.text.results import Results, results_of
 from staticllm.pipelines.text.stop_checker import StopChecker
 from staticllm.pipelines.text.streamers import TokenSink, check_callback, make_sink, stream
+from staticllm.pipelines.text.together import run_together
 from staticllm.pipelines.text.tokenization import Inputs, Prompt, TokenInputs, form_of
 from staticllm.results import DecodedResults, EncodedResults, GeneratedText
 
@@ -114,12 +114,26 @@ class StaticLLMPipeline:
 
     @overload
     def generate(  # pyright: ignore[reportOverlappingOverload] - a str is a Sequence[str] too, and comes first
-        self, inputs: str, generation_config: GenerationConfig = ..., streamer: Streamer = ..., **kwargs: Any
+        self,
+        inputs: str,
+        generation_config: GenerationConfig = ...,
+        streamer: Streamer = ...,
+        *,
+        overflow: str = ...,
+        priority: int = ...,
+        **kwargs: Any,
     ) -> GeneratedText: ...
 
     @overload
     def generate(
-        self, inputs: TokenInputs, generation_config: GenerationConfig = ..., streamer: Streamer = ..., **kwargs: Any
+        self,
+        inputs: TokenInputs,
+        generation_config: GenerationConfig = ...,
+        streamer: Streamer = ...,
+        *,
+        overflow: str = ...,
+        priority: int = ...,
+        **kwargs: Any,
     ) -> EncodedResults: ...
 
     @overload
@@ -128,6 +142,9 @@ class StaticLLMPipeline:
         inputs: Sequence[str] | genai.ChatHistory | Sequence[Mapping[str, Any]],
         generation_config: GenerationConfig = ...,
         streamer: Streamer = ...,
+        *,
+        overflow: str = ...,
+        priority: int = ...,
         **kwargs: Any,
     ) -> DecodedResults: ...
 
@@ -175,7 +192,7 @@ class StaticLLMPipeline:
         if len(prompts) == 1 and call.options.num_return_sequences == 1:
             outputs = [stream(self._begin(prompts[0], call), sink)]
         elif streamer is None:
-            outputs = self._run_together(prompts, call)
+            outputs = run_together(lambda prompt: self._begin(prompt, call), prompts)
         else:
             raise GenerationConfigError(
                 f"a streamer for {len(prompts)} prompts: it could not tell them apart; submit each with a callback"
@@ -364,31 +381,6 @@ class StaticLLMPipeline:
                 self._stop_checker.forget(request.id)
                 raise
         return handle
-
-    def _run_together(self, prompts: list[Prompt], call: CallOptions) -> list[RequestOutput]:
-        """Submit all prompts, at most ``MAX_WAITING`` at a time; an exception cancels all of them."""
-        handles: list[GenerationHandle] = []
-        try:
-            for prompt in prompts:
-                handles.append(self._begin_when_possible(prompt, call, handles))
-            return [output for handle in handles for output in handle.outputs()]
-        except BaseException:
-            for handle in handles:
-                handle.cancel()
-            raise
-
-    def _begin_when_possible(
-        self, prompt: Prompt, call: CallOptions, before: list[GenerationHandle]
-    ) -> GenerationHandle:
-        """Submit a prompt. If the queue is full and holds prompts of this call, wait for the first of them."""
-        while True:
-            try:
-                return self._begin(prompt, call)
-            except BusyError:
-                unfinished = [handle for handle in before if not handle.is_done]
-                if not unfinished:
-                    raise
-                unfinished[0].outputs()
 
 
 def _close(background: BackgroundLoader | None, engine: Engine, stop_checker: StopChecker, drain: bool = False) -> None:

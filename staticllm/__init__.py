@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
     from staticllm.pipelines.profiling.stats import Stats
     from staticllm.pipelines.profiling.trace import Trace
-    from staticllm.pipelines.scheduling.interface import Plan, Policy, RequestStatus, RequestView, View
+    from staticllm.pipelines.programs.variant_index import VariantIndex
+    from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus, RequestView, View
     from staticllm.pipelines.text.handle import GenerationHandle
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
@@ -48,6 +49,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "DecodedResults",
+    "Device",
     "DeviceError",
     "EncodedResults",
     "FinishReason",
@@ -72,6 +74,7 @@ __all__ = [
     "Trace",
     "UnsupportedModelError",
     "Variant",
+    "VariantIndex",
     "View",
     "demo_model_path",
 ]
@@ -82,7 +85,8 @@ _LAZY = {
     "StaticLLMPipeline": "llm_pipeline",
     "Stats": "profiling.stats",
     "Trace": "profiling.trace",
-    **dict.fromkeys(("Plan", "Policy", "RequestStatus", "RequestView", "View"), "scheduling.interface"),
+    "VariantIndex": "programs.variant_index",
+    **dict.fromkeys(("Device", "Plan", "Policy", "RequestStatus", "RequestView", "View"), "scheduling.interface"),
 }
 """Names that are imported only when they are used, and their modules."""
 

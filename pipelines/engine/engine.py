@@ -334,9 +334,7 @@ class Engine:
         for part, segment in zip(batch.parts, result.segments, strict=True):
             sequence = part.state
             if segment.argmax is None and len(batch.parts) > 1:
-                self._quarantine.add(
-                    sequence.id
-                )  # another request may be the cause; nothing was kept, so it runs again
+                self._quarantine.add(sequence.id)  # another request may be the cause; it runs again
             elif segment.argmax is None:
                 self._end(sequence, FinishReason.ERROR, not_finite(result.variant), is_trusted=False)
             else:

@@ -89,12 +89,12 @@ class ModelRunner:
         self.refresh_variants()
 
     def refresh_variants(self) -> None:
-        """Look again which programs there are, after some were added."""
+        """Rebuild ``index`` after programs were added."""
         self.index = VariantIndex(self.programs, needs_real_rows=bool(self.cache.states))
         self.is_complete = self._planned <= set(self.programs)
 
     def prefill(self, sequence: Sequence, tokens: List[int]) -> Logits:
-        """Run a prompt in the cheapest chunks. Returns the logits ``[vocab]`` after its last token.
+        """Run a prompt in the cheapest chunks, and return the logits ``[vocab]`` after its last token.
 
         Raises:
             NumericalError: the logits are not finite.
@@ -109,7 +109,7 @@ class ModelRunner:
         return logits
 
     def decode(self, sequence: Sequence, token: int) -> Logits:
-        """Run one token in the smallest variant that sees all slots. Returns the logits ``[vocab]`` after it.
+        """Run one token in the smallest variant that sees all slots, and return the logits ``[vocab]`` after it.
 
         Raises:
             NumericalError: the logits are not finite.
@@ -119,7 +119,7 @@ class ModelRunner:
     def step(self, segments: List[Segment]) -> list[Logits]:
         """Run the next tokens of several sequences in one call, the smallest that holds them.
 
-        Returns the logits ``[vocab]`` after the last token of each segment; views, valid until the next call.
+        Return the logits ``[vocab]`` after the last token of each segment: views, valid until the next call.
 
         Raises:
             NumericalError: logits that are not finite.
@@ -129,7 +129,7 @@ class ModelRunner:
         return self._checked(variant, segments)
 
     def variant_for(self, segments: List[Segment]) -> Variant | None:
-        """The fewest rows that hold these segments, at the smallest KV length that shows all slots in use.
+        """Return the variant with the fewest rows that hold these segments, and the smallest KV length that shows all slots.
 
         A model with recurrent states needs exactly as many rows as tokens, since the states would run through idle ones. Segments
         that want logits after several tokens need a variant made for that. None if there is no such variant.
@@ -176,7 +176,7 @@ class ModelRunner:
         return StepResult(variant, results, start, start - begin, seconds, time.perf_counter() - end)
 
     def _checked(self, variant: Variant, segments: List[Segment]) -> list[Logits]:
-        """The logits ``[vocab]`` after the last token of each segment.
+        """Run one variant, and return the logits ``[vocab]`` after the last token of each segment.
 
         Raises:
             NumericalError: logits that are not finite.
@@ -187,13 +187,13 @@ class ModelRunner:
         return [segment.logits[-1] for segment in result.segments]
 
     def reset(self) -> Sequence:
-        """Forget everything, whatever state an exception left behind. Returns a new, empty sequence."""
+        """Forget everything, whatever state an exception left behind, and return a new, empty sequence."""
         self.cache.reset()
         return self.cache.open()
 
 
 def _most_likely(logits: Logits) -> int | None:
-    """The most likely token after the last row of ``logits [n, vocab]``; None if a number is not finite.
+    """Return the most likely token after the last row of ``logits [n, vocab]``; None if a number is not finite.
 
     One pass over a vocabulary of 150 k: a NaN is its maximum to numpy, and so is an infinity.
     """
@@ -206,7 +206,7 @@ def _most_likely(logits: Logits) -> int | None:
 
 
 def not_finite(variant: Variant) -> NumericalError:
-    """The error of a request whose numbers are not finite."""
+    """Return the error of a request whose numbers are not finite."""
     return NumericalError(
         f"{variant} computed logits that are not finite: try INFERENCE_PRECISION_HINT='f32' and KV_CACHE_PRECISION='f32'"
     )

@@ -14,6 +14,7 @@ def test_the_public_surface_is_closed():
         "ConfigError", "DecodedResults", "DeviceError", "EncodedResults", "FinishReason", "GeneratedText",
         "GenerationConfigError", "GenerationHandle", "ModelError", "NumericalError", "PerfMetrics", "Plan", "Policy",
         "ProgressEvent", "PromptError", "RequestStatus", "RequestView", "Stats", "Trace", "View",
+        "Device", "VariantIndex",
         "PromptTooLongError", "SnapshotError",
         "StaticLLMConfig", "StaticLLMError", "StaticLLMPipeline", "UnsupportedModelError", "Variant",
         "demo_model_path",
