@@ -98,7 +98,7 @@ class SnapshotError(StaticLLMError):
 
 
 def as_ours(error: BaseException) -> Exception:
-    """Return the exception that the reader of a request receives: ours and failed assertions as they are, else a ``DeviceError``."""
+    """Return the exception that a reader receives: ours and failed assertions as they are, else a ``DeviceError``."""
     if isinstance(error, (StaticLLMError, AssertionError)):
         return error
     raised = DeviceError(f"the device failed: {last_line(error)}")
