@@ -280,6 +280,7 @@ def longest_gap(driver: Driver) -> float:
     return max(after - before for before, after in itertools.pairwise(ticks))
 
 
+@pytest.mark.slow
 def test_window_stays_responsive_while_answering(open_window: Callable[[Path | str], Driver], model_dir: Path) -> None:
     gaps: list[float] = []
     while len(gaps) < 3 and not (gaps and min(gaps) < 0.25):  # a busy machine may stall any one of them

@@ -53,7 +53,7 @@ class Tokenizer:
 
 
 def test_a_handle_keeps_its_pipeline_alive():
-    handle = new_pipe().submit("hello", max_new_tokens=300, ignore_eos=True)
+    handle = new_pipe().submit("hello", max_new_tokens=100, ignore_eos=True)
     gc.collect()
     handle.result()
     assert handle.finish_reason == "length"
@@ -66,6 +66,7 @@ def test_a_pipeline_that_is_awaited_in_one_line_answers():
     assert len(asyncio.run(answer()).tokens[0]) == 60
 
 
+@pytest.mark.slow
 def test_a_callback_keeps_its_pipeline_alive(pipe):
     texts = []
     new_pipe().submit("hello", max_new_tokens=300, ignore_eos=True, callback=texts.append)._thread.join(60)

@@ -34,6 +34,7 @@ OLD = {
     "prepare and commit time": r"masks_seconds|rows_seconds",
 }
 """What the field says, and what we said before."""
+ANY = re.compile("|".join(pattern for pattern in OLD.values()), re.IGNORECASE)
 ALLOWED = {"tests/null/door/test_words.py", "CHANGELOG.md"}  # the changelog says what was renamed
 
 
@@ -54,6 +55,8 @@ def test_no_private_word_is_left(root):
     found = []
     for name, text in texts(root):
         text = re.sub(r"(?<=[a-z])_(?=[a-z])|\b_", " ", text)  # noqa: PLW2901 - the words of a name are words too
+        if not ANY.search(text):
+            continue
         for field, pattern in OLD.items():
             for hit in re.finditer(pattern, text, re.IGNORECASE):
                 line = text.count("\n", 0, hit.start()) + 1

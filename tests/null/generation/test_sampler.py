@@ -85,6 +85,7 @@ def check_filters(logits, temperature, top_k, top_p, min_p):
     assert np.allclose(dense, expected_dense, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_draws_from_a_large_vocabulary_follow_the_distribution():
     """Without filters nothing is sorted; the last, shorter block is drawn from like the others."""
     logits = np.random.default_rng(0).normal(size=1000).astype(np.float32)
