@@ -13,7 +13,7 @@ OLD = {
     "host pool": r"[Ss]hel(f|ves)\b|[Ss]helved?\b",
     "swapped": r"\b[Pp]ark(ed|ing|s)?\b|PARKED_ROWS|parked_rows",
     "preempt": r"\bby[_ ]force\b|_evictions\b",
-    "max_seq_len, kv_len, num_slots or stride": r"\b[Cc]apacit(y|ies)\b|\w+_capacit(y|ies)\b|CAPACIT(Y|IES)",
+    "max_seq_len, kv_len, num_slots or stride": r"\bcapacit(y|ies)\b",
     "buckets": r"\b[Ll]adders?\b|_LADDER\b",
     "request table": r"\b[Bb]ook\b(?!s)",
     "KV cache manager": r"[Tt]enanc(y|ies)|\bsettle[sd]?\b|is_settled|\babandon\b",

@@ -14,6 +14,7 @@ def simulate(*arguments):
     return CliRunner().invoke(cli, ["simulate", "-n", "60", "--policy", "fcfs", "--json", *arguments])
 
 
+@pytest.mark.slow
 def test_the_default_rate_is_below_the_maximum():
     done = simulate()
     figures = json.loads(done.stdout)["fcfs"]
