@@ -221,10 +221,11 @@ class Engine:
         """End every admitted request, in any state that an exception left."""
         for sequence in self._kv_manager.clear():
             self._report(sequence, reason, error)
-        with self._wake:
+        with self._wake:  # a request that is submitted meanwhile is not ended
             waiting = {state.request.id for state in self._inbox}
-        for number in [number for number in self._live if number not in waiting]:
-            self._live.pop(number).finish_from(0, reason, error)
+            left = [self._live.pop(number) for number in list(self._live) if number not in waiting]
+        for state in left:
+            state.finish_from(0, reason, error)
 
     def _execute(self) -> None:
         """Plan, run and choose. The chosen tokens are posted, and the call is recorded, while the next call runs."""

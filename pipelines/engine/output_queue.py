@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from staticllm import errors
 from staticllm.core import FinishReason
 from staticllm.errors import ClosedError, DeviceError, GenerationConfigError, NumericalError, StaticLLMError
 
@@ -40,6 +39,10 @@ class Finished:
 
 
 Output = TokenOutput | Finished
+KNOWN_ERRORS: dict[str, type[StaticLLMError]] = {
+    kind.__name__: kind for kind in (ClosedError, DeviceError, GenerationConfigError, NumericalError)
+}
+"""Errors of an engine that keep their class when they cross a process."""
 
 
 def output_to_dict(output: Output) -> dict[str, Any]:
@@ -58,9 +61,7 @@ def output_from_dict(values: Mapping[str, Any]) -> Output:
     described = values["error"]
     error = None
     if described is not None:
-        kind = getattr(errors, described["type"], None)
-        is_plain = kind in (DeviceError, GenerationConfigError, NumericalError, ClosedError)
-        error = (kind if is_plain and kind is not None else StaticLLMError)(described["message"])
+        error = KNOWN_ERRORS.get(described["type"], StaticLLMError)(described["message"])
     return Finished(FinishReason(values["reason"]), error, values["index"])
 
 

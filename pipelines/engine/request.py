@@ -98,7 +98,7 @@ class SequenceState:
         self.token_times: list[float] = []
         self._device_seconds = 0.0  # device time since the last token
         self._queue = queue
-        self._unposted: list[TokenOutput] = []
+        self._new_tokens: list[TokenOutput] = []
         processors = processors_for(
             request.sampling, request.prompt, vocab_size, request.min_new_tokens, request.stop_token_ids
         )
@@ -117,7 +117,7 @@ class SequenceState:
         self.num_generated += 1
         self.token_times.append(now)
         device_seconds, self._device_seconds = self._device_seconds, 0.0
-        self._unposted.append(
+        self._new_tokens.append(
             TokenOutput(token, choice.logprob, now, now - start, self.index, device_seconds, self.num_cached)
         )
         if token in self.request.stop_token_ids:
@@ -137,9 +137,9 @@ class SequenceState:
 
     def post(self) -> None:
         """Hand the tokens chosen since the last time to the reader; called while the device runs, so that readers wake then."""
-        for token in self._unposted:
+        for token in self._new_tokens:
             self._queue.put(token)
-        self._unposted.clear()
+        self._new_tokens.clear()
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         """Post the remaining tokens, and then the end of the answer."""

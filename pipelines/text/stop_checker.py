@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 from staticllm.core import FinishReason
 from staticllm.errors import ClosedError
@@ -14,13 +13,6 @@ from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueu
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.threads import start_thread
-
-
-@dataclass(frozen=True)
-class Watched:
-    """The answers of one request that are still checked, by their index."""
-
-    answers: dict[int, IncrementalDetokenizer]
 
 
 class StopChecker:
@@ -33,7 +25,7 @@ class StopChecker:
     def __init__(self, client: EngineClient, decode: Callable[[list[int]], str]) -> None:
         self._client, self._decode = client, decode
         self._outputs: queue.SimpleQueue[tuple[int, Output] | None] = queue.SimpleQueue()
-        self._watched: dict[int, Watched] = {}
+        self._watched: dict[int, dict[int, IncrementalDetokenizer]] = {}  # by request and answer
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -51,7 +43,7 @@ class StopChecker:
             if self._thread is None:
                 self._thread = start_thread(self._run, "staticllm-stop-checker")
             detokenizers = [IncrementalDetokenizer(self._decode, stop_strings) for _ in range(request.num_sequences)]
-            self._watched[request.id] = Watched(dict(enumerate(detokenizers)))
+            self._watched[request.id] = dict(enumerate(detokenizers))
         outputs.add_listener(lambda output: self._outputs.put((request.id, output)))
 
     def forget(self, request: int) -> None:
@@ -71,19 +63,20 @@ class StopChecker:
             self._check(*item)
 
     def _check(self, request: int, output: Output) -> None:
-        watched = self._watched.get(request)
-        detokenizer = watched.answers.get(output.index) if watched else None
-        if watched is None or detokenizer is None:
+        answers = self._watched.get(request, {})
+        detokenizer = answers.get(output.index)
+        if detokenizer is None:
             return
+        is_over = isinstance(output, Finished)
         if isinstance(output, TokenOutput):
             try:
                 detokenizer.push(output.id)
+                is_over = detokenizer.is_stopped
             except BaseException:  # the reader meets the same error and raises it
-                detokenizer.is_stopped = True
-            else:
-                if detokenizer.is_stopped:
-                    self._client.cancel(request, output.index, FinishReason.STOP)
-        if isinstance(output, Finished) or detokenizer.is_stopped:
-            del watched.answers[output.index]
-            if not watched.answers:
+                is_over = True
+            if detokenizer.is_stopped:
+                self._client.cancel(request, output.index, FinishReason.STOP)
+        if is_over:
+            del answers[output.index]
+            if not answers:
                 self.forget(request)
