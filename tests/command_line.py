@@ -1,4 +1,4 @@
-"""The ``staticllm`` command, as a child process and in this one, where it need not import everything first."""
+"""Runs the ``staticllm`` command, in a child process or, to save its imports, in this one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def in_child(*arguments, stdin=""):
 
 
 def in_here(*arguments, stdin=""):
-    """The same entry point, arguments and streams, and what ``in_child`` returns."""
+    """Run the command in this process, with the same entry point, and return what ``in_child`` returns."""
     from staticllm.cli import main
 
     command = ["staticllm", *map(str, arguments)]
@@ -33,7 +33,7 @@ def in_here(*arguments, stdin=""):
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.resetwarnings()
         for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
-            warnings.simplefilter("ignore", kind)  # as Python does
+            warnings.simplefilter("ignore", kind)  # as Python does by default
         patch.setattr(sys, "argv", command)
         for name, stream in streams.items():
             patch.setattr(sys, name, stream)

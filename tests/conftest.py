@@ -1,4 +1,4 @@
-"""Where the tiny models are, and prompts for them. Only this file is a conftest: the house has one."""
+"""Defines the options and fixtures of all tests. There is no other conftest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores it for what runs in the background
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells ignore SIGINT for background jobs
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for name, count in (("all", 100), ("quick", 20)):
         hypothesis.settings.register_profile(name, max_examples=count)
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def _precision() -> None:
-    """``STATICLLM_TEST_PRECISION`` makes this the processor's own precision: tests must hold on machines of every kind."""
+    """Set the precision of the CPU to ``STATICLLM_TEST_PRECISION``, because tests must pass on every kind of machine."""
     if wanted := os.environ.get("STATICLLM_TEST_PRECISION"):
         from staticllm.devices import get_core
 
@@ -48,19 +48,19 @@ def _precision() -> None:
 
 @pytest.fixture(scope="session")
 def in_full(pytestconfig: pytest.Config) -> bool:
-    """Whether a test that takes a sample takes everything: with ``--all``."""
+    """Whether tests run all of their cases (``--all``) instead of a sample."""
     return bool(pytestconfig.getoption("--all"))
 
 
 @pytest.fixture(scope="session")
 def num_cases(in_full: bool):
-    """How many of so many cases are run: all with ``--all``, else a sample."""
+    """Return a function from a number of cases to the number that is run: all with ``--all``, else a sample."""
     return lambda count: count if in_full else max(count // 50, 20)
 
 
 @pytest.fixture(scope="session")
 def zoo() -> Path:
-    """The folder of tiny models. Without it the tests that need it are skipped, but never in CI."""
+    """The folder of tiny models. Without it, the tests that need it are skipped, or fail in CI."""
     if not ZOO.is_dir():
         if os.environ.get("CI"):
             pytest.fail(f"no tiny models at {ZOO}: set STATICLLM_ZOO")
@@ -75,7 +75,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def model_path(zoo: Path):
-    """From a name to a model directory: ``demo`` is the embedded model, any other name one of the zoo."""
+    """A function from a name to a model directory: the embedded model for ``demo``, otherwise a model of the zoo."""
     from staticllm import demo_model_path
 
     return lambda name: demo_model_path() if name == "demo" else zoo / name
@@ -92,14 +92,14 @@ def _programs_of_this_run():
 
 @pytest.fixture(scope="module")
 def shared_programs(_programs_of_this_run) -> Iterator[None]:
-    """In a module that uses this, what another test has compiled before is not compiled again."""
+    """Reuse programs that an earlier test has compiled, in every module that uses this fixture."""
     with _programs_of_this_run.in_place():
         yield
 
 
 @pytest.fixture(scope="module", params=["here", pytest.param("child", marks=pytest.mark.slow)])
 def staticllm(request: pytest.FixtureRequest):
-    """The command line: in this process, and with ``--all`` in a child process of its own too."""
+    """The command line, in this process, and with ``--all`` also in a child process."""
     import command_line
 
     return command_line.in_here if request.param == "here" else command_line.in_child
@@ -115,7 +115,7 @@ def _originals():
 
 @pytest.fixture
 def original(_originals):
-    """From a model directory to the original model, at the beginning of a conversation."""
+    """A function from a model directory to the original model, at the beginning of a conversation."""
 
     def at_its_beginning(path: Path):
         _originals(path).reset()
@@ -126,5 +126,5 @@ def original(_originals):
 
 @pytest.fixture(scope="session")
 def prompt_of():
-    """Random token ids of a length, the same in every run; valid for every tiny model."""
+    """A function from a length to random token ids, which are the same in every run and valid for every tiny model."""
     return lambda length, seed=0: np.random.default_rng([length, seed]).integers(8, 1000, length).tolist()

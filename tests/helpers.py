@@ -1,4 +1,4 @@
-"""What tests of several rooms need."""
+"""Helpers for the tests of several packages."""
 
 import json
 
@@ -28,13 +28,13 @@ SHAPE = {
 }  # fmt: skip
 KEY = b"0123456789abcdef"
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-"""Under these the models of the zoo say the tokens of the original, whatever the processor computes in by itself."""
+"""With these properties, models of the zoo generate the tokens of the original on any processor."""
 SHORT = {**EXACT, "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32}
 PROMPT = list(range(20, 45))
 
 
 def tokens_of(pipe, prompt=PROMPT, count=12, **options):
-    """``count`` tokens after a prompt in token ids, whatever they are."""
+    """Return ``count`` tokens after a prompt in token ids, ignoring stop tokens."""
     options = {"max_new_tokens": count, "ignore_eos": True, **options}
     return list(pipe.generate(np.array(prompt), **options).tokens[0])
 
@@ -55,7 +55,7 @@ def a_set(folder, data=b"program", key=b""):
 
 
 def forge(folder, change, key=b""):
-    """Change the content of a set's manifest, with a right digest."""
+    """Change the content of a set's manifest and update its digest."""
     content = json.loads((folder / MANIFEST).read_text())["content"]
     change(content)
     (folder / MANIFEST).write_bytes(_framed(content, bytes_digest(_canonical(content), key), bool(key)))
@@ -63,12 +63,14 @@ def forge(folder, change, key=b""):
 
 def one_line(error):
     text = str(error.value)
-    assert text and "\n" not in text and isinstance(error.value, (StaticLLMError, RuntimeError))
+    assert text
+    assert "\n" not in text
+    assert isinstance(error.value, (StaticLLMError, RuntimeError))
     return text
 
 
 def assert_nothing_held(pipe):
-    """No request is in the engine, and no slot is in use but those of the cached sequence."""
+    """Check that the engine has no request, and that only the cached sequence uses slots."""
     engine = pipe.engine
     slots, requests, kept = engine.run_between_steps(
         lambda: (

@@ -1,4 +1,4 @@
-"""How much of a test is run without ``--all``."""
+"""Decides how many examples a test runs without ``--all``."""
 
 from hypothesis import settings
 

@@ -1,4 +1,4 @@
-"""What many tests compile is compiled once in a run. Each pipeline still has rows, buffers and an engine of its own."""
+"""Compiles each program only once per test run. Each pipeline still has its own slots, buffers and engine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from staticllm.pipelines.programs import build, compile_plan
 
 
 class SharedPrograms:
-    """Stands before the functions with which the loader reads, lowers and compiles, and remembers what they returned.
+    """Wraps the functions with which the loader reads, lowers and compiles, and caches their results.
 
     A lowered model is known by its directory and the options of the passes, a program by that, its variants and its
-    properties. Only models in ``folders`` are remembered: nobody writes there, so that a path names one model.
+    properties. Only models in ``folders`` are cached, because their files never change.
     """
 
     def __init__(self, folders: list[Path]) -> None:
         self._folders = [folder.resolve() for folder in folders]
-        self._now = threading.local()  # what this thread has read and not lowered yet
+        self._now = threading.local()  # the model that this thread has read but not lowered
         self._lowered: dict = {}
         self._names: dict = {}
         self._compiled: dict = {}
@@ -75,7 +75,7 @@ class SharedPrograms:
             yield from self._compiled[key]
 
     def warm_up(self, bound, known_costs, on_progress):
-        """What a program costs is measured once: who has it again runs it once, as with a blob set."""
+        """Measure the costs of a program once; later pipelines only run it once, as with a blob set."""
         kept = {id(compiled) for group in self._compiled.values() for compiled in group}
         key = frozenset((variant, id(bound.compiled(variant))) for variant in bound)
         if known_costs or not all(compiled in kept for _, compiled in key):
@@ -86,7 +86,7 @@ class SharedPrograms:
 
 
 class Original(StatefulReference):
-    """The original model, asked once in a run for each answer."""
+    """The original model, with its answers cached for the whole test run."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

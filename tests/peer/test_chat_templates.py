@@ -1,4 +1,4 @@
-"""The same conversation, the same prompt: our renderer against GenAI's."""
+"""Compares the prompts of our template renderer with GenAI's."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def ours(tokenizer, template, messages, **options):
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_typical_templates(tokenizer, name, conversation):
+def test_typical_templates_give_genais_prompts(tokenizer, name, conversation):
     messages, template = CONVERSATIONS[conversation], TEMPLATES[name]
     for wants_more in (True, False):
         theirs = tokenizer.apply_chat_template(messages, wants_more, chat_template=template)
         assert ours(tokenizer, template, messages, add_generation_prompt=wants_more) == theirs
 
 
-def test_templates_of_models(zoo, in_full):
+def test_templates_of_models_give_genais_prompts(zoo, in_full):
     folders = sorted(path for path in zoo.iterdir() if path.is_dir())
     for folder in (demo_model_path(), *folders[: None if in_full else 5]):
         tokenizer = genai.Tokenizer(folder)
@@ -82,7 +82,7 @@ def test_templates_of_models(zoo, in_full):
             assert ours(tokenizer, tokenizer.chat_template, messages) == theirs, folder.name
 
 
-def test_extra_context_of_a_history(tokenizer):
+def test_extra_context_of_a_history_reaches_the_template(tokenizer):
     template = "{{ mode }}{{ enable_thinking }}{{ messages[0].content }}"
     context = {"mode": "x", "enable_thinking": False}
     theirs = tokenizer.apply_chat_template(

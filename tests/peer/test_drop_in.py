@@ -1,4 +1,4 @@
-"""Chats in token ids, full rows and streamers: what GenAI's stateful pipeline and NPUW do, token for token."""
+"""Compares chats in token ids, full conversations and streamers with GenAI's stateful pipeline and NPUW."""
 
 from __future__ import annotations
 
@@ -53,14 +53,15 @@ def conversation(pipe, inputs, **options):
     [{"max_new_tokens": 12, "ignore_eos": True}, pytest.param({"max_new_tokens": 40}, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("other", ["npuw", "stateful"])
-def test_a_chat_in_token_ids_goes_on(ours, other, options, request):
+def test_a_chat_in_token_ids_continues(ours, other, options, request):
     theirs = request.getfixturevalue(other)
     encoded = [ours.get_tokenizer().encode(text) for text in PROMPTS]
     expected = conversation(theirs, encoded, **options)
     assert conversation(ours, encoded, **options) == expected
     assert conversation(ours, [ov.Tensor(np.array(each.input_ids.data)) for each in encoded], **options) == expected
     alone = [ours.generate(each, **options).tokens for each in encoded]
-    assert alone[0] == expected[0] and alone[1:] != expected[1:]
+    assert alone[0] == expected[0]
+    assert alone[1:] != expected[1:]
 
 
 def test_a_cancelled_turn_of_token_ids_is_forgotten(ours, stateful):
@@ -78,11 +79,12 @@ def test_a_cancelled_turn_of_token_ids_is_forgotten(ours, stateful):
 
 
 @pytest.mark.parametrize("length", [*(pytest.param(length, marks=pytest.mark.slow) for length in (3, 50)), 128])
-def test_full_rows_hold_as_many_tokens_as_npuws(ours, npuw, length, prompt_of):
+def test_a_full_conversation_has_as_many_tokens_as_in_npuw(ours, npuw, length, prompt_of):
     ids = np.array([prompt_of(length)])
     options = {"max_new_tokens": 1000, "ignore_eos": True}
     mine, theirs = ours.generate(ids, **options), npuw.generate(ov.Tensor(ids), **options)
-    assert mine.tokens == theirs.tokens and len(mine.tokens[0]) == 192 - length
+    assert mine.tokens == theirs.tokens
+    assert len(mine.tokens[0]) == 192 - length
     assert mine.finish_reasons == ["length"]
 
 

@@ -1,4 +1,4 @@
-"""Side by side with ``openvino_genai.LLMPipeline``: the same call, the same tokens."""
+"""Compares the tokens of the same calls with ``openvino_genai.LLMPipeline``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_greedy_tokens_equal_on_the_cpu(name, model_path, prompt_of, in_full):
         {"stop_token_ids": {353}, "ignore_eos": True},
     ],
 )
-def test_options_mean_the_same(pair, options):
+def test_options_have_the_same_meaning(pair, options):
     ours, theirs = both(pair, [5, 6, 7], max_new_tokens=24, logprobs=1, **options)
     assert ours.tokens == theirs.tokens
     assert ours.scores == [pytest.approx(theirs.scores[0], abs=1e-2)]
@@ -58,7 +58,7 @@ def test_options_mean_the_same(pair, options):
 
 
 def test_results_have_the_attributes_of_genai(pair):
-    """Whatever an app reads off GenAI's results and metrics is there, and can be called."""
+    """Every attribute and getter of GenAI's results and metrics exists and can be called."""
     for ours, theirs in (
         both(pair, [5, 6, 7], max_new_tokens=4),
         [pipe.generate(["hello"], max_new_tokens=4) for pipe in pair],
@@ -77,7 +77,7 @@ def test_pipelines_have_the_methods_of_genai(pair):
 
 
 def test_sampling_draws_from_the_same_tokens(pair):
-    """Filters in the same order: over many draws of one token, the same set of tokens with about the same shares."""
+    """Over many draws of one token, both pipelines draw the same set of tokens with about the same shares."""
     options = {"do_sample": True, "temperature": 1.2, "top_k": 6, "top_p": 0.6, "max_new_tokens": 1, "ignore_eos": True}
     shares = []
     for pipe, ids in zip(pair, (np.array([[5, 6, 7]]), ov.Tensor(np.array([[5, 6, 7]]))), strict=True):
@@ -97,14 +97,15 @@ def test_stop_ids_of_the_model_hold_for_configs_of_the_user(zoo, tmp_path):
     pipes = StaticLLMPipeline(tmp_path, "CPU", **EXACT), genai.LLMPipeline(tmp_path, "CPU", **EXACT)
     for keywords in ({"max_new_tokens": 20}, {"generation_config": config}):
         ours, theirs = both(pipes, [5, 6, 7], **keywords)
-        assert ours.tokens == theirs.tokens and ours.finish_reasons == ["stop"]
+        assert ours.tokens == theirs.tokens
+        assert ours.finish_reasons == ["stop"]
     for pipe in pipes:
         pipe.set_generation_config(config)
         assert pipe.get_generation_config().stop_token_ids == {1, 740}
     assert both(pipes, [5, 6, 7])[0].tokens == both(pipes, [5, 6, 7])[1].tokens
 
 
-def test_text_in_every_form_is_the_same(pair):
+def test_every_form_of_text_gives_the_same_answer(pair):
     ours, theirs = pair
     for prompt in ("hello world", "One, two", "naïve café"):
         for options in ({}, {"apply_chat_template": False}):
@@ -113,8 +114,8 @@ def test_text_in_every_form_is_the_same(pair):
             )
 
 
-def test_a_conversation_is_the_same():
-    """On the embedded model, whose answers are sentences: three turns, each built on the answer before."""
+def test_a_conversation_has_the_same_answers():
+    """The embedded model has a conversation of three turns, each built on the previous answer."""
     from staticllm import demo_model_path
 
     ours = StaticLLMPipeline(demo_model_path(), "CPU", **EXACT)
@@ -130,8 +131,8 @@ def test_a_conversation_is_the_same():
 
 
 @pytest.mark.slow
-def test_static_programs_say_what_npuw_says(zoo, prompt_of):
-    """The incumbent itself, NPUW, on the CPU: our separate programs against its prefill and generate models."""
+def test_static_programs_generate_the_tokens_of_npuw(zoo, prompt_of):
+    """Our separate programs are compared with NPUW's prefill and generate models, on the CPU."""
     lengths = {"MAX_PROMPT_LEN": 128, "MIN_RESPONSE_LEN": 64}
     on_cpu = {"NPUW_DEVICES": "CPU", "NPUW_ONLINE_PIPELINE": "NONE", "INFERENCE_PRECISION_HINT": "f32"}
     npuw = genai.LLMPipeline(zoo / "llama", "NPU", **lengths, **on_cpu)

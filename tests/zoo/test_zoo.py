@@ -1,4 +1,4 @@
-"""Every model directory in the zoo against its original: logits and greedy tokens, separate and shared programs.
+"""Compares every model in the zoo with its original: logits and greedy tokens, with separate and shared programs.
 
 ``STATICLLM_ZOO`` names the folder: any other may be tried with the same checks. ``docs/models.md`` must say what is found here.
 """
@@ -23,21 +23,23 @@ NAMES = sorted(path.parent.name for path in FOLDER.glob("*/openvino_model.xml"))
 
 
 def table_row(name):
-    """The cells of a model in docs/models.md; None if it is not in it."""
+    """Return the cells of a model's line in docs/models.md; None if the model is not in the table."""
     text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     found = re.search(rf"^\| {re.escape(name)} \|(.*)\|$", text, re.MULTILINE)
     return found and [cell.strip() for cell in found[1].split("|")]
 
 
-QUICK = ("lfm2",)  # the others are spoken with in tests/cpu/test_equality.py
+QUICK = ("lfm2",)  # tests/cpu/programs/test_equality.py runs the others
 QUICK_LAYOUTS = (("separate", 16), ("shared", 64))
 EVERY_LAYOUT = tuple((mode, chunk) for mode in ("separate", "shared") for chunk in CHUNKS)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
-def test_a_model_says_what_the_original_says(name, zoo, in_full, original, monkeypatch):
-    """The quick tests try each kind of programs and each size of chunks once."""
-    monkeypatch.setattr(verification, "StatefulReference", original)  # asked once, not for each layout
+def test_a_model_computes_what_the_original_computes(name, zoo, in_full, original, monkeypatch):
+    """The quick tests use each kind of programs and each size of chunks once."""
+    monkeypatch.setattr(
+        verification, "StatefulReference", original
+    )  # the cached original, which runs once and not per layout
     row, layouts = table_row(name), EVERY_LAYOUT if in_full else QUICK_LAYOUTS
     try:
         verdicts = [
@@ -45,11 +47,13 @@ def test_a_model_says_what_the_original_says(name, zoo, in_full, original, monke
         ]
     except UnsupportedModelError as error:
         assert "\n" not in str(error)
-        assert row is not None and row[0] == f"refused by `{error.stage}`", "only what the table says is refused"
+        assert row is not None, "only what the table says is refused"
+        assert row[0] == f"refused by `{error.stage}`", "only what the table says is refused"
         return
     bad = [verdict for verdict in verdicts if not verdict.is_ok]
-    assert len(verdicts) in (len(layouts) * 4, len(layouts) * 6) and not bad, bad
+    assert len(verdicts) in (len(layouts) * 4, len(layouts) * 6), bad
+    assert not bad, bad
     count = len(verdicts) * len(EVERY_LAYOUT) // len(layouts)
     assert row is None or row[:2] == [f"{count} of {count}", "ok"], (
-        "python scripts/models_table.py writes the table anew"
+        "python scripts/models_table.py writes the table again"
     )

@@ -1,4 +1,4 @@
-"""What a set is for: equal where it may be loaded, with one difference named where it may not."""
+"""Tests fingerprints: they are equal if a set may be loaded, and otherwise the first difference is named."""
 
 from dataclasses import replace
 
@@ -10,10 +10,11 @@ from staticllm.pipelines.blobs.cache import key_of
 from staticllm.pipelines.blobs.fingerprint import Fingerprint, pass_digests
 
 
-def test_every_pass_has_a_digest():
-    """Each module that makes programs is in the fingerprint, wherever its folder lies."""
+def test_the_fingerprint_covers_every_module_of_a_program():
+    """Each module that makes programs is in the fingerprint, wherever its folder is."""
     names = {entry.name for entry in lower.PASSES} | {"fix_shapes", "ports", "keep_small_constants"}
-    assert names <= set(pass_digests()) and all(pass_digests().values())
+    assert names <= set(pass_digests())
+    assert all(pass_digests().values())
 
 
 @pytest.mark.parametrize(
@@ -32,10 +33,12 @@ def test_the_first_difference_is_named(change, message):
     assert replace(FINGERPRINT, **change).difference(FINGERPRINT) == message
 
 
-def test_equal_fingerprints_have_one_key_and_come_back_from_json():
+def test_equal_fingerprints_have_equal_keys_and_survive_json():
     content = FINGERPRINT.to_json()
     assert Fingerprint.from_json(dict(reversed(content.items()))) == FINGERPRINT
-    assert FINGERPRINT.difference(FINGERPRINT) is None and "driver" not in content and content["IR digest"] == "1"
+    assert FINGERPRINT.difference(FINGERPRINT) is None
+    assert "driver" not in content
+    assert content["IR digest"] == "1"
     assert key_of(Fingerprint.from_json(content)) == key_of(FINGERPRINT) != key_of(replace(FINGERPRINT, device="NPU"))
     for wrong in ({**content, "surprise": "1"}, {name: value for name, value in content.items() if name != "plugin"}):
         with pytest.raises(ValueError, match=r"surprise|plugin"):

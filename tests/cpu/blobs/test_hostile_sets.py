@@ -1,4 +1,4 @@
-"""Blob sets and caches that somebody else wrote, or that nobody finished: refused by name, and nothing outside is touched."""
+"""Tests forged and unfinished blob sets and caches: they are refused by name, and no file outside them is touched."""
 
 import json
 import os
@@ -36,7 +36,8 @@ def renamed(name):
 def refused(folder):
     with pytest.raises(BlobError) as error:
         list(read_stored(folder, read_manifest(folder)))
-    assert "\n" not in str(error.value) and folder.name in str(error.value)
+    assert "\n" not in str(error.value)
+    assert folder.name in str(error.value)
     return str(error.value)
 
 
@@ -47,7 +48,7 @@ def refused(folder):
     "name",
     ["../../x.blob", "/etc/x.blob", "a/b.blob", "a\\b.blob", "..", "C:x.blob", ".blob", "a..b.blob", "x", "a\n.blob"],
 )
-def test_a_name_that_is_no_plain_file_name_is_refused_before_anything_is_read_or_written(name, tmp_path):
+def test_only_plain_file_names_are_accepted(name, tmp_path):
     source, cache = tmp_path / "a" / "source", BlobCache(tmp_path / "deep" / "cache")
     a_set(source)
     forge(source, renamed(name))
@@ -66,7 +67,7 @@ def test_a_name_that_is_no_plain_file_name_is_refused_before_anything_is_read_or
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in the file system here")
 @pytest.mark.parametrize("what", ["blob", "manifest"])
-def test_a_pipe_is_refused_and_not_waited_for(what, tmp_path):
+def test_a_pipe_is_refused_without_waiting(what, tmp_path):
     written = a_set(tmp_path / "set")
     path = tmp_path / "set" / (MANIFEST if what == "manifest" else next(iter(written.blobs)))
     path.unlink()
@@ -91,10 +92,12 @@ def test_links_are_not_followed_out_of_a_set(tmp_path):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / f"staticllm-{'0' * 24}").symlink_to(tmp_path / "set")
     cache = BlobCache(tmp_path / "cache")
-    assert not cache.entries() and not cache.prune(0) and (tmp_path / "set" / MANIFEST).exists()
+    assert not cache.entries()
+    assert not cache.prune(0)
+    assert (tmp_path / "set" / MANIFEST).exists()
 
 
-def test_sizes_are_bounded(tmp_path):
+def test_an_oversized_manifest_is_refused(tmp_path):
     a_set(tmp_path / "set")
     with (tmp_path / "set" / MANIFEST).open("r+b") as file:
         file.truncate(1 << 33)
@@ -154,26 +157,29 @@ def forged(path, value):
     "verification",
     [{"is_ok": False, "agreement": "0.5"}, {"is_ok": False, "reason": ["no"]}, {"is_ok": "no"}, {"distance": 0.1}],
 )
-def test_a_verification_that_is_none_is_refused(verification):
+def test_an_impossible_verification_is_refused(verification):
     with pytest.raises(ManifestError, match="has an impossible value"):
         decode(forged(("verification",), verification))
 
 
-def test_a_digest_that_is_no_text_in_utf_8_is_refused():
+def test_a_digest_that_is_not_utf_8_is_refused():
     with pytest.raises(ManifestError, match="damaged"):
         decode(_framed(CONTENT, "\ud800", False))
 
 
 @settings(max_examples=examples(400), deadline=None)
 @given(st.sampled_from(PATHS), st.sampled_from(VALUES))
-def test_a_field_that_is_missing_or_something_else_is_refused_or_harmless(path, value):
-    """With a right digest. What is accepted can be read, and comes back as it was."""
+def test_a_missing_or_wrong_field_is_refused_or_harmless(path, value):
+    """The digest is valid. An accepted manifest can be read and is unchanged by a round trip."""
     try:
         manifest = decode(forged(path, value))
     except Exception as error:
-        assert type(error).__name__ == "ManifestError" and len(str(error)) < 600 and "\n" not in str(error)
+        assert type(error).__name__ == "ManifestError"
+        assert len(str(error)) < 600
+        assert "\n" not in str(error)
         return
-    assert decode(encode(manifest)) == manifest and {entry.file for entry in manifest.variants} <= set(manifest.blobs)
+    assert decode(encode(manifest)) == manifest
+    assert {entry.file for entry in manifest.variants} <= set(manifest.blobs)
     if not (manifest.verification or {}).get("is_ok", True):
         assert manifest.has_failed_verification
 
@@ -183,13 +189,13 @@ JSON = st.recursive(st.none() | st.text(), lambda inner: st.lists(inner) | st.di
 
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
-def test_what_is_no_manifest_is_refused(data):
+def test_bytes_that_are_not_a_manifest_are_refused(data):
     with pytest.raises(Exception, match="damaged") as error:
         decode(data)
     assert type(error.value).__name__ == "ManifestError"
 
 
-def test_an_unknown_field_names_itself(tmp_path):
+def test_an_unknown_field_is_named_in_the_error(tmp_path):
     a_set(tmp_path / "set")
     forge(tmp_path / "set", lambda content: content.update(surprise=1))
     assert "'surprise'" in refused(tmp_path / "set")
@@ -203,15 +209,16 @@ def test_one_damaged_manifest_in_a_cache_does_not_stop_the_others(tmp_path, stat
     forge(cache.path(bad), lambda content: content.pop("config"))
     assert {entry.key: bool(entry.problem) for entry in cache.entries()} == {good: False, bad: True}
     problems = {entry.key: problem for entry, problem in cache.verify()}
-    assert not problems[good] and bad in problems[bad]
+    assert not problems[good]
+    assert bad in problems[bad]
     for verb in ("ls", "verify"):
         done = staticllm("cache", verb, tmp_path, "--json")
         assert {row["key"] for row in json.loads(done.stdout)} == {good, bad}, done.stderr
     assert {entry.key for entry in cache.prune(0)} == {good, bad}
 
 
-def test_a_set_may_not_set_properties(zoo, tmp_path):
-    """A foreign manifest could name files in them."""
+def test_a_set_with_user_properties_is_refused(zoo, tmp_path):
+    """Otherwise the properties of a foreign manifest could name files."""
     options = {"MAX_PROMPT_LEN": 32, "MIN_RESPONSE_LEN": 16, "BLOB_PATH": tmp_path / "set"}
     StaticLLMPipeline(zoo / "llama", EXPORT_BLOB=True, **options).close()
     forge(tmp_path / "set", lambda content: content["properties"]["generate"].update(CACHE_DIR="/tmp/elsewhere"))
@@ -219,7 +226,7 @@ def test_a_set_may_not_set_properties(zoo, tmp_path):
         StaticLLMPipeline(zoo / "llama", **options)
 
 
-def test_a_shape_that_is_not_the_blobs_is_refused(zoo, tmp_path):
+def test_a_manifest_whose_shapes_differ_from_the_blob_is_refused(zoo, tmp_path):
     options = {"MAX_PROMPT_LEN": 32, "MIN_RESPONSE_LEN": 16, "BLOB_PATH": tmp_path / "set"}
     StaticLLMPipeline(zoo / "llama", EXPORT_BLOB=True, **options).close()
     forge(tmp_path / "set", lambda content: content["shape"]["kv_states"][0].update(heads=7))
@@ -230,7 +237,7 @@ def test_a_shape_that_is_not_the_blobs_is_refused(zoo, tmp_path):
 # -- signatures
 
 
-def test_a_key_keeps_other_sets_out(zoo, tmp_path):
+def test_sets_with_another_signature_are_refused(zoo, tmp_path):
     options = {"MAX_PROMPT_LEN": 32, "MIN_RESPONSE_LEN": 16, "BLOB_PATH": tmp_path / "set"}
     StaticLLMPipeline(zoo / "llama", EXPORT_BLOB=True, INTEGRITY_KEY=KEY, **options).close()
     StaticLLMPipeline(zoo / "llama", INTEGRITY_KEY=KEY, **options).close()
@@ -242,7 +249,8 @@ def test_a_key_keeps_other_sets_out(zoo, tmp_path):
         done = CliRunner().invoke(
             cli, ["cache", *flags, "import", str(tmp_path / f"cache{len(flags)}"), str(tmp_path / "set")]
         )
-        assert (done.exit_code == 0) is bool(flags) and words in done.output
-    forge(tmp_path / "set", lambda content: None)  # signed by nobody
+        assert (done.exit_code == 0) is bool(flags)
+        assert words in done.output
+    forge(tmp_path / "set", lambda content: None)  # not signed
     with pytest.raises(BlobError, match="is not signed"):
         StaticLLMPipeline(zoo / "llama", INTEGRITY_KEY=KEY, **options)

@@ -1,4 +1,4 @@
-"""Blob sets are written whole or not at all, whoever is killed; and one process may open a cache several times."""
+"""Tests that blob sets are written completely or not at all, and that one process can open a cache several times."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ while True:
 
 
 @pytest.mark.slow
-def test_a_writer_that_is_killed_while_replacing_leaves_a_whole_set(tmp_path, root):
+def test_a_writer_killed_while_replacing_leaves_a_complete_set(tmp_path, root):
     target, rest = tmp_path / "my.blob", {"manifest.json", ".staticllm.lock"}
     a_set(target)
     moments = iter([0.0, 0.001, 0.003, 0.007, 0.012, 0.02, 0.03, 0.05] * 5)
@@ -53,7 +53,7 @@ def test_a_writer_that_is_killed_while_replacing_leaves_a_whole_set(tmp_path, ro
     assert {path.name for path in target.iterdir()} == rest | set(written.blobs)
 
 
-def test_a_writer_that_is_killed_before_its_first_set_leaves_nothing_that_is_in_the_way(tmp_path):
+def test_a_writer_killed_before_its_first_set_does_not_block_the_next(tmp_path):
     target = tmp_path / "my.blob"
     target.mkdir()
     (target / blob_set.LOCK).touch()
@@ -67,7 +67,7 @@ def test_a_writer_that_is_killed_before_its_first_set_leaves_nothing_that_is_in_
     assert (target / "notes.txt").read_text() == "mine", "what is not ours stays"
 
 
-def test_what_a_dead_writer_left_in_a_cache_goes_with_prune(tmp_path):
+def test_prune_removes_the_files_of_a_dead_writer(tmp_path):
     cache = BlobCache(tmp_path)
     for key in ("a" * 24, "b" * 24):
         cache.path(key).mkdir()
@@ -82,7 +82,7 @@ def test_what_a_dead_writer_left_in_a_cache_goes_with_prune(tmp_path):
     assert not cache.entries()
 
 
-def test_a_failure_while_replacing_leaves_the_set_of_before(tmp_path, monkeypatch):
+def test_a_failure_while_replacing_keeps_the_previous_set(tmp_path, monkeypatch):
     a_set(tmp_path / "set", b"first")
     write, calls = blob_set._write, []
 
@@ -97,10 +97,11 @@ def test_a_failure_while_replacing_leaves_the_set_of_before(tmp_path, monkeypatc
         a_set(tmp_path / "set", b"second")
     monkeypatch.undo()
     assert [data for _, data in read_stored(tmp_path / "set", read_manifest(tmp_path / "set"))] == [b"first"]
-    assert len(calls) == 2 and len(list((tmp_path / "set").iterdir())) == 3
+    assert len(calls) == 2
+    assert len(list((tmp_path / "set").iterdir())) == 3
 
 
-def test_a_reader_whose_set_is_replaced_meanwhile_reads_the_new_one(tmp_path):
+def test_a_reader_whose_set_is_replaced_reads_the_new_one(tmp_path):
     a_set(tmp_path / "set", b"first")
     seen = []
 
@@ -124,19 +125,18 @@ STAGED = {
 }
 
 
-def test_the_same_model_twice_in_one_thread(zoo, tmp_path):
+def test_one_thread_can_load_the_same_model_twice(zoo, tmp_path):
     with (
         StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path) as first,
         StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path) as second,
     ):
-        assert first.wait_until_complete(60) and second.is_complete, (
-            "the second waited, and loaded what the first wrote"
-        )
+        assert first.wait_until_complete(60), "the second did not load the set of the first"
+        assert second.is_complete, "the second did not load the set of the first"
         assert len(second.generate("hello", max_new_tokens=2, ignore_eos=True).tokens[0]) == 2
 
 
 @pytest.mark.slow
-def test_again_in_an_except_block(zoo, tmp_path):
+def test_a_load_can_be_repeated_in_an_except_block(zoo, tmp_path):
     def fails(event):
         if event.stage == "warm-up":
             raise ZeroDivisionError("the user's own")
@@ -149,8 +149,8 @@ def test_again_in_an_except_block(zoo, tmp_path):
     assert len(BlobCache(tmp_path).entries()) == 1
 
 
-def test_in_the_callback_of_its_own_load(zoo, tmp_path):
-    """It would wait for itself: it runs without the cache, and says so."""
+def test_a_load_inside_its_own_callback_does_not_deadlock(zoo, tmp_path):
+    """The inner load would wait for itself, so it runs without the cache and warns."""
     inner = []
 
     def nested(event):
@@ -168,7 +168,7 @@ def test_in_the_callback_of_its_own_load(zoo, tmp_path):
         each.close()
 
 
-def test_a_callback_that_ends_the_load_at_its_last_moment_leaves_no_lock(zoo, tmp_path):
+def test_a_callback_that_aborts_the_load_leaves_no_lock(zoo, tmp_path):
     def fails(event):
         if event.stage == "ready":
             raise ZeroDivisionError("the user's own")
@@ -181,7 +181,7 @@ def test_a_callback_that_ends_the_load_at_its_last_moment_leaves_no_lock(zoo, tm
     )
     thread.start()
     thread.join(60)
-    assert done, "the next load waits for a lock that nobody gives back"
+    assert done, "the next load waits for a lock that is never released"
     done[0].close()
 
 
@@ -195,7 +195,7 @@ def test_a_forked_child_does_not_wait_for_locks_of_its_parents_threads(tmp_path)
                 with locked(tmp_path / "other"):
                     acquire(tmp_path / "lock", 0.1)
             except Timeout:
-                os._exit(3)  # of the parent's file, as any other process
+                os._exit(3)  # the parent holds the lock, as another process might
             os._exit(4)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     with locked(tmp_path / "lock"):
@@ -206,19 +206,21 @@ def test_a_forked_child_does_not_wait_for_locks_of_its_parents_threads(tmp_path)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 6
 
 
-def test_files_of_others_stay(tmp_path):
+def test_files_of_others_are_not_touched(tmp_path):
     site = tmp_path / "site"
     site.mkdir()
     (site / "manifest.json").write_text('{"name": "my web app"}')
     (site / "12345678.blob").write_bytes(b"mine")
-    assert not is_ours(site) and not is_ours(tmp_path / "nothing")
+    assert not is_ours(site)
+    assert not is_ours(tmp_path / "nothing")
     a_set(tmp_path / "set", b"first")
     (tmp_path / "set" / "98765.blob").write_bytes(b"OpenVINO's own cache")
     a_set(tmp_path / "set", b"second")
-    assert (tmp_path / "set" / "98765.blob").exists() and is_ours(tmp_path / "set")
+    assert (tmp_path / "set" / "98765.blob").exists()
+    assert is_ours(tmp_path / "set")
 
 
-def test_a_writer_that_fails_leaves_another_ones_folder_alone(tmp_path, monkeypatch):
+def test_a_failed_writer_leaves_the_folder_of_another_writer_alone(tmp_path, monkeypatch):
     write, gate, results = blob_set._write, threading.Event(), []
 
     def slow(path, data):

@@ -1,4 +1,4 @@
-"""``staticllm bench`` and ``--profile``: the reports match the measurements."""
+"""Tests that the reports of ``staticllm bench`` and ``--profile`` match the measurements."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ def bench(zoo):
     return bench
 
 
-def test_every_test_has_a_row_in_every_format(bench):
+def test_every_bench_test_is_in_every_output_format(bench):
     which = ["--n-prompt", "16,40", "-n", "8", "-d", "0,30", "-c", "3"]
     names = ["pp16", "pp40", "tg8", "tg8 @ d30", "c3"]
     rows = json.loads(bench(*which, "--json").stdout)
     assert [row["test"] for row in rows] == names
     for row in rows:
-        assert (
-            row["tokens_per_second"] > 0 and row["ms"] > 0 and row["repetitions"] == 1 and row["programs"] == "phases"
-        )
+        assert row["tokens_per_second"] > 0
+        assert row["ms"] > 0
+        assert row["repetitions"] == 1
+        assert row["programs"] == "phases"
     prompt = rows[0]
     assert prompt["tokens_per_second"] == pytest.approx(16 / (prompt["ms"] / 1e3)), "one prompt of 16 tokens"
     tokens = rows[2]
@@ -43,7 +44,8 @@ def test_every_test_has_a_row_in_every_format(bench):
     assert [row["test"] for row in csv.DictReader(io.StringIO(bench(*which, "-o", "csv").stdout))] == names
     table, chart = bench(*which).stdout.split("\n\n")
     title, *bars = chart.strip().splitlines()
-    assert len(table.splitlines()) == 2 + len(names) and len({len(line) for line in table.splitlines()}) == 1
+    assert len(table.splitlines()) == 2 + len(names)
+    assert len({len(line) for line in table.splitlines()}) == 1
     assert title == "share of the fastest test of its kind:"
     assert [line.split("  ")[0].strip() for line in bars] == names[:4], "one test of c has nothing to be compared with"
     assert "█" in chart
@@ -52,7 +54,7 @@ def test_every_test_has_a_row_in_every_format(bench):
 @pytest.mark.parametrize(
     "layout", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("separate", "shared")), "phases", "single_row"]
 )
-def test_the_programs_that_ran_are_named(layout, bench):
+def test_the_report_names_the_programs(layout, bench):
     (row,) = json.loads(bench("--n-prompt", "8", "-n", "0", "--programs", layout, "-o", "json").stdout)
     assert row["programs"] == layout
 
@@ -63,16 +65,19 @@ def test_a_profile_is_printed_and_written(tmp_path, bench):
     parts = {line.split()[0] for line in lines}
     assert {"device", "plan", "prepare", "commit", "sampling", "other", "together"} <= parts
     steps = Trace.load(tmp_path / "trace.json").steps
-    assert sum(len(step.decode) for step in steps) == 2 * 8 and all(step.host.total > 0 for step in steps)
+    assert sum(len(step.decode) for step in steps) == 2 * 8
+    assert all(step.host.total > 0 for step in steps)
     device = next(line for line in lines if line.startswith("device")).split()
     prefill = [step.seconds for step in steps if step.prefill]
     assert float(device[1]) == pytest.approx(1e3 * sum(prefill) / len(prefill), abs=2e-3)
 
 
-def test_a_run_can_be_profiled(tmp_path):
+def test_run_prints_a_profile(tmp_path):
     arguments = ["run", "Hello!", "-n", "4", "--profile", str(tmp_path / "trace.json")]
     result = CliRunner().invoke(cli, arguments)
-    assert result.exit_code == 0 and "together" in result.stderr and Trace.load(tmp_path / "trace.json").steps
+    assert result.exit_code == 0
+    assert "together" in result.stderr
+    assert Trace.load(tmp_path / "trace.json").steps
 
 
 @pytest.mark.parametrize(
@@ -89,4 +94,6 @@ def test_a_run_can_be_profiled(tmp_path):
 )
 def test_bad_input_is_refused_in_one_line(arguments, word):
     result = CliRunner().invoke(cli, ["bench", *SMALL, *arguments])
-    assert result.exit_code in (1, 2) and word in result.stderr and "Traceback" not in result.output
+    assert result.exit_code in (1, 2)
+    assert word in result.stderr
+    assert "Traceback" not in result.output

@@ -1,4 +1,4 @@
-"""The command line as a user runs it: child processes, pipes, a terminal."""
+"""Tests the command line as a user runs it, with child processes, pipes and a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from command_line import ENVIRONMENT, STATICLLM, in_child, in_here
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 PROMPT, TAKEN = "\x1b[?2004h", "\x1b[?2004l"
-"""What prompt_toolkit sends when it begins to read a line and when it has one: pasted text is marked meanwhile."""
+"""The codes that prompt_toolkit sends before and after it reads a line; they enable and disable marked pasting."""
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,11 @@ def llama(zoo):
 
 def test_run_prints_the_answer_and_stats(llama):
     done = in_child("run", "hello", "-m", llama, "-n", 12, "--stats")
-    assert done.returncode == 0 and done.stdout.strip()
-    assert "12 generated (length)" in done.stderr and "TTFT" in done.stderr and "TPOT" in done.stderr
+    assert done.returncode == 0
+    assert done.stdout.strip()
+    assert "12 generated (length)" in done.stderr
+    assert "TTFT" in done.stderr
+    assert "TPOT" in done.stderr
 
 
 def test_run_reads_stdin_with_the_same_answer(llama, staticllm):
@@ -35,7 +38,8 @@ def test_run_reads_stdin_with_the_same_answer(llama, staticllm):
         staticllm("run", "-m", llama, "-n", 12, stdin="hello"),
         staticllm("run", "hello", "-m", llama, "-n", 12),
     )
-    assert from_stdin.returncode == 0 and from_stdin.stdout == from_argument.stdout
+    assert from_stdin.returncode == 0
+    assert from_stdin.stdout == from_argument.stdout
 
 
 @pytest.mark.parametrize(
@@ -46,11 +50,13 @@ def test_run_reads_stdin_with_the_same_answer(llama, staticllm):
         pytest.param(b"", b"empty", marks=pytest.mark.slow),
     ],
 )
-def test_input_that_is_no_text_is_refused_in_one_line(data, word):
+def test_binary_input_is_a_one_line_error(data, word):
     command = [*STATICLLM, "run", "-n", "4"]
     done = subprocess.run(command, input=data, capture_output=True, timeout=60, env=ENVIRONMENT, check=False)
-    assert done.returncode == 1 and not done.stdout
-    assert word in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert done.returncode == 1
+    assert not done.stdout
+    assert word in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 ASCII_ONLY = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -67,7 +73,7 @@ FOX = "What is a 🦊?"
     ],
 )
 def test_utf8_is_read_under_every_locale(extra, stdin, environment):
-    """``LC_ALL=C`` without Python's UTF-8 mode: arguments then come as escaped bytes, and pipes as ASCII."""
+    """With ``LC_ALL=C`` and without Python's UTF-8 mode, arguments arrive as escaped bytes and pipes are ASCII."""
     options = ["run", "-n", "4", "--json"]
     command = [*STATICLLM, *options, *extra]
     done = subprocess.run(command, input=stdin, capture_output=True, timeout=60, env=environment, check=False)
@@ -76,22 +82,25 @@ def test_utf8_is_read_under_every_locale(extra, stdin, environment):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a POSIX shell closes it")
-def test_a_closed_standard_output_is_one_line(llama):
+def test_a_closed_standard_output_is_a_one_line_error(llama):
     command = f'"{sys.executable}" -m staticllm run hello -n 2 >&-'
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1 and done.stderr.startswith("Error: standard output is closed")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: standard output is closed")
     assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.slow
-def test_run_survives_a_full_disk(llama):
+def test_a_full_disk_is_reported_without_a_traceback(llama):
     command = [*STATICLLM, "run", "-m", str(llama), "-n", "4"]
     if os.path.exists("/dev/full"):  # noqa: PTH110 - a device, not a path of ours
         with open("/dev/full", "w") as full:  # noqa: PTH123
             done = subprocess.run(
                 [*command, "x"], stdout=full, stderr=subprocess.PIPE, timeout=60, env=ENVIRONMENT, check=False
             )
-        assert done.returncode == 1 and b"No space left" in done.stderr and b"Traceback" not in done.stderr
+        assert done.returncode == 1
+        assert b"No space left" in done.stderr
+        assert b"Traceback" not in done.stderr
 
 
 def test_temperature_zero_is_greedy(llama, staticllm):
@@ -99,14 +108,17 @@ def test_temperature_zero_is_greedy(llama, staticllm):
     assert runs[0] == runs[1]
 
 
-def test_run_json(llama, staticllm):
+def test_run_can_print_json(llama, staticllm):
     report = json.loads(staticllm("run", "hello", "-m", llama, "-n", 5, "--json").stdout)
-    assert report["generated_tokens"] == 5 and report["finish_reason"] == "length" and report["text"]
+    assert report["generated_tokens"] == 5
+    assert report["finish_reason"] == "length"
+    assert report["text"]
 
 
 def test_the_embedded_model_is_the_default(staticllm):
     done = staticllm("run", "What is an NPU?", "-n", 24)
-    assert done.returncode == 0 and len(done.stdout.split()) > 8
+    assert done.returncode == 0
+    assert len(done.stdout.split()) > 8
 
 
 @pytest.mark.parametrize(
@@ -134,15 +146,18 @@ def test_the_embedded_model_is_the_default(staticllm):
         (["inspect", "/no/such/model"], 1, "no model directory"),
     ],
 )
-def test_mistakes_get_one_line_and_a_code(arguments, code, word, staticllm):
+def test_mistakes_are_one_line_errors_with_an_exit_code(arguments, code, word, staticllm):
     done = staticllm(*arguments)
-    assert done.returncode == code and word in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == code
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
     assert code == 2 or len(done.stderr.strip().splitlines()) == 1
 
 
-def test_inspect(zoo, staticllm):
+def test_inspect_prints_a_table_and_json(zoo, staticllm):
     report = json.loads(staticllm("inspect", zoo / "gemma2", "--json").stdout)
-    assert report["num_states"] == 8 and report["masks"] == ["causal", "window:32"]
+    assert report["num_states"] == 8
+    assert report["masks"] == ["causal", "window:32"]
     assert report["layers"][0] == {"layer": 0, "query_heads": 4, "kv_heads": 2, "head_dim": 16, "mask": "window:32"}
     assert report["kv"]["bytes"] == 8 * 2 * 16 * {"f32": 4, "bf16": 2}[report["kv"]["type"]] * 4 * 1152
     assert report["weights_bytes"] == (zoo / "gemma2" / "openvino_model.bin").stat().st_size
@@ -172,17 +187,19 @@ def test_compile_exports_blobs_that_the_device_imports(llama, tmp_path, mode, st
         assert "logits" in {name for port in imported.outputs for name in port.get_names()}
     assert {"IR digest", "weights digest", "OpenVINO", "device name"} <= set(manifest["fingerprint"])
     again = staticllm("compile", llama, "--export-blob", target)
-    assert again.returncode == 1 and "exists already" in again.stderr
+    assert again.returncode == 1
+    assert "exists already" in again.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["blobs"], "nothing half-written is left"
 
 
 @pytest.mark.slow
-def test_a_closed_pipe_ends_it_quietly(llama):
+def test_a_closed_pipe_ends_the_command_quietly(llama):
     child = subprocess.Popen(
         [*STATICLLM, "run", "hello", "-m", str(llama), "-n", "1000"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=ENVIRONMENT,
     )  # fmt: skip
-    assert child.stdout is not None and child.stderr is not None
+    assert child.stdout is not None
+    assert child.stderr is not None
     assert len(child.stdout.read(20)) == 20
     child.stdout.close()
     child.wait(30)
@@ -202,7 +219,8 @@ def test_tokens_appear_as_they_are_generated(llama):
         moments.append(time.monotonic())
     child.wait(30)
     child.stdout.close()
-    assert child.returncode == 0 and len(moments) > 20
+    assert child.returncode == 0
+    assert len(moments) > 20
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pseudo-terminals are POSIX")
@@ -229,7 +247,7 @@ class TestChat:
                 self.child.send_signal(signal.SIGINT)
 
             def read_until(self, word, seconds=30):
-                """All up to and including ``word``; what came after it is kept for the next call."""
+                """Return all output up to and including ``word``, and keep the rest for the next call."""
                 deadline = time.monotonic() + seconds
                 while word not in self.unread and time.monotonic() < deadline:
                     if select.select([self.end], [], [], 0.2)[0]:
@@ -279,8 +297,10 @@ class TestChat:
             terminal.type(f"{text}\r")
             terminal.read_until(answer)
         saved = json.loads((tmp_path / "chat.json").read_text(encoding="utf-8"))
-        assert saved["system"] == "Be brief." and [m["role"] for m in saved["messages"]] == ["user", "assistant"]
-        assert saved["messages"][0]["content"] == "hello" and len(saved["messages"][1]["content"]) > 20
+        assert saved["system"] == "Be brief."
+        assert [m["role"] for m in saved["messages"]] == ["user", "assistant"]
+        assert saved["messages"][0]["content"] == "hello"
+        assert len(saved["messages"][1]["content"]) > 20
         terminal.type("/clear\r")
         terminal.read_until("A new conversation")
         terminal.type(f"/load {tmp_path / 'chat.json'}\r")
@@ -289,14 +309,14 @@ class TestChat:
         assert terminal.leaves() == 0
 
     @pytest.mark.slow
-    def test_turns_and_ctrl_d(self, terminal):
+    def test_ctrl_d_ends_a_chat_of_several_turns(self, terminal):
         terminal.type("hello\r")
         terminal.read_until(PROMPT)
         terminal.type("\x04")
         assert terminal.leaves() == 0
 
     @pytest.mark.slow
-    def test_a_full_conversation_begins_anew(self, terminal):
+    def test_a_full_conversation_starts_over(self, terminal):
         terminal.type("hello\r")
         terminal.read_until(PROMPT, 60)
         terminal.type("hello again\r")
@@ -305,7 +325,7 @@ class TestChat:
         terminal.type("\x04")
         assert terminal.leaves() == 0
 
-    def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(self, terminal):
+    def test_ctrl_c_stops_the_answer_but_not_the_chat(self, terminal):
         terminal.type("hello\r")
         terminal.read_until(TAKEN)
         terminal.read_some(30)
@@ -320,10 +340,8 @@ class TestChat:
         assert terminal.leaves() == 0
 
     @pytest.mark.slow
-    def test_ctrl_c_twice_leaves(self, terminal):
-        time.sleep(
-            1
-        )  # a signal between Python's writing the prompt and its waiting for keys is only seen at the next key
+    def test_ctrl_c_twice_ends_the_chat(self, terminal):
+        time.sleep(1)  # Python handles a signal between writing the prompt and waiting for keys only at the next key
         terminal.interrupt()
         terminal.read_until("again to leave")
         time.sleep(1)

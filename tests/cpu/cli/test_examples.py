@@ -1,4 +1,4 @@
-"""The examples: the terminal chat in a child process, the window on a virtual screen."""
+"""Tests the examples: the terminal chat in a child process, and the window on a virtual screen."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
 MODEL = Path(os.environ.get("STATICLLM_ZOO", ROOT.parent / "shared" / "zoo")) / "llama"
 HINT = "Type a message below and press Enter. Escape, or Stop, ends an answer.\n"
-TIMEOUT = 60  # seconds; only a failing test waits that long
-PROMPT_SECONDS = 2  # "promptly": much more than a token takes, on a busy machine too
+TIMEOUT = 60  # seconds; only a failing test waits for so long
+PROMPT_SECONDS = 2  # much longer than a token takes, even on a busy machine
 
 
 def skip_or_fail(reason: str) -> NoReturn:
-    """Tests are skipped where something is missing, but not in CI, which has to install it."""
+    """Skip the test if something is missing, but fail in CI, which has to install it."""
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)
@@ -44,7 +44,7 @@ def model_dir() -> Path:
 
 @pytest.fixture(scope="module")
 def screen() -> Iterator[None]:
-    """A virtual screen of our own, on the first display that is free."""
+    """Start a virtual screen on the first free display."""
     if sys.platform in ("win32", "darwin"):
         pytest.skip(f"Xvfb does not run on {sys.platform}")
     xvfb = shutil.which("Xvfb")
@@ -66,7 +66,7 @@ def screen() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def collect_windows_here() -> Iterator[None]:
-    """Tcl aborts the process when the next test's worker thread happens to collect this test's window."""
+    """Tcl aborts the process if a worker thread of the next test collects this test's window."""
     gc.collect()
     gc.disable()
     yield
@@ -77,14 +77,15 @@ def collect_windows_here() -> Iterator[None]:
 def example(screen: None) -> ModuleType:
     pytest.importorskip("tkinter")
     spec = importlib.util.spec_from_file_location("chat_window", EXAMPLES / "chat_window.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 class Driver:
-    """Presses the keys and buttons of a window, and turns its event loop meanwhile."""
+    """Presses the keys and buttons of a window, and runs its event loop meanwhile."""
 
     def __init__(self, example: ModuleType, model_dir: Path | str) -> None:
         self.root = example.tk.Tk()
@@ -104,7 +105,7 @@ class Driver:
         return str(getattr(self.window, f"{name}_button").cget("state")) == "normal"
 
     def wait(self, condition: Callable[[], object]) -> float:
-        """Turn the loop until ``condition`` holds. Returns the seconds that it took."""
+        """Run the loop until ``condition`` holds. Return the seconds that it took."""
         start = time.perf_counter()
         while not condition():
             assert time.perf_counter() - start < TIMEOUT, f"waited in vain; the window shows {self.text[-300:]!r}"
@@ -123,14 +124,15 @@ class Driver:
     def send(self, prompt: str) -> None:
         self.window.entry.insert(0, prompt)
         self.press("<Return>")
-        assert not self.is_enabled("send") and self.is_enabled("stop")
+        assert not self.is_enabled("send")
+        assert self.is_enabled("stop")
 
     def wait_for_text(self, num_chars: int = 1) -> None:
         enough = len(self.text) + num_chars
         self.wait(lambda: len(self.text) >= enough)
 
     def close(self) -> None:
-        """Close as the window manager would, and come back as ``run`` does."""
+        """Close the window as the window manager would, and return as ``run`` does."""
         if self.is_open:
             self.is_open = False
             self.root.after(10, self._destroy)
@@ -138,7 +140,7 @@ class Driver:
 
     def _destroy(self) -> None:
         for timer in self.root.tk.splitlist(self.root.tk.call("after", "info")):
-            self.root.after_cancel(timer)  # or the next window's loop would run it, and print that its window is gone
+            self.root.after_cancel(timer)  # otherwise the loop of the next window would run it, and print an error
         self.root.destroy()
 
 
@@ -224,7 +226,7 @@ def test_ctrl_c_in_the_terminal_leaves_no_traceback(model_dir: Path, moment: str
             read_until("[stopped")
             os.write(end, b"\x04")
         else:
-            time.sleep(0.5)  # a signal before Python waits for keys is only seen at the next key
+            time.sleep(0.5)  # Python handles an earlier signal only at the next key
             child.send_signal(signal.SIGINT)
         assert child.wait(TIMEOUT) == 0
         assert "Traceback" not in os.read(end, 65536).decode(errors="replace")
@@ -234,9 +236,11 @@ def test_ctrl_c_in_the_terminal_leaves_no_traceback(model_dir: Path, moment: str
         os.close(end)
 
 
-def test_a_wrong_directory_is_one_line_in_the_terminal() -> None:
+def test_a_wrong_directory_is_a_one_line_error_in_the_terminal() -> None:
     done = run_terminal("/no/such/model", stdin="")
-    assert done.returncode == 1 and "no model directory" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1
+    assert "no model directory" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_terminal_is_short() -> None:
@@ -247,7 +251,8 @@ def test_window_opens_at_once_and_shows_progress(open_window: Callable[[Path | s
     driver = open_window(model_dir)
     driver.root.update()
     assert driver.window.history.winfo_ismapped()
-    assert not driver.is_enabled("send") and not driver.is_enabled("stop")
+    assert not driver.is_enabled("send")
+    assert not driver.is_enabled("stop")
     seen: set[str] = set()
     driver.wait(lambda: seen.add(driver.status) or driver.is_enabled("send"))
     assert "Loading" in sorted(seen)[0]
@@ -265,7 +270,7 @@ def test_text_streams(driver: Driver) -> None:
 
 
 def longest_gap(driver: Driver) -> float:
-    """The longest time in seconds between two ticks of a 20 ms ticker while an answer of full length arrives."""
+    """Return the longest time in seconds between two ticks of a 20 ms ticker while an answer of full length arrives."""
     ticks = []
 
     def tick() -> None:
@@ -283,7 +288,7 @@ def longest_gap(driver: Driver) -> float:
 @pytest.mark.slow
 def test_window_stays_responsive_while_answering(open_window: Callable[[Path | str], Driver], model_dir: Path) -> None:
     gaps: list[float] = []
-    while len(gaps) < 3 and not (gaps and min(gaps) < 0.25):  # a busy machine may stall any one of them
+    while len(gaps) < 3 and not (gaps and min(gaps) < 0.25):  # any of them may stall on a busy machine
         driver = open_window(model_dir)
         driver.wait_until_ready()
         gaps.append(longest_gap(driver))
@@ -292,7 +297,7 @@ def test_window_stays_responsive_while_answering(open_window: Callable[[Path | s
 
 
 @pytest.mark.parametrize("by", ["button", "key"])
-def test_stop_ends_the_answer_and_the_chat_goes_on(driver: Driver, by: str) -> None:
+def test_stop_ends_the_answer_but_not_the_chat(driver: Driver, by: str) -> None:
     driver.send("hello")
     driver.wait_for_text(20)
     if by == "button":
@@ -343,7 +348,8 @@ def test_closing_leaves_no_thread(open_window: Callable[[Path | str], Driver], m
 def test_wrong_directory_is_shown(open_window: Callable[[Path | str], Driver], tmp_path: Path) -> None:
     driver = open_window(tmp_path / "nothing")
     driver.wait(lambda: "loaded" in driver.status)
-    assert "no model directory" in driver.text and "nothing" in driver.text
+    assert "no model directory" in driver.text
+    assert "nothing" in driver.text
     assert driver.window.history.tag_ranges("error")
     assert not driver.is_enabled("send")
 
@@ -371,4 +377,5 @@ def test_main_takes_the_model_directory(example: ModuleType, model_dir: Path, mo
     monkeypatch.setattr(example, "ChatWindow", Closing)
     monkeypatch.setattr(sys, "argv", ["chat_window.py", str(model_dir)])
     example.main()
-    assert windows and not chat_threads()
+    assert windows
+    assert not chat_threads()

@@ -1,4 +1,4 @@
-"""The progress bar on stderr: on a terminal only, with a clock, cleared at the end."""
+"""Tests the progress bar on stderr, which appears only on a terminal and is cleared at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Screen(io.StringIO):
 
     @property
     def line(self):
-        """What the cursor's line shows now."""
+        """The current content of the cursor's line."""
         shown = ""
         for part in self.getvalue().rpartition("\n")[2].split("\r"):
             shown = part + shown[len(part) :]
@@ -44,7 +44,7 @@ def wait_for(screen, text):
     assert text in screen.line
 
 
-def test_a_load_is_followed_part_by_part_and_the_line_is_cleared(screen):
+def test_the_bar_follows_every_part_of_a_load_and_is_cleared(screen):
     with redirect_stderr(screen), progress("loading") as shown:
         wait_for(screen, "loading … 00:00")
         shown(ProgressEvent("compile", 2, 5, 0.0, Variant(1, 64), is_done=False))
@@ -56,7 +56,7 @@ def test_a_load_is_followed_part_by_part_and_the_line_is_cleared(screen):
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
-def test_a_bar_that_is_closed_early_does_not_return(screen):
+def test_a_bar_that_is_closed_early_stays_away(screen):
     with redirect_stderr(screen), progress("running the prompt") as shown:
         wait_for(screen, "running the prompt")
         shown.close()
@@ -67,7 +67,7 @@ def test_a_bar_that_is_closed_early_does_not_return(screen):
     assert screen.line == "the answer"
 
 
-def test_an_error_leaves_a_clear_line(screen):
+def test_an_error_clears_the_bar(screen):
     with pytest.raises(ValueError, match="x"), redirect_stderr(screen), progress("loading"):
         wait_for(screen, "loading")
         raise ValueError("x")

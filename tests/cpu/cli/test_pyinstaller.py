@@ -1,4 +1,4 @@
-"""What the PyInstaller hook collects. An application is built by hand (docs/packaging.md): it takes a minute and 270 MB."""
+"""Tests what the PyInstaller hook collects. Building an application (docs/packaging.md) would take a minute and 270 MB."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ def hook():
 
 def test_the_wheel_names_the_folder_of_the_hook():
     (found,) = [entry for entry in entry_points(group="pyinstaller40") if entry.value.startswith("staticllm")]
-    assert found.load()() == hook_dirs() and hook().is_file()
+    assert found.load()() == hook_dirs()
+    assert hook().is_file()
 
 
 def test_plugins_and_readers_and_the_demo_model_are_collected(monkeypatch):
-    """With PyInstaller's own functions where it is installed, else with stand-ins that look into the same folders."""
+    """Uses PyInstaller's own functions if it is installed, else stand-ins that look into the same folders."""
     try:
         import PyInstaller.utils.hooks  # noqa: F401
     except ImportError:
@@ -58,7 +59,7 @@ def stand_ins():
     return hooks
 
 
-def test_a_missing_plugin_is_what_the_error_says(monkeypatch):
+def test_the_error_names_a_missing_plugin(monkeypatch):
     from staticllm import devices
 
     class Core:

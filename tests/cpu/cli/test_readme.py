@@ -1,4 +1,4 @@
-"""The snippets of README and docs run as they stand there."""
+"""Tests that the snippets of README and docs run as they are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGES = {
     "docs/errors.md": [("106 tokens, 64 fit\n" + RAIN,)],
     "docs/packaging.md": [(NPU,)],
 }
-"""Pages of which every snippet runs by itself, and what each prints, as regular expressions, in this order."""
+"""Pages whose snippets all run by themselves, with regular expressions for their output, in order."""
 
 
 def snippets(root, page):
@@ -30,7 +30,7 @@ def snippets(root, page):
     ("page", "number"), [(page, number) for page, printed in PAGES.items() for number in range(len(printed))]
 )
 def test_each_snippet_runs_alone(root, page, number, tmp_path):
-    """As a user would run it who copies this one snippet into a file."""
+    """The snippet is copied into a file of its own, as a user would do."""
     script = tmp_path / "snippet.py"
     script.write_text(snippets(root, page)[number], encoding="utf-8")
     done = subprocess.run(
@@ -41,7 +41,7 @@ def test_each_snippet_runs_alone(root, page, number, tmp_path):
     assert re.search(".*".join(PAGES[page][number]), done.stdout, re.S), done.stdout
 
 
-def test_no_snippet_is_forgotten(root):
+def test_every_snippet_is_tested(root):
     assert {page: len(snippets(root, page)) for page in PAGES} == {
         page: len(printed) for page, printed in PAGES.items()
     }
@@ -66,7 +66,7 @@ def test_text_is_on_the_screen_by_line_40(root):
     assert any("staticllm run" in line for line in lines[:40])
 
 
-def test_links_lead_somewhere(root):
+def test_links_are_not_broken(root):
     for page in [root / "README.md", *(root / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
             if not target.startswith("https://"):

@@ -1,4 +1,4 @@
-"""``staticllm trace`` as a user runs it: record, read the file, draw it."""
+"""Tests ``staticllm trace`` as a user runs it: record a trace, read the file, draw it."""
 
 from __future__ import annotations
 
@@ -34,25 +34,27 @@ def test_record_writes_every_request(recorded):
     events = json.loads(recorded.read_text())["traceEvents"]
     assert {"X", "M", "C", "i"} == {event["ph"] for event in events}
     ended = Trace.load(recorded).requests
-    assert [len(request.token_times) for request in ended] == [8] * 6 and {r.num_prompt for r in ended} == {40}
+    assert [len(request.token_times) for request in ended] == [8] * 6
+    assert {r.num_prompt for r in ended} == {40}
     assert any(event["name"] == "swapped" and event["ph"] == "X" for event in events), "six requests, MAX_NUM_SEQS is 2"
 
 
 def test_slices_of_one_track_do_not_overlap(recorded):
-    """With the engine's own clock: viewers drop a slice that ends after the next one begins."""
+    """The times come from the engine's clock; viewers drop a slice that ends after the next one begins."""
     steps = Trace.load(recorded).steps
     assert all(before.end <= after.start for before, after in pairwise(steps))
     assert all(request.ended >= request.token_times[-1] for request in Trace.load(recorded).requests)
 
 
-def test_draw(recorded, tmp_path, trace):
+def test_draw_writes_a_picture_and_prints_a_report(recorded, tmp_path, trace):
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread
 
     done = trace("draw", recorded, "-o", tmp_path / "timeline.png", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["picture"].endswith("timeline.png") and report["requests_ended"] == 6
+    assert report["picture"].endswith("timeline.png")
+    assert report["requests_ended"] == 6
     image = imread(tmp_path / "timeline.png")[..., :3]
     assert image.std() > 0.05, "it is blank"
 
@@ -62,16 +64,19 @@ def test_the_rate_spreads_arrivals(zoo, tmp_path, trace):
     done = trace("record", "-o", tmp_path / "trace.json", "-m", zoo / "llama", "--max-prompt-len", 16, *load)
     arrivals = sorted(request.arrival for request in Trace.load(tmp_path / "trace.json").requests)
     report = json.loads(done.stdout)
-    assert report["requests_ended"] == report["num_requests"] == 4 and report["ttft_ms"] > 0
-    assert done.returncode == 0 and arrivals[-1] - arrivals[0] > 0.02
+    assert report["requests_ended"] == report["num_requests"] == 4
+    assert report["ttft_ms"] > 0
+    assert done.returncode == 0
+    assert arrivals[-1] - arrivals[0] > 0.02
 
 
-def test_a_pipeline_records(zoo, tmp_path):
+def test_a_pipeline_records_its_requests(zoo, tmp_path):
     with StaticLLMPipeline(zoo / "llama", MAX_PROMPT_LEN=32) as pipe:
         with pipe.record() as seen:
             pipe.generate("hello", max_new_tokens=5, ignore_eos=True)
         pipe.generate("hello", max_new_tokens=5, ignore_eos=True)
-    assert len(seen.requests) == 1 and sum(len(step.decode) for step in seen.steps) == 4
+    assert len(seen.requests) == 1
+    assert sum(len(step.decode) for step in seen.steps) == 4
     seen.save(tmp_path / "trace.json")
     assert len(Trace.load(tmp_path / "trace.json").steps) == len(seen.steps)
 
@@ -92,9 +97,11 @@ def test_a_pipeline_records(zoo, tmp_path):
         (["play"], 2, "No such command"),
     ],
 )
-def test_mistakes_get_one_line_and_a_code(arguments, code, word, tmp_path, monkeypatch, trace):
+def test_mistakes_are_one_line_errors_with_an_exit_code(arguments, code, word, tmp_path, monkeypatch, trace):
     monkeypatch.chdir(tmp_path)
     done = trace(*arguments)
-    assert done.returncode == code and word in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == code, done.stderr
+    assert word in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     assert code == 2 or len(done.stderr.strip().splitlines()) == 1
     assert not list(tmp_path.iterdir()), "nothing is written by a mistake"

@@ -1,4 +1,4 @@
-"""``staticllm verify``: it passes a correctly lowered model and notices wrong ones."""
+"""Tests that ``staticllm verify`` passes a correctly lowered model and fails wrong ones."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ def verify(*arguments):
 
 def test_a_correctly_lowered_model_passes(zoo):
     result = verify(zoo / "qwen3", "--programs", "shared")
-    assert result.exit_code == 0 and result.stdout.splitlines()[-1] == "the same as the original"
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == "the same as the original"
     assert len(result.stdout.splitlines()) == 2 * 6 + 1
     report = json.loads(verify(zoo / "qwen3", "--programs", "shared", "--json").stdout)
-    assert report["ok"] and all(check["is_ok"] for check in report["checks"])
-    assert 0 < report["checks"][0]["value"] < verification.TOLERANCE and report["checks"][3]["value"] == 1.0
+    assert report["ok"]
+    assert all(check["is_ok"] for check in report["checks"])
+    assert 0 < report["checks"][0]["value"] < verification.TOLERANCE
+    assert report["checks"][3]["value"] == 1.0
 
 
-def test_wrong_logits_and_wrong_tokens_are_noticed(zoo, monkeypatch):
-    """Logits that are off by more than the tolerance once, and then by enough to change a token."""
+def test_wrong_logits_and_wrong_tokens_fail_the_check(zoo, monkeypatch):
+    """The logits differ first by more than the tolerance, and then by enough to change a token."""
     decode = ModelRunner.decode
 
     def spoiled(self, sequence, token):
@@ -41,15 +44,16 @@ def test_wrong_logits_and_wrong_tokens_are_noticed(zoo, monkeypatch):
     monkeypatch.setattr(ModelRunner, "decode", spoiled)
     result = verify(zoo / "qwen3", "--programs", "shared", "--json")
     report = json.loads(result.stdout)
-    assert result.exit_code == 1 and not report["ok"]
+    assert result.exit_code == 1
+    assert not report["ok"]
     bad = {check["check"].split(": ")[1] for check in report["checks"] if not check["is_ok"]}
     assert bad == {"logits", "40 tokens"}, "only what passes 60 tokens one by one"
     (detail, *_) = [check["detail"] for check in report["checks"] if check["check"].endswith("40 tokens")]
     assert "token 20 is 5" in detail
 
 
-def test_the_reference_is_the_original_alone(zoo):
-    """Computed from the stateful IR: not from anything that a pass has touched."""
+def test_the_reference_runs_the_original_ir(zoo):
+    """The reference runs the stateful IR, which no pass has changed."""
     reference = StatefulReference(zoo / "qwen3")
     whole = reference.logits(list(range(20, 40)))
     reference.reset()
@@ -60,7 +64,9 @@ def test_the_reference_is_the_original_alone(zoo):
 @pytest.mark.parametrize(
     ("arguments", "word"), [(["no/such/model"], "no model directory"), (["--device", "TPU"], "TPU")]
 )
-def test_bad_input_is_one_line(zoo, arguments, word):
+def test_bad_input_is_a_one_line_error(zoo, arguments, word):
     path = [] if not arguments[0].startswith("--") else [zoo / "qwen3"]
     result = verify(*path, *arguments)
-    assert result.exit_code == 1 and word in result.stderr and len(result.stderr.strip().splitlines()) == 1
+    assert result.exit_code == 1
+    assert word in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

@@ -1,4 +1,4 @@
-"""What is said about devices that are not there."""
+"""Tests the messages about absent devices."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Core:
         self.available_devices = devices
 
 
-def test_without_any_device_the_plugins_are_what_is_missing():
-    """As in an application that PyInstaller made without them."""
+def test_without_any_device_the_error_says_that_plugins_are_missing():
+    """This happens in an application that PyInstaller built without the plugins."""
     with pytest.raises(
         DeviceError, match=r"its plugins are missing; .*PyInstaller must collect them .docs/packaging.md"
     ):
@@ -26,20 +26,22 @@ def test_without_any_device_the_plugins_are_what_is_missing():
         check_device(Core("CPU", "GPU.0"), "NPU")
 
 
-def test_an_npu_need_not_be_there_to_be_asked_about():
-    assert check_known(Core("CPU"), "NPU.4000") == "NPU.4000" and check_known(Core("CPU"), "CPU") == "CPU"
+def test_an_absent_npu_is_a_known_device():
+    assert check_known(Core("CPU"), "NPU.4000") == "NPU.4000"
+    assert check_known(Core("CPU"), "CPU") == "CPU"
     with pytest.raises(DeviceError, match="TPU"):
         check_known(Core("CPU"), "TPU")
     assert {"INFERENCE_PRECISION_HINT", "NPU_TURBO"} <= known_properties(get_core(), "NPU")
 
 
 def test_the_library_that_an_npu_compilation_lacks_is_named():
-    """Either OpenVINO's compiler is there, or the one line says which library is not."""
+    """Either OpenVINO's compiler is present, or the message names the missing library."""
     problem = npu_compiler_problem(get_core())
-    assert "\n" not in problem and ("npu_compiler" in problem or not problem)
+    assert "\n" not in problem
+    assert "npu_compiler" in problem or not problem
 
 
-def test_what_is_no_language_model_is_one_line(zoo, tmp_path):
+def test_a_model_that_is_not_a_language_model_is_a_one_line_error(zoo, tmp_path):
     from click.testing import CliRunner
 
     for end in ("xml", "bin"):
@@ -47,10 +49,13 @@ def test_what_is_no_language_model_is_one_line(zoo, tmp_path):
         (tmp_path / f"openvino_model.{end}").write_bytes(data)
     for arguments in (["verify"], ["inspect"], ["bench"]):
         done = CliRunner().invoke(cli, [*arguments, str(tmp_path)])
-        assert done.exit_code == 1 and done.stderr.startswith("Error: ") and len(done.stderr.strip().splitlines()) == 1
+        assert done.exit_code == 1
+        assert done.stderr.startswith("Error: ")
+        assert len(done.stderr.strip().splitlines()) == 1
     with pytest.raises(staticllm.ModelError):
         list(verify_model(tmp_path))
 
 
-def test_the_module_lists_what_it_imports_late():
-    assert "StaticLLMPipeline" in dir(staticllm) and set(staticllm.__all__) <= set(dir(staticllm))
+def test_the_module_lists_its_lazy_imports():
+    assert "StaticLLMPipeline" in dir(staticllm)
+    assert set(staticllm.__all__) <= set(dir(staticllm))

@@ -1,4 +1,4 @@
-"""Model directories from anywhere: damaged ones are refused before OpenVINO reads them, which may kill the process."""
+"""Tests that damaged model directories are refused before OpenVINO reads them, which could kill the process."""
 
 import os
 import shutil
@@ -45,14 +45,16 @@ def ir(constant):
         (b'<net><layers><layer id="0" type="Assign"/></layers></net>', "a state without 'variable_id'"),
     ],
 )
-def test_an_ir_that_says_something_impossible_is_refused(xml, words):
+def test_an_impossible_ir_is_refused(xml, words):
     with pytest.raises(IrError) as error:
         read_ir(xml)
-    assert words in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 200
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 200
 
 
-def test_time_grows_with_the_size_only():
-    """A pattern once took 40 s for this one."""
+def test_parsing_time_grows_only_with_the_size():
+    """A regular expression once took 40 s for this text."""
     text = b'<net><layers><layer id="0"><data offset="1" ' + b'x="offset=1" ' * 0 + b"/></layer></layers>"
     text += b'<a offset="1" b="' + b"offset=&quot;1&quot; " * 100_000 + b'"/></net>'
     start = time.perf_counter()
@@ -61,32 +63,33 @@ def test_time_grows_with_the_size_only():
     assert time.perf_counter() - start < 5
 
 
-def test_bodies_have_layers_of_their_own():
+def test_layers_of_bodies_are_counted_separately():
     text = b"""<net><layers><layer id="0"><data offset="0" size="4" element_type="i32" shape=""/></layer><layer id="1"><body>
     <layers><layer id="0"><data offset="8" size="8" element_type="i64" shape=""/></layer></layers></body></layer>
     </layers></net>"""
     found = read_ir(text)
-    assert found.num_weight_bytes == 16 and len(found.constants) == 2
+    assert found.num_weight_bytes == 16
+    assert len(found.constants) == 2
 
 
 def test_a_tokenizer_whose_texts_lie_outside_is_refused(model):
     path = model / "openvino_tokenizer.bin"
     data = bytearray(path.read_bytes())
-    data[168:172] = (2**30).to_bytes(4, "little")  # where the first text of the vocabulary begins
+    data[168:172] = (2**30).to_bytes(4, "little")  # the offset of the first text of the vocabulary
     path.write_bytes(data)
     with pytest.raises(ModelError, match="its vocabulary offsets point outside the file"):
         check_model_dir(model)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in the file system here")
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(model):
+def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(model):
     (model / "openvino_model.xml").unlink()
     os.mkfifo(model / "openvino_model.xml")
     with pytest.raises(ModelError):
         check_model_dir(model)
 
 
-def test_weights_that_are_overwritten_in_place_are_noticed(model):
+def test_overwriting_weights_in_place_is_detected(model):
     with StaticLLMPipeline(model, **SMALL) as pipe:
         weights = model / "openvino_model.bin"
         os.utime(weights)
@@ -102,12 +105,12 @@ def test_weights_that_are_overwritten_in_place_are_noticed(model):
         assert pipe.generate("hello", max_new_tokens=2)
         copy = model / "copy"
         copy.write_bytes(bytes(len(data)))
-        if os.name != "nt":  # a mapped file cannot be replaced there
+        if os.name != "nt":  # Windows cannot replace a mapped file
             copy.replace(weights)
             assert pipe.generate("hello", max_new_tokens=2), "another file under the name is no danger"
 
 
-def test_lengths_beyond_what_the_model_was_made_for_warn(model):
+def test_lengths_beyond_the_limit_of_the_model_cause_a_warning(model):
     (model / "config.json").write_text('{"max_position_embeddings": 40}')
     with pytest.warns(RuntimeWarning, match="= 48, but the model was made for 40 positions"):
         StaticLLMPipeline(model, **SMALL).close()
@@ -125,16 +128,17 @@ def test_lengths_beyond_what_the_model_was_made_for_warn(model):
         ("", None),
     ],
 )
-def test_the_limit_is_read_from_whatever_lies_there(text, limit, tmp_path):
+def test_the_limit_is_read_from_any_config(text, limit, tmp_path):
     (tmp_path / "config.json").write_text(text)
-    assert max_positions(tmp_path) == limit and max_positions(tmp_path / "no") is None
+    assert max_positions(tmp_path) == limit
+    assert max_positions(tmp_path / "no") is None
 
 
 LITTLE_MEMORY = """
 import resource, sys
 import openvino_genai
 from staticllm import StaticLLMPipeline, StaticLLMError, demo_model_path
-StaticLLMPipeline(demo_model_path(), MAX_PROMPT_LEN=32).close()  # what is loaded once counts no more
+StaticLLMPipeline(demo_model_path(), MAX_PROMPT_LEN=32).close()  # takes the memory that only the first load needs
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 for spare in (400, 200, 120, 80, 40, 20, 10, 5):
     resource.setrlimit(resource.RLIMIT_AS, (used + (spare << 20), resource.RLIM_INFINITY))
@@ -149,10 +153,11 @@ for spare in (400, 200, 120, 80, 40, 20, 10, 5):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory as Linux has them")
-def test_without_memory_there_is_one_line_of_ours():
+def test_lack_of_memory_is_a_one_line_error():
     done = subprocess.run(
         [sys.executable, "-c", LITTLE_MEMORY], capture_output=True, text=True, check=False, timeout=120
     )
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout + done.stderr[-1500:]
-    assert len(lines) == 8 and "refused" in lines[-1]
+    assert len(lines) == 8
+    assert "refused" in lines[-1]

@@ -1,4 +1,4 @@
-"""Projections merged into one matrix say what they said apart; what cannot be merged stays as it is."""
+"""Tests that merged projections compute what they computed separately, and that others are not merged."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def integers(rng, kind, *shape):
     count = math.prod(shape) * KINDS[kind].bitwidth // 8
     data = rng.integers(0, 256, count).astype(np.uint8)
     if kind.endswith("4"):
-        tensor = ov.Tensor(KINDS[kind], ov.Shape(shape))  # of its own: one made of an array does not keep that alive
+        tensor = ov.Tensor(KINDS[kind], ov.Shape(shape))  # not made from an array, which it would not keep alive
         tensor.data.reshape(-1).view(np.uint8)[:] = data
         return ops.constant(tensor)
     return ops.constant(data.reshape(shape) if kind == "u8" else data.view(np.int8).reshape(shape))
 
 
 def matrix(rng, rows, kind="u8", zero=None, scale="f16"):
-    """Weights ``[rows, SIZE]`` as nncf stores them: in 8 bits with a scale a row, in 4 bits in groups of 16."""
+    """Return weights ``[rows, SIZE]`` as nncf stores them: in 8 bits with a scale per row, or in 4 bits in groups of 16."""
     shape, scales = ((rows, SIZE), (rows, 1)) if kind.endswith("8") else ((rows, 4, 16), (rows, 4, 1))
     value = ops.convert(integers(rng, kind, *shape), scale)
     if kind.startswith("u"):
@@ -46,7 +46,7 @@ def matrix(rng, rows, kind="u8", zero=None, scale="f16"):
 
 
 def layer(matrices, biases=(), transposed=True):
-    """One input; for each matrix an output, with a bias where there is one."""
+    """Return a model with one input and an output per matrix, with a bias if one is given."""
     value = ops.parameter([1, -1, SIZE], np.float32)
     results = []
     for index, weights in enumerate(matrices):
@@ -69,7 +69,7 @@ def count(model, kind="MatMul"):
 
 
 def merge(model):
-    """The answers before and after."""
+    """Merge the projections of a model, and return its outputs before and after."""
     before = answers(model)
     merge_projections(graph := StepGraph(model))
     after = answers(model)
@@ -80,32 +80,37 @@ def merge(model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_matrices_of_each_kind(kind):
+def test_matrices_of_every_type_are_merged(kind):
     rng = np.random.default_rng(0)
     model = layer([matrix(rng, rows, kind) for rows in (96, 32, 32)])
     assert merge(model) == "3 of 3 compressed matrices became 1"
-    assert count(model) == 1 and count(model, "VariadicSplit") == 1
+    assert count(model) == 1
+    assert count(model, "VariadicSplit") == 1
 
 
-def test_biases_are_merged_where_all_have_one():
+def test_biases_are_merged_if_all_matrices_have_one():
     rng = np.random.default_rng(0)
     bias = [rng.standard_normal(shape).astype(np.float32) for shape in ((1, 1, 96), (32,), (1, 32))]
     model = layer([matrix(rng, rows) for rows in (96, 32, 32)], [bias[0], bias[1], bias[1]])
     merge(model)
-    assert count(model) == 1 and count(model, "Add") == 3, "their shapes differ: they stay apart"
+    assert count(model) == 1, "biases of different shapes are not merged"
+    assert count(model, "Add") == 3, "biases of different shapes are not merged"
     model = layer([matrix(rng, rows) for rows in (96, 32, 32)], [bias[0], *[bias[1].reshape(1, 1, 32)] * 2])
     merge(model)
-    assert count(model) == 1 and count(model, "Add") == 1
+    assert count(model) == 1
+    assert count(model, "Add") == 1
     lifted = [ops.reshape(ops.constant(array.ravel()), np.array([1, 1, -1]), special_zero=False) for array in bias]
     model = layer([matrix(rng, rows) for rows in (96, 32, 32)], lifted)
     merge(model)
-    assert count(model) == 1 and count(model, "Add") == 1
+    assert count(model) == 1
+    assert count(model, "Add") == 1
     model = layer([matrix(rng, rows) for rows in (96, 32, 32)], [bias[0], None, None])
     merge(model)
-    assert count(model) == 1 and count(model, "Add") == 1, "the one that has a bias keeps it"
+    assert count(model) == 1, "the bias of one matrix is kept"
+    assert count(model, "Add") == 1, "the bias of one matrix is kept"
 
 
-def test_a_number_that_all_rows_share_is_kept_and_one_that_differs_is_not_taken_for_it():
+def test_projections_with_different_zero_points_are_not_merged():
     rng = np.random.default_rng(0)
     seven, eight = (ops.constant(np.array([[value]], np.uint8)) for value in (7, 8))
     assert count_after([matrix(rng, 32, zero=seven), matrix(rng, 48, zero=seven)]) == 1
@@ -119,7 +124,7 @@ def count_after(matrices, **options):
     return count(model)
 
 
-def test_what_is_not_alike_stays_apart(monkeypatch):
+def test_different_projections_are_not_merged(monkeypatch):
     rng = np.random.default_rng(0)
     assert count_after([matrix(rng, 32), matrix(rng, 32, "i8")]) == 2
     assert count_after([matrix(rng, 32), matrix(rng, 32, scale="f32")]) == 2
@@ -132,17 +137,18 @@ def test_what_is_not_alike_stays_apart(monkeypatch):
     assert count_after([matrix(rng, 32), matrix(rng, 32)]) == 1
 
 
-def test_who_reads_the_product_twice_still_can():
+def test_a_product_with_two_consumers_keeps_both():
     rng = np.random.default_rng(0)
     value = ops.parameter([1, -1, SIZE], np.float32)
     first, second = (ops.matmul(value, ops.convert(matrix(rng, 32), "f32"), False, True) for _ in range(2))
     both = ops.add(first, second)  # no bias
     model = ov.Model([ops.result(both), ops.result(ops.relu(first))], [value])
     merge(model)
-    assert count(model) == 1 and count(model, "Add") == 1
+    assert count(model) == 1
+    assert count(model, "Add") == 1
 
 
-def test_projections_of_the_embedded_model_are_merged_where_that_helps(monkeypatch):
+def test_small_projections_of_the_embedded_model_are_merged(monkeypatch):
     def note_of():
         _, layout = prepare(demo_model_path(), "CPU", StaticLLMConfig())
         return next(report.notes for report in layout.lowered.reports if report.name == "merge_projections")

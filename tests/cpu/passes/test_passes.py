@@ -1,4 +1,4 @@
-"""Each pass alone: the graph after it computes what the graph before it computed, in f32, on the CPU."""
+"""Tests each pass alone: the graph computes the same values before and after it, in f32 on the CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODELS = [
     "gemma2",
     "gpt2",
     "bloom",
-]  # grouped or not, windows, positions of each kind
+]  # with and without grouped heads and windows, and every kind of positions
 PAST, NEW = 40, 6
 core = ov.Core()
 
@@ -50,7 +50,7 @@ def model(request, zoo):
 
 
 def lowered_until(model, stage):
-    """A graph on which every pass before ``stage`` has run."""
+    """Return a graph on which every pass before ``stage`` has run."""
     graph = StepGraph(model)
     for entry in PASSES:
         if entry.name == stage:
@@ -63,7 +63,7 @@ _compiled_before: dict[tuple[str, str], ov.CompiledModel] = {}
 
 
 def evaluate_before(stage, graph, feeds):
-    """What a graph says on which every pass before ``stage`` has run. Several tests begin so: it is compiled once."""
+    """Return the outputs of the graph before ``stage``, which is compiled once because several tests begin with it."""
     key = (graph.model.get_friendly_name(), stage)
     if key not in _compiled_before:
         _compiled_before[key] = core.compile_model(graph.model.clone(), "CPU", EXACT)
@@ -71,7 +71,7 @@ def evaluate_before(stage, graph, feeds):
 
 
 def evaluate(model, feeds):
-    """Outputs by name. ``feeds`` may hold more than the model takes."""
+    """Return the outputs by name. ``feeds`` may hold more inputs than the model takes."""
     return infer(core.compile_model(model, "CPU", EXACT), feeds)
 
 
@@ -82,7 +82,7 @@ def infer(compiled, feeds):
 
 
 def feeds_for(graph, seed=0):
-    """Random rows and tokens after ``PAST`` tokens, and every port that any stage has."""
+    """Return random slots of ``PAST`` tokens and new tokens, for every port that any stage has."""
     rng = np.random.default_rng(seed)
     feeds = {
         "input_ids": rng.integers(3, 1000, (1, NEW)),
@@ -102,7 +102,7 @@ def feeds_for(graph, seed=0):
 
 
 def rename_rows(graph, feeds):
-    """The same feeds under the names that ``keep_new_rows`` gives, and the map of results."""
+    """Return the feeds under the names that ``keep_new_rows`` gives, and the map of results."""
     by_variable = {state.variable_id: index for index, state in enumerate(graph.states)}
     pairs = [(by_variable[state.variable_id], state) for state in graph.kv_states]
     return {**feeds, **{state.past_name: feeds[f"state.{index}"] for index, state in pairs}}, pairs
@@ -119,7 +119,8 @@ def test_lift_state_turns_every_state_into_a_parameter_and_a_result(model, zoo, 
     graph = StepGraph(model)
     lift_state(graph)
     check_graph(graph, "lift_state")
-    assert len(graph.states) == num_states and not model.get_variables()
+    assert len(graph.states) == num_states
+    assert not model.get_variables()
     assert "beam_idx" not in {name for port in model.inputs for name in port.get_names()}
     tokens, states = list(range(20, 20 + PAST + NEW)), {}
     feeds = {f"state.{i}": np.zeros([d.get_length() if d.is_static else 0 for d in s.past.get_partial_shape()], np.float32)
@@ -137,8 +138,8 @@ def test_lift_state_turns_every_state_into_a_parameter_and_a_result(model, zoo, 
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", pytest.param("lfm2", marks=pytest.mark.slow)])
-def test_lift_state_takes_recurrent_states(name, zoo, original):
-    """Biases, convolutions and recurrent states: lifted and fed back by hand, they continue as the model does."""
+def test_lift_state_lifts_recurrent_states(name, zoo, original):
+    """The lifted states are fed back by hand, and the outputs continue as those of the model."""
     reference, graph = original(zoo / name), StepGraph(core.read_model(zoo / name / "openvino_model.xml"))
     lift_state(graph)
     compiled = core.compile_model(graph.model, "CPU", EXACT)
@@ -154,8 +155,8 @@ def test_lift_state_takes_recurrent_states(name, zoo, original):
 
 
 @pytest.mark.parametrize("is_initialised", [True, False])
-def test_lift_state_takes_any_state(is_initialised):
-    """A counter that is no cache at all: shape [3], added to in every call, from a constant or from nothing."""
+def test_lift_state_lifts_any_state(is_initialised):
+    """The state is a counter of shape [3], not a KV cache, with or without an initial constant."""
     info = VariableInfo()
     info.data_shape, info.data_type, info.variable_id = ov.PartialShape([3]), ov.Type.f32, "counter"
     variable = Variable(info)
@@ -175,10 +176,11 @@ def test_lift_state_takes_any_state(is_initialised):
     if state.initial is not None:
         assert np.array_equal(state.initial.get_node().data, start)
     out = evaluate(graph.model, {"x": np.ones((1, 3), np.float32), "state.0": start})
-    assert np.array_equal(out["state.0.next"], start + 1) and np.array_equal(out["y"], 2 * (start + 1))
+    assert np.array_equal(out["state.0.next"], start + 1)
+    assert np.array_equal(out["y"], 2 * (start + 1))
 
 
-def test_keep_new_rows_returns_what_was_appended(model):
+def test_keep_new_rows_returns_the_appended_rows(model):
     graph = lowered_until(model, "keep_new_rows")
     feeds = feeds_for(graph)
     before = evaluate_before("keep_new_rows", graph, feeds)
@@ -194,7 +196,7 @@ def test_keep_new_rows_returns_what_was_appended(model):
     ]
 
 
-def test_expose_mask_sees_what_the_model_saw(model):
+def test_expose_mask_keeps_the_outputs(model):
     graph = lowered_until(model, "expose_mask")
     feeds, _ = rename_rows(graph, feeds_for(graph))
     before = evaluate_before("expose_mask", graph, feeds)
@@ -214,7 +216,7 @@ def test_expose_mask_finds_windows(zoo):
     assert graph.layer_masks == ["causal"] * 4, "a window longer than the KV length hides nothing"
 
 
-def test_select_logits_returns_the_rows_asked_for(model):
+def test_select_logits_returns_the_requested_rows(model):
     graph = lowered_until(model, "select_logits")
     feeds, _ = rename_rows(graph, feeds_for(graph))
     before = evaluate_before("select_logits", graph, feeds)["logits"]
@@ -257,17 +259,18 @@ def test_attention_without_a_mask_is_left_to_the_plugin():
     ports = [ops.parameter([1, 2, NEW, 8], np.float32) for _ in range(3)]
     graph = StepGraph(ov.Model([ops.result(ops.scaled_dot_product_attention(*ports, causal=True))], ports))
     decompose_attention(graph)
-    assert len(graph.attentions()) == 1 and "no mask input" in graph.notes["decompose_attention"][0]
+    assert len(graph.attentions()) == 1
+    assert "no mask input" in graph.notes["decompose_attention"][0]
 
 
 def test_attention_with_a_sink_is_left_to_the_plugin(zoo):
     graph = lowered_until(core.read_model(zoo / "gpt_oss" / "openvino_model.xml"), "store_kv_as")
-    assert graph.attentions() and all(node.get_input_size() == 6 for node in graph.attentions())
+    assert {node.get_input_size() for node in graph.attentions()} == {6}
     assert all("an attention sink" in note for note in graph.notes["decompose_attention"][:-1])
 
 
 @pytest.mark.parametrize(("kv_type", "tolerance"), [pytest.param("f32", 1e-5, marks=pytest.mark.slow), ("f16", 2e-2)])
-def test_store_kv_as_changes_the_type_of_rows_only(model, kv_type, tolerance):
+def test_store_kv_as_changes_only_the_type_of_the_slots(model, kv_type, tolerance):
     graph = lowered_until(model, "store_kv_as")
     feeds, _ = rename_rows(graph, feeds_for(graph))
     before = evaluate_before("store_kv_as", graph, feeds)
@@ -280,7 +283,7 @@ def test_store_kv_as_changes_the_type_of_rows_only(model, kv_type, tolerance):
         assert after[state.present_name].dtype == (np.float16 if kv_type == "f16" else np.float32)
 
 
-def test_rows_of_u8_are_a_quantum_off_at_most(model):
+def test_u8_slots_differ_by_at_most_one_quantum(model):
     graph = lowered_until(model, "store_kv_as")
     feeds, _ = rename_rows(graph, feeds_for(graph))
     before = evaluate_before("store_kv_as", graph, feeds)
@@ -298,9 +301,10 @@ def test_rows_of_u8_are_a_quantum_off_at_most(model):
     assert np.abs(after["logits"] - before["logits"]).max() <= 2e-2 * np.ptp(before["logits"])
     own = [state for state in graph.kv_states if not state.is_scale]
     assert len(graph.kv_states) == 2 * len(own)
-    for state in [state for state in own if state.layer == 0]:  # later layers see what the first made of its past
+    for state in (state for state in own if state.layer == 0):  # later layers depend on the rounding of the first
         scale = after[f"{state.present_name}.scale"]
-        assert after[state.present_name].dtype == np.uint8 and scale.dtype == np.float32
+        assert after[state.present_name].dtype == np.uint8
+        assert scale.dtype == np.float32
         values = after[state.present_name] * scale[..., :1] + scale[..., 1:]
         assert (np.abs(values - before[state.present_name]) <= scale[..., :1] * 0.51).all()
 
@@ -324,7 +328,7 @@ def test_fix_shapes_and_bound_shapes_change_no_number(model, kv_len):
 
 
 def test_compressed_weights_stay_compressed(model):
-    """Folding constants in a pass would turn int8 weights into f32: five times the memory, and the reads, of a model."""
+    """A pass that folds constants would turn int8 weights into f32, with five times the memory and reads."""
 
     def small_constants(model):
         constants = (node for node in model.get_ops() if node.get_type_name() == "Constant")
@@ -335,13 +339,13 @@ def test_compressed_weights_stay_compressed(model):
 
     before = small_constants(model)
     lowered = lower(model, LoweringOptions(256))
-    assert before and len(before) > 10
+    assert len(before) > 10
     for program in (lowered.specialise(Variant(8, 32)), lowered.share((Variant(1, 32), Variant(8, 32)))):
         assert small_constants(program) == before
 
 
 def test_grouped_heads_get_their_own_slopes():
-    """Two query heads share a key head, and each has a slope: regrouped, each query still meets its own bias."""
+    """Two query heads with different slopes share a key head, and each must keep its own bias after regrouping."""
     rng = np.random.default_rng(0)
     query, key, value = (ops.parameter([1, heads, NEW, 8], np.float32) for heads in (4, 2, 2))
     for name, port in zip("qkv", (query, key, value), strict=True):

@@ -1,4 +1,4 @@
-"""Types of weights and of rows: compressed weights give what the compressed original gives, rows of few bits stay close."""
+"""Tests types of weights and KV slots: compressed weights equal the compressed original, and small slots stay close."""
 
 import shutil
 
@@ -13,12 +13,12 @@ from staticllm.pipelines.diagnostics.verify import verify_model
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 DISTANCE = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-2, "u8": 2e-2}
-"""Of the range of the logits, over 96 given tokens."""
+"""The largest difference, as a share of the range of the logits, over 96 given tokens."""
 PROMPTS = ("Tell me a story about a fox", "What is an NPU?", "Count from 3 to 8")
 
 
 def compress(model, bits):
-    """As nncf does: codes of 8 bits with a zero point for each output, or of 4 with one for each group of 16."""
+    """Compress the weights as nncf does: in 8 bits with a zero point per output, or in 4 bits with one per group of 16."""
     changed = 0
     for node in model.get_ordered_ops():
         weights = node.input_value(1) if node.get_type_name() == "MatMul" else None
@@ -54,7 +54,7 @@ def packed(array, kind):
         return ops.constant(array)
     flat = array.ravel()
     flat = np.append(flat, np.zeros(flat.size % 2, np.uint8))
-    tensor = ov.Tensor(kind, ov.Shape(array.shape))  # of its own: one made of an array does not keep that alive
+    tensor = ov.Tensor(kind, ov.Shape(array.shape))  # not made from an array, which it would not keep alive
     tensor.data.reshape(-1)[:] = flat[0::2] | (flat[1::2] << 4)
     return ops.constant(tensor)
 
@@ -64,20 +64,21 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize("bits", [8, pytest.param(4, marks=SLOW)])
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=SLOW) for name in ("gpt2", "lfm2"))])
-def test_compressed_weights_say_what_the_compressed_original_says(name, bits, zoo, tmp_path, in_full):
+def test_compressed_weights_compute_what_the_compressed_original_computes(name, bits, zoo, tmp_path, in_full):
     model = ov.Core().read_model(zoo / name / "openvino_model.xml")
     assert compress(model, bits) > 4
     ov.save_model(model, tmp_path / "openvino_model.xml", compress_to_fp16=False)
     shutil.copy(zoo / name / "config.json", tmp_path)
     modes = ("separate", "shared") if in_full else ("shared",)
     verdicts = list(verify_model(tmp_path, modes=modes, chunks=(16,)))
-    num_checks = 4 if name == "lfm2" else 6  # no drafts, and none beside another sequence, with recurrent states
-    assert len(verdicts) == num_checks * len(modes) and all(verdict.is_ok for verdict in verdicts), verdicts
+    num_checks = 4 if name == "lfm2" else 6  # recurrent states: no drafts, and no second sequence
+    assert len(verdicts) == num_checks * len(modes), verdicts
+    assert all(verdict.is_ok for verdict in verdicts), verdicts
 
 
 @pytest.mark.parametrize("mode", ["shared", pytest.param("separate", marks=SLOW)])
 @pytest.mark.parametrize("kv_type", [*(pytest.param(name, marks=SLOW) for name in ("f32", "f16")), "bf16", "u8"])
-def test_rows_of_any_type_stay_close_and_keep_the_tokens(kv_type, mode, model_path, original):
+def test_slots_of_every_type_stay_close_and_keep_the_tokens(kv_type, mode, model_path, original):
     path = model_path("demo")
     text = np.random.default_rng(3).integers(8, 1000, 96).tolist()
     reference = original(path)
@@ -98,7 +99,7 @@ def test_rows_of_any_type_stay_close_and_keep_the_tokens(kv_type, mode, model_pa
             assert list(result.tokens[0]) == reference.greedy(ids, 32)
 
 
-def test_rows_of_u8_take_a_quarter(model_path):
+def test_u8_slots_take_a_quarter_of_the_memory(model_path):
     rows = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "u8", "MAX_PROMPT_LEN": 128}
     with StaticLLMPipeline(model_path("demo"), PROGRAMS="shared", **rows) as pipe:
         shape, arena = pipe._shape, pipe._engine.runner.cache.arena

@@ -1,4 +1,4 @@
-"""Every mistake gets one line with the value, the limit and the remedy; nothing is lost, the pipeline stays usable."""
+"""Tests that every mistake is a one-line error with a remedy, and that the pipeline stays usable."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pipe(zoo):
 
 @pytest.fixture(autouse=True)
 def stays_usable(request):
-    """After every test that used the pipeline, it still answers as before, and no row is lost."""
+    """Check after each test that the pipeline still gives the same answer and has lost no slot."""
     if "pipe" not in request.fixturenames:
         yield
         return
@@ -66,24 +66,25 @@ def copy_of(zoo, tmp_path):
 # -- model directories
 
 
-def test_missing_directory():
+def test_a_missing_directory_is_refused():
     with pytest.raises(ModelError) as error:
         StaticLLMPipeline("/no/such/model")
     assert "/no/such/model" in one_line(error)
 
 
 @pytest.mark.parametrize("name", ["openvino_model.xml", "openvino_tokenizer.xml", "openvino_detokenizer.xml"])
-def test_missing_file(copy_of, name):
+def test_a_missing_file_is_named(copy_of, name):
     path = copy_of("llama")
     (path / name).unlink()
     with pytest.raises(ModelError) as error:
         StaticLLMPipeline(path)
-    assert name in one_line(error) and "optimum-cli" in str(error.value)
+    assert name in one_line(error)
+    assert "optimum-cli" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["openvino_model.xml", "openvino_model.bin", "openvino_tokenizer.bin"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
-def test_half_written_file(copy_of, name, share):
+def test_a_truncated_file_is_refused(copy_of, name, share):
     path = copy_of("llama")
     data = (path / name).read_bytes()
     (path / name).write_bytes(data[: int(len(data) * share)])
@@ -92,7 +93,7 @@ def test_half_written_file(copy_of, name, share):
     assert name.split(".")[0] in one_line(error)
 
 
-def test_garbage_in_the_model(copy_of):
+def test_garbage_in_the_model_is_refused(copy_of):
     path = copy_of("llama")
     (path / "openvino_model.xml").write_text("this is not a model </net>")
     with pytest.raises(ModelError) as error:
@@ -105,7 +106,7 @@ def save(model, path):
     return path
 
 
-def test_model_without_state(copy_of):
+def test_a_model_without_state_is_refused(copy_of):
     path = copy_of("llama")
     ids = ops.parameter([-1, -1], ov.Type.i64, name="input_ids")
     ids.output(0).set_names({"input_ids"})
@@ -116,29 +117,31 @@ def test_model_without_state(copy_of):
     assert "no ReadValue/Assign" in one_line(error)
 
 
-def test_model_that_is_no_language_model(copy_of):
+def test_a_model_that_is_not_a_language_model_is_refused(copy_of):
     path = copy_of("llama")
     image = ops.parameter([1, 3, 8, 8], ov.Type.f32, name="image")
     image.output(0).set_names({"image"})
     with pytest.raises(ModelError) as error:
         StaticLLMPipeline(save(ov.Model([ops.relu(image)], [image], "vision"), path))
-    assert "not a causal language model" in one_line(error) and "image" in str(error.value)
+    assert "not a causal language model" in one_line(error)
+    assert "image" in str(error.value)
 
 
-def test_model_that_no_pass_knows(zoo, copy_of):
+def test_a_model_that_no_pass_can_lower_is_refused(zoo, copy_of):
     path = copy_of("llama")
     model = ov.Core().read_model(zoo / "llama" / "openvino_model.xml")
     (sink, *_) = model.get_sinks()
     sink.input(0).replace_source_output(ops.multiply(sink.input_value(0), np.float32(2)).output(0))
     with pytest.raises(UnsupportedModelError) as error:
         StaticLLMPipeline(save(model, path))
-    assert "keep_new_rows" in one_line(error) and "past_key_values" in str(error.value)
+    assert "keep_new_rows" in one_line(error)
+    assert "past_key_values" in str(error.value)
 
 
 # -- devices and properties
 
 
-def test_device_that_is_not_there(zoo):
+def test_an_absent_device_is_refused(zoo):
     missing = "NPU" if "NPU" not in ov.Core().available_devices else "GPU.7"
     for device in (missing, "TOASTER", "", 5):
         with pytest.raises(DeviceError) as error:
@@ -158,19 +161,19 @@ def test_device_that_is_not_there(zoo):
         ({"INFERENCE_PRECISION_HINT": "f33"}, "refused"),
     ],
 )  # fmt: skip
-def test_bad_properties(zoo, properties, word):
+def test_bad_properties_are_refused(zoo, properties, word):
     with pytest.raises((ConfigError, DeviceError)) as error:
         StaticLLMPipeline(zoo / "llama", "CPU", **properties)
     assert word in one_line(error)
 
 
-def test_a_device_given_twice(zoo):
+def test_a_device_given_twice_is_refused(zoo):
     with pytest.raises(ConfigError) as error:
         StaticLLMPipeline(zoo / "llama", "CPU", device="CPU")
     assert "given twice" in one_line(error)
 
 
-def test_config_and_properties_at_once(zoo):
+def test_a_config_object_together_with_properties_is_refused(zoo):
     with pytest.raises(ConfigError) as error:
         StaticLLMPipeline(zoo / "llama", config=StaticLLMConfig(), MAX_PROMPT_LEN=5)
     assert "give one of them" in one_line(error)
@@ -200,16 +203,17 @@ def test_config_and_properties_at_once(zoo):
         (genai.TokenizedInputs(ov.Tensor(np.array([[5, 6]])), ov.Tensor(np.array([[1]]))), "2 ids"),
     ],
 )
-def test_bad_prompts(pipe, inputs, word):
+def test_bad_prompts_are_refused(pipe, inputs, word):
     with pytest.raises(PromptError) as error:
         pipe.generate(inputs, max_new_tokens=3)
     assert word in one_line(error)
 
 
-def test_prompt_longer_than_the_slots(pipe):
+def test_a_prompt_longer_than_max_prompt_len_is_refused(pipe):
     with pytest.raises(PromptTooLongError) as error:
         pipe.generate(np.full(65, 7), max_new_tokens=3)
-    assert "65 tokens, MAX_PROMPT_LEN is 64" in one_line(error) and "MAX_PROMPT_LEN=65" in str(error.value)
+    assert "65 tokens, MAX_PROMPT_LEN is 64" in one_line(error)
+    assert "MAX_PROMPT_LEN=65" in str(error.value)
     assert (error.value.num_tokens, error.value.limit) == (65, 64)
     assert len(pipe.generate(np.full(64, 7), max_new_tokens=3, ignore_eos=True).tokens[0]) == 3
 
@@ -246,13 +250,13 @@ def test_prompt_longer_than_the_slots(pipe):
         ({"generation_config": {"top_q": 5}}, "unknown option 'top_q': did you mean 'top_"),
     ],
 )
-def test_bad_generation_options(pipe, options, word):
+def test_bad_generation_options_are_refused(pipe, options, word):
     with pytest.raises(GenerationConfigError) as error:
         pipe.generate(np.array([5, 6, 7]), **options)
     assert word in one_line(error)
 
 
-def test_a_bad_default_config_leaves_the_old_one(pipe):
+def test_a_bad_default_config_keeps_the_old_one(pipe):
     bad = genai.GenerationConfig()
     bad.num_beams = 4
     with pytest.raises(GenerationConfigError):
@@ -264,8 +268,8 @@ def test_a_bad_default_config_leaves_the_old_one(pipe):
 
 
 @pytest.mark.parametrize("moment", ["slots.allocate", "arena.write"])
-def test_a_failure_in_the_middle_of_the_bookkeeping_loses_no_row(pipe, moment, monkeypatch):
-    """Rows taken and not yet owned, or owned and not yet given back: the engine puts it right before it goes on."""
+def test_an_exception_inside_a_commit_loses_no_slot(pipe, moment, monkeypatch):
+    """The exception leaves slots allocated but not owned, or owned but not freed; the engine must repair this."""
     pipe.generate(np.arange(5, 40), max_new_tokens=3)
     part, _, method = moment.partition(".")
     owner, calls = getattr(pipe.engine.runner.cache, part), []
@@ -284,7 +288,7 @@ def test_a_failure_in_the_middle_of_the_bookkeeping_loses_no_row(pipe, moment, m
     assert calls
 
 
-def test_a_template_that_fails_is_one_line(zoo):
+def test_a_failing_template_is_a_one_line_error(zoo):
     broken = StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=32)
     broken.get_tokenizer().set_chat_template("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(PromptError) as error:
@@ -293,13 +297,13 @@ def test_a_template_that_fails_is_one_line(zoo):
 
 
 @pytest.mark.parametrize("path", [None, 5, object()])
-def test_paths_that_are_none(path):
+def test_objects_that_are_not_paths_are_refused(path):
     with pytest.raises(ModelError) as error:
         StaticLLMPipeline(path)
     assert "must be the path" in one_line(error)
 
 
-def test_two_threads_get_their_own_right_answers(pipe):
+def test_two_threads_get_their_own_answers(pipe):
     prompts = [np.arange(3, 40), np.arange(500, 520)]
     alone = [pipe.generate(prompt, max_new_tokens=30, ignore_eos=True).tokens for prompt in prompts]
     answers = [[], []]

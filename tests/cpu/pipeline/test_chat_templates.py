@@ -1,4 +1,4 @@
-"""Chat templates are foreign code: what they may do, where they end, and what is said about it."""
+"""Tests chat templates, which are foreign code: what they may do, their bounds, and their error messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rendered(template, messages=HELLO, **options):
         ("{{ strftime_now('%Y')|length }}{{ '%s-%03d' % ('a', 7) }}{{ '{:>3}'.format('b') }}", "4a-007  b"),
     ],
 )
-def test_what_templates_use(template, text):
+def test_templates_can_use_these_features(template, text):
     assert rendered(template) == text
 
 
@@ -80,11 +80,12 @@ def test_extra_context_and_tools_are_variables():
         ("{% for i in range(100000) %}{{ 'a' * 10000 }}{% endfor %}", "text of"),
     ],
 )
-def test_a_template_that_fails_says_where_and_why(template, said):
+def test_a_failing_template_names_the_line_and_the_cause(template, said):
     start = time.monotonic()
     with pytest.raises(PromptError, match="the chat template") as raised:
         rendered(template)
-    assert said in str(raised.value) and "\n" not in str(raised.value)
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
     assert time.monotonic() - start < 2
 
 
@@ -102,7 +103,7 @@ DOUBLING = "{%% set ns = namespace(x='0123456789') %%}{%% for i in range(99) %%}
         "{% set ns.x = '{0}{0}'.format(ns.x) %}",
     ],
 )
-def test_text_that_doubles_ends(step):
+def test_text_that_keeps_doubling_is_stopped(step):
     with pytest.raises(PromptError, match="text of"):
         rendered(DOUBLING % step)
 
@@ -132,7 +133,7 @@ ONE_MB, TWO_MB = "('a' * 1000000)", "('a' * 2000000)"
 
 
 def nested(step, start="[0]"):
-    """Two values, each made of the one before it, 45 times."""
+    """Return a template that builds a value from the previous one 45 times."""
     return NESTED % (start, start, step.replace("X", "ns.a"), step.replace("X", "ns.b"))
 
 
@@ -220,17 +221,18 @@ CASES = [*list(HANGS)[:3], *list(MEMORY)[:3]]
 @pytest.mark.parametrize(
     "name", [name if name in CASES else pytest.param(name, marks=pytest.mark.slow) for name in (*HANGS, *MEMORY)]
 )
-def test_what_python_does_in_one_go_ends(name):
-    """In a process of its own: what fails here would hold the interpreter lock, or fill the memory."""
+def test_a_single_long_operation_is_bounded(name):
+    """The operation runs in a child process, because it might hold the interpreter lock or fill the memory."""
     asked = json.dumps([name, {**HANGS, **MEMORY}[name]])
     child = subprocess.run(
         [sys.executable, "-c", CHILD], input=asked, capture_output=True, text=True, timeout=20, check=False
     )
     assert child.returncode == 0, child.stderr[-500:]
     said, seconds = json.loads(child.stdout)
-    assert said.startswith("PromptError") and "MemoryError" not in said, said
+    assert said.startswith("PromptError"), said
+    assert "MemoryError" not in said, said
     assert seconds < 3
-    assert name in HANGS or "runs for more than" not in said  # a slow machine is not a bound of memory
+    assert name in HANGS or "runs for more than" not in said  # bounds of memory must not depend on the machine's speed
 
 
 @pytest.mark.parametrize(
@@ -244,7 +246,7 @@ def test_what_python_does_in_one_go_ends(name):
         "{{ dict(messages[0], role='x') }}",
     ],
 )
-def test_what_the_caller_passes_stays_as_it_is(template):
+def test_a_template_cannot_change_the_callers_objects(template):
     messages = [{"role": "user", "content": "Hi", "parts": [{"role": "a"}]}]
     tools, extra = [{"function": {"name": "f"}}], {"mode": {"a": [1]}}
     before = copy.deepcopy([messages, tools, extra])
@@ -255,7 +257,7 @@ def test_what_the_caller_passes_stays_as_it_is(template):
     assert [messages, tools, extra] == before
 
 
-def test_a_conversation_holds_plain_values():
+def test_a_conversation_may_hold_only_plain_values():
     endless: list = []
     endless.append(endless)
     for value, said in ((Path(), "holds a"), (endless, "deeper than 64"), (lambda: 1, "holds a function")):
@@ -295,16 +297,16 @@ def test_a_conversation_holds_plain_values():
         ),
     ],
 )
-def test_bounds_change_no_prompt(template, text):
+def test_bounds_do_not_change_prompts(template, text):
     assert rendered(template) == text
 
 
-def test_a_template_may_be_only_so_long():
+def test_a_template_that_is_too_long_is_refused():
     with pytest.raises(PromptError, match="at most 65536"):
         rendered("a" * (MAX_TEMPLATE_CHARS + 1))
 
 
-def test_the_pipeline_goes_on_after_a_bad_template():
+def test_the_pipeline_works_after_a_bad_template():
     pipe = StaticLLMPipeline(demo_model_path(), "CPU", MAX_PROMPT_LEN=128, MIN_RESPONSE_LEN=64)
     tokenizer = pipe.get_tokenizer()
     good, expected = tokenizer.chat_template, pipe.generate("Hello!", max_new_tokens=6)

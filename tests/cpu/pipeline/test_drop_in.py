@@ -1,4 +1,4 @@
-"""Programs that were written for ``openvino_genai.LLMPipeline``: their arguments are taken, their questions answered."""
+"""Tests programs that were written for ``openvino_genai.LLMPipeline``: their arguments, results and metrics."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_a_scheduler_config_is_mapped():
     assert from_genai(own) == {"MAX_NUM_SEQS": 2, "MAX_PROMPT_LEN": 4096, "KV_SLOTS": 4224, "PREFIX_CACHING": False}
     with pytest.warns(UserWarning, match="max_num_batched_tokens") as caught:
         found = from_genai({"scheduler_config": scheduler(cache_size=2, max_num_batched_tokens=512)})
-    assert len(caught) == 1 and found["KV_CACHE_GB"] == 2
+    assert len(caught) == 1
+    assert found["KV_CACHE_GB"] == 2
     with pytest.raises(ConfigError, match="use_cache_eviction"):
         from_genai({"scheduler_config": scheduler(use_cache_eviction=True)})
     with pytest.raises(ConfigError, match="must be an"):
@@ -68,8 +69,8 @@ def test_a_scheduler_config_is_mapped():
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", pytest.param("demo", marks=pytest.mark.slow)])
-def test_a_cache_size_becomes_rows_of_the_model(name, model_path):
-    """As many as the arena has room for, by its own count of bytes; one longest sequence at least."""
+def test_a_cache_size_is_converted_to_kv_slots(name, model_path):
+    """The number of slots is the largest that fits, but at least one longest sequence."""
     options = {"MAX_PROMPT_LEN": 32, "MIN_RESPONSE_LEN": 16, "KV_CACHE_PRECISION": "f32"}
     with StaticLLMPipeline(model_path(name), KV_CACHE_GB=0.004, **options) as pipe:
         arena = pipe.engine.runner.cache.arena
@@ -83,7 +84,7 @@ def test_a_cache_size_becomes_rows_of_the_model(name, model_path):
             StaticLLMPipeline(model_path(name), **options, **bad)
 
 
-def test_names_and_values_of_properties_become_plain():
+def test_property_names_and_values_become_plain():
     plain = plain_properties(
         {
             hints.inference_precision: ov.Type.f32,
@@ -102,7 +103,7 @@ def test_names_and_values_of_properties_become_plain():
 
 
 @pytest.mark.parametrize("place", ["CACHE_DIR", pytest.param("BLOB_PATH", marks=pytest.mark.slow)])
-def test_properties_of_openvino_go_with_blobs(pipe, tmp_path, place):
+def test_openvino_properties_work_with_blobs(pipe, tmp_path, place):
     asked = {
         hints.inference_precision: ov.Type.f32,
         hints.performance_mode: hints.PerformanceMode.LATENCY,
@@ -132,7 +133,7 @@ def in_memory():
     return *read("openvino_model"), genai.Tokenizer(*read("openvino_tokenizer"), *read("openvino_detokenizer"))
 
 
-def test_a_model_in_memory(pipe, tmp_path, monkeypatch):
+def test_a_model_in_memory_can_be_loaded(pipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, weights, tokenizer = in_memory()
     config = genai.GenerationConfig(max_new_tokens=9)
@@ -153,15 +154,16 @@ def test_a_model_in_memory(pipe, tmp_path, monkeypatch):
         assert len(str(raised.value)) < 200
 
 
-def test_devices_by_any_name():
+def test_devices_are_accepted_by_any_name():
     assert device_names("cpu") == device_names("AUTO:cpu") == ["CPU"]
     assert device_names("npu, Cpu") == ["NPU", "CPU"]
     found = device_names("auto")
-    assert found == [name for name in ("NPU", "GPU", "CPU") if name in found] and "CPU" in found
+    assert found == [name for name in ("NPU", "GPU", "CPU") if name in found]
+    assert "CPU" in found
     assert StaticLLMPipeline(demo_model_path(), "AUTO", SMALL).generate("Hello!", max_new_tokens=3)
 
 
-def test_messages_in_every_form(pipe):
+def test_messages_are_accepted_in_every_form(pipe):
     expected = pipe.generate(genai.ChatHistory(QUESTION), max_new_tokens=12).tokens
     assert pipe.generate(QUESTION, max_new_tokens=12).tokens == expected
     assert pipe.submit(QUESTION, max_new_tokens=12).result().tokens == expected
@@ -172,7 +174,7 @@ def test_messages_in_every_form(pipe):
         pipe.generate(QUESTION, apply_chat_template=False)
 
 
-def test_a_chat_stays_in_its_form(pipe):
+def test_a_chat_cannot_mix_text_and_token_ids(pipe):
     ids = np.array([[5, 6, 7]])
     pipe.start_chat()
     pipe.generate("Hello!", max_new_tokens=3)
@@ -190,26 +192,31 @@ def test_a_chat_stays_in_its_form(pipe):
 
 def test_results_are_of_genais_classes(pipe):
     decoded, encoded = pipe.generate(["Hello!"], max_new_tokens=3), pipe.generate(np.array([[5]]), max_new_tokens=3)
-    assert isinstance(decoded, genai.DecodedResults) and isinstance(decoded, DecodedResults)
-    assert isinstance(encoded, genai.EncodedResults) and not isinstance(encoded, genai.DecodedResults)
-    assert decoded.parsed == encoded.parsed == [] and isinstance(decoded.parsed, list)
+    assert isinstance(decoded, genai.DecodedResults)
+    assert isinstance(decoded, DecodedResults)
+    assert isinstance(encoded, genai.EncodedResults)
+    assert not isinstance(encoded, genai.DecodedResults)
+    assert decoded.parsed == encoded.parsed == []
+    assert isinstance(decoded.parsed, list)
     for result in (decoded, encoded):
         assert copy.copy(result) == result
         assert pickle.loads(pickle.dumps(result)).tokens == result.tokens
 
 
-def test_metrics_unpack_and_tell_text_from_the_rest(pipe):
+def test_metrics_unpack_and_separate_text_from_other_times(pipe):
     metrics = pipe.generate(["Hello!"], max_new_tokens=3).perf_metrics
     mean, std = metrics.get_ttft()
-    assert (mean, std) == metrics.get_ttft() and std == 0
+    assert (mean, std) == metrics.get_ttft()
+    assert std == 0
     for duration in (metrics.get_detokenization_duration(), metrics.get_chat_template_duration()):
         assert 0 < duration.mean < metrics.get_generate_duration().mean
     plain = pipe.generate(["Hello!"], max_new_tokens=3, apply_chat_template=False).perf_metrics
-    assert plain.raw_metrics.chat_template_durations == [] and plain.get_chat_template_duration() == (-1, -1)
+    assert plain.raw_metrics.chat_template_durations == []
+    assert plain.get_chat_template_duration() == (-1, -1)
     assert pipe.generate(np.array([[5]]), max_new_tokens=3).perf_metrics.get_detokenization_duration().mean == -1
 
 
-def test_inert_options_of_beams_and_assistants_are_taken(pipe):
+def test_inert_options_of_beams_and_assistants_are_accepted(pipe):
     inert = {"num_beam_groups": 2, "diversity_penalty": 1.0, "length_penalty": 2.0, "no_repeat_ngram_size": 3}
     expected = pipe.generate("Hello!", max_new_tokens=6).tokens
     assert pipe.generate("Hello!", max_new_tokens=6, num_assistant_tokens=0, min_p=1.0, **inert).tokens == expected

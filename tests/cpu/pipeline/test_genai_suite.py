@@ -1,4 +1,4 @@
-"""scripts/genai_suite.py on a checkout made for the purpose: counts, crashes, the swapped class, local models."""
+"""Tests scripts/genai_suite.py on a small checkout: counts, crashes, the swapped class, and local models."""
 
 from __future__ import annotations
 
@@ -50,10 +50,13 @@ def test_the_table_counts_what_happened(root, tmp_path):
     ended = subprocess.run([*map(str, command)], capture_output=True, text=True, encoding="utf-8", check=False)
     lines = ended.stdout.splitlines()
     assert "| test_some.py | 2 | 2 | 1 |" in lines, ended.stdout + ended.stderr
-    assert "test_some.py: 1 x test_fails: assert 1 == 2" in lines and "test_some.py: 1 x test_dies: died" in lines
+    assert "test_some.py: 1 x test_fails: assert 1 == 2" in lines
+    assert "test_some.py: 1 x test_dies: died" in lines
 
 
-def test_no_checkout_is_said_in_one_line(root, tmp_path):
+def test_a_missing_checkout_is_a_one_line_error(root, tmp_path):
     command = [sys.executable, str(root / "scripts" / "genai_suite.py"), str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
-    assert ended.returncode == 1 and len(ended.stderr.splitlines()) == 1 and "tests/python_tests" in ended.stderr
+    assert ended.returncode == 1
+    assert len(ended.stderr.splitlines()) == 1
+    assert "tests/python_tests" in ended.stderr

@@ -1,4 +1,4 @@
-"""Conversations that outgrow their rows, and conversations that outlive their process."""
+"""Tests conversations that exceed ``max_seq_len``, and conversations that outlive their process."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ SMALL = {"MAX_PROMPT_LEN": 96, "MIN_RESPONSE_LEN": 64, **EXACT}
 
 
 @pytest.mark.parametrize("rule", ["truncate_middle", "shift"])
-def test_long_prompts_and_long_answers_go_on(zoo, prompt_of, rule):
+def test_long_prompts_and_long_answers_continue(zoo, prompt_of, rule):
     with StaticLLMPipeline(zoo / "llama", "CPU", **SMALL) as pipe:
         result = pipe.generate(np.array(prompt_of(200)), max_new_tokens=150, ignore_eos=True, overflow=rule)
-        assert len(result.tokens[0]) == 150 and result.finish_reasons == ["length"]
+        assert len(result.tokens[0]) == 150
+        assert result.finish_reasons == ["length"]
         assert result.perf_metrics.get_num_input_tokens() == 96
 
 
-def test_a_shifted_answer_is_that_of_the_tokens_which_are_left(zoo, prompt_of):
+def test_an_answer_after_a_shift_equals_that_of_the_remaining_tokens(zoo, prompt_of):
     prompt = prompt_of(90)
     with StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=96, MIN_RESPONSE_LEN=4, **EXACT) as pipe:
         tokens = tokens_of(pipe, prompt, 20, overflow="shift")
-        full = [*prompt, *tokens[:11]]  # one token more than there are rows
+        full = [*prompt, *tokens[:11]]  # one token more than max_seq_len
         kept = [*full[:4], *full[4 - 50 :]]
         assert tokens[11:] == tokens_of(pipe, kept, 9)
 
 
-def test_rows_survive_the_process(zoo, prompt_of, tmp_path):
+def test_a_snapshot_survives_the_process(zoo, prompt_of, tmp_path):
     prompt, path = prompt_of(60), tmp_path / "chat.rows"
     with StaticLLMPipeline(zoo / "llama", "CPU", **SMALL) as pipe:
         answer = tokens_of(pipe, prompt, 20)
@@ -41,14 +42,16 @@ def test_rows_survive_the_process(zoo, prompt_of, tmp_path):
         expected = pipe.generate(np.array(longer), max_new_tokens=8, ignore_eos=True).tokens
         with pytest.raises(SnapshotError, match="no known sequence"):
             pipe.save_snapshot(tmp_path / "no", np.array([900, 901, 902]))
-    assert saved == 79 and [entry.name for entry in tmp_path.iterdir()] == ["chat.rows"]
+    assert saved == 79
+    assert [entry.name for entry in tmp_path.iterdir()] == ["chat.rows"]
     with StaticLLMPipeline(zoo / "llama", "CPU", **SMALL) as pipe:
         assert pipe.load_snapshot(path) == 79
         result = pipe.generate(np.array(longer), max_new_tokens=8, ignore_eos=True)
-        assert result.tokens == expected and result.perf_metrics.get_num_cached_tokens() == 79
+        assert result.tokens == expected
+        assert result.perf_metrics.get_num_cached_tokens() == 79
 
 
-def test_saved_rows_cannot_lie(zoo, prompt_of, tmp_path):
+def test_a_snapshot_that_does_not_match_is_refused(zoo, prompt_of, tmp_path):
     path = tmp_path / "chat.rows"
     with StaticLLMPipeline(zoo / "llama", "CPU", **SMALL) as pipe:
         pipe.generate(np.array(prompt_of(40)), max_new_tokens=4)

@@ -1,4 +1,4 @@
-"""``StaticLLMPipeline`` as a desktop app uses it."""
+"""Tests ``StaticLLMPipeline`` as a desktop application uses it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_padding_of_tokenized_inputs_is_left_out(pipe):
     assert pipe.generate(padded, max_new_tokens=5).tokens[0] == tokens(pipe, max_new_tokens=5)
 
 
-def test_the_orders_of_arguments_that_genai_takes(zoo):
+def test_arguments_are_accepted_in_genais_orders(zoo):
     path, tokenizer = zoo / "llama", genai.Tokenizer(zoo / "llama")
     small = {"MAX_PROMPT_LEN": 32, "MIN_RESPONSE_LEN": 16}
     pipes = [
@@ -72,7 +72,7 @@ def test_the_orders_of_arguments_that_genai_takes(zoo):
     assert len({tuple(tokens(pipe, max_new_tokens=4)) for pipe in pipes}) == 1
 
 
-def test_a_tokenizer_of_ones_own_needs_no_files(zoo, tmp_path, greedy):
+def test_a_given_tokenizer_needs_no_files(zoo, tmp_path, greedy):
     for name in ("openvino_model.xml", "openvino_model.bin"):
         (tmp_path / name).write_bytes((zoo / "llama" / name).read_bytes())
     pipe = StaticLLMPipeline(tmp_path, tokenizer=genai.Tokenizer(zoo / "llama"), MAX_PROMPT_LEN=32, **EXACT)
@@ -83,8 +83,8 @@ def test_a_pipeline_can_be_called(pipe, greedy):
     assert pipe(np.array(PROMPT), max_new_tokens=3).tokens[0] == greedy[:3]
 
 
-def test_properties_of_a_phase(zoo, greedy):
-    """As GenAI's users write them for NPUW: what steers NPUW is named, the rest goes to the device."""
+def test_properties_can_be_set_per_phase(zoo, greedy):
+    """GenAI's users write such properties for NPUW. Those of NPUW cause a warning, and the rest go to the device."""
     phases = {"PREFILL_CONFIG": {"NPUW_DEVICES": "CPU", "NUM_STREAMS": 1}, "GENERATE_CONFIG": {"NUM_STREAMS": 1}}
     with pytest.warns(UserWarning, match="NPUW_DEVICES"):
         pipe = StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=32, **phases, **EXACT)
@@ -95,21 +95,24 @@ def test_properties_of_a_phase(zoo, greedy):
     assert tokens(pipe, max_new_tokens=5) == greedy[:5]
 
 
-def test_lengths_and_reasons(pipe, greedy):
+def test_lengths_are_limited_and_reasons_reported(pipe, greedy):
     for count in (1, 2, 40):
         result = pipe.generate(np.array(PROMPT), max_new_tokens=count)
-        assert result.tokens[0] == greedy[:count] and result.finish_reasons == ["length"]
+        assert result.tokens[0] == greedy[:count]
+        assert result.finish_reasons == ["length"]
     assert tokens(pipe, max_length=len(PROMPT) + 4) == greedy[:4]
     stopped = pipe.generate(np.array(PROMPT), max_new_tokens=40, stop_token_ids={greedy[3]})
-    assert stopped.tokens[0] == greedy[:4] and stopped.finish_reasons == ["stop"]
+    assert stopped.tokens[0] == greedy[:4]
+    assert stopped.finish_reasons == ["stop"]
     assert tokens(pipe, max_new_tokens=6, stop_token_ids={greedy[3]}, ignore_eos=True) == greedy[:6]
     forced = tokens(pipe, max_new_tokens=40, min_new_tokens=8, stop_token_ids={greedy[3]})
-    assert greedy[3] not in forced[:8] and forced[:3] == greedy[:3]
+    assert greedy[3] not in forced[:8]
+    assert forced[:3] == greedy[:3]
     assert tokens(pipe, max_new_tokens=0, echo=True) == PROMPT
     assert tokens(pipe, max_new_tokens=2, echo=True) == PROMPT + greedy[:2]
 
 
-def test_stop_strings(pipe):
+def test_stop_strings_cut_text_and_stream(pipe):
     options = {"max_new_tokens": 12, "apply_chat_template": False, "ignore_eos": True}
     whole = pipe.generate("hello world", **options)
     stop = whole[5:8]
@@ -130,17 +133,19 @@ def test_stop_strings(pipe):
             received.append("end")
 
     result = pipe.generate(["hello world"], streamer=Streamer(), stop_strings={stop}, **options)
-    assert received == [*([token] for token in result.tokens[0]), "end"] and len(result.tokens[0]) < 12
+    assert received == [*([token] for token in result.tokens[0]), "end"]
+    assert len(result.tokens[0]) < 12
 
 
-def test_streamed_text_is_the_text(pipe):
+def test_streamed_text_equals_the_result(pipe):
     pieces = []
     text = pipe.generate("hello", streamer=pieces.append, max_new_tokens=60, ignore_eos=True)
-    assert "".join(pieces) == text == text.texts[0] and len(pieces) > 5
+    assert "".join(pieces) == text == text.texts[0]
+    assert len(pieces) > 5
     assert text == pipe.get_tokenizer().decode(text.tokens[0])
 
 
-def test_genais_own_text_streamer(pipe):
+def test_genais_own_text_streamer_works(pipe):
     pieces = []
     streamer = genai.TextStreamer(pipe.get_tokenizer(), pieces.append)
     text = pipe.generate("hello", streamer=streamer, max_new_tokens=30, ignore_eos=True)
@@ -158,7 +163,7 @@ def test_genais_own_text_streamer(pipe):
     ],
     ids=["true", "one", "stop", "cancel", "tool_call"],
 )
-def test_a_streamer_can_stop(pipe, status, reason):
+def test_a_streamer_can_stop_the_answer(pipe, status, reason):
     pieces = []
 
     def streamer(piece):
@@ -166,20 +171,23 @@ def test_a_streamer_can_stop(pipe, status, reason):
         return status if len(pieces) == 3 else None
 
     result = pipe.generate(["hello"], streamer=streamer, max_new_tokens=100, ignore_eos=True)
-    assert result.finish_reasons == [reason] and len(pieces) == 3
+    assert result.finish_reasons == [reason]
+    assert len(pieces) == 3
     assert result.texts[0].startswith("".join(pieces))
 
 
-def test_genai_configs_are_taken_and_left_as_they_are(pipe, greedy):
+def test_genai_configs_are_accepted_and_not_changed(pipe, greedy):
     config = genai.GenerationConfig()
     config.max_new_tokens = 5
     config.ignore_eos = True
     assert tokens(pipe, generation_config=config) == greedy[:5]
-    assert tokens(pipe, generation_config=config, max_new_tokens=7) == greedy[:7] and config.max_new_tokens == 5
+    assert tokens(pipe, generation_config=config, max_new_tokens=7) == greedy[:7]
+    assert config.max_new_tokens == 5
     assert tokens(pipe, generation_config={"max_new_tokens": 3}) == greedy[:3]
     before = pipe.get_generation_config()
     pipe.set_generation_config(config)
-    assert tokens(pipe) == greedy[:5] and pipe.get_generation_config().eos_token_id == 1
+    assert tokens(pipe) == greedy[:5]
+    assert pipe.get_generation_config().eos_token_id == 1
     config.max_new_tokens = 9
     assert tokens(pipe) == greedy[:5], "the pipeline keeps a copy"
     pipe.set_generation_config(before)
@@ -203,7 +211,7 @@ def test_scores_are_sums_of_log_probabilities(pipe, zoo, greedy, original):
     assert pipe.generate(np.array(PROMPT), max_new_tokens=8).scores == [0.0]
 
 
-def test_a_chat_remembers_and_prefills_only_what_is_new(pipe):
+def test_a_chat_prefills_only_its_new_tokens(pipe):
     pipe.start_chat("You are terse.")
     first = pipe.generate("hello", max_new_tokens=8)
     second = pipe.generate("and again", max_new_tokens=8)
@@ -221,7 +229,7 @@ def test_a_chat_remembers_and_prefills_only_what_is_new(pipe):
     assert first.perf_metrics.get_num_input_tokens() <= metrics.get_num_cached_tokens() < metrics.get_num_input_tokens()
 
 
-def test_a_list_of_one_is_a_turn_and_an_echo_is_text(pipe):
+def test_a_list_of_one_prompt_is_a_turn_and_echo_returns_the_prompt(pipe):
     pipe.start_chat()
     first = pipe.generate(["hello"], max_new_tokens=6)
     second = pipe.generate(["hello"], max_new_tokens=6, echo=True)
@@ -229,11 +237,12 @@ def test_a_list_of_one_is_a_turn_and_an_echo_is_text(pipe):
     pipe.finish_chat()
     counts = [result.perf_metrics.get_num_input_tokens() for result in (first, second, third)]
     assert counts[0] < counts[1] < counts[2]
-    assert isinstance(second, DecodedResults) and second.texts[0].startswith("user\nhello\nassistant")
+    assert isinstance(second, DecodedResults)
+    assert second.texts[0].startswith("user\nhello\nassistant")
 
 
-def test_the_hand_over_moves_no_row(zoo, prompt_of, monkeypatch):
-    """From the last chunk to the first decode step: at any length, fresh or after a prefix, the stride is right already."""
+def test_no_slot_moves_between_prefill_and_decode(zoo, prompt_of, monkeypatch):
+    """The stride does not change from the last chunk to the first decode step, at any length and with any prefix."""
     from staticllm.kvcache import arena
 
     moved = []
@@ -244,7 +253,7 @@ def test_the_hand_over_moves_no_row(zoo, prompt_of, monkeypatch):
         sequence = runner.reset()
         logits = runner.prefill(sequence, prompt_of(length))
         moved.clear()
-        if length < 256:  # there a new token has no room in the KV length
+        if length < 256:  # at 256 the KV length has no room for a new token
             runner.decode(sequence, int(logits.argmax()))
         assert not moved
     sequence = runner.reset()
@@ -254,8 +263,8 @@ def test_the_hand_over_moves_no_row(zoo, prompt_of, monkeypatch):
     assert not moved, "a second turn that fits the same KV length"
 
 
-def test_a_cancelled_turn_is_forgotten_and_a_stopped_one_is_not(pipe):
-    """Told by the prompt of the turn after it: as long as in a new chat, or longer."""
+def test_a_chat_forgets_a_cancelled_turn_but_keeps_a_stopped_one(pipe):
+    """The length of the next prompt tells: it is that of a new chat if the turn was forgotten, and longer otherwise."""
 
     def second_prompt(status):
         pipe.start_chat()
@@ -270,7 +279,7 @@ def test_a_cancelled_turn_is_forgotten_and_a_stopped_one_is_not(pipe):
     assert second_prompt(genai.StreamingStatus.CANCEL) == fresh < second_prompt(genai.StreamingStatus.STOP)
 
 
-def test_metrics_tell_what_happened(pipe):
+def test_metrics_count_tokens_and_times(pipe):
     result = pipe.generate(np.array([9, *PROMPT]), max_new_tokens=12, ignore_eos=True)
     metrics = result.perf_metrics
     assert (metrics.get_num_input_tokens(), metrics.get_num_generated_tokens()) == (4, 12)
@@ -279,7 +288,8 @@ def test_metrics_tell_what_happened(pipe):
     assert 0 < metrics.get_ttft().mean <= metrics.get_generate_duration().mean
     assert metrics.get_throughput().mean == pytest.approx(1e3 / metrics.get_tpot().mean)
     assert 0 < metrics.get_inference_duration().mean <= metrics.get_generate_duration().mean
-    assert metrics.get_load_time() > 10 and 0 < metrics.get_sampling_duration().mean < metrics.get_tpot().mean
+    assert metrics.get_load_time() > 10
+    assert 0 < metrics.get_sampling_duration().mean < metrics.get_tpot().mean
     raw = metrics.raw_metrics
     assert (len(raw.m_new_token_times), len(raw.m_durations), len(raw.token_infer_durations)) == (12, 11, 11)
 

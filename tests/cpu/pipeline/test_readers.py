@@ -1,4 +1,4 @@
-"""Reading an answer: from several threads, from callbacks that leave in every way, from an event loop, in a forked child."""
+"""Tests reading an answer: from several threads, callbacks, an event loop, or a forked child."""
 
 import asyncio
 import gc
@@ -24,7 +24,7 @@ def pipe():
 
 
 def in_thread(function):
-    """Run a function in a thread of its own to its end; what it returned or raised."""
+    """Run a function in a thread of its own, and return its result and its exception."""
     results = queue.SimpleQueue()
 
     def run():
@@ -39,18 +39,20 @@ def in_thread(function):
     return results.get(timeout=0)
 
 
-def test_result_with_a_timeout_while_another_thread_holds_a_half_read_iterator(pipe):
+def test_result_times_out_while_another_thread_is_reading(pipe):
     handle = pipe.submit("hello", **LONG)
     pieces = iter(handle)
     next(pieces)
     start = time.monotonic()
     _, error = in_thread(lambda: handle.result(timeout=0.2))
-    assert isinstance(error, TimeoutError) and "another thread is reading" in str(error)
+    assert isinstance(error, TimeoutError)
+    assert "another thread is reading" in str(error)
     assert time.monotonic() - start < 5
-    assert "".join(pieces) and len(handle.result().tokens[0]) == 190, "nothing was taken from the reader"
+    assert "".join(pieces), "the reader lost tokens"
+    assert len(handle.result().tokens[0]) == 190, "the reader lost tokens"
 
 
-def test_an_iterator_begun_in_one_thread_may_be_dropped_in_another(pipe, recwarn):
+def test_an_iterator_can_be_dropped_in_another_thread(pipe, recwarn):
     handle = pipe.submit("hello", max_new_tokens=20, ignore_eos=True)
     held = [iter(handle)]
     next(held[0])
@@ -61,22 +63,24 @@ def test_an_iterator_begun_in_one_thread_may_be_dropped_in_another(pipe, recwarn
         return handle.result(timeout=30)
 
     result, error = in_thread(drop)
-    assert error is None and len(result.tokens[0]) == 20
+    assert error is None
+    assert len(result.tokens[0]) == 20
     assert not [w for w in recwarn if "Unraisable" in w.category.__name__]
 
 
-def test_an_iterator_may_go_on_in_another_thread_and_a_reader_that_ended_holds_nothing(pipe):
+def test_an_iterator_can_continue_in_another_thread(pipe):
     handle = pipe.submit("hello", max_new_tokens=20, ignore_eos=True)
     pieces, _ = in_thread(lambda: (it := iter(handle), next(it))[0])
     (second, _) = in_thread(lambda: next(pieces))
-    assert second and len(handle.result(timeout=30).tokens[0]) == 20
+    assert second
+    assert len(handle.result(timeout=30).tokens[0]) == 20
     assert list(pieces) == []
 
 
 @pytest.mark.parametrize(
     "error", [SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt(), ZeroDivisionError("mine")]
 )
-def test_whatever_a_callback_raises_ends_the_request_and_is_the_results(pipe, error):
+def test_an_exception_in_a_callback_ends_the_request_and_reaches_result(pipe, error):
     def callback(text):
         raise error
 
@@ -96,7 +100,7 @@ def wait_until_idle(pipe):
     return False
 
 
-def test_async_for_and_await_say_what_generate_says(pipe):
+def test_async_for_and_await_give_the_answer_of_generate(pipe):
     async def main():
         handle = pipe.submit("hello", max_new_tokens=6, echo=True)
         pieces = [piece async for piece in handle]
@@ -104,7 +108,8 @@ def test_async_for_and_await_say_what_generate_says(pipe):
 
     pieces, result, awaited = asyncio.run(main())
     expected = pipe.generate("hello", max_new_tokens=6, echo=True)
-    assert len(expected.tokens[0]) == 6 and len(expected) > len(pipe.generate("hello", max_new_tokens=6))
+    assert len(expected.tokens[0]) == 6
+    assert len(expected) > len(pipe.generate("hello", max_new_tokens=6))
     assert "".join(pieces) == result == awaited == expected
 
 
@@ -121,7 +126,7 @@ def test_a_cancelled_await_cancels_the_request(pipe):
     assert wait_until_idle(pipe)
 
 
-def test_an_awaited_error_is_the_requests(pipe):
+def test_await_raises_the_error_of_the_request(pipe):
     async def main():
         return await pipe.submit("hello", max_new_tokens=4, min_new_tokens=4, stop_token_ids=set(range(100_000)))
 
@@ -138,11 +143,12 @@ def test_two_readers_at_once_are_refused_in_an_event_loop(pipe):
         return await handle
 
     _, error = in_thread(lambda: asyncio.run(read()))
-    assert isinstance(error, StaticLLMError) and "one reader at a time" in str(error)
+    assert isinstance(error, StaticLLMError)
+    assert "one reader at a time" in str(error)
     handle.cancel()
 
 
-def test_two_tasks_at_one_handle_are_refused_and_none_hangs(pipe):
+def test_two_tasks_reading_one_handle_are_refused_without_hanging(pipe):
     async def main():
         handle = pipe.submit("hello", **LONG)
 
@@ -153,15 +159,18 @@ def test_two_tasks_at_one_handle_are_refused_and_none_hangs(pipe):
         return await asyncio.wait_for(asyncio.gather(first, second, return_exceptions=True), 60)
 
     first, second = asyncio.run(main())
-    assert len(first.tokens[0]) == 190 and "one reader at a time" in str(second)
+    assert len(first.tokens[0]) == 190
+    assert "one reader at a time" in str(second)
 
 
-def test_what_was_read_to_its_end_can_be_asked_again_by_anybody(pipe):
+def test_a_finished_answer_can_be_read_from_any_thread(pipe):
     handle = pipe.submit("hello", max_new_tokens=8, ignore_eos=True)
-    held, _ = in_thread(lambda: (it := iter(handle), next(it))[0])  # its thread has ended, the iterator has not
+    held, _ = in_thread(lambda: (it := iter(handle), next(it))[0])  # the thread has ended, but not the iterator
     first = handle.result(timeout=30)
     second, error = in_thread(lambda: handle.result(timeout=5))
-    assert error is None and second == first and held is not None
+    assert error is None
+    assert second == first
+    assert held is not None
 
 
 def test_a_request_with_a_callback_can_be_awaited(pipe):
@@ -178,7 +187,7 @@ def test_a_request_with_a_callback_can_be_awaited(pipe):
 # -- where no thread can be had
 
 
-def test_a_thread_that_cannot_be_started_fails_one_call_only(monkeypatch):
+def test_a_thread_that_cannot_start_fails_only_one_call(monkeypatch):
     with StaticLLMPipeline(demo_model_path(), "CPU", **SMALL) as pipe:
         start = threading.Thread.start
 
@@ -202,7 +211,7 @@ def test_a_thread_that_cannot_be_started_fails_one_call_only(monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_forked_child_is_refused_and_the_parent_goes_on():
+def test_a_forked_child_is_refused_and_the_parent_continues():
     with StaticLLMPipeline(demo_model_path(), "CPU", **SMALL) as pipe:
         handle = pipe.submit("hello", **LONG)
         next(iter(handle))
@@ -234,9 +243,11 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on():
         finally:
             with os.fdopen(reader, encoding="utf-8") as file:
                 said = file.read().split("\n")
-        assert len(said) == 5 and said[-1] == "done"
+        assert len(said) == 5
+        assert said[-1] == "done"
         for line in said[:4]:
-            assert line.startswith("ClosedError the pipeline was loaded in process") and "spawn" in line
+            assert line.startswith("ClosedError the pipeline was loaded in process")
+            assert "spawn" in line
         assert pipe.generate("hello", max_new_tokens=2)
     with pytest.raises(ClosedError, match="is closed"):
         pipe.generate("hello")

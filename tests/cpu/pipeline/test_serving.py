@@ -1,4 +1,4 @@
-"""Many requests at once on a real device: handles, callbacks, event loops, deadlines, full queues, clean ends."""
+"""Tests many requests at once on the CPU: handles, callbacks, event loops, deadlines, full queues and closing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pipe(zoo):
 
 
 def held_slots(pipe):
-    """Rows in use beside the idle conversations, and requests in the engine."""
+    """Return the slots in use, without those of idle conversations, and the number of requests in the engine."""
     engine = pipe.engine
     return engine.run_between_steps(
         lambda: (
@@ -51,7 +51,7 @@ def held_slots(pipe):
         for name in sorted(POLICIES)
     ],
 )
-def test_together_each_request_has_the_tokens_of_a_run_alone(zoo, prompt_of, scheduler, programs):
+def test_concurrent_requests_have_the_tokens_of_single_runs(zoo, prompt_of, scheduler, programs):
     prompts = [prompt_of(length, seed) for seed, length in enumerate((3, 70, 20, 90, 41, 1, 33))]
     with StaticLLMPipeline(
         zoo / "llama", "CPU", PROGRAMS=programs, MAX_NUM_SEQS=3, SCHEDULER=scheduler, **SMALL
@@ -80,17 +80,21 @@ def test_a_list_of_prompts_runs_together_and_in_order(pipe, prompt_of):
         pipe.generate(["a", "b"], streamer=lambda piece: None)
 
 
-def test_a_list_longer_than_the_queue_waits_for_itself(zoo):
+def test_a_list_longer_than_the_queue_is_served(zoo):
     with StaticLLMPipeline(zoo / "llama", "CPU", MAX_WAITING=2, MAX_NUM_SEQS=2, **SMALL) as pipe:
         results = pipe.generate(["hello"] * 20, max_new_tokens=3, ignore_eos=True)
-        assert len(set(results.texts)) == 1 and len(results.texts) == 20
+        assert len(set(results.texts)) == 1
+        assert len(results.texts) == 20
 
 
-def test_a_handle_iterates_text_and_tokens_and_gives_the_result(pipe):
+def test_a_handle_gives_text_tokens_and_the_result(pipe):
     expected = pipe.generate("hello", max_new_tokens=12, ignore_eos=True)
     handle = pipe.submit("hello", max_new_tokens=12, ignore_eos=True)
-    assert "".join(handle) == expected and handle.is_done and handle.finish_reason == "length"
-    assert handle.result() == expected and handle.result().tokens == expected.tokens
+    assert "".join(handle) == expected
+    assert handle.is_done
+    assert handle.finish_reason == "length"
+    assert handle.result() == expected
+    assert handle.result().tokens == expected.tokens
     assert list(pipe.submit("hello", max_new_tokens=12, ignore_eos=True).tokens()) == expected.tokens[0]
     waiting = pipe.submit("hello", max_new_tokens=60, ignore_eos=True)
     with pytest.raises(TimeoutError, match="it goes on"):
@@ -98,24 +102,26 @@ def test_a_handle_iterates_text_and_tokens_and_gives_the_result(pipe):
     assert len(waiting.result(timeout=30).tokens[0]) == 60
 
 
-def test_cancel_gives_what_came_until_then(pipe):
+def test_cancel_returns_the_tokens_so_far(pipe):
     handle = pipe.submit("hello", max_new_tokens=64, ignore_eos=True)
     tokens = handle.tokens()
     next(tokens)
     handle.cancel()
     rest = list(tokens)
     result = handle.result()
-    assert result.finish_reasons == ["cancelled"] and len(result.tokens[0]) == len(rest) + 1 < 64
+    assert result.finish_reasons == ["cancelled"]
+    assert len(result.tokens[0]) == len(rest) + 1 < 64
     handle.cancel()
     assert held_slots(pipe) == (0, 0, 0)
 
 
-def test_cancel_before_the_first_token(zoo, prompt_of):
+def test_cancel_before_the_first_token_returns_an_empty_answer(zoo, prompt_of):
     with StaticLLMPipeline(zoo / "llama", "CPU", MAX_NUM_SEQS=1, SCHEDULER="fcfs", **SMALL) as pipe:
         first = pipe.submit("hello", max_new_tokens=60, ignore_eos=True)
         waiting = pipe.submit(np.array(prompt_of(90)), max_new_tokens=60)
         waiting.cancel()
-        assert waiting.result().tokens == [[]] and waiting.finish_reason == "cancelled"
+        assert waiting.result().tokens == [[]]
+        assert waiting.finish_reason == "cancelled"
         assert len(first.result().tokens[0]) == 60
 
 
@@ -129,10 +135,11 @@ def test_a_dropped_handle_cancels_its_request(pipe):
     assert held_slots(pipe) == (0, 0, 0)
 
 
-def test_deadlines_end_with_their_reason(pipe):
+def test_a_deadline_gives_the_reason_deadline(pipe):
     late = pipe.submit("hello", max_new_tokens=64, ignore_eos=True, deadline_ms=0.01)
     result = late.result()
-    assert result.finish_reasons == ["deadline"] and len(result.tokens[0]) < 64
+    assert result.finish_reasons == ["deadline"]
+    assert len(result.tokens[0]) < 64
     assert pipe.submit("hello", max_new_tokens=4, ignore_eos=True, deadline_ms=60_000).result().finish_reasons == [
         "length"
     ]
@@ -148,16 +155,17 @@ def test_deadlines_end_with_their_reason(pipe):
         ({"max_tokens": 5}, "unknown option 'max_tokens'"),
     ],
 )
-def test_bad_options_of_submit(pipe, options, word):
+def test_bad_options_of_submit_are_refused(pipe, options, word):
     with pytest.raises(GenerationConfigError) as error:
         pipe.submit("hello", **options)
-    assert word in str(error.value) and "\n" not in str(error.value)
+    assert word in str(error.value)
+    assert "\n" not in str(error.value)
     with pytest.raises((GenerationConfigError, PromptError)):
         pipe.submit(["a", "b"])
     assert held_slots(pipe) == (0, 0, 0)
 
 
-def test_a_full_queue_is_an_answer(zoo):
+def test_a_full_queue_raises_busy_error(zoo):
     with StaticLLMPipeline(zoo / "llama", "CPU", MAX_WAITING=1, MAX_NUM_SEQS=1, SCHEDULER="fcfs", **SMALL) as pipe:
         running = pipe.submit("hello", max_new_tokens=64, ignore_eos=True)
         next(running.tokens())
@@ -165,7 +173,8 @@ def test_a_full_queue_is_an_answer(zoo):
         with pytest.raises(BusyError, match="1 requests wait, MAX_WAITING is 1"):
             for _ in range(5):
                 pipe.submit("hello", max_new_tokens=2)
-        assert len(running.result().tokens[0]) == 64 and len(waiting.result().tokens[0]) == 2
+        assert len(running.result().tokens[0]) == 64
+        assert len(waiting.result().tokens[0]) == 2
 
 
 def test_callbacks_run_in_threads_of_their_own(pipe):
@@ -176,10 +185,11 @@ def test_callbacks_run_in_threads_of_their_own(pipe):
         seen.append(text)
 
     handle = pipe.submit("hello", max_new_tokens=8, ignore_eos=True, callback=callback)
-    assert handle.result() == "".join(seen) and threads == {"staticllm-callback"}
+    assert handle.result() == "".join(seen)
+    assert threads == {"staticllm-callback"}
 
 
-def test_a_failing_callback_ends_its_request_only(pipe):
+def test_a_failing_callback_ends_only_its_request(pipe):
     def callback(text):
         raise ZeroDivisionError("mine")
 
@@ -203,7 +213,7 @@ def test_a_slow_callback_does_not_delay_other_requests(pipe):
     assert len(slow.result().tokens[0]) == 30
 
 
-def test_async_for(pipe):
+def test_async_for_leaves_the_event_loop_responsive(pipe):
     async def read(text):
         return "".join([piece async for piece in pipe.submit(text, max_new_tokens=10, ignore_eos=True)])
 
@@ -228,7 +238,7 @@ def test_async_for(pipe):
     assert ticks > 10, "the event loop stood still"
 
 
-def test_leaving_an_async_loop_cancels(pipe):
+def test_leaving_an_async_loop_cancels_the_request(pipe):
     async def first():
         async for piece in pipe.submit("hello", max_new_tokens=64, ignore_eos=True):
             return piece
@@ -240,17 +250,18 @@ def test_leaving_an_async_loop_cancels(pipe):
     assert held_slots(pipe) == (0, 0, 0)
 
 
-def test_a_chat_and_requests_beside_it(pipe):
+def test_a_chat_and_other_requests_run_together(pipe):
     pipe.start_chat()
     beside = pipe.submit("hello", max_new_tokens=40, ignore_eos=True)
     first = pipe.generate("good morning", max_new_tokens=4, ignore_eos=True)
     second = pipe.generate("and you?", max_new_tokens=4, ignore_eos=True)
     pipe.finish_chat()
-    assert second.perf_metrics.get_num_cached_tokens() > 0 and len(first.tokens[0]) == 4
+    assert second.perf_metrics.get_num_cached_tokens() > 0
+    assert len(first.tokens[0]) == 4
     assert len(beside.result().tokens[0]) == 40
 
 
-def test_a_policy_of_the_users(zoo):
+def test_a_pipeline_runs_a_policy_of_the_user(zoo):
     class LastComeFirstServed:
         def plan(self, view):
             newest = max([*view.waiting, *view.prefilling], key=lambda request: request.arrival, default=None)
@@ -322,8 +333,8 @@ schedules = st.lists(
 
 @settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(schedules)
-def test_shared_steps_give_the_tokens_of_a_run_alone(pipe, solo_tokens, schedule):
-    """Ten or fewer requests with common prefixes on four slots, so that some are swapped out, some cancelled on the way."""
+def test_shared_steps_give_the_tokens_of_single_runs(pipe, solo_tokens, schedule):
+    """Up to ten requests with common prefixes share four places, so that some are swapped out; some are cancelled."""
     handles = []
     for which, count, cancel_after, pauses in schedule:
         prompt, answer = solo_tokens[which]
@@ -339,5 +350,6 @@ def test_shared_steps_give_the_tokens_of_a_run_alone(pipe, solo_tokens, schedule
             handle.cancel()
     for handle, answer, cancel_after in handles:
         tokens = handle.result().tokens[0]
-        assert tokens == answer[: len(tokens)] and (cancel_after is not None or len(tokens) == len(answer))
+        assert tokens == answer[: len(tokens)]
+        assert cancel_after is not None or len(tokens) == len(answer)
     assert held_slots(pipe) == (0, 0, 0)

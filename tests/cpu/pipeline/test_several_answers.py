@@ -1,4 +1,4 @@
-"""``num_return_sequences``: several answers to one prompt, each that of a call of its own with the next seed."""
+"""Tests ``num_return_sequences``: each answer equals that of a single call with the next seed."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ def test_answers_are_those_of_single_calls_with_the_next_seeds(pipe):
     prompt = np.array([5, 6, 7, 8, 9])
     results = pipe.generate(prompt, num_return_sequences=4, rng_seed=11, logprobs=1, **OPTIONS)
     alone = [pipe.generate(prompt, rng_seed=11 + i, logprobs=1, **OPTIONS) for i in range(4)]
-    assert results.tokens == [answer.tokens[0] for answer in alone] and len({tuple(t) for t in results.tokens}) > 1
+    assert results.tokens == [answer.tokens[0] for answer in alone]
+    assert len({tuple(t) for t in results.tokens}) > 1
     assert results.scores == pytest.approx([answer.scores[0] for answer in alone], rel=1e-3)
-    assert results.perf_metrics.get_num_input_tokens() == 5 and results.perf_metrics.get_num_generated_tokens() == 48
+    assert results.perf_metrics.get_num_input_tokens() == 5
+    assert results.perf_metrics.get_num_generated_tokens() == 48
 
 
-def test_texts_come_in_the_order_of_the_prompts(pipe):
+def test_texts_are_in_the_order_of_the_prompts(pipe):
     texts = pipe.generate(["hello", "world"], num_return_sequences=2, rng_seed=3, **OPTIONS).texts
     single = [pipe.generate([p], num_return_sequences=2, rng_seed=3, **OPTIONS).texts for p in ("hello", "world")]
     assert texts == [*single[0], *single[1]]
     handle = pipe.submit("hello", num_return_sequences=2, rng_seed=3, **OPTIONS)
-    assert handle.result().texts == texts[:2] and [output.text for output in handle.outputs()] == texts[:2]
+    assert handle.result().texts == texts[:2]
+    assert [output.text for output in handle.outputs()] == texts[:2]
 
 
-def test_a_stop_string_ends_its_answer_only(pipe):
+def test_a_stop_string_ends_only_its_answer(pipe):
     whole = pipe.generate("hello", num_return_sequences=3, rng_seed=3, **OPTIONS).texts
     stop = whole[1][3:6]
     texts = pipe.generate("hello", num_return_sequences=3, rng_seed=3, stop_strings={stop}, **OPTIONS).texts
@@ -51,7 +54,7 @@ def test_a_stop_string_ends_its_answer_only(pipe):
         ({"num_return_sequences": 2, "do_sample": True, "streamer": print}, "could not tell the answers apart"),
     ],
 )
-def test_what_cannot_be_is_one_line(pipe, options, message):
+def test_impossible_combinations_are_one_line_errors(pipe, options, message):
     with pytest.raises(GenerationConfigError, match=message):
         pipe.generate("hello", max_new_tokens=4, **options)
     handle = pipe.submit("hello", num_return_sequences=2, **OPTIONS)
@@ -71,7 +74,8 @@ def test_an_unread_request_ends_at_its_stop_string(zoo):
         handle = pipe.submit("hello", stop_strings={stop}, ignore_eos=True)
         until = time.monotonic() + 60
         while not pipe.engine.is_idle or not pipe.stats().finish_reasons.get("stop"):
-            assert time.monotonic() < until, "the engine goes on after the stop string"
+            assert time.monotonic() < until, "the engine continues after the stop string"
             time.sleep(0.01)
         assert pipe.stats().num_tokens < 200, "it ended long before the slots were full"
-        assert handle.result() == whole[: whole.index(stop)] and handle.finish_reason == "stop"
+        assert handle.result() == whole[: whole.index(stop)]
+        assert handle.finish_reason == "stop"

@@ -1,4 +1,4 @@
-"""Ctrl-C in a process in which pipelines have come and gone."""
+"""Tests Ctrl-C in a process that has opened and closed pipelines."""
 
 import os
 import subprocess
@@ -24,8 +24,8 @@ except KeyboardInterrupt:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT to itself")
-def test_ctrl_c_after_pipelines_came_and_went():
-    """OpenVINO leaves a freed signal stack behind when Cores die out of order; then Ctrl-C would kill the process."""
+def test_ctrl_c_works_after_pipelines_were_closed():
+    """If Cores are destroyed out of order, OpenVINO leaves a freed signal stack behind, and Ctrl-C would kill the process."""
     done = subprocess.run(
         [sys.executable, "-c", SIGINT_AFTER_PIPELINES], capture_output=True, text=True, timeout=60, check=False
     )

@@ -1,4 +1,4 @@
-"""A short soak; scripts/soak.py runs a long one."""
+"""Runs a short soak test; scripts/soak.py runs a long one."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Starting as a desktop app needs it: what can serve serves, the rest comes meanwhile, and whatever fails is told."""
+"""Tests starting: the first programs serve while the others are compiled, and every failure is reported."""
 
 import gc
 import threading
@@ -36,7 +36,8 @@ def test_the_first_token_comes_before_all_variants_are_compiled(zoo, expected):
         )  # fmt: skip
         assert list(answer.tokens[0]) == expected
         answers = [tokens_of(pipe) for _ in range(10)]
-        assert pipe.wait_until_complete(60) and pipe.is_complete
+        assert pipe.wait_until_complete(60)
+        assert pipe.is_complete
         num_programs = len(pipe._engine.runner.programs)
         assert [*answers, tokens_of(pipe)] == [expected] * 11, "whatever programs are there, the words are the same"
     compiled = [(when, e) for when, e in events if e.stage == "compile" and e.is_done]
@@ -46,8 +47,10 @@ def test_the_first_token_comes_before_all_variants_are_compiled(zoo, expected):
     assert first[0] < compiled[-1][0], "the first token was there before the last program"
 
 
-def test_all_that_came_is_used(zoo, expected):
-    with StaticLLMPipeline(zoo / "llama", **STAGED, SCHEDULER="prefill_first") as pipe:  # costs decide nothing
+def test_all_installed_programs_are_used(zoo, expected):
+    with StaticLLMPipeline(
+        zoo / "llama", **STAGED, SCHEDULER="prefill_first"
+    ) as pipe:  # a policy that does not depend on costs
         pipe.wait_until_complete()
         options = {"max_new_tokens": 12, "ignore_eos": True}
         handles = pipe.engine.run_between_steps(lambda: [pipe.submit(np.array([PROMPT]), **options) for _ in range(2)])
@@ -63,7 +66,8 @@ def test_a_staged_start_fills_the_cache(zoo, tmp_path, expected):
     (entry,) = BlobCache(tmp_path).entries()
     events = []
     with StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path, on_progress=events.append) as pipe:
-        assert pipe.is_complete and tokens_of(pipe) == expected
+        assert pipe.is_complete
+        assert tokens_of(pipe) == expected
     assert {e.stage for e in events} == {"import", "warm-up", "ready"}
     assert sum(e.stage == "import" and e.is_done for e in events) == len(entry.manifest.blobs)
 
@@ -100,11 +104,11 @@ def test_closing_ends_the_background(zoo, tmp_path):
         time.sleep(0.05)
     assert threading.active_count() <= before
     with BlobCache(tmp_path).locked("any"), StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path) as again:
-        again.wait_until_complete()  # the lock was given back
+        again.wait_until_complete()  # the lock was released
     assert len(BlobCache(tmp_path).entries()) == 1
 
 
-def test_devices_are_tried_in_turn_and_each_failure_is_told(zoo, expected):
+def test_devices_are_tried_in_turn_and_each_failure_is_reported(zoo, expected):
     events = []
     with (
         pytest.warns(RuntimeWarning, match="'TOASTER' is not on this machine.*trying CPU"),
@@ -112,7 +116,8 @@ def test_devices_are_tried_in_turn_and_each_failure_is_told(zoo, expected):
     ):
         assert tokens_of(pipe) == expected
     (fallback,) = [e for e in events if e.stage == "fallback"]
-    assert "TOASTER" in fallback.message and "trying CPU" in fallback.message
+    assert "TOASTER" in fallback.message
+    assert "trying CPU" in fallback.message
     with pytest.warns(RuntimeWarning), pytest.raises(DeviceError, match="MIXER"):
         StaticLLMPipeline(zoo / "llama", "TOASTER,MIXER")
     with pytest.raises(ConfigError, match="unknown property 'NUM_STREAM'"):
@@ -122,7 +127,7 @@ def test_devices_are_tried_in_turn_and_each_failure_is_told(zoo, expected):
 @pytest.mark.filterwarnings("ignore:device 'TOASTER'")
 @pytest.mark.parametrize("is_staged", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_cpu_serves_until_the_device_can(is_staged, zoo, expected):
-    """Here the device that is waited for turns out to be the CPU again, with programs of its own."""
+    """The device that the pipeline waits for is the CPU again here, with programs of its own."""
     options = {**STAGED, "BACKGROUND_COMPILE": is_staged}
     with StaticLLMPipeline(zoo / "llama", "TOASTER,CPU", **options, SERVE_FROM_CPU=True) as pipe:
         first = pipe._engine.runner
@@ -131,12 +136,13 @@ def test_the_cpu_serves_until_the_device_can(is_staged, zoo, expected):
         later = [pipe.submit(np.array([PROMPT]), max_new_tokens=12, ignore_eos=True) for _ in range(4)]
         assert [list(handle.result().tokens[0])[:12] for handle in (*running, *later)] == [expected] * 8
         assert tokens_of(pipe) == expected
-        assert pipe._engine.runner is not first and len(pipe._engine.runner.programs) > 4
+        assert pipe._engine.runner is not first
+        assert len(pipe._engine.runner.programs) > 4
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:device 'TOASTER'")
-def test_config_and_row_type_are_those_of_what_serves(zoo, tmp_path, monkeypatch):
+def test_config_and_kv_type_are_those_of_the_serving_device(zoo, tmp_path, monkeypatch):
     gate, load_first = threading.Event(), launch.load_first
 
     def held_back(*arguments):
@@ -146,14 +152,16 @@ def test_config_and_row_type_are_those_of_what_serves(zoo, tmp_path, monkeypatch
     monkeypatch.setattr(launch, "load_first", held_back)
     options = {**STAGED, "KV_CACHE_PRECISION": "f16", "SERVE_FROM_CPU": True}
     with StaticLLMPipeline(zoo / "llama", "TOASTER,CPU", **options) as pipe:
-        assert pipe.config.programs == "auto" and pipe.config.kv_cache_precision is None
+        assert pipe.config.programs == "auto"
+        assert pipe.config.kv_cache_precision is None
         tokens_of(pipe)
         assert pipe.save_snapshot(tmp_path / "rows", np.array([PROMPT])) > 20
         assert pipe.load_snapshot(tmp_path / "rows") > 20
         gate.set()
         assert pipe.wait_until_complete(60)
         tokens_of(pipe)
-        assert pipe.config.programs == "separate" and pipe.config.kv_cache_precision == "f16"
+        assert pipe.config.programs == "separate"
+        assert pipe.config.kv_cache_precision == "f16"
         with pytest.raises(SnapshotError, match=r"is of another KV type .f32, here f16"):
             pipe.load_snapshot(tmp_path / "rows")
 
@@ -162,7 +170,7 @@ SINGLE = {**SHORT, "PROGRAMS": "single_row", "MAX_NUM_SEQS": 2}
 
 
 def programs_of(pipe):
-    """The compiled models behind single rows, and those behind all other calls."""
+    """Return the compiled models for single rows, and those for all other calls."""
     programs = pipe._engine.runner.programs
     return [{id(programs.compiled(v)) for v in programs if (v.rows == 1) == is_single} for is_single in (True, False)]
 
@@ -178,7 +186,9 @@ def test_the_program_for_single_rows_comes_later_and_changes_no_token(zoo, expec
     monkeypatch.setattr(loaded, "compile_each", held_back)
     with StaticLLMPipeline(zoo / "llama", **SINGLE) as pipe:
         single, others = programs_of(pipe)
-        assert single == others and not pipe.is_complete and tokens_of(pipe) == expected
+        assert single == others
+        assert not pipe.is_complete
+        assert tokens_of(pipe) == expected
         handle = pipe.submit(np.array([PROMPT]), max_new_tokens=64, ignore_eos=True)
         tokens = handle.tokens()
         begun = [next(tokens) for _ in range(4)]
@@ -186,20 +196,26 @@ def test_the_program_for_single_rows_comes_later_and_changes_no_token(zoo, expec
         assert pipe.wait_until_complete(60)
         assert [*begun, *tokens][:12] == expected, "taken over in the middle of an answer"
         single, others = programs_of(pipe)
-        assert len(single) == len(others) == 1 and single != others and tokens_of(pipe) == expected
+        assert len(single) == len(others) == 1
+        assert single != others
+        assert tokens_of(pipe) == expected
         programs = pipe.engine.runner.programs
         bound = [programs[variant].compiled is programs.compiled(variant) for variant in programs if variant.rows == 1]
-        assert len(bound) > 1 and all(bound), "what ran before is bound anew"
+        assert len(bound) > 1, "a program that already ran was bound again"
+        assert all(bound), "a program that already ran was bound again"
 
 
 @pytest.mark.slow
 def test_the_program_for_single_rows_comes_first_with_background_compile_off(zoo, expected, tmp_path):
     with StaticLLMPipeline(zoo / "llama", **SINGLE, BACKGROUND_COMPILE=False) as pipe:
-        assert pipe.is_complete and programs_of(pipe)[0] != programs_of(pipe)[1] and tokens_of(pipe) == expected
+        assert pipe.is_complete
+        assert programs_of(pipe)[0] != programs_of(pipe)[1]
+        assert tokens_of(pipe) == expected
     for origin in ("compiled", "from the cache"):
         with StaticLLMPipeline(zoo / "llama", **SINGLE, CACHE_DIR=tmp_path) as pipe:
-            assert pipe.is_complete and programs_of(pipe)[0] != programs_of(pipe)[1] and tokens_of(pipe) == expected, (
-                origin
-            )
+            assert pipe.is_complete, origin
+            assert programs_of(pipe)[0] != programs_of(pipe)[1], origin
+            assert tokens_of(pipe) == expected, origin
     (entry,) = BlobCache(tmp_path).entries()
-    assert entry.manifest.programs == "single_row" and len(entry.manifest.blobs) == 2
+    assert entry.manifest.programs == "single_row"
+    assert len(entry.manifest.blobs) == 2

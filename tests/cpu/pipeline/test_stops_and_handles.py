@@ -1,4 +1,4 @@
-"""Stop strings are found on the reader's side: what a reader sees of it, and what a handle holds."""
+"""Tests stop strings, which are found on the reader's side, and the lifetime of handles."""
 
 import asyncio
 import gc
@@ -27,7 +27,7 @@ def pipe():
 
 @pytest.fixture
 def broken_device(pipe, monkeypatch):
-    """A device that fails from the moment at which the event is set."""
+    """Return an event; once it is set, the device fails."""
     broken = threading.Event()
     for program in pipe.engine.runner.programs.values():
 
@@ -43,7 +43,7 @@ def broken_device(pipe, monkeypatch):
 
 
 class Tokenizer:
-    """The tokenizer of a pipeline with another ``decode``."""
+    """Wraps the tokenizer of a pipeline and replaces its ``decode``."""
 
     def __init__(self, tokenizer, decode):
         self._tokenizer, self.decode = tokenizer, decode
@@ -132,7 +132,7 @@ def test_a_decode_that_fails_in_the_stop_checker_only_spoils_no_answer(pipe, mon
     assert handle.result() == pipe.generate("hello", max_new_tokens=200, ignore_eos=True), "the reader decides"
 
 
-def test_a_request_that_is_refused_leaves_nothing_behind():
+def test_a_refused_request_leaves_nothing_behind():
     with new_pipe(MAX_WAITING=1) as pipe:
         handles, num_refused = [], 0
         for _ in range(20):
@@ -146,7 +146,8 @@ def test_a_request_that_is_refused_leaves_nothing_behind():
         until = time.monotonic() + 5
         while pipe._stop_checker._watched and time.monotonic() < until:
             time.sleep(0.01)
-        assert num_refused and not pipe._stop_checker._watched
+        assert num_refused
+        assert not pipe._stop_checker._watched
 
 
 def test_a_closed_pipeline_starts_no_thread():

@@ -1,4 +1,4 @@
-"""Streamers that fail, return nonsense or call back: the caller hears of it, and the pipeline stays usable."""
+"""Tests streamers that raise, return nonsense or call the pipeline: the caller gets the error, and the pipeline stays usable."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shared_pipe(zoo):
 
 @pytest.fixture
 def pipe(shared_pipe):
-    """After every test it still answers as before, and no slot is lost."""
+    """Check after each test that the pipeline still gives the same answer and has lost no slot."""
     prompt = np.array([5, 6, 7])
     before = shared_pipe.generate(prompt, **GREEDY).tokens
     yield shared_pipe
@@ -61,7 +61,7 @@ def test_an_exception_in_a_streamer_object_reaches_the_caller(pipe):
         pipe.generate(np.array([5, 6, 7]), streamer=Streamer(), max_new_tokens=5)
 
 
-def test_a_streamer_that_returns_nonsense(pipe):
+def test_a_streamer_that_returns_nonsense_is_an_error(pipe):
     with pytest.raises(GenerationConfigError) as error:
         pipe.generate("hello", streamer=lambda piece: "go on", max_new_tokens=20, ignore_eos=True)
     assert "'go on'" in one_line(error)
@@ -79,13 +79,14 @@ def test_an_exception_in_a_chat_forgets_the_turn(pipe):
     assert turn == pipe.generate("hello", max_new_tokens=6, ignore_eos=True)
 
 
-def test_a_chat_that_is_full_says_so(pipe):
+def test_a_full_chat_is_an_error(pipe):
     pipe.start_chat()
     pipe.generate("hello", max_new_tokens=60, ignore_eos=True)
     with pytest.raises(PromptTooLongError) as error:
         pipe.generate("hello again", max_new_tokens=3)
     pipe.finish_chat()
-    assert "the conversation has" in one_line(error) and "start_chat" in str(error.value)
+    assert "the conversation has" in one_line(error)
+    assert "start_chat" in str(error.value)
 
 
 def test_a_streamer_may_call_its_own_pipeline_but_not_its_own_chat(pipe):
@@ -96,7 +97,8 @@ def test_a_streamer_may_call_its_own_pipeline_but_not_its_own_chat(pipe):
         max_new_tokens=3,
         ignore_eos=True,
     )
-    assert inner and set(inner) == {pipe.generate("x", max_new_tokens=1)}
+    assert inner
+    assert set(inner) == {pipe.generate("x", max_new_tokens=1)}
     for again in (lambda: pipe.generate("x", max_new_tokens=1), pipe.start_chat, pipe.finish_chat):
         pipe.start_chat()
         with pytest.raises(StaticLLMError) as error:

@@ -1,4 +1,4 @@
-"""The way of a prompt to its text, as docs/structure.md tells it: followed call by call, on the fake device."""
+"""Compares the path from a prompt to its text, call by call on the fake device, with docs/structure.md."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pipe(monkeypatch):
 
 
 class Follower:
-    """Every function of the rooms that is entered for the first time: its name, module, thread, and the module that calls it."""
+    """Records each function of the rooms on its first call: its name, module, thread, and the calling module."""
 
     def __init__(self):
         self.calls = {}
@@ -60,12 +60,12 @@ class Follower:
 
 
 def qualified(frame):
-    """Class and function, before Python 3.11 gave code objects this name."""
+    """Return the names of class and function; code objects have them only since Python 3.11."""
     owner = frame.f_locals.get("self")
     return f"{type(owner).__name__}.{frame.f_code.co_name}" if owner is not None else frame.f_code.co_name
 
 
-def test_a_prompt_becomes_text_as_the_page_says(pipe, root):
+def test_a_prompt_becomes_text_as_structure_md_says(pipe, root):
     page = (root / "docs" / "structure.md").read_text(encoding="utf-8")
     told = re.findall(r"^\d+\. `(\w+\.\w+)` \(`([\w/]+)\.py`, (caller|engine|reader)'s thread\)", page, re.MULTILINE)
     assert len(told) - 1 <= MAX_HOPS, "too many hops from a prompt to its text"
@@ -83,7 +83,7 @@ def test_a_prompt_becomes_text_as_the_page_says(pipe, root):
         assert caller is None or caller in known | {"pipelines/text/handle"}, f"{function} is called from {caller}"
 
 
-def test_the_page_lists_the_modules_that_a_generate_enters(pipe, root):
+def test_structure_md_lists_the_modules_that_generate_enters(pipe, root):
     page = (root / "docs" / "structure.md").read_text(encoding="utf-8")
     (told,) = re.findall(r"^One `generate` of token ids .*?in this order:\s(.*?)\.$", page, re.MULTILINE | re.DOTALL)
     with Follower() as follower:

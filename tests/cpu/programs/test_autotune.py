@@ -1,4 +1,4 @@
-"""What the CPU is told to do faster: only where it was measured to be, and never over the user's head."""
+"""Tests autotuning: settings change only if they were measured to be faster, and never against the user's properties."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PHASES = {"prefill": {"PERFORMANCE_HINT": "LATENCY"}, "generate": {"PERFORMANCE_
 
 
 def stack(size=1024, count=2, head=64, compressed=True):
-    """``count`` square matrices in 8 bits and one more, the head."""
+    """Return a model of ``count`` square matrices in 8 bits, and another one as its head."""
     value = ops.parameter([1, -1, size], np.float32)
     result = value
     for rows in (*[size] * count, head):
@@ -32,7 +32,7 @@ def stack(size=1024, count=2, head=64, compressed=True):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Seconds of each kind of candidate; how many rows were timed, and how many matrices."""
+    """Set the seconds of each kind of candidate, and record how many rows and matrices were timed."""
     seconds, probes = {"own": 2.0, LARGE_GROUP: 1.0, 0: 1.0, "f32": 1.0}, []
 
     def measured(self, num_rows, candidates, is_cold=False):
@@ -65,13 +65,13 @@ def test_a_small_gain_changes_nothing(timed):
     ("model", "options"),
     [
         (stack(), {"device": "NPU"}),
-        (stack(), {GROUP_SIZE: 0}),  # the user's, or what asking for f32 brings
-        (stack(size=256), {}),  # too small to tell
-        (stack(size=1000), {}),  # does not divide
+        (stack(), {GROUP_SIZE: 0}),  # set by the user, or by f32
+        (stack(size=256), {}),  # too small to measure
+        (stack(size=1000), {}),  # not divisible by the group size
         (stack(compressed=False), {}),
     ],
 )  # fmt: skip
-def test_where_there_is_nothing_to_try_nothing_is_timed(model, options, timed):
+def test_nothing_is_timed_without_candidates(model, options, timed):
     expected = {**PHASES, "generate": {**PHASES["generate"], **{k: v for k, v in options.items() if k != "device"}}}
     assert calibrate(model, **options) == expected
     assert not timed[1]
@@ -84,7 +84,8 @@ IS_F32 = get_core().get_property("CPU", PRECISION).get_type_name() == "f32"
 def test_single_rows_are_not_quantized_unless_that_is_clearly_slower(layout, timed):
     plain = {"PERFORMANCE_HINT": "LATENCY", GROUP_SIZE: 0}
     found = calibrate(stack(), layout)
-    assert found["single_row"] == plain and found["generate"][GROUP_SIZE] == LARGE_GROUP
+    assert found["single_row"] == plain
+    assert found["generate"][GROUP_SIZE] == LARGE_GROUP
     assert [rows for rows, _ in timed[1]] == [autotune.MANY_ROWS, 1]
     timed[0][0] = 1.1
     assert calibrate(stack(), layout)["single_row"] == plain, "within what a probe varies by"
@@ -96,7 +97,7 @@ def test_single_rows_are_not_quantized_unless_that_is_clearly_slower(layout, tim
         assert PRECISION not in calibrate(stack(), layout)["generate"]
 
 
-def test_what_the_user_said_of_decoding_holds_for_single_rows(timed):
+def test_the_users_decoding_properties_apply_to_single_rows(timed):
     timed[0].update({0: 1.3, "f32": 0.5})
     asked = {GROUP_SIZE: 64}
     assert calibrate(stack(), "single_row", **asked)["single_row"] == {**PHASES["generate"], **asked}
@@ -107,14 +108,15 @@ def test_what_the_user_said_of_decoding_holds_for_single_rows(timed):
 
 
 @pytest.mark.parametrize(("seconds", "layout"), [(1.0, "single_row"), (1.3, "shared")])
-def test_where_single_rows_gain_nothing_they_share_the_program(seconds, layout, timed, monkeypatch):
+def test_single_rows_share_the_program_without_a_gain(seconds, layout, timed, monkeypatch):
     timed[0].update({0: seconds, "f32": 1.3})
     monkeypatch.setattr(autotune, "LEAST_WEIGHTS", 0)
     monkeypatch.setattr(compile_plan, "program_layout", lambda *arguments: "single_row")
     model = demo_model_path()
     assert prepare(model, "CPU", StaticLLMConfig())[1].options.layout == layout
     asked = prepare(model, "CPU", StaticLLMConfig(programs="single_row"))[1].options
-    assert asked.layout == "single_row" and "single_row" in asked.properties
+    assert asked.layout == "single_row"
+    assert "single_row" in asked.properties
 
 
 def test_every_candidate_is_run_and_the_model_stays_as_it_was():
@@ -123,5 +125,7 @@ def test_every_candidate_is_run_and_the_model_stays_as_it_was():
     probe = autotune.Probe(get_core(), "CPU", autotune._matrices(model))
     for num_rows, is_cold in ((autotune.MANY_ROWS, False), (1, True)):
         times = probe.seconds(num_rows, [{}, {GROUP_SIZE: LARGE_GROUP}], is_cold)
-        assert len(times) == 2 and all(0 < time < 10 for time in times)
-    assert len(probe._requests) == 2 and len(model.get_ordered_ops()) == before
+        assert len(times) == 2
+        assert all(0 < time < 10 for time in times)
+    assert len(probe._requests) == 2
+    assert len(model.get_ordered_ops()) == before

@@ -1,4 +1,4 @@
-"""The whole product against the original stateful IR: greedy tokens equal, in f32 with f32 rows, computed here and now."""
+"""Compares greedy tokens with those of the original stateful IR, in f32 with f32 slots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def references(model_path, original):
 
 @pytest.mark.parametrize("mode", [pytest.param("separate", marks=SLOW), "shared"])
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_equal_the_stateful_models(name, mode, model_path, references, prompt_of, in_full):
+def test_greedy_tokens_equal_those_of_the_stateful_model(name, mode, model_path, references, prompt_of, in_full):
     pipe = pipeline(model_path(name), mode)
     num_new = NUM_NEW if in_full else QUICK_NUM_NEW
     for length in LENGTHS if in_full else QUICK_LENGTHS:
@@ -43,8 +43,8 @@ def test_greedy_tokens_equal_the_stateful_models(name, mode, model_path, referen
 @pytest.mark.parametrize(
     "mode", ["separate", "shared", *(pytest.param(mode, marks=SLOW) for mode in ("phases", "single_row"))]
 )
-def test_small_chunks_and_kv_lens_change_no_token(mode, model_path, references, prompt_of):
-    """Chunks of 16, and generation that crosses two KV lengths."""
+def test_small_chunks_and_kv_lengths_change_no_token(mode, model_path, references, prompt_of):
+    """Chunks have 16 tokens, and the generation crosses two KV lengths."""
     pipe = pipeline(
         model_path("qwen3"),
         mode,
@@ -64,8 +64,8 @@ def test_windows_change_no_token(mode, references, model_path, prompt_of):
 
 
 @SLOW
-def test_many_short_prompts_on_int8_weights(references, model_path, prompt_of):
-    """The embedded model is int8: f32 must mean f32 there too, whatever was asked before."""
+def test_f32_is_exact_for_short_prompts_on_int8_weights(references, model_path, prompt_of):
+    """The embedded model is int8. With f32, the CPU must not quantize activations, whatever ran before."""
     pipe = pipeline(model_path("demo"), "shared")
     for seed in range(30):
         prompt = prompt_of(2 + seed % 27, seed=seed // 3)
@@ -82,7 +82,7 @@ def test_a_reused_prefix_changes_no_token(model_path, references, prompt_of):
             assert result.perf_metrics.get_num_cached_tokens() >= min(len(prompt) - 1, 120)
 
 
-def test_f16_rows_stay_close(model_path, references, prompt_of):
+def test_f16_slots_stay_close(model_path, references, prompt_of):
     rows = {**EXACT, "KV_CACHE_PRECISION": "f16", "MAX_PROMPT_LEN": 128}
     pipe = StaticLLMPipeline(model_path("demo"), "CPU", **rows)
     prompt = pipe.get_tokenizer().encode("Tell me a story about a fox.").input_ids.data[0].tolist()
@@ -90,7 +90,7 @@ def test_f16_rows_stay_close(model_path, references, prompt_of):
 
 
 def test_separate_programs_have_only_static_shapes(model_path):
-    """Asserted on the compiled models' ports, not on intentions."""
+    """The ports of the compiled models are checked."""
     pipe = pipeline(model_path("llama"), "separate", MAX_PROMPT_LEN=64, MIN_RESPONSE_LEN=32, MAX_NUM_SEQS=2)
     programs = list(pipe.engine.runner.programs.values())
     compiled = {id(program.compiled): program.compiled for program in programs}
@@ -116,8 +116,8 @@ for seed in range(8):
 
 
 @SLOW
-def test_row_memory_is_allocated_once(model_path):
-    """In a process of its own, where nothing else comes and goes."""
+def test_slot_memory_is_allocated_once(model_path):
+    """The test runs in a child process, where nothing else allocates memory."""
     done = subprocess.run([sys.executable, "-c", MEASURE_MEMORY], capture_output=True, text=True, check=True)
     lines = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
     assert len({(num_bytes, addresses) for _, num_bytes, addresses in lines}) == 1
@@ -127,8 +127,9 @@ def test_row_memory_is_allocated_once(model_path):
     assert last - grown < int(lines[0][1]) / 4, "the process grew while generating"
 
 
-def test_generation_ends_where_the_rows_end(model_path, prompt_of):
+def test_generation_ends_at_max_seq_len(model_path, prompt_of):
     pipe = pipeline(model_path("llama"), "shared", MAX_PROMPT_LEN=32, MIN_RESPONSE_LEN=16)
     result = pipe.generate(np.array(prompt_of(32)), ignore_eos=True)
-    assert len(result.tokens[0]) == 16 and result.finish_reasons == ["length"], "as many as NPUW gives"
+    assert len(result.tokens[0]) == 16, "NPUW gives as many"
+    assert result.finish_reasons == ["length"], "NPUW gives as many"
     assert len(pipe.generate(np.array(prompt_of(8)), ignore_eos=True).tokens[0]) == 40

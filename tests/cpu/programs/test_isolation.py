@@ -1,4 +1,4 @@
-"""Whoever shares the step: at one program shape a sequence's logits are bit-identical whatever the other rows hold."""
+"""Tests that at one program shape, the logits of a sequence are bit-identical whatever the other rows hold."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def segment(sequence, token):
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt2", "bloom"))]
 )
-def test_logits_do_not_depend_on_who_shares_the_step(name, mode, precision, zoo, prompt_of):
+def test_logits_do_not_depend_on_other_sequences_of_the_step(name, mode, precision, zoo, prompt_of):
     runner = runner_of(zoo / name, mode, precision)
     mine = runner.cache.open()
     runner.prefill(mine, prompt_of(40))
@@ -75,7 +75,7 @@ def test_packed_decoding_gives_each_sequence_its_own_tokens(name, mode, zoo, pro
     assert tokens == [reference.greedy(prompt, 24) for prompt in prompts]
 
 
-def test_decoding_and_a_prefill_share_a_step(zoo, prompt_of, original):
+def test_decoding_and_prefill_can_share_a_step(zoo, prompt_of, original):
     runner, reference = runner_of(zoo / "llama", "shared", "f32"), original(zoo / "llama")
     first, second, prompt = runner.cache.open(), runner.cache.open(), prompt_of(30)
     answer = [int(runner.prefill(first, prompt_of(12)).argmax())]
@@ -96,5 +96,6 @@ def test_a_program_may_have_logits_after_several_rows_of_a_sequence(mode, zoo):
     one, five = (
         run_apart(compiled[found], random_feeds(compiled[found], found))["logits"] for found in (last, several)
     )
-    assert one.shape == (1, 1, plan.lowered.shape.vocab_size) and five.shape == (1, 5, plan.lowered.shape.vocab_size)
+    assert one.shape == (1, 1, plan.lowered.shape.vocab_size)
+    assert five.shape == (1, 5, plan.lowered.shape.vocab_size)
     np.testing.assert_allclose(five[:, -1:], one, atol=1e-4 * np.ptp(one))

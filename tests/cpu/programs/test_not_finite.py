@@ -1,4 +1,4 @@
-"""A real model in which one token has no finite embedding: its requests end, all others have the tokens of a run alone."""
+"""Tests a model with a NaN in one embedding: its requests end, and all others have the tokens of single runs."""
 
 import shutil
 
@@ -17,7 +17,7 @@ POISON = 777
 
 @pytest.fixture(scope="module")
 def poisoned(zoo, tmp_path_factory):
-    """The zoo's llama with a NaN in the embedding of one token."""
+    """Return the zoo's llama with a NaN in the embedding of one token."""
     folder = shutil.copytree(zoo / "llama", tmp_path_factory.mktemp("nan") / "llama")
     model = ov.Core().read_model(zoo / "llama" / "openvino_model.xml")
     vocab_size = model.output("logits").get_partial_shape()[2].get_length()
@@ -40,7 +40,7 @@ def poisoned(zoo, tmp_path_factory):
 @pytest.mark.parametrize(
     "scheduler", ["dynamic", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fcfs", "chunked"))]
 )
-def test_the_others_run_again_without_it(poisoned, zoo, prompt_of, scheduler, original):
+def test_the_other_requests_run_again_without_the_poisoned_one(poisoned, zoo, prompt_of, scheduler, original):
     prompts = [prompt_of(8 + 3 * i, seed=i) for i in range(10)]
     prompts = [[token if token != POISON else 5 for token in prompt] for prompt in prompts]
     reference = original(zoo / "llama")

@@ -1,4 +1,4 @@
-"""A checkout is importable as it is, whether or not the package is installed."""
+"""Tests that a checkout can be imported, whether or not the package is installed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def checkout(root, tmp_path_factory):
 
 
 def run(code, folder, *paths):
-    """Run ``code`` in ``folder`` without any installed staticllm: the finder of an editable installation is taken out."""
+    """Run ``code`` in ``folder`` without any installed staticllm, not even an editable installation."""
     before = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]"
     lines = [before, "sys.path[:0] = " + repr([str(path) for path in paths]), code]
     found = subprocess.run(
@@ -51,7 +51,7 @@ def test_a_checkout_is_found_from_anywhere_by_its_path(checkout, tmp_path):
 def test_an_applications_own_pipelines_is_not_shadowed(checkout, tmp_path):
     (tmp_path / "pipelines.py").write_text("mine = True")
     assert run("import staticllm.pipelines, pipelines; print(pipelines.mine)", tmp_path, tmp_path, checkout) == ["True"]
-    installed = tmp_path / "site"  # what is installed does not look beside itself, whatever lies there
+    installed = tmp_path / "site"  # an installed package does not search the folder beside it
     for folder, place in zip(FOLDERS, (".", *ROOMS), strict=True):
         shutil.copytree(checkout / folder, installed / "staticllm" / place, dirs_exist_ok=True)
     shutil.copytree(checkout / "pipelines", installed / "pipelines")
@@ -64,12 +64,14 @@ def test_walking_the_package_finds_every_module_once(checkout):
         "import pkgutil, staticllm; print(*(m.name for m in pkgutil.walk_packages(staticllm.__path__, 'staticllm.')))"
     )
     names = run(code, checkout)
-    assert len(names) == len(set(names)) and {f"staticllm.{room}" for room in ROOMS} <= set(names)
-    assert "staticllm.pipelines.llm_pipeline" in names and "staticllm.staticllm.core" not in names
+    assert len(names) == len(set(names))
+    assert {f"staticllm.{room}" for room in ROOMS} <= set(names)
+    assert "staticllm.pipelines.llm_pipeline" in names
+    assert "staticllm.staticllm.core" not in names
 
 
 def test_pyinstaller_looks_where_python_does(root, checkout, tmp_path):
-    """It follows import statements without running any code, so that a hook tells it."""
+    """PyInstaller follows import statements without running any code, so a hook must name the folders."""
     hook = runpy.run_path(
         str(root / "staticllm" / "pyinstaller" / "pre_safe_import_module" / "hook-staticllm.py")
     )["pre_safe_import_module"]  # fmt: skip

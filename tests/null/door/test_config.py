@@ -14,7 +14,7 @@ def read(**properties):
     return resolve(properties, SUPPORTED).config
 
 
-def test_genai_names_and_typed_fields_are_the_same_thing():
+def test_genai_names_and_typed_fields_give_the_same_config():
     config = read(MAX_PROMPT_LEN=300, MIN_RESPONSE_LEN=50, KV_CACHE_PRECISION="f16", INFERENCE_PRECISION_HINT="f32",
                   PREFILL_CONFIG={"NUM_STREAMS": 1}, PROGRAMS="shared")  # fmt: skip
     assert config == StaticLLMConfig(
@@ -26,10 +26,11 @@ def test_genai_names_and_typed_fields_are_the_same_thing():
 
 @pytest.mark.parametrize("name", ["MAX_PROMPT_LEN", "MIN_RESPONSE_LEN"])
 @pytest.mark.parametrize("value", [0, -1, 2.5, "100", None, True, float("nan"), 10**9])
-def test_lengths_are_whole_and_positive(name, value):
+def test_lengths_that_are_not_positive_integers_are_refused(name, value):
     with pytest.raises(ConfigError, match=rf"{name}=.*must be a whole number from 1") as caught:
         read(**{name: value})
-    assert str(caught.value).count("\n") == 0 and repr(value) in str(caught.value)
+    assert str(caught.value).count("\n") == 0
+    assert repr(value) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -57,26 +58,27 @@ def test_lengths_are_whole_and_positive(name, value):
 def test_bad_properties_are_refused_in_one_line(properties, message):
     with pytest.raises(ConfigError) as caught:
         read(**properties)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
-def test_hints_of_npuw_choose_buckets():
+def test_npuw_hints_choose_buckets():
     assert read(PREFILL_HINT="STATIC", MAX_PROMPT_LEN=512).prefill_rows == (512,)
     assert read(GENERATE_HINT="FAST_COMPILE").generate_kv_lens == (1152,)
     assert read(PREFILL_HINT="DYNAMIC", GENERATE_HINT="BEST_PERF") == StaticLLMConfig()
 
 
-def test_what_the_user_gave_is_known_even_where_it_equals_the_default():
+def test_explicit_properties_are_known_even_if_they_equal_the_default():
     given = resolve({"MAX_PROMPT_LEN": 1024, "NUM_STREAMS": 1, "PREFILL_HINT": "STATIC"}, SUPPORTED)
     assert given.explicit == {"max_prompt_len", "prefill_rows", "device_properties"}
     assert ResolvedConfig.of(StaticLLMConfig(max_prompt_len=1024, kv_slots=2304)).explicit == {"kv_slots"}
 
 
-def test_the_schedulers_of_the_config_are_the_policies():
+def test_the_config_accepts_exactly_the_shipped_policies():
     assert set(SCHEDULERS) == set(POLICIES)
 
 
-def test_npuw_properties_are_named_and_without_effect():
+def test_npuw_properties_are_ignored_with_a_warning():
     with pytest.warns(UserWarning, match="NPUW_DEVICES controls NPUW"):
         assert read(NPUW_DEVICES="CPU") == StaticLLMConfig()
     with warnings.catch_warnings():

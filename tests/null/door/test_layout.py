@@ -1,4 +1,4 @@
-"""The house: what lies where, who may import whom, and what no file may contain."""
+"""Tests the layout: which folder holds what, which module may import which, and what no file may contain."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LEVELS = (
     "testing __main__",
     "",
 )
-"""The import order: a room may import only rooms of an earlier line. Rooms of one line do not know each other."""
+"""The import order: a room may import only from rooms of earlier lines, not from others of its own line."""
 RANKS = {room: rank for rank, line in enumerate(LEVELS) for room in line.split(" ")}
 MAX_FILES = 16
 
@@ -56,7 +56,7 @@ def module_of(root, path):
 
 
 def room_of(module):
-    """The longest name in the table that the module's name begins with, without ``staticllm.``."""
+    """Return the longest name in the table with which the module's name begins, without ``staticllm.``."""
     parts = module.split(".")[1:]
     while ".".join(parts) not in RANKS:
         parts.pop()
@@ -72,14 +72,14 @@ def imports_of(path):
             yield node.module
 
 
-def test_top_level_is_the_house(root):
+def test_the_top_level_has_only_known_names(root):
     listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("not a git checkout")
     assert {line.split("/")[0] for line in listed.stdout.splitlines()} == HOUSE
 
 
-def test_package_list_is_what_is_on_disk(root):
+def test_the_package_list_matches_the_disk(root):
     setup = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     folders = {path.parent for path in sources(root)}
     assert set(setup["packages"]) == {module_of(root, folder / "__init__.py") for folder in folders}
@@ -87,7 +87,7 @@ def test_package_list_is_what_is_on_disk(root):
         assert (root / folder / "__init__.py").is_file(), package
 
 
-def test_imports_are_absolute_and_in_order(root):
+def test_imports_are_absolute_and_follow_the_import_order(root):
     bare = set(ROOMS) - {"staticllm"}
     for path in sources(root):
         me = module_of(root, path)
@@ -100,14 +100,14 @@ def test_imports_are_absolute_and_in_order(root):
             assert allowed, f"{me} may not import {name}: {mine} lies below {other} or beside it"
 
 
-def test_no_room_is_too_full(root):
+def test_no_folder_has_too_many_files(root):
     for folder in {path.parent for path in sources(root)}:
         modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
         assert len(modules) <= MAX_FILES, f"{folder.relative_to(root)} holds {len(modules)} modules"
     assert {path.stem for path in (root / "pipelines").glob("*.py")} == {"__init__", "llm_pipeline", "chat_session"}
 
 
-def test_every_module_is_on_the_page_that_describes_them(root):
+def test_every_module_is_described_in_structure_md(root):
     page = (root / "docs" / "structure.md").read_text(encoding="utf-8")
     for path in sources(root):
         _, *rest = path.relative_to(root).parts
@@ -123,7 +123,7 @@ def test_no_condition_on_a_models_name(root, zoo):
         assert not found, f"{path.relative_to(root)} names {found}"
 
 
-def test_what_is_tested_without_a_device_needs_no_openvino(root):
+def test_modules_of_tests_null_do_not_import_openvino(root):
     modules = [
         "staticllm",
         "staticllm.testing",

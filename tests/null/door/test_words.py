@@ -1,4 +1,4 @@
-"""The field's words: none of the private ones that they replaced is left in code, options, traces, docs or tests."""
+"""Tests that code, options, traces, docs and tests use the terms of the field, not the private ones that they replaced."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OLD = {
     "batched with others, batching delay": r"\bcompany\b|\b[Pp]atien(ce|tly)\b|PATIENCE",
     "prepare and commit time": r"masks_seconds|rows_seconds",
 }
-"""What the field says, and what we said before."""
+"""From the term of the field to a pattern of the private terms that it replaced."""
 ANY = re.compile("|".join(pattern for pattern in OLD.values()), re.IGNORECASE)
 ALLOWED = {"tests/null/door/test_words.py", "CHANGELOG.md"}  # the changelog says what was renamed
 
@@ -51,7 +51,7 @@ def texts(root):
             yield name, (root / name).read_text(encoding="utf-8")
 
 
-def test_no_private_word_is_left(root):
+def test_no_replaced_term_is_left(root):
     found = []
     for name, text in texts(root):
         text = re.sub(r"(?<=[a-z])_(?=[a-z])|\b_", " ", text)  # noqa: PLW2901 - the words of a name are words too

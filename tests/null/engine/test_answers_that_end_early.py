@@ -1,4 +1,4 @@
-"""Several answers: what ends all of them, what ends one, and what other processes number."""
+"""Tests how several answers to one prompt end: all together, or one alone."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ def ends_of(request):
     return {output.index: str(output.reason) for output in outputs_of(request) if isinstance(output, Finished)}
 
 
-def test_an_exception_while_answers_fork_ends_every_answer():
+def test_an_exception_during_a_fork_ends_every_answer():
     engine, calls = fake_engine(make_policy("fcfs")), []
     request = fake_request(range(10), 5, sampling=SAMPLING, num_sequences=4)
     fork = engine.runner.cache.fork
@@ -63,7 +63,7 @@ for state in states:
 """
 
 
-def test_numbers_of_another_process_do_not_clash_with_those_of_answers():
+def test_request_ids_of_another_process_do_not_clash_with_answer_ids():
     requests = [
         EngineRequest((1, 2, 3), SAMPLING, num_sequences=3, max_new_tokens=4, id=1),
         EngineRequest((4, 5, 6), SAMPLING, max_new_tokens=9, id=2),
@@ -76,7 +76,7 @@ def test_numbers_of_another_process_do_not_clash_with_those_of_answers():
     assert child.stdout.splitlines() == ["0 1 2", "0"], child.stderr[-500:]
 
 
-def test_a_prompt_that_runs_once_is_counted_once():
+def test_a_shared_prompt_is_counted_once():
     engine = fake_engine(make_policy("fcfs"))
     run_to_end(engine, [fake_request(range(20), 5, sampling=SAMPLING, num_sequences=4)])
     assert engine.profiler.stats().prompt_tokens == 20

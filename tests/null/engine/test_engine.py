@@ -1,4 +1,4 @@
-"""The engine over the fake device, one step at a time: whoever shares the steps, everybody gets their own answer."""
+"""Tests the engine on the fake device, step by step: each request gets its own answer, whichever requests share its steps."""
 
 import itertools
 import threading
@@ -41,11 +41,11 @@ HOSTILE = {
     "nonsense": lambda view: Plan(decode=(-1,), preempt=tuple(request.id for request in view.requests)),
     "change": change,
 }
-"""What a policy may do that has gone mad: from then on ``fcfs`` plans."""
+"""A change that a policy might make to its view."""
 
 
 class Disturbed:
-    """A shipped policy whose plans are now and then replaced: somebody is swapped out, preempted, or not decoded."""
+    """A shipped policy, some of whose plans are replaced by ones that swap out, preempt, or skip a request."""
 
     def __init__(self, name, moves):
         self.policy, self.moves, self.used = make_policy(name), list(moves), set()
@@ -86,7 +86,7 @@ schedules = st.fixed_dictionaries(
 
 
 class Schedule:
-    """Requests that arrive in bursts, with common prefixes, cancellations and numbers that are not finite."""
+    """Requests that arrive in bursts, with common prefixes, cancellations and non-finite numbers."""
 
     def __init__(self, schedule):
         self.requests, self.arrivals = [], []
@@ -112,18 +112,20 @@ class Schedule:
             *tokens, end = outputs_of(request)
             was_cancelled = index in self.cancelled and end.reason == "cancelled"
             if POISON in prompt:
-                assert not tokens and (isinstance(end.error, NumericalError) or was_cancelled)
+                assert not tokens
+                assert isinstance(end.error, NumericalError) or was_cancelled
                 continue
             answer = fake_answer(prompt, request.request.max_new_tokens, MASKS, is_recurrent)[len(prompt) :]
             assert [token.id for token in tokens] == answer[: len(tokens)]
             is_whole = len(tokens) == request.request.max_new_tokens and end.reason == "length"
-            assert end.error is None and (is_whole or was_cancelled)
+            assert end.error is None
+            assert is_whole or was_cancelled
 
 
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules)
 def test_any_schedule_gives_each_request_its_own_answer(schedule):
-    """Swaps, preemptions, few slots, models that take turns, recurrent ones, programs that are compiled meanwhile."""
+    """Schedules include swaps, preemptions, few slots, recurrent models, models that cannot be packed, and late programs."""
     is_recurrent = schedule["kind"] == "recurrent"
     variants = FAKE_VARIANTS if schedule["kind"] == "packed" else [v for v in FAKE_VARIANTS if v.sequences == 1]
     engine = fake_engine(
@@ -161,8 +163,8 @@ SEPARATE = (
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 @pytest.mark.parametrize("is_users", [False, True])
-def test_a_small_packed_program_that_comes_first_ends_no_request(name, is_users):
-    """Four sequences in more rows than it shows must take turns until the next program is there."""
+def test_a_small_packed_program_installed_first_ends_no_request(name, is_users):
+    """Four sequences that use more slots than the program sees must take turns until the next program is installed."""
     engine = fake_engine(Disturbed(name, ["skip"]) if is_users else make_policy(name), 4, SEPARATE, is_staged=True)
     requests = [fake_request(range(40 * i, 40 * i + 12 + i), 20) for i in range(9)]
     expected = [fake_answer(request.tokens, 20) for request in requests]
@@ -181,7 +183,7 @@ def test_a_small_packed_program_that_comes_first_ends_no_request(name, is_users)
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 @pytest.mark.parametrize("slots", [1, 3])
-def test_every_policy_serves_a_crowd(name, slots):
+def test_every_policy_serves_more_requests_than_may_run(name, slots):
     engine = fake_engine(make_policy(name), slots)
     requests = [fake_request(range(10 * i, 10 * i + 3 + 5 * i), 8) for i in range(9)]
     expected = [fake_answer(request.tokens, 8) for request in requests]
@@ -208,20 +210,21 @@ def test_cancellation_between_the_chunks_of_a_prompt():
     assert engine.kv_manager.table[request.id].status == "prefilling"
     request.cancel()
     engine.step()
-    assert reason_of(request) == "cancelled" and not request.num_generated
+    assert reason_of(request) == "cancelled"
+    assert not request.num_generated
     assert_empty(engine)
 
 
-def test_a_deadline_ends_a_request_with_what_it_has():
+def test_a_deadline_ends_a_request_and_keeps_its_tokens():
     engine = fake_engine(make_policy("fcfs"))
     late, fine = fake_request([1, 2], 5, deadline=0.0), fake_request([1, 2], 5)
     run_to_end(engine, [late, fine])
     assert (reason_of(late), reason_of(fine)) == ("deadline", "length")
 
 
-def test_the_queue_is_bounded_and_nothing_is_lost():
+def test_a_full_queue_refuses_requests_and_loses_none():
     engine = fake_engine(make_policy("fcfs"), max_waiting=2)
-    engine._start = lambda: None  # nobody serves: all wait
+    engine._start = lambda: None  # no thread serves, so all requests wait
     requests = [fake_request([1, 2, i], 3) for i in range(3)]
     engine.submit_state(requests[0])
     engine.submit_state(requests[1])
@@ -233,7 +236,7 @@ def test_the_queue_is_bounded_and_nothing_is_lost():
     assert [reason_of(request) for request in requests] == ["length"] * 3
 
 
-def test_priority_goes_first():
+def test_higher_priority_runs_first():
     engine = fake_engine(make_policy("fcfs"), max_num_seqs=1)
     low, high = fake_request([1, 2], 3), fake_request([3, 4], 3, priority=5)
     run_to_end(engine, [low, high])
@@ -241,13 +244,13 @@ def test_priority_goes_first():
 
 
 def test_closing_while_a_switch_is_pending_ends_every_request():
-    """New requests wait for the other runner; closed before that, they end as cancelled like all others."""
+    """New requests wait for the other runner. If the engine is closed first, they end as cancelled like all others."""
     engine, other = fake_engine(make_policy("fcfs")), fake_engine(make_policy("fcfs"))
     running, waiting = fake_request([1, 2, 3], 60), fake_request([4, 5, 6], 4)
     engine.enqueue([running])
     engine.step()
     switched = []
-    engine._start = lambda: None  # this thread serves
+    engine._start = lambda: None  # this thread runs the steps
     engine.switch(other.runner, other._options, lambda: switched.append(True))
     engine.submit_state(waiting)
     for _ in range(3):
@@ -255,10 +258,11 @@ def test_closing_while_a_switch_is_pending_ends_every_request():
     engine._is_closing = True
     engine._loop()
     assert [reason_of(request) for request in (running, waiting)] == ["cancelled", "cancelled"]
-    assert not switched and engine.is_idle
+    assert not switched
+    assert engine.is_idle
 
 
-def test_a_switch_happens_between_two_requests_and_is_told():
+def test_a_switch_happens_between_two_requests_and_is_reported():
     engine, other = fake_engine(make_policy("fcfs")), fake_engine(make_policy("fcfs"))
     running, waiting = fake_request([1, 2, 3], 9), fake_request([4, 5, 6], 4)
     engine.enqueue([running])
@@ -267,12 +271,13 @@ def test_a_switch_happens_between_two_requests_and_is_told():
     engine.switch(other.runner, other._options, lambda: switched.append(engine.is_idle))
     engine.submit_state(waiting)
     run_to_end(engine, [])
-    assert engine.runner is other.runner and len(switched) == 1
+    assert engine.runner is other.runner
+    assert len(switched) == 1
     assert [reason_of(request) for request in (running, waiting)] == ["length", "length"]
     assert waiting.tokens == fake_answer([4, 5, 6], 4)
 
 
-def test_requests_that_wait_for_a_switch_may_leave():
+def test_requests_that_wait_for_a_switch_can_be_cancelled_or_expire():
     engine, other = fake_engine(make_policy("fcfs")), fake_engine(make_policy("fcfs"))
     running = fake_request([1, 2, 3], 60)
     engine.enqueue([running])
@@ -284,13 +289,14 @@ def test_requests_that_wait_for_a_switch_may_leave():
         engine.submit_state(request)
     cancelled.cancel()
     engine.step()
-    assert (reason_of(cancelled), reason_of(late)) == ("cancelled", "deadline") and running.queue.get(0) is not None
+    assert (reason_of(cancelled), reason_of(late)) == ("cancelled", "deadline")
+    assert running.queue.get(0) is not None
     run_to_end(engine, [])
     assert waiting.tokens == fake_answer([6], 4)
 
 
 @pytest.mark.parametrize("num_running", [0, 1])
-def test_a_full_prompt_that_went_to_the_host_goes_on_by_its_rule(num_running):
+def test_a_full_prompt_in_the_host_pool_continues_by_its_overflow_rule(num_running):
     variants = (
         *FAKE_VARIANTS,
         *(Variant(64, kv_len) for kv_len in (0, 64, 128)),
@@ -310,7 +316,7 @@ def test_a_full_prompt_that_went_to_the_host_goes_on_by_its_rule(num_running):
 # -- the thread
 
 
-def test_the_thread_serves_and_ends():
+def test_the_engine_thread_serves_requests_and_ends_on_close():
     engine = fake_engine(make_policy("dynamic"))
     requests = [fake_request(range(i, i + 10), 10) for i in range(6)]
     for request in requests:
@@ -325,20 +331,20 @@ def test_the_thread_serves_and_ends():
     engine.close()
 
 
-def test_closing_without_draining_cancels():
+def test_closing_without_draining_cancels_requests():
     engine = fake_engine(make_policy("dynamic"))
     request = fake_request([1, 2], 50)
     engine.submit_state(request)
     first = request.queue.get(5)
     engine.close()
     rest = outputs_of(request)
-    assert (
-        isinstance(first, TokenOutput) and isinstance(rest[-1], Finished) and rest[-1].reason in ("cancelled", "length")
-    )
+    assert isinstance(first, TokenOutput)
+    assert isinstance(rest[-1], Finished)
+    assert rest[-1].reason in ("cancelled", "length")
     assert_empty(engine)
 
 
-def test_a_callback_runs_between_steps_and_its_failure_is_the_callers():
+def test_a_callback_runs_between_steps_and_its_error_reaches_the_caller():
     engine = fake_engine(make_policy("dynamic"))
     assert engine.run_between_steps(lambda: threading.current_thread().name) == "staticllm-engine"
     with pytest.raises(KeyError):
@@ -350,7 +356,7 @@ def test_a_callback_runs_between_steps_and_its_failure_is_the_callers():
 
 
 @pytest.mark.parametrize(("rule", "head"), [("shift", 4), ("truncate_middle", 8)])
-def test_a_conversation_that_fills_its_rows_goes_on_with_what_the_rule_keeps(rule, head):
+def test_a_full_conversation_continues_with_the_tokens_that_the_rule_keeps(rule, head):
     engine = fake_engine(make_policy("dynamic"), max_seq_len=64)
     request, other = fake_request(range(40), 60, overflow=rule), fake_request(range(500, 510), 60)
     run_to_end(engine, [request, other])

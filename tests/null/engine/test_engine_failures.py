@@ -1,4 +1,4 @@
-"""The engine over the fake device when something fails: it ends the request that it belongs to, and no other."""
+"""Tests failures in the engine, on the fake device: a failure ends only the requests to which it belongs."""
 
 import pytest
 from output_queues import outputs_of
@@ -10,8 +10,8 @@ from staticllm.testing import POISON, VOCAB_SIZE, assert_empty, fake_answer, fak
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_numbers_that_are_not_finite_end_one_request_only(name):
-    """They spoil every call that the request is in; the others run again without it."""
+def test_non_finite_logits_end_only_their_own_request(name):
+    """Such a request spoils every call that it is in, so the other requests run again without it."""
     engine = fake_engine(make_policy(name))
     innocent = [fake_request(range(20 * i, 20 * i + 5 + 3 * i), 9) for i in range(8)]
     guilty = [fake_request([1, POISON, 3], 9), fake_request([*range(60, 80), POISON], 9)]
@@ -19,13 +19,14 @@ def test_numbers_that_are_not_finite_end_one_request_only(name):
     run_to_end(engine, [])
     for request in guilty:
         end = outputs_of(request)[-1]
-        assert isinstance(end.error, NumericalError) and not request.num_generated
+        assert isinstance(end.error, NumericalError)
+        assert not request.num_generated
     for index, request in enumerate(innocent):
         assert request.tokens == fake_answer(range(20 * index, 20 * index + 5 + 3 * index), 9)
     assert_empty(engine)
 
 
-def test_suspects_and_others_have_calls_in_turns():
+def test_suspected_requests_take_turns_with_the_others():
     engine = fake_engine(make_policy("dynamic"), max_num_seqs=2)
     decoding = [fake_request([7, 8, i], 40) for i in range(2)]
     engine.enqueue(decoding)
@@ -40,13 +41,13 @@ def test_suspects_and_others_have_calls_in_turns():
         seen = decoding[0].num_generated
         if decoding[0].num_generated == 40:
             break
-    assert max(gaps) <= 3, "nobody who decodes waits for all suspects"
+    assert max(gaps) <= 3, "decoding requests do not wait for all suspects"
     run_to_end(engine, [])
     assert all(request.num_generated == request.request.max_new_tokens for request in (*decoding, *prompts))
 
 
-def test_rows_that_are_not_finite_are_never_kept(monkeypatch):
-    """A model with windows, say: its own logits are finite, but its rows would poison everybody's."""
+def test_non_finite_slots_are_never_kept(monkeypatch):
+    """In a model with windows, a request's own logits may be finite while its slots would spoil those of the others."""
     engine = fake_engine(make_policy("fcfs"))
     request, other = fake_request([1, 2, 3], 5), fake_request([4, 5, 6], 5)
     monkeypatch.setattr(cache_module, "is_finite", lambda rows: not (rows[..., 0] == 2).any())
@@ -56,7 +57,7 @@ def test_rows_that_are_not_finite_are_never_kept(monkeypatch):
 
 
 @pytest.mark.parametrize("part", ["arena.write", "slots.allocate"])
-def test_a_failure_inside_a_commit_recomputes_the_others(monkeypatch, part):
+def test_an_exception_inside_commit_recomputes_the_requests(monkeypatch, part):
     engine = fake_engine(make_policy("fcfs"))
     first, second = fake_request([1, 2, 3], 12), fake_request(range(30, 60), 4)
     engine.enqueue([first])
@@ -78,7 +79,7 @@ def test_a_failure_inside_a_commit_recomputes_the_others(monkeypatch, part):
     assert_empty(engine)
 
 
-def test_a_failing_device_fails_only_who_was_in_the_call(monkeypatch):
+def test_a_failing_device_call_ends_only_the_requests_in_it(monkeypatch):
     engine = fake_engine(make_policy("fcfs"))
     running, arriving = fake_request([1, 2, 3], 8), fake_request(range(20), 3)
     engine.enqueue([running])
@@ -114,9 +115,10 @@ def test_a_failure_outside_the_call_ends_all_requests_and_the_engine_continues(m
     assert_empty(engine)
 
 
-def test_a_request_whose_sampling_fails_ends_alone():
+def test_a_sampling_error_ends_only_its_own_request():
     engine, everything = fake_engine(make_policy("dynamic")), frozenset(range(VOCAB_SIZE))
     bad, good = fake_request([1, 2], 5, stop_token_ids=everything, min_new_tokens=2), fake_request([3, 4], 5)
     run_to_end(engine, [bad, good])
-    assert isinstance(outputs_of(bad)[-1].error, GenerationConfigError) and outputs_of(good)[-1].reason == "length"
+    assert isinstance(outputs_of(bad)[-1].error, GenerationConfigError)
+    assert outputs_of(good)[-1].reason == "length"
     assert_empty(engine)

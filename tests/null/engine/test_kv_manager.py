@@ -1,4 +1,4 @@
-"""Whose rows lie where: prefixes found again, conversations on their way to the host pool, prompts past the arena."""
+"""Tests the KV cache manager: prefix reuse, offloading to the host pool, and prompts that bypass the arena."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import FakeProgram, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
 
 
-def test_a_prefix_is_stored_once_and_counted():
+def test_a_shared_prefix_is_stored_once_and_counted_as_cached():
     engine, system = fake_engine(make_policy("fcfs")), list(range(24))
     requests = [fake_request([*system, 500 + i], 30) for i in range(3)]
     engine.enqueue(requests)
@@ -28,7 +28,7 @@ def test_a_prefix_is_stored_once_and_counted():
     assert engine.profiler.stats().prefix_hit_tokens == 48
 
 
-def test_a_conversation_is_found_again_after_others_came():
+def test_a_conversation_is_reused_after_other_conversations():
     engine = fake_engine(make_policy("dynamic"))
     first = fake_request(range(20), 10)
     run_to_end(engine, [first])
@@ -36,12 +36,13 @@ def test_a_conversation_is_found_again_after_others_came():
     again = fake_request([*first.tokens, 7, 8], 5)
     expected = fake_answer(again.tokens, 5)
     run_to_end(engine, [again])
-    assert again.num_cached == 29 and again.tokens == expected
+    assert again.num_cached == 29
+    assert again.tokens == expected
 
 
 @pytest.mark.parametrize("is_hurried", [False, True])
-def test_a_long_conversation_leaves_the_arena_piece_by_piece(monkeypatch, is_hurried):
-    """Somebody decodes while it goes: between two calls a few rows are copied, unless somebody needs all of them."""
+def test_a_long_conversation_is_offloaded_in_chunks(monkeypatch, is_hurried):
+    """While a request decodes, one chunk is copied per call, unless a request needs all of the slots."""
     engine, pieces, advance = fake_engine(make_policy("fcfs"), max_num_seqs=2), [], SequenceCopy.advance
     monkeypatch.setattr(prefix, "OFFLOAD_SLOTS", 8)
     monkeypatch.setattr(SequenceCopy, "advance", lambda self, count: pieces.append(count) or advance(self, count))
@@ -51,24 +52,26 @@ def test_a_long_conversation_leaves_the_arena_piece_by_piece(monkeypatch, is_hur
     while not pieces:
         engine.step()
     kv_manager, cache = engine.kv_manager, engine.runner.cache
-    assert engine.is_idle is False and kv_manager.prefix.idle_slots == 50 and kv_manager.host_pool.num_kept_slots == 0
+    assert engine.is_idle is False
+    assert kv_manager.prefix.idle_slots == 50
+    assert kv_manager.host_pool.num_kept_slots == 0
     if is_hurried:
         kv_manager.make_room(cache.num_slots - cache.slots.num_used + 1)
-        assert kv_manager.prefix.idle_slots == 0 and cache.slots.num_used == len(reader.state.sequence)
+        assert kv_manager.prefix.idle_slots == 0
+        assert cache.slots.num_used == len(reader.state.sequence)
     run_to_end(engine, [])
-    assert (
-        reader.tokens == expected
-        and pieces.count(8) == (1 if is_hurried else 7)
-        and kv_manager.host_pool.num_kept_slots == 50
-    )
+    assert reader.tokens == expected
+    assert pieces.count(8) == (1 if is_hurried else 7)
+    assert kv_manager.host_pool.num_kept_slots == 50
     again = fake_request([*long.tokens, 7, 8], 5)
     answer = fake_answer(again.tokens, 5)
     run_to_end(engine, [again])
-    assert again.num_cached == 50 and again.tokens == answer
+    assert again.num_cached == 50
+    assert again.tokens == answer
     assert_empty(engine)
 
 
-def test_copies_are_made_while_the_device_runs(monkeypatch):
+def test_offloading_copies_while_the_device_runs(monkeypatch):
     running, copied, run, advance = [], [], FakeProgram.run, SequenceCopy.advance
 
     def ran(self, meanwhile=None):
@@ -86,12 +89,13 @@ def test_copies_are_made_while_the_device_runs(monkeypatch):
     )
     engine = fake_engine(make_policy("fcfs"), max_num_seqs=2)
     run_to_end(engine, [fake_request(range(48), 3), fake_request(range(200, 206), 30)])
-    assert len(copied) == 8 and all(copied), "seven pieces, and to say that it is done"
+    assert len(copied) == 8, "seven chunks, and a last call that returns True"
+    assert all(copied), "seven chunks, and a last call that returns True"
 
 
 @pytest.mark.parametrize("is_resting", [False, True])
-def test_rows_that_cannot_be_given_back_are_not_lost(is_resting, monkeypatch):
-    """What happens while the device runs fails who runs, what happens while it rests fails nobody; all rows are free again."""
+def test_slots_are_freed_after_a_failed_offload(is_resting, monkeypatch):
+    """A failed copy ends the requests of the running call, or none if the device is idle; all slots are freed."""
     monkeypatch.setattr(prefix, "OFFLOAD_SLOTS", 30)
     engine = fake_engine(make_policy("fcfs"), max_num_seqs=2)
     first, second = fake_request(range(40), 3), fake_request(range(200, 206), 3 if is_resting else 30)
@@ -99,7 +103,7 @@ def test_rows_that_cannot_be_given_back_are_not_lost(is_resting, monkeypatch):
     while not engine.kv_manager.prefix.is_offloading:
         engine.step()
     assert engine.is_idle == is_resting
-    rows, free, failed = engine.runner.cache.slots, engine.runner.cache.slots.free, []
+    slots, free, failed = engine.runner.cache.slots, engine.runner.cache.slots.free, []
 
     def fail_once(given):
         if not failed:
@@ -107,12 +111,13 @@ def test_rows_that_cannot_be_given_back_are_not_lost(is_resting, monkeypatch):
             raise MemoryError("none left")
         free(given)
 
-    monkeypatch.setattr(rows, "free", fail_once)
+    monkeypatch.setattr(slots, "free", fail_once)
     engine.step()
     assert failed
     monkeypatch.undo()
     run_to_end(engine, [])
-    assert reason_of(first) == "length" and reason_of(second) == ("length" if is_resting else "error")
+    assert reason_of(first) == "length"
+    assert reason_of(second) == ("length" if is_resting else "error")
     assert engine.runner.cache.slots.num_used == engine.kv_manager.prefix.idle_slots == 0
     again = fake_request(range(30), 5)
     expected = fake_answer(again.tokens, 5)
@@ -121,7 +126,7 @@ def test_rows_that_cannot_be_given_back_are_not_lost(is_resting, monkeypatch):
     assert_empty(engine)
 
 
-def test_an_engine_that_rests_tidies_up(monkeypatch):
+def test_an_idle_engine_offloads_and_compacts(monkeypatch):
     monkeypatch.setattr(prefix, "OFFLOAD_SLOTS", 8)
     engine = fake_engine(make_policy("dynamic"))
     requests = [fake_request(range(start, start + 20), 5) for start in (0, 100, 200)]
@@ -142,7 +147,7 @@ def test_an_engine_that_rests_tidies_up(monkeypatch):
 
 
 def test_offloading_is_not_chunked_when_no_request_decodes(monkeypatch):
-    """A prompt alone would see all rows of the conversation before it in every chunk."""
+    """Otherwise each chunk of the prompt would see all slots of the previous conversation."""
     monkeypatch.setattr(prefix, "OFFLOAD_SLOTS", 4)
     engine = fake_engine(make_policy("fcfs"))
     run_to_end(engine, [fake_request(range(48), 3)])
@@ -150,11 +155,13 @@ def test_offloading_is_not_chunked_when_no_request_decodes(monkeypatch):
     engine.enqueue([request])
     engine.step()
     engine.step()
-    assert engine.kv_manager.table[request.id].num_computed and engine.runner.cache.slots.num_used <= 30
-    assert engine.kv_manager.host_pool.num_kept_slots == 50 and not engine.kv_manager.prefix.is_offloading
+    assert engine.kv_manager.table[request.id].num_computed
+    assert engine.runner.cache.slots.num_used <= 30
+    assert engine.kv_manager.host_pool.num_kept_slots == 50
+    assert not engine.kv_manager.prefix.is_offloading
 
 
-def test_who_goes_on_with_a_conversation_that_is_leaving_shares_its_rows(monkeypatch):
+def test_a_request_that_continues_an_outgoing_conversation_shares_its_slots(monkeypatch):
     monkeypatch.setattr(prefix, "OFFLOAD_SLOTS", 4)
     engine = fake_engine(make_policy("chunked"), max_num_seqs=2)
     long, reader = fake_request(range(30), 3), fake_request(range(200, 206), 40)
@@ -166,43 +173,43 @@ def test_who_goes_on_with_a_conversation_that_is_leaving_shares_its_rows(monkeyp
     answers.append(fake_answer(again.tokens, 20))
     engine.enqueue([again])
     engine.step()
-    assert (
-        again.num_cached == 32
-        and engine.runner.cache.slots.num_shared == 32
-        and engine.kv_manager.prefix.idle_slots == 0
-    )
+    assert again.num_cached == 32
+    assert engine.runner.cache.slots.num_shared == 32
+    assert engine.kv_manager.prefix.idle_slots == 0
     run_to_end(engine, [])
     assert [request.tokens for request in (long, reader, again)] == answers
     assert_empty(engine)
 
 
-def test_a_prompt_without_a_slot_never_enters_the_arena(monkeypatch):
+def test_a_prompt_beyond_max_num_seqs_never_enters_the_arena(monkeypatch):
     engine = fake_engine(make_policy("prefill_first"), max_num_seqs=1)
     first = fake_request([1, 2, 3], 20)
     engine.enqueue([first])
     while not first.num_generated:
         engine.step()
-    kv_len, rows = engine.runner.cache.arena.stride, engine.runner.cache.slots.num_used
+    kv_len, num_used = engine.runner.cache.arena.stride, engine.runner.cache.slots.num_used
     waiting = [fake_request(range(20 * i, 20 * i + 14), 6) for i in range(3)]
     expected = [fake_answer(request.tokens, 6) for request in waiting]
     engine.enqueue(waiting)
-    monkeypatch.setattr(engine.runner.cache, "copy_out", lambda *_: pytest.fail("rows were copied out of the arena"))
+    monkeypatch.setattr(engine.runner.cache, "copy_out", lambda *_: pytest.fail("slots were copied out of the arena"))
     while not all(request.num_generated for request in waiting):
         engine.step()
     monkeypatch.undo()
     cache = engine.runner.cache
-    assert cache.arena.stride == kv_len and cache.slots.num_used <= rows + first.num_generated
+    assert cache.arena.stride == kv_len
+    assert cache.slots.num_used <= num_used + first.num_generated
     assert engine.kv_manager.host_pool.num_swapped_slots == 3 * 14
     run_to_end(engine, [])
     assert [request.tokens for request in waiting] == expected
     assert_empty(engine)
 
 
-def test_a_found_prefix_runs_on_where_only_single_rows_see_a_past():
+def test_a_cached_prefix_continues_if_only_single_row_programs_have_a_past():
     engine = fake_engine(make_policy("fcfs"), variants=[*(Variant(1, c) for c in (32, 64, 128)), Variant(16, 0)])
     first = fake_request(range(16), 10)
     run_to_end(engine, [first])
     second = fake_request([*first.tokens, 7, 8, 9], 5)
     expected = fake_answer(second.tokens, 5)
     run_to_end(engine, [second])
-    assert second.tokens == expected and second.num_cached == 25
+    assert second.tokens == expected
+    assert second.num_cached == 25

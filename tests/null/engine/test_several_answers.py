@@ -1,4 +1,4 @@
-"""Several answers to one prompt: it runs once, its slots are shared, and each answer is that of a request of its own."""
+"""Tests several answers to one prompt: the prompt runs once, and each answer is that of a single request."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ def new_engine(policy, is_recurrent):
 
 
 def answers_of(request):
-    """The tokens of each answer, and how it ended."""
+    """Return the tokens and the end of each answer."""
     count = request.request.num_sequences
     tokens, ends = [[] for _ in range(count)], [None] * count
     for output in outputs_of(request):
@@ -68,16 +68,19 @@ def test_answers_are_those_of_single_requests(policy, is_recurrent):
     assert_empty(engine)
 
 
-def test_the_prompt_runs_once_and_its_slots_are_stored_once():
+def test_the_prompt_runs_once_and_its_slots_are_shared():
     engine = fake_engine(make_policy("fcfs"))
     request = fake_request(range(24), 6, sampling=SAMPLING, num_sequences=4)
     engine.enqueue([request])
     while len(request.sequences) < 4:
         engine.step()
-    assert engine.runner.cache.slots.num_used == 24 and engine.runner.cache.slots.num_shared == 24
+    assert engine.runner.cache.slots.num_used == 24
+    assert engine.runner.cache.slots.num_shared == 24
     run_to_end(engine, [])
     stats = engine.profiler.stats()
-    assert stats.prefill_rows_per_second > 0 and stats.num_requests == 4 and stats.num_tokens == 24
+    assert stats.prefill_rows_per_second > 0
+    assert stats.num_requests == 4
+    assert stats.num_tokens == 24
     assert_empty(engine)
 
 
@@ -105,7 +108,8 @@ def test_any_schedule_gives_every_answer_its_own_tokens(requests, max_num_seqs, 
     for i, ((length, num_new, _), request) in enumerate(zip(requests, asked, strict=True)):
         for index, (tokens, end) in enumerate(zip(*answers_of(request), strict=True)):
             expected = alone(range(9 * i, 9 * i + length), num_new, 100 * i + index)
-            assert end.error is None and tokens == expected[: len(tokens)], (i, index)
+            assert end.error is None, (i, index)
+            assert tokens == expected[: len(tokens)], (i, index)
             assert len(tokens) == num_new or (i == cancelled and end.reason == "cancelled")
     assert_empty(engine)
 
@@ -120,12 +124,13 @@ def test_one_answer_can_be_cancelled_alone():
     run_to_end(engine, [])
     tokens, ends = answers_of(request)
     assert [end.reason for end in ends] == ["length", "cancelled", "length"]
-    assert len(tokens[0]) == len(tokens[2]) == 20 and len(tokens[1]) < 20
-    engine.cancel(request.id)  # it has ended: nothing happens
+    assert len(tokens[0]) == len(tokens[2]) == 20
+    assert len(tokens[1]) < 20
+    engine.cancel(request.id)  # no effect, because the request has ended
     assert_empty(engine)
 
 
-def test_a_request_that_never_begins_ends_with_all_its_answers():
+def test_a_request_that_never_begins_ends_all_its_answers():
     engine = fake_engine(make_policy("fcfs"))
     request = fake_request(range(10), 20, num_sequences=3, deadline=0.0)
     run_to_end(engine, [request])
@@ -145,16 +150,15 @@ while not isinstance(output := state.queue.get(0), Finished):
 """
 
 
-def test_a_request_crosses_a_process_as_json():
+def test_a_request_survives_a_json_round_trip():
     request = EngineRequest(
         (1, 2, 3), SAMPLING, seed=9, max_new_tokens=7, stop_token_ids=frozenset({996}), overflow="shift",
         deadline=time.perf_counter() + 60,
     )  # fmt: skip
     text = json.dumps(request.to_dict())
     back = EngineRequest.from_dict(json.loads(text))
-    assert back.deadline == pytest.approx(request.deadline, abs=1) and back.arrival == pytest.approx(
-        request.arrival, abs=1
-    )
+    assert back.deadline == pytest.approx(request.deadline, abs=1)
+    assert back.arrival == pytest.approx(request.arrival, abs=1)
     assert replace(back, id=request.id, deadline=request.deadline, arrival=request.arrival) == request
     child = subprocess.run([sys.executable, "-c", CHILD], input=text, capture_output=True, text=True, check=True)
     here = fake_request((1, 2, 3), 7, sampling=SAMPLING, seed=9)
@@ -171,7 +175,7 @@ def test_a_request_crosses_a_process_as_json():
         Finished(FinishReason.ERROR, ValueError("of another library")),
     ],
 )
-def test_an_output_crosses_a_process_as_json(output):
+def test_an_output_survives_a_json_round_trip(output):
     back = output_from_dict(json.loads(json.dumps(output_to_dict(output))))
     if isinstance(output, TokenOutput) or output.error is None:
         assert back == output

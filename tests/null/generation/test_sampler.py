@@ -13,7 +13,7 @@ VOCAB = 50
 
 
 def sampler(prompt=(), seed=0, min_new_tokens=0, stop_token_ids=(), more=(), **params):
-    """A sampler with the processors of these options and, after them, those in ``more``."""
+    """Return a sampler with the processors of these options, followed by those in ``more``."""
     params = SamplingParams(**params)
     processors = processors_for(params, list(prompt), VOCAB, min_new_tokens, stop_token_ids)
     return Sampler(params, [*processors, *more], np.random.default_rng(seed))
@@ -27,9 +27,9 @@ TINY = 1e-30
 
 
 def plain_distribution(logits, temperature, top_k, top_p, min_p):
-    """The kept tokens, most likely first; their probabilities; the cumulative mass of the tokens that ``top_k`` leaves.
+    """Return the kept tokens (most likely first), their probabilities, and the cumulative mass after ``top_k``.
 
-    It sorts everything, filters in order and renormalises.
+    This is the plain definition: it sorts everything, filters in order and renormalises.
     """
     scaled = logits.astype(np.float64) / temperature
     probabilities = np.exp(scaled - scaled.max())
@@ -60,8 +60,8 @@ def test_filters_equal_the_plain_computation(seed, temperature, top_k, top_p, mi
     st.integers(0, 10**6), st.sampled_from([0.3, 1, 3]), st.sampled_from([3000, 3071, 40_000]), st.sampled_from([0, 40, 2000]),
     st.sampled_from([1.0, 0.95, 0.5]), st.sampled_from([0.0, 0.02])
 )  # fmt: skip
-def test_filters_of_a_large_vocabulary(seed, scale, vocab, top_k, top_p, min_p):
-    """Flat and peaked distributions, and ones with many equally likely tokens."""
+def test_filters_of_a_large_vocabulary_equal_the_plain_computation(seed, scale, vocab, top_k, top_p, min_p):
+    """Distributions are flat, peaked, or have many equally likely tokens."""
     logits = np.random.default_rng(seed).normal(scale=scale, size=vocab).astype(np.float32)
     check_filters(np.round(logits, 1) if seed % 2 else logits, 0.8, top_k, top_p, min_p)
 
@@ -71,14 +71,16 @@ def check_filters(logits, temperature, top_k, top_p, min_p):
     tokens, probabilities = candidate_distribution(logits, params)
     expected, expected_probabilities, masses = plain_distribution(logits, temperature, top_k, top_p, min_p)
     assert (np.diff(tokens) > 0).all()
-    # f32 may round the smallest probabilities to 0: tokens of these are left out on both sides
+    # f32 may round the smallest probabilities to 0, so such tokens are left out on both sides
     tokens, probabilities = tokens[probabilities > TINY], probabilities[probabilities > TINY]
     expected = [token for token, p in zip(expected, expected_probabilities, strict=True) if p > TINY]
     expected_probabilities = expected_probabilities[expected_probabilities > TINY]
     if abs(len(tokens) - len(expected)) == 1:
-        # rounding may decide about one token, but only if the mass of those before it is that of top_p
+        # rounding may add or drop one token, but only if the tokens before it have a mass of top_p
         shorter = min(len(tokens), len(expected))
-        assert shorter and top_p < 1 and abs(masses[shorter - 1] - top_p) < 1e-6
+        assert shorter
+        assert top_p < 1
+        assert abs(masses[shorter - 1] - top_p) < 1e-6
         return
     dense, expected_dense = np.zeros(len(logits)), np.zeros(len(logits))
     dense[tokens], expected_dense[expected] = probabilities, expected_probabilities
@@ -87,7 +89,7 @@ def check_filters(logits, temperature, top_k, top_p, min_p):
 
 @pytest.mark.slow
 def test_draws_from_a_large_vocabulary_follow_the_distribution():
-    """Without filters nothing is sorted; the last, shorter block is drawn from like the others."""
+    """The last block is shorter than the others and must be drawn from in proportion."""
     logits = np.random.default_rng(0).normal(size=1000).astype(np.float32)
     drawer = Sampler(SamplingParams(do_sample=True), [], np.random.default_rng(1))
     counts = np.bincount([drawer.sample(logits).token for _ in range(60_000)], minlength=1000)
@@ -99,12 +101,12 @@ def test_draws_from_a_large_vocabulary_follow_the_distribution():
     assert counts[896:].sum() == pytest.approx(expected[896:].sum(), rel=0.05)
 
 
-def test_greedy_takes_the_most_likely():
+def test_greedy_takes_the_most_likely_token():
     logits = random_logits(1)
     assert sampler().sample(logits) == Choice(int(logits.argmax()), 0.0)
 
 
-def test_log_probability_is_the_models_own():
+def test_log_probabilities_are_those_of_the_models_own_logits():
     logits = random_logits(2)
     choice = sampler(wants_logprobs=True).sample(logits)
     plain = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
@@ -120,7 +122,7 @@ def test_draws_follow_the_distribution():
     assert np.allclose(counts[[3, 7, 9]] / 4000, [0.5, 0.3, 0.2], atol=0.03)
 
 
-def test_a_seed_repeats_itself():
+def test_the_same_seed_draws_the_same_tokens():
     def tokens_of(seed):
         drawer = sampler(do_sample=True, seed=seed)
         return [drawer.sample(random_logits(i)).token for i in range(20)]
@@ -144,7 +146,7 @@ def test_presence_and_frequency_penalties_count_the_answer_only():
     assert [frequent.sample(logits).token for _ in range(5)] == [4, 4, 4, 5, 4]
 
 
-def test_tokens_that_end_the_answer_are_not_chosen_before_min_new_tokens():
+def test_stop_tokens_are_not_chosen_before_min_new_tokens():
     logits = random_logits(3)
     first, second = np.argsort(-logits)[:2].tolist()
     early = sampler(min_new_tokens=2, stop_token_ids={first, VOCAB + 7})
@@ -161,7 +163,7 @@ def test_tokens_that_end_the_answer_are_not_chosen_before_min_new_tokens():
         {"presence_penalty": 1.0, "frequency_penalty": 0.5, "do_sample": True, "top_k": 5},
     ],
 )
-def test_the_callers_logits_stay_as_they_were(options):
+def test_the_callers_logits_are_not_changed(options):
     logits = random_logits(3)
     before, changing = logits.copy(), sampler(**options)
     for _ in range(3):
@@ -170,7 +172,7 @@ def test_the_callers_logits_stay_as_they_were(options):
 
 
 class OnlyAscending:
-    """Like a grammar: after a token only larger ones may follow."""
+    """Allows only larger tokens after each token, as a simple grammar might."""
 
     remedy = "allow smaller tokens"
     is_active = True
@@ -186,17 +188,18 @@ class OnlyAscending:
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 20, "top_p": 0.9}])
-def test_a_processor_of_another_kind_fits_into_the_list(options):
-    """It is told what was chosen, forbids tokens together with other processors, and its remedy is in the error."""
+def test_a_custom_processor_works_with_the_others(options):
+    """The processor receives each chosen token, forbids tokens together with the others, and its remedy is in the error."""
     ascending = sampler(more=[OnlyAscending()], repetition_penalty=1.2, **options)
     tokens = []
     with pytest.raises(GenerationConfigError, match=r"nothing is left to choose: .*; allow smaller tokens$"):
         for number in range(VOCAB + 1):
             tokens.append(ascending.sample(random_logits(number)).token)
-    assert tokens == sorted(set(tokens)) and tokens[-1] == VOCAB - 1
+    assert tokens == sorted(set(tokens))
+    assert tokens[-1] == VOCAB - 1
 
 
-def test_the_error_names_what_every_active_processor_can_change():
+def test_the_error_names_the_remedy_of_every_active_processor():
     everything = {"min_new_tokens": 5, "stop_token_ids": range(VOCAB)}
     with pytest.raises(GenerationConfigError) as error:
         sampler(**everything).sample(random_logits(0))
@@ -208,7 +211,7 @@ def test_the_error_names_what_every_active_processor_can_change():
 
 
 class Untouchable:
-    """Logits of which nothing may be read."""
+    """Logits that fail the test if they are read."""
 
     def __getattribute__(self, name):
         raise AssertionError(f"greedy decoding without processors needs no {name}")
@@ -223,8 +226,8 @@ def test_greedy_without_active_processors_reads_no_logits():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_weight_of_zero_is_never_drawn_not_even_at_the_very_end(seed):
-    """Sums of blocks and sums inside a block are rounded differently: the largest number may exceed both."""
+def test_a_weight_of_zero_is_never_drawn(seed):
+    """Sums of blocks and sums within a block are rounded differently, so the largest uniform number may exceed both."""
     rng = np.random.default_rng(seed)
     weights = rng.random(4 * BLOCK).astype(np.float32)
     weights[BLOCK - 28 : BLOCK] = weights[2 * BLOCK - 28 :] = 0.0

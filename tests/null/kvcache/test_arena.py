@@ -15,15 +15,15 @@ def presents(rng, count):
 
 
 @given(st.lists(st.sampled_from([8, 16, 24, 40]), min_size=1, max_size=8), st.integers(0, 8), st.integers(0, 99))
-def test_rows_survive_every_change_of_stride(strides, num_rows, seed):
+def test_slots_survive_every_change_of_stride(strides, num_slots, seed):
     arena, rng = Arena(STATES, 40), np.random.default_rng(seed)
     arena.set_stride(8, 0)
-    new = presents(rng, num_rows)
-    arena.write(slice(0, num_rows), new, slice(0, num_rows))
+    new = presents(rng, num_slots)
+    arena.write(slice(0, num_slots), new, slice(0, num_slots))
     for stride in strides:
-        arena.set_stride(stride, num_rows)
+        arena.set_stride(stride, num_slots)
         for index, expected in enumerate([new[0][0], new[0][1], new[1][0]]):
-            assert np.array_equal(arena.state_view(index, stride)[0, :, :num_rows], expected)
+            assert np.array_equal(arena.state_view(index, stride)[0, :, :num_slots], expected)
 
 
 def test_views_are_contiguous_and_start_at_one_address():
@@ -34,15 +34,16 @@ def test_views_are_contiguous_and_start_at_one_address():
         assert len({view.ctypes.data for view in views}) == 1
 
 
-def test_scattered_rows_are_written_where_they_belong():
+def test_rows_are_written_to_scattered_slots():
     arena, new = Arena(STATES, 8), presents(np.random.default_rng(0), 4)
     arena.write(np.array([6, 1]), new, slice(2, 4))
     view = arena.state_view(1, 8)[0]
-    assert np.array_equal(view[:, 6], new[0][1][:, 2]) and np.array_equal(view[:, 1], new[0][1][:, 3])
+    assert np.array_equal(view[:, 6], new[0][1][:, 2])
+    assert np.array_equal(view[:, 1], new[0][1][:, 3])
     assert not view[:, [0, 2, 3, 4, 5, 7]].any()
 
 
-def test_memory_is_allocated_once():
+def test_the_arena_allocates_its_memory_once():
     arena = Arena([replace(state, kv_type="f16") for state in STATES], 40)
     assert arena.num_bytes == (2 * 3 * 4 + 6) * 40 * 2
     addresses = arena.addresses

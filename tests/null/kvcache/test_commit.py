@@ -1,4 +1,4 @@
-"""``commit``: what a step computed is kept as a whole, in part, or not at all."""
+"""Tests ``commit``: the results of a step are kept as a whole, in part, or not at all."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ VARIANTS = [Variant(16, 0, 4), Variant(16, 64, 4), Variant(1, 64)]
 
 
 def run(runner, segments, accepted):
-    """One call of which ``accepted`` tokens of each segment are kept."""
+    """Run one call and keep the first ``accepted`` tokens of each segment."""
     variant = runner.variant_for(segments)
     program, step = runner.programs[variant], Step(variant, tuple(segments))
     runner.cache.fill(step, program.buffers)
@@ -26,7 +26,7 @@ def run(runner, segments, accepted):
     drafts=st.lists(st.lists(st.integers(0, 900), min_size=1, max_size=4), min_size=3, max_size=3),
     accepted=st.lists(st.integers(0, 4), min_size=3, max_size=3),
 )
-def test_a_draft_that_is_accepted_in_part_leaves_nothing_of_the_rest(prompts, drafts, accepted):
+def test_the_rejected_part_of_a_draft_leaves_no_trace(prompts, drafts, accepted):
     runner = fake_runner(VARIANTS)
     sequences = [runner.cache.open() for _ in prompts]
     for sequence, prompt in zip(sequences, prompts, strict=True):
@@ -46,8 +46,8 @@ def test_a_draft_that_is_accepted_in_part_leaves_nothing_of_the_rest(prompts, dr
     draft=st.lists(st.integers(0, 900), min_size=2, max_size=4),
     other=st.lists(st.integers(0, 900), min_size=1, max_size=5),
 )
-def test_logits_come_after_every_token_of_a_draft(prompt, draft, other):
-    """Beside another sequence, which wants the logits after its last token only."""
+def test_a_draft_gets_logits_after_every_token(prompt, draft, other):
+    """Another sequence in the same call gets logits only after its last token."""
     runner = fake_runner([*VARIANTS, Variant(16, 64, 4, num_logits=8)])
     first, second = runner.cache.open(), runner.cache.open()
     runner.prefill(first, prompt)
@@ -56,8 +56,10 @@ def test_logits_come_after_every_token_of_a_draft(prompt, draft, other):
     assert variant.num_logits >= len(draft) + 1
     drafted, plain = runner.run(variant, segments).segments
     expected = [fake_next_token([*prompt, *draft[: index + 1]]) for index in range(len(draft))]
-    assert drafted.logits.argmax(axis=1).tolist() == expected and drafted.argmax == expected[-1]
-    assert plain.logits.shape[0] == 1 and plain.argmax == fake_next_token(other)
+    assert drafted.logits.argmax(axis=1).tolist() == expected
+    assert drafted.argmax == expected[-1]
+    assert plain.logits.shape[0] == 1
+    assert plain.argmax == fake_next_token(other)
     assert runner.variant_for([Segment(second, np.array([3]))]).num_logits == 1
 
 
@@ -70,19 +72,22 @@ def test_a_recurrent_state_is_kept_as_a_whole_or_not_at_all():
     expected = fake_next_token([5, 6, 7, 8, 9], is_recurrent=True)
     with pytest.raises(AssertionError, match="cannot be cut"):
         run(runner, draft, [2])
-    assert runner.cache.is_void, "whoever asked for it must reset the cache"
+    assert runner.cache.is_void, "the caller must reset the cache"
     sequence = runner.reset()
     runner.prefill(sequence, [5, 6, 7, 8])
     run(runner, [Segment(sequence, np.array([1, 2, 3, 4]))], [0])
-    assert int(runner.decode(sequence, 9).argmax()) == expected and not runner.cache.is_void
+    assert int(runner.decode(sequence, 9).argmax()) == expected
+    assert not runner.cache.is_void
 
 
-def test_a_segment_that_goes_to_the_host_leaves_the_arena_empty():
+def test_a_segment_with_to_host_takes_no_slots():
     runner = fake_runner(VARIANTS)
     one, other = runner.cache.open(), runner.cache.open()
     segments = [Segment(one, np.arange(5), to_host=True), Segment(other, np.arange(50, 53))]
     stored, nothing = run(runner, segments, None)
-    assert nothing is None and stored.tokens == tuple(range(5)) and runner.cache.slots.num_used == 3
+    assert nothing is None
+    assert stored.tokens == tuple(range(5))
+    assert runner.cache.slots.num_used == 3
     back = runner.cache.bring_back(stored, 5)
     assert int(runner.decode(back, 7).argmax()) == fake_next_token([*range(5), 7])
     with pytest.raises(AssertionError, match="fresh"):

@@ -1,4 +1,4 @@
-"""Recurrent states over the fake device: no idle row touches one, and whoever moves takes theirs along."""
+"""Tests recurrent states on the fake device: no idle row changes them, and they move with their sequence."""
 
 import numpy as np
 import pytest
@@ -68,12 +68,13 @@ def test_a_moved_sequence_keeps_its_states(schedule):
             sequences[index] = cache.bring_back(stored, len(stored.tokens))
 
 
-def test_a_cut_forgets_everything():
+def test_a_cut_sequence_with_states_becomes_empty():
     runner = fake_runner(VARIANTS, is_recurrent=True)
     sequence = runner.cache.open()
     runner.prefill(sequence, range(20))
     runner.cache.cut(sequence, 10)
-    assert len(sequence) == 0 and runner.cache.slots.num_used == 0
+    assert len(sequence) == 0
+    assert runner.cache.slots.num_used == 0
     said(runner.prefill(sequence, range(5)), sequence)
 
 
@@ -94,7 +95,7 @@ def test_a_failed_step_leaves_the_states_as_they_were(monkeypatch):
     said(runner.decode(sequence, 3), sequence)
 
 
-def test_the_next_turn_runs_only_what_is_new():
+def test_the_next_turn_runs_only_its_new_tokens():
     engine = new_engine()
     first = fake_request(range(20), 5)
     run_to_end(engine, [first])
@@ -104,40 +105,44 @@ def test_the_next_turn_runs_only_what_is_new():
     assert again.tokens == fake_answer([*first.tokens, 7, 8], 3, is_recurrent=True)
 
 
-def test_a_prompt_that_leaves_the_conversation_earlier_is_computed_anew():
+def test_a_prompt_that_diverges_earlier_is_recomputed():
     engine = new_engine()
     run_to_end(engine, [fake_request(range(20), 5)])
     other = fake_request([*range(15), 99, 98], 3)
     run_to_end(engine, [other])
-    assert other.num_cached == 0 and other.tokens == fake_answer([*range(15), 99, 98], 3, is_recurrent=True)
+    assert other.num_cached == 0
+    assert other.tokens == fake_answer([*range(15), 99, 98], 3, is_recurrent=True)
 
 
-def test_saved_rows_hold_the_states(tmp_path):
+def test_a_snapshot_holds_the_recurrent_states(tmp_path):
     engine = new_engine()
     first = fake_request(range(20), 5)
     run_to_end(engine, [first])
     save(engine.kv_manager.prefix.find(first.tokens, []), tmp_path / "rows", {"model": "fake"})
     stored = load(tmp_path / "rows", {"model": "fake"}, engine.runner.cache.layout, 100)
-    assert len(stored.states) == 1 and stored.states[0].dtype == np.int64
+    assert len(stored.states) == 1
+    assert stored.states[0].dtype == np.int64
     another = new_engine()
     another.kv_manager.prefix.restore(stored)
     request = fake_request([*first.tokens, 7], 3)
     run_to_end(another, [request])
-    assert request.num_cached == 24 and request.tokens == fake_answer([*first.tokens, 7], 3, is_recurrent=True)
+    assert request.num_cached == 24
+    assert request.tokens == fake_answer([*first.tokens, 7], 3, is_recurrent=True)
 
 
-def test_a_conversation_that_fills_its_rows_goes_on():
+def test_a_full_conversation_continues():
     engine = new_engine(max_seq_len=32)
     request = fake_request(range(20), 40, overflow="shift")
     run_to_end(engine, [request])
     tokens = list(range(20))
     for _ in range(40):
         tokens = fake_answer(shorten(tokens, 16, "shift") if len(tokens) > 32 else tokens, 1, is_recurrent=True)
-    assert request.tokens[-4:] == tokens[-4:] and request.num_generated == 40
+    assert request.tokens[-4:] == tokens[-4:]
+    assert request.num_generated == 40
 
 
-def test_a_prefix_that_several_begin_with_stays():
-    """A state cannot be cut: the shorter conversation is not contained in the longer one."""
+def test_a_prefix_shared_by_several_conversations_stays_cached():
+    """A state cannot be cut, so the shorter conversation is not contained in the longer one."""
     engine = new_engine()
     run_to_end(engine, [fake_request(range(20), 1)])
     for other in range(3):
@@ -147,18 +152,20 @@ def test_a_prefix_that_several_begin_with_stays():
         assert request.tokens == fake_answer([*range(20), 100 + other, 7], 2, is_recurrent=True)
 
 
-def test_states_count_in_the_host_pool():
-    """A hundred short conversations with large states must not fill the host's memory."""
+def test_states_count_towards_the_size_of_the_host_pool():
+    """Otherwise many short conversations with large states would fill the host's memory."""
     shape = fake_shape(is_recurrent=True)
-    assert shape.slots_of_states(64) == 1 and fake_shape().slots_of_states(64) == 0
+    assert shape.slots_of_states(64) == 1
+    assert fake_shape().slots_of_states(64) == 0
     host_pool = HostPool(100, state_slots=30)
     for index in range(10):
         host_pool.keep(StoredSequence((index,), (), (np.zeros((1, 1)),)))
-    assert host_pool.num_kept_slots == 93 and host_pool.free_slots == 70
+    assert host_pool.num_kept_slots == 93
+    assert host_pool.free_slots == 70
 
 
-def test_a_prompt_is_remembered_without_its_answer():
-    """Asked again, or answered in tokens that come back otherwise: what is known begins at the end of the prompt."""
+def test_a_prompt_is_cached_without_its_answer():
+    """A repeated prompt, or one whose answer is tokenized differently, continues from the end of the cached prompt."""
     engine = new_engine()
     first = fake_request(range(20), 5)
     run_to_end(engine, [first])

@@ -7,20 +7,20 @@ from staticllm.kvcache.slot_allocator import SlotAllocator
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=60))
-def test_no_row_is_handed_out_twice_and_none_is_lost(moves):
+def test_no_slot_is_allocated_twice_or_lost(moves):
     allocator, held = SlotAllocator(32), []
     for is_allocation, count in moves:
         if is_allocation and count <= allocator.num_free:
             held.append(allocator.allocate(count))
         elif not is_allocation and held:
             allocator.free(held.pop(count % len(held)))
-        rows = np.concatenate([*held, np.empty(0, np.intp)])
-        assert len(set(rows.tolist())) == len(rows) == allocator.num_used
+        slots = np.concatenate([*held, np.empty(0, np.intp)])
+        assert len(set(slots.tolist())) == len(slots) == allocator.num_used
         assert allocator.num_used + allocator.num_free == 32
-        assert allocator.high_slot == (rows.max() + 1 if len(rows) else 0)
+        assert allocator.high_slot == (slots.max() + 1 if len(slots) else 0)
 
 
-def test_low_rows_go_first():
+def test_the_lowest_slots_are_allocated_first():
     allocator = SlotAllocator(8)
     first, second = allocator.allocate(3), allocator.allocate(2)
     allocator.free(first)
@@ -28,29 +28,31 @@ def test_low_rows_go_first():
     assert second.tolist() == [3, 4]
 
 
-def test_freeing_twice_is_noticed():
+def test_freeing_a_free_slot_is_an_error():
     allocator = SlotAllocator(4)
-    rows = allocator.allocate(2)
-    allocator.free(rows)
+    slots = allocator.allocate(2)
+    allocator.free(slots)
     with pytest.raises(AssertionError):
-        allocator.free(rows)
+        allocator.free(slots)
 
 
-def test_a_shared_slot_is_free_without_a_holder():
+def test_a_shared_slot_is_free_after_its_last_holder():
     allocator = SlotAllocator(4)
-    rows = allocator.allocate(3)
-    allocator.share(rows[:2])
-    allocator.free(rows)
-    assert allocator.num_used == 2 and allocator.high_slot == 2
-    allocator.free(rows[:2])
+    slots = allocator.allocate(3)
+    allocator.share(slots[:2])
+    allocator.free(slots)
+    assert allocator.num_used == 2
+    assert allocator.high_slot == 2
+    allocator.free(slots[:2])
     assert allocator.num_used == 0
 
 
-def test_rows_that_only_some_hold():
-    rows = SlotAllocator(16)
-    mine, other, running = rows.allocate(4), rows.allocate(3), rows.allocate(2)
-    rows.share(mine[:2])  # between two of those asked about
-    rows.share(other[:1])  # with somebody else
-    assert rows.count_only([mine, mine[:2], other]) == 4 + 2
-    assert rows.count_only([mine, other]) == 2 + 2
-    assert rows.count_only([]) == 0 and rows.count_only([running]) == 2
+def test_count_only_counts_slots_without_other_holders():
+    allocator = SlotAllocator(16)
+    mine, other, running = allocator.allocate(4), allocator.allocate(3), allocator.allocate(2)
+    allocator.share(mine[:2])  # two of the given holders share these
+    allocator.share(other[:1])  # a holder that is not given shares this one
+    assert allocator.count_only([mine, mine[:2], other]) == 4 + 2
+    assert allocator.count_only([mine, other]) == 2 + 2
+    assert allocator.count_only([]) == 0
+    assert allocator.count_only([running]) == 2

@@ -1,4 +1,4 @@
-"""The picture of a trace; matplotlib is optional."""
+"""Tests the picture of a trace, which needs matplotlib."""
 
 import sys
 
@@ -34,7 +34,7 @@ def test_a_picture_is_drawn(tmp_path, count):
 
 
 @pytest.mark.parametrize("name", ["timeline.nonsense", "no/such/folder.png"])
-def test_a_file_that_cannot_be_drawn(tmp_path, name):
+def test_a_picture_that_cannot_be_written_is_an_error(tmp_path, name):
     pytest.importorskip("matplotlib")
     with pytest.raises(ConfigError, match="choose"):
         draw(Trace(steps_of(3)), tmp_path / name)

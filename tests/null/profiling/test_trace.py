@@ -1,4 +1,4 @@
-"""Traces: records as Chrome events and as spans of requests, saved and read back."""
+"""Tests traces: records become Chrome events and spans of requests, and survive saving and loading."""
 
 import json
 import warnings
@@ -19,7 +19,7 @@ from staticllm.testing import fake_answer, fake_engine, fake_request, run_to_end
 
 
 def served(name="prefill_first", count=9, slots=3, new=7):
-    """The trace of ``count`` requests, and these: random-looking prompts without a common prefix."""
+    """Return the trace of ``count`` requests without common prefixes, and the requests."""
     engine = fake_engine(make_policy(name), slots)
     requests = [fake_request([50 * i + k for k in range(5 + 3 * i)], new) for i in range(count)]
     with recording(engine.profiler) as trace:
@@ -37,7 +37,7 @@ def slices(document, category):
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_every_step_and_every_row_is_in_it(name):
+def test_a_trace_holds_every_step_and_every_row(name):
     trace, requests = served(name)
     document = json.loads(json.dumps(to_chrome(trace.steps, trace.requests)))
     calls, spans = slices(document, "call"), slices(document, "track")
@@ -45,7 +45,8 @@ def test_every_step_and_every_row_is_in_it(name):
     for event in calls:
         args = event["args"]
         rows = sum(count for _, count in args["prefill"]) + len(args["decode"])
-        assert rows > 0 and rows + args["padding"] == args["rows"]
+        assert rows > 0
+        assert rows + args["padding"] == args["rows"]
     for request in requests:
         mine = [event for event in spans if event["tid"] == request.id]
         rows = {
@@ -58,12 +59,14 @@ def test_every_step_and_every_row_is_in_it(name):
         assert sum(event["name"] == "queued" for event in mine) == 1
 
 
-def test_the_document_is_what_viewers_read():
+def test_the_document_has_the_format_that_viewers_read():
     trace, requests = served()
     document = to_chrome(trace.steps, trace.requests)
     assert set(document) == {"traceEvents", "displayTimeUnit", "otherData"}
     for event in document["traceEvents"]:
-        assert event["ph"] in "XMCi" and isinstance(event["name"], str) and isinstance(event["pid"], int)
+        assert event["ph"] in "XMCi"
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
         assert event["ph"] == "M" or event["ts"] >= 0
         assert event["ph"] != "X" or (event["dur"] >= 0 and isinstance(event["tid"], int))
         assert event["ph"] != "C" or all(value >= 0 for value in event["args"].values())
@@ -103,8 +106,8 @@ def test_spans_show_when_a_request_was_swapped():
     assert [span.kind for span in spans[8]] == ["decode"] * 4, "no record of its end: only its steps are known"
 
 
-def test_slices_of_one_track_lie_beside_or_within_each_other():
-    """At moments that no float holds exactly: a viewer drops a slice that overlaps another by a rounding."""
+def test_slices_of_one_track_never_overlap_in_part():
+    """The moments are not exact floats: a viewer drops a slice that overlaps another one by a rounding error."""
     steps = [call(0.1 * k, decode=(7,), swapped=(8,)) for k in range(1, 40)]
     steps = [StepRecord(s.start, 0.1, *list(vars(s).values())[2:]) for s in steps]
     requests = [RequestRecord(number, 0.03, 0.1, (0.2, 4.1), 4, 0, FinishReason.LENGTH, 4.1) for number in (7, 8)]
@@ -112,7 +115,8 @@ def test_slices_of_one_track_lie_beside_or_within_each_other():
     for number in (7, 8):
         mine = [e for c in ("request", "track") for e in slices(document, c) if e["tid"] == number]
         whole, *inner = [(round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3)) for e in mine]
-        assert whole[0] == inner[0][0] and inner[-1][1] <= whole[1]
+        assert whole[0] == inner[0][0]
+        assert inner[-1][1] <= whole[1]
         assert all(before[1] <= after[0] for before, after in pairwise(inner))
 
 
@@ -123,23 +127,26 @@ def test_a_request_that_never_ran_was_queued_until_its_end():
     with recording(engine.profiler) as trace:
         run_to_end(engine, [request])
     ((span,),) = spans_of(trace.steps, trace.requests).values()
-    assert span.kind == "queued" and span.end >= span.start == request.request.arrival
+    assert span.kind == "queued"
+    assert span.end >= span.start == request.request.arrival
     assert slices(to_chrome(trace.steps, trace.requests), "end")[0]["name"] == "cancelled"
 
 
-def test_a_full_trace_keeps_the_end_and_says_so(tmp_path):
+def test_a_full_trace_drops_the_oldest_records_with_a_warning(tmp_path):
     engine = fake_engine(make_policy("fcfs"))
     with (
         pytest.warns(UserWarning, match="lost its .* oldest records, it holds 5"),
         recording(engine.profiler, 5) as trace,
     ):
         run_to_end(engine, [fake_request([1, 2], 12)])
-    assert len(trace.steps) == 4 and len(trace.requests) == 1 and trace.num_dropped == 8
+    assert len(trace.steps) == 4
+    assert len(trace.requests) == 1
+    assert trace.num_dropped == 8
     trace.save(tmp_path / "trace.json")
     assert Trace.load(tmp_path / "trace.json").num_dropped == 8
 
 
-def test_nothing_is_recorded_before_and_after():
+def test_nothing_is_recorded_outside_the_block():
     engine = fake_engine(make_policy("fcfs"))
     run_to_end(engine, [fake_request([1, 2], 4)])
     with warnings.catch_warnings(), recording(engine.profiler) as trace:
@@ -164,15 +171,16 @@ def test_nothing_is_recorded_before_and_after():
         ('{"traceEvents": []}', "no device calls"),
     ],
 )
-def test_files_without_a_trace(tmp_path, text, word):
+def test_a_file_without_a_trace_is_refused(tmp_path, text, word):
     if text is not None:
         (tmp_path / "trace.json").write_text(text)
     with pytest.raises(ConfigError, match=word) as caught:
         Trace.load(tmp_path / "trace.json")
-    assert "staticllm trace record" in str(caught.value) and "\n" not in str(caught.value)
+    assert "staticllm trace record" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_cannot_be_written(tmp_path):
+def test_a_trace_that_cannot_be_written_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="choose another path"):
         served()[0].save(tmp_path)
     with pytest.raises(ConfigError, match="max_records=0"), recording(fake_engine(make_policy("fcfs")).profiler, 0):
@@ -180,7 +188,7 @@ def test_a_file_that_cannot_be_written(tmp_path):
 
 
 class Fickle:
-    """Preempts the first request once, after its second token."""
+    """A policy that preempts the first request once, after its second token."""
 
     def __init__(self):
         self.has_preempted = False
@@ -202,18 +210,22 @@ def test_a_preempted_request_is_queued_again():
     with recording(engine.profiler) as trace:
         run_to_end(engine, [first, other])
     engine.close()
-    assert first.tokens == fake_answer([1, 2, 3], 4) and engine.profiler.stats().num_preemptions == 1
+    assert first.tokens == fake_answer([1, 2, 3], 4)
+    assert engine.profiler.stats().num_preemptions == 1
     (step,) = [step for step in trace.steps if step.preempted]
     spans = spans_of(trace.steps, trace.requests)[first.id]
     assert [span.kind for span in spans] == ["queued", "prefill", "decode", "queued", "prefill", "decode"]
-    assert spans[3].start == step.start and spans[3].end == spans[4].start > step.start
+    assert spans[3].start == step.start
+    assert spans[3].end == spans[4].start > step.start
     document = to_chrome(trace.steps, trace.requests)
     (mark,) = slices(document, "preempted")
     (event,) = [event for event in slices(document, "call") if event["args"]["preempted"] == [first.id]]
-    assert mark["tid"] == first.id and mark["ts"] == event["ts"] and step.preempted == (first.id,)
+    assert mark["tid"] == first.id
+    assert mark["ts"] == event["ts"]
+    assert step.preempted == (first.id,)
 
 
-def test_a_call_that_failed_is_in_the_trace_and_not_in_the_sums(monkeypatch):
+def test_a_failed_call_is_in_the_trace_but_not_in_the_statistics(monkeypatch):
     engine = fake_engine(make_policy("fcfs"))
     run, calls = engine.runner.run, []
 
@@ -228,7 +240,8 @@ def test_a_call_that_failed_is_in_the_trace_and_not_in_the_sums(monkeypatch):
         run_to_end(engine, [fake_request([1, 2], 3)])
         run_to_end(engine, [fake_request([5, 6], 3)])
     assert [step.has_failed for step in trace.steps] == [False, True, False, False, False]
-    assert trace.steps[1].decode and slices(to_chrome(trace.steps, []), "call")[1]["name"].endswith("failed")
+    assert trace.steps[1].decode
+    assert slices(to_chrome(trace.steps, []), "call")[1]["name"].endswith("failed")
     stats = engine.profiler.stats()
     assert (stats.num_steps, stats.num_failed_steps) == (5, 1)
     assert stats.device_seconds == pytest.approx(sum(s.seconds for s in trace.steps if not s.has_failed))
@@ -263,6 +276,8 @@ def test_traces_of_the_second_schema_are_read(tmp_path):
 def test_host_times_are_slices_before_and_after_their_call():
     host = HostTimes(plan=0.01, prepare=0.02, commit=0.03, sampling=0.04)
     document = to_chrome([replace(call(1, decode=(7,)), host=host), replace(call(2, decode=(7,)), host=host)], [])
-    last = {event["name"]: (event["ts"], event["dur"]) for event in slices(document, "host")}  # of the second call
+    last = {
+        event["name"]: (event["ts"], event["dur"]) for event in slices(document, "host")
+    }  # the times of the second call
     expected = {"plan": (0.97, 0.01), "prepare": (0.98, 0.02), "commit": (1.5, 0.03), "sampling": (1.53, 0.04)}
     assert last == {name: pytest.approx((1e6 * start, 1e6 * dur)) for name, (start, dur) in expected.items()}

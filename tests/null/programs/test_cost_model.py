@@ -1,4 +1,4 @@
-"""Costs: measured ones are followed, others estimated from them."""
+"""Tests the cost model: measured costs are followed, and the others are estimated from them."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def seconds(variant):
     return 2e-3 + variant.rows * 2e-5 + variant.rows * (variant.kv_len + variant.rows) * 4e-8 + variant.kv_len * 3e-7
 
 
-def test_what_was_never_measured_is_estimated_from_what_was():
+def test_costs_that_were_never_measured_are_estimated():
     rng, table = np.random.default_rng(0), CostModel()
     for variant in (v for v in SIZES if v.kv_len in (0, 1024)):
         table.update(variant, seconds(variant) * rng.uniform(0.95, 1.05))
@@ -23,7 +23,7 @@ def test_what_was_never_measured_is_estimated_from_what_was():
         assert table(variant) == pytest.approx(seconds(variant), rel=0.2)
 
 
-def test_a_few_measurements_give_the_scale():
+def test_a_few_measurements_scale_all_estimates():
     table = CostModel()
     table.update(Variant(1, 256), 0.03)
     assert table(Variant(1, 256)) == 0.03
@@ -31,14 +31,14 @@ def test_a_few_measurements_give_the_scale():
     assert table(Variant(256, 0)) > table(Variant(64, 0))
 
 
-def test_no_estimate_is_negative_whatever_was_measured():
+def test_no_estimate_is_negative():
     table = CostModel()
     for variant in SIZES[::2]:
         table.update(variant, 1e-3 if variant.rows > 16 else 5e-2)
     assert all(table(variant) > 0 for variant in SIZES)
 
 
-def test_a_measurement_moves_a_cost_slowly_and_for_good():
+def test_measurements_change_a_cost_gradually():
     table = CostModel({Variant(1, 256): 0.01})
     table.update(Variant(1, 256), 0.02)
     assert table(Variant(1, 256)) == pytest.approx(0.011)
@@ -47,7 +47,7 @@ def test_a_measurement_moves_a_cost_slowly_and_for_good():
     assert table(Variant(1, 256)) == pytest.approx(0.02, rel=1e-3)
 
 
-def test_a_slow_first_inference_is_not_believed_at_once():
+def test_a_slow_first_inference_does_not_set_the_cost():
     table = CostModel({variant: seconds(variant) for variant in SIZES})
     new = Variant(128, 256)
     table.update(new, 10 * seconds(new))

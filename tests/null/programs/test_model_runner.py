@@ -1,4 +1,4 @@
-"""The runner over the fake device: whatever the chunks and KV lengths, the checksum of all visible rows must be right."""
+"""Tests the runner on the fake device, which computes a checksum of all visible slots, for any chunks and KV lengths."""
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,7 @@ MASKS = (MaskKind(), MaskKind(5))
 
 
 def generate(runner, sequence, prompt, count):
-    """Greedy tokens, each checked against the plain computation."""
+    """Return greedy tokens, each checked against the plain computation."""
     logits, tokens = runner.prefill(sequence, prompt[len(sequence) :]), list(prompt)
     for _ in range(count):
         token = int(logits.argmax())
@@ -31,7 +31,7 @@ def test_generation_crosses_chunks_and_kv_lens(length, count, first):
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 12)), min_size=2, max_size=5))
-def test_turns_that_keep_a_prefix(turns):
+def test_turns_may_keep_a_prefix(turns):
     runner = fake_runner(VARIANTS, MASKS)
     sequence, tokens = runner.cache.open(), [1]
     for keep, more in turns:
@@ -40,7 +40,7 @@ def test_turns_that_keep_a_prefix(turns):
         tokens = generate(runner, sequence, prompt, 4)
 
 
-def test_a_new_conversation_moves_no_rows(monkeypatch):
+def test_a_new_conversation_moves_no_slots(monkeypatch):
     runner = fake_runner(VARIANTS)
     sequence = runner.cache.open()
     generate_plain = [int(runner.prefill(sequence, list(range(20))).argmax())]
@@ -52,15 +52,15 @@ def test_a_new_conversation_moves_no_rows(monkeypatch):
     runner.decode(sequence, int(logits.argmax()))
 
 
-def test_no_copy_at_the_hand_over(monkeypatch):
+def test_no_slot_is_copied_between_prefill_and_decode(monkeypatch):
     monkeypatch.setattr("staticllm.kvcache.arena._restride", lambda *_: pytest.fail("rows were moved"))
-    for length in (1, 3, 15):  # one chunk, and room for the next token in the same KV length
+    for length in (1, 3, 15):  # one chunk, with room for the next token in the same KV length
         runner = fake_runner(VARIANTS)
         sequence = runner.cache.open()
         runner.decode(sequence, int(runner.prefill(sequence, list(range(length))).argmax()))
 
 
-def test_numbers_that_are_not_finite_are_refused_and_leave_no_row(monkeypatch):
+def test_non_finite_results_are_refused_and_take_no_slot(monkeypatch):
     runner = fake_runner(VARIANTS)
     sequence = runner.cache.open()
     program = runner.programs[Variant(4, 0)]

@@ -1,4 +1,4 @@
-"""Several sequences in one step, with shared prefixes, over the fake device: each answers as if it were alone."""
+"""Tests several sequences in one step, with shared prefixes, on the fake device: each gets the answer of a single run."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -76,8 +76,8 @@ def test_the_smallest_program_that_holds_the_step_runs():
     assert ran == [Variant(4, 16, 4)]
 
 
-def test_a_decode_step_runs_in_one_row_whatever_was_measured():
-    """A first run that packs the weights looks expensive; were it compared by cost, sixteen rows would seem cheaper."""
+def test_a_decode_step_runs_in_one_row_at_any_measured_cost():
+    """The first run packs the weights and looks expensive, so by cost sixteen rows would seem cheaper."""
     runner = new_runner()
     sequence = runner.cache.open()
     runner.prefill(sequence, [1, 2, 3])

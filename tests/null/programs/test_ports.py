@@ -20,7 +20,8 @@ def test_shapes_at_a_variant(name):
     shape, port = SHAPES[name], find_port(name)
     ranges = port.ranges(len(shape), CallSizes.of(VARIANT))
     own = [None if axis in ranges else size for axis, size in enumerate(shape)]
-    assert port.shape_at(own, VARIANT) == shape and port.fits(shape, VARIANT)
+    assert port.shape_at(own, VARIANT) == shape
+    assert port.fits(shape, VARIANT)
     assert port.shape_at(shape, Variant(1, 8)) == shape, "static sizes stay"
     assert not ranges or not port.fits(shape, Variant(7, 9))
 
@@ -29,13 +30,14 @@ def test_positions_may_have_several_copies():
     assert find_port("position_ids").shape_at([3, 1, None], VARIANT) == (3, 1, 16)
 
 
-def test_bounds_hold_all_variants():
+def test_the_bounds_of_a_port_cover_all_variants():
     sizes = CallSizes.of(Variant(1, 256), Variant(64, 0), Variant(8, 1024, 8))
     assert find_port("mask.causal").ranges(4, sizes) == {2: (1, 64), 3: (1, 1088)}
-    assert find_port("past.0.key").ranges(4, sizes) == {2: (0, 1024)} and find_port("state.0").ranges(3, sizes) == {}
+    assert find_port("past.0.key").ranges(4, sizes) == {2: (0, 1024)}
+    assert find_port("state.0").ranges(3, sizes) == {}
 
 
-def test_plugins_may_add_names_and_nothing_else_is_a_port():
+def test_ports_are_found_among_added_names_and_others_are_refused():
     assert port_of({"Result_12", "logits"}) == ("logits", find_port("logits"))
     for name in ("attention_mask", "past.x.key", "past.0.query", "mask.", "logits2", "state.1.nexts"):
         assert find_port(name) is None
@@ -43,7 +45,7 @@ def test_plugins_may_add_names_and_nothing_else_is_a_port():
         port_of(["attention_mask"])
 
 
-def test_the_inputs_of_a_model_are_those_of_its_shape():
+def test_the_inputs_of_a_model_follow_from_its_shape():
     shape = ModelShape((KV, SCALE), (MaskKind(),), 99, 2, recurrent_states=(STATE,))
     assert input_names(shape) == {
         "input_ids", "logit_rows", "position_ids", "mask.causal", "past.3.key", "past.3.key.scale", "state.1",

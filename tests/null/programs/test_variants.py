@@ -24,7 +24,9 @@ def test_every_prompt_has_a_plan_that_fits(max_prompt_len, min_response_len, mod
     done = 0
     for variant, count in plan_chunks(VariantIndex(variants), CostModel(), num_tokens, past, is_fresh):
         is_seen = variant.kv_len >= past + done or (is_fresh and not done and not variant.kv_len)
-        assert variant in variants and 1 <= count <= variant.rows and is_seen
+        assert variant in variants
+        assert 1 <= count <= variant.rows
+        assert is_seen
         done += count
     assert done == num_tokens
 
@@ -53,7 +55,8 @@ def test_default_buckets():
     ]
     assert sorted({v.rows for v in shared if v.sequences == 1}) == [1, 16, 64, 256, 1024]
     assert sorted({v.sequences for v in shared if v.rows == 64}) == [1, 2, 4, 8, 16]
-    assert max(v.kv_len for v in shared) == 4 * 8320 and 8320 in {v.kv_len for v in shared}
+    assert max(v.kv_len for v in shared) == 4 * 8320
+    assert 8320 in {v.kv_len for v in shared}
     assert min(v.kv_len for v in shared if v.rows == 1024 and v.kv_len) == 1024
 
 
@@ -61,7 +64,9 @@ def test_short_prompts_run_in_small_programs_and_long_ones_in_chunks():
     index, costs = VariantIndex(choose_variants(StaticLLMConfig(max_num_seqs=1), "shared")), CostModel()
     assert plan_chunks(index, costs, 5, 0, True) == [(Variant(16, 0), 5)]
     assert plan_chunks(index, costs, 10, 900) == [(Variant(16, 1024), 10)]
-    assert plan_chunks(index, costs, 10, 900, True) == [(Variant(16, 0), 10)], "rows of others need not be seen"
+    assert plan_chunks(index, costs, 10, 900, True) == [(Variant(16, 0), 10)], (
+        "slots of other requests need not be seen"
+    )
     assert plan_chunks(index, lambda variant: 1.0, 1000, 0, True) == [(Variant(1024, 0), 1000)], "calls are what costs"
     assert plan_chunks(index, costs, 1, 100) == [(Variant(1, 256), 1)]
 
@@ -82,11 +87,12 @@ def test_the_smallest_variant_that_holds_a_call():
     assert index.smallest(3, 1, 10, is_fresh=True) == Variant(4, 64, 4)
     assert index.smallest(9, 1, 10, is_fresh=True) == Variant(16, 0)
     assert index.smallest(9, 2, 10) == Variant(16, 64, 4)
-    assert index.smallest(2, 2, 65) is None and index.smallest(9, 5, 10) is None
+    assert index.smallest(2, 2, 65) is None
+    assert index.smallest(9, 5, 10) is None
     assert index.max_decoding(0) == 4
 
 
-def test_buckets_of_the_user():
+def test_the_user_can_set_the_buckets():
     config = StaticLLMConfig(
         max_prompt_len=100, min_response_len=28, prefill_rows=(8, 100), generate_kv_lens=(64, 128), max_num_seqs=1
     )
@@ -99,20 +105,22 @@ def test_buckets_of_the_user():
         choose_variants(StaticLLMConfig(max_prompt_len=100, prefill_rows=(8,), prefill_kv_lens=(0,)), "shared")
 
 
-def test_a_prompt_has_a_plan_where_holes_below_the_highest_row_must_hold_it():
+def test_a_prompt_that_fits_only_into_gaps_has_a_plan():
     index = VariantIndex([Variant(1, 64), Variant(16, 0), Variant(16, 64)])
     assert sum(count for _, count in plan_chunks(index, CostModel(), 30, num_past=60)) == 30
 
 
-def test_variants_with_logits_of_their_own_are_found_only_by_their_own_look_up():
+def test_variants_with_num_logits_are_found_only_by_with_logits():
     ordinary = [Variant(1, 64), Variant(4, 64, 4), Variant(16, 0), Variant(16, 64)]
     index = VariantIndex([*ordinary, Variant(4, 64, 1, 4), Variant(4, 128, 1, 4), Variant(8, 512, 2, 8)])
     plain = VariantIndex(ordinary)
     assert (index.sizes, index.widest, index.max_kv_len) == (plain.sizes, plain.widest, plain.max_kv_len)
-    assert index.smallest(2, 1, 100) is None and index.smallest(4, 1, 10) == plain.smallest(4, 1, 10)
+    assert index.smallest(2, 1, 100) is None
+    assert index.smallest(4, 1, 10) == plain.smallest(4, 1, 10)
     assert index.max_decoding(0) == plain.max_decoding(0)
     assert index.with_logits(4, 1, 4, 10) == Variant(4, 64, 1, 4)
     assert index.with_logits(3, 1, 2, 100) == Variant(4, 128, 1, 4)
     assert index.with_logits(4, 2, 3, 10) == Variant(4, 64, 4), "one that has logits after four rows anyway"
-    assert index.with_logits(9, 1, 2, 10) is None and index.with_logits(1, 1, 1, 10) == Variant(1, 64)
+    assert index.with_logits(9, 1, 2, 10) is None
+    assert index.with_logits(1, 1, 1, 10) == Variant(1, 64)
     assert index.with_logits(9, 1, 1, 999, is_fresh=True) == Variant(16, 0)

@@ -1,4 +1,4 @@
-"""Plans: every rule is held, a plan that breaks one never reaches the device, and what the shipped policies decide."""
+"""Tests the rules of plans, and the decisions of the shipped policies."""
 
 import re
 import warnings
@@ -27,7 +27,7 @@ def seconds(variant):
 
 
 def a_view(**changes):
-    """Request 1 is waiting, 2 prefilling, 3 and 4 running, 5 swapped, with its rows in the host pool."""
+    """Return a view: request 1 is waiting, 2 prefilling, 3 and 4 running, and 5 swapped, with its slots in the host pool."""
     view = View(
         now=100.0,
         waiting=(RequestView(1, "waiting", 99.0, 10),),
@@ -71,10 +71,12 @@ def a_view(**changes):
         ("holds", Plan(decode=(3, 4), prefill=((1, 10), (2, 4))), {"device": Device(INDEX, seconds, 999)}),
     ],
 )
-def test_every_rule_is_held(rule, plan, changes):
+def test_a_plan_that_breaks_a_rule_is_refused(rule, plan, changes):
     with pytest.raises(IllegalPlanError) as error:
         check(plan, a_view(**changes))
-    assert error.value.rule == rule and rule in str(error.value) and "\n" not in str(error.value)
+    assert error.value.rule == rule
+    assert rule in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +104,11 @@ def test_shipped_policies_break_no_rule_when_kv_slots_run_short(name, free_slots
         return
     held = sorted(request.own_slots for request in view.requests)[:-1]
     if free_slots + sum(held) < 9:
-        view = replace(view, free_slots=9)  # one request alone never fills the arena
+        view = replace(view, free_slots=9)  # a single request never fills the arena
     check(make_policy(name).plan(view), view)
 
 
-def test_a_policy_cannot_change_what_it_sees():
+def test_a_policy_cannot_change_the_view():
     view = a_view()
     with pytest.raises(AttributeError):
         view.running[0].num_computed = 0
@@ -118,32 +120,38 @@ def test_a_policy_cannot_change_what_it_sees():
 
 
 def test_fcfs_counts_a_request_from_its_first_prompt_token_to_its_last_token():
-    view = a_view()  # two are running, one prefilling, one swapped: four count against max_num_seqs=3
+    view = a_view()  # two running, one prefilling and one swapped request count against max_num_seqs=3
     assert make_policy("fcfs").plan(view).prefill == ((2, 4),)
     busy = replace(view, prefilling=())
     plan = make_policy("fcfs").plan(busy)
-    assert plan.decode == (3, 4, 5) and plan.swap_in == (5,) and not plan.prefill
+    assert plan.decode == (3, 4, 5)
+    assert plan.swap_in == (5,)
+    assert not plan.prefill
 
 
 def test_prefill_first_decodes_only_when_no_prompt_can_run():
     plan = make_policy("prefill_first").plan(a_view())
-    assert plan.prefill and not plan.decode
+    assert plan.prefill
+    assert not plan.decode
 
 
-def test_decode_first_uses_idle_rows_only():
+def test_decode_first_prefills_only_in_idle_rows():
     plan = make_policy("decode_first").plan(a_view(max_num_seqs=2, device=Device(INDEX, seconds, 40)))
-    assert plan.decode == (3, 4) and not plan.prefill, "two rows decode in a call of two"
+    assert plan.decode == (3, 4), "a call of two rows has no idle row"
+    assert not plan.prefill, "a call of two rows has no idle row"
     alone = make_policy("decode_first").plan(a_view(running=(), swapped=()))
-    assert alone.prefill and not alone.decode
+    assert alone.prefill
+    assert not alone.decode
 
 
-def test_chunked_fills_up_a_budget():
+def test_chunked_fills_its_token_budget():
     plan = make_policy("chunked").plan(a_view())
-    assert plan.decode == (3, 4, 5) and plan.prefill == ((2, 4), (1, 9)), "sixteen rows, answers first"
+    assert plan.decode == (3, 4, 5), "a call has sixteen rows, and decoding comes first"
+    assert plan.prefill == ((2, 4), (1, 9)), "a call has sixteen rows, and decoding comes first"
 
 
 def slow_prompts(variant):
-    """Prompts cost much more than tokens: 10 ms per decode step, 50 ms for four rows, 100 ms for eight, 200 for sixteen."""
+    """Return seconds: 10 ms per decode step, but 50 ms for four rows, 100 ms for eight, and 200 ms for sixteen."""
     return 0.01 if variant.rows <= 2 else variant.rows / 80
 
 
@@ -160,7 +168,7 @@ def test_no_running_request_waits_longer_for_a_token_than_the_target(tpot_ms, wa
     device = Device(VariantIndex(v for v in FAKE_VARIANTS if v.rows <= 8), slow_prompts, 64)
     running = tuple(replace(request, last_token_time=100.0 - waited) for request in a_view().running)
     policy = make_policy("dynamic")
-    policy._prefill_end, policy._prefill_seconds = 100.0 - waited - 1e-6, 1.0  # prompts had their share
+    policy._prefill_end, policy._prefill_seconds = 100.0 - waited - 1e-6, 1.0  # prompts have just had their share
     gap = {} if tpot_ms is None else {"tpot_ms": tpot_ms}
     if tpot_ms is None:
         device = replace(device, seconds=lambda variant: 0.01 if variant.rows <= 2 else 0.02)
@@ -182,7 +190,7 @@ def test_dynamic_never_starves_prompts_of_a_target_that_no_call_keeps():
 
 
 def test_dynamic_batches_short_prompts_while_max_num_seqs_requests_run():
-    device = Device(INDEX, lambda variant: 0.02 if variant.rows > 2 else 0.01, 64)  # sixteen rows cost what four do
+    device = Device(INDEX, lambda variant: 0.02 if variant.rows > 2 else 0.01, 64)  # sixteen rows cost as much as four
     view = a_view(now=99.001, prefilling=(), swapped=(), max_num_seqs=2, device=device)
     short = tuple(RequestView(10 + i, "waiting", 99.0, 4) for i in range(4))
     assert not make_policy("dynamic").plan(replace(view, waiting=short[:1])).prefill
@@ -197,7 +205,7 @@ def test_dynamic_batches_short_prompts_while_max_num_seqs_requests_run():
 
 @pytest.mark.parametrize(("num_seqs", "num_tokens", "is_alone"), [(6, 4, True), (2, 4, False), (6, 40, False)])
 def test_dynamic_fills_up_to_max_num_seqs_before_a_decode_step(num_seqs, num_tokens, is_alone):
-    """A mixed call adds less than a call of prompts alone takes; but a decode step of two of six requests is worth little."""
+    """A mixed call adds less time than a call of prompts alone, but decoding only two of six requests is worth little."""
 
     def cost(variant):
         return (
@@ -207,16 +215,17 @@ def test_dynamic_fills_up_to_max_num_seqs_before_a_decode_step(num_seqs, num_tok
     waiting = tuple(RequestView(10 + i, "waiting", 99.0, num_tokens) for i in range(4))
     changes = {"waiting": waiting, "prefilling": (), "swapped": (), "max_num_seqs": num_seqs, "free_slots": 400}
     plan = make_policy("dynamic").plan(a_view(device=Device(INDEX, cost, 64), **changes))
-    assert plan.prefill and (not plan.decode) is is_alone
+    assert plan.prefill
+    assert (not plan.decode) is is_alone
 
 
-def test_the_variant_of_a_plan_is_the_smallest():
+def test_a_plan_runs_in_the_smallest_variant():
     assert Device(INDEX, seconds, 30).call(3, 3) == Variant(4, 32, 4)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_no_prompt_begins_that_could_only_be_preempted(name):
-    """Few KV slots and a small host pool: every prompt runs once."""
+def test_no_prompt_begins_if_it_would_be_preempted(name):
+    """With few KV slots and a small host pool, every prompt still runs only once."""
     engine = fake_engine(make_policy(name), 2, max_seq_len=60, host_kv_slots=40)
     requests = [fake_request(range(30 * i, 30 * i + 28), 24) for i in range(12)]
     run_to_end(engine, requests)

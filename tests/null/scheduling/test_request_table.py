@@ -1,4 +1,4 @@
-"""The request table: which status may follow which, and when a view is made again."""
+"""Tests the request table: legal transitions between statuses, and when a view is rebuilt."""
 
 import pytest
 
@@ -13,24 +13,32 @@ def running():
     return info
 
 
-def test_a_request_goes_through_its_life():
+def test_a_request_passes_through_every_status():
     info = RequestInfo(1, 0.0, 3)
-    assert info.status == "waiting" and info.view.num_left == 3
+    assert info.status == "waiting"
+    assert info.view.num_left == 3
     info.add_computed(2)
-    assert info.status == "prefilling" and info.view.own_slots == 2
+    assert info.status == "prefilling"
+    assert info.view.own_slots == 2
     info.add_computed(1)
     info.add_token(1.0, can_run=False)
-    assert info.status == "swapped" and info.view.num_generated == 1 and info.view.in_arena
+    assert info.status == "swapped"
+    assert info.view.num_generated == 1
+    assert info.view.in_arena
     info.leave_arena()
     info.swap_in(own_slots=3)
-    assert info.status == "running" and info.view.own_slots == 3 and info.view.in_arena
+    assert info.status == "running"
+    assert info.view.own_slots == 3
+    assert info.view.in_arena
     info.preempt()
-    assert info.status == "waiting" and info.view.num_computed == 0 and info.view.num_left == 4
+    assert info.status == "waiting"
+    assert info.view.num_computed == 0
+    assert info.view.num_left == 4
 
 
 @pytest.mark.parametrize("status", list(RequestStatus))
 @pytest.mark.parametrize("following", list(RequestStatus))
-def test_only_legal_transitions_are_made(status, following):
+def test_illegal_transitions_are_refused(status, following):
     info = RequestInfo(1, 0.0, 3)
     info.status = status
     if following is status or following in TRANSITIONS[status]:
@@ -60,12 +68,13 @@ def test_a_waiting_request_cannot_be_swapped_in_or_out():
         lambda info: info.set_own_slots(7),
     ],
 )
-def test_a_view_is_made_again_after_every_change(change):
+def test_a_change_of_the_table_changes_the_view(change):
     info = running()
     before = info.view
     assert info.view is before
     change(info)
-    assert info.view is not before and info.view.state is info.status
+    assert info.view is not before
+    assert info.view.state is info.status
 
 
 def test_a_view_lists_requests_by_status_in_the_order_of_their_arrival():
@@ -75,5 +84,7 @@ def test_a_view_lists_requests_by_status_in_the_order_of_their_arrival():
     table.add_computed(1, 3)
     table.add_token(1, 1.0)
     view = table.view(2.0, 10, 5, None)
-    assert [r.id for r in view.waiting] == [0, 2] and [r.id for r in view.running] == [1]
-    assert view.free_seqs == 1 and table.has_free_seq
+    assert [r.id for r in view.waiting] == [0, 2]
+    assert [r.id for r in view.running] == [1]
+    assert view.free_seqs == 1
+    assert table.has_free_seq

@@ -1,4 +1,4 @@
-"""FlexNPU's Tables 2 and 3, simulated. Table 4 takes longer: tests/cpu."""
+"""Compares the simulation of FlexNPU's Tables 2 and 3 with the published results."""
 
 import pytest
 
@@ -8,7 +8,8 @@ from staticllm.pipelines.simulator.papers.flexnpu_cluster import tables_2_and_3
 def test_co_location_improves_on_disaggregation_as_published():
     interference, (fitted, predicted) = tables_2_and_3()
     assert 1 < interference < 1.2
-    assert fitted.is_fitted and not predicted.is_fitted
+    assert fitted.is_fitted
+    assert not predicted.is_fitted
     assert fitted.improvement == pytest.approx(26.33, abs=3)
     assert predicted.improvement == pytest.approx(5.15, abs=3)
     for row in (fitted, predicted):

@@ -1,4 +1,4 @@
-"""FlexNPU's Table 4, simulated. It needs no device, but more seconds than tests/null may take."""
+"""Compares the simulation of FlexNPU's Table 4 with the published results."""
 
 import pytest
 
@@ -12,6 +12,7 @@ def test_throughput_and_ttft_are_within_ten_percent(output):
     assert len(cells) == 4
     for cell in cells:
         throughput, ttft, _ = cell.deviations
-        assert abs(throughput) < 10 and abs(ttft) < 10, cell
+        assert abs(throughput) < 10, cell
+        assert abs(ttft) < 10, cell
         if cell.published is FITTED:
             assert abs(ttft) < 3, "PREFILL_SHARE is fitted on this cell"

@@ -1,4 +1,4 @@
-"""Plots of simulated runs. They need no device, but the second that matplotlib takes to import."""
+"""Tests plots of simulated runs, which need matplotlib."""
 
 import pytest
 from click.testing import CliRunner
@@ -16,8 +16,9 @@ def test_a_plot_is_drawn(tmp_path):
     assert "<svg" in path.read_text(encoding="utf-8")
 
 
-def test_a_format_that_matplotlib_cannot_write_is_one_line(tmp_path):
+def test_an_unknown_picture_format_is_a_one_line_error(tmp_path):
     pytest.importorskip("matplotlib")
     result = CliRunner().invoke(cli, [*RUN, "--plot", str(tmp_path / "plot.docx")])
     assert result.exit_code == 1
-    assert result.output.splitlines()[-1].startswith("Error: ") and "docx" in result.output
+    assert result.output.splitlines()[-1].startswith("Error: ")
+    assert "docx" in result.output

@@ -1,4 +1,4 @@
-"""`staticllm simulate`: tables and JSON on stdout, one line per mistake."""
+"""Tests `staticllm simulate`: tables and JSON on stdout, and one line per mistake."""
 
 import json
 import sys
@@ -21,16 +21,17 @@ def test_a_table_has_a_line_for_each_policy():
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["policy", "fcfs", "chunked"]
 
 
-def test_json_has_the_figures_of_the_default_policies():
+def test_json_output_has_the_figures_of_the_default_policies():
     figures = json.loads(run("--json", "--disaggregate", "2x1", "--transfer-ms", "5").stdout)
     assert list(figures) == ["dynamic", "fcfs"]
     for summary in figures.values():
         assert summary["num_requests"] == 8
         assert summary["second_token_ms"] > 5, "KV slots are transferred before the second token"
-        assert 0 < summary["fairness"] <= 1 and 0 < summary["busy"] <= 1
+        assert 0 < summary["fairness"] <= 1
+        assert 0 < summary["busy"] <= 1
 
 
-def test_costs_that_were_saved_give_the_same_figures(tmp_path):
+def test_saved_costs_give_the_same_figures(tmp_path):
     costs = str(tmp_path / "costs.json")
     first = run("--json", "--save-costs", costs, "--policy", "fcfs")
     again = run("--json", "--costs", costs, "--policy", "fcfs")
@@ -57,10 +58,11 @@ def test_a_mistake_is_reported_in_one_line(arguments, code, said):
     result = run(*arguments)
     assert result.exit_code == code
     error = result.output.splitlines()[-1]
-    assert error.startswith("Error: ") and said in error
+    assert error.startswith("Error: ")
+    assert said in error
 
 
-def test_a_plot_without_matplotlib_says_how_to_get_it(monkeypatch, tmp_path):
+def test_a_plot_without_matplotlib_names_the_package_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run("--plot", str(tmp_path / "plot.png"))
     assert result.exit_code == 1

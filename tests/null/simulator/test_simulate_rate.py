@@ -1,4 +1,4 @@
-"""`staticllm simulate`: the default rate can be served, and a rate that cannot gets a warning."""
+"""Tests the rates of `staticllm simulate`: the default can be served, and a rate that is too high gets a warning."""
 
 import json
 import re
@@ -15,7 +15,7 @@ def simulate(*arguments):
 
 
 @pytest.mark.slow
-def test_the_default_rate_is_below_the_maximum():
+def test_the_default_rate_is_below_the_maximum_rate():
     done = simulate()
     figures = json.loads(done.stdout)["fcfs"]
     rate, served = re.match(r"([\d.]+) requests/s arrive, 60% of the maximum rate of ([\d.]+)\n", done.stderr).groups()
@@ -34,9 +34,9 @@ def test_slower_costs_make_a_lower_rate():
 @pytest.mark.slow
 def test_a_rate_above_the_maximum_gets_a_warning():
     done = simulate("--rate", "4")
-    assert (
-        done.stderr.startswith("Warning: ") and "the queue grows" in done.stderr and len(done.stderr.splitlines()) == 1
-    )
+    assert done.stderr.startswith("Warning: ")
+    assert "the queue grows" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
     assert not simulate("--rate", "0.1").stderr, "below the maximum rate"
     assert not simulate("--arrivals", "burst").stderr, "a burst exceeds every rate on purpose"
 
@@ -49,7 +49,10 @@ def test_a_trace_above_the_maximum_rate_gets_a_warning(tmp_path):
 
 def test_an_impossible_plot_is_refused_before_the_runs(tmp_path, monkeypatch):
     done = simulate("--plot", str(tmp_path / "no" / "plot.png"))
-    assert done.exit_code == 1 and not done.stdout
+    assert done.exit_code == 1
+    assert not done.stdout
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = simulate("--plot", str(tmp_path / "plot.png"))
-    assert done.exit_code == 1 and not done.stdout and "pip install matplotlib" in done.stderr
+    assert done.exit_code == 1
+    assert not done.stdout
+    assert "pip install matplotlib" in done.stderr

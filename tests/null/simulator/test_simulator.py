@@ -1,4 +1,4 @@
-"""The simulator: no token is lost, plans are legal, and queues behave as in queueing theory."""
+"""Tests the simulator: no token is lost, plans are legal, and queues behave as in queueing theory."""
 
 import json
 import warnings
@@ -47,7 +47,7 @@ requests = st.lists(
 def test_every_request_gets_its_tokens_and_every_plan_is_legal(
     policy, mode, arrivals, kv_slots, host_kv_slots, num_seqs
 ):
-    """KV slots run short here, so that requests are swapped and preempted. A plan that breaks a rule would warn."""
+    """KV slots are short, so that requests are swapped and preempted. A plan that breaks a rule would cause a warning."""
     scenario = Scenario(model(num_seqs, kv_slots, host_kv_slots, mode=mode), tuple(arrivals))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -71,13 +71,13 @@ def test_a_device_without_requests_uses_no_slots():
 
 
 def single(seconds, output=1):
-    """One request at a time; its prompt takes ``seconds``, and so does each token after the first."""
+    """Return a device for one request at a time; its prompt and each token after the first take ``seconds``."""
     variants = [Variant(1, 0), Variant(1, 64), Variant(8, 0), Variant(8, 64)]
     return DeviceModel(VariantIndex(variants), lambda variant: seconds, Limits(1), 64, 64, 8 + output)
 
 
-def test_waiting_is_that_of_an_m_d_1_queue():
-    """Each wait equals Lindley's recursion; the mean is close to that of the M/D/1 queue in equilibrium."""
+def test_waiting_times_follow_an_m_d_1_queue():
+    """Each wait equals Lindley's recursion, and the mean is close to that of the M/D/1 queue in equilibrium."""
     load, service = 0.5, 0.01
     arrivals = poisson(load / service, 8_000, Lengths.fixed(8, 1), seed=1)
     run = Cluster(Pool(single(service), Fcfs, 1)).run(arrivals)
@@ -107,7 +107,7 @@ def test_a_lone_request_costs_its_calls_and_the_host():
 
 @pytest.mark.parametrize("decode_devices", [1, 2, 8])
 def test_disaggregation_is_as_fast_as_its_slower_side(decode_devices):
-    """A prompt takes 0.01 s of one of two devices, an answer of five tokens 0.04 s of one of the others."""
+    """A prompt takes 0.01 s on one of two devices, and an answer of five tokens 0.04 s on one of the others."""
     cluster = Cluster(Pool(single(0.01, 5), Fcfs, 2), Pool(single(0.01, 5), Fcfs, decode_devices))
     run = cluster.run(burst(400, Lengths.fixed(8, 5)))
     assert steady_rate(run.requests) == pytest.approx(min(2 / 0.01, decode_devices / 0.04), rel=0.02)
@@ -129,7 +129,7 @@ def test_twice_the_devices_serve_a_burst_in_half_the_time():
     assert spans[0] / spans[1] == pytest.approx(2, rel=0.01)
 
 
-def test_concurrency_bounds_the_admitted_requests():
+def test_concurrency_limits_the_admitted_requests():
     run = Scenario(model(num_seqs=3), tuple(burst(12, Lengths.fixed(10, 10))), concurrency=2).run("fcfs")
     events = sorted([(r.started, 1) for r in run.requests] + [(r.token_times[-1], -1) for r in run.requests])
     assert max(np.cumsum([change for _, change in events])) == 2
@@ -140,12 +140,12 @@ def test_a_request_that_can_never_fit_is_refused():
         Scenario(model(), (Arrival(0, 0.0, 60, 1),)).run("fcfs")
 
 
-def test_jain_is_1_for_equal_values_and_1_over_n_for_one():
+def test_jains_index_is_1_for_equal_values_and_1_over_n_for_a_single_one():
     assert jain([3.0, 3.0, 3.0]) == pytest.approx(1)
     assert jain([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
 
 
-def test_workloads_have_the_rate_that_was_asked_for():
+def test_workloads_have_the_requested_rate():
     lengths = Lengths((4, 9), (1, 3))
     stretched = poisson(5, 300, lengths, seed=1, is_span_fixed=True)
     assert stretched[-1].time == pytest.approx(60)
@@ -173,7 +173,7 @@ def test_a_bad_trace_is_refused(tmp_path, text):
         read_trace(path)
 
 
-def test_costs_survive_a_file(tmp_path):
+def test_costs_survive_a_round_trip_through_a_file(tmp_path):
     path = tmp_path / "costs.json"
     variants = (Variant(1, 64), Variant(4, 64, 4), Variant(16, 0), Variant(16, 64))
     write_costs(path, variants, COSTS)

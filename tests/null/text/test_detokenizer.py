@@ -11,7 +11,7 @@ from staticllm.pipelines.text.output_processor import OutputProcessor
 
 
 def decode(tokens):
-    """Byte tokens: one character may take up to four."""
+    """Decode tokens that are bytes, so that one character may take up to four."""
     return bytes(tokens).decode("utf-8", errors="replace")
 
 
@@ -26,7 +26,7 @@ def stream(text, **options):
 
 
 @given(st.text(max_size=200))
-def test_pieces_add_up_and_no_character_is_split(text):
+def test_deltas_add_up_to_the_text_and_split_no_character(text):
     reader, pieces = stream(text)
     assert "".join(pieces) == reader.text == text
     if "\ufffd" not in text:
@@ -36,8 +36,8 @@ def test_pieces_add_up_and_no_character_is_split(text):
 @given(
     st.text("ab.", max_size=60), st.sets(st.text("ab.", min_size=1, max_size=4), min_size=1, max_size=3), st.booleans()
 )
-def test_nothing_of_a_stop_string_is_ever_shown(text, stops, include):
-    """The stop that is complete first ends the text; of those complete at once, the one that began first."""
+def test_no_part_of_a_stop_string_is_ever_shown(text, stops, include):
+    """The stop string that is complete first ends the text; of several complete at once, the one that began first."""
     reader, pieces = stream(text, stop_strings=stops, include_stop=include)
     ends = {end for stop in stops if (place := text.find(stop)) >= 0 for end in [place + len(stop)]}
     expected = text
@@ -48,21 +48,22 @@ def test_nothing_of_a_stop_string_is_ever_shown(text, stops, include):
     assert reader.text == expected == "".join(pieces)
 
 
-def test_a_possible_stop_is_held_back_and_released():
+def test_a_possible_stop_string_is_held_back_and_released():
     reader = IncrementalDetokenizer(decode, ["STOP"])
     assert [reader.push(ord(c)) for c in "aSTx"] == ["a", "", "", "STx"]
     assert not reader.is_holding
 
 
-def test_bytes_that_are_no_text_are_shown_and_not_kept_for_ever():
+def test_invalid_bytes_are_shown_and_not_held_back_for_ever():
     reader = IncrementalDetokenizer(decode)
     pieces = [reader.push(0xFF) for _ in range(100)]
-    assert len("".join(pieces)) >= 97 and len(reader._window) < 50
+    assert len("".join(pieces)) >= 97
+    assert len(reader._window) < 50
     assert "".join(pieces) + reader.finish() == "\ufffd" * 100
 
 
 @given(st.binary(max_size=120))
-def test_any_bytes_add_up(data):
+def test_deltas_of_arbitrary_bytes_add_up(data):
     reader = IncrementalDetokenizer(decode)
     pieces = [reader.push(byte) for byte in data]
     assert "".join(pieces) + reader.finish() == decode(list(data)) == reader.text
@@ -78,12 +79,13 @@ def test_long_texts_are_decoded_in_a_window():
 
     reader = IncrementalDetokenizer(counting)
     text = "".join(reader.push(token) for token in ("grüße " * 200).encode()) + reader.finish()
-    assert text == "grüße " * 200 and longest < 50
+    assert text == "grüße " * 200
+    assert longest < 50
 
 
-def test_tokens_that_are_not_read_as_text_are_not_decoded():
+def test_tokens_are_not_decoded_unless_text_is_read():
     def refuse(tokens):
-        raise AssertionError("decoded for nobody")
+        raise AssertionError("decoded although no text was read")
 
     options = SimpleNamespace(
         stop_strings=frozenset(), include_stop_str_in_output=False, stop_token_ids=frozenset(), echo=False

@@ -1,4 +1,4 @@
-"""The stop checker: several answers, and closing while there is a backlog."""
+"""Tests the stop checker with several answers, and when it closes with a backlog."""
 
 import threading
 import time
@@ -32,12 +32,12 @@ def token(text, index):
     return TokenOutput(ord(text), 0.0, 0.0, 0.0, index)
 
 
-def test_an_answer_that_ends_at_its_first_token_does_not_end_the_check_of_the_others():
+def test_an_early_end_of_one_answer_does_not_stop_the_check_of_others():
     client, outputs = Client(), OutputQueue()
     checker = StopChecker(client, decode)
     checker.watch(request(1), outputs, {"b"})
     for output in (token("a", 0), Finished(FinishReason.STOP, index=0), token("a", 1), token("b", 1)):
-        outputs.put(output)  # the order of an engine: the end of answer 0 comes before the first token of answer 1
+        outputs.put(output)  # as in an engine, answer 0 ends before the first token of answer 1
     until = time.monotonic() + 5
     while not client.cancelled and time.monotonic() < until:
         time.sleep(0.001)
@@ -45,7 +45,7 @@ def test_an_answer_that_ends_at_its_first_token_does_not_end_the_check_of_the_ot
     assert client.cancelled == [(1, 1, FinishReason.STOP)]
 
 
-def test_close_does_not_decode_what_is_left():
+def test_close_does_not_decode_the_backlog():
     def slow(tokens):
         time.sleep(0.02)
         return decode(tokens)
@@ -60,7 +60,7 @@ def test_close_does_not_decode_what_is_left():
     assert time.monotonic() - start < 1
 
 
-def test_a_request_that_comes_while_the_checker_closes_does_not_hold_up_close():
+def test_a_request_added_during_close_does_not_delay_close():
     is_decoding, may_go_on = threading.Event(), threading.Event()
 
     def blocked(tokens):
