@@ -28,7 +28,7 @@ class ChatWindow:
 
     def _build(self) -> None:
         if self.root.tk.call("tk", "windowingsystem") == "x11":
-            ttk.Style().theme_use("clam")  # the default theme there is from the 1990s
+            ttk.Style().theme_use("clam")  # the default theme looks like the 1990s
         self.root.configure(padx=12, pady=12, background=ttk.Style().lookup("TFrame", "background"))
         self.status = ttk.Label(self.root, text="Loading the model …", foreground="#4b5563")
         self.status.pack(side="bottom", anchor="w")
@@ -41,7 +41,7 @@ class ChatWindow:
         self.send_button.pack(side="left", padx=8)
         self.stop_button = ttk.Button(bar, text="Stop", command=self.stopping.set, state="disabled")
         self.stop_button.pack(side="left")
-        self.root.bind("<Return>", lambda event: self.send_button.invoke())  # a disabled button ignores it
+        self.root.bind("<Return>", lambda event: self.send_button.invoke())  # a disabled button ignores this
         self.root.bind("<Escape>", lambda event: self.stop_button.invoke())
         self.history = ScrolledText(self.root, font=FONT, wrap="word", padx=16, pady=8, bg="white", state="disabled")
         self.history.pack(fill="both", expand=True)
@@ -78,7 +78,7 @@ class ChatWindow:
         for kind, events in groupby(news, key=lambda event: event[0]):
             texts = [text for _, text in events]
             if kind in COLOURS:
-                self.show("".join(texts), kind)  # one call per token would be slow: each lays out the text
+                self.show("".join(texts), kind)  # one call per token would be slow, because each lays out the text
             else:
                 self.status.configure(text=texts[-1])
             if kind == "ready":

@@ -1,4 +1,4 @@
-"""Set-up that the other scripts share: a ``.venv`` in the checkout, with the package and the extras a script needs."""
+"""Sets up the environment of the other scripts: a ``.venv`` in the checkout, with the package and the extras they need."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MIN_PYTHON = (3, 10)
 
 
 def python() -> Path:
-    """The interpreter of the environment."""
+    """Return the interpreter of the environment."""
     return VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
 def ensure_environment(*extras: str) -> Path:
-    """Make ``.venv`` if there is none and install the package with ``extras``; quick when nothing has changed.
+    """Make ``.venv`` if there is none, and install the package with ``extras``. Return the environment's interpreter.
 
-    Returns the environment's interpreter.
+    If nothing has changed, this is quick.
     """
     if sys.version_info < MIN_PYTHON:
         sys.exit(f"Python {sys.version.split()[0]} is too old: staticllm needs 3.10 or later")
@@ -40,17 +40,17 @@ def ensure_environment(*extras: str) -> Path:
 
 
 def has_pip() -> bool:
-    """Whether the environment was made to the end: an interrupted creation leaves an interpreter without pip."""
+    """Return whether the environment is complete; an interrupted creation leaves an interpreter without pip."""
     return subprocess.run([str(python()), "-c", "import pip"], capture_output=True, check=False).returncode == 0
 
 
 def make_environment(place: Path) -> None:
-    """As ``python -m venv`` does it: linked where links work, since a copied interpreter may miss its library."""
+    """Make an environment like ``python -m venv``, with links if possible: a copied interpreter may miss its library."""
     venv.create(place, with_pip=True, symlinks=os.name != "nt", clear=True)
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> None:
-    """Run a command; leave with its exit code if it fails."""
+    """Run a command, and exit with its exit code if it fails."""
     result = subprocess.run([str(part) for part in command], cwd=cwd, check=False)
     if result.returncode:
         sys.exit(result.returncode)

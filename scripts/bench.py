@@ -1,14 +1,14 @@
-"""staticllm against openvino_genai, side by side: prints tables and ratios, writes JSON and a plot.
+"""Compares staticllm with openvino_genai: prints tables and ratios, and writes JSON and a plot.
 
     pip install ".[plot,train]" psutil
     python scripts/bench.py            # about 40 minutes on two cores, 24 GiB
     python scripts/bench.py --quick    # under 3 minutes: fewer peers, lengths and rounds
 
-Each peer is a process of its own; all have loaded their model and take turns, so that a machine that changes its speed changes
-it for all. Figures are medians over the rounds, ratios medians of the ratios of each round. Times are taken by a streamer that
-is told each token. Everybody has the defaults, unless the name says otherwise. The model is one of
-scripts/make_bench_model.py (random weights), Qwen2-0.5B-shaped in int8 unless ``--model llama-1b`` is asked for; the targets are
-those of the first. Nothing else should run on the machine.
+Each peer is a process of its own. All of them load their models first and then take turns, so that a change of the machine's
+speed affects all of them. Figures are medians over the rounds, and ratios are medians of the ratios of each round. A streamer
+that receives each token takes the times. Every peer has its defaults, unless its name says otherwise.
+scripts/make_bench_model.py makes the model (random weights). It is Qwen2-0.5B-shaped in int8, or with ``--model llama-1b``
+Llama-1B-shaped in int4; the targets are those of the first. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ LENGTHS, CLIENTS = (16, 128, 512, 1000), (1, 4, 8, 16)
 POLICIES = ("dynamic", "fcfs", "prefill_first", "chunked")  # decode_first is for prompts that may wait
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0, "KV_CACHE_PRECISION": "f32"}
 TUNED = {"NPUW_LLM_PREFILL_CHUNK_SIZE": 256, "NPUW_LLM_GENERATE_PYRAMID": True, "NPUW_LLM_ENABLE_PREFIX_CACHING": True}
-LATER_SECONDS = 0.1  # what goes on in the background for less than this is not worth a line
+LATER_SECONDS = 0.1  # shorter background work is not reported
 KV_LENS = {"kv_len 512": 512, "kv_len 4096": 4096}
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A pipeline to be measured: a kind of ``bench_workers``, and what is not its default."""
+    """A pipeline to be measured: a kind of ``bench_workers``, and the properties that differ from its defaults."""
 
     kind: str
     properties: dict[str, Any] = field(default_factory=dict)
@@ -67,11 +67,11 @@ PEERS = {
 }
 QUICK = ("ours", "npuw", "genai")
 ALONE_ONLY = ("npuw chunk 128", "npuw tuned", "genai", "genai f32")
-"""Peers that serve one request after the other: with npuw one of them stands for all where there are several clients."""
+"""Peers that serve one request after another. With several clients, npuw stands for all of them."""
 
 
 class Figures:
-    """What was measured: ``[measure][peer]`` is a list, one figure a round."""
+    """The measurements: ``[measure][peer]`` is a list with one figure per round."""
 
     def __init__(self) -> None:
         self.values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -84,7 +84,7 @@ class Figures:
         return statistics.median(found) if found else None
 
     def ratio(self, measure: str, peer: str, other: str) -> float | None:
-        """The median of the ratios of each round."""
+        """Return the median of the ratios of each round."""
         mine, theirs = (self.values.get(measure, {}).get(name, []) for name in (peer, other))
         return statistics.median(a / b for a, b in zip(mine, theirs, strict=False)) if mine and theirs else None
 
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def save(figures: Figures, options: argparse.Namespace, begin: float, **more: Any) -> dict[str, Any]:
-    """What there is so far: a run is long, and a peer may die."""
+    """Write the figures so far, because a run is long and a peer may die."""
     seconds = time.perf_counter() - begin
     result = {"date": time.strftime("%Y-%m-%d %H:%M"), "model": options.model, "seconds": seconds, "rounds": options.rounds,
               "figures": figures.values, **more}  # fmt: skip
@@ -135,7 +135,7 @@ def start(name: str, stack: ExitStack, peer: Peer, **more: Any) -> Worker:
 def side_by_side(
     figures: Figures, peers: dict[str, Peer], lengths: tuple[int, ...], clients: tuple[int, ...], rounds: int
 ) -> None:
-    """Latencies and throughput; the first round warms everybody up."""
+    """Measure latencies and throughput. The first round is a warm-up."""
     with ExitStack() as stack:
         workers = {name: start(name, stack, peer) for name, peer in peers.items()}
         for name, worker in workers.items():
@@ -159,14 +159,14 @@ def side_by_side(
 
 
 def in_turn(workers: dict[str, Worker], first: int) -> list[tuple[str, Worker]]:
-    """Another peer begins each time: whoever comes first finds the caches full of something else."""
+    """Return the peers, each time with another one first, because the first one finds the caches filled by others."""
     items = list(workers.items())
     first %= len(items)
     return [*items[first:], *items[:first]]
 
 
 def read_weights(path: str) -> float:
-    """Seconds that a plain read of as many bytes as the model's weights takes, with as many threads as cores: the best of 3."""
+    """Return the seconds of reading as many bytes as the model's weights, with one thread per core; the best of 3."""
     parts = np.array_split(weights(path), os.cpu_count() or 1)
 
     def once() -> float:
@@ -183,12 +183,12 @@ def read_weights(path: str) -> float:
 
 @cache
 def weights(path: str) -> np.ndarray:
-    """As many bytes as the model has."""
+    """Return an array with as many bytes as the model's weights."""
     return np.ones((Path(path) / "openvino_model.bin").stat().st_size // 8, np.int64)
 
 
 def loading(figures: Figures, peers: dict[str, Peer], rounds: int) -> None:
-    """Load time, without and with a cache that a load before has filled; then the peak of private memory, apart."""
+    """Measure load times without a cache and with a filled one, and then separately the peak of private memory."""
     with tempfile.TemporaryDirectory() as caches:
         for number in range(rounds):
             for name, peer in peers.items():
@@ -211,7 +211,7 @@ def loading(figures: Figures, peers: dict[str, Peer], rounds: int) -> None:
 
 
 def ours_alone(figures: Figures, options: argparse.Namespace) -> None:
-    """Host time a token; what a larger KV length costs; each policy."""
+    """Measure the host time per token, the cost of a larger KV length, and each policy."""
     with ExitStack() as stack:
         worker = start("ours, demo model", stack, Peer("ours", model="demo"))
         for seed in range(options.rounds + 1):
@@ -237,7 +237,7 @@ def ours_alone(figures: Figures, options: argparse.Namespace) -> None:
 
 
 def same_tokens(model: str) -> bool:
-    """Whether both give the same tokens in f32, without quantizing activations, for one prompt of each length."""
+    """Return whether ours and genai give the same tokens in f32 without quantized activations, for one prompt of each length."""
     with ExitStack() as stack:
         ours = start("ours, exact", stack, Peer("ours", EXACT, model))
         genai = start("genai, exact", stack, Peer("genai", EXACT, model))
@@ -245,7 +245,7 @@ def same_tokens(model: str) -> bool:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """A picture, if matplotlib is there."""
+    """Draw a picture if matplotlib is installed."""
     try:
         from bench_plots import plot_bench
     except ImportError:

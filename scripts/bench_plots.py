@@ -1,4 +1,4 @@
-"""Pictures of what the benchmark scripts measured."""
+"""Draws pictures of the results of the benchmark scripts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = {
 
 
 def plot_table4(result: dict[str, Any], path: Path) -> None:
-    """Dynamic as a share of fcfs, for each row and measure; dashed lines are the targets."""
+    """Draw dynamic as a share of fcfs, for each row and measure; dashed lines are the targets."""
     rows = result["rows"]
     figure, axes = plt.subplots(1, len(LIMITS), figsize=(16, 4.2), layout="constrained")
     labels = [f"{row['num_prompt']}/{row['num_new']}\n{row['precision']}" for row in rows]
@@ -46,7 +46,7 @@ def plot_table4(result: dict[str, Any], path: Path) -> None:
 
 
 def plot_freeze(result: dict[str, Any], path: Path) -> None:
-    """Every gap between two tokens of the chat, in the first measured round."""
+    """Draw every gap between two tokens of the chat, in the first measured round."""
     row = result["rounds"][0]
     figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
     for name, colour in (("fcfs", "#b0b0b0"), ("dynamic", "#3b6fb6")):
@@ -75,7 +75,7 @@ LABELS = {"ttft_turn": "2nd turn", "load_s": "no cache", "load_cached_s": "cache
 
 
 def plot_bench(result: dict[str, Any], path: Path) -> None:
-    """Medians of every peer, grouped by measure. Times to first token span three orders of magnitude: a log scale."""
+    """Draw the medians of every peer, grouped by measure; times to first token have a logarithmic scale."""
     medians = {
         measure: {name: statistics.median(values) for name, values in found.items()}
         for measure, found in result["figures"].items()

@@ -1,4 +1,4 @@
-"""What ``bench.py`` prints: a table of medians, and the ratios beside what they should be."""
+"""Prints the report of ``bench.py``: a table of medians, and ratios with their targets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NAMES = {
     "ttft": "TTFT after {} tokens, ms", "tpot": "TPOT after {} tokens, ms", "clients": "{} clients, tokens/s",
     "ttft_turn": "TTFT of the second turn, ms", "load_s": "load, s", "load_cached_s": "load, with a filled cache, s",
     "later_s": "in the background after loading, s",
-    "peak_mb": "peak of private memory, MB", "host_ms": "host time a token, demo model, ms",
+    "peak_mb": "peak of private memory, MB", "host_ms": "host time per token, demo model, ms",
     "read_ms": "reading the weights once, ms", "tpot_kv_len": "TPOT, 128 tokens of prompt, ms",
     "policy_clients_8": "8 clients, tokens/s",
 }  # fmt: skip
@@ -26,7 +26,7 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """``measure`` of ours as a share of a peer's, at most (of throughput: at least) ``limit``."""
+    """A target: ``measure`` of ours as a share of a peer's is at most ``limit``, or at least ``limit`` for throughput."""
 
     measure: str
     peer: str
@@ -51,7 +51,7 @@ TARGETS = (
 
 
 def print_report(figures: Measured, names: list[str], same_tokens: bool | None) -> list[dict[str, Any]]:
-    """Print everything; returns the ratios with their limits."""
+    """Print the report, and return the ratios with their limits."""
     columns = [name for name in names if any(name in found for found in figures.values.values())]
     print(f"\n{'medians':<34}" + "".join(f"{name:>15}" for name in columns))
     for measure, found in figures.values.items():
@@ -87,13 +87,13 @@ def _judge(figures: Measured, target: Target) -> dict[str, Any]:
 
 
 def _ours(figures: Measured) -> list[dict[str, Any]]:
-    """Ratios among our own figures, and one that is none."""
+    """Return ratios of our own figures, and the host time, which is not a ratio."""
     tpot, read = figures.median("tpot_128", "ours"), figures.median("read_ms", "ours")
     small, large = (figures.median("tpot_kv_len", f"kv_len {size}") for size in (512, 4096))
     found = [
         ("TPOT after 128 tokens / reading the weights once", tpot and read and tpot / read, 1.5),
         ("TPOT at KV length 4096 / at 512", small and large and large / small, 1.3),
-        ("host time a token on the demo model, ms", figures.median("host_ms", "ours"), 0.25),
+        ("host time per token on the demo model, ms", figures.median("host_ms", "ours"), 0.25),
     ]
     return [
         {"what": what, "ratio": ratio, "limit": limit, "is_least": False, "is_met": bool(ratio and ratio <= limit)}

@@ -1,12 +1,12 @@
-"""What scheduling brings, against static co-location and against the peers. Prints tables, writes JSON and plots.
+"""Compares scheduling with static co-location and with other pipelines: prints tables, and writes JSON and plots.
 
     pip install ".[plot]"
     python scripts/bench_scheduling.py                       # all parts, about an hour on two cores
     python scripts/bench_scheduling.py table4 --requests 60  # one part, shorter
 
-Parts: ``table4`` (FlexNPU's Table 4 on the embedded model: dynamic against fcfs, at twice the load that fcfs serves),
-``freeze`` (the longest gap of a chat while a prompt of 1000 tokens arrives), ``throughput`` (8 and 16 clients against
-openvino_genai's NPU pipeline and its ContinuousBatchingPipeline). The last two run on the Qwen2-0.5B-shaped model that
+``table4`` repeats FlexNPU's Table 4 on the embedded model: dynamic against fcfs, at twice the load that fcfs can serve.
+``freeze`` measures the longest gap of a chat while a prompt of 1000 tokens arrives. ``throughput`` compares 8 and 16 clients
+with openvino_genai's NPU pipeline and its ContinuousBatchingPipeline. The last two run on the Qwen2-0.5B-shaped model that
 scripts/make_bench_model.py makes. Nothing else should run on the machine.
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def table4(options: argparse.Namespace) -> dict[str, object]:
-    """Every row: the same arrivals and prompts under fcfs and dynamic, one after the other, in every precision."""
+    """Run each row under fcfs and then dynamic, with the same arrivals and prompts, in every precision."""
     rows = []
     for precision in options.precisions:
         for num_prompt, num_new in LENGTHS:
@@ -98,7 +98,7 @@ def print_row(row: dict[str, object]) -> None:
 
 
 def freeze(options: argparse.Namespace) -> dict[str, object]:
-    """One chat decodes, a prompt of 1000 tokens arrives: the chat's longest gap, as a share of its target."""
+    """Measure the longest gap of a chat while a prompt of 1000 tokens arrives, as a share of its target."""
     path, rows = str(make("qwen2-0.5b")), []
     with Worker("ours", path) as worker:
         worker.do("answer", length=64, seed=1)
@@ -127,7 +127,7 @@ def freeze(options: argparse.Namespace) -> dict[str, object]:
 
 
 def throughput(options: argparse.Namespace) -> dict[str, object]:
-    """Output tokens a second of so many clients at once, all three in turn; medians of the ratios."""
+    """Measure the output tokens per second of several clients, all three pipelines in turn; ratios are medians."""
     path, rows = str(make("qwen2-0.5b")), []
     with Worker("ours", path) as ours, Worker("batching", path) as batching, Worker("npuw", path) as npuw:
         peers = {"ours": ours, "batching": batching, "npuw": npuw}
@@ -150,7 +150,7 @@ def throughput(options: argparse.Namespace) -> dict[str, object]:
 
 
 def plot(name: str, result: dict[str, object], path: Path) -> None:
-    """A picture of one part, if matplotlib is there."""
+    """Draw a picture of one part if matplotlib is installed."""
     try:
         from bench_plots import plot_freeze, plot_table4
     except ImportError:

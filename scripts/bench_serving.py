@@ -1,4 +1,4 @@
-"""Serving a load of requests on the embedded model, what to read off it, and whether the tokens are those of solo runs."""
+"""Serves a load of requests on the embedded model, summarizes it, and compares the tokens with those of solo runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WARM_UP = 24
 
 @dataclass(frozen=True)
 class Served:
-    """A load: random prompts of one length, answers of one length."""
+    """A load: random prompts of one length, and answers of one length."""
 
     num_prompt: int
     num_new: int
@@ -32,7 +32,7 @@ class Served:
         self.prompts.extend(rng.integers(8, 1000, self.num_prompt) for _ in range(self.count))
 
     def pipeline(self, scheduler: str) -> StaticLLMPipeline:
-        """A pipeline for this load. Random prompts share no prefix, so none is looked for."""
+        """Return a pipeline for this load. Random prompts share no prefix, so prefix caching is off."""
         length = self.num_prompt + self.num_new
         return StaticLLMPipeline(
             demo_model_path(), "CPU", scheduler=make_policy(scheduler), MAX_NUM_SEQS=self.num_seqs, MAX_WAITING=self.count,
@@ -51,7 +51,7 @@ class Run:
 
 
 def serve(pipe: StaticLLMPipeline, prompts: list[np.ndarray], num_new: int, rate: float | None = None) -> list[Run]:
-    """Submit the prompts, Poisson at ``rate`` requests a second or all at once, and wait for the answers."""
+    """Submit the prompts, all at once or in a Poisson process of ``rate`` requests per second, and wait for the answers."""
     gaps = np.random.default_rng(7).exponential(1 / rate, len(prompts)) if rate else np.zeros(len(prompts))
     handles, arrivals, start = [], [], time.perf_counter()
     for prompt, due in zip(prompts, np.cumsum(gaps), strict=True):
@@ -63,15 +63,17 @@ def serve(pipe: StaticLLMPipeline, prompts: list[np.ndarray], num_new: int, rate
 
 
 def decode_call_ms(pipe: StaticLLMPipeline) -> float:
-    """Median of the calls in which every slot decodes and nothing else runs. That they differ between two runs of one row
-    tells how much the machine itself has changed its speed."""
+    """Return the median time of calls in which the maximum number of requests decodes and no prompt runs.
+
+    Its change between two runs of one row is the change of the machine's speed.
+    """
     steps = [record for record in pipe.engine.profiler.trace or () if hasattr(record, "variant")]
     num_seqs = max((len(step.decode) for step in steps), default=0)
     return 1e3 * statistics.median(s.seconds for s in steps if len(s.decode) == num_seqs and not s.prefill)
 
 
 def saturated_rate(pipe: StaticLLMPipeline, load: Served) -> float:
-    """Requests a second that the pipeline serves when they never run out; the median of three runs."""
+    """Return the requests per second that a saturated pipeline serves; the median of three runs."""
     rates = []
     for _ in range(3):
         runs = serve(pipe, load.prompts[:WARM_UP], load.num_new)
@@ -80,7 +82,7 @@ def saturated_rate(pipe: StaticLLMPipeline, load: Served) -> float:
 
 
 def summary(runs: list[Run]) -> dict[str, float]:
-    """Means over the requests, in ms. TPOT is that of decoding: from the second token on, waits for a slot left out."""
+    """Return means over the requests, in ms. TPOT is taken from the second token on, without waits to be swapped in."""
     start, end = min(run.arrival for run in runs), max(run.times[-1] for run in runs)
     mean = statistics.fmean
     return {
@@ -95,7 +97,7 @@ def summary(runs: list[Run]) -> dict[str, float]:
 
 
 def check_solo(load: Served, runs: dict[str, list[Run]]) -> dict[str, list[dict[str, float]]]:
-    """Where the tokens of each run differ from those alone, with the margin between the two best logits there, in logits."""
+    """Return where the tokens of each run differ from those of solo runs, with the margin between the two best logits there."""
     forks: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     with load.pipeline("fcfs") as pipe:
         for index, prompt in enumerate(load.prompts):

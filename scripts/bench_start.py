@@ -1,13 +1,13 @@
-"""How long from a start to the first token: with a blob set, without one, and the incumbent with its own cache.
+"""Measures the time from a start to the first token, with and without a blob set, and compares it with openvino_genai.
 
     python scripts/make_bench_model.py
     python scripts/bench_start.py                # the embedded model and the 0.5B-shaped one
     python scripts/bench_start.py --rounds 5 --models demo -o start.json
 
-Each start is a process of its own; the clock runs from the constructor to the first token of a prompt of 16. Ours and the peers
-take turns, another begins in each round, medians. ``cold``: nothing on disk (and nothing is written, or a cache is); ``warm``:
-after a start that filled the cache. Peers: openvino-genai's ``NPU`` pipeline (NPUW) on the CPU, and its CPU pipeline, both with
-``CACHE_DIR``.
+Each start is a process of its own. The clock runs from the constructor to the first token of a prompt of 16 tokens. Ours and
+the peers take turns, each round begins with another one, and figures are medians. A ``cold`` start finds nothing on disk, and
+may write a cache. A ``warm`` start follows a start that filled the cache. The peers are openvino-genai's ``NPU`` pipeline
+(NPUW) on the CPU, and its CPU pipeline, both with ``CACHE_DIR``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ os._exit(0)  # what it takes to leave is not measured
 
 @dataclass(frozen=True)
 class Start:
-    """One way to start. ``cache``: None for none, else whether it is filled before."""
+    """A way to start. ``cache`` is None for no cache, else whether it is filled before."""
 
     name: str
     kind: str
@@ -91,7 +91,7 @@ RATIOS = (
 
 
 def measure(model: Path, rounds: int, say: Callable[[str], None]) -> dict[str, list[dict[str, float]]]:
-    """Seconds of every start, ``rounds`` times."""
+    """Measure the seconds of every start, ``rounds`` times."""
     found: dict[str, list[dict[str, float]]] = {start.name: [] for start in STARTS}
     with tempfile.TemporaryDirectory(prefix="staticllm-start-") as folder:
         warm = {start.kind: Path(folder) / f"warm-{start.kind}" for start in STARTS}
@@ -122,7 +122,7 @@ def run(kind: str, model: Path, cache: Path | None) -> dict[str, float]:
 
 
 def report(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians, and medians of the ratios of a round."""
+    """Return the medians, and the medians of the ratios of each round."""
     first = {name: [start["first"] for start in starts] for name, starts in found.items()}
     ratios = {
         f"{ours} / {theirs}": statistics.median(a / b for a, b in zip(first[ours], first[theirs], strict=True))

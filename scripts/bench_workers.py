@@ -1,6 +1,6 @@
-"""Peers and ours, each with its model in a process of its own that waits for jobs, so that short runs can be interleaved.
+"""Runs each pipeline of a benchmark in a process of its own that waits for jobs, so that short runs can be interleaved.
 
-Run by the benchmark scripts. A job is a line of JSON on standard input, its result a line on standard output.
+The benchmark scripts run this. A job is a line of JSON on standard input, and its result a line on standard output.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SAMPLE_SECONDS = 0.05
 
 
 class Worker:
-    """A process that has loaded one pipeline. ``do`` runs one job in it; ``load`` says how many ``seconds`` loading took, and
-    how many more what goes on in the background (``later_seconds``): that is waited for, so that it disturbs nobody.
+    """A process that has loaded one pipeline. ``do`` runs one job in it.
 
-    ``is_watched``: its private memory is sampled from before the load on, which takes a little of its speed.
+    ``load`` has the ``seconds`` of loading and the ``later_seconds`` of loading in the background, which is awaited so that it
+    disturbs no measurement. With ``is_watched``, private memory is sampled from before loading, which costs a little speed.
     """
 
     def __init__(self, kind: str, path: str, is_watched: bool = False, **properties: Any) -> None:
@@ -62,13 +62,13 @@ class Worker:
 
 
 def prompts_of(count: int, seed: int, length: int = NUM_PROMPT) -> list[np.ndarray]:
-    """Random tokens; another seed shares no prefix."""
+    """Return prompts of random tokens; those of another seed share no prefix."""
     rng = np.random.default_rng([seed, length])
     return [rng.integers(8, 1000, length) for _ in range(count)]
 
 
 class Peer(ABC):
-    """A pipeline, and the jobs that are the same for all of them: timed from outside, by a streamer that is told each token."""
+    """A pipeline and the jobs that all pipelines share, timed from outside by a streamer that receives each token."""
 
     def complete(self) -> None:  # noqa: B027 - most have nothing to wait for
         """Wait for what is still loaded in the background."""
@@ -79,15 +79,15 @@ class Peer(ABC):
 
     @abstractmethod
     def clients(self, count: int, seed: int) -> dict[str, Any]:
-        """So many at once."""
+        """Run ``count`` requests at once."""
 
     def answer(self, length: int, seed: int, count: int = NUM_NEW) -> dict[str, Any]:
-        """One prompt of so many random tokens."""
+        """Run one prompt of ``length`` random tokens."""
         (prompt,) = prompts_of(1, seed, length)
         return self._timed(prompt, count)
 
     def turn(self, seed: int) -> dict[str, Any]:
-        """The second turn of a conversation, all of it passed again: what is known of it need not be computed."""
+        """Run the second turn of a conversation, which is passed as a whole, so that a prefix cache can help."""
         history, more = prompts_of(1, seed, HISTORY)[0], prompts_of(1, seed, TURN)[0]
         answer = self.run(history, ANSWER)
         return self._timed(np.concatenate([history, answer, more]), 2)
@@ -104,7 +104,7 @@ class Peer(ABC):
 
 
 def make_clock() -> Any:
-    """A streamer of openvino_genai that notes when each token came."""
+    """Return a streamer of openvino_genai that records the time of each token."""
     import openvino_genai as genai
 
     class Clock(genai.StreamerBase):
@@ -144,7 +144,7 @@ class Ours(Peer):
         return {"tokens_per_second": num_tokens / (time.perf_counter() - start)}
 
     def freeze(self, seed: int) -> dict[str, Any]:
-        """A chat, and a prompt of 1000 tokens that arrives after its tenth token."""
+        """Run a chat, and submit a prompt of 1000 tokens after its tenth token."""
         chat = self._pipe.submit(prompts_of(1, seed)[0], max_new_tokens=200, ignore_eos=True)
         tokens = chat.tokens()
         for _ in range(10):
@@ -156,7 +156,7 @@ class Ours(Peer):
         return {"longest_gap_ms": max(gaps), "ttft_ms": 1e3 * (first - arrival), "gaps_ms": gaps}
 
     def host(self, seed: int) -> dict[str, Any]:
-        """What lies between two device calls of a single decoding request: the median."""
+        """Return the median time between two device calls of a single decoding request."""
         with self._pipe.record() as trace:
             self.run(prompts_of(1, seed)[0], NUM_NEW)
         decode = [step for step in trace.steps if step.decode]
@@ -165,7 +165,7 @@ class Ours(Peer):
 
 
 class Genai(Peer):
-    """openvino_genai's LLMPipeline on the CPU: the paged backend."""
+    """openvino_genai's LLMPipeline on the CPU, which uses the paged backend."""
 
     device, extra = "CPU", dict[str, str]()
 
@@ -182,7 +182,7 @@ class Genai(Peer):
         return list(result.tokens[0])
 
     def clients(self, count: int, seed: int) -> dict[str, Any]:
-        """It takes one request after the other, so that a few tell the rate of any number."""
+        """Run a few requests: they run one after another, so their rate is that of any number of clients."""
         start, num_tokens = time.perf_counter(), 0
         for prompt in prompts_of(min(count, NPUW_REQUESTS), seed):
             num_tokens += len(self.run(prompt, NUM_NEW))

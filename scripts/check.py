@@ -1,6 +1,6 @@
-"""The checks beside the tests: ruff, mypy and pyright on the package as it installs, sizes, wheel and smoke run.
+"""Runs all checks except the tests: ruff, mypy and pyright on the installed package, sizes, the wheel and a smoke run.
 
-python scripts/check.py           # all
+python scripts/check.py           # all checks
 python scripts/check.py --no-wheel
 """
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def check_sizes() -> None:
-    """Files under 400 lines, functions over 50 lines under 3 %."""
+    """Check that files have at most 400 lines, and that under 3 % of functions have more than 50."""
     lengths: list[tuple[int, str]] = []
     for path in sorted(
         path for folder in (*FOLDERS, "tests", "scripts", "examples") for path in (ROOT / folder).rglob("*.py")
@@ -62,7 +62,7 @@ def check_sizes() -> None:
 
 
 def check_types(python: Path) -> None:
-    """Type-check a copy in installed shape: by path, each mapped file would have two names."""
+    """Type-check an installed copy, because in a checkout each mapped file would have two names."""
     with tempfile.TemporaryDirectory() as scratch:
         package = Path(scratch) / "staticllm"
         for folder, place in FOLDERS.items():
@@ -80,7 +80,7 @@ def check_types(python: Path) -> None:
 
 
 def check_wheel(python: Path) -> None:
-    """Build the wheel, install it into a clean environment, run it outside the checkout."""
+    """Build the wheel, install it into a clean environment, and run it outside the checkout."""
     with tempfile.TemporaryDirectory() as scratch:
         where = Path(scratch)
         run(python, "-m", "build", "--wheel", "--outdir", where)

@@ -1,4 +1,4 @@
-"""Everything a fresh machine needs, then the main job: the embedded model answers, as programs of fixed shape.
+"""Sets up a fresh machine and lets the embedded model answer, running as programs of fixed shape.
 
 python scripts/demo.py
 """

@@ -1,10 +1,10 @@
-"""Run the Python tests and samples of a checkout of openvino.genai with our class in place of LLMPipeline.
+"""Runs the Python tests and samples of a checkout of openvino.genai with our class in place of LLMPipeline.
 
-python scripts/genai_suite.py CHECKOUT                       # four test files and the samples, beside GenAI's own class
+python scripts/genai_suite.py CHECKOUT                       # four test files and the samples, with both classes
 python scripts/genai_suite.py CHECKOUT test_sampling.py samples --model my_model --only ours
 
-The checkout is yours, nothing of it is copied. Nothing is downloaded: where the tests take a model from a hub they get
---model, and their reference is GenAI's own stateful pipeline. Devices called NPU are the CPU for our class.
+Nothing is copied from the checkout, and nothing is downloaded. Tests that would take a model from a hub get --model instead,
+and their reference is GenAI's own stateful pipeline. Our class runs tests for the NPU on the CPU.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ SAMPLES: dict[str, list[str]] = {
     "compound_grammar_generation.py": ["MODEL"],
     "structural_tags_generation.py": ["MODEL"],
 }
-"""Those that need no network; two that need an adapter or a data set of their own are left out."""
+"""The samples that need no network, except two that need an adapter or a data set."""
 SAMPLE_NEEDS = {name: "pydantic" for name in SAMPLES if name.startswith(("structur", "compound"))}
 PASSED = ("passed", "xpassed", "xskipped")
-"""An expected failure that happens, or does not, is no failure."""
+"""Expected failures do not count as failures, whether they happen or not."""
 Outcomes = dict[str, dict[str, str]]
 
 
@@ -81,7 +81,7 @@ def environment(options: argparse.Namespace, side: str, log: str = "") -> dict[s
 
 
 def run_tests(options: argparse.Namespace, file: str, side: str) -> Outcomes:
-    """Outcomes by test. A test that takes the process with it counts as died, and the others still run."""
+    """Return the outcomes by test. A test that kills its process counts as died, and the others still run."""
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log"
         log.touch()
@@ -109,7 +109,7 @@ def run_tests(options: argparse.Namespace, file: str, side: str) -> Outcomes:
 
 
 def read_log(log: Path) -> Outcomes:
-    """The last word on each test; a failure before or after its call is the last word."""
+    """Return the last outcome of each test; a failure in its set-up or tear-down counts."""
     outcomes: Outcomes = {}
     for line in log.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
@@ -119,7 +119,7 @@ def read_log(log: Path) -> Outcomes:
 
 
 def run_samples(options: argparse.Namespace, what: str, side: str) -> Outcomes:
-    """Outcomes by sample; it passes if it ends by itself without an error."""
+    """Return the outcomes by sample. A sample passes if it ends by itself without an error."""
     outcomes: Outcomes = {}
     folder = options.checkout / "samples" / "python" / "text_generation"
     for name, arguments in SAMPLES.items():
@@ -157,7 +157,7 @@ def run_sample(command: list[str], env: dict[str, str], seconds: int) -> dict[st
 
 
 def report(found: dict[str, dict[str, Outcomes]], sides: list[str]) -> None:
-    """A table in Markdown, then why tests fail that GenAI's own class passes."""
+    """Print a table in Markdown, and the reasons of failures in tests that GenAI's own class passes."""
     print("| file | " + " | ".join(f"{side}: passed | failed | skipped" for side in sides) + " |")
     print("|---|" + "---|" * (3 * len(sides)))
     for what, outcomes in found.items():

@@ -1,8 +1,8 @@
-"""What scripts/genai_suite.py loads into pytest, and into samples: the class swapped, models local, no network.
+"""Replaces GenAI's class and the tests' models; scripts/genai_suite.py loads this into pytest and into samples.
 
 The tests compare with a model from a hub, run by transformers. Here both the model and the reference are local: a model
-directory, and openvino_genai's own stateful pipeline on it. Packages that only serve that comparison are replaced by
-stand-ins where they are not installed.
+directory, and openvino_genai's own stateful pipeline on it. Packages that serve only that comparison are replaced by
+stand-ins if they are not installed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class StandIn(types.ModuleType):
-    """Every name is an empty class, which may be raised where it is named like an error."""
+    """A module in which every name is an empty class, or an exception if the name ends like one."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -63,7 +63,7 @@ class StandIn(types.ModuleType):
 
 
 def is_transformers_version(operator: str, version: str) -> bool:
-    """As if transformers 5.0 were there, the version that the tests are written for."""
+    """Compare with transformers 5.0, the version that the tests are written for."""
     there, asked = (5, 0), tuple(int(part) for part in version.split(".")[:2])
     return {"<": there < asked, "<=": there <= asked, ">": there > asked, ">=": there >= asked, "==": there == asked}[
         operator
@@ -120,7 +120,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Converted:
-    """What the tests call a converted model."""
+    """The object that the tests call a converted model."""
 
     model_id: str
     opt_model: Reference
@@ -143,7 +143,7 @@ def no_download(*arguments: Any, **named: Any) -> Any:
 
 
 def local_models() -> types.ModuleType:
-    """In place of the tests' ``utils.hugging_face``."""
+    """Return a replacement for the tests' ``utils.hugging_face``."""
     made: list[tuple[Reference, Tokenizer]] = []
 
     def converted(model_id: str, **rest: Any) -> Converted:
@@ -167,7 +167,7 @@ def our_class() -> type:
     from staticllm import StaticLLMPipeline
 
     class LLMPipeline(StaticLLMPipeline):
-        """Ours, on the CPU where the tests ask for an NPU."""
+        """Our class, on the CPU if the tests ask for an NPU."""
 
         def __init__(self, *arguments: Any, **named: Any) -> None:
             placed = tuple("CPU" if isinstance(item, str) and item == "NPU" else item for item in arguments)
@@ -185,7 +185,7 @@ def note(**entry: str) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """After a test that took the process with it: go on with the next."""
+    """Continue after a test that killed the process."""
     text = Path(LOG).read_text(encoding="utf-8") if LOG and Path(LOG).is_file() else ""
     seen = {json.loads(line)["test"] for line in text.splitlines()}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in seen])
@@ -194,7 +194,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Any:
-    """A test that hangs ends the process; the next process begins after it."""
+    """End the process if a test hangs; the next process continues after that test."""
     import faulthandler
 
     note(test=item.nodeid, outcome="died")

@@ -1,11 +1,11 @@
-"""Make the models that benchmarks run on: real shapes, random weights from a seed, nothing downloaded.
+"""Makes the models for benchmarks, with real shapes and random weights from a seed; nothing is downloaded.
 
     pip install ".[train]"
     python scripts/make_bench_model.py                 # a Qwen2-0.5B-shaped model, int8
     python scripts/make_bench_model.py llama-1b        # a Llama-1B-shaped model, int4
 
-Prints the model's directory. Made once: a directory that is whole is left as it is. Benchmarks feed token ids, so the
-tokenizer is the demo model's, whatever the vocabulary.
+The script prints the model's directory. A complete model is not made again. Benchmarks pass token ids, so the tokenizer of the
+demo model is used for every vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEMO_DIR = Path(__file__).resolve().parent.parent / "staticllm" / "demo_model"
 
 @dataclass(frozen=True)
 class Shape:
-    """A ``transformers`` architecture, its config, and the bits of its weights."""
+    """An architecture of ``transformers`` with its config and the bits of its weights."""
 
     architecture: str
     bits: int
@@ -67,13 +67,13 @@ SHAPES = {
 
 
 def cache_dir() -> Path:
-    """Where the models are kept: ``STATICLLM_BENCH_DIR``, else the user's cache. Never the repository."""
+    """Return the folder of the models: ``STATICLLM_BENCH_DIR``, or a folder in the user's cache."""
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "staticllm" / "bench"
     return Path(os.environ.get("STATICLLM_BENCH_DIR", default))
 
 
 def make(name: str) -> Path:
-    """The directory of a model, made if it is not there; all of it or nothing."""
+    """Return the directory of a model, which is made completely or not at all if it is missing."""
     target = cache_dir() / name
     if target.is_dir():
         return target
@@ -88,7 +88,7 @@ def make(name: str) -> Path:
 
 
 def export(shape: Shape, torch_dir: Path, target: Path) -> None:
-    """Random weights, saved by transformers, exported and compressed by optimum-intel, as a user's model would be."""
+    """Save random weights with transformers, and export and compress them with optimum-intel, like a user's model."""
     import torch
     import transformers
     from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig

@@ -1,13 +1,13 @@
-"""Make tiny exports of architectures, random weights from a seed, to see whether staticllm runs them.
+"""Makes tiny exports of architectures, with random weights from a seed, to see whether staticllm runs them.
 
     pip install ".[train]"
     python scripts/make_zoo.py zoo mamba mpt qwen3_next
     python scripts/make_zoo.py zoo my_arch --set num_hidden_layers=6 --set layer_types='["conv", "full_attention"]'
     staticllm verify zoo/mamba
 
-A name is a ``model_type`` of transformers. Sizes are small and the same for all; ``--set`` changes one. What an architecture
-calls otherwise must be set by its own name. The tokenizer is the demo model's. An architecture that transformers or
-optimum-intel cannot export is reported, and the next one is made.
+A name is a ``model_type`` of transformers. Sizes are small and the same for all; ``--set`` changes one. If an architecture has
+another name for a size, set it by that name. The tokenizer is the demo model's. An architecture that transformers or
+optimum-intel cannot export is reported and skipped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 SEED, SPREAD = 0, 4.0
-"""Linear layers are scaled by this: with the usual initial weights a tiny model repeats one token."""
+"""The factor on linear layers; with the usual initial weights, a tiny model would repeat one token."""
 DEMO_DIR = Path(__file__).resolve().parent.parent / "staticllm" / "demo_model"
 SIZES: dict[str, Any] = {
     "vocab_size": 2048,
@@ -37,11 +37,11 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
-"""What nearly every config has, by the names that transformers maps to its own."""
+"""The sizes that nearly every config has, by the names that transformers maps to its own."""
 
 
 def make(name: str, target: Path, changes: dict[str, Any]) -> None:
-    """One model directory, whole or not at all."""
+    """Make one model directory, completely or not at all."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=target.parent, ignore_cleanup_errors=True) as folder:
         scratch = Path(folder)
@@ -60,13 +60,13 @@ def save_random(name: str, folder: Path, changes: dict[str, Any]) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**sizes, **changes})).eval()
     with torch.no_grad():
         for module in model.modules():
-            if isinstance(module, torch.nn.Linear):  # not what a recurrence is made of
+            if isinstance(module, torch.nn.Linear):  # not the parameters of a recurrence
                 module.weight.mul_(SPREAD)
     model.save_pretrained(folder)
 
 
 def can_be_set(config: Any, key: str) -> bool:
-    """Whether an architecture has this size, and does not derive it from others."""
+    """Return whether an architecture has this size and does not derive it from others."""
     return hasattr(config, key) and not isinstance(getattr(type(config), key, None), property)
 
 
@@ -83,7 +83,7 @@ def export(source: Path, target: Path) -> None:
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """``name=value``, the value as JSON where it is."""
+    """Parse ``name=value``; the value is read as JSON if it is JSON."""
     name, found, value = text.partition("=")
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r}: must be NAME=VALUE")
@@ -109,7 +109,7 @@ def main() -> None:
             print(f"{name}: made")
         except ImportError as error:
             sys.exit(f"{error.name} is missing: pip install '.[train]' in the checkout")
-        except Exception as error:  # of transformers, torch or optimum: whatever it is, the others are made
+        except Exception as error:  # from transformers, torch or optimum; the other architectures are still made
             failed += 1
             print(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}", file=sys.stderr)
     sys.exit(1 if failed else 0)

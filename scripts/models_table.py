@@ -1,10 +1,10 @@
-"""Write docs/models.md: which architectures, lowered, say what the original says.
+"""Writes the tables of docs/models.md, which say for each architecture whether it computes what the original computes.
 
     python scripts/models_table.py ../shared/zoo
     python scripts/models_table.py ../shared/zoo --more zoo     # and others, made by scripts/make_zoo.py
 
-The folders hold model directories, as optimum-intel exports them. ``tests/zoo`` runs the same checks on the first. Without
-``--more`` the second table stays as it is.
+The folders hold model directories as optimum-intel exports them. ``tests/zoo`` runs the same checks on the first folder.
+Without ``--more``, the second table is not changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The modules of a room with the first sentence of each docstring, for docs/structure.md."""
+"""Lists the modules of a folder with the first sentence of each docstring, for docs/structure.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def module_table(folder: str) -> str:
-    """Rows of a Markdown table for the modules that lie in ``folder``, which is relative to the checkout."""
+    """Return the rows of a Markdown table of the modules in ``folder``, which is relative to the checkout."""
     top = folder.split("/", maxsplit=1)[0]
     rows = []
     for path in sorted((ROOT / folder).glob("*.py")):
@@ -21,6 +21,6 @@ def module_table(folder: str) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """Up to the first full stop, on one line."""
+    """Return the text up to the first full stop, on one line."""
     line = " ".join(text.split("\n\n", maxsplit=1)[0].split()).replace("``", "`")
     return re.split(r"(?<=[.!?])\s", line)[0]

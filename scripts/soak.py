@@ -1,10 +1,10 @@
-"""Many clients for a while, with cancels, disconnects, deadlines and bad input: nothing leaks, nothing hangs.
+"""Runs many clients that cancel, disconnect, miss deadlines and send bad input, and checks that nothing leaks or hangs.
 
     python scripts/soak.py                      # 64 clients for 2 minutes on the embedded model
     python scripts/soak.py --clients 16 --seconds 10
 
-At the end the arena is empty, no thread is left, every answer was the beginning of the right one. Memory is printed as it
-goes, and must be flat after the first third.
+At the end the arena must be empty, all threads must have ended, and every answer must be a beginning of the right one. Memory
+is printed meanwhile and must not grow after the first third.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_GROWTH = 24 * 2**20  # bytes, between the first third and the end
 
 
 class Clients:
-    """Threads that submit, read, and behave badly."""
+    """Threads that submit requests, read answers, and behave badly."""
 
     def __init__(self, pipe: StaticLLMPipeline, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -78,7 +78,7 @@ class Clients:
 
 
 def held(pipe: StaticLLMPipeline) -> tuple[int, int, int]:
-    """Rows beside the idle conversations, swapped out rows, requests."""
+    """Return the slots in use without idle conversations, the swapped slots, and the number of requests."""
     engine = pipe.engine
     return engine.run_between_steps(
         lambda: (
@@ -90,7 +90,7 @@ def held(pipe: StaticLLMPipeline) -> tuple[int, int, int]:
 
 
 def soak(num_clients: int, seconds: float, seed: int = 0) -> list[str]:
-    """Everything that went wrong; empty if nothing did."""
+    """Run the clients and return a list of everything that went wrong."""
     pipe = StaticLLMPipeline(
         demo_model_path(), "CPU", MAX_PROMPT_LEN=LONGEST, MIN_RESPONSE_LEN=64, MAX_NUM_SEQS=8, KV_SLOTS=1200,
         HOST_KV_SLOTS=2000, INFERENCE_PRECISION_HINT="f32",

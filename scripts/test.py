@@ -1,7 +1,7 @@
-"""Everything a fresh machine needs, then the tests. Arguments go to pytest.
+"""Sets up a fresh machine and runs the tests. Arguments are passed to pytest.
 
-python scripts/test.py                # the quick ones, on several cores at once
-python scripts/test.py --all          # every test, one after the other
+python scripts/test.py                # the quick tests, on several cores
+python scripts/test.py --all          # all tests, one after another
 python scripts/test.py tests/null -x
 """
 
@@ -12,7 +12,7 @@ import sys
 
 from _setup import ensure_environment, run
 
-MAX_WORKERS = 4  # each has programs of its own in memory
+MAX_WORKERS = 4  # each worker has its own programs in memory
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""Train the small demo model of staticllm from scratch and export it to OpenVINO.
+"""Trains the small demo model of staticllm from scratch and exports it to OpenVINO.
 
     pip install ".[train]"      # torch, transformers, tokenizers, optimum, optimum-intel, nncf
     python scripts/train_demo.py        # writes staticllm/demo_model, about 40 minutes on two CPU cores
     python scripts/train_demo.py --quick    # one minute, into the work folder, only to try the script
 
-The text comes from demo_corpus.py, which makes it up from a seed: nothing is downloaded. The batch of a step depends
-only on the seed and the step's number, so that a run continued with --resume sees the same text as one in a piece.
+The text comes from demo_corpus.py, which generates it from a seed; nothing is downloaded. The batch of a step depends only
+on the seed and the step's number, so that a run continued with --resume sees the same text as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 DEMO_DIR = Path(__file__).resolve().parent.parent / "staticllm" / "demo_model"
 ROW_LENGTHS, ROW_WEIGHTS = (256, 512, 1024), (60, 25, 15)
-MIXES = ((0, GENERAL), (2400, PRACTICE), (3200, BALANCED))  # from which step on there is which mix of text
+MIXES = ((0, GENERAL), (2400, PRACTICE), (3200, BALANCED))  # (first step, mix of text)
 IGNORE = -100  # the label that the loss function leaves out
 
 
@@ -66,7 +66,7 @@ def parse_args() -> argparse.Namespace:
         help="bfloat16 autocast: twice as fast on a CPU with AVX512-BF16, slow on one without",
     )
     parser.add_argument("--save-every", type=int, default=200, help="steps between two checkpoints")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in the work folder")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in the work folder")
     parser.add_argument("--quick", action="store_true", help="one minute of training, exported into the work folder")
     args = parser.parse_args()
     if args.quick:
@@ -135,7 +135,7 @@ class BatchMaker:
         self.asked = set(tokenizer.convert_tokens_to_ids(["<|system|>", "<|user|>"]))
 
     def labels(self, ids: list[int]) -> list[int]:
-        """Leave out what users and system prompts say: the model need not guess questions."""
+        """Return labels without the messages of users and system prompts, which the model need not predict."""
         labels, inside = [], False
         for token in ids:
             labels.append(IGNORE if inside else token)
@@ -161,7 +161,7 @@ class BatchMaker:
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Warm up, stay, then follow a cosine down: how long to train can still be decided while the rate is flat."""
+    """Rise, stay constant, then fall along a cosine; the length of training can be chosen while the rate is constant."""
     if step < args.warmup:
         return args.lr * (step + 1) / args.warmup
     done = max(0.0, 1 - (args.steps - step) / args.decay_steps)
@@ -169,7 +169,7 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 
 
 def mix_at(step: int) -> Mix:
-    """Return the mix of a step: what is hard to learn comes more often once the grammar of the stories is known."""
+    """Return the mix of a step; text that is hard to learn comes more often after the grammar of stories is learned."""
     return [mix for first, mix in MIXES if step >= first][-1]
 
 
