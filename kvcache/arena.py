@@ -32,7 +32,7 @@ class Arena:
         self._storage: list[Array] = []
         for group in self.groups:
             storage = np.empty((len(group.members), group.heads * num_slots * group.head_dim), group.dtype)
-            storage.fill(0)  # touch every page now: memory must not grow while generating
+            storage.fill(0)  # touch every page now, so that memory does not grow during generation
             self._storage.append(storage)
         self.stride = num_slots
         self._views = self._views_at(num_slots)

@@ -12,10 +12,10 @@ from staticllm.kvcache.stored import StoredSequence
 
 
 class HostPool:
-    """Stores at most ``num_slots`` slots. Swapped requests stay until they are taken; of conversations the oldest is dropped.
+    """Stores at most ``num_slots`` slots. Swapped requests stay until they are taken. The oldest conversations are dropped.
 
-    ``state_slots`` is the number of slots that the recurrent states of one conversation count for. A conversation with such
-    states can only be reused as a whole.
+    The recurrent states of one conversation count as ``state_slots`` slots. A conversation with such states can only be reused
+    as a whole.
 
     Runs on the engine's thread.
     """

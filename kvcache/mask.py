@@ -22,7 +22,7 @@ class MaskBuilder:
     """Paints the masks of a step into its buffers; for a single decoding row it repaints only the changed cells."""
 
     def __init__(self) -> None:
-        # of a step with a single row: variant, sequence, epoch, length
+        # the last step, if it had a single row: its variant, sequence, epoch and length
         self._painted: tuple[Variant, Sequence, int, int] | None = None
 
     def paint(self, step: Step, buffers: StepBuffers) -> None:

@@ -14,17 +14,17 @@ from staticllm.kvcache.stored import SequenceCopy, StoredSequence
 MIN_PREFIX = 16
 """Shorter prefixes are recomputed unless they are half of the prompt: a fresh prompt runs in cheaper programs."""
 MAX_LOST = 64
-"""A cached sequence that loses at most this many tokens is continued in place; else its prefix is shared, and it stays."""
+"""A cached sequence is cut and continued in place if it loses at most this many tokens; otherwise its prefix is shared."""
 OFFLOAD_SLOTS = 256
 """The number of slots that are offloaded during one call, so that decoding requests do not wait for a long copy."""
 
 
 class PrefixCache:
-    """Finds prefixes of running sequences, of the last finished one (``cached``), and of conversations in the host pool.
+    """Finds prefixes in running sequences, in the last finished one (the *cached* one), and in conversations of the host pool.
 
-    The last finished sequence stays in the arena, so that a single conversation is never copied. It is offloaded to the host
-    pool when other sequences need its slots, or when it makes their calls use a larger KV length. The copy is made while the
-    device runs or is idle, or immediately if the slots are needed now.
+    The cached sequence stays in the arena, so that a single conversation is never copied. It is offloaded to the host pool when
+    other sequences need its slots, or when their calls need a larger KV length because of it. The copy is made while the device
+    runs or is idle, or immediately if the slots are needed now.
 
     Runs on the engine's thread.
     """
@@ -58,7 +58,7 @@ class PrefixCache:
             self._offload(previous)
 
     def attach(self, tokens: TokenList[int], running: Iterable[Sequence]) -> Sequence:
-        """Return a sequence with the longest cached prefix of ``tokens``, without their last one, which must run for logits."""
+        """Return a sequence with the longest cached prefix of ``tokens[:-1]``. The last token must run for its logits."""
         wanted = tokens[:-1]
         if not self._is_enabled:
             return self._cache.open()

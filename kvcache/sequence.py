@@ -25,7 +25,7 @@ class Sequence:
         self._slots = np.zeros(num_slots, np.intp)
         self.tokens: list[int] = []
         self.epoch = 0
-        self.states: StateSet | None = None  # recurrent states, while the sequence is not the live one of the StateBank
+        self.states: StateSet | None = None  # recurrent states, unless the StateBank holds them as the live ones
 
     def __len__(self) -> int:
         return len(self.tokens)

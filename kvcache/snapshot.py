@@ -1,7 +1,7 @@
 """A snapshot stores a sequence in a file that is written atomically and read only into the model that made it.
 
 A file consists of a magic line, the length and the digest of a header, the header (JSON), and a body: token ids, keys and
-values, and recurrent states in this order, in their memory layout. The shapes are not in the file: they follow from the model.
+values, and recurrent states, in this order and in their memory layout. Shapes are not stored; they follow from the model.
 """
 
 from __future__ import annotations

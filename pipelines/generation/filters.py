@@ -31,7 +31,7 @@ def weights_of(logits: Logits, temperature: float) -> Logits:
 
 
 def largest(values: Logits, count: int) -> IntArray:
-    """Return the indices ``[count]`` of the largest of ``values [n]``, ascending. Of equal values the first ones are taken."""
+    """Return the indices ``[count]`` of the largest of ``values [n]``, ascending. Among equal values, the first are taken."""
     candidates = np.flatnonzero(values >= np.float32(_lower_bound(values, count)))
     found = values[candidates]
     border = np.partition(found, len(found) - count)[len(found) - count]
@@ -43,8 +43,8 @@ def largest(values: Logits, count: int) -> IntArray:
 def nucleus(weights: Logits, share: float) -> Mask:
     """Return which of ``weights [n]`` top_p keeps, bool ``[n]``: the fewest largest ones that reach ``share`` of the sum.
 
-    Of equal weights the first ones are kept. Only the bin at the border is sorted, because the leading bits of positive floats
-    have the order of the floats.
+    Among equal weights the first ones are kept. Only the bin at the boundary is sorted, because the leading bits of positive
+    floats have the same order as the floats.
     """
     sums = _bin_sums(weights)[::-1].cumsum()
     mass = share * float(sums[-1])
@@ -73,7 +73,7 @@ def draw(weights: Logits, uniform: float) -> int:
 
 
 def _lower_bound(values: Logits, count: int) -> float:
-    """Return a value that at least ``count`` of ``values [n]`` reach, and few others; it is taken from the maxima of blocks."""
+    """Return a value that at least ``count`` of ``values [n]`` reach, but not many more. It comes from the maxima of blocks."""
     maxima = values[: len(values) // BLOCK * BLOCK].reshape(-1, BLOCK).max(axis=1)
     source = maxima if count <= len(maxima) else values
     return float(np.partition(source, len(source) - count)[len(source) - count])

@@ -84,7 +84,7 @@ class RepetitionPenalty:
 
 
 class PresenceFrequencyPenalty:
-    """Makes tokens of the answer less likely: by ``presence`` once, and by ``frequency`` for each time they were generated.
+    """Makes tokens of the answer less likely: once by ``presence``, and by ``frequency`` per time that they were generated.
 
     As in GenAI, a penalty moves positive and negative logits towards 0, and may move them past it.
     """

@@ -66,7 +66,7 @@ class Sampler:
         if processed.max() == -np.inf:
             remedies = " or ".join(processor.remedy for processor in active if processor.remedy)
             raise GenerationConfigError(
-                f"nothing is left to choose: every one of {len(logits)} tokens is forbidden"
+                f"no token can be chosen: all {len(logits)} tokens are forbidden"
                 + (f"; {remedies}" if remedies else "")
             )
         return processed
@@ -82,8 +82,8 @@ class Sampler:
 def candidate_distribution(logits: Logits, params: SamplingParams) -> tuple[IntArray, NDArray[np.float64]]:
     """Return the tokens ``[n]`` that can be drawn from ``logits [vocab]``, ascending, and their probabilities ``[n]``.
 
-    Temperature, top_k, top_p and min_p apply in this order, each to the tokens that the one before it keeps. Of equally likely
-    tokens at the border the first ones are kept.
+    Temperature, top_k, top_p and min_p apply in this order, each to the tokens that the previous one keeps. If tokens at the
+    boundary are equally likely, the first ones are kept.
     """
     is_cut = params.top_k and params.top_k < len(logits)
     candidates = largest(logits, params.top_k) if is_cut else np.arange(len(logits))
@@ -93,7 +93,7 @@ def candidate_distribution(logits: Logits, params: SamplingParams) -> tuple[IntA
 
 
 def _kept_weights(logits: Logits, params: SamplingParams) -> Logits:
-    """Return the weights ``[n]`` of logits ``[n]``, those that top_k keeps; 0 for tokens that top_p or min_p remove."""
+    """Return the weights ``[n]`` of the logits ``[n]`` that top_k keeps; tokens that top_p or min_p remove have weight 0."""
     weights = weights_of(logits, params.temperature)
     if params.top_p < 1.0:
         weights *= nucleus(weights, params.top_p)

@@ -29,7 +29,7 @@ class Breakdown:
 
 
 def breakdowns_of(steps: Sequence[StepRecord]) -> list[Breakdown]:
-    """Return one breakdown of the calls with prompts, and one of the calls that only decode; a kind without calls has none."""
+    """Return a breakdown of the calls with prompts and one of the calls that only decode, if there are such calls."""
     others = [0.0, *(max(0.0, _between(before, after)) for before, after in pairwise(steps))]
     kinds: dict[str, list[tuple[StepRecord, float]]] = {"prefill": [], "decode": []}
     for step, other in zip(steps, others, strict=False):

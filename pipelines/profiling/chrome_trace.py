@@ -43,7 +43,7 @@ def to_chrome(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], nu
         *_names(),
         *(event for step in steps for event in _step_events(step, clock)),
         *(event for request in requests for event in _request_events(request, clock)),
-        # spans come last: of slices that begin together, viewers draw the first one outermost
+        # spans come last, because viewers draw the first of several slices that begin together outermost
         *_span_events(steps, requests, clock),
     ]
     return {

@@ -10,10 +10,10 @@ from staticllm.core import FinishReason, Variant
 
 @dataclass(frozen=True)
 class HostTimes:
-    """The seconds that the engine's thread spent on one device call, outside the call.
+    """The seconds that the engine's thread spent on one device call, outside the call itself.
 
-    ``plan`` (the policy, and moves of KV slots to and from the host pool) and ``prepare`` (token ids, positions and masks) come
-    before the call; ``commit`` (new keys and values into the arena) and ``sampling`` (choosing the next tokens) come after it.
+    Before the call, ``plan`` runs the policy and moves KV slots to and from the host pool, and ``prepare`` writes token ids,
+    positions and masks. After the call, ``commit`` writes new keys and values into the arena, and ``sampling`` chooses tokens.
     """
 
     plan: float
@@ -31,11 +31,12 @@ class HostTimes:
 class StepRecord:
     """One device call.
 
-    ``start`` is a moment of ``time.perf_counter`` (of the virtual clock in simulations), ``seconds`` the duration. ``decode``
-    holds the ids of requests that decoded, ``prefill`` pairs of a request's id and its number of prompt tokens in the call.
-    ``slots_in_use`` counts KV slots of the arena after the call. ``num_waiting``, ``num_swapped`` and ``num_running`` count
-    requests in these states during the call; ``swapped`` holds the ids of the swapped ones. ``preempted`` holds the ids of
-    requests that lost their KV slots before the call. If ``has_failed``, no keys and values of the call were kept.
+    ``start`` is a moment of ``time.perf_counter``, or of the virtual clock in simulations. ``seconds`` is the duration.
+    ``decode`` holds the ids of requests that decoded. ``prefill`` holds pairs of a request's id and its number of prompt tokens
+    in the call. ``slots_in_use`` counts KV slots of the arena after the call. ``num_waiting``, ``num_swapped`` and
+    ``num_running`` count requests in these states during the call, and ``swapped`` holds the ids of the swapped ones.
+    ``preempted`` holds the ids of requests that lost their KV slots before the call. If ``has_failed``, no keys and values of
+    the call were kept.
     """
 
     start: float
@@ -72,9 +73,9 @@ class StepRecord:
 class RequestRecord:
     """One request that has ended.
 
-    Moments are those of ``time.perf_counter``, or of the virtual clock: ``started`` is the start of its first device call, None
-    if there was none; ``token_times`` has the moment of each generated token. ``num_prompt`` counts prompt tokens; ``num_cached``
-    of them were not computed, because the prefix cache had their KV slots.
+    Moments are those of ``time.perf_counter``, or of the virtual clock in simulations. ``started`` is the start of the request's
+    first device call, or None if it never ran. ``token_times`` has the moment of each generated token. ``num_prompt`` counts
+    prompt tokens, of which ``num_cached`` were not computed because the prefix cache had their KV slots.
     """
 
     id: int

@@ -190,7 +190,7 @@ def _draw_counts(axes: Any, steps: Sequence[StepRecord], clock: Clock) -> None:
 
 
 def _fill(axes: Any, boxes: list[Box], colour: str, label: str) -> None:
-    """Draw boxes of one colour as one object: a trace has thousands of them."""
+    """Draw all boxes of one colour as one object, because a trace has thousands of boxes."""
     corners = [[(left, low), (right, low), (right, high), (left, high)] for left, right, low, high in boxes]
     polygons = matplotlib("collections").PolyCollection
     # unsnapped, so that calls narrower than a pixel blend instead of forming a moiré pattern

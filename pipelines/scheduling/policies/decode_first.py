@@ -18,7 +18,7 @@ class DecodeFirst:
     """Never delays a decode step: prompts run in rows that would be padding, and while no request decodes."""
 
     def plan(self, view: View) -> Plan:
-        """Return a decode step of all running requests, filled with prompts; without them a chunk of the first prompt."""
+        """Return a decode step of all running requests, filled with prompts, or a chunk of the first prompt if none runs."""
         backlog = admissible_prompts(view)
         plan = decode_plan(view)
         if plan is None:

@@ -45,9 +45,9 @@ class CandidateCall:
         rate = (num_tokens + rest_tokens) / (call_seconds - saved_seconds + rest_seconds)
 
     in prompt tokens per second of device time. The call runs ``num_tokens`` prompt tokens in ``call_seconds``. ``rest_tokens`` of
-    the same prompts remain for later calls, which take ``rest_seconds``: unlike the first call of a new prompt, they read the
-    arena. A mixed call also decodes, which is worth ``saved_seconds``. After ``delay_seconds`` the running requests have their
-    next tokens. ``max_tokens`` is the most prompt tokens that a call of this size could hold, with prompts like those waiting.
+    the same prompts remain for later calls, which take ``rest_seconds``. Unlike the first call of a new prompt, these read the
+    arena. A mixed call also decodes, which is worth ``saved_seconds``. The running requests have their next tokens after
+    ``delay_seconds``. A call of this size could hold at most ``max_tokens`` tokens of prompts like those that are waiting.
     """
 
     plan: Plan
@@ -78,7 +78,7 @@ class CandidateCall:
 class Candidates:
     """The calls that could run prompts of ``backlog`` now, and the criteria to choose among them.
 
-    ``decode`` is the decode step that could run instead, ``Plan()`` if no request decodes; it takes ``step_seconds``.
+    ``decode`` is the decode step that could run instead, or ``Plan()`` if no request decodes. It takes ``step_seconds``.
     """
 
     def __init__(self, view: View, backlog: list[RequestView], decode: Plan) -> None:
@@ -112,7 +112,7 @@ class Candidates:
         return [call for call, time in zip(calls, times, strict=True) if time <= bound]
 
     def is_batch_due(self, calls: list[CandidateCall]) -> bool:
-        """Return whether batched prompts should run: the delay is over, or a call is nearly as good as a full one."""
+        """Return whether batched prompts should run, because the delay is over or a call is nearly as good as a full one."""
         if self.is_delay_over:
             return True
         return max(call.rate for call in calls) >= FULL_ENOUGH * max(call.full_rate for call in calls)
@@ -188,10 +188,10 @@ class Candidates:
 class Dynamic:
     """Lets prefill and decode share one device without a fixed split.
 
-    A prompt runs when it arrives, also while ``max_num_seqs`` requests are running: it is then swapped until one of them ends. Of
-    all calls that can run prompts now, alone or mixed with decoding, the one with the highest ``CandidateCall.rate`` runs, by
-    measured costs. No running request waits longer than ``tpot_ms`` for its next token. Prompts run at once while fewer than
-    ``max_num_seqs`` requests are running; otherwise they are batched, with a delay that ``ttft_ms`` bounds.
+    A prompt runs when it arrives, even while ``max_num_seqs`` requests are running; its request is then swapped until one of
+    them ends. The calls that can run prompts now, alone or mixed with decoding, are compared by measured costs, and the one with
+    the highest ``CandidateCall.rate`` runs. No running request waits longer than ``tpot_ms`` for its next token. Prompts run at
+    once while fewer than ``max_num_seqs`` requests are running. Otherwise they are batched, with a delay that ``ttft_ms`` bounds.
     """
 
     def __init__(self) -> None:

@@ -192,7 +192,7 @@ def test_a_custom_processor_works_with_the_others(options):
     """The processor receives each chosen token, forbids tokens together with the others, and its remedy is in the error."""
     ascending = sampler(more=[OnlyAscending()], repetition_penalty=1.2, **options)
     tokens = []
-    with pytest.raises(GenerationConfigError, match=r"nothing is left to choose: .*; allow smaller tokens$"):
+    with pytest.raises(GenerationConfigError, match=r"no token can be chosen: .*; allow smaller tokens$"):
         for number in range(VOCAB + 1):
             tokens.append(ascending.sample(random_logits(number)).token)
     assert tokens == sorted(set(tokens))
@@ -204,7 +204,7 @@ def test_the_error_names_the_remedy_of_every_active_processor():
     with pytest.raises(GenerationConfigError) as error:
         sampler(**everything).sample(random_logits(0))
     assert str(error.value) == (
-        "nothing is left to choose: every one of 50 tokens is forbidden; lower min_new_tokens or shorten stop_token_ids"
+        "no token can be chosen: all 50 tokens are forbidden; lower min_new_tokens or shorten stop_token_ids"
     )
     with pytest.raises(GenerationConfigError, match=r"lower min_new_tokens .* or allow smaller tokens"):
         sampler(**everything, more=[OnlyAscending()]).sample(random_logits(0))
