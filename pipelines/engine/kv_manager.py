@@ -5,7 +5,7 @@ from __future__ import annotations
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.host_pool import HostPool
 from staticllm.kvcache.prefix import PrefixCache
-from staticllm.kvcache.sequence import Sequence
+from staticllm.kvcache.sequence import KVSequence
 from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.overflow import shorten
@@ -29,7 +29,7 @@ class KVCacheManager:
         """The number of slots that a plan may use: free ones, and those of cached sequences, which are evicted for it."""
         return self.cache.slots.num_free + self.prefix.idle_slots
 
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[KVSequence]:
         """Return the requests' sequences in the arena."""
         return [state.sequence for state in self.states.values() if state.sequence is not None]
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from staticllm.core import FinishReason
-from staticllm.kvcache.sequence import Sequence
+from staticllm.kvcache.sequence import KVSequence
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.overflow import OverflowRule
 from staticllm.pipelines.generation.filters import Logits
@@ -91,7 +91,7 @@ class SequenceState:
         self.request, self.index = request, index
         self.id = new_id() if index else request.id
         self.tokens = list(request.prompt)
-        self.sequence: Sequence | None = None  # its slots in the arena
+        self.sequence: KVSequence | None = None  # its slots in the arena
         self.cancel_reason: FinishReason | None = None
         self.num_cached = self.num_generated = 0
         self.started: float | None = None
