@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.host_pool import HostPool

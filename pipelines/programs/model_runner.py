@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,11 +43,13 @@ class SegmentResult:
 
     ``logits [num_logits, vocab]`` f32 after its last tokens: a view, valid until the next call. ``argmax`` is the most likely
     token after the last one, None where logits, new keys and values or states are not finite; such a segment is not kept.
-    ``stored`` is the sequence of a segment that went to the host.
+    ``num_accepted`` of its first tokens were kept: all, none, or a part of a draft. ``stored`` is the sequence of a segment
+    that went to the host.
     """
 
     logits: Logits
     argmax: int | None
+    num_accepted: int
     stored: StoredSequence | None = None
 
 
@@ -172,7 +173,7 @@ class ModelRunner:
             ]
         stored = self.cache.commit(step, buffers, accepted)
         self.costs.update(variant, seconds)
-        results = tuple(map(SegmentResult, logits, best, stored))
+        results = tuple(map(SegmentResult, logits, best, accepted, stored))
         return StepResult(variant, results, start, start - begin, seconds, time.perf_counter() - end)
 
     def _checked(self, variant: Variant, segments: Sequence[Segment]) -> list[Logits]:
