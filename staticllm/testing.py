@@ -217,6 +217,10 @@ class FakeProgram:
             buffers.logits[:] = np.nan  # even if it is masked: 0 x NaN is NaN
         return (8 + buffers.variant.rows) * 1e-3
 
+    def time_unless(self, is_needed: Callable[[], bool]) -> float | None:
+        """Return the duration that ``run`` makes up; None if ``is_needed`` is true. Nothing is computed."""
+        return None if is_needed() else (8 + self.buffers.variant.rows) * 1e-3
+
     def _recur(self) -> int:
         """Fold every row of the call into the recurrent state, and return the state."""
         if not self._states:

@@ -28,6 +28,9 @@ from staticllm.threads import check_process, start_thread
 
 Result = TypeVar("Result")
 
+IDLE_SECONDS = 0.5
+"""Seconds without work after which the engine measures costs."""
+
 
 @dataclass(frozen=True)
 class Switch:
@@ -216,15 +219,19 @@ class Engine:
         self._wake.notify()
 
     def _loop(self) -> None:
+        has_rested = False
         while True:
             with self._wake:
-                while self.is_idle and not (self._callbacks or self._next or self._is_closing):
-                    if self._core.is_offloading:
-                        break
-                    self._wake.wait()
+                is_free = not self._is_needed and not self._core.is_offloading
+                if is_free and not (has_rested and self._core.has_unknown_costs):
+                    has_rested = not self._wake.wait(IDLE_SECONDS if self._core.has_unknown_costs else None)
+                has_rested = has_rested and not self._is_needed
                 if self._is_closing and not (self._is_draining and not self.is_idle):
                     break
-            self.step()
+            if has_rested:
+                self._core.measure_next(lambda: self._is_needed)
+            else:
+                self.step()
         with self._wake:  # nothing is added after this: the engine is closing
             left, self._next = list(self._inbox.values()), None
             self._inbox.clear()
@@ -232,6 +239,11 @@ class Engine:
             self._core.refuse(state, FinishReason.CANCELLED)
         self._core.end_all(FinishReason.CANCELLED)
         self._callbacks.run()
+
+    @property
+    def _is_needed(self) -> bool:
+        """Whether the engine's thread has something to do for others."""
+        return not self.is_idle or bool(self._callbacks or self._next or self._is_closing)
 
     def _admit(self) -> None:
         """Pass submitted requests to the core; before a switch they stay in the inbox, and may end there."""

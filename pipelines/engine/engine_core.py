@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from staticllm.core import FinishReason
 from staticllm.errors import DeviceError, as_ours
@@ -53,6 +54,15 @@ class EngineCore:
     def is_offloading(self) -> bool:
         """Whether cached slots are on their way to the host pool; ``step`` moves them even without requests."""
         return self.kv_manager.prefix.is_offloading
+
+    @property
+    def has_unknown_costs(self) -> bool:
+        """Whether ``measure_next`` has something to measure."""
+        return not self.runner.probe.is_done
+
+    def measure_next(self, is_needed: Callable[[], bool]) -> None:
+        """Measure the cost of one more variant, without a request; given up as soon as ``is_needed`` is true."""
+        self.runner.probe.measure_next(is_needed)
 
     def admit(self, request: RequestState) -> None:
         """Add a request; ``step`` serves it from now on."""

@@ -18,6 +18,7 @@ from staticllm.kvcache.step import Segment, Step, StepBuffers
 from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.programs.chunking import plan_chunks
 from staticllm.pipelines.programs.cost_model import CostModel
+from staticllm.pipelines.programs.cost_probe import CostProbe
 from staticllm.pipelines.programs.variant_index import VariantIndex
 
 Logits = NDArray[np.float32]
@@ -28,13 +29,16 @@ Accept = Callable[[Segment, Logits], int]
 class Runnable(Protocol):
     """One variant that can run: ``run`` reads and overwrites ``buffers`` and returns the seconds it took.
 
-    ``meanwhile`` is called while it runs, and may touch nothing of it.
+    ``meanwhile`` is called while it runs, and may touch nothing of it. ``time_unless`` runs it for its duration only, and
+    returns None if ``is_needed`` became true meanwhile.
     """
 
     @property
     def buffers(self) -> StepBuffers: ...
 
     def run(self, meanwhile: Callable[[], None] | None = None) -> float: ...
+
+    def time_unless(self, is_needed: Callable[[], bool]) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ class ModelRunner:
         self.cache = cache
         self.programs = programs
         self.costs = costs or CostModel()
+        self.probe = CostProbe(programs, self.costs)
         self._planned = frozenset(planned)
         self.refresh_variants()
 
@@ -93,6 +98,7 @@ class ModelRunner:
         """Rebuild ``index`` after programs were added."""
         self.index = VariantIndex(self.programs, needs_real_rows=bool(self.cache.states))
         self.is_complete = self._planned <= set(self.programs)
+        self.probe.choose(self.programs)
 
     def prefill(self, sequence: KVSequence, tokens: Sequence[int]) -> Logits:
         """Run a prompt in the cheapest chunks, and return the logits ``[vocab]`` after its last token.
