@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 import openvino as ov
 
-from staticllm.compiler_passes.check_graph import check_graph, check_static
-from staticllm.compiler_passes.decompose_attention import decompose_attention
-from staticllm.compiler_passes.expose_mask import expose_mask
-from staticllm.compiler_passes.expose_positions import expose_positions
-from staticllm.compiler_passes.fix_cache_position import fix_cache_position
-from staticllm.compiler_passes.fix_shapes import bound_shapes, fix_shapes
-from staticllm.compiler_passes.graph import StepGraph
-from staticllm.compiler_passes.group_queries import group_queries
-from staticllm.compiler_passes.keep_new_rows import keep_new_rows
-from staticllm.compiler_passes.lift_state import lift_state
-from staticllm.compiler_passes.merge_projections import merge_projections
-from staticllm.compiler_passes.select_logits import select_logits
-from staticllm.compiler_passes.store_kv_as import store_kv_as
+from staticllm.compiler_passes.graph.check_graph import check_graph, check_static
+from staticllm.compiler_passes.graph.step_graph import StepGraph
+from staticllm.compiler_passes.inputs.expose_mask import expose_mask
+from staticllm.compiler_passes.inputs.expose_positions import expose_positions
+from staticllm.compiler_passes.rewrites.decompose_attention import decompose_attention
+from staticllm.compiler_passes.rewrites.group_queries import group_queries
+from staticllm.compiler_passes.rewrites.merge_projections import merge_projections
+from staticllm.compiler_passes.shapes.fix_shapes import bound_shapes, fix_shapes
+from staticllm.compiler_passes.shapes.select_logits import select_logits
+from staticllm.compiler_passes.states.fix_cache_position import fix_cache_position
+from staticllm.compiler_passes.states.keep_new_rows import keep_new_rows
+from staticllm.compiler_passes.states.lift_state import lift_state
+from staticllm.compiler_passes.states.store_kv_as import store_kv_as
 from staticllm.core import KEY_POSITIONS, KVType, ModelShape, Variant
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import LOGITS, POSITION_IDS, input_names

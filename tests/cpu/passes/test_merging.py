@@ -10,9 +10,9 @@ import pytest
 from openvino import opset13 as ops
 
 from staticllm import demo_model_path
-from staticllm.compiler_passes import merge_projections as merging
-from staticllm.compiler_passes.graph import StepGraph
-from staticllm.compiler_passes.merge_projections import merge_projections
+from staticllm.compiler_passes.graph.step_graph import StepGraph
+from staticllm.compiler_passes.rewrites import merge_projections as merging
+from staticllm.compiler_passes.rewrites.merge_projections import merge_projections
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core
 from staticllm.pipelines.diagnostics.reference import EXACT

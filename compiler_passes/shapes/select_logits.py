@@ -10,7 +10,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import StepGraph, consumers
+from staticllm.compiler_passes.graph.step_graph import StepGraph, consumers
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import LOGIT_ROWS, LOGITS
 

@@ -8,7 +8,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import StepGraph, redirect
+from staticllm.compiler_passes.graph.step_graph import StepGraph, redirect
 from staticllm.core import Variant
 from staticllm.ports import CallSizes, port_of
 

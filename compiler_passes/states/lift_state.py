@@ -9,7 +9,14 @@ from __future__ import annotations
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import LiftedState, StepGraph, consumers, named_parameter, named_result, redirect
+from staticllm.compiler_passes.graph.step_graph import (
+    LiftedState,
+    StepGraph,
+    consumers,
+    named_parameter,
+    named_result,
+    redirect,
+)
 from staticllm.errors import UnsupportedModelError
 
 STAGE = "lift_state"

@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 import openvino as ov
 
-from staticllm.compiler_passes.attention import find_attentions
-from staticllm.compiler_passes.graph import LiftedState, StepGraph, consumers, through
+from staticllm.compiler_passes.graph.attention import find_attentions
+from staticllm.compiler_passes.graph.step_graph import LiftedState, StepGraph, consumers, through
 from staticllm.core import KVState, RecurrentState
 from staticllm.errors import UnsupportedModelError
 

@@ -15,7 +15,7 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import StepGraph, consumers, is_live, redirect, upstream
+from staticllm.compiler_passes.graph.step_graph import StepGraph, consumers, is_live, redirect, upstream
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import CallSizes, Port, find_port

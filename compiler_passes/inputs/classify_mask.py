@@ -17,7 +17,7 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import upstream
+from staticllm.compiler_passes.graph.step_graph import upstream
 from staticllm.core import MaskKind
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError

@@ -12,7 +12,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import StepGraph, consumers, redirect
+from staticllm.compiler_passes.graph.step_graph import StepGraph, consumers, redirect
 from staticllm.errors import UnsupportedModelError
 
 STAGE = "fix_cache_position"
