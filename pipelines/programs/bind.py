@@ -13,7 +13,7 @@ from typing import Any
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.compiler_passes.store_kv_as import ELEMENT_TYPES
+from staticllm.compiler_passes.states.store_kv_as import ELEMENT_TYPES
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, Variant
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import StepBuffers

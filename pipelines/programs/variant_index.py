@@ -20,7 +20,7 @@ class VariantIndex:
     def __init__(self, variants: Iterable[Variant], needs_real_rows: bool = False) -> None:
         self.variants, self.needs_real_rows = tuple(variants), needs_real_rows
         buckets: dict[tuple[int, int], tuple[int, ...]] = {}
-        ordinary = sorted(variant for variant in self.variants if variant.num_logits == variant.sequences)
+        ordinary = sorted(variant for variant in self.variants if not variant.extra_logits)
         for variant in ordinary:
             size = variant.rows, variant.sequences
             buckets[size] = (*buckets.get(size, ()), variant.kv_len)

@@ -135,13 +135,15 @@ def test_a_prompt_has_a_plan_where_holes_below_the_highest_row_must_hold_it():
 
 def test_variants_with_logits_of_their_own_are_found_only_by_their_own_look_up():
     ordinary = [Variant(1, 64), Variant(4, 64, 4), Variant(16, 0), Variant(16, 64)]
-    index = VariantIndex([*ordinary, Variant(4, 64, 1, 4), Variant(4, 128, 1, 4), Variant(8, 512, 2, 8)])
+    index = VariantIndex(
+        [*ordinary, Variant(4, 64, extra_logits=3), Variant(4, 128, extra_logits=3), Variant(8, 512, 2, extra_logits=6)]
+    )
     plain = VariantIndex(ordinary)
     assert (index.sizes, index.widest, index.max_kv_len) == (plain.sizes, plain.widest, plain.max_kv_len)
     assert index.smallest(2, 1, 100) is None and index.smallest(4, 1, 10) == plain.smallest(4, 1, 10)
     assert index.max_decoding(0) == plain.max_decoding(0)
-    assert index.with_logits(4, 1, 4, 10) == Variant(4, 64, 1, 4)
-    assert index.with_logits(3, 1, 2, 100) == Variant(4, 128, 1, 4)
+    assert index.with_logits(4, 1, 4, 10) == Variant(4, 64, extra_logits=3)
+    assert index.with_logits(3, 1, 2, 100) == Variant(4, 128, extra_logits=3)
     assert index.with_logits(4, 2, 3, 10) == Variant(4, 64, 4), "one that has logits after four rows anyway"
     assert index.with_logits(9, 1, 2, 10) is None and index.with_logits(1, 1, 1, 10) == Variant(1, 64)
     assert index.with_logits(9, 1, 1, 999, is_fresh=True) == Variant(16, 0)
