@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,12 +45,10 @@ class StatefulReference:
 
     def logits(self, tokens: list[int]) -> NDArray[np.float32]:
         """Append tokens, and return the logits after each of them, ``[len(tokens), vocab]``."""
-        if (
-            CACHE_POSITION in self._names and len(tokens) > 1
-        ):  # its path for prompts is not exact: see fix_cache_position
+        if CACHE_POSITION in self._names and len(tokens) > 1:  # its prefill is not exact: see fix_cache_position
             return np.concatenate([self.logits([token]) for token in tokens])
         past, count = self._length, len(tokens)
-        feeds: dict[str, Any] = {
+        feeds = {
             "input_ids": np.array([tokens], np.int64),
             "attention_mask": np.ones((1, past + count), np.int64),
             "position_ids": np.arange(past, past + count, dtype=np.int64)[None],
