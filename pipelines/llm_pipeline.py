@@ -76,6 +76,8 @@ class StaticLLMPipeline:
     does leaving a ``with`` block, deleting the pipeline or ending the process.
     """
 
+    _launch = staticmethod(launch)  # staticllm.testing replaces it
+
     def __init__(
         self,
         models_path: str | bytes | os.PathLike[str] | None = None,
@@ -98,7 +100,7 @@ class StaticLLMPipeline:
             tokenizer, given.generation_config or read_generation_config(source, tokenizer)
         )
         self._chat = ChatSession(tokenizer)
-        self._launched = launch(source, candidates, policy, on_progress or (lambda event: None))
+        self._launched = self._launch(source, candidates, policy, on_progress or (lambda event: None))
         self._engine, self._background = self._launched.engine, self._launched.background
         self._stop_checker = StopChecker(self._engine, self._input_processor.decode)
         self._directory = source
