@@ -39,7 +39,15 @@ from staticllm.testing.device import (
     fake_shape,
     fold,
 )
-from staticllm.testing.engine import FAKE_VARIANTS, FakeRequest, assert_empty, fake_engine, fake_request, run_to_end
+from staticllm.testing.engine import (
+    FAKE_VARIANTS,
+    FakeRequest,
+    assert_empty,
+    fake_engine,
+    fake_request,
+    run_to_end,
+    run_until,
+)
 
 if TYPE_CHECKING:
     from staticllm.testing.pipeline import FakePipeline, fake_pipeline
@@ -66,6 +74,7 @@ __all__ = [
     "fake_shape",
     "fold",
     "run_to_end",
+    "run_until",
 ]
 
 

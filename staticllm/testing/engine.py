@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from staticllm.core import MaskKind, Variant
@@ -78,7 +78,7 @@ def fake_request(tokens: Sequence[int], num_new: int | None, **options: Any) -> 
     return FakeRequest(EngineRequest(tuple(tokens), max_new_tokens=num_new, **options), VOCAB_SIZE)
 
 
-def run_to_end(engine: Engine, requests: Iterable[RequestState], max_steps: int = 10_000) -> None:
+def run_to_end(engine: Engine, requests: Iterable[RequestState] = (), max_steps: int = 10_000) -> None:
     """Serve requests on this thread until all have ended.
 
     Raises:
@@ -90,6 +90,22 @@ def run_to_end(engine: Engine, requests: Iterable[RequestState], max_steps: int 
         if engine.is_idle:
             return
     raise AssertionError(f"requests are left after {max_steps} steps")
+
+
+def run_until(
+    engine: Engine, is_reached: Callable[[], object], requests: Iterable[RequestState] = (), max_steps: int = 10_000
+) -> None:
+    """Serve requests on this thread until ``is_reached`` returns something true; it is asked before each step.
+
+    Raises:
+        AssertionError: it does not within ``max_steps`` steps.
+    """
+    engine.enqueue(requests)
+    for _ in range(max_steps):
+        if is_reached():
+            return
+        engine.step()
+    raise AssertionError(f"not reached after {max_steps} steps")
 
 
 def assert_empty(engine: Engine) -> None:
