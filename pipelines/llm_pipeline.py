@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from typing import Any, TypeAlias, overload
+from typing import TypeAlias, overload
 
 import openvino_genai as genai
 
@@ -45,8 +45,8 @@ from staticllm.pipelines.text.together import run_together
 from staticllm.pipelines.text.tokenization import Inputs, Prompt, TokenInputs, form_of
 from staticllm.results import DecodedResults, EncodedResults, GeneratedText
 
-Streamer: TypeAlias = Callable[[str], Any] | genai.StreamerBase | None
-GenerationConfig: TypeAlias = genai.GenerationConfig | Mapping[str, Any] | None
+Streamer: TypeAlias = Callable[[str], genai.StreamingStatus | bool | None] | genai.StreamerBase | None
+GenerationConfig: TypeAlias = genai.GenerationConfig | Mapping[str, object] | None
 
 
 class StaticLLMPipeline:
@@ -76,16 +76,18 @@ class StaticLLMPipeline:
     does leaving a ``with`` block, deleting the pipeline or ending the process.
     """
 
+    _launch = staticmethod(launch)  # staticllm.testing replaces it
+
     def __init__(
         self,
         models_path: str | bytes | os.PathLike[str] | None = None,
-        *args: Any,
+        *args: object,
         device: str | None = None,
-        config: Mapping[str, Any] | StaticLLMConfig | None = None,
+        config: Mapping[str, object] | StaticLLMConfig | None = None,
         tokenizer: genai.Tokenizer | None = None,
         on_progress: Callable[[ProgressEvent], None] | None = None,
         scheduler: str | Policy | None = None,
-        **properties: Any,
+        **properties: object,
     ) -> None:
         start = time.perf_counter()
         given = named_in_memory(positional(args, device, config, tokenizer), properties)
@@ -98,7 +100,7 @@ class StaticLLMPipeline:
             tokenizer, given.generation_config or read_generation_config(source, tokenizer)
         )
         self._chat = ChatSession(tokenizer)
-        self._launched = launch(source, candidates, policy, on_progress or (lambda event: None))
+        self._launched = self._launch(source, candidates, policy, on_progress or (lambda event: None))
         self._engine: EngineClient = self._launched.engine
         self._background = self._launched.background
         self._stop_checker = StopChecker(self._engine, self._input_processor.decode)
@@ -114,7 +116,7 @@ class StaticLLMPipeline:
         return self._launched.loaded.config
 
     @overload
-    def generate(  # pyright: ignore[reportOverlappingOverload] - a str is a Sequence[str] too, and comes first
+    def generate(  # type: ignore[overload-overlap]  # pyright: ignore[reportOverlappingOverload] - a str is a Sequence[str]
         self,
         inputs: str,
         generation_config: GenerationConfig = ...,
@@ -122,7 +124,7 @@ class StaticLLMPipeline:
         *,
         overflow: str = ...,
         priority: int = ...,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> GeneratedText: ...
 
     @overload
@@ -134,19 +136,19 @@ class StaticLLMPipeline:
         *,
         overflow: str = ...,
         priority: int = ...,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> EncodedResults: ...
 
     @overload
     def generate(
         self,
-        inputs: Sequence[str] | genai.ChatHistory | Sequence[Mapping[str, Any]],
+        inputs: Sequence[str] | genai.ChatHistory | Sequence[Mapping[str, object]],
         generation_config: GenerationConfig = ...,
         streamer: Streamer = ...,
         *,
         overflow: str = ...,
         priority: int = ...,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> DecodedResults: ...
 
     def generate(
@@ -157,7 +159,7 @@ class StaticLLMPipeline:
         *,
         overflow: str = "stop",
         priority: int = 0,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Results:
         """Generate the answers to one or more prompts; several prompts run together.
 
@@ -200,9 +202,7 @@ class StaticLLMPipeline:
             )
         return results_of(form, outputs, self._input_processor.decode)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``generate``."""
-        return self.generate(*args, **kwargs)
+    __call__ = generate
 
     def submit(
         self,
@@ -212,8 +212,8 @@ class StaticLLMPipeline:
         priority: int = 0,
         deadline_ms: float | None = None,
         overflow: str = "stop",
-        callback: Callable[[str], Any] | None = None,
-        **kwargs: Any,
+        callback: Callable[[str], object] | None = None,
+        **kwargs: object,
     ) -> GenerationHandle:
         """Submit one prompt and return at once. It is no turn of ``start_chat``: pass a ``ChatHistory`` for a chat.
 

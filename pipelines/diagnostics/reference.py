@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,12 +44,10 @@ class StatefulReference:
 
     def logits(self, tokens: list[int]) -> NDArray[np.float32]:
         """Append tokens, and return the logits after each of them, ``[len(tokens), vocab]``."""
-        if (
-            CACHE_POSITION in self._names and len(tokens) > 1
-        ):  # its path for prompts is not exact: see fix_cache_position
+        if CACHE_POSITION in self._names and len(tokens) > 1:  # its prefill is not exact: see fix_cache_position
             return np.concatenate([self.logits([token]) for token in tokens])
         past, count = self._length, len(tokens)
-        feeds: dict[str, Any] = {
+        feeds = {
             INPUT_IDS: np.array([tokens], np.int64),
             ATTENTION_MASK: np.ones((1, past + count), np.int64),
             POSITION_IDS: np.arange(past, past + count, dtype=np.int64)[None],
