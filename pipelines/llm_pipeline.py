@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from typing import Any, TypeAlias, overload
+from typing import TypeAlias, overload
 
 import openvino_genai as genai
 
@@ -18,8 +18,8 @@ from staticllm.errors import GenerationConfigError
 from staticllm.model_dir import forget_in_memory, weights_of
 from staticllm.pipelines.blobs.fingerprint import fingerprint_model
 from staticllm.pipelines.chat_session import ChatSession
+from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
 from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.model_loader.arguments import (
     named_in_memory,
@@ -33,7 +33,7 @@ from staticllm.pipelines.model_loader.background import BackgroundLoader
 from staticllm.pipelines.model_loader.launch import launch
 from staticllm.pipelines.model_loader.weights_watch import watch_of
 from staticllm.pipelines.profiling.stats import Stats
-from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
+from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.text.handle import GenerationHandle
@@ -45,8 +45,8 @@ from staticllm.pipelines.text.together import run_together
 from staticllm.pipelines.text.tokenization import Inputs, Prompt, TokenInputs, form_of
 from staticllm.results import DecodedResults, EncodedResults, GeneratedText
 
-Streamer: TypeAlias = Callable[[str], Any] | genai.StreamerBase | None
-GenerationConfig: TypeAlias = genai.GenerationConfig | Mapping[str, Any] | None
+Streamer: TypeAlias = Callable[[str], genai.StreamingStatus | bool | None] | genai.StreamerBase | None
+GenerationConfig: TypeAlias = genai.GenerationConfig | Mapping[str, object] | None
 
 
 class StaticLLMPipeline:
@@ -76,16 +76,18 @@ class StaticLLMPipeline:
     does leaving a ``with`` block, deleting the pipeline or ending the process.
     """
 
+    _launch = staticmethod(launch)  # staticllm.testing replaces it
+
     def __init__(
         self,
         models_path: str | bytes | os.PathLike[str] | None = None,
-        *args: Any,
+        *args: object,
         device: str | None = None,
-        config: Mapping[str, Any] | StaticLLMConfig | None = None,
+        config: Mapping[str, object] | StaticLLMConfig | None = None,
         tokenizer: genai.Tokenizer | None = None,
         on_progress: Callable[[ProgressEvent], None] | None = None,
         scheduler: str | Policy | None = None,
-        **properties: Any,
+        **properties: object,
     ) -> None:
         start = time.perf_counter()
         given = named_in_memory(positional(args, device, config, tokenizer), properties)
@@ -98,8 +100,9 @@ class StaticLLMPipeline:
             tokenizer, given.generation_config or read_generation_config(source, tokenizer)
         )
         self._chat = ChatSession(tokenizer)
-        self._launched = launch(source, candidates, policy, on_progress or (lambda event: None))
-        self._engine, self._background = self._launched.engine, self._launched.background
+        self._launched = self._launch(source, candidates, policy, on_progress or (lambda event: None))
+        self._engine: EngineClient = self._launched.engine
+        self._background = self._launched.background
         self._stop_checker = StopChecker(self._engine, self._input_processor.decode)
         self._directory = source
         self._shape = self._launched.loaded.programs.shape
@@ -113,7 +116,7 @@ class StaticLLMPipeline:
         return self._launched.loaded.config
 
     @overload
-    def generate(  # pyright: ignore[reportOverlappingOverload] - a str is a Sequence[str] too, and comes first
+    def generate(  # type: ignore[overload-overlap]  # pyright: ignore[reportOverlappingOverload] - a str is a Sequence[str]
         self,
         inputs: str,
         generation_config: GenerationConfig = ...,
@@ -121,7 +124,7 @@ class StaticLLMPipeline:
         *,
         overflow: str = ...,
         priority: int = ...,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> GeneratedText: ...
 
     @overload
@@ -133,19 +136,19 @@ class StaticLLMPipeline:
         *,
         overflow: str = ...,
         priority: int = ...,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> EncodedResults: ...
 
     @overload
     def generate(
         self,
-        inputs: Sequence[str] | genai.ChatHistory | Sequence[Mapping[str, Any]],
+        inputs: Sequence[str] | genai.ChatHistory | Sequence[Mapping[str, object]],
         generation_config: GenerationConfig = ...,
         streamer: Streamer = ...,
         *,
         overflow: str = ...,
         priority: int = ...,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> DecodedResults: ...
 
     def generate(
@@ -156,7 +159,7 @@ class StaticLLMPipeline:
         *,
         overflow: str = "stop",
         priority: int = 0,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Results:
         """Generate the answers to one or more prompts; several prompts run together.
 
@@ -199,9 +202,7 @@ class StaticLLMPipeline:
             )
         return results_of(form, outputs, self._input_processor.decode)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``generate``."""
-        return self.generate(*args, **kwargs)
+    __call__ = generate
 
     def submit(
         self,
@@ -211,8 +212,8 @@ class StaticLLMPipeline:
         priority: int = 0,
         deadline_ms: float | None = None,
         overflow: str = "stop",
-        callback: Callable[[str], Any] | None = None,
-        **kwargs: Any,
+        callback: Callable[[str], object] | None = None,
+        **kwargs: object,
     ) -> GenerationHandle:
         """Submit one prompt and return at once. It is no turn of ``start_chat``: pass a ``ChatHistory`` for a chat.
 
@@ -266,7 +267,7 @@ class StaticLLMPipeline:
             SnapshotError: no cached sequence begins with the prompt's tokens, or the file cannot be written.
         """
         ids = self._chat.ids() if inputs is None else self._ids_of(inputs)
-        return save_snapshot(self._engine, ids, path, self._identity(), self.config.integrity_key or b"")
+        return self._engine.save_snapshot(ids, path, self._identity(), self.config.integrity_key or b"")
 
     def load_snapshot(self, path: str | os.PathLike[str]) -> int:
         """Read a file of ``save_snapshot``; prompts that begin with its tokens do not compute them again.
@@ -277,20 +278,20 @@ class StaticLLMPipeline:
         Raises:
             SnapshotError: the file is missing, damaged or of another model, or there is no room for its tokens.
         """
-        return load_snapshot(self._engine, path, self._identity(), self.config.integrity_key or b"")
+        return self._engine.load_snapshot(path, self._identity(), self.config.integrity_key or b"")
 
     def stats(self) -> Stats:
         """Return statistics since the model was loaded: latencies, shares of device time, padding, prefix hits, slots."""
-        return self._engine.profiler.stats()
+        return self._engine.stats()
 
     def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
         """Record every step of a ``with`` block: ``with pipe.record() as trace: …``, then ``trace.save("trace.json")``."""
-        return recording(self._engine.profiler, max_records)
+        return self._engine.record(max_records)
 
     @property
     def engine(self) -> Engine:
-        """The engine, for traces and measurements; not part of the stable API."""
-        return self._engine
+        """The engine of this process, for measurements; not part of the stable API."""
+        return self._launched.engine
 
     def close(self, drain: bool = False) -> None:
         """End the engine: cancel all requests, or with ``drain`` wait for them. A second call does nothing."""
@@ -383,9 +384,10 @@ class StaticLLMPipeline:
         return handle
 
 
-def _close(background: BackgroundLoader | None, engine: Engine, stop_checker: StopChecker, drain: bool = False) -> None:
+def _close(
+    background: BackgroundLoader | None, engine: EngineClient, stop_checker: StopChecker, drain: bool = False
+) -> None:
     if background is not None:
         background.close()
     engine.close(drain)
-    if os.getpid() == engine.pid:
-        stop_checker.close()
+    stop_checker.close()

@@ -102,9 +102,9 @@ class StaticLLMConfig:
     weights_path: str | None = None
     background_compile: bool | None = None
     serve_from_cpu: bool = False
-    device_properties: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    prefill_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    generate_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    device_properties: Mapping[str, object] = field(default_factory=dict, hash=False)
+    prefill_config: Mapping[str, object] = field(default_factory=dict, hash=False)
+    generate_config: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         self._check_blobs()

@@ -7,10 +7,8 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 
 import openvino as ov
 import psutil
@@ -22,9 +20,9 @@ from staticllm.model_dir import check_model_dir, demo_model_path
 from staticllm.pipelines.blobs.cache import BlobCache
 from staticllm.pipelines.blobs.fingerprint import fingerprint_model
 from staticllm.pipelines.diagnostics.reference import EXACT, StatefulReference
+from staticllm.pipelines.diagnostics.reports import Finding
 from staticllm.pipelines.model_loader.load import load
 
-Level = Literal["ok", "warn", "fail"]
 PACKAGES = (
     "openvino",
     "openvino-genai",
@@ -40,16 +38,6 @@ PACKAGES = (
 LITTLE_MEMORY, LITTLE_DISK = 2 << 30, 5 << 30
 SELF_TEST = tuple(range(20, 36))
 NUM_NEW = 16
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report. ``remedy`` is empty if nothing need be done."""
-
-    level: Level
-    name: str
-    value: str
-    remedy: str = ""
 
 
 def examine(devices: tuple[str, ...] = (), cache_dir: str | None = None, model: str | None = None) -> Iterator[Finding]:

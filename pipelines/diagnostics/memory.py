@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from dataclasses import asdict
 
 import openvino as ov
 import psutil
@@ -11,9 +11,10 @@ import psutil
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core, is_present, kind
 from staticllm.pipelines.diagnostics.inspect import inspect_model
+from staticllm.pipelines.diagnostics.reports import MemoryEstimate, ProgramsEstimate, VariantEstimate, VariantReport
 
 
-def estimate_memory(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> dict[str, Any]:
+def estimate_memory(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> MemoryEstimate:
     """Estimate the bytes of weights, KV slots, states and buffers on ``device``, and whether they fit into its memory.
 
     Raises:
@@ -23,33 +24,31 @@ def estimate_memory(models_path: str | os.PathLike[str], device: str, config: St
         DeviceError: the device is not on this machine, and is neither an NPU nor a GPU.
     """
     report = inspect_model(models_path, device, config)
-    copies = report["num_programs"] if kind(device) == "CPU" else 1  # the CPU packs the weights for each program
+    copies = report.num_programs if kind(device) == "CPU" else 1  # the CPU packs the weights for each program
     parts = {
-        "weights": report["weights_bytes"] * copies,
-        "KV slots": report["kv"]["bytes"],
-        "host pool, at most": report["kv"]["host_bytes"],
-        "recurrent states": report["recurrent"]["bytes_a_sequence"] * 2,
-        "buffers": report["buffers_bytes"],
+        "weights": report.weights_bytes * copies,
+        "KV slots": report.kv.bytes,
+        "host pool, at most": report.kv.host_bytes,
+        "recurrent states": report.recurrent.bytes_a_sequence * 2,
+        "buffers": report.buffers_bytes,
     }
-    needed = sum(parts.values())
-    there = device_memory(get_core(), device)
-    return {
-        "model": report["model"],
-        "device": device,
-        "is_present": is_present(get_core(), device),
-        "programs": {"mode": report["programs"], "count": report["num_programs"], "copies_of_weights": copies},
-        "variants": [
-            {**variant, "mask_bytes": _mask_bytes(variant, len(report["masks"]))} for variant in report["variants"]
-        ],
-        "bytes": parts,
-        "needed": needed,
-        "available": there,
-        "fits": None if there is None else needed <= there,
-    }
+    needed, available = sum(parts.values()), device_memory(get_core(), device)
+    return MemoryEstimate(
+        model=report.model,
+        device=device,
+        is_present=is_present(get_core(), device),
+        programs=ProgramsEstimate(report.programs, report.num_programs, copies),
+        variants=tuple(_with_mask_bytes(variant, len(report.masks)) for variant in report.variants),
+        bytes=parts,
+        needed=needed,
+        available=available,
+        fits=None if available is None else needed <= available,
+    )
 
 
-def _mask_bytes(variant: dict[str, Any], num_masks: int) -> int:
-    return int(4 * variant["rows"] * (variant["kv_len"] + variant["rows"]) * num_masks)
+def _with_mask_bytes(variant: VariantReport, num_masks: int) -> VariantEstimate:
+    mask_bytes = 4 * variant.rows * (variant.kv_len + variant.rows) * num_masks
+    return VariantEstimate(**asdict(variant), mask_bytes=mask_bytes)
 
 
 def device_memory(core: ov.Core, device: str) -> int | None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.blobs.blob_set import read_manifest, rewrite_manifest
 from staticllm.pipelines.blobs.manifest import Manifest
 from staticllm.pipelines.diagnostics.reference import EXACT, StatefulReference
+from staticllm.pipelines.diagnostics.reports import Agreement, Verdict
 from staticllm.pipelines.model_loader.load import load
 from staticllm.pipelines.programs.build import compile_all, make_runner
 from staticllm.pipelines.programs.compile_plan import prepare
@@ -36,16 +36,6 @@ LEAD = 32  # random tokens at the beginning of a text
 LEAST_AGREEMENT, MOST_DISTANCE = 0.9, 0.1
 """Limits beyond which a set fails verification. In bf16 with 8-bit activations the embedded model agrees in 95 of 97 places."""
 ORDINARY = (8, 1000)  # token ids of every vocabulary that is not a toy
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One check. ``value`` is the largest difference as a share of the range of the logits, or the share of equal tokens."""
-
-    check: str
-    is_ok: bool
-    value: float
-    detail: str = ""
 
 
 def verify_model(
@@ -88,12 +78,11 @@ def verify_model(
                 yield _greedy(f"{name}: {length} tokens", runner, prompt, answers[length])
 
 
-def agreement(runner: ModelRunner, models_path: str | os.PathLike[str]) -> dict[str, Any]:
+def agreement(runner: ModelRunner, models_path: str | os.PathLike[str]) -> Agreement:
     """Compare a runner, in any precision, with the original in f32. ``compile --verify`` writes the result into a manifest.
 
-    Both run the same text token by token: random tokens, and the original's continuation. ``agreement`` is the share of places
-    where the most likely token is the same, ``distance`` the largest difference of logits as a share of their range. After a
-    near-tie both continue with the same token, so that it counts as one place.
+    Both run the same text token by token: random tokens, and the original's continuation. After a near-tie both continue with
+    the same token, so that it counts as one place.
     """
     reference = StatefulReference(models_path)
     prompt = _tokens(LEAD)
@@ -108,7 +97,7 @@ def agreement(runner: ModelRunner, models_path: str | os.PathLike[str]) -> dict[
     )
     distance = float(np.abs(np.stack(found) - expected).max() / np.ptp(expected))
     is_ok = same >= LEAST_AGREEMENT and distance <= MOST_DISTANCE
-    return {"is_ok": is_ok, "agreement": same, "distance": distance, "places": len(found), "against": "CPU, f32"}
+    return Agreement(is_ok, same, distance, places=len(found), against="CPU, f32")
 
 
 def verify_set(models_path: str | os.PathLike[str], device: str, folder: Path) -> Manifest:
@@ -118,7 +107,8 @@ def verify_set(models_path: str | os.PathLike[str], device: str, folder: Path) -
         BlobError: the set cannot be loaded.
     """
     loaded = load(models_path, device, StaticLLMConfig(blob_path=str(folder)))
-    manifest = replace(read_manifest(folder), verification=agreement(loaded.runner, models_path))
+    found = agreement(loaded.runner, models_path)
+    manifest = replace(read_manifest(folder), verification=found.as_dict())
     rewrite_manifest(folder, manifest)
     return manifest
 
@@ -144,7 +134,7 @@ def _runner(path: Path, device: str, config: StaticLLMConfig, on_progress: OnPro
     """Compile the programs of ``load``, and one more that computes logits after every token of a draft."""
     core, plan = prepare(path, device, config, on_progress)
     if not plan.lowered.shape.needs_real_rows:
-        draft = Variant(2 * NUM_DRAFTED, plan.variants[-1].kv_len, num_logits=NUM_DRAFTED)
+        draft = Variant(2 * NUM_DRAFTED, plan.variants[-1].kv_len, extra_logits=NUM_DRAFTED - 1)
         plan = plan.restricted((*plan.variants, draft))
     return make_runner(compile_all(core, plan, on_progress), on_progress)
 

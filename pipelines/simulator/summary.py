@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import percentile
+from staticllm.pipelines.simulator.cluster import Run
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,17 @@ class Summary:
     fairness: float
 
 
+@dataclass(frozen=True)
+class RunSummary(Summary):
+    """The figures of one simulated run. ``busy`` is the share of ``seconds`` in which a device was running, their mean."""
+
+    busy: float
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the figures of one policy that ``staticllm simulate --json`` prints."""
+        return asdict(self)
+
+
 def summarize(requests: Sequence[RequestRecord]) -> Summary:
     """Return the figures of all requests with at least one token; ``num_requests`` also counts the others."""
     served = [request for request in requests if request.token_times]
@@ -67,6 +79,13 @@ def summarize(requests: Sequence[RequestRecord]) -> Summary:
         latency_p95_ms=percentile(latency, 0.95) * 1e3,
         fairness=jain([size / max(spent, 1e-12) for size, spent in zip(sizes, latency, strict=True)]),
     )
+
+
+def summarize_run(run: Run) -> RunSummary:
+    """Return the figures of a simulated run: those of its requests, and the mean share of time in which its devices ran."""
+    summary = summarize(run.requests)
+    shares = [busy_share(steps, summary.seconds) for steps in run.steps]
+    return RunSummary(**asdict(summary), busy=_mean(shares))
 
 
 def jain(values: Sequence[float]) -> float:

@@ -45,6 +45,7 @@ class GenerationHandle:
             OutputProcessor(decode, prepared, load_ms, index) for index in range(prepared.request.num_sequences)
         ]
         self._ends: list[Finished | None] = [None] * len(self._processors)
+        self._outputs: dict[int, RequestOutput] = {}  # of the answers that have ended
         self._error: BaseException | None = None
         self._role, self._pid = ReaderRole(), os.getpid()
         self._thread: threading.Thread | None = None
@@ -167,7 +168,7 @@ class GenerationHandle:
         finally:
             self._role.leave(token)
         self._raise_error()
-        return [processor.output for processor in self._processors]
+        return [self._outputs[index] for index in range(len(self._processors))]
 
     def output(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end and return the first answer with its timings.
@@ -221,8 +222,7 @@ class GenerationHandle:
         if self.is_done or processor.has_ended:
             return
         self.cancel()
-        processor.output.is_dropped = is_dropped
-        self._close(Finished(reason))
+        self._close(Finished(reason), is_dropped)
 
     def deltas(self, wants_text: bool = True) -> Iterator[TextDelta]:
         """Yield tokens together with the text that they add, as they are generated.
@@ -288,11 +288,11 @@ class GenerationHandle:
             return TextDelta([*delta.tokens, *rest.tokens], delta.text + rest.text)
         return delta or rest
 
-    def _close(self, end: Finished) -> TextDelta | None:
+    def _close(self, end: Finished, is_dropped: bool = False) -> TextDelta | None:
         """Record the end of one answer, and return its last increment."""
-        delta = self._processors[end.index].finish(end.reason)
-        self._ends[end.index] = end
-        return delta
+        ending = self._processors[end.index].finish(end.reason, is_dropped)
+        self._ends[end.index], self._outputs[end.index] = end, ending.output
+        return ending.delta
 
     def __del__(self) -> None:
         if not all(getattr(self, "_ends", [True])) and hasattr(self, "_client"):

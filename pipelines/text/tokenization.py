@@ -18,7 +18,7 @@ from staticllm.pipelines.text.chat_template import render
 Form = Literal["text", "texts", "history", "tokens"]
 TokenInputs: TypeAlias = NDArray[Any] | ov.Tensor | genai.TokenizedInputs
 """Token ids ``[n]`` or ``[batch, n]``, of an integer type."""
-Inputs: TypeAlias = str | Sequence[str] | genai.ChatHistory | Sequence[Mapping[str, Any]] | TokenInputs
+Inputs: TypeAlias = str | Sequence[str] | genai.ChatHistory | Sequence[Mapping[str, object]] | TokenInputs
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from staticllm.pipelines.simulator.cluster import Run
     from staticllm.pipelines.simulator.scenario import Scenario
     from staticllm.pipelines.simulator.simulated_device import DeviceModel
+    from staticllm.pipelines.simulator.summary import RunSummary
     from staticllm.pipelines.simulator.workload import Arrival
 
 LOAD = 0.6
@@ -110,6 +111,7 @@ def command(**options: Any) -> None:
 def _simulate(options: dict[str, Any]) -> None:
     from staticllm.pipelines.simulator.cost_model import write_costs
     from staticllm.pipelines.simulator.plot import check_plot, plot_runs
+    from staticllm.pipelines.simulator.summary import summarize_run
 
     if options["plot"]:
         check_plot(options["plot"])
@@ -118,35 +120,27 @@ def _simulate(options: dict[str, Any]) -> None:
         if options["save_costs"]:
             write_costs(options["save_costs"], scenario.model.index.variants, scenario.model.cost)
     runs: dict[str, Run] = {}
-    results: dict[str, dict[str, float]] = {}
+    results: dict[str, RunSummary] = {}
     if not options["as_json"]:
         click.echo(HEADER)
     with progress("simulating") as shown:
         for number, policy in enumerate(options["policies"]):
             shown.show(f"simulating {policy}", number, len(options["policies"]))
             runs[policy] = scenario.run(policy)
-            results[policy] = _figures(runs[policy])
+            results[policy] = summarize_run(runs[policy])
             if not options["as_json"]:
                 shown.write(_line(policy, results[policy]))
     if options["as_json"]:
-        click.echo(json.dumps(results, indent=2))
+        click.echo(json.dumps({policy: summary.as_dict() for policy, summary in results.items()}, indent=2))
     if options["plot"]:
         plot_runs(runs, options["plot"])
 
 
-def _figures(run: Run) -> dict[str, float]:
-    from staticllm.pipelines.simulator.summary import busy_share, summarize
-
-    summary = summarize(run.requests)
-    shares = [busy_share(steps, summary.seconds) for steps in run.steps]
-    return {**asdict(summary), "busy": sum(shares) / len(shares)}
-
-
-def _line(policy: str, s: dict[str, float]) -> str:
+def _line(policy: str, s: RunSummary) -> str:
     return (
-        f"{policy:<14}{s['requests_per_second']:>11.3f}{s['tokens_per_second']:>10.1f}{s['ttft_ms']:>11.1f}"
-        f"{s['ttft_p95_ms']:>11.1f}{s['tpot_ms']:>10.2f}{s['decode_tpot_ms']:>10.2f}{s['longest_gap_ms']:>13.1f}"
-        f"{s['latency_ms']:>12.1f}{s['fairness']:>10.3f}{s['busy']:>7.1%}"
+        f"{policy:<14}{s.requests_per_second:>11.3f}{s.tokens_per_second:>10.1f}{s.ttft_ms:>11.1f}"
+        f"{s.ttft_p95_ms:>11.1f}{s.tpot_ms:>10.2f}{s.decode_tpot_ms:>10.2f}{s.longest_gap_ms:>13.1f}"
+        f"{s.latency_ms:>12.1f}{s.fairness:>10.3f}{s.busy:>7.1%}"
     )
 
 

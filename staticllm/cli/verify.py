@@ -29,7 +29,8 @@ def command(ctx: click.Context, model: str, device: str, programs: str, as_json:
     The chunks are small, and generation exceeds the smaller KV lengths. Exit with code 1 if anything differs.
     """
     from staticllm.core import ProgramMode
-    from staticllm.pipelines.diagnostics.verify import Verdict, verify_model
+    from staticllm.pipelines.diagnostics.reports import Verdict
+    from staticllm.pipelines.diagnostics.verify import verify_model
 
     modes: dict[str, tuple[ProgramMode, ...]] = {
         "both": ("separate", "shared"), "separate": ("separate",), "shared": ("shared",),

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex
@@ -71,6 +72,14 @@ DYNAMIC = (
 FITTED = DYNAMIC[2]
 
 
+class Deviations(NamedTuple):
+    """The deviations of a simulated cell from the published one, in percent of the published figures."""
+
+    throughput: float
+    ttft: float
+    tpot: float
+
+
 @dataclass(frozen=True)
 class Cell:
     """One configuration of one column, simulated: throughput in tokens per second, times in ms."""
@@ -82,13 +91,11 @@ class Cell:
     is_dynamic: bool
 
     @property
-    def deviations(self) -> tuple[float, float, float]:
-        """The deviations of throughput, TTFT and TPOT, in percent of the published figures."""
+    def deviations(self) -> Deviations:
+        """The deviations of throughput, TTFT and TPOT."""
         p = self.published
         pairs = ((self.throughput, p.throughput), (self.ttft_ms, p.ttft_ms), (self.tpot_ms, p.tpot_ms))
-        simulated_to_published = [simulated / published - 1 for simulated, published in pairs]
-        throughput, ttft, tpot = (100 * ratio for ratio in simulated_to_published)
-        return throughput, ttft, tpot
+        return Deviations(*(100 * (simulated / published - 1) for simulated, published in pairs))
 
 
 def table_4(outputs: tuple[int, ...] = (256, 1024), seeds: tuple[int, ...] = SEEDS) -> Iterator[Cell]:

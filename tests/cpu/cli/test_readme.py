@@ -17,6 +17,11 @@ PAGES = {
     "docs/conversations.md": [("I am", r"\([4-9]\d tokens were not computed again\)"), (RAIN,)],
     "docs/errors.md": [("106 tokens, 64 fit\n" + RAIN,)],
     "docs/packaging.md": [(NPU,)],
+    "docs/testing.md": [
+        ("It is sunny.",),
+        (r"\['Sunny.', 'I do not'\]", "106 tokens, MAX_PROMPT_LEN is 64"),
+        (r"\[5, 5, 5\]",),
+    ],
 }
 """Pages whose snippets all run by themselves, with regular expressions for their output, in order."""
 

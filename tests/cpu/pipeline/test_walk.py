@@ -5,31 +5,19 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from staticllm import StaticLLMConfig, StaticLLMPipeline, demo_model_path
-from staticllm.pipelines import llm_pipeline
-from staticllm.pipelines.scheduling.planner import make_policy
-from staticllm.testing import fake_answer, fake_engine, fake_shape
+from staticllm.testing import fake_answer, fake_pipeline
 
 MAX_HOPS = 8
 ROOMS = re.compile(r"[\\/](pipelines[\\/](?:\w+[\\/])?\w+)\.py$")
 
 
 @pytest.fixture
-def pipe(monkeypatch):
-    engine = fake_engine(make_policy("fcfs"))
-    config = StaticLLMConfig(max_prompt_len=32, min_response_len=32)
-    loaded = SimpleNamespace(
-        config=config, programs=SimpleNamespace(shape=fake_shape()), has_mapped_weights=False, origin="compiled"
-    )
-    monkeypatch.setattr(
-        llm_pipeline, "launch", lambda *_: SimpleNamespace(engine=engine, background=None, loaded=loaded)
-    )
-    with StaticLLMPipeline(demo_model_path(), "CPU") as pipe:
+def pipe():
+    with fake_pipeline(scheduler="fcfs", MAX_PROMPT_LEN=32, MIN_RESPONSE_LEN=32) as pipe:
         yield pipe
 
 
@@ -61,8 +49,11 @@ class Follower:
 
 def qualified(frame):
     """Return the names of class and function; code objects have them only since Python 3.11."""
-    owner = frame.f_locals.get("self")
-    return f"{type(owner).__name__}.{frame.f_code.co_name}" if owner is not None else frame.f_code.co_name
+    name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+    if owner is None:
+        return name
+    kind = next((kind for kind in type(owner).__mro__ if name in vars(kind)), type(owner))
+    return f"{kind.__name__}.{name}"
 
 
 def test_a_prompt_becomes_text_as_structure_md_says(pipe, root):
@@ -71,7 +62,7 @@ def test_a_prompt_becomes_text_as_structure_md_says(pipe, root):
     assert len(told) - 1 <= MAX_HOPS, "too many hops from a prompt to its text"
     with Follower() as follower:
         answer = pipe.generate(np.array([5, 6, 7]), max_new_tokens=4, ignore_eos=True)
-    assert answer.tokens[0] == fake_answer([5, 6, 7], 4)[3:]
+    assert answer.tokens[0] == fake_answer([5, 6, 7], 4, vocab_size=pipe.vocab_size)[3:]
     order = list(follower.calls)
     seen = [module for _, module, _ in told]
     assert [name for name in order if name in {function for function, _, _ in told}] == [f for f, _, _ in told]
@@ -89,4 +80,5 @@ def test_structure_md_lists_the_modules_that_generate_enters(pipe, root):
     with Follower() as follower:
         pipe.generate(np.array([5, 6, 7]), max_new_tokens=4, ignore_eos=True)
     entered = list(dict.fromkeys(module for module, _, _ in follower.calls.values()))
+    entered = [module for module in entered if not module.endswith("cost_probe")]  # it runs when the engine rests
     assert entered == [f"pipelines/{name}" for name in re.findall(r"`([\w/]+)`", told)]

@@ -251,7 +251,7 @@ def test_closing_while_a_switch_is_pending_ends_every_request():
     engine.step()
     switched = []
     engine._start = lambda: None  # this thread runs the steps
-    engine.switch(other.runner, other._options, lambda: switched.append(True))
+    engine.switch(other.runner, other._core.options, lambda: switched.append(True))
     engine.submit_state(waiting)
     for _ in range(3):
         engine.step()
@@ -268,7 +268,7 @@ def test_a_switch_happens_between_two_requests_and_is_reported():
     engine.enqueue([running])
     engine.step()
     engine._start, switched = (lambda: None), []
-    engine.switch(other.runner, other._options, lambda: switched.append(engine.is_idle))
+    engine.switch(other.runner, other._core.options, lambda: switched.append(engine.is_idle))
     engine.submit_state(waiting)
     run_to_end(engine, [])
     assert engine.runner is other.runner
@@ -283,7 +283,7 @@ def test_requests_that_wait_for_a_switch_can_be_cancelled_or_expire():
     engine.enqueue([running])
     engine.step()
     engine._start = lambda: None
-    engine.switch(other.runner, other._options)
+    engine.switch(other.runner, other._core.options)
     cancelled, late, waiting = fake_request([4], 4), fake_request([5], 4, deadline=0.0), fake_request([6], 4)
     for request in (cancelled, late, waiting):
         engine.submit_state(request)

@@ -6,7 +6,16 @@ from output_queues import outputs_of
 from staticllm.errors import DeviceError, GenerationConfigError, NumericalError
 from staticllm.kvcache import cache as cache_module
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
-from staticllm.testing import POISON, VOCAB_SIZE, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
+from staticllm.testing import (
+    POISON,
+    VOCAB_SIZE,
+    assert_empty,
+    fake_answer,
+    fake_engine,
+    fake_request,
+    run_to_end,
+    run_until,
+)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -29,9 +38,7 @@ def test_non_finite_logits_end_only_their_own_request(name):
 def test_suspected_requests_take_turns_with_the_others():
     engine = fake_engine(make_policy("dynamic"), max_num_seqs=2)
     decoding = [fake_request([7, 8, i], 40) for i in range(2)]
-    engine.enqueue(decoding)
-    while decoding[1].num_generated < 3:
-        engine.step()
+    run_until(engine, lambda: decoding[1].num_generated >= 3, decoding)
     prompts = [fake_request([i, i + 1, i + 2], 2) for i in range(30, 36)]
     engine.enqueue([fake_request([POISON], 2), *prompts])
     gaps, seen = [0], decoding[0].num_generated
@@ -60,9 +67,7 @@ def test_non_finite_slots_are_never_kept(monkeypatch):
 def test_an_exception_inside_commit_recomputes_the_requests(monkeypatch, part):
     engine = fake_engine(make_policy("fcfs"))
     first, second = fake_request([1, 2, 3], 12), fake_request(range(30, 60), 4)
-    engine.enqueue([first])
-    while first.num_generated < 3:
-        engine.step()
+    run_until(engine, lambda: first.num_generated >= 3, [first])
     owner, _, method = part.partition(".")
     target = getattr(engine.runner.cache, owner)
 
@@ -82,9 +87,7 @@ def test_an_exception_inside_commit_recomputes_the_requests(monkeypatch, part):
 def test_a_failing_device_call_ends_only_the_requests_in_it(monkeypatch):
     engine = fake_engine(make_policy("fcfs"))
     running, arriving = fake_request([1, 2, 3], 8), fake_request(range(20), 3)
-    engine.enqueue([running])
-    while not running.num_generated:
-        engine.step()
+    run_until(engine, lambda: running.num_generated, [running])
     for variant, program in engine.runner.programs.items():
         if variant.rows > 4:
             monkeypatch.setattr(program, "run", lambda meanwhile: (_ for _ in ()).throw(RuntimeError("device lost\n")))
@@ -97,9 +100,7 @@ def test_a_failing_device_call_ends_only_the_requests_in_it(monkeypatch):
 def test_a_failure_outside_the_call_ends_all_requests_and_the_engine_continues(monkeypatch):
     engine = fake_engine(make_policy("fcfs"))
     first, second = fake_request([1, 2, 3], 30), fake_request([4, 5, 6], 30)
-    engine.enqueue([first, second])
-    while not second.num_generated:
-        engine.step()
+    run_until(engine, lambda: second.num_generated, [first, second])
     first.cancel()
 
     def fail(*_):

@@ -11,15 +11,13 @@ from staticllm.core import Variant
 from staticllm.kvcache import prefix
 from staticllm.kvcache.cache import SequenceCopy
 from staticllm.pipelines.scheduling.planner import make_policy
-from staticllm.testing import FakeProgram, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
+from staticllm.testing import FakeProgram, assert_empty, fake_answer, fake_engine, fake_request, run_to_end, run_until
 
 
 def test_a_shared_prefix_is_stored_once_and_counted_as_cached():
     engine, system = fake_engine(make_policy("fcfs")), list(range(24))
     requests = [fake_request([*system, 500 + i], 30) for i in range(3)]
-    engine.enqueue(requests)
-    while not all(request.num_generated for request in requests):
-        engine.step()
+    run_until(engine, lambda: all(request.num_generated for request in requests), requests)
     assert engine.runner.cache.slots.num_shared == 24
     assert engine.runner.cache.slots.num_used < 24 + 3 * 31
     assert [request.num_cached for request in requests] == [0, 24, 24]
@@ -48,9 +46,7 @@ def test_a_long_conversation_is_offloaded_in_chunks(monkeypatch, is_hurried):
     monkeypatch.setattr(SequenceCopy, "advance", lambda self, count: pieces.append(count) or advance(self, count))
     long, reader = fake_request(range(48), 3), fake_request(range(200, 206), 30)
     expected = fake_answer(reader.tokens, 30)
-    engine.enqueue([long, reader])
-    while not pieces:
-        engine.step()
+    run_until(engine, lambda: pieces, [long, reader])
     kv_manager, cache = engine.kv_manager, engine.runner.cache
     assert engine.is_idle is False
     assert kv_manager.prefix.idle_slots == 50
@@ -99,9 +95,7 @@ def test_slots_are_freed_after_a_failed_offload(is_resting, monkeypatch):
     monkeypatch.setattr(prefix, "OFFLOAD_SLOTS", 30)
     engine = fake_engine(make_policy("fcfs"), max_num_seqs=2)
     first, second = fake_request(range(40), 3), fake_request(range(200, 206), 3 if is_resting else 30)
-    engine.enqueue([first, second])
-    while not engine.kv_manager.prefix.is_offloading:
-        engine.step()
+    run_until(engine, lambda: engine.kv_manager.prefix.is_offloading, [first, second])
     assert engine.is_idle == is_resting
     slots, free, failed = engine.runner.cache.slots, engine.runner.cache.slots.free, []
 
@@ -166,9 +160,7 @@ def test_a_request_that_continues_an_outgoing_conversation_shares_its_slots(monk
     engine = fake_engine(make_policy("chunked"), max_num_seqs=2)
     long, reader = fake_request(range(30), 3), fake_request(range(200, 206), 40)
     answers = [fake_answer(request.tokens, count) for request, count in ((long, 3), (reader, 40))]
-    engine.enqueue([long, reader])
-    while not engine.kv_manager.prefix.is_offloading:
-        engine.step()
+    run_until(engine, lambda: engine.kv_manager.prefix.is_offloading, [long, reader])
     again = fake_request([*long.tokens, 7, 8], 20)
     answers.append(fake_answer(again.tokens, 20))
     engine.enqueue([again])
@@ -184,16 +176,13 @@ def test_a_request_that_continues_an_outgoing_conversation_shares_its_slots(monk
 def test_a_prompt_beyond_max_num_seqs_never_enters_the_arena(monkeypatch):
     engine = fake_engine(make_policy("prefill_first"), max_num_seqs=1)
     first = fake_request([1, 2, 3], 20)
-    engine.enqueue([first])
-    while not first.num_generated:
-        engine.step()
+    run_until(engine, lambda: first.num_generated, [first])
     kv_len, num_used = engine.runner.cache.arena.stride, engine.runner.cache.slots.num_used
     waiting = [fake_request(range(20 * i, 20 * i + 14), 6) for i in range(3)]
     expected = [fake_answer(request.tokens, 6) for request in waiting]
     engine.enqueue(waiting)
     monkeypatch.setattr(engine.runner.cache, "copy_out", lambda *_: pytest.fail("slots were copied out of the arena"))
-    while not all(request.num_generated for request in waiting):
-        engine.step()
+    run_until(engine, lambda: all(request.num_generated for request in waiting))
     monkeypatch.undo()
     cache = engine.runner.cache
     assert cache.arena.stride == kv_len

@@ -18,7 +18,7 @@ from staticllm.pipelines.engine.output_queue import Finished, TokenOutput, outpu
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
-from staticllm.testing import assert_empty, fake_engine, fake_request, run_to_end
+from staticllm.testing import assert_empty, fake_engine, fake_request, run_to_end, run_until
 
 SAMPLING = SamplingParams(do_sample=True, temperature=0.4, rng_seed=1)
 
@@ -71,9 +71,7 @@ def test_answers_are_those_of_single_requests(policy, is_recurrent):
 def test_the_prompt_runs_once_and_its_slots_are_shared():
     engine = fake_engine(make_policy("fcfs"))
     request = fake_request(range(24), 6, sampling=SAMPLING, num_sequences=4)
-    engine.enqueue([request])
-    while len(request.sequences) < 4:
-        engine.step()
+    run_until(engine, lambda: len(request.sequences) >= 4, [request])
     assert engine.runner.cache.slots.num_used == 24
     assert engine.runner.cache.slots.num_shared == 24
     run_to_end(engine, [])
@@ -117,9 +115,7 @@ def test_any_schedule_gives_every_answer_its_own_tokens(requests, max_num_seqs, 
 def test_one_answer_can_be_cancelled_alone():
     engine = fake_engine(make_policy("fcfs"))
     request = fake_request(range(10), 20, sampling=SAMPLING, num_sequences=3)
-    engine.enqueue([request])
-    while not all(state.num_generated > 2 for state in request.sequences):
-        engine.step()
+    run_until(engine, lambda: all(state.num_generated > 2 for state in request.sequences), [request])
     engine.cancel(request.id, 1)
     run_to_end(engine, [])
     tokens, ends = answers_of(request)

@@ -48,7 +48,7 @@ def test_the_rejected_part_of_a_draft_leaves_no_trace(prompts, drafts, accepted)
 )
 def test_a_draft_gets_logits_after_every_token(prompt, draft, other):
     """Another sequence in the same call gets logits only after its last token."""
-    runner = fake_runner([*VARIANTS, Variant(16, 64, 4, num_logits=8)])
+    runner = fake_runner([*VARIANTS, Variant(16, 64, 4, extra_logits=4)])
     first, second = runner.cache.open(), runner.cache.open()
     runner.prefill(first, prompt)
     segments = [Segment(first, np.array(draft), num_logits=len(draft)), Segment(second, np.array(other))]

@@ -1,8 +1,11 @@
+from dataclasses import FrozenInstanceError
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from staticllm.core import FinishReason
 from staticllm.pipelines.engine.output_queue import TokenOutput
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
@@ -83,17 +86,41 @@ def test_long_texts_are_decoded_in_a_window():
     assert longest < 50
 
 
+def prepared(form="tokens", **changes):
+    """Return a request for one answer with the options that an output processor reads."""
+    defaults = {"stop_strings": frozenset(), "include_stop_str_in_output": False, "stop_token_ids": frozenset()}
+    return PreparedRequest(
+        EngineRequest((104, 105)), form, SimpleNamespace(**{"echo": False, **defaults, **changes}), 0.0, 0.0
+    )
+
+
 def test_tokens_are_not_decoded_unless_text_is_read():
     def refuse(tokens):
         raise AssertionError("decoded although no text was read")
 
-    options = SimpleNamespace(
-        stop_strings=frozenset(), include_stop_str_in_output=False, stop_token_ids=frozenset(), echo=False
-    )
-    prepared = PreparedRequest(EngineRequest((1,)), "tokens", options, 0.0, 0.0)
-    silent = OutputProcessor(refuse, prepared)
+    silent = OutputProcessor(refuse, prepared())
     assert [silent.push(TokenOutput(token, 0.0, 0.0, 0.0)).tokens for token in b"abc"] == [[97], [98], [99]]
-    late = OutputProcessor(decode, prepared)
+    late = OutputProcessor(decode, prepared())
     late.push(TokenOutput(97, 0.0, 0.0, 0.0))
     late.wants_text = True
     assert late.push(TokenOutput(98, 0.0, 0.0, 0.0)).text == "ab", "a reader that asks later misses nothing"
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_an_answer_that_has_ended_is_a_value_with_everything_that_was_received(echo):
+    processor = OutputProcessor(decode, prepared("text", stop_strings={"c"}, echo=echo))
+    for number, token in enumerate(b"abc"):
+        processor.push(TokenOutput(token, -0.5, float(number), 0.25, device_seconds=2.0, num_cached=1))
+    ending = processor.finish(FinishReason.STOP)
+    output = ending.output
+    assert (output.text, output.tokens, output.finish_reason) == ("ab", [97, 98], FinishReason.STOP)
+    assert ending.delta is None, "all of it was shown before"
+    assert output.echo == ([104, 105] if echo else [])
+    assert output.num_cached == 1
+    assert output.score == -1.5
+    assert output.token_times == [0.0, 1.0, 2.0]
+    assert output.device_seconds == [2.0] * 3
+    assert output.detokenization_seconds > 0
+    assert output.metrics.get_num_generated_tokens() == 2
+    with pytest.raises(FrozenInstanceError):
+        output.text = "another"

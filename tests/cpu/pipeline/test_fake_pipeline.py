@@ -1,0 +1,108 @@
+"""The fake pipeline: an application's tests get from it what a pipeline does, and nothing is compiled."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import numpy as np
+import openvino as ov
+import pytest
+
+from staticllm import BusyError, ConfigError, PromptTooLongError, StaticLLMPipeline
+from staticllm.pipelines.model_loader import launch
+from staticllm.testing import fake_answer, fake_pipeline
+
+SHORT = {"MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 64}
+ANSWER = "It is sunny. Grüße 🙂"
+
+
+def test_nothing_is_loaded_or_compiled(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a fake pipeline compiles nothing")
+
+    monkeypatch.setattr(launch, "load", refuse)
+    events = []
+    with fake_pipeline("yes", on_progress=events.append, **SHORT) as pipe:
+        monkeypatch.setattr(ov.Core, "compile_model", refuse)
+        assert isinstance(pipe, StaticLLMPipeline)
+        assert pipe.is_complete
+        assert pipe.generate("hello") == "yes"
+    assert [event.stage for event in events] == ["ready"]
+
+
+def test_every_answer_is_the_reply():
+    with fake_pipeline(ANSWER, **SHORT) as pipe:
+        seen = []
+        result = pipe.generate("How is the weather?", streamer=seen.append)
+        assert result == "".join(seen) == ANSWER
+        assert result.finish_reasons == ["stop"]
+        assert "".join(pipe.submit("And tomorrow?")) == ANSWER
+        assert pipe.generate(["a", "b", "c"]).texts == [ANSWER] * 3
+        sampled = pipe.generate("a", do_sample=True, temperature=1.0, rng_seed=3, num_return_sequences=3)
+        assert sampled.texts == [ANSWER] * 3
+        cut = pipe.generate("a", max_new_tokens=3)
+        assert cut
+        assert ANSWER.startswith(cut)
+        assert cut.finish_reasons == ["length"]
+        assert pipe.generate("a", stop_strings={"sunny"}) == "It is "
+
+
+def test_a_function_sees_the_prompt_and_the_turns_before():
+    prompts = []
+
+    def reply(prompt):
+        prompts.append(prompt)
+        return f"answer {len(prompts)}"
+
+    with fake_pipeline(reply, **SHORT) as pipe:
+        pipe.start_chat()
+        assert [pipe.generate(text) for text in ("one", "two", "three")] == ["answer 1", "answer 2", "answer 3"]
+        assert "one" in prompts[0]
+        assert "two" not in prompts[0]
+        assert [part for part in ("one", "answer 1", "two", "answer 2", "three") if part not in prompts[2]] == []
+        assert pipe.stats().prefix_hit_tokens > 0, "the turns before are not computed again"
+
+
+def test_an_error_in_the_function_reaches_the_caller_and_the_pipeline_stays_usable():
+    def reply(prompt):
+        if "bad" in prompt:
+            raise LookupError("no reply to this")
+        return "fine"
+
+    with fake_pipeline(reply, **SHORT) as pipe:
+        with pytest.raises(LookupError, match="no reply to this"):
+            pipe.submit("bad")
+        assert pipe.generate("good") == "fine"
+
+
+def test_without_a_reply_the_tokens_can_be_predicted():
+    with fake_pipeline(**SHORT) as pipe:
+        prompts = [[5, 6, 7], [5, 6, 8, 9], list(range(100, 150))]
+        handles = [pipe.submit(np.array(prompt), max_new_tokens=9, ignore_eos=True) for prompt in prompts]
+        for prompt, handle in zip(prompts, handles, strict=True):
+            expected = fake_answer(prompt, 9, vocab_size=pipe.vocab_size)[len(prompt) :]
+            assert handle.result().tokens == [expected]
+
+
+def test_requests_at_the_same_time_get_their_own_answers():
+    with fake_pipeline(lambda prompt: " ".join(re.findall(r"\d+", prompt)) * 3, MAX_NUM_SEQS=4, **SHORT) as pipe:
+        results = {}
+        threads = [
+            threading.Thread(target=lambda n=n: results.update({n: pipe.generate(f"number {n}")})) for n in range(20)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert results == {n: str(n) * 3 for n in range(20)}
+
+
+def test_limits_and_errors_are_the_real_ones():
+    with fake_pipeline("yes", MAX_NUM_SEQS=1, MAX_WAITING=1, **SHORT) as pipe:
+        with pytest.raises(PromptTooLongError, match="64"):
+            pipe.generate(np.arange(5, 70))
+        with pytest.raises(BusyError, match="MAX_WAITING is 1"):
+            pipe.engine.run_between_steps(lambda: [pipe.submit("a") for _ in range(3)])
+    with pytest.raises(ConfigError, match="MAX_PROMT_LEN"):
+        fake_pipeline("yes", MAX_PROMT_LEN=64)
