@@ -26,7 +26,7 @@ LEVELS = (
     "properties ports",
     "results model_dir",
     "compiler_passes kvcache",
-    "pipelines.generation pipelines.profiling",
+    "pipelines.generation pipelines.profiling pipelines.text.templates",
     "pipelines.programs",
     "pipelines.scheduling.interface pipelines.blobs",
     "pipelines.scheduling.policies",

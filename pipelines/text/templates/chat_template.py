@@ -18,8 +18,8 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 
 from staticllm.errors import PromptError
-from staticllm.pipelines.text.template_bounds import TemplateLimitError, copied, limited, tick
-from staticllm.pipelines.text.template_sandbox import BoundedEnvironment
+from staticllm.pipelines.text.templates.bounds import TemplateLimitError, copied, limited, tick
+from staticllm.pipelines.text.templates.sandbox import BoundedEnvironment
 
 MAX_TEMPLATE_CHARS = 1 << 16
 MAX_SAID_CHARS, MAX_DATE_CHARS = 1000, 256
