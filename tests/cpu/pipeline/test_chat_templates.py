@@ -53,7 +53,7 @@ def test_extra_context_and_tools_are_variables():
     [
         ("a\n\n{{ foo.bar }}", "fails in line 3: 'foo' is undefined"),
         ("a\n{% for %}", "fails in line 2: Expected"),
-        ("{{ raise_exception('Roles must\nalternate') }}", "refuses the conversation: Roles must"),
+        ("{{ raise_exception('Roles must\nalternate') }}", "refuses the conversation: Roles must alternate"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recurses without end"),
         ("{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}", "recurses without end"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recurses without end"),
