@@ -1,78 +1,24 @@
-"""Runs the list of passes, which is the whole compiler in its order."""
+"""Lowers a model: runs a pipeline of passes on it, reads its ports, and sets its sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import openvino as ov
 
-from staticllm.compiler_passes.check_graph import check_graph, check_static
-from staticllm.compiler_passes.decompose_attention import decompose_attention
-from staticllm.compiler_passes.expose_mask import expose_mask
-from staticllm.compiler_passes.expose_positions import expose_positions
-from staticllm.compiler_passes.fix_cache_position import fix_cache_position
-from staticllm.compiler_passes.fix_shapes import bound_shapes, fix_shapes
-from staticllm.compiler_passes.graph import StepGraph
-from staticllm.compiler_passes.group_queries import group_queries
-from staticllm.compiler_passes.keep_new_rows import keep_new_rows
-from staticllm.compiler_passes.lift_state import lift_state
-from staticllm.compiler_passes.merge_projections import merge_projections
-from staticllm.compiler_passes.select_logits import select_logits
-from staticllm.compiler_passes.store_kv_as import store_kv_as
-from staticllm.core import KEY_POSITIONS, KVType, ModelShape, Variant
+from staticllm.compiler_passes.decoder import DECODER
+from staticllm.compiler_passes.graph.check_graph import check_static
+from staticllm.compiler_passes.graph.step_graph import StepGraph
+from staticllm.compiler_passes.pass_pipeline import LoweringOptions, PassPipeline, PassReport
+from staticllm.compiler_passes.shapes.fix_shapes import bound_shapes, fix_shapes
+from staticllm.core import KEY_POSITIONS, ModelShape, Variant
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import LOGITS, POSITION_IDS, input_names
 
 
 @dataclass(frozen=True)
-class LoweringOptions:
-    """The options of the passes.
-
-    ``max_kv_len``: the largest KV length of any variant. ``kv_type``: the element type of the KV slots. ``merges_projections``:
-    whether small projections are merged, which helps if each matrix costs more time than that of reading it.
-    """
-
-    max_kv_len: int
-    kv_type: KVType = "f32"
-    merges_projections: bool = False
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A named entry of the list. ``run`` changes the graph in place and adds a note of what it matched."""
-
-    name: str
-    run: Callable[[StepGraph, LoweringOptions], None]
-
-
-PASSES: tuple[Pass, ...] = (
-    Pass("lift_state", lambda graph, options: lift_state(graph)),
-    Pass("keep_new_rows", lambda graph, options: keep_new_rows(graph)),
-    Pass("fix_cache_position", lambda graph, options: fix_cache_position(graph)),
-    Pass("expose_mask", lambda graph, options: expose_mask(graph, options.max_kv_len)),
-    Pass("expose_positions", lambda graph, options: expose_positions(graph, options.max_kv_len)),
-    Pass("select_logits", lambda graph, options: select_logits(graph)),
-    Pass("group_queries", lambda graph, options: group_queries(graph)),
-    Pass("decompose_attention", lambda graph, options: decompose_attention(graph)),
-    Pass("merge_projections", lambda graph, options: merge_projections(graph) if options.merges_projections else None),
-    Pass("store_kv_as", lambda graph, options: store_kv_as(graph, options.kv_type)),
-)
-
-
-@dataclass(frozen=True)
-class PassReport:
-    """The effect of one pass, for ``staticllm inspect``."""
-
-    name: str
-    nodes_before: int
-    nodes_after: int
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class LoweredModel:
-    """A model after all passes but the last, with any number of rows and KV length. ``specialise`` and ``share`` finish it."""
+    """A model after its passes, with any number of rows and KV length. ``specialise`` and ``share`` set its sizes."""
 
     graph: StepGraph
     shape: ModelShape
@@ -90,21 +36,15 @@ class LoweredModel:
         return bound_shapes(self.graph, variants)
 
 
-def lower(model: ov.Model, options: LoweringOptions) -> LoweredModel:
-    """Run the list on a stateful model, which is changed in place.
+def lower(model: ov.Model, options: LoweringOptions, passes: PassPipeline = DECODER) -> LoweredModel:
+    """Run ``passes`` on a model, which is changed in place, and read the ports of the result.
 
     Raises:
         UnsupportedModelError: a pass cannot lower the graph; the message names the pass and the node.
     """
     graph = StepGraph(model)
-    reports = []
-    for entry in PASSES:
-        before = len(model.get_ordered_ops())
-        entry.run(graph, options)
-        check_graph(graph, entry.name)
-        notes = tuple(graph.notes.get(entry.name, ()))
-        reports.append(PassReport(entry.name, before, len(model.get_ordered_ops()), notes))
-    return LoweredModel(graph, _shape_of(graph), tuple(reports))
+    reports = passes.run(graph, options)
+    return LoweredModel(graph, _shape_of(graph), reports)
 
 
 def _shape_of(graph: StepGraph) -> ModelShape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from staticllm.kvcache.arena import Arena
 from staticllm.kvcache.finite import is_finite
 from staticllm.kvcache.mask import MaskBuilder, paint_positions
 from staticllm.kvcache.recurrent import StateBank
-from staticllm.kvcache.sequence import Sequence
+from staticllm.kvcache.sequence import KVSequence
 from staticllm.kvcache.slot_allocator import SlotAllocator
 from staticllm.kvcache.step import Step, StepBuffers
 from staticllm.kvcache.stored import SequenceCopy, StoredLayout, StoredSequence, as_index
@@ -32,7 +32,7 @@ class KVCache:
     Runs on the engine's thread.
     """
 
-    def __init__(self, shape: ModelShape, kv_lens: List[int]) -> None:
+    def __init__(self, shape: ModelShape, kv_lens: Sequence[int]) -> None:
         self.kv_lens = sorted(set(kv_lens) - {0})
         self.num_slots = self.kv_lens[-1]
         self.arena = Arena(shape.kv_states, self.num_slots)
@@ -42,19 +42,19 @@ class KVCache:
         state_specs = tuple((array.shape, array.dtype) for array in self.states.past)
         self.layout = StoredLayout(self.arena.groups, state_specs, shape.vocab_size)
         self.is_void = False
-        self._open: weakref.WeakSet[Sequence] = weakref.WeakSet()
+        self._open: weakref.WeakSet[KVSequence] = weakref.WeakSet()
 
     def transaction(self) -> Transaction:
         """A block in which slots change hands. If it raises, ``is_void`` is True until ``reset``."""
         return Transaction(self)
 
-    def open(self) -> Sequence:
+    def open(self) -> KVSequence:
         """Return a new, empty sequence. No slot is zeroed: the mask hides stale ones."""
-        sequence = Sequence(self.num_slots)
+        sequence = KVSequence(self.num_slots)
         self._open.add(sequence)
         return sequence
 
-    def fork(self, sequence: Sequence, length: int) -> Sequence:
+    def fork(self, sequence: KVSequence, length: int) -> KVSequence:
         """Return a new sequence with the first ``length`` tokens of another. Both share the slots of these tokens."""
         assert length <= len(sequence) and (length == len(sequence) or not self.states)
         forked, slots = self.open(), sequence.slots[:length]
@@ -63,27 +63,27 @@ class KVCache:
         forked.states = self.states.of(sequence) if self.states else None
         return forked
 
-    def cut(self, sequence: Sequence, length: int) -> None:
+    def cut(self, sequence: KVSequence, length: int) -> None:
         """Keep the first ``length`` tokens of a sequence; with recurrent states, which cannot be cut, keep none."""
         if length < len(sequence):
             self.slots.free(sequence.cut(0 if self.states else length))
             self.states.forget(sequence)
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: KVSequence) -> None:
         """Free all slots of a sequence."""
         self.cut(sequence, 0)
 
-    def copy_out(self, sequence: Sequence) -> StoredSequence:
+    def copy_out(self, sequence: KVSequence) -> StoredSequence:
         """Return a copy of a sequence in host memory; the sequence stays in the arena."""
         copy = self.begin_copy(sequence)
         copy.advance(len(sequence))
         return copy.stored
 
-    def begin_copy(self, sequence: Sequence) -> SequenceCopy:
+    def begin_copy(self, sequence: KVSequence) -> SequenceCopy:
         """Begin a copy like ``copy_out`` that is made in chunks."""
         return SequenceCopy(self.arena, sequence, self.states.of(sequence) or ())
 
-    def bring_back(self, stored: StoredSequence, length: int) -> Sequence:
+    def bring_back(self, stored: StoredSequence, length: int) -> KVSequence:
         """Return a new sequence in the arena with the first ``length`` tokens of a stored one."""
         assert length == len(stored.tokens) or not self.states
         sequence = self.open()
@@ -143,7 +143,7 @@ class KVCache:
         ]
 
     def commit(
-        self, step: Step, buffers: StepBuffers, accepted: List[int] | None = None
+        self, step: Step, buffers: StepBuffers, accepted: Sequence[int] | None = None
     ) -> list[StoredSequence | None]:
         """Keep the results of a step: keys and values, tokens, positions and recurrent states together.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence as TokenList
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class HostPool:
         self._shrink()
         return True
 
-    def longest(self, tokens: TokenList[int], is_whole: bool = False) -> tuple[StoredSequence | None, int]:
+    def longest(self, tokens: Sequence[int], is_whole: bool = False) -> tuple[StoredSequence | None, int]:
         """Return the kept conversation with the longest common prefix with ``tokens``, and the length of that prefix.
 
         With ``is_whole`` the whole conversation must be a prefix of ``tokens``.

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.core import MaskKind, Variant
-from staticllm.kvcache.sequence import Sequence
+from staticllm.kvcache.sequence import KVSequence
 from staticllm.kvcache.step import HIDDEN, Segment, Step, StepBuffers
 
 VISIBLE = 0.0
@@ -23,7 +23,7 @@ class MaskBuilder:
 
     def __init__(self) -> None:
         # of a step with a single row: variant, sequence, epoch, length
-        self._painted: tuple[Variant, Sequence, int, int] | None = None
+        self._painted: tuple[Variant, KVSequence, int, int] | None = None
 
     def paint(self, step: Step, buffers: StepBuffers) -> None:
         """Write the masks ``[1, 1, S, T+S]`` of a step into ``buffers``."""

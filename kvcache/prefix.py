@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence as TokenList
+from collections.abc import Iterable, Sequence
 
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.host_pool import HostPool
-from staticllm.kvcache.sequence import Sequence, common_prefix
+from staticllm.kvcache.sequence import KVSequence, common_prefix
 from staticllm.kvcache.stored import SequenceCopy, StoredSequence
 
 MIN_PREFIX = 16
@@ -32,7 +31,7 @@ class PrefixCache:
     def __init__(self, cache: KVCache, host_pool: HostPool, is_enabled: bool = True) -> None:
         self._cache, self._host_pool, self._is_enabled = cache, host_pool, is_enabled
         self._is_whole = bool(cache.states)  # a recurrent state covers all tokens: only whole sequences can be reused
-        self._cached: Sequence | None = None
+        self._cached: KVSequence | None = None
         self._offloading: deque[SequenceCopy] = deque()
 
     @property
@@ -45,7 +44,7 @@ class PrefixCache:
         """Whether a sequence is being offloaded to the host pool."""
         return bool(self._offloading)
 
-    def keep(self, sequence: Sequence) -> None:
+    def keep(self, sequence: KVSequence) -> None:
         """Cache the sequence of a request that has ended, for the next request that begins with the same tokens."""
         if not self._is_enabled or not len(sequence):
             self._cache.close(sequence)
@@ -57,7 +56,7 @@ class PrefixCache:
         elif previous is not None:
             self._offload(previous)
 
-    def attach(self, tokens: TokenList[int], running: Iterable[Sequence]) -> Sequence:
+    def attach(self, tokens: Sequence[int], running: Iterable[KVSequence]) -> KVSequence:
         """Return a sequence with the longest cached prefix of ``tokens``, without their last one, which must run for logits."""
         wanted = tokens[:-1]
         if not self._is_enabled:
@@ -102,7 +101,7 @@ class PrefixCache:
             while self._offloading:
                 self._finish_offload()
 
-    def keep_prompt(self, sequence: Sequence) -> None:
+    def keep_prompt(self, sequence: KVSequence) -> None:
         """Keep a copy of the prompt alone, before its answer begins, if only whole conversations can be reused.
 
         A later prompt may begin with this prompt but not with the answer's tokens: the same question again, or an answer
@@ -115,7 +114,7 @@ class PrefixCache:
         """Keep a sequence in the host pool. Return False if it does not fit."""
         return self._host_pool.keep(stored)
 
-    def find(self, tokens: TokenList[int], running: Iterable[Sequence]) -> StoredSequence | None:
+    def find(self, tokens: Sequence[int], running: Iterable[KVSequence]) -> StoredSequence | None:
         """Return a copy of the longest cached prefix of ``tokens``; None if there is none."""
         source, length = self._longest_in_arena(tokens, running)
         stored, stored_length = self._host_pool.longest(tokens, self._is_whole)
@@ -133,7 +132,7 @@ class PrefixCache:
         self._cached = None
         self._offloading.clear()
 
-    def _longest_in_arena(self, tokens: TokenList[int], running: Iterable[Sequence]) -> tuple[Sequence | None, int]:
+    def _longest_in_arena(self, tokens: Sequence[int], running: Iterable[KVSequence]) -> tuple[KVSequence | None, int]:
         best, length = None, 0
         for sequence in (*self._idle(), *running):
             common = common_prefix(sequence.tokens, tokens)
@@ -141,10 +140,10 @@ class PrefixCache:
                 best, length = sequence, common
         return best, length
 
-    def _idle(self) -> list[Sequence]:
+    def _idle(self) -> list[KVSequence]:
         return [*([self._cached] if self._cached else []), *(copy.sequence for copy in self._offloading)]
 
-    def _offload(self, sequence: Sequence) -> None:
+    def _offload(self, sequence: KVSequence) -> None:
         if len(sequence) >= MIN_PREFIX:
             self._offloading.append(self._cache.begin_copy(sequence))
         else:

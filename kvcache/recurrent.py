@@ -6,29 +6,29 @@ new set is copied over the old one, and nothing else is copied. When another seq
 
 from __future__ import annotations
 
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.core import RecurrentState
-from staticllm.kvcache.sequence import Sequence, StateSet
+from staticllm.kvcache.sequence import KVSequence, StateSet
 
 
 class StateBank:
     """The arrays that programs read (``past``) and write (``present``), in the states' shapes; programs bind them once."""
 
-    def __init__(self, states: List[RecurrentState]) -> None:
+    def __init__(self, states: Sequence[RecurrentState]) -> None:
         self.past: list[NDArray[Any]] = [np.zeros(state.shape, state.dtype) for state in states]
         self.present: list[NDArray[Any]] = [np.zeros(state.shape, state.dtype) for state in states]
-        self._live: Sequence | None = None
+        self._live: KVSequence | None = None
 
     def __bool__(self) -> bool:
         """Whether the model has recurrent states."""
         return bool(self.past)
 
-    def enter(self, sequence: Sequence) -> None:
+    def enter(self, sequence: KVSequence) -> None:
         """Make the states of a sequence the ones that programs read; zeros for a new sequence. Called before a step."""
         if self._live is sequence:
             return
@@ -47,13 +47,13 @@ class StateBank:
         """Return copies of the states that the last step wrote, in the states' shapes."""
         return _copies(self.present)
 
-    def of(self, sequence: Sequence) -> StateSet | None:
+    def of(self, sequence: KVSequence) -> StateSet | None:
         """Return copies of the states of a sequence; None if it has not run yet."""
         if self._live is sequence:
             return _copies(self.past)
         return None if sequence.states is None else _copies(sequence.states)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: KVSequence) -> None:
         """Drop the states of a sequence; it begins with zeros again."""
         sequence.states = None
         if self._live is sequence:
@@ -66,5 +66,5 @@ class StateBank:
             array[:] = 0
 
 
-def _copies(arrays: List[NDArray[Any]]) -> StateSet:
+def _copies(arrays: Sequence[NDArray[Any]]) -> StateSet:
     return tuple(array.copy() for array in arrays)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as TokenList
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Tokens = TokenList[int] | NDArray[np.int64]
+Tokens = Sequence[int] | NDArray[np.int64]
 StateSet = tuple[NDArray[Any], ...]
 """The recurrent states of one sequence, after its last token."""
 HEAD = 8
 """The number of tokens that are compared first, because most sequences differ within them."""
 
 
-class Sequence:
+class KVSequence:
     """The tokens of one conversation. Token i has position i and arena slot ``slots[i]``. Only ``KVCache`` changes it.
 
     ``epoch`` counts the changes other than appending; a mask that was painted in another epoch must be repainted.
@@ -35,7 +35,7 @@ class Sequence:
         """Arena slots ``[length]``, in the order of the tokens."""
         return self._slots[: len(self.tokens)]
 
-    def append(self, tokens: TokenList[int], slots: NDArray[np.intp]) -> None:
+    def append(self, tokens: Sequence[int], slots: NDArray[np.intp]) -> None:
         """Add tokens at the end; ``slots [len(tokens)]`` hold their keys and values."""
         start = len(self.tokens)
         self._slots[start : start + len(slots)] = slots

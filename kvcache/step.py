@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from collections.abc import Sequence as Sized
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from staticllm.core import ModelShape, Variant
 from staticllm.kvcache.groups import group_states, place_of
-from staticllm.kvcache.sequence import Sequence
+from staticllm.kvcache.sequence import KVSequence
 
 HIDDEN = float(np.finfo(np.float16).min)
 """The mask value that hides a key. It is finite in every type that a device may convert it to, and its exp() is 0 in all."""
@@ -27,7 +26,7 @@ class Segment:
     and values do not enter the arena.
     """
 
-    sequence: Sequence
+    sequence: KVSequence
     tokens: NDArray[np.int64]
     num_logits: int = 1
     to_host: bool = False
@@ -64,7 +63,7 @@ class Step:
 class BufferPool:
     """Host memory for the largest variant. Variants never run at the same time, so all use the front of this memory."""
 
-    def __init__(self, variants: Sized[Variant], shape: ModelShape) -> None:
+    def __init__(self, variants: Sequence[Variant], shape: ModelShape) -> None:
         self.shape = shape
         sizes = pool_sizes(variants)
         self.ids = np.zeros(sizes.rows, np.int64)
@@ -123,7 +122,7 @@ class PoolSizes:
     mask_cells: int
 
 
-def pool_sizes(variants: Sized[Variant]) -> PoolSizes:
+def pool_sizes(variants: Sequence[Variant]) -> PoolSizes:
     """Return the sizes of a pool that is large enough for each of ``variants``."""
     return PoolSizes(
         max(variant.rows for variant in variants),
@@ -133,7 +132,7 @@ def pool_sizes(variants: Sized[Variant]) -> PoolSizes:
     )
 
 
-def buffer_bytes(variants: Sized[Variant], shape: ModelShape) -> int:
+def buffer_bytes(variants: Sequence[Variant], shape: ModelShape) -> int:
     """Return the bytes that a pool for ``variants`` would take."""
     sizes = pool_sizes(variants)
     masks = sizes.mask_cells * 4 * len(shape.masks)

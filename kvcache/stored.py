@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from staticllm.kvcache.arena import Arena
 from staticllm.kvcache.groups import StateGroup
-from staticllm.kvcache.sequence import Sequence, StateSet
+from staticllm.kvcache.sequence import KVSequence, StateSet
 
 ArraySpec = tuple[tuple[int, ...], np.dtype[Any]]
 """Shape and element type of an array."""
@@ -66,7 +66,7 @@ class StoredLayout:
 class SequenceCopy:
     """Copies a sequence out of the arena in chunks. Meanwhile its tokens must not change; its slots may move."""
 
-    def __init__(self, arena: Arena, sequence: Sequence, states: StateSet) -> None:
+    def __init__(self, arena: Arena, sequence: KVSequence, states: StateSet) -> None:
         self.sequence, self._states = sequence, states
         self._arena, self._arrays, self._done = arena, arena.host_memory(len(sequence)), 0
 

@@ -18,8 +18,8 @@ from staticllm.errors import GenerationConfigError
 from staticllm.model_dir import forget_in_memory, weights_of
 from staticllm.pipelines.blobs.fingerprint import fingerprint_model
 from staticllm.pipelines.chat_session import ChatSession
+from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
 from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.model_loader.arguments import (
     named_in_memory,
@@ -33,7 +33,7 @@ from staticllm.pipelines.model_loader.background import BackgroundLoader
 from staticllm.pipelines.model_loader.launch import launch
 from staticllm.pipelines.model_loader.weights_watch import watch_of
 from staticllm.pipelines.profiling.stats import Stats
-from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
+from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.text.handle import GenerationHandle
@@ -101,7 +101,8 @@ class StaticLLMPipeline:
         )
         self._chat = ChatSession(tokenizer)
         self._launched = self._launch(source, candidates, policy, on_progress or (lambda event: None))
-        self._engine, self._background = self._launched.engine, self._launched.background
+        self._engine: EngineClient = self._launched.engine
+        self._background = self._launched.background
         self._stop_checker = StopChecker(self._engine, self._input_processor.decode)
         self._directory = source
         self._shape = self._launched.loaded.programs.shape
@@ -266,7 +267,7 @@ class StaticLLMPipeline:
             SnapshotError: no cached sequence begins with the prompt's tokens, or the file cannot be written.
         """
         ids = self._chat.ids() if inputs is None else self._ids_of(inputs)
-        return save_snapshot(self._engine, ids, path, self._identity(), self.config.integrity_key or b"")
+        return self._engine.save_snapshot(ids, path, self._identity(), self.config.integrity_key or b"")
 
     def load_snapshot(self, path: str | os.PathLike[str]) -> int:
         """Read a file of ``save_snapshot``; prompts that begin with its tokens do not compute them again.
@@ -277,20 +278,20 @@ class StaticLLMPipeline:
         Raises:
             SnapshotError: the file is missing, damaged or of another model, or there is no room for its tokens.
         """
-        return load_snapshot(self._engine, path, self._identity(), self.config.integrity_key or b"")
+        return self._engine.load_snapshot(path, self._identity(), self.config.integrity_key or b"")
 
     def stats(self) -> Stats:
         """Return statistics since the model was loaded: latencies, shares of device time, padding, prefix hits, slots."""
-        return self._engine.profiler.stats()
+        return self._engine.stats()
 
     def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
         """Record every step of a ``with`` block: ``with pipe.record() as trace: …``, then ``trace.save("trace.json")``."""
-        return recording(self._engine.profiler, max_records)
+        return self._engine.record(max_records)
 
     @property
     def engine(self) -> Engine:
-        """The engine, for traces and measurements; not part of the stable API."""
-        return self._engine
+        """The engine of this process, for measurements; not part of the stable API."""
+        return self._launched.engine
 
     def close(self, drain: bool = False) -> None:
         """End the engine: cancel all requests, or with ``drain`` wait for them. A second call does nothing."""
@@ -383,9 +384,10 @@ class StaticLLMPipeline:
         return handle
 
 
-def _close(background: BackgroundLoader | None, engine: Engine, stop_checker: StopChecker, drain: bool = False) -> None:
+def _close(
+    background: BackgroundLoader | None, engine: EngineClient, stop_checker: StopChecker, drain: bool = False
+) -> None:
     if background is not None:
         background.close()
     engine.close(drain)
-    if os.getpid() == engine.pid:
-        stop_checker.close()
+    stop_checker.close()

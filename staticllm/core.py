@@ -26,19 +26,20 @@ class Variant:
     """The sizes of a step program.
 
     ``rows`` (S) is the number of tokens that one call processes, ``kv_len`` (T) the number of KV slots that it sees,
-    ``sequences`` the number of sequences that can share the rows, and ``num_logits`` (R) the number of rows with logits; by
-    default each sequence has them after its last row. A program with KV length 0 has no past and runs the first chunks of new
-    prompts. A program with one row per sequence decodes.
+    ``sequences`` the number of sequences that can share the rows. Each sequence has logits after its last row; ``extra_logits``
+    is the number of further rows with logits, for example to check drafts. A program with KV length 0 has no past and runs the
+    first chunks of new prompts. A program with one row per sequence decodes.
     """
 
     rows: int
     kv_len: int
     sequences: int = 1
-    num_logits: int = 0
+    extra_logits: int = 0
 
-    def __post_init__(self) -> None:
-        if not self.num_logits:
-            object.__setattr__(self, "num_logits", self.sequences)
+    @property
+    def num_logits(self) -> int:
+        """The number of rows with logits (R)."""
+        return self.sequences + self.extra_logits
 
     @property
     def phase(self) -> Phase:
@@ -47,7 +48,7 @@ class Variant:
 
     def __str__(self) -> str:
         shared = f"x{self.sequences}" if self.sequences > 1 else ""
-        logits = f",logits={self.num_logits}" if self.num_logits != self.sequences else ""
+        logits = f",logits={self.num_logits}" if self.extra_logits else ""
         return f"{self.phase}[{self.rows}x{self.kv_len}{shared}{logits}]"
 
 

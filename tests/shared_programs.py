@@ -16,7 +16,7 @@ from staticllm.pipelines.programs import build, compile_plan
 class SharedPrograms:
     """Stands before the functions with which the loader reads, lowers and compiles, and remembers what they returned.
 
-    A lowered model is known by its directory and the options of the passes, a program by that, its variants and its
+    A lowered model is known by its directory, the passes and their options, a program by that, its variants and its
     properties. Only models in ``folders`` are remembered: nobody writes there, so that a path names one model.
     """
 
@@ -52,13 +52,13 @@ class SharedPrograms:
         self._now.name = (self._now.name[0], "for blobs")
         return self._keep_small_constants(model)
 
-    def lower(self, model, options):
+    def lower(self, model, options, passes):
         if model is not getattr(self._now, "model", None):
-            return self._lower(model, options)
+            return self._lower(model, options, passes)
         self._now.model = None
-        name = (*self._now.name, options)
+        name = (*self._now.name, options, passes)
         if name not in self._lowered:
-            lowered = self._lowered[name] = self._lower(model, options)
+            lowered = self._lowered[name] = self._lower(model, options, passes)
             self._names[id(lowered)] = name
         return self._lowered[name]
 

@@ -173,10 +173,13 @@ def passes_digest() -> str:
 
 @cache
 def pass_digests() -> Mapping[str, str]:
-    """Return file → digest of its source, for every module that decides what a program contains."""
-    others = (Path(str(module.__file__)) for module in (ports, keep_small_constants))
-    paths = [path for path in (*sorted(_PASSES.glob("*.py")), *others) if path.is_file()]
-    return {path.stem: file_digest(path)[:8] for path in paths}
+    """Return file → digest of its source, for every module that decides what a program contains.
+
+    Passes are named by their room and file (``states/lift_state``).
+    """
+    passes = {path.relative_to(_PASSES).with_suffix("").as_posix(): path for path in sorted(_PASSES.rglob("*.py"))}
+    others = {path.stem: path for path in (Path(str(module.__file__)) for module in (ports, keep_small_constants))}
+    return {name: file_digest(path)[:8] for name, path in {**passes, **others}.items() if path.is_file()}
 
 
 def layout_values(

@@ -19,7 +19,7 @@ from staticllm.core import KVState, KVType, MaskKind, ModelShape, Part, ProgramL
 from staticllm.errors import ConfigError
 from staticllm.pipelines.blobs.fingerprint import Fingerprint, bytes_digest
 
-SCHEMA = 5
+SCHEMA = 6
 MAX_MANIFEST = 16 << 20
 MAX_SIZE = 1 << 24  # limit of any count or length in a manifest
 MAX_ENTRIES = 1 << 14
@@ -272,7 +272,7 @@ def _variant(values: dict[str, Any]) -> Variant:
     if set(values) != {item.name for item in fields(Variant)}:
         raise ValueError("a variant has unknown sizes, or lacks one")
     for name, value in values.items():
-        _whole(value, 0 if name == "kv_len" else 1)
+        _whole(value, 0 if name in ("kv_len", "extra_logits") else 1)
     return Variant(**values)
 
 

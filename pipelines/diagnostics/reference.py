@@ -8,15 +8,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX, CACHE_POSITION
 from staticllm.devices import get_core
 from staticllm.errors import ModelError, last_line
 from staticllm.model_dir import read_model
+from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
 """CPU properties that add no rounding to that of the model itself."""
-
-
-CACHE_POSITION = "cache_position"
 
 
 class StatefulReference:
@@ -49,15 +48,15 @@ class StatefulReference:
             return np.concatenate([self.logits([token]) for token in tokens])
         past, count = self._length, len(tokens)
         feeds = {
-            "input_ids": np.array([tokens], np.int64),
-            "attention_mask": np.ones((1, past + count), np.int64),
-            "position_ids": np.arange(past, past + count, dtype=np.int64)[None],
-            "beam_idx": np.zeros(1, np.int32),
+            INPUT_IDS: np.array([tokens], np.int64),
+            ATTENTION_MASK: np.ones((1, past + count), np.int64),
+            POSITION_IDS: np.arange(past, past + count, dtype=np.int64)[None],
+            BEAM_IDX: np.zeros(1, np.int32),
             CACHE_POSITION: np.array([1 << 30]),
         }
         self._request.infer({name: value for name, value in feeds.items() if name in self._names})
         self._length += 0 if CACHE_POSITION in self._names else count
-        logits: NDArray[np.float32] = self._request.get_tensor("logits").data[0].copy()
+        logits: NDArray[np.float32] = self._request.get_tensor(LOGITS).data[0].copy()
         return logits
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:

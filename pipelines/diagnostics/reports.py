@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from staticllm.compiler_passes.lower import PassReport
+from staticllm.compiler_passes.pass_pipeline import PassReport
 from staticllm.core import KVType, Phase, ProgramLayout
 
 Level = Literal["ok", "warn", "fail"]

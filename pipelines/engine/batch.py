@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,8 +17,8 @@ from staticllm.pipelines.scheduling.request_table import RequestTable
 
 
 @dataclass(frozen=True)
-class Part:
-    """The tokens of one sequence in the next call."""
+class BatchEntry:
+    """The tokens of one answer in the next call."""
 
     state: SequenceState
     segment: Segment
@@ -27,104 +27,117 @@ class Part:
 
 @dataclass(frozen=True)
 class Batch:
-    """The parts of the next call, and the ``variant`` that holds them.
+    """The next call: its entries, in the order of the rows, and the variant that holds them.
 
-    ``preempted`` holds the ids of the requests that lost their slots for it. ``unrunnable`` is a request that cannot run even
-    alone; the batch is empty then.
+    ``preempted`` holds the ids of the answers that lost their slots for it.
     """
 
-    parts: tuple[Part, ...]
-    variant: Variant | None = None
-    preempted: tuple[int, ...] = ()
-    unrunnable: SequenceState | None = None
+    entries: tuple[BatchEntry, ...]
+    variant: Variant
+    preempted: tuple[int, ...]
 
     @property
     def is_decoding(self) -> bool:
-        """Whether at least one part is a decoding step."""
-        return any(not part.is_prefill for part in self.parts)
+        """Whether at least one entry is a decoding step."""
+        return any(not entry.is_prefill for entry in self.entries)
+
+
+@dataclass(frozen=True)
+class Unrunnable:
+    """An answer that no call can hold, not even alone with all slots. ``preempted`` is as in ``Batch``."""
+
+    state: SequenceState
+    preempted: tuple[int, ...] = ()
 
 
 class BatchBuilder:
-    """Builds the batch of a call. Runs on the engine's thread."""
+    """Builds the batch of a call from a plan. Runs on the engine's thread."""
 
-    def __init__(self, runner: ModelRunner, table: RequestTable, kv_manager: KVCacheManager) -> None:
-        self._runner, self._table, self._kv_manager = runner, table, kv_manager
+    def __init__(
+        self, runner: ModelRunner, table: RequestTable, kv_manager: KVCacheManager, quarantine: Quarantine
+    ) -> None:
+        self._runner, self._table, self._kv_manager, self._quarantine = runner, table, kv_manager, quarantine
 
-    def prepare(self, plan: Plan, quarantine: Quarantine) -> Batch:
-        """Preempt, swap out and swap in as planned, then return the parts that fit into one call."""
+    def prepare(self, plan: Plan) -> Batch | Unrunnable:
+        """Preempt, swap out and swap in as planned, then return the entries that fit into one call, and its variant."""
         states, preempted = self._kv_manager.states, list(plan.preempt)
-        for number in plan.preempt:
-            self._kv_manager.preempt(states[number])
-        for number in plan.swap_out:
-            self._kv_manager.swap_out(states[number])
-        for number in plan.swap_in:
-            self._kv_manager.swap_in(states[number])
-        parts = [self._part(states[number], 1, False) for number in plan.decode]
-        for number, count in plan.prefill:
-            self._kv_manager.allocate(states[number])
-            parts.append(self._part(states[number], count, True))
-        parts = quarantine.select(parts, lambda part: part.state.id)
-        return self._fitting(parts, preempted)
+        for request in plan.preempt:
+            self._kv_manager.preempt(states[request])
+        for request in plan.swap_out:
+            self._kv_manager.swap_out(states[request])
+        for request in plan.swap_in:
+            self._kv_manager.swap_in(states[request])
+        entries = [self._entry(states[request], 1, False) for request in plan.decode]
+        for request, count in plan.prefill:
+            self._kv_manager.allocate(states[request])
+            entries.append(self._entry(states[request], count, True))
+        entries = self._quarantine.select(entries, lambda entry: entry.state.id)
+        first = entries[0].state
+        entries, variant = self._fitting(entries, preempted)
+        if variant is None:
+            return Unrunnable(first, tuple(preempted))
+        if not self._kv_manager.prefix.is_offloading and self._runner.cache.compact():  # else slots become free soon
+            variant = self._runner.variant_for([entry.segment for entry in entries]) or variant
+        return Batch(tuple(self._to_host(entries)), variant, tuple(preempted))
 
-    def _part(self, state: SequenceState, count: int, is_prefill: bool) -> Part:
+    def _entry(self, state: SequenceState, count: int, is_prefill: bool) -> BatchEntry:
         assert state.sequence is not None
         start = len(state.sequence)
         tokens = np.asarray(state.tokens[start : start + count], np.int64)
-        return Part(state, Segment(state.sequence, tokens), is_prefill)
+        return BatchEntry(state, Segment(state.sequence, tokens), is_prefill)
 
-    def _fitting(self, parts: list[Part], preempted: list[int]) -> Batch:
-        """Return the longest head of ``parts`` that has slots and a program; ``unrunnable`` if not even the first can run alone.
+    def _fitting(self, entries: list[BatchEntry], preempted: list[int]) -> tuple[list[BatchEntry], Variant | None]:
+        """Return the longest head of ``entries`` that has slots and a variant, and the variant; None if not even one can run.
 
-        A plan fits when it is made, but shared slots and prefix hits may leave less room. Then other requests are preempted too.
+        A plan fits when it is made, but shared slots and prefix hits may leave less room. Then other answers are preempted
+        too, and their ids are added to ``preempted``.
         """
-        first = parts[0]
-        while True:
-            variant = self._variant_for(parts)
-            if variant is not None:
-                return Batch(tuple(self._to_host(parts)), variant, tuple(preempted))
-            if len(parts) > 1:
-                parts = parts[:-1]
-            elif (shorter := self._shortened(parts[0])) is not None:
-                parts = [shorter]
+        first = entries[0].state
+        while (variant := self._variant_for(entries)) is None:
+            if len(entries) > 1:
+                entries = entries[:-1]
+            elif (shorter := self._shortened(entries[0])) is not None:
+                entries = [shorter]
             else:
-                others = [state for state in self._kv_manager.states.values() if state is not first.state]
+                others = [state for state in self._kv_manager.states.values() if state is not first]
                 victims = [state for state in others if state.sequence is not None]
                 if not victims:
-                    return Batch((), preempted=tuple(preempted), unrunnable=first.state)
+                    break
                 self._kv_manager.preempt(victims[-1])
                 preempted.append(victims[-1].id)
+        return entries, variant
 
-    def _variant_for(self, parts: list[Part]) -> Variant | None:
-        """Return the variant that holds these parts; None if there is none, or not enough free slots."""
-        num_slots = sum(len(part.segment.tokens) for part in parts)
+    def _variant_for(self, entries: list[BatchEntry]) -> Variant | None:
+        """Return the variant that holds these entries; None if there is none, or not enough free slots."""
+        num_slots = sum(len(entry.segment.tokens) for entry in entries)
         if not self._kv_manager.make_room(num_slots):
             return None
-        return self._runner.variant_for([part.segment for part in parts])
+        return self._runner.variant_for([entry.segment for entry in entries])
 
-    def _shortened(self, part: Part) -> Part | None:
-        """Return the part with fewer tokens, for which there is a program; None without one.
+    def _shortened(self, entry: BatchEntry) -> BatchEntry | None:
+        """Return the entry with fewer tokens, for which there is a program; None without one.
 
         A prompt with a prefix hit needs programs with a past, and those may be smaller. A model with recurrent states needs a
         program with exactly as many rows as tokens.
         """
         for rows in sorted(self._runner.index.widest, reverse=True):
-            if rows < len(part.segment.tokens):
-                shorter = self._part(part.state, rows, part.is_prefill)
+            if rows < len(entry.segment.tokens):
+                shorter = self._entry(entry.state, rows, entry.is_prefill)
                 if self._runner.variant_for([shorter.segment]):
                     return shorter
         return None
 
-    def _to_host(self, parts: list[Part]) -> list[Part]:
+    def _to_host(self, entries: list[BatchEntry]) -> list[BatchEntry]:
         """Mark whole prompts that cannot decode yet: their keys and values bypass the arena and go to the host pool."""
         if self._table.has_free_seq:
-            return parts
-        placed, room = list[Part](), self._kv_manager.host_pool.free_slots
-        for part in parts:
-            count = len(part.segment.tokens)
-            is_whole = part.is_prefill and count == len(part.state.tokens) and not len(part.segment.sequence)
-            if is_whole and count <= room and part.state.request.num_sequences == 1:
+            return entries
+        marked, room = list[BatchEntry](), self._kv_manager.host_pool.free_slots
+        for entry in entries:
+            segment, count = entry.segment, len(entry.segment.tokens)
+            is_whole = entry.is_prefill and count == len(entry.state.tokens) and not len(segment.sequence)
+            if is_whole and count <= room and entry.state.request.num_sequences == 1:
                 room -= count
-                segment = Segment(part.segment.sequence, part.segment.tokens, to_host=True)
-                part = Part(part.state, segment, part.is_prefill)  # noqa: PLW2901
-            placed.append(part)
-        return placed
+                marked.append(replace(entry, segment=replace(segment, to_host=True)))
+            else:
+                marked.append(entry)
+        return marked

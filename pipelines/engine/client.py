@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from staticllm.core import FinishReason
+from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.profiling.stats import Stats
+from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
 
 
 class EngineClient(Protocol):
-    """Accepts requests and returns outputs, both as plain values. ``Engine`` implements it for this process.
+    """All that a pipeline uses of an engine. Requests and outputs are plain values. ``Engine`` implements it for this process.
 
     Any thread may call the methods.
     """
@@ -36,4 +41,41 @@ class EngineClient(Protocol):
         Raises:
             ClosedError: it is a fork of that process.
         """
+        ...
+
+    def stats(self) -> Stats:
+        """Return statistics of all requests and calls since the engine was made."""
+        ...
+
+    def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
+        """Record every step of a ``with`` block.
+
+        Raises:
+            StaticLLMError: another recording is in progress.
+            ConfigError: ``max_records`` is not a whole number of at least 1.
+        """
+        ...
+
+    def save_snapshot(
+        self, tokens: list[int], path: str | os.PathLike[str], identity: Identity, key: bytes = b""
+    ) -> int:
+        """Save the keys and values of the longest cached prefix of ``tokens``. Return its number of tokens.
+
+        Raises:
+            SnapshotError: no cached sequence begins with these tokens, or the file cannot be written.
+            ClosedError: the engine was closed.
+        """
+        ...
+
+    def load_snapshot(self, path: str | os.PathLike[str], identity: Identity, key: bytes = b"") -> int:
+        """Read a snapshot, so that prompts that begin with its tokens do not compute them again. Return its number of tokens.
+
+        Raises:
+            SnapshotError: the file is missing, damaged or of another model, or there is no room for its tokens.
+            ClosedError: the engine was closed.
+        """
+        ...
+
+    def close(self, drain: bool = False) -> None:
+        """Cancel all requests, or with ``drain`` wait for them, and release the device. In a forked child it does nothing."""
         ...

@@ -5,12 +5,12 @@ from __future__ import annotations
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.host_pool import HostPool
 from staticllm.kvcache.prefix import PrefixCache
-from staticllm.kvcache.sequence import Sequence
+from staticllm.kvcache.sequence import KVSequence
 from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.overflow import shorten
 from staticllm.pipelines.engine.request import SequenceState
-from staticllm.pipelines.scheduling.request_table import RequestInfo, RequestTable
+from staticllm.pipelines.scheduling.request_table import RequestTable
 
 
 class KVCacheManager:
@@ -29,15 +29,14 @@ class KVCacheManager:
         """The number of slots that a plan may use: free ones, and those of cached sequences, which are evicted for it."""
         return self.cache.slots.num_free + self.prefix.idle_slots
 
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[KVSequence]:
         """Return the requests' sequences in the arena."""
         return [state.sequence for state in self.states.values() if state.sequence is not None]
 
     def add(self, state: SequenceState) -> None:
         """Add a request, without slots, to the table."""
-        request = state.request
         self.states[state.id] = state
-        self.table.add(RequestInfo(state.id, request.arrival, len(state.tokens), request.priority, request.deadline))
+        self.table.add(state.info)
 
     def fork(self, source: SequenceState, sibling: SequenceState) -> None:
         """Add another answer to a prompt that has just run. It shares the slots of the first answer, which exist once."""
@@ -45,7 +44,7 @@ class KVCacheManager:
         forked = self.cache.fork(source.sequence, len(source.sequence))
         self.add(sibling)
         sibling.sequence = forked
-        self.table[sibling.id].begin(len(forked))
+        sibling.info.begin(len(forked))
         self.count_own_slots()
 
     def allocate(self, state: SequenceState) -> None:
@@ -54,12 +53,12 @@ class KVCacheManager:
             state.sequence = self.prefix.attach(state.tokens, self.sequences())
             if not state.num_generated:
                 state.num_cached = len(state.sequence)
-            self.table[state.id].begin(len(state.sequence))
+            state.info.begin(len(state.sequence))
         self.count_own_slots()
 
     def swap_out(self, state: SequenceState) -> None:
         """Stop a running request and move its slots to the host pool."""
-        self.table[state.id].swap_out()
+        state.info.swap_out()
         self.offload(state)
 
     def offload(self, state: SequenceState) -> None:
@@ -71,7 +70,7 @@ class KVCacheManager:
         """Put a copy of a request's sequence into the host pool, and free its arena slots if it has any."""
         self.host_pool.swap_out(state.id, stored)
         self._close_sequence(state)
-        self.table[state.id].leave_arena()
+        state.info.leave_arena()
 
     def swap_in(self, state: SequenceState) -> None:
         """Let a swapped request decode again; its slots are copied back if they were moved to the host pool."""
@@ -81,19 +80,19 @@ class KVCacheManager:
             own_slots = len(stored.tokens)
             self.prefix.offload_for(own_slots)
             state.sequence = self.cache.bring_back(stored, own_slots)
-        self.table[state.id].swap_in(own_slots)
+        state.info.swap_in(own_slots)
 
     def preempt(self, state: SequenceState) -> None:
         """Free the slots of a request. It waits again, and all its tokens are recomputed."""
         self._drop(state)
-        self.table[state.id].preempt()
+        state.info.preempt()
 
     def free(self, state: SequenceState) -> None:
         """Remove a request that has ended. Its slots stay cached for requests that begin with the same tokens."""
         if state.sequence is not None:
             self.prefix.keep(state.sequence)
             state.sequence = None
-        elif not self.table[state.id].in_arena:
+        elif not state.info.in_arena:
             self.prefix.restore(self.host_pool.take(state.id))
         self._remove(state)
 
@@ -112,13 +111,13 @@ class KVCacheManager:
             return False
         if state.sequence is None:  # its prompt is in the host pool
             self._drop(state)
-            state.tokens = kept
-            self.table[state.id].preempt(len(kept))
+            state.replace_tokens(kept)
+            state.info.preempt(len(kept))
             return True
         shared = next((i for i, pair in enumerate(zip(kept, state.tokens, strict=False)) if pair[0] != pair[1]), 0)
-        state.tokens = kept
+        state.replace_tokens(kept)
         self.cache.cut(state.sequence, min(shared, len(kept) - 1))
-        self.table[state.id].restart(len(kept), len(state.sequence))
+        state.info.restart(len(kept), len(state.sequence))
         return True
 
     def make_room(self, num_slots: int) -> bool:
@@ -140,9 +139,9 @@ class KVCacheManager:
         self.cache.reset()
         self.prefix.forget()
         preempted = [state.id for state in self.states.values() if state.sequence is not None]
-        for number in preempted:
-            self.states[number].sequence = None
-            self.table[number].preempt()
+        for request in preempted:
+            self.states[request].sequence = None
+            self.states[request].info.preempt()
         return preempted
 
     def clear(self) -> list[SequenceState]:
@@ -161,7 +160,7 @@ class KVCacheManager:
             return
         for state in self.states.values():
             if state.sequence is not None:
-                self.table[state.id].set_own_slots(self.cache.slots.count_own(state.sequence.slots))
+                state.info.set_own_slots(self.cache.slots.count_own(state.sequence.slots))
 
     def _is_sharing(self) -> bool:
         was, self._was_sharing = self._was_sharing, self.cache.slots.num_shared > 0
@@ -173,7 +172,7 @@ class KVCacheManager:
         self.count_own_slots()
 
     def _drop(self, state: SequenceState) -> None:
-        if not self.table[state.id].in_arena:
+        if not state.info.in_arena:
             self.host_pool.take(state.id)
         self._close_sequence(state)
 

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 from staticllm.errors import SnapshotError
 from staticllm.kvcache.snapshot import Identity, load, save
 from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.engine.kv_manager import KVCacheManager
+from staticllm.pipelines.programs.model_runner import ModelRunner
+
+Result = TypeVar("Result")
+
+
+class Owner(Protocol):
+    """What a snapshot needs of an engine."""
+
+    @property
+    def runner(self) -> ModelRunner: ...
+
+    @property
+    def kv_manager(self) -> KVCacheManager: ...
+
+    def run_between_steps(self, function: Callable[[], Result]) -> Result: ...
 
 
 def save_snapshot(
-    engine: Engine, tokens: list[int], path: str | os.PathLike[str], identity: Identity, key: bytes = b""
+    engine: Owner, tokens: list[int], path: str | os.PathLike[str], identity: Identity, key: bytes = b""
 ) -> int:
     """Save the longest cached prefix of ``tokens``. Return its number of tokens. Any thread may call.
 
@@ -30,7 +47,7 @@ def save_snapshot(
     return len(stored.tokens)
 
 
-def load_snapshot(engine: Engine, path: str | os.PathLike[str], identity: Identity, key: bytes = b"") -> int:
+def load_snapshot(engine: Owner, path: str | os.PathLike[str], identity: Identity, key: bytes = b"") -> int:
     """Read a snapshot into the host pool. Return its number of tokens. Any thread may call.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from staticllm.core import FinishReason, Variant
+from staticllm.core import FinishReason
 from staticllm.pipelines.engine.batch import Batch
 from staticllm.pipelines.engine.request import SequenceState
 from staticllm.pipelines.profiling.records import HostTimes, RequestRecord, StepRecord
@@ -36,22 +36,22 @@ def call_context(table: RequestTable, slots_in_use: int, preempted: list[int]) -
 
 
 def step_record(
-    batch: Batch, variant: Variant, start: float, seconds: float, context: CallContext, host: HostTimes | None = None
+    batch: Batch, start: float, seconds: float, context: CallContext, host: HostTimes | None = None
 ) -> StepRecord:
     """Return the record of one device call; without ``host`` of one that failed.
 
     ``start`` is a ``time.perf_counter`` moment and ``seconds`` the duration of the call.
     """
-    prefill = tuple((part.state.id, len(part.segment.tokens)) for part in batch.parts if part.is_prefill)
-    prompts = {number for number, _ in prefill}
+    prefill = tuple((entry.state.id, len(entry.segment.tokens)) for entry in batch.entries if entry.is_prefill)
+    prompts = {request for request, _ in prefill}
     return StepRecord(
         start=start,
         seconds=seconds,
-        variant=variant,
-        decode=tuple(part.state.id for part in batch.parts if not part.is_prefill),
+        variant=batch.variant,
+        decode=tuple(entry.state.id for entry in batch.entries if not entry.is_prefill),
         prefill=prefill,
         slots_in_use=context.slots_in_use,
-        num_waiting=sum(number not in prompts for number in context.waiting),
+        num_waiting=sum(request not in prompts for request in context.waiting),
         num_swapped=len(context.swapped),
         num_running=context.num_running,
         swapped=context.swapped,
@@ -61,10 +61,10 @@ def step_record(
     )
 
 
-def request_record(sequence: SequenceState, reason: FinishReason) -> RequestRecord:
+def request_record(state: SequenceState, reason: FinishReason) -> RequestRecord:
     """Return the record of one answer that ends now."""
-    request = sequence.request
+    request = state.request
     return RequestRecord(
-        sequence.id, request.arrival, sequence.started, tuple(sequence.token_times),
-        0 if sequence.index else len(request.prompt), sequence.num_cached, reason, time.perf_counter(),
+        state.id, request.arrival, state.started, tuple(state.token_times),
+        0 if state.index else len(request.prompt), state.num_cached, reason, time.perf_counter(),
     )  # fmt: skip

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from staticllm.core import FinishReason
-from staticllm.kvcache.sequence import Sequence
+from staticllm.kvcache.sequence import KVSequence
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.overflow import OverflowRule
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.logits_processors import processors_for
 from staticllm.pipelines.generation.sampler import Sampler
 from staticllm.pipelines.generation.sampling_params import SamplingParams
+from staticllm.pipelines.scheduling.request_table import RequestInfo
 
 _numbers = count(1)
 
@@ -82,7 +83,8 @@ class EngineRequest:
 
 
 class SequenceState:
-    """One answer inside the engine. ``tokens`` holds the prompt and the answer so far, in the order of the KV slots.
+    """One answer inside the engine. ``tokens`` holds the prompt and the answer so far, in the order of the KV slots; ``info``
+    is its entry in the request table, which knows its status and counts.
 
     Used on the engine's thread, except ``cancel_reason``, which any thread may set.
     """
@@ -91,9 +93,10 @@ class SequenceState:
         self.request, self.index = request, index
         self.id = new_id() if index else request.id
         self.tokens = list(request.prompt)
-        self.sequence: Sequence | None = None  # its slots in the arena
+        self.info = RequestInfo(self.id, request.arrival, len(self.tokens), request.priority, request.deadline)
+        self.sequence: KVSequence | None = None  # its slots in the arena; only the KVCacheManager sets it
         self.cancel_reason: FinishReason | None = None
-        self.num_cached = self.num_generated = 0
+        self.num_cached = 0  # prompt tokens that the prefix cache had; only the KVCacheManager sets it
         self.started: float | None = None
         self.token_times: list[float] = []
         self._device_seconds = 0.0  # device time since the last token
@@ -103,6 +106,11 @@ class SequenceState:
             request.sampling, request.prompt, vocab_size, request.min_new_tokens, request.stop_token_ids
         )
         self._sampler = Sampler(request.sampling, processors, np.random.default_rng(request.seed + index))
+
+    @property
+    def num_generated(self) -> int:
+        """The number of tokens of the answer so far."""
+        return len(self.token_times)
 
     def choose(self, logits: Logits, argmax: int) -> FinishReason | None:
         """Choose the next token from ``logits [vocab]``. Return why the answer ends with it, None if it continues.
@@ -114,7 +122,6 @@ class SequenceState:
         choice = self._sampler.sample(logits, argmax)
         token, now = choice.token, time.perf_counter()
         self.tokens.append(token)
-        self.num_generated += 1
         self.token_times.append(now)
         device_seconds, self._device_seconds = self._device_seconds, 0.0
         self._new_tokens.append(
@@ -123,6 +130,10 @@ class SequenceState:
         if token in self.request.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_generated == self.request.max_new_tokens else None
+
+    def replace_tokens(self, tokens: list[int]) -> None:
+        """Replace the prompt and the answer so far, in a conversation that was shortened."""
+        self.tokens = tokens
 
     def finish_reason_at(self, now: float) -> FinishReason | None:
         """Return why the answer must end at the moment ``now``: cancelled or past its deadline. None if it may continue."""
@@ -182,14 +193,14 @@ class RequestState:
             self._apply_cancels()
 
     def _apply_cancels(self) -> None:
-        for sequence in tuple(self.sequences):
-            for index in (sequence.index, None):
-                sequence.cancel_reason = self._cancelled.get(index, sequence.cancel_reason)
+        for state in tuple(self.sequences):
+            for index in (state.index, None):
+                state.cancel_reason = self._cancelled.get(index, state.cancel_reason)
 
-    def finish(self, sequence: SequenceState, reason: FinishReason, error: Exception | None = None) -> bool:
+    def finish(self, state: SequenceState, reason: FinishReason, error: Exception | None = None) -> bool:
         """End one answer, and with it all answers that have not begun. Return whether the whole request has ended."""
-        sequence.finish(reason, error)
-        self._finished.add(sequence.index)
+        state.finish(reason, error)
+        self._finished.add(state.index)
         return self.finish_from(len(self.sequences), reason, error)
 
     def finish_from(self, first: int, reason: FinishReason, error: Exception | None = None) -> bool:

@@ -12,7 +12,9 @@ from staticllm.core import Variant
 from staticllm.errors import BlobError, ConfigError
 from staticllm.pipelines.blobs.blob_set import failed_verification_text, read_manifest, remove_set
 from staticllm.pipelines.blobs.cache import BlobCache, key_of
-from staticllm.pipelines.blobs.export import (
+from staticllm.pipelines.blobs.fingerprint import Fingerprint
+from staticllm.pipelines.blobs.manifest import Manifest
+from staticllm.pipelines.model_loader.blob_export import (
     Exported,
     compile_for_export,
     export_programs,
@@ -22,13 +24,11 @@ from staticllm.pipelines.blobs.export import (
     write_exported,
     write_quarantined,
 )
-from staticllm.pipelines.blobs.fingerprint import Fingerprint
-from staticllm.pipelines.blobs.manifest import Manifest
 from staticllm.pipelines.model_loader.imported import import_set
+from staticllm.pipelines.model_loader.job import Job
 from staticllm.pipelines.model_loader.loaded import Loaded
 from staticllm.pipelines.model_loader.staged import is_staged, load_compiled, load_staged
 from staticllm.pipelines.programs.build import CompiledPrograms, make_runner
-from staticllm.pipelines.programs.job import Job
 
 GB = 1_000_000_000
 

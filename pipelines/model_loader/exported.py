@@ -7,7 +7,7 @@ from pathlib import Path
 
 from staticllm.errors import ConfigError
 from staticllm.pipelines.blobs.blob_set import is_ours
-from staticllm.pipelines.blobs.export import (
+from staticllm.pipelines.model_loader.blob_export import (
     compile_for_export,
     export_programs,
     fingerprint_of,
@@ -15,10 +15,10 @@ from staticllm.pipelines.blobs.export import (
     prepare_for_export,
     write_exported,
 )
+from staticllm.pipelines.model_loader.job import Job
 from staticllm.pipelines.model_loader.loaded import Loaded
 from staticllm.pipelines.model_loader.staged import is_staged, load_staged
 from staticllm.pipelines.programs.build import CompiledPrograms, make_runner
-from staticllm.pipelines.programs.job import Job
 
 DEFAULT_BLOB = "openvino_model.blob"
 

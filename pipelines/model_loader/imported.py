@@ -21,14 +21,14 @@ from staticllm.pipelines.blobs.blob_set import (
     read_blobs,
     read_steadily,
 )
-from staticllm.pipelines.blobs.export import fingerprint_of
 from staticllm.pipelines.blobs.fingerprint import Fingerprint
 from staticllm.pipelines.blobs.manifest import Manifest, shape_from_json
+from staticllm.pipelines.model_loader.blob_export import fingerprint_of
+from staticllm.pipelines.model_loader.job import Job
 from staticllm.pipelines.model_loader.loaded import Loaded, Origin
 from staticllm.pipelines.programs.build import CompiledPrograms, make_runner
 from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.pipelines.programs.compile_plan import phase_properties
-from staticllm.pipelines.programs.job import Job
 
 
 def load_blob_set(job: Job, folder: Path) -> Loaded:

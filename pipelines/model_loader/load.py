@@ -13,9 +13,9 @@ from staticllm.errors import DeviceError, StaticLLMError, last_line
 from staticllm.pipelines.model_loader.cached import load_through_cache
 from staticllm.pipelines.model_loader.exported import load_and_export
 from staticllm.pipelines.model_loader.imported import load_blob_set
+from staticllm.pipelines.model_loader.job import job_of
 from staticllm.pipelines.model_loader.loaded import Loaded
 from staticllm.pipelines.model_loader.staged import load_compiled
-from staticllm.pipelines.programs.job import job_of
 
 
 def load(

@@ -11,7 +11,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import compressed_weights
+from staticllm.compiler_passes.graph.step_graph import compressed_weights
 from staticllm.core import Part, Phase, ProgramLayout
 from staticllm.devices import kind
 

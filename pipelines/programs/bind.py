@@ -13,11 +13,14 @@ from typing import Any
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.compiler_passes.store_kv_as import ELEMENT_TYPES
+from staticllm.compiler_passes.states.store_kv_as import ELEMENT_TYPES
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, Variant
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import StepBuffers
 from staticllm.ports import INPUT_IDS, LOGIT_ROWS, LOGITS, POSITION_IDS, port_of
+
+POLL_MS = 2
+"""Milliseconds between two looks at whether a timed run must be cancelled."""
 
 
 class Program:
@@ -43,6 +46,26 @@ class Program:
         finally:
             self._request.wait()
         return time.perf_counter() - start
+
+    def time_unless(self, is_needed: Callable[[], bool]) -> float | None:
+        """Run with whatever the buffers hold. Return the seconds, or None if it was cancelled because ``is_needed`` was true."""
+        if is_needed():
+            return None
+        start = time.perf_counter()
+        self._request.start_async()
+        is_cancelled = False
+        while not self._request.wait_for(POLL_MS):
+            if is_needed():
+                is_cancelled = True
+                self._request.cancel()
+                break
+        seconds = time.perf_counter() - start
+        try:
+            self._request.wait()
+        except RuntimeError:  # that is how OpenVINO says that it was cancelled
+            if not is_cancelled:
+                raise
+        return None if is_cancelled else seconds
 
 
 class BoundPrograms(Mapping[Variant, Program]):

@@ -2,41 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 
 from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex
 
+Chunk = tuple[Variant, int]
+"""A call of a prompt: its variant, and the number of tokens in it."""
+SHORT_REST = 32
+"""Tokens. Above, a full chunk has at least ``LEAST_SHARE`` of the rest, so that few ways have to be compared."""
+LEAST_SHARE = 1 / 16
+
+
+@dataclass(frozen=True)
+class Options:
+    """The variants that can run the next chunk, by ascending rows, and the seconds that each takes."""
+
+    variants: tuple[Variant, ...]
+    seconds: tuple[float, ...]
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """The rows of each variant, ascending."""
+        return tuple(variant.rows for variant in self.variants)
+
+    @cached_property
+    def cheapest_from(self) -> tuple[int, ...]:
+        """For each variant the place of the cheapest one with at least as many rows."""
+        best, places = len(self.seconds) - 1, list[int]()
+        for place in reversed(range(len(self.seconds))):
+            best = place if self.seconds[place] <= self.seconds[best] else best
+            places.append(best)
+        return tuple(reversed(places))
+
+    def next_chunks(self, rest: int, needs_real_rows: bool) -> list[tuple[float, Variant, int]]:
+        """Return what may run next if ``rest`` tokens are left: full chunks, and the cheapest one with room for the whole rest.
+
+        Each is given as its seconds, its variant and its number of tokens.
+        """
+        end = bisect_left(self.rows, rest + 1)
+        least = 1.0 if rest <= SHORT_REST or not end else min(rest * LEAST_SHARE, self.rows[end - 1])
+        start = bisect_left(self.rows, least)
+        chunks = [(self.seconds[i], self.variants[i], self.rows[i]) for i in range(start, end)]
+        if end < len(self.rows) and not needs_real_rows:
+            place = self.cheapest_from[end]
+            chunks.append((self.seconds[place], self.variants[place], rest))
+        return chunks
+
 
 def plan_chunks(
     index: VariantIndex, cost: Callable[[Variant], float], num_tokens: int, num_past: int, is_fresh: bool = False
-) -> list[tuple[Variant, int]]:
-    """Return a cheap way to run ``num_tokens`` of one sequence over ``num_past`` arena slots: (variant, tokens in it), in order.
+) -> list[Chunk]:
+    """Return the cheapest way to run ``num_tokens`` of one sequence over ``num_past`` arena slots, in order.
 
-    Full chunks are split off, the largest that fits first. At each point the cost of running the whole rest, padded, in one call
-    is compared: 20 tokens run in 64 rows, or in 16 and 16, or in 16 and four single rows.
+    All chunks are full, except that the last one may have idle rows: 20 tokens run in 64 rows, or in 16 and 16, or in 16 and
+    four single rows. Each number of tokens that can have run is visited once, the lowest first, with the cheapest way to it.
     """
-    sizes = [rows for rows, sequences in index.sizes if sequences == 1]
-    peeled: list[tuple[Variant, int]] = []
-    spent, done = 0.0, 0
-    best_cost, best = float("inf"), None
-    while done < num_tokens:
+    options: dict[tuple[int, bool], Options] = {}  # by what of the arena must be seen
+    ways: dict[int, tuple[float, int, Chunk | None]] = {
+        0: (0.0, 0, None)
+    }  # by tokens done: seconds, tokens before, chunk
+    todo = [0]
+    while todo[0] < num_tokens:
+        done = todo.pop(0)
         past = min(num_past + done, index.max_kv_len)  # free slots below the highest used slot are filled first
-        rest, first = num_tokens - done, is_fresh and not done
-        holding = [size for size in sizes if size == rest or (size > rest and not index.needs_real_rows)]
-        padded = _first(index.at(size, 1, past, first) for size in holding)
-        if padded is not None and spent + cost(padded) < best_cost:
-            best_cost, best = spent + cost(padded), [*peeled, (padded, rest)]
-        full = _first(index.at(size, 1, past, first) for size in reversed(sizes) if size <= rest)
-        if full is None:
-            break
-        peeled.append((full, full.rows))
-        spent, done = spent + cost(full), done + full.rows
-    if best is None or (done == num_tokens and spent < best_cost):
-        best = peeled
-    assert sum(count for _, count in best) == num_tokens, "no variant holds the prompt"
-    return best
+        seen = index.reach_of(past), is_fresh and not done
+        if seen not in options:
+            options[seen] = _options(index, cost, past, seen[1])
+        for seconds, variant, count in options[seen].next_chunks(num_tokens - done, index.needs_real_rows):
+            after, total = done + count, ways[done][0] + seconds
+            if after not in ways:
+                todo.insert(bisect_left(todo, after), after)
+            elif total >= ways[after][0]:
+                continue
+            ways[after] = total, done, (variant, count)
+        assert todo, "no variant holds the prompt"
+    return _way_to(num_tokens, ways)
 
 
-def _first(options: Iterable[Variant | None]) -> Variant | None:
-    return next((option for option in options if option is not None), None)
+def _options(index: VariantIndex, cost: Callable[[Variant], float], past: int, is_fresh: bool) -> Options:
+    found = (index.at(rows, 1, past, is_fresh) for rows, sequences in index.sizes if sequences == 1)
+    variants = tuple(variant for variant in found if variant is not None)
+    return Options(variants, tuple(map(cost, variants)))
+
+
+def _way_to(done: int, ways: dict[int, tuple[float, int, Chunk | None]]) -> list[Chunk]:
+    chunks: list[Chunk] = []
+    while (step := ways[done])[2] is not None:
+        chunks.append(step[2])
+        done = step[1]
+    return chunks[::-1]

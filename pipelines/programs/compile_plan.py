@@ -11,7 +11,9 @@ from typing import Any
 
 import openvino as ov
 
-from staticllm.compiler_passes.lower import LoweredModel, LoweringOptions, lower
+from staticllm.compiler_passes.decoder import DECODER, DECODER_UNMERGED
+from staticllm.compiler_passes.lower import LoweredModel, lower
+from staticllm.compiler_passes.pass_pipeline import LoweringOptions
 from staticllm.config import StaticLLMConfig
 from staticllm.core import KV_TYPE_BYTES, KVType, OnProgress, Phase, ProgramLayout, ProgramMode, ProgressEvent, Variant
 from staticllm.devices import (
@@ -80,7 +82,8 @@ def prepare(
         keep_small_constants(model)
     on_progress(ProgressEvent("read", 1, 1, time.perf_counter() - start))
     start = time.perf_counter()
-    lowered = lower(model, LoweringOptions(config.num_kv_slots(mode), kv_type, merges_projections(device)))
+    passes = DECODER if merges_projections(device) else DECODER_UNMERGED
+    lowered = lower(model, LoweringOptions(config.num_kv_slots(mode), kv_type), passes)
     layout = program_layout(device, path, config)
     parts = calibrated(core, device, lowered.graph.model, properties, layout)
     if layout == "single_row" and parts.setdefault("single_row", parts["generate"]) == parts["generate"]:

@@ -15,12 +15,18 @@ NEW_SHARE = 0.1
 FIRST_SHARE = 0.5
 """Weight of the first measurement against the estimate, because it may be a first inference at a new shape."""
 
+LEAST_OF_NEAREST = 0.25
+"""The least that an estimate may be of the nearest measurement."""
+MIN_SECONDS = 1e-6
+
 
 class CostModel:
     """Seconds per call of each variant. A variant that was not measured is estimated from those that were.
 
-    The estimate is the sum of the parts of a call: a constant (reading the weights), rows, attention over rows and KV length,
-    copying the past, and logits. It is fitted to the measurements by least squares of relative errors; no part is negative.
+    The fit is the sum of the parts of a call: a constant (reading the weights), rows, attention over rows and KV length,
+    copying the past, and logits. It is fitted to the measurements by least squares of relative errors; no part is negative. The
+    estimate of a variant is the measured cost of the nearest variant with as many rows, plus what the fit says of the
+    difference; without such a variant it is the fit.
     """
 
     def __init__(self, seconds: Mapping[Variant, float] | None = None) -> None:
@@ -49,12 +55,27 @@ class CostModel:
         self._seconds[variant] = guess + FIRST_SHARE * (seconds - guess)
         self._estimates, self._parts = {}, None
 
+    def set(self, variant: Variant, seconds: float) -> None:
+        """Replace a variant's cost by a measurement, in seconds."""
+        self._seconds[variant] = seconds
+        self._estimates, self._parts = {}, None
+
     def _estimate(self, variant: Variant) -> float:
         if not self._seconds:
             return float(_features(variant) @ UNMEASURED)
         if self._parts is None:
             self._parts = _fit(self._seconds)
-        return max(float(_features(variant) @ self._parts), 1e-6)
+        fitted = float(_features(variant) @ self._parts)
+        alike = [known for known in self._seconds if known.rows == variant.rows]
+        if alike:
+            nearest = min(alike, key=lambda known: _distance(known, variant))
+            known = self._seconds[nearest]
+            fitted = max(known + fitted - float(_features(nearest) @ self._parts), known * LEAST_OF_NEAREST)
+        return max(fitted, MIN_SECONDS)
+
+
+def _distance(known: Variant, variant: Variant) -> tuple[int, int]:
+    return abs(known.sequences - variant.sequences), abs(known.kv_len - variant.kv_len)
 
 
 def _features(variant: Variant) -> NDArray[np.float64]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as List
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,11 +13,12 @@ from numpy.typing import NDArray
 from staticllm.core import Variant
 from staticllm.errors import NumericalError
 from staticllm.kvcache.cache import KVCache
-from staticllm.kvcache.sequence import Sequence
+from staticllm.kvcache.sequence import KVSequence
 from staticllm.kvcache.step import Segment, Step, StepBuffers
 from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.programs.chunking import plan_chunks
 from staticllm.pipelines.programs.cost_model import CostModel
+from staticllm.pipelines.programs.cost_probe import CostProbe
 from staticllm.pipelines.programs.variant_index import VariantIndex
 
 Logits = NDArray[np.float32]
@@ -29,13 +29,16 @@ Accept = Callable[[Segment, Logits], int]
 class Runnable(Protocol):
     """One variant that can run: ``run`` reads and overwrites ``buffers`` and returns the seconds it took.
 
-    ``meanwhile`` is called while it runs, and may touch nothing of it.
+    ``meanwhile`` is called while it runs, and may touch nothing of it. ``time_unless`` runs it for its duration only, and
+    returns None if ``is_needed`` became true meanwhile.
     """
 
     @property
     def buffers(self) -> StepBuffers: ...
 
     def run(self, meanwhile: Callable[[], None] | None = None) -> float: ...
+
+    def time_unless(self, is_needed: Callable[[], bool]) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,13 @@ class SegmentResult:
 
     ``logits [num_logits, vocab]`` f32 after its last tokens: a view, valid until the next call. ``argmax`` is the most likely
     token after the last one, None where logits, new keys and values or states are not finite; such a segment is not kept.
-    ``stored`` is the sequence of a segment that went to the host.
+    ``num_accepted`` of its first tokens were kept: all, none, or a part of a draft. ``stored`` is the sequence of a segment
+    that went to the host.
     """
 
     logits: Logits
     argmax: int | None
+    num_accepted: int
     stored: StoredSequence | None = None
 
 
@@ -85,6 +90,7 @@ class ModelRunner:
         self.cache = cache
         self.programs = programs
         self.costs = costs or CostModel()
+        self.probe = CostProbe(programs, self.costs)
         self._planned = frozenset(planned)
         self.refresh_variants()
 
@@ -92,8 +98,9 @@ class ModelRunner:
         """Rebuild ``index`` after programs were added."""
         self.index = VariantIndex(self.programs, needs_real_rows=bool(self.cache.states))
         self.is_complete = self._planned <= set(self.programs)
+        self.probe.choose(self.programs)
 
-    def prefill(self, sequence: Sequence, tokens: List[int]) -> Logits:
+    def prefill(self, sequence: KVSequence, tokens: Sequence[int]) -> Logits:
         """Run a prompt in the cheapest chunks, and return the logits ``[vocab]`` after its last token.
 
         Raises:
@@ -108,7 +115,7 @@ class ModelRunner:
         assert logits is not None, "an empty prompt"
         return logits
 
-    def decode(self, sequence: Sequence, token: int) -> Logits:
+    def decode(self, sequence: KVSequence, token: int) -> Logits:
         """Run one token in the smallest variant that sees all slots, and return the logits ``[vocab]`` after it.
 
         Raises:
@@ -116,7 +123,7 @@ class ModelRunner:
         """
         return self.step([Segment(sequence, np.array([token], np.int64))])[0]
 
-    def step(self, segments: List[Segment]) -> list[Logits]:
+    def step(self, segments: Sequence[Segment]) -> list[Logits]:
         """Run the next tokens of several sequences in one call, the smallest that holds them.
 
         Return the logits ``[vocab]`` after the last token of each segment: views, valid until the next call.
@@ -128,7 +135,7 @@ class ModelRunner:
         assert variant is not None, f"no variant holds {len(segments)} segments"
         return self._checked(variant, segments)
 
-    def variant_for(self, segments: List[Segment]) -> Variant | None:
+    def variant_for(self, segments: Sequence[Segment]) -> Variant | None:
         """Return the variant with the fewest rows that hold these segments, and the smallest KV length that shows all slots.
 
         A model with recurrent states needs exactly as many rows as tokens, since the states would run through idle ones. Segments
@@ -144,7 +151,7 @@ class ModelRunner:
     def run(
         self,
         variant: Variant,
-        segments: List[Segment],
+        segments: Sequence[Segment],
         meanwhile: Callable[[], None] | None = None,
         accept: Accept | None = None,
     ) -> StepResult:
@@ -172,10 +179,10 @@ class ModelRunner:
             ]
         stored = self.cache.commit(step, buffers, accepted)
         self.costs.update(variant, seconds)
-        results = tuple(map(SegmentResult, logits, best, stored))
+        results = tuple(map(SegmentResult, logits, best, accepted, stored))
         return StepResult(variant, results, start, start - begin, seconds, time.perf_counter() - end)
 
-    def _checked(self, variant: Variant, segments: List[Segment]) -> list[Logits]:
+    def _checked(self, variant: Variant, segments: Sequence[Segment]) -> list[Logits]:
         """Run one variant, and return the logits ``[vocab]`` after the last token of each segment.
 
         Raises:
@@ -186,7 +193,7 @@ class ModelRunner:
             raise not_finite(variant)
         return [segment.logits[-1] for segment in result.segments]
 
-    def reset(self) -> Sequence:
+    def reset(self) -> KVSequence:
         """Forget everything, whatever state an exception left behind, and return a new, empty sequence."""
         self.cache.reset()
         return self.cache.open()

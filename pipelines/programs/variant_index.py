@@ -20,7 +20,7 @@ class VariantIndex:
     def __init__(self, variants: Iterable[Variant], needs_real_rows: bool = False) -> None:
         self.variants, self.needs_real_rows = tuple(variants), needs_real_rows
         buckets: dict[tuple[int, int], tuple[int, ...]] = {}
-        ordinary = sorted(variant for variant in self.variants if variant.num_logits == variant.sequences)
+        ordinary = sorted(variant for variant in self.variants if not variant.extra_logits)
         for variant in ordinary:
             size = variant.rows, variant.sequences
             buckets[size] = (*buckets.get(size, ()), variant.kv_len)
@@ -32,7 +32,12 @@ class VariantIndex:
         self._decoding = [  # (KV length, the largest number of sequences that decode over it), ascending
             (reach, max(min(size) for size, kv_lens in buckets.items() if kv_lens[-1] >= reach)) for reach in reaches
         ]
-        self.max_kv_len = max(variant.kv_len for variant in ordinary)
+        self._kv_lens = sorted({variant.kv_len for variant in ordinary})
+        self.max_kv_len = self._kv_lens[-1]
+
+    def reach_of(self, num_past: int) -> int:
+        """Return a number that is equal for all ``num_past`` over which every call has the same variants."""
+        return bisect_left(self._kv_lens, num_past)
 
     def max_decoding(self, num_past: int) -> int:
         """Return the largest number of sequences that can decode in one call over ``num_past`` arena slots.
@@ -66,10 +71,11 @@ class VariantIndex:
 
     def at(self, rows: int, sequences: int, num_past: int, is_fresh: bool = False) -> Variant | None:
         """Return the variant of exactly this size with the smallest KV length that shows the past, or None."""
-        for kv_len in self._buckets.get((rows, sequences), ()):
-            if _shows(kv_len, num_past, is_fresh):
-                return Variant(rows, kv_len, sequences)
-        return None
+        kv_lens = self._buckets.get((rows, sequences), ())
+        if kv_lens and not kv_lens[0] and (is_fresh or not num_past):
+            return Variant(rows, 0, sequences)
+        place = bisect_left(kv_lens, max(num_past, 1))
+        return Variant(rows, kv_lens[place], sequences) if place < len(kv_lens) else None
 
     def with_logits(
         self, num_rows: int, num_sequences: int, num_logits: int, num_past: int, is_fresh: bool = False

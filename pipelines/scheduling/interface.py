@@ -1,6 +1,6 @@
 """A policy receives a ``View`` and returns a ``Plan``, both plain values without access to the device.
 
-Every request is in one of four states:
+Every request has one of four statuses:
 
 - *waiting*: it holds no KV slots. It has just arrived, or it was preempted.
 - *prefilling*: some of its prompt has run and holds KV slots; the rest has to run.
@@ -25,7 +25,7 @@ from staticllm.pipelines.programs.variant_index import VariantIndex
 
 
 class RequestStatus(str, Enum):
-    """The state of a request; equal to its lower-case name."""
+    """The status of a request; equal to its lower-case name."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -44,7 +44,7 @@ class RequestView:
 
     Attributes:
         id: The number that identifies the request in plans.
-        state: One of the four states above.
+        status: One of the four above.
         arrival: The moment at which it was submitted.
         num_tokens: The number of tokens that must have KV slots before the next token can be chosen. After a preemption these
             are the prompt and all tokens generated so far.
@@ -59,7 +59,7 @@ class RequestView:
     """
 
     id: int
-    state: RequestStatus
+    status: RequestStatus
     arrival: float
     num_tokens: int
     num_computed: int = 0
@@ -112,7 +112,7 @@ class View:
 
     Attributes:
         now: This moment, in seconds (``time.perf_counter``; the virtual clock in simulations).
-        waiting, prefilling, running, swapped: The requests by state, each in the order in which they were submitted.
+        waiting, prefilling, running, swapped: The requests by status, each in the order in which they were submitted.
         max_num_seqs: The largest number of running requests (``MAX_NUM_SEQS``).
         free_slots: The number of free KV slots of the arena; every token that a call processes takes one.
         free_host_slots: The number of free KV slots of the host pool.

@@ -129,7 +129,7 @@ def _fallback(view: View) -> Plan:
     except Exception:  # a bug in fcfs must not end the requests
         requests = sorted(
             view.requests,
-            key=lambda request: (request.state not in (RequestStatus.RUNNING, RequestStatus.SWAPPED), request.arrival),
+            key=lambda request: (request.status not in (RequestStatus.RUNNING, RequestStatus.SWAPPED), request.arrival),
         )
         for request in requests:
             for plan in alone(view, request):

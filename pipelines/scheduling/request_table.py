@@ -62,11 +62,12 @@ class RequestInfo:
         self._move_to(PREFILLING if num_computed else WAITING)
         self.num_computed = num_computed
 
-    def add_computed(self, count: int) -> None:
-        """Record that ``count`` more tokens have keys and values."""
+    def add_computed(self, count: int) -> bool:
+        """Record that ``count`` more tokens have keys and values. Return whether the next token can be chosen now."""
         self._move_to(PREFILLING if self.status is WAITING else self.status)
         self.num_computed += count
         self.own_slots += count if self.in_arena else 0
+        return self.num_computed == self.num_tokens
 
     def add_token(self, now: float, can_run: bool) -> None:
         """Record a chosen token. A request whose prompt has just ended is running if ``can_run``, else it is swapped."""
@@ -180,12 +181,6 @@ class RequestTable:
     def has_free_seq(self) -> bool:
         """Whether a request whose prompt ends now may be running: there is a free place, and no request is swapped."""
         return self.count(RUNNING) < self.limits.max_num_seqs and not self.count(SWAPPED)
-
-    def add_computed(self, request: int, count: int) -> bool:
-        """Record that ``count`` more tokens have keys and values. Return whether the next token can be chosen now."""
-        info = self[request]
-        info.add_computed(count)
-        return info.num_computed == info.num_tokens
 
     def add_token(self, request: int, now: float) -> None:
         """Record a chosen token. A request whose prompt has just ended is running if there is a free place, else swapped."""

@@ -42,7 +42,7 @@ def _check_requests(plan: Plan, known: dict[int, RequestView]) -> None:
             raise IllegalPlanError("named-once", f"{name} names a request twice")
     _check_swaps(plan, known)
     for request, count in plan.prefill:
-        if known[request].state not in (RequestStatus.WAITING, RequestStatus.PREFILLING) or request in (
+        if known[request].status not in (RequestStatus.WAITING, RequestStatus.PREFILLING) or request in (
             *plan.swap_out,
             *plan.preempt,
         ):
@@ -54,16 +54,16 @@ def _check_requests(plan: Plan, known: dict[int, RequestView]) -> None:
 
 def _check_swaps(plan: Plan, known: dict[int, RequestView]) -> None:
     for request in plan.swap_in:
-        if known[request].state != RequestStatus.SWAPPED:
+        if known[request].status != RequestStatus.SWAPPED:
             raise IllegalPlanError("swap-in-swapped", f"request {request} is swapped in but was not swapped out")
     for request in plan.swap_out:
-        if known[request].state != RequestStatus.RUNNING:
+        if known[request].status != RequestStatus.RUNNING:
             raise IllegalPlanError("swap-out-running", f"request {request} is swapped out but not running")
     gone = {*plan.swap_out, *plan.preempt}
     if set(plan.swap_out) & set(plan.preempt) or set(plan.swap_in) & set(plan.preempt):
         raise IllegalPlanError("one-fate", "a request is preempted and swapped at once")
     for request in plan.decode:
-        if request in gone or (known[request].state != RequestStatus.RUNNING and request not in plan.swap_in):
+        if request in gone or (known[request].status != RequestStatus.RUNNING and request not in plan.swap_in):
             raise IllegalPlanError("decode-running", f"request {request} decodes but is not running")
 
 

@@ -68,7 +68,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Part:
+class ScheduledRows:
     """The rows of one request in the call."""
 
     request: int
@@ -88,7 +88,7 @@ class SimulatedDevice:
         self._learned = None if model.known is None else CostModel(model.known)
         self._jobs: dict[int, Job] = {}
         self._inbox: deque[Job] = deque()
-        self._parts: list[Part] = []
+        self._parts: list[ScheduledRows] = []
         self._idle_since = float("-inf")
 
     @property
@@ -150,7 +150,7 @@ class SimulatedDevice:
         gone: list[Job] = []
         for part in parts:
             self.slots_used += part.num_rows
-            if self.table.add_computed(part.request, part.num_rows):
+            if self.table[part.request].add_computed(part.num_rows):
                 job = self._jobs[part.request]
                 job.token_times.append(out)
                 if job.is_over or job.num_tokens > self.model.max_seq_len:
@@ -181,7 +181,7 @@ class SimulatedDevice:
             self._jobs[arrival.id] = job
             self.table.add(entry)
 
-    def _prepare(self, plan: Plan) -> list[Part]:
+    def _prepare(self, plan: Plan) -> list[ScheduledRows]:
         """Preempt, swap out and swap in as planned, and return the parts of the call, as the engine does."""
         for request in plan.preempt:
             self._preempt(request)
@@ -190,10 +190,10 @@ class SimulatedDevice:
             self._offload(request)
         for request in plan.swap_in:
             self._swap_in(request)
-        decode = [Part(request, 1, False) for request in plan.decode]
-        return [*decode, *(Part(request, count, True) for request, count in plan.prefill)]
+        decode = [ScheduledRows(request, 1, False) for request in plan.decode]
+        return [*decode, *(ScheduledRows(request, count, True) for request, count in plan.prefill)]
 
-    def _fitting(self, parts: list[Part]) -> list[Part]:
+    def _fitting(self, parts: list[ScheduledRows]) -> list[ScheduledRows]:
         """Return the head of ``parts`` that has slots and a program; slots that were swapped in may need a larger program."""
         while len(parts) > 1 and not self._fits(parts):
             parts.pop()
@@ -204,11 +204,11 @@ class SimulatedDevice:
             self._preempt(victims[-1])
         return parts
 
-    def _fits(self, parts: list[Part]) -> bool:
+    def _fits(self, parts: list[ScheduledRows]) -> bool:
         num_rows = sum(part.num_rows for part in parts)
         return num_rows <= self.model.kv_slots - self.slots_used and self._variant(parts) is not None
 
-    def _variant(self, parts: list[Part]) -> Variant | None:
+    def _variant(self, parts: list[ScheduledRows]) -> Variant | None:
         is_fresh = not any(self.table[part.request].num_computed for part in parts)
         num_rows = sum(part.num_rows for part in parts)
         return self.model.index.smallest(num_rows, len(parts), self.slots_used, is_fresh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Collection
@@ -29,6 +30,7 @@ class StopChecker:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        self._pid = os.getpid()
 
     def watch(self, request: EngineRequest, outputs: OutputQueue, stop_strings: Collection[str]) -> None:
         """Check the answers of ``request``; to be called before it is submitted.
@@ -51,7 +53,9 @@ class StopChecker:
         self._watched.pop(request, None)
 
     def close(self) -> None:
-        """End the thread without decoding what is left. Closing again does nothing."""
+        """End the thread without decoding what is left. A second call does nothing, and neither does one in a forked child."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._is_closed = True
         self._outputs.put(None)

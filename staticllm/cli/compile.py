@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 @layout_options
 def command(model: str, target: str, is_verified: bool, as_json: bool, **options: Any) -> None:
     """Compile all programs of MODEL and export them as a blob set, which the option BLOB_PATH loads."""
-    from staticllm.pipelines.blobs.export import export_set
-    from staticllm.pipelines.programs.job import job_of
+    from staticllm.pipelines.model_loader.blob_export import export_set
+    from staticllm.pipelines.model_loader.job import job_of
 
     _check_npu(options["device"])
     with progress("compiling") as shown:

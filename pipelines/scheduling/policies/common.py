@@ -69,7 +69,7 @@ def decode_plan(view: View, swap_in: list[RequestView] | None = None) -> Plan | 
         if len(running) + brought <= view.free_slots + freed:
             break
         fits = sum(request.num_computed for request in (*swap_out, victim)) <= view.free_host_slots
-        (swap_out if victim.state == RequestStatus.RUNNING and fits else preempt).append(victim)
+        (swap_out if victim.status == RequestStatus.RUNNING and fits else preempt).append(victim)
         running = [request for request in running if request.id != victim.id]
     kept = {request.id for request in running}
     return Plan(
@@ -133,9 +133,9 @@ def alone(view: View, request: RequestView) -> list[Plan]:
     preempt = tuple(
         other.id for other in view.requests if other.id != request.id and other.in_arena and other.num_computed
     )
-    if request.state == RequestStatus.RUNNING:
+    if request.status == RequestStatus.RUNNING:
         return [Plan(decode=(request.id,), preempt=preempt)]
-    if request.state == RequestStatus.SWAPPED:
+    if request.status == RequestStatus.SWAPPED:
         return [Plan(decode=(request.id,), swap_in=(request.id,), preempt=preempt)]
     counts = sorted({rows for rows in view.device.index.widest if rows < request.num_left} | {request.num_left})
     return [Plan(prefill=((request.id, count),), preempt=preempt) for count in reversed(counts)]

@@ -140,7 +140,7 @@ import json, random, shutil, sys
 from pathlib import Path
 from staticllm import StaticLLMConfig
 from staticllm.errors import StaticLLMError
-from staticllm.pipelines.blobs import export as blob_export
+from staticllm.pipelines.model_loader import blob_export
 from staticllm.pipelines.model_loader import load as loader
 from staticllm.properties import resolve
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from staticllm.compiler_passes.classify_mask import Probe, _linear, classify_one, visible_cells
+from staticllm.compiler_passes.inputs.classify_mask import Probe, _linear, classify_one, visible_cells
 from staticllm.core import MaskKind
 
 PROBES = [Probe(0, 7), Probe(3, 4), Probe(256, 5), Probe(259, 1)]

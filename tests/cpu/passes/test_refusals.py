@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.lower import LoweringOptions, lower
+from staticllm.compiler_passes.lower import lower
+from staticllm.compiler_passes.pass_pipeline import LoweringOptions
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
 

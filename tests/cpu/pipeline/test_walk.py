@@ -80,4 +80,5 @@ def test_the_page_lists_the_modules_that_a_generate_enters(pipe, root):
     with Follower() as follower:
         pipe.generate(np.array([5, 6, 7]), max_new_tokens=4, ignore_eos=True)
     entered = list(dict.fromkeys(module for module, _, _ in follower.calls.values()))
+    entered = [module for module in entered if not module.endswith("cost_probe")]  # it runs when the engine rests
     assert entered == [f"pipelines/{name}" for name in re.findall(r"`([\w/]+)`", told)]

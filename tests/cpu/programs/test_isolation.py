@@ -91,7 +91,7 @@ def test_decoding_and_a_prefill_share_a_step(zoo, prompt_of, original):
 def test_a_program_may_have_logits_after_several_rows_of_a_sequence(mode, zoo):
     config = StaticLLMConfig(programs=mode, device_properties={"INFERENCE_PRECISION_HINT": "f32"})
     core, plan = prepare(zoo / "llama", "CPU", config)
-    last, several = Variant(8, 256), Variant(8, 256, 1, 5)
+    last, several = Variant(8, 256), Variant(8, 256, extra_logits=4)
     compiled = compile_all(core, plan.restricted((last, several))).compiled
     one, five = (
         run_apart(compiled[found], random_feeds(compiled[found], found))["logits"] for found in (last, several)

@@ -1,4 +1,5 @@
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -39,9 +40,13 @@ def test_variants_say_what_they_are():
 
 
 def test_a_variant_may_have_other_logits_than_sequences():
-    assert Variant(16, 64, 4) == Variant(16, 64, 4, 4) and str(Variant(16, 64, 4, 4)) == "prefill[16x64x4]"
-    assert str(Variant(4, 64, 1, 4)) == "prefill[4x64,logits=4]" and Variant(4, 64, 4, 8).phase == "generate"
-    assert Variant(4, 64) < Variant(4, 64, 1, 4) and Variant(4, 64) != Variant(4, 64, 1, 4)
+    assert Variant(16, 64, 4).num_logits == 4 and str(Variant(16, 64, 4)) == "prefill[16x64x4]"
+    assert str(Variant(4, 64, 1, 3)) == "prefill[4x64,logits=4]" and Variant(4, 64, 4, 4).phase == "generate"
+    assert Variant(4, 64) < Variant(4, 64, 1, 3) and Variant(4, 64) != Variant(4, 64, 1, 3)
+    assert (
+        replace(Variant(16, 64), sequences=4) == Variant(16, 64, 4) and replace(Variant(4, 64), rows=8).num_logits == 1
+    )
+    assert replace(Variant(16, 64, 1, 3), sequences=4).num_logits == 7, "drafts stay beside the rows of each sequence"
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bool", 1), ("int64", 8), ("float16", 2)])

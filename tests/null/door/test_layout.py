@@ -25,7 +25,9 @@ LEVELS = (
     "config",
     "properties ports",
     "results model_dir",
-    "compiler_passes kvcache",
+    "compiler_passes.graph kvcache",
+    "compiler_passes.states compiler_passes.inputs compiler_passes.rewrites compiler_passes.shapes",
+    "compiler_passes",
     "pipelines.generation pipelines.profiling pipelines.text.templates",
     "pipelines.programs",
     "pipelines.scheduling.interface pipelines.blobs",
@@ -33,7 +35,8 @@ LEVELS = (
     "pipelines.scheduling",
     "pipelines.engine",
     "pipelines.text pipelines.model_loader",
-    "pipelines",
+    "pipelines.chat_session",
+    "pipelines.llm_pipeline",
     "pipelines.simulator pipelines.diagnostics",
     "pipelines.simulator.papers",
     "cli pyinstaller",
@@ -98,6 +101,13 @@ def test_imports_are_absolute_and_in_order(root):
             mine, other = room_of(me), room_of(name)
             allowed = mine == other or RANKS[other] < RANKS[mine]
             assert allowed, f"{me} may not import {name}: {mine} lies below {other} or beside it"
+
+
+def test_the_diagram_of_imports_is_this_table(root):
+    page = (root / "docs" / "structure.md").read_text(encoding="utf-8")
+    diagram = re.search(r"\nImports point one way;(?s:.*?)\n\n((?:    .*\n)+)", page)[1]
+    labels = [[name.removeprefix("pipelines.").replace(".", "/") for name in line.split(" ")] for line in LEVELS]
+    assert [line.split() for line in diagram.splitlines()] == [*labels[:-1], ["__init__"]]
 
 
 def test_no_room_is_too_full(root):

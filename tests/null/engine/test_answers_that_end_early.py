@@ -36,7 +36,7 @@ def test_an_exception_while_answers_fork_ends_every_answer():
     for _ in range(10):
         engine.step()
     assert ends_of(request) == dict.fromkeys(range(4), "error"), "a reader waits for ever for an answer without an end"
-    assert not engine._live
+    assert engine.is_idle
 
 
 @pytest.mark.parametrize("index", [0, 2])

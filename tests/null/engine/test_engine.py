@@ -248,7 +248,7 @@ def test_closing_while_a_switch_is_pending_ends_every_request():
     engine.step()
     switched = []
     engine._start = lambda: None  # this thread serves
-    engine.switch(other.runner, other._options, lambda: switched.append(True))
+    engine.switch(other.runner, other._core.options, lambda: switched.append(True))
     engine.submit_state(waiting)
     for _ in range(3):
         engine.step()
@@ -264,7 +264,7 @@ def test_a_switch_happens_between_two_requests_and_is_told():
     engine.enqueue([running])
     engine.step()
     engine._start, switched = (lambda: None), []
-    engine.switch(other.runner, other._options, lambda: switched.append(engine.is_idle))
+    engine.switch(other.runner, other._core.options, lambda: switched.append(engine.is_idle))
     engine.submit_state(waiting)
     run_to_end(engine, [])
     assert engine.runner is other.runner and len(switched) == 1
@@ -278,7 +278,7 @@ def test_requests_that_wait_for_a_switch_may_leave():
     engine.enqueue([running])
     engine.step()
     engine._start = lambda: None
-    engine.switch(other.runner, other._options)
+    engine.switch(other.runner, other._core.options)
     cancelled, late, waiting = fake_request([4], 4), fake_request([5], 4, deadline=0.0), fake_request([6], 4)
     for request in (cancelled, late, waiting):
         engine.submit_state(request)

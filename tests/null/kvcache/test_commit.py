@@ -48,7 +48,7 @@ def test_a_draft_that_is_accepted_in_part_leaves_nothing_of_the_rest(prompts, dr
 )
 def test_logits_come_after_every_token_of_a_draft(prompt, draft, other):
     """Beside another sequence, which wants the logits after its last token only."""
-    runner = fake_runner([*VARIANTS, Variant(16, 64, 4, num_logits=8)])
+    runner = fake_runner([*VARIANTS, Variant(16, 64, 4, extra_logits=4)])
     first, second = runner.cache.open(), runner.cache.open()
     runner.prefill(first, prompt)
     segments = [Segment(first, np.array(draft), num_logits=len(draft)), Segment(second, np.array(other))]

@@ -6,7 +6,7 @@ from staticllm.ports import CallSizes, find_port, input_names, port_of
 KV = KVState(3, "key", "v", heads=2, head_dim=8)
 SCALE = KVState(3, "key", "v", heads=2, head_dim=2, is_scale=True)
 STATE = RecurrentState(1, "s", (1, 4, 6))
-VARIANT = Variant(16, 64, 4, 5)
+VARIANT = Variant(16, 64, 4, extra_logits=1)
 SHAPES = {
     "input_ids": (1, 16), "position_ids": (1, 16), "mask.causal": (1, 1, 16, 80), "mask.window:7": (1, 1, 16, 80),
     "key_positions": (1, 1, 1, 80), "query_positions": (1, 1, 16, 1), "logit_rows": (5,), "logits": (1, 5, 99),

@@ -1,3 +1,6 @@
+from functools import cache
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,6 +78,32 @@ def test_padding_is_weighed_against_another_call_by_measured_cost(seconds, expec
     assert [(variant.rows, count) for variant, count in plan] == expected
 
 
+@given(
+    st.sets(st.integers(1, 24), min_size=1, max_size=5), st.integers(1, 32), st.booleans(), st.booleans(), st.integers()
+)
+def test_no_other_chunks_are_cheaper(sizes, num_tokens, needs_real_rows, is_fresh, seed):
+    """All ways are compared with the plan's; a larger size may cost less, as with processors that compute in blocks."""
+    sizes, random = sorted(sizes | ({1} if needs_real_rows else set())), Random(seed)
+    index = VariantIndex([Variant(rows, kv_len) for rows in sizes for kv_len in (0, 16, 64)], needs_real_rows)
+    seconds = {variant: random.uniform(1.0, 1.0 + variant.rows) for variant in index.variants}
+
+    @cache
+    def cheapest(done):
+        if done == num_tokens:
+            return 0.0
+        ways = []
+        for rows in sizes:
+            variant = index.at(rows, 1, min(8 + done, 64), is_fresh and not done)
+            rest = num_tokens - done
+            if rows <= rest or not needs_real_rows:
+                ways.append(seconds[variant] + cheapest(min(done + rows, num_tokens)))
+        return min(ways)
+
+    plan = plan_chunks(index, seconds.__getitem__, num_tokens, 8, is_fresh)
+    assert sum(count for _, count in plan) == num_tokens
+    assert sum(seconds[variant] for variant, _ in plan) == pytest.approx(cheapest(0))
+
+
 def test_the_smallest_variant_that_holds_a_call():
     index = VariantIndex([Variant(1, 64), Variant(4, 64, 4), Variant(16, 0), Variant(16, 0, 4), Variant(16, 64, 4)])
     assert index.smallest(1, 1, 10) == Variant(1, 64)
@@ -106,13 +135,15 @@ def test_a_prompt_has_a_plan_where_holes_below_the_highest_row_must_hold_it():
 
 def test_variants_with_logits_of_their_own_are_found_only_by_their_own_look_up():
     ordinary = [Variant(1, 64), Variant(4, 64, 4), Variant(16, 0), Variant(16, 64)]
-    index = VariantIndex([*ordinary, Variant(4, 64, 1, 4), Variant(4, 128, 1, 4), Variant(8, 512, 2, 8)])
+    index = VariantIndex(
+        [*ordinary, Variant(4, 64, extra_logits=3), Variant(4, 128, extra_logits=3), Variant(8, 512, 2, extra_logits=6)]
+    )
     plain = VariantIndex(ordinary)
     assert (index.sizes, index.widest, index.max_kv_len) == (plain.sizes, plain.widest, plain.max_kv_len)
     assert index.smallest(2, 1, 100) is None and index.smallest(4, 1, 10) == plain.smallest(4, 1, 10)
     assert index.max_decoding(0) == plain.max_decoding(0)
-    assert index.with_logits(4, 1, 4, 10) == Variant(4, 64, 1, 4)
-    assert index.with_logits(3, 1, 2, 100) == Variant(4, 128, 1, 4)
+    assert index.with_logits(4, 1, 4, 10) == Variant(4, 64, extra_logits=3)
+    assert index.with_logits(3, 1, 2, 100) == Variant(4, 128, extra_logits=3)
     assert index.with_logits(4, 2, 3, 10) == Variant(4, 64, 4), "one that has logits after four rows anyway"
     assert index.with_logits(9, 1, 2, 10) is None and index.with_logits(1, 1, 1, 10) == Variant(1, 64)
     assert index.with_logits(9, 1, 1, 999, is_fresh=True) == Variant(16, 0)

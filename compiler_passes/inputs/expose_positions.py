@@ -15,10 +15,11 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import StepGraph, consumers, is_live, redirect, upstream
+from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK
+from staticllm.compiler_passes.graph.step_graph import StepGraph, consumers, is_live, redirect, upstream
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
-from staticllm.ports import CallSizes, Port, find_port
+from staticllm.ports import INPUT_IDS, POSITION_IDS, CallSizes, Port, find_port
 
 STAGE = "expose_positions"
 NEWS = (7, 11, 13)
@@ -47,7 +48,7 @@ _KEEPS_POSITIONS = frozenset(
         "Clamp",
     }
 )
-_ATTENTION_MASK, _PER_TOKEN = Port("attention_mask", ("1", "T+S"), "int64"), Port(".*", ("S",))
+_MASK_PORT, _PER_TOKEN = Port(ATTENTION_MASK, ("1", "T+S"), "int64"), Port(".*", ("S",))
 """Inputs of exported models that step programs do not have."""
 Values = dict[int, NDArray[np.generic]]
 
@@ -84,8 +85,8 @@ def _redirect_positions(graph: StepGraph, nodes: list[ov.Node], max_kv_len: int)
         if output.get_node().get_instance_id() in leading
     ]
     for output in found:
-        position_ids = graph.parameter("position_ids") or graph.add_parameter(
-            "position_ids", ov.PartialShape([1, -1]), ov.Type.i64
+        position_ids = graph.parameter(POSITION_IDS) or graph.add_parameter(
+            POSITION_IDS, ov.PartialShape([1, -1]), ov.Type.i64
         )
         positions = _like(output, position_ids)
         is_last = output.get_node().get_instance_id() in varying
@@ -105,7 +106,7 @@ def _compares_positions(graph: StepGraph) -> bool:
     Raises:
         UnsupportedModelError: a position is picked by its place in the call; the message names the node.
     """
-    parameter = graph.parameter("position_ids")
+    parameter = graph.parameter(POSITION_IDS)
     if parameter is None:
         return False
     queue, reached = consumers(parameter.output(0)), {parameter.get_instance_id()}
@@ -180,7 +181,7 @@ def _evaluate(model: ov.Model, past: int, new: int) -> Values:
         sources = {value.get_node().get_instance_id() for value in node.input_values()}
         if kind == "Constant" or (sources and sources <= constant):
             constant.add(key)
-        elif kind == "Parameter" and "attention_mask" in node.output(0).get_names():
+        elif kind == "Parameter" and ATTENTION_MASK in node.output(0).get_names():
             ones = np.ones((1, past + new), node.get_element_type().to_dtype())
             lengths.add(_feed(node, ops.constant(ones)))
         elif kind == "ShapeOf" and not sources <= lengths and node.input_value(0).get_partial_shape().is_static:
@@ -210,7 +211,7 @@ def _values(nodes: list[ov.Node], wanted: list[int]) -> Values:
 def _probe_shape(port: ov.Output, past: int, new: int) -> ov.PartialShape:
     """Return the shape of an input in a call of ``new`` tokens over ``past`` KV slots; an unknown one has a value per token."""
     sizes = CallSizes((new, new), (past, past), (new, new))
-    contracts = [_ATTENTION_MASK if name == "attention_mask" else find_port(name) for name in port.get_names()]
+    contracts = [_MASK_PORT if name == ATTENTION_MASK else find_port(name) for name in port.get_names()]
     contract = next((found for found in contracts if found is not None), _PER_TOKEN)
     shape = port.get_partial_shape()
     for axis, bounds in contract.ranges(len(shape), sizes).items():
@@ -220,7 +221,7 @@ def _probe_shape(port: ov.Output, past: int, new: int) -> ov.PartialShape:
 
 def _drop_attention_mask(graph: StepGraph) -> None:
     """Feed ones to the nodes that still read ``attention_mask``, one per KV slot and token."""
-    parameter = graph.parameter("attention_mask")
+    parameter = graph.parameter(ATTENTION_MASK)
     if parameter is None:
         return
     if is_live(graph.model, parameter):
@@ -231,7 +232,7 @@ def _drop_attention_mask(graph: StepGraph) -> None:
         shape = ops.concat([ops.constant(np.array([1], np.int64)), length], 0)
         one = ops.constant(np.ones((), parameter.get_element_type().to_dtype()))
         redirect(parameter.output(0), ops.broadcast(one, shape).output(0))
-        graph.note(STAGE, "attention_mask is read beside the masks: it reads ones")
+        graph.note(STAGE, f"{ATTENTION_MASK} is read beside the masks: it reads ones")
     graph.model.remove_parameter(parameter)
     graph.model.validate_nodes_and_infer_types()
 
@@ -244,21 +245,21 @@ def _refuse_lengths(graph: StepGraph) -> None:
     Raises:
         UnsupportedModelError: a node counts them; the message names it.
     """
-    parameter = graph.parameter("attention_mask")
+    parameter = graph.parameter(ATTENTION_MASK)
     queue = consumers(parameter.output(0)) if parameter is not None else []
     while queue:
         node = queue.pop()
         if node.get_type_name() in ("ShapeOf", "CumSum", "ReduceSum"):
             what = f"{node.get_type_name()} {node.get_friendly_name()!r}"
-            raise UnsupportedModelError(STAGE, f"{what} counts the tokens of a conversation in attention_mask")
+            raise UnsupportedModelError(STAGE, f"{what} counts the tokens of a conversation in {ATTENTION_MASK}")
         if node.get_type_name() in ("Convert", "Unsqueeze", "Squeeze", "Reshape"):
             queue += consumers(node.output(0))
 
 
 def _num_tokens(graph: StepGraph) -> ov.Node:
-    tokens = graph.parameter("input_ids")
+    tokens = graph.parameter(INPUT_IDS)
     if tokens is None:
-        raise UnsupportedModelError(STAGE, "the model has no input 'input_ids'")
+        raise UnsupportedModelError(STAGE, f"the model has no input {INPUT_IDS!r}")
     return ops.gather(ops.shape_of(tokens), ops.constant([1]), ops.constant(0))
 
 

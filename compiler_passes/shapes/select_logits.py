@@ -10,7 +10,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import StepGraph, consumers
+from staticllm.compiler_passes.graph.step_graph import StepGraph, consumers
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import LOGIT_ROWS, LOGITS
 
@@ -26,7 +26,7 @@ def select_logits(graph: StepGraph) -> None:
     Raises:
         UnsupportedModelError: the model has no output ``logits``.
     """
-    result = _logits_result(graph.model)
+    result = _logits_result(graph)
     head = _head(result)
     source = head.input(0) if head is not None else result.input(0)
     rows = graph.add_parameter(LOGIT_ROWS, ov.PartialShape([-1]), ov.Type.i64)
@@ -39,13 +39,14 @@ def select_logits(graph: StepGraph) -> None:
     graph.note(STAGE, f"rows are picked {where}")
 
 
-def _logits_result(model: ov.Model) -> ov.Node:
-    for port in model.outputs:
+def _logits_result(graph: StepGraph) -> ov.Node:
+    for port in graph.model.outputs:
         if LOGITS in port.get_names():
             return port.get_node()
-    names = [name for port in model.outputs for name in port.get_names() if not name.startswith("present.")]
+    states = {state.present_name for state in graph.ports}
+    names = sorted(name for port in graph.model.outputs for name in port.get_names() - states)
     raise UnsupportedModelError(
-        STAGE, f"the model has no output 'logits' (it has {names}): not a causal language model"
+        STAGE, f"the model has no output {LOGITS!r} (it has {names}): not a causal language model"
     )
 
 

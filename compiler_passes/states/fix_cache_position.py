@@ -12,11 +12,11 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import StepGraph, consumers, redirect
+from staticllm.compiler_passes.graph.exported_inputs import CACHE_POSITION
+from staticllm.compiler_passes.graph.step_graph import StepGraph, consumers, redirect
 from staticllm.errors import UnsupportedModelError
 
 STAGE = "fix_cache_position"
-PORT = "cache_position"
 LAST_PLACE = 1 << 30  # the graph clamps it to the end of its window
 
 
@@ -26,15 +26,17 @@ def fix_cache_position(graph: StepGraph) -> None:
     Raises:
         UnsupportedModelError: another node reads it, or the model has keys and values as well.
     """
-    parameter = graph.parameter(PORT)
+    parameter = graph.parameter(CACHE_POSITION)
     if parameter is None:
         return
     for reader in consumers(parameter.output(0)):
         if reader.get_type_name() not in ("ShapeOf", "Clamp", "Minimum"):
             what = f"{reader.get_type_name()} {reader.get_friendly_name()!r}"
-            raise UnsupportedModelError(STAGE, f"{what} reads {PORT} as something other than a place in a window")
+            raise UnsupportedModelError(
+                STAGE, f"{what} reads {CACHE_POSITION} as something other than a place in a window"
+            )
     if graph.kv_states:
-        raise UnsupportedModelError(STAGE, f"{PORT} beside keys and values is not supported")
+        raise UnsupportedModelError(STAGE, f"{CACHE_POSITION} beside keys and values is not supported")
     place = ops.constant(np.array([LAST_PLACE]), parameter.get_element_type())
     redirect(parameter.output(0), place.output(0))
     graph.model.remove_parameter(parameter)
@@ -43,4 +45,4 @@ def fix_cache_position(graph: StepGraph) -> None:
         if port.partial_shape.rank.get_length() == 2:
             port.get_node().set_partial_shape(ov.PartialShape([1, 1]))
     graph.model.validate_nodes_and_infer_types()
-    graph.note(STAGE, f"{PORT} is the end of the window: one token per call")
+    graph.note(STAGE, f"{CACHE_POSITION} is the end of the window: one token per call")

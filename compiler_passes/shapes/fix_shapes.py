@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import StepGraph, redirect
+from staticllm.compiler_passes.graph.step_graph import StepGraph, redirect
 from staticllm.core import Variant
 from staticllm.ports import CallSizes, port_of
 
@@ -17,7 +17,7 @@ def fix_shapes(graph: StepGraph, variant: Variant) -> ov.Model:
     """Return a copy of the model at exactly the sizes of ``variant``. With KV length 0 it has no past ports."""
     model = graph.model.clone()
     if variant.kv_len == 0:
-        _drop_past(model)
+        _drop_past(model, {state.past_name for state in graph.kv_states})
     return _reshaped(model, CallSizes.of(variant))
 
 
@@ -37,9 +37,9 @@ def _reshaped(model: ov.Model, sizes: CallSizes) -> ov.Model:
     return model
 
 
-def _drop_past(model: ov.Model) -> None:
+def _drop_past(model: ov.Model, past_names: Collection[str]) -> None:
     for parameter in model.get_parameters():
-        if not parameter.output(0).get_any_name().startswith("past."):
+        if parameter.output(0).get_any_name() not in past_names:
             continue
         _bypass_concats(parameter.output(0))
         redirect(parameter.output(0), _no_rows(parameter).output(0))

@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 import openvino as ov
 
-from staticllm.compiler_passes.attention import find_attentions
-from staticllm.compiler_passes.graph import LiftedState, StepGraph, consumers, through
+from staticllm.compiler_passes.graph.attention import find_attentions
+from staticllm.compiler_passes.graph.step_graph import LiftedState, StepGraph, consumers, through
 from staticllm.core import KVState, RecurrentState
 from staticllm.errors import UnsupportedModelError
 
@@ -24,7 +24,7 @@ Port = tuple[int, int]
 
 
 def keep_new_rows(graph: StepGraph) -> None:
-    """Rename KV states to ``past.<layer>.key|value`` and cut their results down to the new rows.
+    """Name the ports of KV states ``past.<layer>.key|value`` and cut their results down to the new rows.
 
     Raises:
         UnsupportedModelError: a state neither grows by the new rows nor has a fixed size; the message names it.
@@ -36,7 +36,9 @@ def keep_new_rows(graph: StepGraph) -> None:
         places[_port(attention.values)] = layer, "value"
     for index, state in enumerate(graph.states):
         if state.past.get_partial_shape().is_static:
-            graph.recurrent_states.append(_recurrent(index, state))
+            recurrent = _recurrent(index, state)
+            _name_ports(state, recurrent)
+            graph.recurrent_states.append(recurrent)
             continue
         concat = _growing_concat(state)
         _check_starts_empty(state)
@@ -46,8 +48,7 @@ def keep_new_rows(graph: StepGraph) -> None:
             raise UnsupportedModelError(STAGE, f"state {state.variable_id!r} has shape {shape}: heads must be known")
         kv_state = KVState(layer, role, state.variable_id, shape[1].get_length(), shape[3].get_length())
         state.present.input(0).replace_source_output(concat.input_value(1))
-        _rename(state.past, kv_state.past_name)
-        _rename(state.present, kv_state.present_name)
+        _name_ports(state, kv_state)
         graph.kv_states.append(kv_state)
     graph.kv_states.sort(key=lambda kv_state: (kv_state.layer, kv_state.role))
     graph.model.validate_nodes_and_infer_types()
@@ -120,6 +121,7 @@ def _place(concat: ov.Node, state: LiftedState, places: dict[Port, tuple[int, Ro
     )
 
 
-def _rename(node: ov.Node, name: str) -> None:
-    node.set_friendly_name(name)
-    node.output(0).set_names({name})
+def _name_ports(state: LiftedState, found: KVState | RecurrentState) -> None:
+    for node, name in ((state.past, found.past_name), (state.present, found.present_name)):
+        node.set_friendly_name(name)
+        node.output(0).set_names({name})

@@ -18,9 +18,9 @@ from staticllm.pipelines.blobs.blob_set import MANIFEST, ImportTarget, is_ours, 
 from staticllm.pipelines.blobs.check import matches
 from staticllm.pipelines.blobs.fingerprint import Fingerprint, fingerprint_model, layout_values, machine_values
 from staticllm.pipelines.blobs.manifest import LAYOUT_FIELDS, Manifest, VariantFile, shape_to_json
+from staticllm.pipelines.model_loader.job import Job
 from staticllm.pipelines.programs.build import CompiledPrograms, compile_all
 from staticllm.pipelines.programs.compile_plan import CompilePlan, phase_properties, prepare, program_layout
-from staticllm.pipelines.programs.job import Job
 
 WEIGHTS = "WEIGHTS_PATH"
 """A property of devices that can leave weights out of blobs."""

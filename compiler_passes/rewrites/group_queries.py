@@ -2,7 +2,8 @@
 
 Exporters repeat each key/value head for its group of query heads (Unsqueeze, Broadcast, Reshape). With 7 query heads per
 key/value head, a decode step then spends most of its time copying. Instead this pass arranges the queries of a group along the
-rows, ``[1, kv_heads, group*S, head_dim]``, and repeats the mask ``group`` times. The sums and their order are the same.
+rows, ``[1, kv_heads, group*S, head_dim]``. The scores are seen as ``[kv_heads, group, S, T+S]`` while the mask is added, so that
+the mask is broadcast and never repeated. The sums and their order are the same.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import StepGraph, redirect, through
+from staticllm.compiler_passes.graph.step_graph import StepGraph, redirect, through
+from staticllm.compiler_passes.rewrites.decompose_attention import attention_products
 
 STAGE = "group_queries"
 PLAIN_INPUTS = 5  # query, key, value, mask, scale: a sink input would have to be repeated as well
@@ -19,11 +21,10 @@ PLAIN_INPUTS = 5  # query, key, value, mask, scale: a sink input would have to b
 
 def group_queries(graph: StepGraph) -> None:
     """Regroup every attention whose keys and values are repeated alike. The others are left alone and noted."""
-    tiled: dict[tuple[int, int], ov.Node] = {}
     attentions = graph.attentions()
     regrouped = 0
     for node in attentions:
-        reason = _regroup(node, tiled)
+        reason = _regroup(node)
         if reason is None:
             regrouped += 1
         elif reason:
@@ -32,7 +33,7 @@ def group_queries(graph: StepGraph) -> None:
     graph.note(STAGE, f"{regrouped} of {len(attentions)} layers regrouped")
 
 
-def _regroup(attention: ov.Node, tiled: dict[tuple[int, int], ov.Node]) -> str | None:
+def _regroup(attention: ov.Node) -> str | None:
     """Regroup one attention; return None, or the reason why it is left alone, which is empty if nothing is repeated."""
     key, value = (_unrepeated(attention.input_value(port)) for port in (1, 2))
     if key is None and value is None:
@@ -48,10 +49,10 @@ def _regroup(attention: ov.Node, tiled: dict[tuple[int, int], ov.Node]) -> str |
         return f"{num_heads} query heads do not divide into {kv_heads} key heads"
     group = num_heads // kv_heads
     grouped = ops.reshape(query, np.array([1, kv_heads, -1, head_dim]), special_zero=False)
-    scale = attention.input_values()[4:5]
-    fused = ops.scaled_dot_product_attention(
-        grouped, key, value, _tile(attention.input_value(3), group, tiled), *scale, causal=False
-    )
+    mask, scale = attention.input_value(3), attention.input_values()[4:5]
+    if _dims(mask, 1) != [1]:  # a plane per head, for example with distances
+        mask = ops.reshape(mask, np.array([kv_heads, group, -1, 0]), special_zero=True).output(0)
+    fused = attention_products(grouped.output(0), key, value, mask, scale[0] if scale else None, (kv_heads, group))
     fused.set_friendly_name(attention.get_friendly_name())
     (value_dim,) = _dims(value, 3)
     back = ops.reshape(fused, np.array([1, num_heads, -1, value_dim]), special_zero=False)
@@ -78,20 +79,3 @@ def _unrepeated(output: ov.Output) -> ov.Output | None:
     rows, lifted = unsqueeze.input_value(0), unsqueeze.get_output_partial_shape(0)
     repeated_axis_is_2 = lifted.rank.is_static and lifted.rank.get_length() == 5 and lifted[2] == 1
     return rows if repeated_axis_is_2 and rows.get_partial_shape().rank.get_length() == 4 else None
-
-
-def _tile(mask: ov.Output, group: int, tiled: dict[tuple[int, int], ov.Node]) -> ov.Node:
-    """Repeat the mask once per query of the group, ``[1, 1, group*S, T+S]``, as one node for all layers that share the mask.
-
-    A mask with a plane per head, ``[1, heads, S, T+S]``, is only reshaped, to ``[1, kv_heads, group*S, T+S]``.
-    """
-    key = (mask.get_node().get_instance_id(), group)
-    if key not in tiled:
-        (heads,) = _dims(mask, 1)
-        if heads > 1:
-            columns = ops.gather(ops.shape_of(mask), np.array([3]), np.array(0))
-            lead = ops.constant(np.array([1, heads // group, -1]))
-            tiled[key] = ops.reshape(mask, ops.concat([lead, columns], 0), special_zero=False)
-        else:
-            tiled[key] = ops.tile(mask, np.array([1, 1, group, 1]))
-    return tiled[key]

@@ -11,9 +11,9 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.attention import Attention, find_attentions
-from staticllm.compiler_passes.classify_mask import STAGE, Seen, classify, key_of
-from staticllm.compiler_passes.graph import StepGraph
+from staticllm.compiler_passes.graph.attention import Attention, find_attentions
+from staticllm.compiler_passes.graph.step_graph import StepGraph
+from staticllm.compiler_passes.inputs.classify_mask import STAGE, Seen, classify, key_of
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, MaskKind
 from staticllm.errors import UnsupportedModelError
 

@@ -11,7 +11,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import StepGraph, redirect
+from staticllm.compiler_passes.graph.step_graph import StepGraph, redirect
 
 STAGE = "decompose_attention"
 PLAIN_INPUTS = 5  # query, key, value, mask, scale: a sink input takes part in the softmax
@@ -37,16 +37,34 @@ def _decompose(attention: ov.Node) -> str | None:
     if attention.get_input_size() > PLAIN_INPUTS:
         return "it has an attention sink"
     query, key, value, mask, *scale = attention.input_values()
-    head_dim = query.get_partial_shape()[-1]
-    if head_dim.is_dynamic and not scale:
+    if query.get_partial_shape()[-1].is_dynamic and not scale:
         return "its head size is not known"
-    if scale:
-        factor = ops.convert_like(scale[0], query)
-    else:
-        factor = ops.convert_like(ops.constant(np.float32(head_dim.get_length() ** -0.5)), query)
-    scores = ops.matmul(ops.multiply(query, factor), key, transpose_a=False, transpose_b=True)
-    weights = ops.softmax(ops.add(scores, ops.convert_like(mask, query)), axis=-1)
-    result = ops.matmul(weights, value, transpose_a=False, transpose_b=False)
+    result = attention_products(query, key, value, mask, scale[0] if scale else None)
     result.set_friendly_name(attention.get_friendly_name())
     redirect(attention.output(0), result.output(0))
     return None
+
+
+def attention_products(
+    query: ov.Output,
+    key: ov.Output,
+    value: ov.Output,
+    mask: ov.Output,
+    scale: ov.Output | None,
+    mask_heads: tuple[int, int] | None = None,
+) -> ov.Node:
+    """Return softmax(query · key + mask) · value, written out, with the queries scaled by ``scale`` or by 1 / sqrt(head_dim).
+
+    ``mask_heads``: the first two axes that the scores have while ``mask`` is added; None leaves them as they are.
+    """
+    if scale is None:
+        scale = ops.constant(np.float32(query.get_partial_shape()[-1].get_length() ** -0.5)).output(0)
+    factor = ops.convert_like(scale, query)
+    scores = ops.matmul(ops.multiply(query, factor), key, transpose_a=False, transpose_b=True)
+    kv_heads = scores.get_output_partial_shape(0)[1]
+    if mask_heads is not None:
+        scores = ops.reshape(scores, np.array([*mask_heads, -1, 0]), special_zero=True)
+    weights = ops.softmax(ops.add(scores, ops.convert_like(mask, query)), axis=-1)
+    if mask_heads is not None:
+        weights = ops.reshape(weights, np.array([1, kv_heads.get_length(), -1, 0]), special_zero=True)
+    return ops.matmul(weights, value, transpose_a=False, transpose_b=False)

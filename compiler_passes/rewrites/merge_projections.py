@@ -16,7 +16,7 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import StepGraph, compressed_weights, consumers, redirect
+from staticllm.compiler_passes.graph.step_graph import StepGraph, compressed_weights, consumers, redirect
 
 STAGE = "merge_projections"
 SMALL_BYTES = 1 << 20

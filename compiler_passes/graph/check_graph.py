@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import openvino as ov
 
-from staticllm.compiler_passes.graph import StepGraph
+from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.errors import UnsupportedModelError
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import StepGraph, named_parameter, named_result, redirect
+from staticllm.compiler_passes.graph.step_graph import StepGraph, named_parameter, named_result, redirect
 from staticllm.core import KVState, KVType
 
 STAGE = "store_kv_as"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import openvino as ov
 
-from staticllm.compiler_passes.graph import consumers
+from staticllm.compiler_passes.graph.step_graph import consumers
 
 FUSED = "ScaledDotProductAttention"
 KEY_PORT, VALUE_PORT, MASK_PORT = 1, 2, 3

@@ -9,7 +9,15 @@ from __future__ import annotations
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import LiftedState, StepGraph, consumers, named_parameter, named_result, redirect
+from staticllm.compiler_passes.graph.exported_inputs import BEAM_IDX
+from staticllm.compiler_passes.graph.step_graph import (
+    LiftedState,
+    StepGraph,
+    consumers,
+    named_parameter,
+    named_result,
+    redirect,
+)
 from staticllm.errors import UnsupportedModelError
 
 STAGE = "lift_state"
@@ -17,6 +25,8 @@ STAGE = "lift_state"
 
 def lift_state(graph: StepGraph) -> None:
     """Replace every state by a parameter ``state.<i>`` and a result ``state.<i>.next``, and set the batch to 1.
+
+    ``keep_new_rows`` gives the ports the names that they have in a step program.
 
     Raises:
         UnsupportedModelError: the model has no state, or a state is not both read and assigned, or has no known rank.
@@ -70,7 +80,7 @@ def _lift(model: ov.Model, index: int, variable_id: str, read: ov.Node, assign: 
 
 def _drop_beams(graph: StepGraph) -> None:
     """Remove gathers by ``beam_idx``, which are the identity with batch 1; any other reader gets the constant [0]."""
-    beam_idx = graph.parameter("beam_idx")
+    beam_idx = graph.parameter(BEAM_IDX)
     if beam_idx is None:
         return
     for reader in consumers(beam_idx.output(0)):

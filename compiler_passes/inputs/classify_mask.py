@@ -17,10 +17,12 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph import upstream
+from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, INPUTS_EMBEDS
+from staticllm.compiler_passes.graph.step_graph import upstream
 from staticllm.core import MaskKind
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
+from staticllm.ports import INPUT_IDS, POSITION_IDS
 
 STAGE = "expose_mask"
 VISIBLE, HIDDEN_BELOW = 0.0, -1e4
@@ -177,12 +179,12 @@ def _probe_input(parameter: ov.Node, probe: Probe, random: np.random.Generator) 
     names = parameter.output(0).get_names()
     shape = parameter.get_partial_shape()
     dtype = parameter.get_element_type().to_dtype()
-    if "attention_mask" in names:
+    if ATTENTION_MASK in names:
         return np.ones((1, probe.past + probe.new), dtype)
-    if "position_ids" in names:
+    if POSITION_IDS in names:
         positions = np.arange(probe.past, probe.past + probe.new, dtype=dtype)
         return np.broadcast_to(positions, [*(d.get_length() for d in list(shape)[:-1]), probe.new]).copy()
-    tokens = probe.new if "input_ids" in names or "inputs_embeds" in names else probe.past
+    tokens = probe.new if INPUT_IDS in names or INPUTS_EMBEDS in names else probe.past
     sizes = [d.get_length() if d.is_static else tokens for d in shape]
     return (
         random.integers(0, 50, sizes).astype(dtype)

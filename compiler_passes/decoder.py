@@ -1,0 +1,33 @@
+"""Lists the passes of a causal language model in their order, which are the whole compiler of its step programs."""
+
+from __future__ import annotations
+
+from staticllm.compiler_passes.inputs.expose_mask import expose_mask
+from staticllm.compiler_passes.inputs.expose_positions import expose_positions
+from staticllm.compiler_passes.pass_pipeline import Pass, PassPipeline
+from staticllm.compiler_passes.rewrites.decompose_attention import decompose_attention
+from staticllm.compiler_passes.rewrites.group_queries import group_queries
+from staticllm.compiler_passes.rewrites.merge_projections import merge_projections
+from staticllm.compiler_passes.shapes.select_logits import select_logits
+from staticllm.compiler_passes.states.fix_cache_position import fix_cache_position
+from staticllm.compiler_passes.states.keep_new_rows import keep_new_rows
+from staticllm.compiler_passes.states.lift_state import lift_state
+from staticllm.compiler_passes.states.store_kv_as import store_kv_as
+
+DECODER = PassPipeline(
+    (
+        Pass("lift_state", lambda graph, options: lift_state(graph)),
+        Pass("keep_new_rows", lambda graph, options: keep_new_rows(graph)),
+        Pass("fix_cache_position", lambda graph, options: fix_cache_position(graph)),
+        Pass("expose_mask", lambda graph, options: expose_mask(graph, options.max_kv_len)),
+        Pass("expose_positions", lambda graph, options: expose_positions(graph, options.max_kv_len)),
+        Pass("select_logits", lambda graph, options: select_logits(graph)),
+        Pass("group_queries", lambda graph, options: group_queries(graph)),
+        Pass("decompose_attention", lambda graph, options: decompose_attention(graph)),
+        Pass("merge_projections", lambda graph, options: merge_projections(graph)),
+        Pass("store_kv_as", lambda graph, options: store_kv_as(graph, options.kv_type)),
+    )
+)
+"""Lowers a stateful model to a pure function. The sizes of a variant are set afterwards, by ``LoweredModel``."""
+DECODER_UNMERGED = DECODER.without("merge_projections")
+"""The same for devices on which merged projections are not faster."""

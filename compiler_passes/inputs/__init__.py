@@ -1,0 +1,1 @@
+"""Turns masks and positions that a model computes from lengths into inputs that the host fills."""

@@ -1,0 +1,72 @@
+"""Defines a pass pipeline, which is a list of named passes in their order, and runs it with a check after each pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from staticllm.compiler_passes.graph.check_graph import check_graph
+from staticllm.compiler_passes.graph.step_graph import StepGraph
+from staticllm.core import KVType
+
+
+@dataclass(frozen=True)
+class LoweringOptions:
+    """The options of the passes.
+
+    ``max_kv_len``: the largest KV length of any variant. ``kv_type``: the element type of the KV slots.
+    """
+
+    max_kv_len: int
+    kv_type: KVType = "f32"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A named entry of a pipeline. ``run`` changes the graph in place and adds a note of what it matched."""
+
+    name: str
+    run: Callable[[StepGraph, LoweringOptions], None]
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """The effect of one pass, for ``staticllm inspect``."""
+
+    name: str
+    nodes_before: int
+    nodes_after: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PassPipeline:
+    """Passes in the order in which they run. A kind of model, or a device, that needs other passes has its own pipeline."""
+
+    passes: tuple[Pass, ...]
+
+    def without(self, name: str) -> PassPipeline:
+        """Return the pipeline without the pass of this name.
+
+        Raises:
+            ValueError: the pipeline has no such pass.
+        """
+        if name not in (entry.name for entry in self.passes):
+            raise ValueError(f"the pipeline has no pass {name!r}")
+        return PassPipeline(tuple(entry for entry in self.passes if entry.name != name))
+
+    def run(self, graph: StepGraph, options: LoweringOptions) -> tuple[PassReport, ...]:
+        """Run every pass on ``graph``, which is changed in place, and check the graph after each.
+
+        Raises:
+            UnsupportedModelError: a pass cannot lower the graph; the message names the pass and the node.
+        """
+        return tuple(_run(entry, graph, options) for entry in self.passes)
+
+
+def _run(entry: Pass, graph: StepGraph, options: LoweringOptions) -> PassReport:
+    num_nodes = len(graph.model.get_ordered_ops())
+    entry.run(graph, options)
+    check_graph(graph, entry.name)
+    notes = tuple(graph.notes.get(entry.name, ()))
+    return PassReport(entry.name, num_nodes, len(graph.model.get_ordered_ops()), notes)

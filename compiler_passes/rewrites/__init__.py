@@ -1,0 +1,1 @@
+"""Rewrites attention and projections into forms that compute the same values faster."""

@@ -1,0 +1,1 @@
+"""Turns the state of a model into inputs and outputs, and states of keys and values into KV slots."""

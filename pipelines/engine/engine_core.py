@@ -1,0 +1,250 @@
+"""Serves requests on one device, one step at a time: plan, run, choose. It has no thread and no lock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from staticllm.core import FinishReason
+from staticllm.errors import DeviceError, as_ours
+from staticllm.pipelines.engine.batch import Batch, BatchBuilder, Unrunnable
+from staticllm.pipelines.engine.kv_manager import KVCacheManager, make_kv_manager
+from staticllm.pipelines.engine.options import EngineOptions
+from staticllm.pipelines.engine.quarantine import Quarantine
+from staticllm.pipelines.engine.recording import CallContext, call_context, request_record, step_record
+from staticllm.pipelines.engine.request import RequestState, SequenceState
+from staticllm.pipelines.profiling.records import HostTimes, StepRecord
+from staticllm.pipelines.profiling.stats import Profiler
+from staticllm.pipelines.programs.model_runner import Logits, ModelRunner, SegmentResult, StepResult, not_finite
+from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus
+from staticllm.pipelines.scheduling.planner import NoPlanError, Planner
+from staticllm.pipelines.scheduling.request_table import RequestTable
+
+
+class EngineCore:
+    """The requests of one device and the steps that serve them. One thread at a time; in an ``Engine`` the engine's thread.
+
+    ``requests`` holds the requests that were admitted and have not ended, by id.
+    """
+
+    def __init__(self, runner: ModelRunner, policy: Policy, options: EngineOptions) -> None:
+        self.profiler = Profiler()
+        self.requests: dict[int, RequestState] = {}
+        self._planner = Planner(policy)
+        self._unposted: list[SequenceState] = []  # the last call chose tokens for them that are not posted yet
+        self._unrecorded: list[StepRecord] = []
+        self._preempted: list[int] = []  # since the last call
+        self.install(runner, options)
+
+    def install(self, runner: ModelRunner, options: EngineOptions) -> None:
+        """Install a runner, with an empty request table and an empty KV cache. No request may be left."""
+        assert not self.requests
+        self.runner, self.options = runner, options
+        self._table = RequestTable(options.limits)
+        self.kv_manager: KVCacheManager = make_kv_manager(runner.cache, self._table, options)
+        self._quarantine = Quarantine()
+        self._batches = BatchBuilder(runner, self._table, self.kv_manager, self._quarantine)
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of admitted requests that hold no slots."""
+        return self._table.count(RequestStatus.WAITING)
+
+    @property
+    def is_offloading(self) -> bool:
+        """Whether cached slots are on their way to the host pool; ``step`` moves them even without requests."""
+        return self.kv_manager.prefix.is_offloading
+
+    @property
+    def has_unknown_costs(self) -> bool:
+        """Whether ``measure_next`` has something to measure."""
+        return not self.runner.probe.is_done
+
+    def measure_next(self, is_needed: Callable[[], bool]) -> None:
+        """Measure the cost of one more variant, without a request; given up as soon as ``is_needed`` is true."""
+        self.runner.probe.measure_next(is_needed)
+
+    def admit(self, request: RequestState) -> None:
+        """Add a request; ``step`` serves it from now on."""
+        self.requests[request.request.id] = request
+        self.kv_manager.add(request.sequences[0])
+
+    def step(self) -> None:
+        """End requests that were cancelled or are past their deadline, then run one device call if requests are left.
+
+        Any exception leaves requests that only ``end_all`` can end.
+        """
+        self._end_expired()
+        if self.requests:
+            self._execute()
+        if not self.requests:
+            self._post()
+            self.kv_manager.run_idle_work()
+
+    def end_all(self, reason: FinishReason, error: Exception | None = None) -> None:
+        """End every admitted request, in any state that an exception left."""
+        for state in self.kv_manager.clear():
+            self._report(state, reason, error)
+        for request in self.requests.values():  # after an exception in the middle of ending one
+            request.finish_from(0, reason, error)
+        self.requests.clear()
+
+    def refuse(self, request: RequestState, reason: FinishReason) -> None:
+        """End a request that was not admitted."""
+        self.profiler.record(request_record(request.sequences[0], reason))
+        request.finish_from(0, reason)
+
+    def close(self) -> None:
+        """End the thread of a user's policy, if it has one."""
+        self._planner.close()
+
+    def _end_expired(self) -> None:
+        now = time.perf_counter()
+        for state in list(self.kv_manager.states.values()):
+            if (reason := state.finish_reason_at(now)) is not None:
+                self._end(state, reason)
+
+    def _execute(self) -> None:
+        """Plan, run and choose. The chosen tokens are posted, and the call is recorded, while the next call runs."""
+        begin = time.perf_counter()
+        batch = self._prepare()
+        if batch is None:
+            return
+        ready = time.perf_counter()
+        result = self._run(batch)
+        if result is None:
+            return
+        context = self._count_call(batch, result.device_seconds)
+        chosen = time.perf_counter()
+        for entry, segment in zip(batch.entries, result.segments, strict=True):
+            self._take_result(entry.state, segment, result)
+        host = HostTimes(ready - begin, result.prepare_seconds, result.commit_seconds, time.perf_counter() - chosen)
+        self._unposted += [entry.state for entry in batch.entries]
+        self._unrecorded.append(step_record(batch, result.start, result.device_seconds, context, host))
+
+    def _prepare(self) -> Batch | None:
+        """Plan and build the next batch. None if the first request cannot run at all; it is ended."""
+        try:
+            batch = self._batches.prepare(self._plan())
+        except NoPlanError as error:
+            batch = Unrunnable(self.kv_manager.states[error.request])
+        self._preempted += batch.preempted
+        if isinstance(batch, Batch):
+            return batch
+        reason = DeviceError(
+            f"no program or not enough slots for this request of {len(batch.state.tokens)} tokens: load with more "
+            "KV_SLOTS, or with larger PREFILL_ROWS or GENERATE_KV_LENS"
+        )
+        self._end(batch.state, FinishReason.ERROR, reason)
+        return None
+
+    def _plan(self) -> Plan:
+        runner, manager = self.runner, self.kv_manager
+        device = Device(runner.index, runner.costs, runner.cache.slots.high_slot, runner.is_complete)
+        return self._planner.plan(
+            self._table.view(time.perf_counter(), manager.free_slots, manager.host_pool.free_slots, device)
+        )
+
+    def _run(self, batch: Batch) -> StepResult | None:
+        """Run the call. If it fails, end its requests but no others, and return None."""
+        start = time.perf_counter()
+        for entry in batch.entries:
+            entry.state.started = entry.state.started or start
+        segments = [entry.segment for entry in batch.entries]
+        try:
+            result = self.runner.run(batch.variant, segments, lambda: self._meanwhile(batch.is_decoding))
+        except Exception as error:
+            seconds = time.perf_counter() - start
+            self._unrecorded.append(step_record(batch, start, seconds, self._count_call(batch, seconds)))
+            if self.runner.cache.is_void:
+                self._preempted += self.kv_manager.discard_slots()
+            for entry in batch.entries:
+                self._end(entry.state, FinishReason.ERROR, as_ours(error), is_trusted=False)
+            return None
+        for entry, segment in zip(batch.entries, result.segments, strict=True):
+            if segment.stored is not None:
+                self.kv_manager.put_in_host_pool(entry.state, segment.stored)
+        return result
+
+    def _meanwhile(self, is_decoding: bool) -> None:
+        """Work while the device runs: post tokens, and offload in chunks while requests decode, so that no stream stalls."""
+        self._post()
+        if is_decoding:
+            self.kv_manager.prefix.advance()
+        else:
+            self.kv_manager.prefix.finish_offloading()
+
+    def _post(self) -> None:
+        """Hand the chosen tokens to their readers, and the last call to the profiler."""
+        for record in self._unrecorded:
+            self.profiler.record(record)
+        for state in self._unposted:
+            state.post()
+        self._unrecorded.clear()
+        self._unposted.clear()
+
+    def _take_result(self, state: SequenceState, result: SegmentResult, step: StepResult) -> None:
+        """Count the tokens that a call computed for an answer, and choose its next token if all have run."""
+        if result.argmax is None and len(step.segments) > 1:
+            self._quarantine.add(state.id)  # another request may be the cause; it runs again
+        elif result.argmax is None:
+            self._end(state, FinishReason.ERROR, not_finite(step.variant), is_trusted=False)
+        else:
+            self._quarantine.discard(state.id)
+            if state.info.add_computed(result.num_accepted):
+                self._choose_first_or_next(state, result.logits[-1], result.argmax)
+
+    def _choose_first_or_next(self, state: SequenceState, logits: Logits, argmax: int) -> None:
+        """Choose the next token; after a prompt, choose one for each of its answers."""
+        if state.num_generated:
+            self._choose(state, logits, argmax)
+            return
+        siblings: list[SequenceState] = []
+        if state.sequence is not None:
+            self.kv_manager.prefix.keep_prompt(state.sequence)
+            siblings = self.requests[state.request.id].fork() if state.request.num_sequences > 1 else []
+            for sibling in siblings:
+                self.kv_manager.fork(state, sibling)
+        self._unposted += siblings
+        for each in (state, *siblings):
+            self._choose(each, logits, argmax)
+
+    def _choose(self, state: SequenceState, logits: Logits, argmax: int) -> None:
+        try:
+            reason = state.choose(logits, argmax)
+        except Exception as error:  # the sampling of this request failed; the others continue
+            self._end(state, FinishReason.ERROR, error)
+            return
+        if reason is not None:
+            self._end(state, reason)
+            return
+        self._table.add_token(state.id, time.perf_counter())
+        limit = self.options.max_seq_len
+        if len(state.tokens) > limit and not self.kv_manager.shorten(state, limit // 2):
+            self._end(state, FinishReason.LENGTH)
+        elif state.info.status is RequestStatus.SWAPPED:
+            self.kv_manager.offload(state)
+
+    def _end(
+        self, state: SequenceState, reason: FinishReason, error: Exception | None = None, is_trusted: bool = True
+    ) -> None:
+        """End an answer; its slots are kept for their prefix if they can be trusted."""
+        if is_trusted:
+            self.kv_manager.free(state)
+        else:
+            self.kv_manager.discard(state)
+        self._quarantine.discard(state.id)
+        self._report(state, reason, error)
+
+    def _report(self, state: SequenceState, reason: FinishReason, error: Exception | None = None) -> None:
+        self.profiler.record(request_record(state, reason))
+        if self.requests[state.request.id].finish(state, reason, error):
+            del self.requests[state.request.id]
+
+    def _count_call(self, batch: Batch, seconds: float) -> CallContext:
+        """Add a call to the times of its requests, and return what else was in the engine."""
+        for entry in batch.entries:
+            entry.state.add_call(seconds)
+        context = call_context(self._table, self.runner.cache.slots.num_used, self._preempted)
+        self._preempted.clear()
+        return context

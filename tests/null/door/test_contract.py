@@ -1,0 +1,68 @@
+"""docs/contract.md describes the ports that ``staticllm/ports.py`` defines: the same names, axes and types."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from staticllm.core import KVState, MaskKind, ModelShape, RecurrentState
+from staticllm.ports import LOGITS, PORTS, find_port, input_names
+
+CALL_AXES = {"S", "T", "R", "T+S"}
+TYPES = {"f32": "float32", "i64": "int64", "i32": "int32"}
+EXAMPLES = {"kind": "causal", "layer": "0", "n": "0"}
+"""What stands for the parts of a name that a model decides."""
+KV = [KVState(0, role, "v", 1, 2, is_scale=is_scale) for role in ("key", "value") for is_scale in (False, True)]
+STATE = RecurrentState(0, "s", (1, 2))
+
+
+class Row(NamedTuple):
+    """A row of a table: names of ports, the axes of each shape in it (none if the model alone decides), and the type."""
+
+    names: list[str]
+    shapes: list[list[str]]
+    type: str
+
+
+@pytest.fixture(scope="module")
+def page(root):
+    return (root / "docs" / "contract.md").read_text(encoding="utf-8")
+
+
+def rows_of(page, heading):
+    section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| `")]
+    for names, shapes, kind, _ in (map(str.strip, line.strip("|").split("|")) for line in lines):
+        yield Row(names_of(names), [found.split(", ") for found in re.findall(r"`\[(.*?)\]`", shapes)], kind)
+
+
+def names_of(cell):
+    """`past.<layer>.key`, `.value` → past.0.key, past.0.value: a name that begins with a dot replaces as many parts."""
+    first, *others = re.findall("`(.*?)`", re.sub("<(.*?)>", lambda found: EXAMPLES[found[1]], cell))
+    return [first, *(first.rsplit(".", other.count("."))[0] + other for other in others)]
+
+
+@pytest.mark.parametrize("heading", ["Inputs", "Outputs"])
+def test_a_documented_port_has_the_axes_and_the_type_of_its_definition(page, heading):
+    for row in rows_of(page, heading):
+        for name in row.names:
+            port = find_port(name)
+            assert port is not None, f"no port has the name {name}"
+            for axes in row.shapes:
+                own = tuple(axis if axis in CALL_AXES else "" for axis in axes[-len(port.axes) :])
+                assert own == tuple(axis if axis in CALL_AXES else "" for axis in port.axes), name
+            assert row.shapes or not CALL_AXES & set(port.axes), f"{name} has no shape"
+            assert not port.dtype or np.dtype(port.dtype) == TYPES[row.type], name
+
+
+def test_all_ports_are_documented_as_inputs_or_outputs(page):
+    inputs, outputs = (
+        [name for row in rows_of(page, heading) for name in row.names] for heading in ("Inputs", "Outputs")
+    )
+    shape = ModelShape(tuple(KV), (MaskKind(),), 9, 2, has_distances=True, recurrent_states=(STATE,))
+    assert sorted(inputs) == sorted(input_names(shape))
+    assert sorted(outputs) == sorted([LOGITS, *(state.present_name for state in (*KV, STATE))])
+    assert {find_port(name) for name in inputs + outputs} == set(PORTS)

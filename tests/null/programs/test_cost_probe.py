@@ -1,0 +1,99 @@
+"""Costs that are measured while the engine has nothing to do."""
+
+import threading
+import time
+
+import pytest
+
+from staticllm.core import Variant
+from staticllm.pipelines.engine import engine as engine_module
+from staticllm.pipelines.programs.cost_model import CostModel
+from staticllm.pipelines.programs.cost_probe import RUNS, CostProbe, worth_measuring
+from staticllm.pipelines.scheduling.planner import make_policy
+from staticllm.testing import fake_answer, fake_engine, fake_request
+
+VARIANTS = [
+    *(Variant(rows, kv_len) for rows in (1, 16, 32) for kv_len in (0, 64, 128, 256) if rows > 1 or kv_len),
+    *(Variant(rows, kv_len, rows) for rows in (2, 4) for kv_len in (64, 128, 256)),
+    *(Variant(32, kv_len, sequences) for sequences in (2, 8) for kv_len in (0, 64, 128, 256)),
+]
+
+
+class TimedProgram:
+    """A program that takes as long as it is told, and counts its runs."""
+
+    def __init__(self, seconds, error=None):
+        self.seconds, self.error, self.num_runs = seconds, error, 0
+
+    def time_unless(self, is_needed):
+        self.num_runs += 1
+        if self.error:
+            raise self.error
+        return None if is_needed() else self.seconds
+
+
+def true_cost(variant):
+    return (
+        0.02 + 4e-4 * variant.rows + 2e-7 * variant.rows * (variant.kv_len + variant.rows) + 1e-4 * variant.num_logits
+    )
+
+
+def test_every_cost_is_close_after_measuring_what_is_worth_it():
+    programs, costs = {variant: TimedProgram(true_cost(variant)) for variant in VARIANTS}, CostModel()
+    probe = CostProbe(programs, costs)
+    probe.choose(programs)
+    while not probe.is_done:
+        probe.measure_next(lambda: False)
+    assert set(costs.measured) == set(worth_measuring(VARIANTS))
+    assert len(costs.measured) < len(VARIANTS)
+    for variant in VARIANTS:
+        assert costs(variant) == pytest.approx(true_cost(variant), rel=0.05), variant
+
+
+def test_a_run_that_is_needed_elsewhere_is_repeated_later():
+    programs, costs = {VARIANTS[0]: TimedProgram(0.5)}, CostModel()
+    probe = CostProbe(programs, costs)
+    probe.choose(programs)
+    probe.measure_next(lambda: True)
+    assert not probe.is_done
+    assert not costs.measured
+    probe.measure_next(lambda: False)
+    assert costs.measured == {VARIANTS[0]: 0.5}
+    assert programs[VARIANTS[0]].num_runs == 1 + RUNS
+
+
+def test_a_variant_that_fails_is_left_out():
+    programs, costs = {VARIANTS[0]: TimedProgram(0.5, RuntimeError("the device is gone"))}, CostModel()
+    probe = CostProbe(programs, costs)
+    probe.choose(programs)
+    probe.measure_next(lambda: False)
+    assert probe.is_done
+    assert not costs.measured
+
+
+def test_the_engine_measures_when_it_rests_and_stops_for_a_request(monkeypatch):
+    monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.01)
+    engine = fake_engine(make_policy("fcfs"))
+    slow, given_up = threading.Event(), []
+
+    def time_unless(is_needed):
+        slow.set()
+        until = time.monotonic() + 20
+        while not is_needed():
+            assert time.monotonic() < until, "nobody asked for the device"
+            time.sleep(0.001)
+        given_up.append(True)
+
+    for program in engine.runner.programs.values():
+        monkeypatch.setattr(program, "time_unless", time_unless, raising=True)
+    first = fake_request([1, 2, 3], 2)
+    engine.submit_state(first)
+    assert slow.wait(20), "the engine never rested"
+    second = fake_request([4, 5, 6], 3)
+    engine.submit_state(second)
+    while second.queue.get(timeout=20) is not None and len(second.tokens) < 6:
+        pass
+    assert second.tokens == fake_answer([4, 5, 6], 3)
+    assert given_up
+    engine.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "staticllm-engine"]
