@@ -8,13 +8,17 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import ModelShape, ProgramMode, Variant
 from staticllm.errors import ConfigError
 
-PREFILL_BUCKETS: dict[ProgramMode, tuple[int, ...]] = {"shared": (16, 64, 256), "separate": (64,)}
+LEAST_ROWS, SIZES_PER_OCTAVE = 16, 8
+"""Sizes of prompts in shared programs: multiples of ``LEAST_ROWS``, with ``SIZES_PER_OCTAVE`` sizes between two powers of two.
+
+At most an eighth of the rows is padding, and half of that on average. ``plan_chunks`` skips sizes that do not pay."""
+SEPARATE_PREFILL = (64,)
 EXACT_BUCKETS: dict[ProgramMode, tuple[int, ...]] = {
     "shared": (2, 4, 8, 16, 32, 64, 128, 256, 512),
     "separate": (8, 64),
 }
 """Sizes for models in which no row may be idle: every prompt needs few calls, and the last ones have single rows."""
-MIXED_ROWS = (16, 32, 64, 128, 256)
+MIXED_ROWS = (16, 32, 48, 64, 96, 128, 192, 256)
 MIXED_SEQUENCES, MORE_SEQUENCES = (2, 4, 8, 12, 16), 4
 """Mixed calls exist for these numbers of sequences, and for ``max_num_seqs`` + ``MORE_SEQUENCES``; unused logits cost time."""
 LARGEST_CHUNK = 1024
@@ -27,7 +31,7 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShap
     KV lengths: powers of two, then the longest sequence (``max_seq_len``), then all slots of the arena (``kv_slots``). If a KV
     length needs no program of its own (``shared``): every 256 slots.
     Decoding: one row; packed, one row per sequence: 2, 4, 8 … up to ``max_num_seqs`` (``separate``: only the last).
-    Prefill of one sequence: 16, 64, 256 rows, then the longest prompt or 1024 (``separate``: 64 and the last).
+    Prefill of one sequence: 16, 32 … 128, 144 … 256, 288 … rows up to the longest prompt or 1024 (``separate``: 64 and the last).
     Mixed calls, prompts and decoding of several sequences: 16 … 256 rows, only in ``shared`` mode.
 
     A model with recurrent states runs one sequence per call and no idle rows. It has more sizes, so that every prompt can be
@@ -112,7 +116,19 @@ def _prefill_rows(max_prompt_len: int, mode: ProgramMode, needs_real_rows: bool)
     largest = min(max_prompt_len, LARGEST_CHUNK)
     if needs_real_rows:
         return tuple(rows for rows in EXACT_BUCKETS[mode] if rows <= largest) or (largest,)
-    return (*(rows for rows in PREFILL_BUCKETS[mode] if rows < largest), largest)
+    return (
+        *(rows for rows in (_prefill_buckets(largest) if mode == "shared" else SEPARATE_PREFILL) if rows < largest),
+        largest,
+    )
+
+
+def _prefill_buckets(largest: int) -> tuple[int, ...]:
+    """Return the sizes of prompts up to ``largest`` rows that shared programs have."""
+    sizes = [LEAST_ROWS]
+    while sizes[-1] < largest:
+        octave = 1 << (sizes[-1].bit_length() - 1)
+        sizes.append(sizes[-1] + max(LEAST_ROWS, octave // SIZES_PER_OCTAVE))
+    return tuple(sizes)
 
 
 def _packed_rows(num_seqs: int, mode: ProgramMode) -> tuple[int, ...]:

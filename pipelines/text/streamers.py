@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import openvino_genai as genai
 from openvino_genai import StreamingStatus as Status
@@ -45,7 +45,7 @@ class TextSink:
 
     takes_text = True
 
-    def __init__(self, callback: Callable[[str], Any]) -> None:
+    def __init__(self, callback: Callable[[str], object]) -> None:
         self._callback = callback
 
     def write(self, tokens: list[int], text: str) -> Status:
@@ -60,7 +60,7 @@ class StreamerSink:
 
     takes_text = False
 
-    def __init__(self, streamer: Any) -> None:
+    def __init__(self, streamer: genai.StreamerBase) -> None:
         self._streamer = streamer
 
     def write(self, tokens: list[int], text: str) -> Status:

@@ -13,7 +13,7 @@ import openvino_genai as genai
 from numpy.typing import NDArray
 
 from staticllm.errors import ModelError, PromptError, PromptTooLongError, last_line
-from staticllm.pipelines.text.chat_template import render
+from staticllm.pipelines.text.templates.chat_template import render
 
 Form = Literal["text", "texts", "history", "tokens"]
 TokenInputs: TypeAlias = NDArray[Any] | ov.Tensor | genai.TokenizedInputs

@@ -18,6 +18,7 @@ from staticllm.errors import ConfigError, PromptTooLongError, StaticLLMError
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+    from staticllm.results import DecodedResults
 
 Message = dict[str, str]
 PROMPT = "> "
@@ -46,7 +47,7 @@ class Chat:
         self._is_answering = False
         self._system_message = system_message
         self._messages: list[Message] = []  # without the system message
-        self._last_result: Any = None
+        self._last_result: DecodedResults | None = None
         self._read_line = line_reader()
 
     def run(self) -> None:

@@ -24,7 +24,7 @@ from staticllm.cli.progress import Progress, progress
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-    from staticllm.results import GeneratedText
+    from staticllm.results import DecodedResults, GeneratedText
 
 
 @click.command("run", short_help="Answer a prompt or piped text, or chat.")
@@ -122,7 +122,7 @@ def shown_after(waiting: Progress) -> Callable[[str], None]:
     return write
 
 
-def _stats(result: GeneratedText) -> dict[str, float]:
+def _stats(result: GeneratedText | DecodedResults) -> dict[str, float]:
     metrics = result.perf_metrics
     return {
         "prompt_tokens": metrics.get_num_input_tokens(),
@@ -135,7 +135,7 @@ def _stats(result: GeneratedText) -> dict[str, float]:
     }
 
 
-def print_stats(result: Any) -> None:
+def print_stats(result: GeneratedText | DecodedResults) -> None:
     """Print the tokens and timings of an answer as one line on stderr."""
     s = _stats(result)
     tpot = f"TPOT {s['tpot_ms']:.2f} ms ({s['tokens_per_second']:.0f} tokens/s)" if s["tpot_ms"] >= 0 else "TPOT -"

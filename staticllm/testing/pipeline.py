@@ -35,9 +35,10 @@ Reply: TypeAlias = str | Callable[[str], str]
 def fake_pipeline(
     reply: Reply | None = None,
     *,
+    tokenizer: genai.Tokenizer | None = None,
     scheduler: str | Policy | None = None,
     on_progress: Callable[[ProgressEvent], None] | None = None,
-    **properties: Any,
+    **properties: object,
 ) -> FakePipeline:
     """Return a pipeline over the fake device, which is ready in less than a second: nothing is compiled.
 
@@ -54,6 +55,7 @@ def fake_pipeline(
             on the caller's thread, once per request; an exception in it reaches the caller. The answer ends with the
             end-of-sequence token, unless ``max_new_tokens`` or the length of the conversation ends it before. None answers
             with tokens that ``fake_answer(prompt, num_new, vocab_size=pipe.vocab_size)`` predicts.
+        tokenizer: Replaces that of the demo model; the answer then ends with its end-of-sequence token.
         scheduler: Scheduling policy, as for ``StaticLLMPipeline``.
         on_progress: Called with the ``ProgressEvent`` ``ready``.
         properties: Properties as for ``StaticLLMPipeline``: ``MAX_PROMPT_LEN``, ``MAX_NUM_SEQS``, ``MAX_WAITING`` …; those of
@@ -62,7 +64,7 @@ def fake_pipeline(
     Raises:
         ConfigError: a property is unknown or has an impossible value.
     """
-    return FakePipeline(reply, scheduler=scheduler, on_progress=on_progress, **properties)
+    return FakePipeline(reply, tokenizer, scheduler, on_progress, properties)
 
 
 class FakePipeline(StaticLLMPipeline):
@@ -70,13 +72,13 @@ class FakePipeline(StaticLLMPipeline):
 
     def __init__(
         self,
-        reply: Reply | None = None,
-        *,
-        scheduler: str | Policy | None = None,
-        on_progress: Callable[[ProgressEvent], None] | None = None,
-        **properties: Any,
+        reply: Reply | None,
+        tokenizer: genai.Tokenizer | None,
+        scheduler: str | Policy | None,
+        on_progress: Callable[[ProgressEvent], None] | None,
+        properties: dict[str, Any],
     ) -> None:
-        replies = _Replies(genai.Tokenizer(str(demo_model_path())), reply)
+        replies = _Replies(tokenizer or genai.Tokenizer(str(demo_model_path())), reply)
         self._launch = partial(_launch, replies)
         super().__init__(
             demo_model_path(),
@@ -86,6 +88,10 @@ class FakePipeline(StaticLLMPipeline):
             scheduler=scheduler,
             **properties,
         )
+        generation = self.get_generation_config()
+        generation.set_eos_token_id(replies.end)
+        generation.stop_token_ids = {replies.end}
+        self.set_generation_config(generation)
 
     @property
     def vocab_size(self) -> int:
@@ -100,7 +106,7 @@ class _Replies:
         self.tokenizer = tokenizer
         self.vocab_size = len(tokenizer.get_vocab())
         self._reply = reply
-        self._end = int(tokenizer.get_eos_token_id())
+        self.end = int(tokenizer.get_eos_token_id())
         self._answers: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._lock = threading.Lock()
 
@@ -110,7 +116,7 @@ class _Replies:
             return
         text = self._reply if isinstance(self._reply, str) else self._reply(self.tokenizer.decode(list(prompt)))
         ids = self.tokenizer.encode(text, add_special_tokens=False).input_ids.data if text else ()
-        answer = (*(int(token) for row in ids for token in row), self._end)
+        answer = (*(int(token) for row in ids for token in row), self.end)
         with self._lock:
             self._answers[prompt] = answer
 
@@ -126,7 +132,7 @@ class _Replies:
 
     def _padded(self, answer: tuple[int, ...], length: int) -> tuple[int, ...]:
         """Return the first ``length`` tokens of an answer that goes on with end-of-sequence tokens (``ignore_eos``)."""
-        return (*answer[:length], *[self._end] * (length - len(answer)))
+        return (*answer[:length], *[self.end] * (length - len(answer)))
 
 
 class _ReplyingEngine(Engine):

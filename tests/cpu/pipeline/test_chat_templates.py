@@ -13,8 +13,8 @@ import pytest
 
 from staticllm import StaticLLMPipeline, demo_model_path
 from staticllm.errors import PromptError
-from staticllm.pipelines.text import template_bounds
-from staticllm.pipelines.text.chat_template import MAX_TEMPLATE_CHARS, render
+from staticllm.pipelines.text.templates import bounds
+from staticllm.pipelines.text.templates.chat_template import MAX_TEMPLATE_CHARS, render
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -53,7 +53,7 @@ def test_extra_context_and_tools_are_variables():
     [
         ("a\n\n{{ foo.bar }}", "fails in line 3: 'foo' is undefined"),
         ("a\n{% for %}", "fails in line 2: Expected"),
-        ("{{ raise_exception('Roles must\nalternate') }}", "refuses the conversation: Roles must"),
+        ("{{ raise_exception('Roles must\nalternate') }}", "refuses the conversation: Roles must alternate"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recurses without end"),
         ("{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}", "recurses without end"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recurses without end"),
@@ -118,7 +118,7 @@ def test_text_that_keeps_doubling_is_stopped(step):
     ],
 )
 def test_a_template_that_loops_is_stopped(template, monkeypatch):
-    monkeypatch.setattr(template_bounds, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(bounds, "MAX_SECONDS", 0.2)
     start = time.monotonic()
     with pytest.raises(PromptError, match=r"runs for more than 0.2 s"):
         rendered(template)
@@ -198,14 +198,14 @@ MEMORY = {
 }
 CHILD = """
 import json, sys, time
-from staticllm.pipelines.text import template_bounds
-from staticllm.pipelines.text.chat_template import render
+from staticllm.pipelines.text.templates import bounds
+from staticllm.pipelines.text.templates.chat_template import render
 name, template = json.loads(sys.stdin.readline())
 if sys.platform == "linux":
     import resource
     pages = int(open("/proc/self/statm").read().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (256 << 20),) * 2)
-template_bounds.MAX_SECONDS = 1.5
+bounds.MAX_SECONDS = 1.5
 start = time.monotonic()
 try:
     said = render(template, [], {})

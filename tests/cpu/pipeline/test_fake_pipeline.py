@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import openvino as ov
+import openvino_genai
 import pytest
 
 from staticllm import BusyError, ConfigError, PromptTooLongError, StaticLLMPipeline
@@ -96,6 +97,22 @@ def test_requests_at_the_same_time_get_their_own_answers():
         for thread in threads:
             thread.join(30)
     assert results == {n: str(n) * 3 for n in range(20)}
+
+
+def test_the_tokenizer_of_another_model_is_used(zoo):
+    tokenizer = openvino_genai.Tokenizer(str(zoo / "llama"))
+    with fake_pipeline("It is sunny.", tokenizer=tokenizer, **SHORT) as pipe:
+        answer = pipe.generate("How is the weather?", apply_chat_template=False)
+        assert answer == "It is sunny."
+        assert answer.finish_reasons == ["stop"]
+        assert answer.tokens[0][-1] == tokenizer.get_eos_token_id()
+        assert pipe.vocab_size == len(tokenizer.get_vocab())
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_snippets_of_the_page_run(root, number):
+    page = (root / "docs" / "testing.md").read_text(encoding="utf-8")
+    exec(compile(re.findall(r"```python\n(.*?)```", page, re.S)[number], "testing.md", "exec"), {})
 
 
 def test_limits_and_errors_are_the_real_ones():

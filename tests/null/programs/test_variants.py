@@ -56,7 +56,8 @@ def test_default_buckets():
         (8, 8),
         (12, 12),
     ]
-    assert sorted({v.rows for v in shared if v.sequences == 1}) == [1, 16, 64, 256, 1024]
+    rows = sorted({v.rows for v in shared if v.sequences == 1})
+    assert rows == [1, *range(16, 128, 16), *range(128, 256, 16), *range(256, 512, 32), *range(512, 1025, 64)]
     assert sorted({v.sequences for v in shared if v.rows == 64}) == [1, 2, 4, 8, 16]
     assert max(v.kv_len for v in shared) == 4 * 8320
     assert 8320 in {v.kv_len for v in shared}

@@ -1,7 +1,7 @@
 """Extends Jinja's sandbox so that every expression of a template is subject to the bounds.
 
 Expressions that Jinja compiles to plain Python (lists, slices, comparisons, ``~``, pieces of text) are compiled to calls of
-``template_bounds``; operators, calls, attributes, filters and tests pass through the methods of the environment.
+``bounds``; operators, calls, attributes, filters and tests pass through the methods of the environment.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 
-from staticllm.pipelines.text import template_bounds as bounds
-from staticllm.pipelines.text.template_bounds import TemplateLimitError, budget, listed, made, tick
-from staticllm.pipelines.text.template_operations import (
+from staticllm.pipelines.text.templates import bounds
+from staticllm.pipelines.text.templates.bounds import TemplateLimitError, budget, listed, made, tick
+from staticllm.pipelines.text.templates.operations import (
     FILTER_CHECKS,
     FILTERS,
     ITERATING,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from staticllm.pipelines.text.template_bounds import (
+from staticllm.pipelines.text.templates.bounds import (
     MAX_BITS,
     MAX_ITEMS,
     VIEWS,

@@ -18,8 +18,8 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 
 from staticllm.errors import PromptError
-from staticllm.pipelines.text.template_bounds import TemplateLimitError, copied, limited, tick
-from staticllm.pipelines.text.template_sandbox import BoundedEnvironment
+from staticllm.pipelines.text.templates.bounds import TemplateLimitError, copied, limited, tick
+from staticllm.pipelines.text.templates.sandbox import BoundedEnvironment
 
 MAX_TEMPLATE_CHARS = 1 << 16
 MAX_SAID_CHARS, MAX_DATE_CHARS = 1000, 256
@@ -118,9 +118,8 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _said(error: Exception) -> str:
-    """Return one line that names the cause and, where it is known, the line of the template."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    what = lines[0][:MAX_SAID_CHARS] if lines else type(error).__name__
+    """Return the whole message as one line, up to a limit, with the line of the template where it is known."""
+    what = " ".join(str(error)[:MAX_SAID_CHARS].split()) or type(error).__name__
     if isinstance(error, TemplateError):
         return f"the chat template refuses the conversation: {what}"
     line = error.lineno if isinstance(error, jinja2.TemplateSyntaxError) else _line_of(error)
