@@ -11,7 +11,6 @@ import pytest
 
 from staticllm import ClosedError, GenerationConfigError, StaticLLMPipeline, demo_model_path
 from staticllm.core import FinishReason
-from staticllm.pipelines import llm_pipeline
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.output_queue import OutputQueue, output_from_dict, output_to_dict
 from staticllm.pipelines.engine.request import EngineRequest
@@ -72,7 +71,7 @@ def pipe(monkeypatch):
         client: EngineClient = JSONClient(result.engine)
         return replace(result, engine=client)
 
-    monkeypatch.setattr(llm_pipeline, "launch", launched)
+    monkeypatch.setattr(StaticLLMPipeline, "_launch", staticmethod(launched))
     with StaticLLMPipeline(demo_model_path(), "CPU", MAX_PROMPT_LEN=64, MIN_RESPONSE_LEN=64) as pipe:
         yield pipe
 
@@ -103,7 +102,7 @@ def test_a_request_is_cancelled_by_its_own_id(pipe):
 
 def test_an_error_of_sampling_keeps_its_class(pipe):
     everything = set(range(pipe._shape.vocab_size))
-    with pytest.raises(GenerationConfigError, match="nothing is left to choose"):
+    with pytest.raises(GenerationConfigError, match="no token can be chosen"):
         pipe.generate(PROMPTS[0], max_new_tokens=4, min_new_tokens=4, stop_token_ids=everything)
     assert len(pipe.generate(PROMPTS[0], max_new_tokens=2, ignore_eos=True).tokens[0]) == 2
 
