@@ -46,25 +46,12 @@ def _decompose(attention: ov.Node) -> str | None:
 
 
 def attention_products(
-    query: ov.Output,
-    key: ov.Output,
-    value: ov.Output,
-    mask: ov.Output,
-    scale: ov.Output | None,
-    mask_heads: tuple[int, int] | None = None,
+    query: ov.Output, key: ov.Output, value: ov.Output, mask: ov.Output, scale: ov.Output | None
 ) -> ov.Node:
-    """Return softmax(query · key + mask) · value, written out, with the queries scaled by ``scale`` or by 1 / sqrt(head_dim).
-
-    ``mask_heads``: the first two axes that the scores have while ``mask`` is added; None leaves them as they are.
-    """
+    """Return softmax(query · key + mask) · value, written out, with the queries scaled by ``scale`` or by 1 / sqrt(head_dim)."""
     if scale is None:
         scale = ops.constant(np.float32(query.get_partial_shape()[-1].get_length() ** -0.5)).output(0)
     factor = ops.convert_like(scale, query)
     scores = ops.matmul(ops.multiply(query, factor), key, transpose_a=False, transpose_b=True)
-    kv_heads = scores.get_output_partial_shape(0)[1]
-    if mask_heads is not None:
-        scores = ops.reshape(scores, np.array([*mask_heads, -1, 0]), special_zero=True)
     weights = ops.softmax(ops.add(scores, ops.convert_like(mask, query)), axis=-1)
-    if mask_heads is not None:
-        weights = ops.reshape(weights, np.array([1, kv_heads.get_length(), -1, 0]), special_zero=True)
     return ops.matmul(weights, value, transpose_a=False, transpose_b=False)

@@ -1,9 +1,9 @@
 """Computes grouped-query attention without repeating keys and values.
 
 Exporters repeat each key/value head for its group of query heads (Unsqueeze, Broadcast, Reshape). With 7 query heads per
-key/value head, a decode step then spends most of its time copying. Instead this pass arranges the queries of a group along the
-rows, ``[1, kv_heads, group*S, head_dim]``. The scores are seen as ``[kv_heads, group, S, T+S]`` while the mask is added, so that
-the mask is broadcast and never repeated. The sums and their order are the same.
+key/value head, a decode step then spends most of its time copying. Instead this pass arranges the queries as ``[kv_heads, group,
+S, head_dim]`` and keys and values as ``[kv_heads, 1, T+S, head_dim]``; the products broadcast the keys, and the mask ``[1, 1, S,
+T+S]`` is broadcast as well. The sums and their order are the same.
 """
 
 from __future__ import annotations
@@ -48,13 +48,15 @@ def _regroup(attention: ov.Node) -> str | None:
     if not num_heads or not kv_heads or num_heads % kv_heads or _dims(value, 1) != [kv_heads]:
         return f"{num_heads} query heads do not divide into {kv_heads} key heads"
     group = num_heads // kv_heads
-    grouped = ops.reshape(query, np.array([1, kv_heads, -1, head_dim]), special_zero=False)
-    mask, scale = attention.input_value(3), attention.input_values()[4:5]
-    if _dims(mask, 1) != [1]:  # a plane per head, for example with distances
-        mask = ops.reshape(mask, np.array([kv_heads, group, -1, 0]), special_zero=True).output(0)
-    fused = attention_products(grouped.output(0), key, value, mask, scale[0] if scale else None, (kv_heads, group))
-    fused.set_friendly_name(attention.get_friendly_name())
+    grouped = ops.reshape(query, np.array([kv_heads, group, -1, head_dim]), special_zero=False)
+    key = ops.reshape(key, np.array([kv_heads, 1, -1, head_dim]), special_zero=False).output(0)
     (value_dim,) = _dims(value, 3)
+    value = ops.reshape(value, np.array([kv_heads, 1, -1, value_dim]), special_zero=False).output(0)
+    mask, scale = attention.input_value(3), attention.input_values()[4:5]
+    if _dims(mask, 1) != [1]:
+        mask = ops.reshape(mask, np.array([kv_heads, group, -1, 0]), special_zero=True).output(0)
+    fused = attention_products(grouped.output(0), key, value, mask, scale[0] if scale else None)
+    fused.set_friendly_name(attention.get_friendly_name())
     back = ops.reshape(fused, np.array([1, num_heads, -1, value_dim]), special_zero=False)
     redirect(attention.output(0), back.output(0))
     return None
