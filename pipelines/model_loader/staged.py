@@ -54,7 +54,7 @@ def load_staged(job: Job, core: ov.Core, plan: CompilePlan, store: ProgramStore 
     programs = compile_all(core, plan.restricted(first), job.on_progress)
     runner = make_runner(programs, job.on_progress, planned=plan.variants)
     others = (variant for variant in plan.variants if variant not in first)
-    deferred = DeferredPrograms(plan, others, job.on_progress, store)
+    deferred = DeferredPrograms(plan, others, job.on_progress, job.weights, store)
     return Loaded(runner, programs, job.config, "compiled", deferred)
 
 
@@ -66,5 +66,5 @@ def _single_rows_later(job: Job, core: ov.Core, plan: CompilePlan) -> Loaded:
     options = replace(plan.options, layout="shared", properties=shared)
     programs = compile_all(core, replace(plan, options=options), job.on_progress)
     single = tuple(variant for variant in plan.variants if variant.rows == 1)
-    deferred = DeferredPrograms(plan, single, job.on_progress)
+    deferred = DeferredPrograms(plan, single, job.on_progress, job.weights)
     return Loaded(make_runner(programs, job.on_progress), programs, job.config, "compiled", deferred)
