@@ -82,8 +82,14 @@ def first_variants(variants: Sequence[Variant], options: CompileOptions) -> list
     """Return the variants for which a program is compiled: all, or the first of each group if programs are shared."""
     if options.mode == "separate":
         return list(variants)
-    groups = [options.program_group(variant) for variant in variants]
-    return [variant for i, variant in enumerate(variants) if groups[i] not in groups[:i]]
+    groups: list[ProgramGroup] = []
+    found: list[Variant] = []
+    for variant in variants:
+        group = options.program_group(variant)
+        if group not in groups:
+            groups.append(group)
+            found.append(variant)
+    return found
 
 
 def _compile(core: ov.Core, model: ov.Model, device: str, properties: Mapping[str, Any], what: str) -> ov.CompiledModel:

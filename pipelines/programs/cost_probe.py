@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 RUNS = 2
 """Runs of each variant. The last one counts: a first run at a new number of rows also prepares the program's nodes."""
 
+FAR_KV_LEN, MANY_ROWS = 1024, 256
+
 
 class Measurable(Protocol):
     """A program that can be timed without a request."""
@@ -64,30 +66,28 @@ class CostProbe:
 
 
 def worth_measuring(variants: Iterable[Variant]) -> list[Variant]:
-    """Return the variants from which the costs of all others follow.
+    """Return the variants from which the costs of all others follow, those that are used most first.
 
-    These are, with the shortest and the longest KV length that each size has: prompts alone, decoding, and mixed calls with the
-    most sequences; then prompts alone with every KV length.
+    These are, of every number of rows, prompts without a past, decoding, and mixed calls with the most sequences. The last two
+    and prompts of up to ``MANY_ROWS`` rows are measured over few and over ``FAR_KV_LEN`` slots.
     """
     known = [variant for variant in variants if variant.num_logits == variant.sequences]
     most: dict[int, int] = {}
-    for variant in known:
+    kv_lens: dict[tuple[int, int], list[int]] = {}
+    for variant in sorted(known, key=lambda variant: variant.kv_len):
         most[variant.rows] = max(variant.sequences, most.get(variant.rows, 0))
-    ends: dict[tuple[int, int], set[int]] = {}
-    for variant in known:
-        kv_lens = ends.setdefault((variant.rows, variant.sequences), {variant.kv_len})
-        own = sorted({*kv_lens, variant.kv_len})
-        ends[variant.rows, variant.sequences] = {own[0], own[-1]}
+        kv_lens.setdefault((variant.rows, variant.sequences), []).append(variant.kv_len)
 
     def turn(variant: Variant) -> int | None:
-        is_end = variant.kv_len in ends[variant.rows, variant.sequences]
         if variant.sequences == 1 and not variant.kv_len:
             return 0
-        if is_end and variant.rows == variant.sequences:
+        seen = [kv_len for kv_len in kv_lens[variant.rows, variant.sequences] if kv_len]
+        if variant.kv_len not in (seen[0], next((kv_len for kv_len in seen if kv_len >= FAR_KV_LEN), seen[-1])):
+            return None
+        if variant.rows == variant.sequences:
             return 1
-        if is_end and variant.sequences in (1, most[variant.rows]):
-            return 2
-        return 3 if variant.sequences == 1 else None
+        is_worth_it = variant.rows <= MANY_ROWS if variant.sequences == 1 else variant.sequences == most[variant.rows]
+        return 2 if is_worth_it else None
 
-    turns = {variant: turn(variant) for variant in known}
-    return sorted((v for v in known if turns[v] is not None), key=lambda v: (turns[v], v.rows, v.kv_len))
+    turns = {variant: found for variant in known if (found := turn(variant)) is not None}
+    return sorted(turns, key=lambda variant: (turns[variant], variant.rows, variant.kv_len))
