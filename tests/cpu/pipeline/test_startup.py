@@ -201,8 +201,8 @@ def test_the_program_for_single_rows_comes_later_and_changes_no_token(zoo, expec
         assert tokens_of(pipe) == expected
         programs = pipe.engine.runner.programs
         bound = [programs[variant].compiled is programs.compiled(variant) for variant in programs if variant.rows == 1]
-        assert len(bound) > 1, "a program that already ran was bound again"
-        assert all(bound), "a program that already ran was bound again"
+        assert len(bound) > 1, "there are single rows of one KV length only"
+        assert all(bound), "a variant that already ran kept its old program"
 
 
 @pytest.mark.slow
