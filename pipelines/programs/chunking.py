@@ -18,7 +18,7 @@ LEAST_SHARE = 1 / 16
 
 
 @dataclass(frozen=True)
-class Options:
+class ChunkOptions:
     """The variants that can run the next chunk, by ascending rows, and the seconds that each takes."""
 
     variants: tuple[Variant, ...]
@@ -61,7 +61,7 @@ def plan_chunks(
     All chunks are full, except that the last one may have idle rows: 20 tokens run in 64 rows, or in 16 and 16, or in 16 and
     four single rows. Each number of tokens that can have run is visited once, the lowest first, with the cheapest way to it.
     """
-    options: dict[tuple[int, bool], Options] = {}  # by what of the arena must be seen
+    options: dict[tuple[int, bool], ChunkOptions] = {}  # by what of the arena must be seen
     ways: dict[int, tuple[float, int, Chunk | None]] = {
         0: (0.0, 0, None)
     }  # by tokens done: seconds, tokens before, chunk
@@ -83,10 +83,10 @@ def plan_chunks(
     return _way_to(num_tokens, ways)
 
 
-def _options(index: VariantIndex, cost: Callable[[Variant], float], past: int, is_fresh: bool) -> Options:
+def _options(index: VariantIndex, cost: Callable[[Variant], float], past: int, is_fresh: bool) -> ChunkOptions:
     found = (index.at(rows, 1, past, is_fresh) for rows, sequences in index.sizes if sequences == 1)
     variants = tuple(variant for variant in found if variant is not None)
-    return Options(variants, tuple(map(cost, variants)))
+    return ChunkOptions(variants, tuple(map(cost, variants)))
 
 
 def _way_to(done: int, ways: dict[int, tuple[float, int, Chunk | None]]) -> list[Chunk]:
