@@ -22,8 +22,8 @@ from staticllm.pipelines.simulator.workload import Arrival
 class DeviceModel:
     """The programs, costs and KV slots of a device.
 
-    ``kv_slots`` is the size of the arena, ``host_kv_slots`` that of the host pool, and ``max_seq_len`` the most slots of one
-    sequence. The policy sees the exact costs; with ``known`` it begins with these measurements and updates them.
+    ``kv_slots`` is the size of the arena, ``host_kv_slots`` that of the host pool, and ``max_seq_len`` the largest number of
+    slots of one sequence. The policy sees the exact costs; with ``known`` it begins with these measurements and updates them.
     """
 
     index: VariantIndex
