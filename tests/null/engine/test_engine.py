@@ -343,6 +343,18 @@ def test_the_engine_thread_serves_requests_and_ends_on_close():
     engine.close()
 
 
+def test_an_engine_without_a_thread_drains_on_the_callers():
+    engine = fake_engine(make_policy("dynamic"), starts_thread=False)
+    request = fake_request([1, 2], 10)
+    engine.submit_state(request)
+    assert not outputs_of(request)
+    engine.close(drain=True)
+    assert request.tokens == fake_answer([1, 2], 10)
+    with pytest.raises(ClosedError):
+        engine.submit_state(fake_request([1], 1))
+    engine.close()
+
+
 def test_closing_without_draining_cancels_requests():
     engine = fake_engine(make_policy("dynamic"))
     request = fake_request([1, 2], 1_000_000, overflow="shift")  # it never ends by itself
