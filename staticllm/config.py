@@ -30,8 +30,8 @@ class StaticLLMConfig:
         max_prompt_len: The longest prompt (``MAX_PROMPT_LEN``).
         min_response_len: Tokens for which there is room after the longest prompt (``MIN_RESPONSE_LEN``).
         programs: ``separate`` compiles one static program per variant, ``shared`` one program for all, ``phases`` one for
-            decoding and one for the rest, ``single_row`` one for calls of one row and one for the rest. ``auto`` depends on
-            the device: separate on an NPU; on CPU and GPU phases if the weights are under 256 MiB, on a CPU single_row if
+            decoding and one for the rest, ``few_rows`` one for calls of few rows and one for the rest. ``auto`` depends on
+            the device: separate on an NPU; on CPU and GPU phases if the weights are under 256 MiB, on a CPU few_rows if
             they are under 1 GiB, else shared (``PROGRAMS``).
         prefill_rows: Sizes of the prefill programs, None for the default buckets (``PREFILL_ROWS``).
         prefill_kv_lens: KV slots that a prefill program can see; 0 is a program without past (``PREFILL_KV_LENS``).
@@ -65,7 +65,7 @@ class StaticLLMConfig:
             with another signature or none are refused (``INTEGRITY_KEY``, docs/security.md).
         weights_path: The weights file, if it is not beside the IR (``WEIGHTS_PATH``).
         background_compile: Serve as soon as the fewest programs are compiled, and compile the others meanwhile. None for yes, but
-            on a CPU only for the program for single rows, and only if no blobs are written (``BACKGROUND_COMPILE``).
+            on a CPU only for the program for few rows, and only if no blobs are written (``BACKGROUND_COMPILE``).
         serve_from_cpu: Serve from the CPU until the device's programs are compiled (``SERVE_FROM_CPU``).
         device_properties: OpenVINO properties for every program.
         prefill_config: More properties for prefill programs (``PREFILL_CONFIG``).

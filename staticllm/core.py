@@ -11,12 +11,12 @@ from typing import Literal
 import numpy as np
 
 Phase = Literal["prefill", "generate"]
-Part = Literal["prefill", "generate", "single_row"]
-"""The parts of the work that may have their own program and device properties: a phase, or the calls of one row."""
+Part = Literal["prefill", "generate", "few_rows"]
+"""The parts of the work that may have their own program and device properties: a phase, or the calls of few rows."""
 ProgramMode = Literal["separate", "shared"]
-ProgramLayout = Literal["separate", "shared", "phases", "single_row"]
-"""``separate``: one program per variant; ``shared``: one for all; ``phases``: one per phase; ``single_row``: one for calls of
-one row and one for the others."""
+ProgramLayout = Literal["separate", "shared", "phases", "few_rows"]
+"""``separate``: one program per variant; ``shared``: one for all; ``phases``: one per phase; ``few_rows``: one for calls of
+few rows (one row, or as many as a probe finds) and one for the others."""
 KVType = Literal["f32", "f16", "bf16", "u8"]
 KV_TYPE_BYTES: dict[KVType, int] = {"f32": 4, "f16": 2, "bf16": 2, "u8": 1}
 

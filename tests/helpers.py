@@ -43,7 +43,7 @@ def a_manifest(**changes):
     config = {name: getattr(StaticLLMConfig(), name) for name in LAYOUT_FIELDS}
     values = {
         "fingerprint": FINGERPRINT, "config": config, "programs": "shared", "kv_type": "f32", "shape": SHAPE,
-        "properties": {"prefill": {}, "generate": {}}, "blobs": {}, "is_weightless": False, "is_encrypted": False,
+        "properties": {"prefill": {}, "generate": {}}, "blobs": {}, "few_rows": 1, "is_weightless": False, "is_encrypted": False,
         "variants": (VariantFile(Variant(1, 64), "0.blob"),), "costs": {Variant(1, 64): 0.5},
     }  # fmt: skip
     return Manifest(**{**values, **changes})

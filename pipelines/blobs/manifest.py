@@ -58,7 +58,8 @@ class Manifest:
     """The contents of a set.
 
     ``blobs``: file → its expected contents. ``properties``: OpenVINO's properties of each part that has its own, including those
-    that a probe chose. ``costs``: measured seconds per call of a variant. ``verification``: the result of ``compile --verify``.
+    that a probe chose. ``few_rows``: the most rows of a call of the part of that name. ``costs``: measured seconds per call of a
+    variant. ``verification``: the result of ``compile --verify``.
     """
 
     fingerprint: Fingerprint
@@ -72,6 +73,7 @@ class Manifest:
     is_weightless: bool
     is_encrypted: bool
     costs: Mapping[Variant, float] = field(default_factory=dict)
+    few_rows: int = 1
     passes: Mapping[str, str] | None = None
     created: str = ""
     verification: Mapping[str, Any] | None = None
@@ -189,6 +191,8 @@ def _checked(content: Mapping[str, Any]) -> Manifest:
         for value in _dict(values, 256).values():
             if not isinstance(value, (bool, int, float, str)):
                 raise ValueError("a property is neither a number nor a string")
+    if type(content["few_rows"]) is not int or not 1 <= content["few_rows"] <= MAX_ENTRIES:
+        raise ValueError("few_rows is not a number of rows")
     _check_rest(content)
     blobs = _blobs(content)
     parsed = {

@@ -174,6 +174,7 @@ def manifest_of(job: LoadJob, exported: Exported, fingerprint: Fingerprint, cost
         is_weightless=exported.is_weightless,
         is_encrypted=False,
         costs=dict(costs),
+        few_rows=options.few_rows,
     )
 
 

@@ -83,6 +83,7 @@ def _programs(job: LoadJob, manifest: Manifest, blobs: dict[str, bytes]) -> Comp
         cast(ProgramLayout, manifest.programs),
         cast(KVType, manifest.kv_type),
         {cast(Part, part): values for part, values in manifest.properties.items()},
+        manifest.few_rows,
     )
     weights = job.weights if manifest.is_weightless else None
     compiled: dict[str, ov.CompiledModel] = {}

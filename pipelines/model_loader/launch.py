@@ -19,6 +19,7 @@ from staticllm.pipelines.model_loader.arguments import Candidate
 from staticllm.pipelines.model_loader.background import BackgroundLoader
 from staticllm.pipelines.model_loader.load import load
 from staticllm.pipelines.model_loader.loaded import DeferredPrograms, Loaded
+from staticllm.pipelines.model_loader.mapped_pages import released_pages
 from staticllm.pipelines.programs.bind import BoundPrograms
 from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 from staticllm.pipelines.programs.model_runner import ModelRunner
@@ -138,11 +139,12 @@ class DeferredCompiler:
 
     def compile(self, variant: Variant) -> None:
         """Compile one variant, run it once apart from the engine, and install it between two steps."""
-        program = self._deferred.compile(variant)
-        is_first = program not in self._compiled.values()
-        self._compiled[variant] = program
-        if is_first:  # the first run packs the weights; no request waits for that
-            run_apart(program, random_feeds(program, variant))
+        with released_pages(self._deferred.weights):
+            program = self._deferred.compile(variant)
+            is_first = program not in self._compiled.values()
+            self._compiled[variant] = program
+            if is_first:  # the first run packs the weights; no request waits for that
+                run_apart(program, random_feeds(program, variant))
         self._engine.run_between_steps(lambda: self._install(variant))
 
     def _install(self, variant: Variant) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 import openvino as ov
@@ -30,8 +31,8 @@ class ProgramStore(Protocol):
 class DeferredPrograms:
     """Variants that are compiled while the model serves.
 
-    One thread calls ``compile`` for each of ``variants``, then ``store`` with all programs of the model. It calls ``release`` at
-    the end, also after an error. The cache entry that will be written is locked until then.
+    ``weights`` is the weights file. One thread calls ``compile`` for each of ``variants``, then ``store`` with all programs of
+    the model. It calls ``release`` at the end, also after an error. The cache entry that will be written is locked until then.
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class DeferredPrograms:
         plan: CompilePlan,
         variants: Iterable[Variant],
         on_progress: OnProgress,
+        weights: Path,
         store: ProgramStore | None = None,
     ) -> None:
-        self.variants = tuple(variants)
+        self.variants, self.weights = tuple(variants), weights
         self._plan, self._on_progress = plan, on_progress
         self._store = store
         self._lease: Lease | None = None

@@ -29,8 +29,8 @@ def load_compiled(job: LoadJob) -> Loaded:
     core, plan = prepare(job.directory, job.device, job.config, job.on_progress)
     if is_staged(job):
         return load_staged(job, core, plan)
-    if plan.options.layout == "single_row" and job.config.background_compile is not False:
-        return _single_rows_later(job, core, plan)
+    if plan.options.layout == "few_rows" and job.config.background_compile is not False:
+        return _few_rows_later(job, core, plan)
     programs = compile_all(core, plan, job.on_progress)
     return Loaded(make_runner(programs, job.on_progress), programs, job.config, "compiled")
 
@@ -54,17 +54,17 @@ def load_staged(job: LoadJob, core: ov.Core, plan: CompilePlan, store: ProgramSt
     programs = compile_all(core, plan.restricted(first), job.on_progress)
     runner = make_runner(programs, job.on_progress, planned=plan.variants)
     others = (variant for variant in plan.variants if variant not in first)
-    deferred = DeferredPrograms(plan, others, job.on_progress, store)
+    deferred = DeferredPrograms(plan, others, job.on_progress, job.weights, store)
     return Loaded(runner, programs, job.config, "compiled", deferred)
 
 
-def _single_rows_later(job: LoadJob, core: ov.Core, plan: CompilePlan) -> Loaded:
-    """Compile one program for all variants; a faster one for single rows is compiled in the background."""
+def _few_rows_later(job: LoadJob, core: ov.Core, plan: CompilePlan) -> Loaded:
+    """Compile one program for all variants; a faster one for calls of few rows is compiled in the background."""
     shared: dict[Part, Mapping[str, Any]] = {
-        part: values for part, values in plan.options.properties.items() if part != "single_row"
+        part: values for part, values in plan.options.properties.items() if part != "few_rows"
     }
     options = replace(plan.options, layout="shared", properties=shared)
     programs = compile_all(core, replace(plan, options=options), job.on_progress)
-    single = tuple(variant for variant in plan.variants if variant.rows == 1)
-    deferred = DeferredPrograms(plan, single, job.on_progress)
+    few = tuple(variant for variant in plan.variants if variant.rows <= plan.options.few_rows)
+    deferred = DeferredPrograms(plan, few, job.on_progress, job.weights)
     return Loaded(make_runner(programs, job.on_progress), programs, job.config, "compiled", deferred)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,10 @@ WORTH_IT = 1.1
 """How many times faster a larger group must be: its logits are a little further from the model's (docs/decisions.md)."""
 CLEARLY = 1.15
 """How many times faster an unusual setting must be for a single row: a probe of one row varies by 5 % or more."""
+NOT_SLOWER = 1.05
+"""How much slower a setting may look that is as fast."""
+PACKED_ROWS, SHORT_ROWS = 8, 16
+"""Rows of a packed step and of a short prompt in a probe; a prompt of twice as many is tried as well."""
 MANY_ROWS, LEAST_RUNS, SECONDS = 128, 3, 0.03
 """Rows of a prompt in a probe; each candidate runs at least ``LEAST_RUNS`` times and at least ``SECONDS`` seconds."""
 LEAST_WEIGHTS = 1_000_000
@@ -33,43 +38,66 @@ CACHE_BYTES = 64 << 20
 Properties = Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Calibration:
+    """The properties of each part of a model, and ``few_rows``: the most rows of a call of the part ``few_rows``."""
+
+    properties: dict[Part, Properties]
+    few_rows: int = 1
+
+
 def calibrated(
     core: ov.Core, device: str, model: ov.Model, phases: Mapping[Phase, Properties], layout: ProgramLayout
-) -> dict[Part, Properties]:
+) -> Calibration:
     """Return the properties of each part of ``model``: those in ``phases``, and those that a probe found to be faster.
 
     Properties that the user set are never changed. On the CPU a program with one matrix per shape in the model is timed with
     ``MANY_ROWS`` rows, with the plugin's own group size and with ``LARGE_GROUP``. Both phases get the same result, so that they
-    can share a program. If single rows may have programs of their own, their activations are not quantized unless a probe finds
-    that clearly slower: with weights in 8 bits quantization costs more than it saves. f32 is tried in the same way. Other devices
-    are not probed.
+    can share a program. If calls of few rows may have a program of their own, its properties are chosen by ``_for_few_rows``.
+    Other devices are not probed.
     """
     found: dict[Part, Properties] = {phase: properties for phase, properties in phases.items()}  # noqa: C416
     matrices = _matrices(model) if kind(device) == "CPU" else []
-    if matrices:
-        probe = Probe(core, device, matrices)
-        if not any(GROUP_SIZE in properties for properties in phases.values()) and probe.takes_large_groups:
-            own = phases["prefill"]
-            seconds, larger_seconds = probe.seconds(MANY_ROWS, [own, {**own, GROUP_SIZE: LARGE_GROUP}])
-            if seconds >= WORTH_IT * larger_seconds:
-                found.update({phase: {**properties, GROUP_SIZE: LARGE_GROUP} for phase, properties in phases.items()})
-        if layout in ("single_row", "separate"):
-            found["single_row"] = _for_single_rows(probe, found["generate"], phases["generate"])
-    return found
+    if not matrices:
+        return Calibration(found)
+    probe = Probe(core, device, matrices)
+    if not any(GROUP_SIZE in properties for properties in phases.values()) and probe.takes_large_groups:
+        own = phases["prefill"]
+        seconds, larger_seconds = probe.seconds(MANY_ROWS, [own, {**own, GROUP_SIZE: LARGE_GROUP}])
+        if seconds >= WORTH_IT * larger_seconds:
+            found.update({phase: {**properties, GROUP_SIZE: LARGE_GROUP} for phase, properties in phases.items()})
+    if layout not in ("few_rows", "separate"):
+        return Calibration(found)
+    found["few_rows"], few_rows = _for_few_rows(probe, found["generate"], phases)
+    return Calibration(found, few_rows)
 
 
-def _for_single_rows(probe: Probe, usual: Properties, asked: Properties) -> Properties:
-    """Return the fastest properties for single rows: without quantization, the same in f32, or ``usual``.
+def _for_few_rows(probe: Probe, usual: Properties, asked: Mapping[Phase, Properties]) -> tuple[Properties, int]:
+    """Return the fastest properties for calls of few rows, and the most rows for which they are used.
 
-    ``asked``: the user's own properties, which are not changed.
+    For single rows the candidates are no quantization of activations, the same in f32, and ``usual``. With weights in 8 bits
+    quantization usually costs a single row more than it saves, so another candidate must be clearly faster. Where the device
+    computes in bf16, quantized activations in f32 are tried as well, since they reach the integer units with less work around
+    them: they are used for packed steps and short prompts too, if they are clearly faster there and single rows do not suffer.
+    ``asked``: the user's own properties of each phase, which are not changed.
     """
-    if GROUP_SIZE in asked:
-        return usual
+    own = asked["generate"]
+    if GROUP_SIZE in own:
+        return usual, 1
     plain, exact = {**usual, GROUP_SIZE: 0}, {**usual, GROUP_SIZE: 0, PRECISION: "f32"}
-    candidates = [plain, usual, *([exact] if PRECISION not in asked and not probe.is_f32 else [])]
+    quantized = {**usual, GROUP_SIZE: LARGE_GROUP, PRECISION: "f32"}
+    is_f32_open = PRECISION not in own and not probe.is_f32
+    can_share = is_f32_open and probe.takes_large_groups and asked["prefill"] == own
+    candidates = [plain, usual, *([exact] if is_f32_open else []), *([quantized] if can_share else [])]
     seconds = probe.seconds(1, candidates, is_cold=True)
-    best = min(range(len(candidates)), key=seconds.__getitem__)
-    return candidates[best] if seconds[0] >= CLEARLY * seconds[best] else plain
+    if can_share:
+        limit = min(seconds[:-1]) * NOT_SLOWER
+        packed = probe.seconds(PACKED_ROWS, [usual, quantized], is_cold=True)
+        if seconds[-1] <= limit and packed[0] >= CLEARLY * packed[1]:
+            prompt = probe.seconds(2 * SHORT_ROWS, [usual, quantized], is_cold=True)
+            return quantized, 2 * SHORT_ROWS if prompt[1] <= NOT_SLOWER * prompt[0] else SHORT_ROWS
+    best = min(range(len(candidates) - can_share), key=seconds.__getitem__)
+    return candidates[best] if seconds[0] >= CLEARLY * seconds[best] else plain, 1
 
 
 def _matrices(model: ov.Model) -> list[ov.Node]:

@@ -25,12 +25,17 @@ class ProgramGroup:
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """Where and how programs are compiled. ``properties``: OpenVINO's properties of each part that has its own."""
+    """Where and how programs are compiled.
+
+    ``properties``: OpenVINO's properties of each part that has its own. ``few_rows``: the most rows of a call of the part
+    ``few_rows``.
+    """
 
     device: str
     layout: ProgramLayout
     kv_type: KVType
     properties: Mapping[Part, Mapping[str, Any]]
+    few_rows: int = 1
 
     @property
     def mode(self) -> ProgramMode:
@@ -44,7 +49,7 @@ class CompileOptions:
         return ProgramGroup(part if is_apart else None, dict(self.properties[part]))
 
     def _part(self, variant: Variant) -> Part:
-        return "single_row" if variant.rows == 1 and "single_row" in self.properties else variant.phase
+        return "few_rows" if variant.rows <= self.few_rows and "few_rows" in self.properties else variant.phase
 
 
 def compile_programs(

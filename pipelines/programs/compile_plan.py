@@ -85,12 +85,13 @@ def prepare(
     passes = DECODER if merges_projections(device) else DECODER_UNMERGED
     lowered = lower(model, LoweringOptions(config.num_kv_slots(mode), kv_type), passes)
     layout = program_layout(device, path, config)
-    parts = calibrated(core, device, lowered.graph.model, properties, layout)
-    if layout == "single_row" and parts.setdefault("single_row", parts["generate"]) == parts["generate"]:
+    calibration = calibrated(core, device, lowered.graph.model, properties, layout)
+    parts = calibration.properties
+    if layout == "few_rows" and parts.setdefault("few_rows", parts["generate"]) == parts["generate"]:
         layout = layout if config.programs == layout else "shared"  # a second program would compute the same way
     variants = choose_variants(config, mode, lowered.shape)
     on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - start))
-    options = CompileOptions(device, layout, kv_type, parts)
+    options = CompileOptions(device, layout, kv_type, parts, calibration.few_rows)
     return core, CompilePlan(lowered, options, variants)
 
 
@@ -118,7 +119,7 @@ def program_layout(device: str, path: Path, config: StaticLLMConfig) -> ProgramL
 
     A shared program prepares all its nodes again, about 20 microseconds each, when it runs with another number of rows than
     before, and on the CPU a program compiled for a single row is faster. A second program needs a copy of the weights. Therefore
-    small models have one program per phase, medium ones a second program for single rows, and large ones one program.
+    small models have one program per phase, medium ones a second program for calls of few rows, and large ones one program.
     """
     if config.programs != "auto":
         return config.programs
@@ -127,7 +128,7 @@ def program_layout(device: str, path: Path, config: StaticLLMConfig) -> ProgramL
     size = weights_size(path, config.weights_path)
     if size < SMALL_WEIGHTS:
         return "phases"
-    return "single_row" if size < LARGE_WEIGHTS and kind(device) == "CPU" else "shared"
+    return "few_rows" if size < LARGE_WEIGHTS and kind(device) == "CPU" else "shared"
 
 
 def device_properties(device: str) -> frozenset[str]:

@@ -148,7 +148,7 @@ def programs_of(programs: BoundPrograms) -> str:
     if num_programs == 1:
         return "shared"
     if num_programs == 2:
-        return "phases" if not by_phase["prefill"] & by_phase["generate"] else "single_row"
+        return "phases" if not by_phase["prefill"] & by_phase["generate"] else "few_rows"
     return "separate"
 
 

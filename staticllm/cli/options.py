@@ -100,7 +100,7 @@ def layout_options(command: Command) -> Command:
             click.option(
                 "--programs",
                 type=click.Choice(PROGRAMS),
-                help="One program per variant, one for all, one per phase, or one for single rows.",
+                help="One program per variant, one for all, one per phase, or one for few rows.",
             ),
             click.option(
                 "--precision",

@@ -44,7 +44,7 @@ def llama_set(tmp_path_factory, zoo):
     return folder
 
 
-MODES = ("shared", "phases", "single_row", "separate")
+MODES = ("shared", "phases", "few_rows", "separate")
 QUICK = {("llama", "phases"), ("llama", "separate"), ("lfm2", "shared")}
 
 

@@ -52,7 +52,7 @@ def test_every_bench_test_is_in_every_output_format(bench):
 
 
 @pytest.mark.parametrize(
-    "layout", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("separate", "shared")), "phases", "single_row"]
+    "layout", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("separate", "shared")), "phases", "few_rows"]
 )
 def test_the_report_names_the_programs(layout, bench):
     (row,) = json.loads(bench("--n-prompt", "8", "-n", "0", "--programs", layout, "-o", "json").stdout)

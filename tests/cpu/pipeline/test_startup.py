@@ -12,7 +12,7 @@ from staticllm import StaticLLMPipeline
 from staticllm.errors import ConfigError, DeviceError, SnapshotError
 from staticllm.pipelines.blobs.cache import BlobCache
 from staticllm.pipelines.model_loader import launch, loaded
-from staticllm.pipelines.programs import build
+from staticllm.pipelines.programs import autotune, build, compile_plan
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -166,26 +166,37 @@ def test_config_and_kv_type_are_those_of_the_serving_device(zoo, tmp_path, monke
             pipe.load_snapshot(tmp_path / "rows")
 
 
-SINGLE = {**SHORT, "PROGRAMS": "single_row", "MAX_NUM_SEQS": 2}
+SINGLE = {**SHORT, "PROGRAMS": "few_rows", "MAX_NUM_SEQS": 2}
 
 
-def programs_of(pipe):
-    """Return the compiled models for single rows, and those for all other calls."""
+def programs_of(pipe, few_rows=1):
+    """Return the compiled models for calls of few rows, and those for all other calls."""
     programs = pipe._engine.runner.programs
-    return [{id(programs.compiled(v)) for v in programs if (v.rows == 1) == is_single} for is_single in (True, False)]
+    return [{id(programs.compiled(v)) for v in programs if (v.rows <= few_rows) == is_few} for is_few in (True, False)]
 
 
-def test_the_program_for_single_rows_comes_later_and_changes_no_token(zoo, expected, monkeypatch):
+def probe_finds(few_rows, monkeypatch):
+    """Let the calibration find that calls of up to ``few_rows`` rows are faster in a program of their own."""
+
+    def found(core, device, model, phases, layout):
+        return autotune.Calibration({**phases, "few_rows": phases["generate"]}, few_rows)
+
+    monkeypatch.setattr(compile_plan, "calibrated", found)
+
+
+@pytest.mark.parametrize("few_rows", [1, pytest.param(16, marks=pytest.mark.slow)])
+def test_the_program_for_few_rows_comes_later_and_changes_no_token(few_rows, zoo, expected, monkeypatch):
     gate, compile_each = threading.Event(), build.compile_each
+    probe_finds(few_rows, monkeypatch)
 
     def held_back(core, plan, on_progress):
-        if all(variant.rows == 1 for variant in plan.variants):
+        if all(variant.rows <= few_rows for variant in plan.variants):
             gate.wait(30)
         return compile_each(core, plan, on_progress)
 
     monkeypatch.setattr(loaded, "compile_each", held_back)
     with StaticLLMPipeline(zoo / "llama", **SINGLE) as pipe:
-        single, others = programs_of(pipe)
+        single, others = programs_of(pipe, few_rows)
         assert single == others
         assert not pipe.is_complete
         assert tokens_of(pipe) == expected
@@ -195,27 +206,34 @@ def test_the_program_for_single_rows_comes_later_and_changes_no_token(zoo, expec
         gate.set()
         assert pipe.wait_until_complete(60)
         assert [*begun, *tokens][:12] == expected, "taken over in the middle of an answer"
-        single, others = programs_of(pipe)
+        single, others = programs_of(pipe, few_rows)
         assert len(single) == len(others) == 1
         assert single != others
         assert tokens_of(pipe) == expected
         programs = pipe.engine.runner.programs
-        bound = [programs[variant].compiled is programs.compiled(variant) for variant in programs if variant.rows == 1]
-        assert len(bound) > 1, "there are single rows of one KV length only"
+        bound = [
+            programs[variant].compiled is programs.compiled(variant) for variant in programs if variant.rows <= few_rows
+        ]
+        assert len(bound) > 1, "there is only one variant of few rows"
         assert all(bound), "a variant that already ran kept its old program"
 
 
 @pytest.mark.slow
-def test_the_program_for_single_rows_comes_first_with_background_compile_off(zoo, expected, tmp_path):
+@pytest.mark.parametrize("few_rows", [1, 16])
+def test_the_program_for_few_rows_comes_first_with_background_compile_off(
+    few_rows, zoo, expected, tmp_path, monkeypatch
+):
+    probe_finds(few_rows, monkeypatch)
     with StaticLLMPipeline(zoo / "llama", **SINGLE, BACKGROUND_COMPILE=False) as pipe:
         assert pipe.is_complete
-        assert programs_of(pipe)[0] != programs_of(pipe)[1]
+        assert programs_of(pipe, few_rows)[0] != programs_of(pipe, few_rows)[1]
         assert tokens_of(pipe) == expected
     for origin in ("compiled", "from the cache"):
         with StaticLLMPipeline(zoo / "llama", **SINGLE, CACHE_DIR=tmp_path) as pipe:
             assert pipe.is_complete, origin
-            assert programs_of(pipe)[0] != programs_of(pipe)[1], origin
+            assert programs_of(pipe, few_rows)[0] != programs_of(pipe, few_rows)[1], origin
             assert tokens_of(pipe) == expected, origin
     (entry,) = BlobCache(tmp_path).entries()
-    assert entry.manifest.programs == "single_row"
+    assert entry.manifest.programs == "few_rows"
+    assert entry.manifest.few_rows == few_rows
     assert len(entry.manifest.blobs) == 2

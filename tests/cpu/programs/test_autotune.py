@@ -9,11 +9,14 @@ from openvino import opset13 as ops
 
 from staticllm import demo_model_path
 from staticllm.config import StaticLLMConfig
+from staticllm.core import Variant
 from staticllm.devices import get_core
 from staticllm.pipelines.programs import autotune, compile_plan
 from staticllm.pipelines.programs.autotune import GROUP_SIZE, LARGE_GROUP, PRECISION, calibrated
+from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.pipelines.programs.compile_plan import prepare
 
+QUANTIZED = "f32 with quantized activations"
 PHASES = {"prefill": {"PERFORMANCE_HINT": "LATENCY"}, "generate": {"PERFORMANCE_HINT": "LATENCY"}}
 
 
@@ -33,20 +36,24 @@ def stack(size=1024, count=2, head=64, compressed=True):
 @pytest.fixture
 def timed(monkeypatch):
     """Set the seconds of each kind of candidate, and record how many rows and matrices were timed."""
-    seconds, probes = {"own": 2.0, LARGE_GROUP: 1.0, 0: 1.0, "f32": 1.0}, []
+    seconds, probes = {"own": 2.0, LARGE_GROUP: 1.0, 0: 1.0, "f32": 1.0, QUANTIZED: 9.0}, []
 
     def measured(self, num_rows, candidates, is_cold=False):
         probes.append((num_rows, self._sizes))
-        assert is_cold == (num_rows == 1), "a single row reads its weights from memory"
-        kinds = ["f32" if PRECISION in c else c.get(GROUP_SIZE, "own") for c in candidates]
-        return [seconds[kind] for kind in kinds]
+        assert is_cold == (num_rows < autotune.MANY_ROWS), "few rows read their weights from memory"
+        kinds = ["f32" if PRECISION in c and not c[GROUP_SIZE] else c.get(GROUP_SIZE, "own") for c in candidates]
+        kinds = [
+            QUANTIZED if PRECISION in c and c[GROUP_SIZE] else kind for c, kind in zip(candidates, kinds, strict=True)
+        ]
+        return [seconds.get((num_rows, kind), seconds[kind]) for kind in kinds]
 
     monkeypatch.setattr(autotune.Probe, "seconds", measured)
     return seconds, probes
 
 
 def calibrate(model, layout="shared", device="CPU", **generate):
-    return calibrated(get_core(), device, model, {**PHASES, "generate": {**PHASES["generate"], **generate}}, layout)
+    phases = {**PHASES, "generate": {**PHASES["generate"], **generate}}
+    return calibrated(get_core(), device, model, phases, layout).properties
 
 
 def test_the_faster_group_is_taken_for_both_phases_which_still_share_a_program(timed):
@@ -80,43 +87,81 @@ def test_nothing_is_timed_without_candidates(model, options, timed):
 IS_F32 = get_core().get_property("CPU", PRECISION).get_type_name() == "f32"
 
 
-@pytest.mark.parametrize("layout", ["single_row", "separate"])
+@pytest.mark.parametrize("layout", ["few_rows", "separate"])
 def test_single_rows_are_not_quantized_unless_that_is_clearly_slower(layout, timed):
     plain = {"PERFORMANCE_HINT": "LATENCY", GROUP_SIZE: 0}
     found = calibrate(stack(), layout)
-    assert found["single_row"] == plain
+    assert found["few_rows"] == plain
     assert found["generate"][GROUP_SIZE] == LARGE_GROUP
-    assert [rows for rows, _ in timed[1]] == [autotune.MANY_ROWS, 1]
+    assert [rows for rows, _ in timed[1]] == [autotune.MANY_ROWS, 1, *([] if IS_F32 else [autotune.PACKED_ROWS])]
     timed[0][0] = 1.1
-    assert calibrate(stack(), layout)["single_row"] == plain, "within what a probe varies by"
+    assert calibrate(stack(), layout)["few_rows"] == plain, "within what a probe varies by"
     timed[0].update({0: 1.3, "f32": 1.3})
-    assert calibrate(stack(), layout)["single_row"] == found["generate"], "as weights in 4 bits are"
+    assert calibrate(stack(), layout)["few_rows"] == found["generate"], "as weights in 4 bits are"
     if not IS_F32:
         timed[0].update({0: 1.3, "f32": 0.9})
-        assert calibrate(stack(), layout)["single_row"] == {**plain, PRECISION: "f32"}
+        assert calibrate(stack(), layout)["few_rows"] == {**plain, PRECISION: "f32"}
         assert PRECISION not in calibrate(stack(), layout)["generate"]
 
 
 def test_the_users_decoding_properties_apply_to_single_rows(timed):
     timed[0].update({0: 1.3, "f32": 0.5})
     asked = {GROUP_SIZE: 64}
-    assert calibrate(stack(), "single_row", **asked)["single_row"] == {**PHASES["generate"], **asked}
+    assert calibrate(stack(), "few_rows", **asked)["few_rows"] == {**PHASES["generate"], **asked}
     timed[0][0] = 1.0
     asked = {PRECISION: "bf16"}
-    assert calibrate(stack(), "single_row", **asked)["single_row"] == {**PHASES["generate"], **asked, GROUP_SIZE: 0}
-    assert "single_row" not in calibrate(stack(), "shared")
+    assert calibrate(stack(), "few_rows", **asked)["few_rows"] == {**PHASES["generate"], **asked, GROUP_SIZE: 0}
+    assert "few_rows" not in calibrate(stack(), "shared")
 
 
-@pytest.mark.parametrize(("seconds", "layout"), [(1.0, "single_row"), (1.3, "shared")])
+WITH_AMX = {  # ms of calls of the 0.5B model on a processor with AMX; of 32 rows it is a guess
+    (1, 0): 24.4, (1, LARGE_GROUP): 26.8, (1, "f32"): 21.3, (1, QUANTIZED): 20.4,
+    (8, LARGE_GROUP): 57.6, (8, QUANTIZED): 35.1, (32, LARGE_GROUP): 52.0, (32, QUANTIZED): 50.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "few_rows"),
+    [
+        ({}, 32),
+        ({(32, QUANTIZED): 60.0}, 16),
+        ({(8, QUANTIZED): 55.0}, 1),  # no clear gain for packed steps
+        ({(1, QUANTIZED): 23.0}, 1),  # single rows would be slower
+    ],
+)
+def test_calls_of_few_rows_run_in_f32_with_quantized_activations_where_that_is_faster(
+    changes, few_rows, timed, monkeypatch
+):
+    monkeypatch.setattr(autotune.Probe, "is_f32", False)
+    timed[0].update({**WITH_AMX, **changes})
+    found = calibrated(get_core(), "CPU", stack(), PHASES, "few_rows")
+    usual = {"PERFORMANCE_HINT": "LATENCY", GROUP_SIZE: LARGE_GROUP}
+    assert found.few_rows == few_rows
+    assert found.properties["prefill"] == usual
+    expected = {**usual, PRECISION: "f32"} if few_rows > 1 else {**usual, GROUP_SIZE: 0}
+    assert found.properties["few_rows"] == expected
+    options = CompileOptions("CPU", "few_rows", "f32", found.properties, found.few_rows)
+    apart = {rows for rows in (1, 8, 16, 32, 64) if options.program_group(Variant(rows, 256)).part}
+    assert apart == {rows for rows in (1, 8, 16, 32, 64) if rows <= few_rows}
+
+
+def test_prompts_with_properties_of_their_own_do_not_share_the_program_for_few_rows(timed, monkeypatch):
+    monkeypatch.setattr(autotune.Probe, "is_f32", False)
+    timed[0].update(WITH_AMX)
+    phases = {**PHASES, "prefill": {"PERFORMANCE_HINT": "THROUGHPUT"}}
+    assert calibrated(get_core(), "CPU", stack(), phases, "few_rows").few_rows == 1
+
+
+@pytest.mark.parametrize(("seconds", "layout"), [(1.0, "few_rows"), (1.3, "shared")])
 def test_single_rows_share_the_program_without_a_gain(seconds, layout, timed, monkeypatch):
     timed[0].update({0: seconds, "f32": 1.3})
     monkeypatch.setattr(autotune, "LEAST_WEIGHTS", 0)
-    monkeypatch.setattr(compile_plan, "program_layout", lambda *arguments: "single_row")
+    monkeypatch.setattr(compile_plan, "program_layout", lambda *arguments: "few_rows")
     model = demo_model_path()
     assert prepare(model, "CPU", StaticLLMConfig())[1].options.layout == layout
-    asked = prepare(model, "CPU", StaticLLMConfig(programs="single_row"))[1].options
-    assert asked.layout == "single_row"
-    assert "single_row" in asked.properties
+    asked = prepare(model, "CPU", StaticLLMConfig(programs="few_rows"))[1].options
+    assert asked.layout == "few_rows"
+    assert "few_rows" in asked.properties
 
 
 def test_every_candidate_is_run_and_the_model_stays_as_it_was():

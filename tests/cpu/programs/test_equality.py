@@ -41,7 +41,7 @@ def test_greedy_tokens_equal_those_of_the_stateful_model(name, mode, model_path,
 
 
 @pytest.mark.parametrize(
-    "mode", ["separate", "shared", *(pytest.param(mode, marks=SLOW) for mode in ("phases", "single_row"))]
+    "mode", ["separate", "shared", *(pytest.param(mode, marks=SLOW) for mode in ("phases", "few_rows"))]
 )
 def test_small_chunks_and_kv_lengths_change_no_token(mode, model_path, references, prompt_of):
     """Chunks have 16 tokens, and the generation crosses two KV lengths."""

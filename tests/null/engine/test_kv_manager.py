@@ -193,7 +193,7 @@ def test_a_prompt_beyond_max_num_seqs_never_enters_the_arena(monkeypatch):
     assert_empty(engine)
 
 
-def test_a_cached_prefix_continues_if_only_single_row_programs_have_a_past():
+def test_a_cached_prefix_continues_if_only_single_rows_have_programs_with_a_past():
     engine = fake_engine(make_policy("fcfs"), variants=[*(Variant(1, c) for c in (32, 64, 128)), Variant(16, 0)])
     first = fake_request(range(16), 10)
     run_to_end(engine, [first])
