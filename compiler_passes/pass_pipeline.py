@@ -1,4 +1,4 @@
-"""Defines a pass pipeline, which is a list of named passes in their order, and runs it with a check after each pass."""
+"""Runs a pass pipeline, a list of named passes in their order, with a check after each pass."""
 
 from __future__ import annotations
 

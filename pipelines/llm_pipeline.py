@@ -12,7 +12,7 @@ from typing import TypeAlias, overload
 
 import openvino_genai as genai
 
-from staticllm.config import StaticLLMConfig
+from staticllm.config import Scheduler, StaticLLMConfig
 from staticllm.core import ProgressEvent
 from staticllm.errors import GenerationConfigError
 from staticllm.model_dir import forget_in_memory, weights_of
@@ -21,6 +21,7 @@ from staticllm.pipelines.chat_session import ChatSession
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.output_queue import OutputQueue
+from staticllm.pipelines.engine.overflow import OverflowRule
 from staticllm.pipelines.model_loader.arguments import (
     named_in_memory,
     positional,
@@ -86,7 +87,7 @@ class StaticLLMPipeline:
         config: Mapping[str, object] | StaticLLMConfig | None = None,
         tokenizer: genai.Tokenizer | None = None,
         on_progress: Callable[[ProgressEvent], None] | None = None,
-        scheduler: str | Policy | None = None,
+        scheduler: Scheduler | Policy | None = None,
         **properties: object,
     ) -> None:
         start = time.perf_counter()
@@ -122,7 +123,7 @@ class StaticLLMPipeline:
         generation_config: GenerationConfig = ...,
         streamer: Streamer = ...,
         *,
-        overflow: str = ...,
+        overflow: OverflowRule = ...,
         priority: int = ...,
         **kwargs: object,
     ) -> GeneratedText: ...
@@ -134,7 +135,7 @@ class StaticLLMPipeline:
         generation_config: GenerationConfig = ...,
         streamer: Streamer = ...,
         *,
-        overflow: str = ...,
+        overflow: OverflowRule = ...,
         priority: int = ...,
         **kwargs: object,
     ) -> EncodedResults: ...
@@ -146,7 +147,7 @@ class StaticLLMPipeline:
         generation_config: GenerationConfig = ...,
         streamer: Streamer = ...,
         *,
-        overflow: str = ...,
+        overflow: OverflowRule = ...,
         priority: int = ...,
         **kwargs: object,
     ) -> DecodedResults: ...
@@ -157,7 +158,7 @@ class StaticLLMPipeline:
         generation_config: GenerationConfig = None,
         streamer: Streamer = None,
         *,
-        overflow: str = "stop",
+        overflow: OverflowRule = "stop",
         priority: int = 0,
         **kwargs: object,
     ) -> Results:
@@ -211,7 +212,7 @@ class StaticLLMPipeline:
         *,
         priority: int = 0,
         deadline_ms: float | None = None,
-        overflow: str = "stop",
+        overflow: OverflowRule = "stop",
         callback: Callable[[str], object] | None = None,
         **kwargs: object,
     ) -> GenerationHandle:

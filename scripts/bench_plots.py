@@ -54,7 +54,7 @@ def plot_freeze(result: dict[str, Any], path: Path) -> None:
     axis.axhline(row["target_ms"], color="#c0392b", linestyle="--", label="target for TPOT")
     axis.set_yscale("log")
     axis.set_xlabel("token of the chat; a prompt of 1000 tokens arrives after the tenth")
-    axis.set_ylabel("ms since the token before")
+    axis.set_ylabel("ms since the previous token")
     axis.legend()
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -67,7 +67,7 @@ COLOURS = {
 PANELS = (
     ("time to first token, ms", ("ttft_16", "ttft_128", "ttft_512", "ttft_1000", "ttft_turn")),
     ("time per output token, ms", ("tpot_16", "tpot_128", "tpot_512", "tpot_1000")),
-    ("tokens/s of so many clients", ("clients_1", "clients_4", "clients_8", "clients_16")),
+    ("tokens/s, by number of clients", ("clients_1", "clients_4", "clients_8", "clients_16")),
     ("load, s", ("load_s", "load_cached_s")),
     ("peak of private memory, MB", ("peak_mb",)),
 )

@@ -1,4 +1,4 @@
-"""Defines the frozen config of how a model is laid out on a device and served; ``properties.py`` reads its property names."""
+"""The frozen config of how a model is laid out on a device and served; ``properties.py`` reads its property names."""
 
 from __future__ import annotations
 

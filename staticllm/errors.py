@@ -1,4 +1,4 @@
-"""Defines the tree of exceptions; every user mistake raises one with the value, the limit and the remedy in one line.
+"""The tree of exceptions: every user mistake raises one with the value, the limit and the remedy in one line.
 
 ``StaticLLMError`` is a ``RuntimeError`` because ``openvino_genai`` raises that: handlers written for GenAI keep working.
 

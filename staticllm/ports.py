@@ -1,4 +1,4 @@
-"""Defines the ports of a step program: their names, the meaning of their axes, and their element types.
+"""The ports of a step program: their names, the meaning of their axes, and their element types.
 
 This is the contract between the passes, which make the ports, and the host, which binds memory to them. The sizes of a call are
 its rows S, the KV slots that it sees T, and the rows that get logits R. All other sizes are the model's own.

@@ -1,4 +1,4 @@
-"""Defines the results of ``generate``, with the attributes of openvino_genai's results and with truthful finish reasons."""
+"""The results of ``generate``, with the attributes of openvino_genai's results and with truthful finish reasons."""
 
 from __future__ import annotations
 

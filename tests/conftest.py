@@ -1,4 +1,4 @@
-"""Defines the options and fixtures of all tests. There is no other conftest."""
+"""The options and fixtures of all tests. There is no other conftest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines the graph that the passes change, and the graph operations that several passes need."""
+"""The graph that the passes change, and the graph operations that several passes need."""
 
 from __future__ import annotations
 

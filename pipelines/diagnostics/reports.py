@@ -1,4 +1,4 @@
-"""Defines what the diagnostics return: frozen values whose fields are the keys of the commands' JSON, in their order."""
+"""The results of the diagnostics: frozen values whose fields are the keys of the commands' JSON, in their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines the interface of an engine for the rest of the library, in this process or in another one."""
+"""The interface through which the rest of the library uses an engine, in this process or in another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines the limits with which an engine runs its programs."""
+"""The limits with which an engine runs its programs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from staticllm.pipelines.scheduling.request_table import Limits
 class EngineOptions:
     """Limits of an engine.
 
-    ``max_seq_len``: the most slots of one sequence. ``max_waiting``: the most waiting requests. ``host_kv_slots``: the size of
-    the host pool in slots. ``state_slots``: the slots that the recurrent states of one sequence count for in the host pool.
+    ``max_seq_len``: the largest number of KV slots of one sequence. ``max_waiting``: the largest number of waiting requests.
+    ``host_kv_slots``: the size of the host pool in slots. ``state_slots``: the number of these slots that the recurrent states
+    of one sequence occupy.
     """
 
     limits: Limits

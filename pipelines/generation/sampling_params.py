@@ -1,4 +1,4 @@
-"""Defines the sampling parameters of one request, with the names and meanings of ``openvino_genai.GenerationConfig``."""
+"""The sampling parameters of one request, with the names and meanings of ``openvino_genai.GenerationConfig``."""
 
 from __future__ import annotations
 

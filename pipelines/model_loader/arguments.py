@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import openvino as ov
 import openvino_genai as genai
@@ -23,6 +23,10 @@ AUTO = ["NPU", "GPU", "CPU"]
 """The devices that ``AUTO`` tries, in order of preference."""
 
 
+Config: TypeAlias = Mapping[str, object] | StaticLLMConfig | None
+"""The ``config`` of a constructor: properties by name, or the resolved config."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A device and its config, because devices know different properties. ``explicit``: fields that the user gave."""
@@ -37,7 +41,7 @@ class Given:
     """The arguments of a constructor, independent of GenAI's order in which they were given."""
 
     device: str
-    config: Any
+    config: Config
     tokenizer: genai.Tokenizer | None
     weights: ov.Tensor | None = None
     generation_config: genai.GenerationConfig | None = None
@@ -121,7 +125,7 @@ def device_names(devices: Any) -> list[Any]:
     return [name for name in listed if kind(name) in available] or listed
 
 
-def resolve_candidates(devices: str, config: Any, properties: dict[str, Any]) -> list[Candidate]:
+def resolve_candidates(devices: str, config: Config, properties: dict[str, Any]) -> list[Candidate]:
     """Return one candidate per device of ``"NPU,GPU,CPU"``. A device gets only the properties that it knows.
 
     Raises:
@@ -183,7 +187,7 @@ def read_tokenizer(directory: os.PathLike[str]) -> genai.Tokenizer:
         raise ModelError(f"the tokenizer in {str(directory)!r} cannot be read: {last_line(error)}") from error
 
 
-def read_generation_config(directory: Any, tokenizer: genai.Tokenizer) -> genai.GenerationConfig:
+def read_generation_config(directory: Path, tokenizer: genai.Tokenizer) -> genai.GenerationConfig:
     """Read the model's own generation options; the tokenizer's end of sequence is added if they have none.
 
     Raises:

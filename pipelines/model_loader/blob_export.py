@@ -18,7 +18,7 @@ from staticllm.pipelines.blobs.blob_set import MANIFEST, ImportTarget, is_ours, 
 from staticllm.pipelines.blobs.check import matches
 from staticllm.pipelines.blobs.fingerprint import Fingerprint, fingerprint_model, layout_values, machine_values
 from staticllm.pipelines.blobs.manifest import LAYOUT_FIELDS, Manifest, VariantFile, shape_to_json
-from staticllm.pipelines.model_loader.job import Job
+from staticllm.pipelines.model_loader.job import LoadJob
 from staticllm.pipelines.programs.build import CompiledPrograms, compile_all
 from staticllm.pipelines.programs.compile_plan import CompilePlan, phase_properties, prepare, program_layout
 
@@ -40,7 +40,7 @@ class Exported:
     is_weightless: bool
 
 
-def export_set(job: Job, target: Path) -> Manifest:
+def export_set(job: LoadJob, target: Path) -> Manifest:
     """Compile a model, write a blob set to ``target``, a new folder, and return its manifest.
 
     Raises:
@@ -57,7 +57,7 @@ def export_set(job: Job, target: Path) -> Manifest:
     return write_exported(job, target, compile_for_export(job), fingerprint_of(job), {})
 
 
-def compile_for_export(job: Job) -> Exported:
+def compile_for_export(job: LoadJob) -> Exported:
     """Compile and export: weightless blobs if they are wanted and pass verification, else whole blobs.
 
     Raises:
@@ -73,19 +73,19 @@ def compile_for_export(job: Job) -> Exported:
     return _export(job, is_weightless=False)
 
 
-def _export(job: Job, is_weightless: bool) -> Exported:
+def _export(job: LoadJob, is_weightless: bool) -> Exported:
     core, plan = prepare_for_export(job, is_weightless)
     return export_programs(job, compile_all(core, plan, job.on_progress), is_weightless)
 
 
-def is_weightless_wanted(job: Job) -> bool:
+def is_weightless_wanted(job: LoadJob) -> bool:
     """Return whether the user wants blobs without weights and the device can write them."""
     supported = get_core().get_property(job.device, "SUPPORTED_PROPERTIES")
     is_plain = job.config.weights_decryption_callback is None
     return job.config.cache_mode == "OPTIMIZE_SIZE" and WEIGHTS in supported and is_plain
 
 
-def prepare_for_export(job: Job, is_weightless: bool) -> tuple[ov.Core, CompilePlan]:
+def prepare_for_export(job: LoadJob, is_weightless: bool) -> tuple[ov.Core, CompilePlan]:
     """Lower a model so that its programs can be exported, with or without their weights.
 
     Raises:
@@ -98,7 +98,7 @@ def prepare_for_export(job: Job, is_weightless: bool) -> tuple[ov.Core, CompileP
     return core, _without_weights(plan) if is_weightless else plan
 
 
-def export_programs(job: Job, programs: CompiledPrograms, is_weightless: bool) -> Exported:
+def export_programs(job: LoadJob, programs: CompiledPrograms, is_weightless: bool) -> Exported:
     """Export compiled programs as blobs, and compare each blob with its program on random inputs."""
     files, blobs, names = dict[Variant, str](), dict[str, bytes](), dict[int, str]()
     weights = job.weights if is_weightless else None
@@ -123,7 +123,7 @@ def _without_weights(plan: CompilePlan) -> CompilePlan:
 
 
 def write_exported(
-    job: Job, target: Path, exported: Exported, fingerprint: Fingerprint, costs: Mapping[Variant, float]
+    job: LoadJob, target: Path, exported: Exported, fingerprint: Fingerprint, costs: Mapping[Variant, float]
 ) -> Manifest:
     """Write exported programs as a set at ``target``. ``costs``: measured seconds per call of a variant.
 
@@ -138,7 +138,7 @@ def write_exported(
     return _write(job, target, manifest_of(job, exported, fingerprint, costs), exported.blobs)
 
 
-def write_quarantined(job: Job, target: Path, exported: Exported, fingerprint: Fingerprint) -> None:
+def write_quarantined(job: LoadJob, target: Path, exported: Exported, fingerprint: Fingerprint) -> None:
     """Write a set without blobs that records the failed verification, so that the next start does not export again.
 
     Raises:
@@ -151,7 +151,7 @@ def write_quarantined(job: Job, target: Path, exported: Exported, fingerprint: F
     _write(job, target, manifest, {})
 
 
-def _write(job: Job, target: Path, manifest: Manifest, blobs: Mapping[str, bytes]) -> Manifest:
+def _write(job: LoadJob, target: Path, manifest: Manifest, blobs: Mapping[str, bytes]) -> Manifest:
     callbacks = job.config.cache_encryption_callbacks
     try:
         return write_set(target, manifest, blobs, callbacks[0] if callbacks else None, job.key)
@@ -159,7 +159,7 @@ def _write(job: Job, target: Path, manifest: Manifest, blobs: Mapping[str, bytes
         raise ConfigError(f"the blobs cannot be written to {str(target)!r}: {error.strerror or error}") from error
 
 
-def manifest_of(job: Job, exported: Exported, fingerprint: Fingerprint, costs: Mapping[Variant, float]) -> Manifest:
+def manifest_of(job: LoadJob, exported: Exported, fingerprint: Fingerprint, costs: Mapping[Variant, float]) -> Manifest:
     """Return the manifest as it will be written, without the digests of the blobs."""
     options = exported.programs.options
     return Manifest(
@@ -178,7 +178,7 @@ def manifest_of(job: Job, exported: Exported, fingerprint: Fingerprint, costs: M
     )
 
 
-def fingerprint_of(job: Job) -> Fingerprint:
+def fingerprint_of(job: LoadJob) -> Fingerprint:
     """Return the fingerprint that a set must have to be loaded for this job.
 
     Raises:

@@ -25,7 +25,7 @@ from staticllm.pipelines.model_loader.blob_export import (
     write_quarantined,
 )
 from staticllm.pipelines.model_loader.imported import import_set
-from staticllm.pipelines.model_loader.job import Job
+from staticllm.pipelines.model_loader.job import LoadJob
 from staticllm.pipelines.model_loader.loaded import Loaded
 from staticllm.pipelines.model_loader.staged import is_staged, load_compiled, load_staged
 from staticllm.pipelines.programs.build import CompiledPrograms, make_runner
@@ -37,7 +37,7 @@ GB = 1_000_000_000
 class CacheEntry:
     """The place of one job's set in a cache. ``is_weightless``: whether its blobs are written without weights."""
 
-    job: Job
+    job: LoadJob
     cache: BlobCache
     fingerprint: Fingerprint
     is_weightless: bool
@@ -66,7 +66,7 @@ class CacheEntry:
         _warn_of_quarantine(self, read_manifest(path, self.job.key))
 
 
-def load_through_cache(job: Job, folder: str) -> Loaded:
+def load_through_cache(job: LoadJob, folder: str) -> Loaded:
     """Load the job's set from the cache; compile it and write it there if the cache has none that can be read.
 
     Raises:

@@ -15,7 +15,7 @@ from staticllm.pipelines.model_loader.blob_export import (
     prepare_for_export,
     write_exported,
 )
-from staticllm.pipelines.model_loader.job import Job
+from staticllm.pipelines.model_loader.job import LoadJob
 from staticllm.pipelines.model_loader.loaded import Loaded
 from staticllm.pipelines.model_loader.staged import is_staged, load_staged
 from staticllm.pipelines.programs.build import CompiledPrograms, make_runner
@@ -27,7 +27,7 @@ DEFAULT_BLOB = "openvino_model.blob"
 class BlobSetStore:
     """The blob set at ``target``, which is written when all programs have been compiled."""
 
-    job: Job
+    job: LoadJob
     target: Path
     is_weightless: bool
 
@@ -42,7 +42,7 @@ class BlobSetStore:
         write_exported(self.job, self.target, exported, fingerprint_of(self.job), {})
 
 
-def load_and_export(job: Job) -> Loaded:
+def load_and_export(job: LoadJob) -> Loaded:
     """Compile, and write a set to ``BLOB_PATH``. An existing set is replaced; anything else is not touched.
 
     Raises:

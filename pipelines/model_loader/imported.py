@@ -24,14 +24,14 @@ from staticllm.pipelines.blobs.blob_set import (
 from staticllm.pipelines.blobs.fingerprint import Fingerprint
 from staticllm.pipelines.blobs.manifest import Manifest, shape_from_json
 from staticllm.pipelines.model_loader.blob_export import fingerprint_of
-from staticllm.pipelines.model_loader.job import Job
+from staticllm.pipelines.model_loader.job import LoadJob
 from staticllm.pipelines.model_loader.loaded import Loaded, Origin
 from staticllm.pipelines.programs.build import CompiledPrograms, make_runner
 from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.pipelines.programs.compile_plan import phase_properties
 
 
-def load_blob_set(job: Job, folder: Path) -> Loaded:
+def load_blob_set(job: LoadJob, folder: Path) -> Loaded:
     """Load the set at ``BLOB_PATH``. It decides every layout field of the config that the user did not give.
 
     Raises:
@@ -44,14 +44,14 @@ def load_blob_set(job: Job, folder: Path) -> Loaded:
     return read_steadily(folder, import_it, job.key)
 
 
-def decided_by(manifest: Manifest, job: Job) -> Job:
+def decided_by(manifest: Manifest, job: LoadJob) -> LoadJob:
     """Return the job with the set's value for every layout field that the user did not give."""
     decided = {name: value for name, value in manifest.config.items() if name not in job.explicit}
     return replace(job, config=replace(job.config, **decided), explicit=job.explicit | decided.keys())
 
 
 def import_set(
-    job: Job, folder: Path, manifest: Manifest, origin: Origin, fingerprint: Fingerprint | None = None
+    job: LoadJob, folder: Path, manifest: Manifest, origin: Origin, fingerprint: Fingerprint | None = None
 ) -> Loaded:
     """Import every program of a set and warm them up. ``fingerprint``: the job's; it is computed here if it is None.
 
@@ -77,7 +77,7 @@ def import_set(
     return Loaded(runner, programs, config, origin, has_mapped_weights=manifest.is_weightless)
 
 
-def _programs(job: Job, manifest: Manifest, blobs: dict[str, bytes]) -> CompiledPrograms:
+def _programs(job: LoadJob, manifest: Manifest, blobs: dict[str, bytes]) -> CompiledPrograms:
     options = CompileOptions(
         job.device,
         cast(ProgramLayout, manifest.programs),

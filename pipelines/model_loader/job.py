@@ -15,7 +15,7 @@ from staticllm.pipelines.programs.compile_plan import phase_properties, with_kv_
 
 
 @dataclass(frozen=True)
-class Job:
+class LoadJob:
     """One model for one device. ``explicit``: the fields of the config that the user gave; a blob set decides the others."""
 
     directory: Path
@@ -41,7 +41,7 @@ def job_of(
     config: StaticLLMConfig,
     on_progress: OnProgress = lambda event: None,
     explicit: Collection[str] | None = None,
-) -> Job:
+) -> LoadJob:
     """Check directory and device, and resolve ``KV_CACHE_GB`` to a number of KV slots.
 
     ``explicit``: names of the config's fields that the user gave. If it is None, the fields whose values differ from their
@@ -57,4 +57,4 @@ def job_of(
     kv_type = config.kv_cache_precision or default_kv_type(core, name, *phase_properties(name, config).values())
     resolved = with_kv_slots(config, directory, kv_type)
     given = frozenset(config.non_default if explicit is None else explicit)
-    return Job(directory, name, resolved, on_progress, given | ({"kv_slots"} if config.kv_cache_gb else set()))
+    return LoadJob(directory, name, resolved, on_progress, given | ({"kv_slots"} if config.kv_cache_gb else set()))

@@ -10,14 +10,14 @@ import openvino as ov
 
 from staticllm.core import Part
 from staticllm.devices import kind
-from staticllm.pipelines.model_loader.job import Job
+from staticllm.pipelines.model_loader.job import LoadJob
 from staticllm.pipelines.model_loader.loaded import DeferredPrograms, Loaded, ProgramStore
 from staticllm.pipelines.programs.build import compile_all, make_runner
 from staticllm.pipelines.programs.compile_plan import CompilePlan, prepare, program_mode
 from staticllm.pipelines.programs.variants import first_to_serve
 
 
-def load_compiled(job: Job) -> Loaded:
+def load_compiled(job: LoadJob) -> Loaded:
     """Compile the model; nothing is written.
 
     Raises:
@@ -35,7 +35,7 @@ def load_compiled(job: Job) -> Loaded:
     return Loaded(make_runner(programs, job.on_progress), programs, job.config, "compiled")
 
 
-def is_staged(job: Job) -> bool:
+def is_staged(job: LoadJob) -> bool:
     """Return whether the fewest programs that can serve are compiled first, and the others in the background."""
     if program_mode(job.device, job.config) != "separate":
         return False
@@ -43,7 +43,7 @@ def is_staged(job: Job) -> bool:
     return kind(job.device) != "CPU" if wanted is None else wanted
 
 
-def load_staged(job: Job, core: ov.Core, plan: CompilePlan, store: ProgramStore | None = None) -> Loaded:
+def load_staged(job: LoadJob, core: ov.Core, plan: CompilePlan, store: ProgramStore | None = None) -> Loaded:
     """Compile the fewest programs that can serve; the other variants are deferred. ``store`` gets all programs at the end.
 
     Raises:
@@ -58,7 +58,7 @@ def load_staged(job: Job, core: ov.Core, plan: CompilePlan, store: ProgramStore 
     return Loaded(runner, programs, job.config, "compiled", deferred)
 
 
-def _few_rows_later(job: Job, core: ov.Core, plan: CompilePlan) -> Loaded:
+def _few_rows_later(job: LoadJob, core: ov.Core, plan: CompilePlan) -> Loaded:
     """Compile one program for all variants; a faster one for calls of few rows is compiled in the background."""
     shared: dict[Part, Mapping[str, Any]] = {
         part: values for part, values in plan.options.properties.items() if part != "few_rows"

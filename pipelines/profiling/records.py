@@ -1,4 +1,4 @@
-"""Defines the records of the engine and the simulator: one per device call, and one per request that has ended."""
+"""The records of the engine and the simulator: one per device call, and one per request that has ended."""
 
 from __future__ import annotations
 

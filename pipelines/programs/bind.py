@@ -20,7 +20,7 @@ from staticllm.kvcache.step import StepBuffers
 from staticllm.ports import INPUT_IDS, LOGIT_ROWS, LOGITS, POSITION_IDS, port_of
 
 POLL_MS = 2
-"""Milliseconds between two looks at whether a timed run must be cancelled."""
+"""Milliseconds between two checks of whether a timed run must be cancelled."""
 
 
 class Program:
@@ -48,7 +48,7 @@ class Program:
         return time.perf_counter() - start
 
     def time_unless(self, is_needed: Callable[[], bool]) -> float | None:
-        """Run with whatever the buffers hold. Return the seconds, or None if it was cancelled because ``is_needed`` was true."""
+        """Run with the buffers as they are. Return the seconds, or None if it was cancelled because ``is_needed`` was true."""
         if is_needed():
             return None
         start = time.perf_counter()
@@ -62,7 +62,7 @@ class Program:
         seconds = time.perf_counter() - start
         try:
             self._request.wait()
-        except RuntimeError:  # that is how OpenVINO says that it was cancelled
+        except RuntimeError:  # OpenVINO raises it for a cancelled run
             if not is_cancelled:
                 raise
         return None if is_cancelled else seconds

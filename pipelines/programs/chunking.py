@@ -13,12 +13,12 @@ from staticllm.pipelines.programs.variant_index import VariantIndex
 Chunk = tuple[Variant, int]
 """A call of a prompt: its variant, and the number of tokens in it."""
 SHORT_REST = 32
-"""Tokens. Above, a full chunk has at least ``LEAST_SHARE`` of the rest, so that few ways have to be compared."""
+"""In tokens. If more are left, only full chunks of at least ``LEAST_SHARE`` of them are tried, which shortens the search."""
 LEAST_SHARE = 1 / 16
 
 
 @dataclass(frozen=True)
-class Options:
+class ChunkOptions:
     """The variants that can run the next chunk, by ascending rows, and the seconds that each takes."""
 
     variants: tuple[Variant, ...]
@@ -31,7 +31,7 @@ class Options:
 
     @cached_property
     def cheapest_from(self) -> tuple[int, ...]:
-        """For each variant the place of the cheapest one with at least as many rows."""
+        """For each variant, the index of the cheapest variant with at least as many rows."""
         best, places = len(self.seconds) - 1, list[int]()
         for place in reversed(range(len(self.seconds))):
             best = place if self.seconds[place] <= self.seconds[best] else best
@@ -39,9 +39,9 @@ class Options:
         return tuple(reversed(places))
 
     def next_chunks(self, rest: int, needs_real_rows: bool) -> list[tuple[float, Variant, int]]:
-        """Return what may run next if ``rest`` tokens are left: full chunks, and the cheapest one with room for the whole rest.
+        """Return the calls that may run next if ``rest`` tokens are left: seconds, variant and number of tokens of each.
 
-        Each is given as its seconds, its variant and its number of tokens.
+        They are full chunks, and the cheapest variant that holds the whole rest.
         """
         end = bisect_left(self.rows, rest + 1)
         least = 1.0 if rest <= SHORT_REST or not end else min(rest * LEAST_SHARE, self.rows[end - 1])
@@ -59,9 +59,9 @@ def plan_chunks(
     """Return the cheapest way to run ``num_tokens`` of one sequence over ``num_past`` arena slots, in order.
 
     All chunks are full, except that the last one may have idle rows: 20 tokens run in 64 rows, or in 16 and 16, or in 16 and
-    four single rows. Each number of tokens that can have run is visited once, the lowest first, with the cheapest way to it.
+    four single rows. The search visits each number of processed tokens once, in ascending order, with the cheapest way to it.
     """
-    options: dict[tuple[int, bool], Options] = {}  # by what of the arena must be seen
+    options: dict[tuple[int, bool], ChunkOptions] = {}  # by KV length and ``is_fresh``
     ways: dict[int, tuple[float, int, Chunk | None]] = {
         0: (0.0, 0, None)
     }  # by tokens done: seconds, tokens before, chunk
@@ -83,10 +83,10 @@ def plan_chunks(
     return _way_to(num_tokens, ways)
 
 
-def _options(index: VariantIndex, cost: Callable[[Variant], float], past: int, is_fresh: bool) -> Options:
+def _options(index: VariantIndex, cost: Callable[[Variant], float], past: int, is_fresh: bool) -> ChunkOptions:
     found = (index.at(rows, 1, past, is_fresh) for rows, sequences in index.sizes if sequences == 1)
     variants = tuple(variant for variant in found if variant is not None)
-    return Options(variants, tuple(map(cost, variants)))
+    return ChunkOptions(variants, tuple(map(cost, variants)))
 
 
 def _way_to(done: int, ways: dict[int, tuple[float, int, Chunk | None]]) -> list[Chunk]:

@@ -16,7 +16,7 @@ FIRST_SHARE = 0.5
 """Weight of the first measurement against the estimate, because it may be a first inference at a new shape."""
 
 LEAST_OF_NEAREST = 0.25
-"""The least that an estimate may be of the nearest measurement."""
+"""The smallest estimate, as a share of the nearest measurement."""
 MIN_SECONDS = 1e-6
 
 
@@ -25,8 +25,8 @@ class CostModel:
 
     The fit is the sum of the parts of a call: a constant (reading the weights), rows, attention over rows and KV length,
     copying the past, and logits. It is fitted to the measurements by least squares of relative errors; no part is negative. The
-    estimate of a variant is the measured cost of the nearest variant with as many rows, plus what the fit says of the
-    difference; without such a variant it is the fit.
+    estimate of a variant is the measured cost of the nearest variant with as many rows, plus the difference between the fitted
+    costs of the two; without such a variant it is the fitted cost.
     """
 
     def __init__(self, seconds: Mapping[Variant, float] | None = None) -> None:

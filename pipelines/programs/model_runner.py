@@ -1,4 +1,4 @@
-"""Runs steps: fill, run, commit. The only place that calls the device."""
+"""Runs steps: fill, run, commit. No other module runs them on the device."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from staticllm.pipelines.programs.variant_index import VariantIndex
 
 Logits = NDArray[np.float32]
 Accept = Callable[[Segment, Logits], int]
-"""From a segment and its logits ``[num_logits, vocab]`` to the number of its tokens that are kept."""
+"""A function that takes a segment and its logits ``[num_logits, vocab]``, and returns how many of its tokens are kept."""
 
 
 class Runnable(Protocol):
     """One variant that can run: ``run`` reads and overwrites ``buffers`` and returns the seconds it took.
 
-    ``meanwhile`` is called while it runs, and may touch nothing of it. ``time_unless`` runs it for its duration only, and
-    returns None if ``is_needed`` became true meanwhile.
+    ``meanwhile`` is called while the device runs, and must not touch ``buffers``. ``time_unless`` runs the variant only to
+    measure it, and returns None if ``is_needed`` returned true during the run.
     """
 
     @property
@@ -74,10 +74,10 @@ class StepResult:
 
 
 class ModelRunner:
-    """A model's programs over one KV cache. Not thread-safe: one caller at a time, in an engine its thread.
+    """Runs a model's programs over one KV cache. It is not thread-safe: in an engine, only the engine's thread calls it.
 
-    ``index`` knows the variants whose programs are there; ``planned`` are all that will be, those that are compiled in the
-    background included.
+    ``index`` has the variants whose programs are compiled. ``planned`` are all variants of the model, including those that are
+    still being compiled in the background; ``is_complete`` says whether the programs of all of them are there.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ModelRunner:
         return self.step([Segment(sequence, np.array([token], np.int64))])[0]
 
     def step(self, segments: Sequence[Segment]) -> list[Logits]:
-        """Run the next tokens of several sequences in one call, the smallest that holds them.
+        """Run the next tokens of several sequences in one call of the smallest variant that holds them.
 
         Return the logits ``[vocab]`` after the last token of each segment: views, valid until the next call.
 
@@ -136,10 +136,10 @@ class ModelRunner:
         return self._checked(variant, segments)
 
     def variant_for(self, segments: Sequence[Segment]) -> Variant | None:
-        """Return the variant with the fewest rows that hold these segments, and the smallest KV length that shows all slots.
+        """Return the variant with the fewest rows that hold these segments, and the smallest KV length with all used slots.
 
-        A model with recurrent states needs exactly as many rows as tokens, since the states would run through idle ones. Segments
-        that want logits after several tokens need a variant made for that. None if there is no such variant.
+        Return None if there is no such variant. A model with recurrent states needs exactly as many rows as tokens, because
+        idle rows would change its states. Segments with logits after several tokens need a variant that returns as many.
         """
         num_rows = sum(len(segment.tokens) for segment in segments)
         is_fresh = not any(len(segment.sequence) for segment in segments)
@@ -157,8 +157,8 @@ class ModelRunner:
     ) -> StepResult:
         """Run one variant, and keep the tokens of every segment whose numbers are finite.
 
-        ``meanwhile`` is called while the device runs. ``accept`` says for a segment and its logits how many of its tokens are
-        kept, from the front: for drafts, of which the model may accept a part. Without it all are.
+        ``meanwhile`` is called while the device runs. ``accept`` returns how many of a segment's first tokens are kept, since
+        the model may accept only a part of a draft. Without it, all tokens are kept.
         """
         begin = time.perf_counter()
         program, step = self.programs[variant], Step(variant, tuple(segments))
@@ -202,7 +202,7 @@ class ModelRunner:
 def _most_likely(logits: Logits) -> int | None:
     """Return the most likely token after the last row of ``logits [n, vocab]``; None if a number is not finite.
 
-    One pass over a vocabulary of 150 k: a NaN is its maximum to numpy, and so is an infinity.
+    The logits, 150 k per row, are read only once: numpy's ``argmax`` finds a NaN or a positive infinity if there is one.
     """
     best = None
     for line in logits:

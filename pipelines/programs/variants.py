@@ -26,16 +26,20 @@ SMALLEST_KV_LEN = 256
 
 
 def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShape | None = None) -> tuple[Variant, ...]:
-    """Return all variants of a pipeline; those that decode come first.
+    """Return all variants of a pipeline, those for decoding first.
 
-    KV lengths: powers of two, then the longest sequence (``max_seq_len``), then all slots of the arena (``kv_slots``). If a KV
-    length needs no program of its own (``shared``): every 256 slots.
-    Decoding: one row; packed, one row per sequence: 2, 4, 8 … up to ``max_num_seqs`` (``separate``: only the last).
-    Prefill of one sequence: 16, 32 … 128, 144 … 256, 288 … rows up to the longest prompt or 1024 (``separate``: 64 and the last).
-    Mixed calls, prompts and decoding of several sequences: 16 … 256 rows, only in ``shared`` mode.
+    In ``shared`` mode a size costs no program, so there are many; in ``separate`` mode each variant is a program.
 
-    A model with recurrent states runs one sequence per call and no idle rows. It has more sizes, so that every prompt can be
-    composed of them. A model without KV states has one KV length.
+    - KV lengths: ``shared`` has steps of 256 slots, and of an eighth from 4096 slots on; ``separate`` has 256 and its doubles.
+      Both end with ``max_seq_len``, the longest sequence, and with all slots of the arena. In ``separate`` mode only single
+      rows have them all; other calls have only the largest ones.
+    - Decoding has one row per sequence: 1, 2, 4, 8 … ``max_num_seqs`` rows (``separate``: 1 and ``max_num_seqs``).
+    - Prefill of one sequence has 16, 32 … 128, 144 … 256, 288 … rows, up to the longest prompt or 1024 (``separate``: 64 and
+      that). It also has the KV length 0, for the first call of a prompt.
+    - Mixed calls, in which several sequences prefill or decode, have 16 … 256 rows (only ``shared``).
+
+    A model with recurrent states runs one sequence per call without idle rows. Its sizes of prefill are such that full calls make
+    up any prompt. A model without KV states has one KV length.
 
     Raises:
         ConfigError: ``GENERATE_KV_LENS`` or ``PREFILL_KV_LENS`` ends too low for the lengths.

@@ -11,7 +11,7 @@ from typing import Literal
 
 from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
 from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.pipelines.simulator.simulated_device import DeviceModel, Job, SimulatedDevice
+from staticllm.pipelines.simulator.simulated_device import DeviceModel, SimulatedDevice, SimulatedRequest
 from staticllm.pipelines.simulator.workload import Arrival
 
 Dispatch = Literal["least_loaded", "round_robin"]
@@ -71,7 +71,7 @@ class Cluster:
     ) -> None:
         self._first, self._decode, self._link = first, decode, link or Link()
         self._num_admissible = float("inf") if concurrency is None else concurrency
-        self._queue: deque[Job] = deque()
+        self._queue: deque[SimulatedRequest] = deque()
         self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
         self._numbers = count()
         self._planned: set[SimulatedDevice] = set()
@@ -85,7 +85,7 @@ class Cluster:
         """
         for arrival in arrivals:
             limit = arrival.num_output if self._decode is None else 1
-            self._at(arrival.time, ARRIVE, self._enqueue(Job(arrival, limit)))
+            self._at(arrival.time, ARRIVE, self._enqueue(SimulatedRequest(arrival, limit)))
         while self._events:
             now, _, _, action = heapq.heappop(self._events)
             action(now)
@@ -99,9 +99,9 @@ class Cluster:
     def _at(self, time: float, rank: int, action: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time, rank, next(self._numbers), action))
 
-    def _enqueue(self, job: Job) -> Callable[[float], None]:
+    def _enqueue(self, request: SimulatedRequest) -> Callable[[float], None]:
         def enqueue(now: float) -> None:
-            self._queue.append(job)
+            self._queue.append(request)
             self._admit(now)
 
         return enqueue
@@ -111,10 +111,10 @@ class Cluster:
             self._num_admissible -= 1
             self._submit(self._first, self._queue.popleft())(now)
 
-    def _submit(self, pool: Pool, job: Job) -> Callable[[float], None]:
+    def _submit(self, pool: Pool, request: SimulatedRequest) -> Callable[[float], None]:
         def submit(now: float) -> None:
             device = pool.choose()
-            device.submit(job)
+            device.submit(request)
             self._wake(device, now)
 
         return submit
@@ -131,20 +131,24 @@ class Cluster:
             self._at(end, FINISH, lambda now: self._finish(device, now))
 
     def _finish(self, device: SimulatedDevice, now: float) -> None:
-        for job in device.finish(now):
-            goes_on = self._decode is not None and len(job.token_times) < job.arrival.num_output and not job.has_slots
-            if goes_on and job.num_tokens <= device.model.max_seq_len:
-                self._hand_over(job, now)
+        for request in device.finish(now):
+            goes_on = (
+                self._decode is not None
+                and len(request.token_times) < request.arrival.num_output
+                and not request.has_slots
+            )
+            if goes_on and request.num_tokens <= device.model.max_seq_len:
+                self._hand_over(request, now)
             else:
-                self._records[job.arrival.id] = job.record()
+                self._records[request.arrival.id] = request.record()
                 self._num_admissible += 1
         self._admit(now)
         self._wake(device, now)
 
-    def _hand_over(self, job: Job, now: float) -> None:
+    def _hand_over(self, request: SimulatedRequest, now: float) -> None:
         assert self._decode is not None
-        job.limit, job.has_slots = job.arrival.num_output, True
-        self._at(now + self._link(job.arrival.num_prompt), ARRIVE, self._submit(self._decode, job))
+        request.limit, request.has_slots = request.arrival.num_output, True
+        self._at(now + self._link(request.arrival.num_prompt), ARRIVE, self._submit(self._decode, request))
 
 
 def colocated(

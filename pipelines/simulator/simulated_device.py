@@ -22,8 +22,8 @@ from staticllm.pipelines.simulator.workload import Arrival
 class DeviceModel:
     """The programs, costs and KV slots of a device.
 
-    ``kv_slots`` is the size of the arena, ``host_kv_slots`` that of the host pool, and ``max_seq_len`` the most slots of one
-    sequence. The policy sees the exact costs; with ``known`` it begins with these measurements and updates them.
+    ``kv_slots`` is the size of the arena, ``host_kv_slots`` that of the host pool, and ``max_seq_len`` the largest number of
+    slots of one sequence. The policy sees the exact costs; with ``known`` it begins with these measurements and updates them.
     """
 
     index: VariantIndex
@@ -37,7 +37,7 @@ class DeviceModel:
 
 
 @dataclass
-class Job:
+class SimulatedRequest:
     """A request that passes through one device or two.
 
     ``limit`` is the number of tokens that it has when it leaves the current device. ``has_slots`` means that its prompt ran on
@@ -71,7 +71,7 @@ class Job:
 class ScheduledRows:
     """The rows of one request in the call."""
 
-    request: int
+    request_id: int
     num_rows: int
     is_prefill: bool
 
@@ -86,37 +86,37 @@ class SimulatedDevice:
         self.table = RequestTable(model.limits)
         self.slots_used = self.host_slots_used = 0
         self._learned = None if model.known is None else CostModel(model.known)
-        self._jobs: dict[int, Job] = {}
-        self._inbox: deque[Job] = deque()
+        self._requests: dict[int, SimulatedRequest] = {}
+        self._inbox: deque[SimulatedRequest] = deque()
         self._parts: list[ScheduledRows] = []
         self._idle_since = float("-inf")
 
     @property
     def num_requests(self) -> int:
         """The number of requests that have not left the device."""
-        return len(self._jobs) + len(self._inbox)
+        return len(self._requests) + len(self._inbox)
 
     @property
     def is_running(self) -> bool:
         """Whether a call has begun and not finished."""
         return bool(self._parts)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, request: SimulatedRequest) -> None:
         """Add a request, which the next plan can use.
 
         Raises:
             ConfigError: it needs more KV slots than a sequence or the host pool can have.
         """
-        needed = job.num_tokens
+        needed = request.num_tokens
         if needed > self.model.max_seq_len:
             raise ConfigError(
                 f"a prompt of {needed} tokens: a sequence can have {self.model.max_seq_len} KV slots; raise them"
             )
-        if job.has_slots and needed > self.model.host_kv_slots:
+        if request.has_slots and needed > self.model.host_kv_slots:
             raise ConfigError(
                 f"{needed} KV slots arrive at once, HOST_KV_SLOTS is {self.model.host_kv_slots}: raise it"
             )
-        self._inbox.append(job)
+        self._inbox.append(request)
 
     def begin(self, now: float) -> float | None:
         """Start a call at the moment ``now``. Return the moment of its end; None if there is nothing to do."""
@@ -136,70 +136,70 @@ class SimulatedDevice:
         lead = model.host.wake if was_idle and model.host.wake is not None else model.host(num_rows, len(self._parts))
         start, seconds = now + lead, model.cost(variant)
         for part in self._parts:
-            job = self._jobs[part.request]
-            job.started = start if job.started is None else job.started
+            request = self._requests[part.request_id]
+            request.started = start if request.started is None else request.started
         if self._learned is not None:
             self._learned.update(variant, seconds)
         self._record(start, seconds, variant, view, plan.preempt)
         return start + seconds
 
-    def finish(self, now: float) -> list[Job]:
-        """End the call at the moment ``now``: count its slots and add its tokens. Return the jobs that leave the device."""
+    def finish(self, now: float) -> list[SimulatedRequest]:
+        """End the call at the moment ``now``: count its slots and add its tokens. Return the requests that leave the device."""
         parts, self._parts, self._idle_since = self._parts, [], now
         out = now + self.model.host.answer
-        gone: list[Job] = []
+        gone: list[SimulatedRequest] = []
         for part in parts:
             self.slots_used += part.num_rows
-            if self.table[part.request].add_computed(part.num_rows):
-                job = self._jobs[part.request]
-                job.token_times.append(out)
-                if job.is_over or job.num_tokens > self.model.max_seq_len:
-                    self._end(job)
-                    gone.append(job)
+            if self.table[part.request_id].add_computed(part.num_rows):
+                request = self._requests[part.request_id]
+                request.token_times.append(out)
+                if request.is_over or request.num_tokens > self.model.max_seq_len:
+                    self._end(request)
+                    gone.append(request)
                 else:
-                    self._chose(part.request, out)
+                    self._chose(part.request_id, out)
         return gone
 
-    def _chose(self, request: int, now: float) -> None:
-        self.table.add_token(request, now)
-        if self.table[request].status is RequestStatus.SWAPPED:
-            self._offload(request)
+    def _chose(self, request_id: int, now: float) -> None:
+        self.table.add_token(request_id, now)
+        if self.table[request_id].status is RequestStatus.SWAPPED:
+            self._offload(request_id)
 
     def _admit(self) -> None:
         """Admit submitted requests. One that brings slots waits until the host pool has room for them."""
         while self._inbox:
-            job = self._inbox[0]
-            rows = job.num_tokens - 1 if job.has_slots else 0
-            if rows > self.model.host_kv_slots - self.host_slots_used:
+            request = self._inbox[0]
+            num_slots = request.num_tokens - 1 if request.has_slots else 0
+            if num_slots > self.model.host_kv_slots - self.host_slots_used:
                 return
             self._inbox.popleft()
-            arrival = job.arrival
-            entry = RequestInfo(arrival.id, arrival.time, job.num_tokens, arrival.priority)
-            if job.has_slots:
-                entry.arrive_swapped(rows, len(job.token_times), job.token_times[-1])
-                self.host_slots_used += rows
-            self._jobs[arrival.id] = job
-            self.table.add(entry)
+            arrival = request.arrival
+            info = RequestInfo(arrival.id, arrival.time, request.num_tokens, arrival.priority)
+            if request.has_slots:
+                info.arrive_swapped(num_slots, len(request.token_times), request.token_times[-1])
+                self.host_slots_used += num_slots
+            self._requests[arrival.id] = request
+            self.table.add(info)
 
     def _prepare(self, plan: Plan) -> list[ScheduledRows]:
         """Preempt, swap out and swap in as planned, and return the parts of the call, as the engine does."""
-        for request in plan.preempt:
-            self._preempt(request)
-        for request in plan.swap_out:
-            self.table[request].swap_out()
-            self._offload(request)
-        for request in plan.swap_in:
-            self._swap_in(request)
-        decode = [ScheduledRows(request, 1, False) for request in plan.decode]
-        return [*decode, *(ScheduledRows(request, count, True) for request, count in plan.prefill)]
+        for request_id in plan.preempt:
+            self._preempt(request_id)
+        for request_id in plan.swap_out:
+            self.table[request_id].swap_out()
+            self._offload(request_id)
+        for request_id in plan.swap_in:
+            self._swap_in(request_id)
+        decode = [ScheduledRows(request_id, 1, False) for request_id in plan.decode]
+        return [*decode, *(ScheduledRows(request_id, count, True) for request_id, count in plan.prefill)]
 
     def _fitting(self, parts: list[ScheduledRows]) -> list[ScheduledRows]:
         """Return the head of ``parts`` that has slots and a program; slots that were swapped in may need a larger program."""
         while len(parts) > 1 and not self._fits(parts):
             parts.pop()
         while not self._fits(parts):
-            keep = parts[0].request
-            victims = [e.id for e in self.table if e.own_slots and e.in_arena and e.id != keep]
+            keep = parts[0].request_id
+            victims = [info.id for info in self.table if info.own_slots and info.in_arena and info.id != keep]
             assert victims, "a plan without slots, and no request to take them from"
             self._preempt(victims[-1])
         return parts
@@ -209,47 +209,47 @@ class SimulatedDevice:
         return num_rows <= self.model.kv_slots - self.slots_used and self._variant(parts) is not None
 
     def _variant(self, parts: list[ScheduledRows]) -> Variant | None:
-        is_fresh = not any(self.table[part.request].num_computed for part in parts)
+        is_fresh = not any(self.table[part.request_id].num_computed for part in parts)
         num_rows = sum(part.num_rows for part in parts)
         return self.model.index.smallest(num_rows, len(parts), self.slots_used, is_fresh)
 
-    def _preempt(self, request: int) -> None:
-        self._release(request)
-        self.table[request].preempt()
+    def _preempt(self, request_id: int) -> None:
+        self._release(request_id)
+        self.table[request_id].preempt()
 
-    def _offload(self, request: int) -> None:
+    def _offload(self, request_id: int) -> None:
         """Move the slots of a swapped request to the host pool; without room there they stay in the arena."""
-        entry = self.table[request]
-        if entry.num_computed <= self.model.host_kv_slots - self.host_slots_used:
-            self.host_slots_used += entry.num_computed
-            self.slots_used -= entry.own_slots
-            entry.leave_arena()
+        info = self.table[request_id]
+        if info.num_computed <= self.model.host_kv_slots - self.host_slots_used:
+            self.host_slots_used += info.num_computed
+            self.slots_used -= info.own_slots
+            info.leave_arena()
 
-    def _swap_in(self, request: int) -> None:
-        entry = self.table[request]
-        if entry.in_arena:
-            entry.swap_in()
+    def _swap_in(self, request_id: int) -> None:
+        info = self.table[request_id]
+        if info.in_arena:
+            info.swap_in()
             return
-        entry.swap_in(entry.num_computed)
-        self.host_slots_used -= entry.num_computed
-        self.slots_used += entry.num_computed
+        info.swap_in(info.num_computed)
+        self.host_slots_used -= info.num_computed
+        self.slots_used += info.num_computed
 
-    def _end(self, job: Job) -> None:
-        self._release(job.arrival.id)
-        self.table.remove(job.arrival.id)
-        del self._jobs[job.arrival.id]
+    def _end(self, request: SimulatedRequest) -> None:
+        self._release(request.arrival.id)
+        self.table.remove(request.arrival.id)
+        del self._requests[request.arrival.id]
 
-    def _release(self, request: int) -> None:
-        entry = self.table[request]
-        if entry.in_arena:
-            self.slots_used -= entry.own_slots
+    def _release(self, request_id: int) -> None:
+        info = self.table[request_id]
+        if info.in_arena:
+            self.slots_used -= info.own_slots
         else:
-            self.host_slots_used -= entry.num_computed
+            self.host_slots_used -= info.num_computed
 
     def _record(self, start: float, seconds: float, variant: Variant, view: View, preempted: tuple[int, ...]) -> None:
-        decode = tuple(part.request for part in self._parts if not part.is_prefill)
-        prefill = tuple((part.request, part.num_rows) for part in self._parts if part.is_prefill)
-        rows = self.slots_used + sum(part.num_rows for part in self._parts)
+        decode = tuple(part.request_id for part in self._parts if not part.is_prefill)
+        prefill = tuple((part.request_id, part.num_rows) for part in self._parts if part.is_prefill)
+        num_slots = self.slots_used + sum(part.num_rows for part in self._parts)
         self.steps.append(
             StepRecord(
                 start,
@@ -257,7 +257,7 @@ class SimulatedDevice:
                 variant,
                 decode,
                 prefill,
-                rows,
+                num_slots,
                 len(view.waiting),
                 len(view.swapped),
                 preempted=preempted,

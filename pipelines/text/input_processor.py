@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import openvino_genai as genai
@@ -14,7 +14,17 @@ from staticllm.errors import GenerationConfigError, ModelError, last_line
 from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule, shorten
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.options import GenerationOptions, copy_config, limit_of, resolve
-from staticllm.pipelines.text.tokenization import Form, Prompt, check_ids, encode_messages, encode_text, token_ids
+from staticllm.pipelines.text.tokenization import (
+    Form,
+    Inputs,
+    Messages,
+    Prompt,
+    TokenInputs,
+    check_ids,
+    encode_messages,
+    encode_text,
+    token_ids,
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,7 @@ class InputProcessor:
         form: Form,
         config: object,
         overrides: dict[str, Any],
-        overflow: str,
+        overflow: OverflowRule,
         priority: int,
         deadline_ms: float | None,
     ) -> CallOptions:
@@ -108,8 +118,8 @@ class InputProcessor:
         deadline = None if deadline_ms is None else started + deadline_ms / 1e3
         return CallOptions(form, options, overflow_rule(overflow), priority, deadline, started)
 
-    def encode(self, inputs: Any, call: CallOptions) -> list[Prompt]:
-        """Return the token ids of every prompt.
+    def encode(self, inputs: Inputs, call: CallOptions) -> list[Prompt]:
+        """Return the token ids of every prompt. ``call.form`` is the form of ``inputs``, as ``form_of`` returns it.
 
         Raises:
             PromptError: a prompt is empty, malformed or refused by the chat template.
@@ -117,24 +127,25 @@ class InputProcessor:
             ModelError: the tokenizer cannot encode a prompt.
         """
         if call.form == "tokens":
-            return [Prompt(ids) for ids in token_ids(inputs)]
+            return [Prompt(ids) for ids in token_ids(cast(TokenInputs, inputs))]
         if call.form == "history":
             if not call.options.apply_chat_template:
                 raise GenerationConfigError(
                     "apply_chat_template=False with a chat history: leave it True, or pass a str"
                 )
-            return [encode_messages(self.tokenizer, inputs)]
-        texts = [inputs] if call.form == "text" else inputs
-        return [encode_text(self.tokenizer, text, call.options.apply_chat_template) for text in texts]
+            return [encode_messages(self.tokenizer, cast(Messages, inputs))]
+        return [
+            encode_text(self.tokenizer, text, call.options.apply_chat_template) for text in _texts_of(inputs, call.form)
+        ]
 
-    def turns(self, inputs: Any, call: CallOptions) -> list[str | Prompt]:
+    def turns(self, inputs: Inputs, call: CallOptions) -> list[str | Prompt]:
         """Return the turns for a chat: texts unchanged, because the template needs the whole conversation, else token ids.
 
         Raises:
             PromptError, ModelError: as for ``encode``.
         """
         if call.form in ("text", "texts"):
-            return [inputs] if call.form == "text" else list(inputs)
+            return [*_texts_of(inputs, call.form)]
         return [*self.encode(inputs, call)]
 
     def prepare(self, prompt: Prompt, call: CallOptions, limits: PromptLimits) -> PreparedRequest:
@@ -199,3 +210,7 @@ class InputProcessor:
         if copied.eos_token_id == -1 and own.eos_token_id != -1:
             copied.set_eos_token_id(own.eos_token_id)
         return copied
+
+
+def _texts_of(inputs: Inputs, form: Form) -> Sequence[str]:
+    return [cast(str, inputs)] if form == "text" else cast(Sequence[str], inputs)

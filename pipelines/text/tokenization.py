@@ -18,7 +18,8 @@ from staticllm.pipelines.text.templates.chat_template import render
 Form = Literal["text", "texts", "history", "tokens"]
 TokenInputs: TypeAlias = NDArray[Any] | ov.Tensor | genai.TokenizedInputs
 """Token ids ``[n]`` or ``[batch, n]``, of an integer type."""
-Inputs: TypeAlias = str | Sequence[str] | genai.ChatHistory | Sequence[Mapping[str, object]] | TokenInputs
+Messages: TypeAlias = genai.ChatHistory | Sequence[Mapping[str, object]]
+Inputs: TypeAlias = str | Sequence[str] | Messages | TokenInputs
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def encode_text(tokenizer: genai.Tokenizer, text: str, apply_chat_template: bool
     return Prompt(_encoded(tokenizer, text)[0])
 
 
-def encode_messages(tokenizer: genai.Tokenizer, messages: Any) -> Prompt:
+def encode_messages(tokenizer: genai.Tokenizer, messages: Messages) -> Prompt:
     """Return the ids of a conversation (a list of messages or a ChatHistory) up to the header of the assistant's answer.
 
     Raises:
@@ -129,7 +130,7 @@ def _check_text(text: str) -> None:
         ) from error
 
 
-def token_ids(inputs: Any) -> list[list[int]]:
+def token_ids(inputs: TokenInputs) -> list[list[int]]:
     """Return the ids of each prompt in a numpy array or ``openvino.Tensor`` (``[n]`` or ``[batch, n]``) or ``TokenizedInputs``.
 
     Padding in ``TokenizedInputs`` is removed.

@@ -1,4 +1,4 @@
-"""Defines the options that several commands share, and turns them into a config."""
+"""Adds the options that several commands share, and turns them into a config."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from staticllm.core import MaskKind, Variant
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.request import EngineRequest, RequestState, SequenceState
+from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.testing.device import CAUSAL, VOCAB_SIZE, fake_runner, fake_shape
@@ -31,12 +33,42 @@ def fake_engine(
     masks: Sequence[MaskKind] = (CAUSAL,),
     is_recurrent: bool = False,
     is_staged: bool = False,
+    starts_thread: bool = True,
 ) -> Engine:
-    """Return an engine over the fake device. ``max_seq_len`` is the most slots of one sequence."""
+    """Return an engine over the fake device.
+
+    Args:
+        policy: The scheduling policy.
+        max_num_seqs: The largest number of requests that run at the same time.
+        variants: The variants of the fake programs.
+        max_seq_len: The largest number of KV slots of one sequence.
+        host_kv_slots: The size of the host pool in KV slots.
+        max_waiting: The largest number of waiting requests.
+        is_packable: Whether one call can have the rows of several sequences.
+        masks: The kinds of mask that the model reads.
+        is_recurrent: Whether the model has recurrent states.
+        is_staged: Whether only a part of the programs is there at first; ``add_program`` adds the others.
+        starts_thread: Whether ``submit`` starts the engine's thread. Without it, the caller serves requests with ``step``
+            or ``run_to_end``, and must not call ``run_between_steps``, which would wait for ever.
+    """
     state_slots = fake_shape(masks, is_recurrent=is_recurrent).slots_of_states(max_seq_len)
     options = EngineOptions(Limits(max_num_seqs), max_seq_len, max_waiting, host_kv_slots, state_slots=state_slots)
     runner = fake_runner(variants, masks, is_packable=is_packable, is_recurrent=is_recurrent, is_staged=is_staged)
-    return Engine(runner, policy, options)
+    return (Engine if starts_thread else _EngineWithoutThread)(runner, policy, options)
+
+
+class _EngineWithoutThread(Engine):
+    """An engine that runs on the caller's thread. ``close`` ends the requests as the engine's thread would."""
+
+    def __init__(self, runner: ModelRunner, policy: Policy, options: EngineOptions) -> None:
+        super().__init__(runner, policy, options)
+        self._thread = threading.current_thread()
+
+    def close(self, drain: bool = False) -> None:
+        with self._wake:
+            self._is_closing, self._is_draining = True, drain
+        self._loop()
+        super().close(drain)
 
 
 class FakeRequest(RequestState):

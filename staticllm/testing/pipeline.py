@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import openvino_genai as genai
 
+from staticllm.config import Scheduler
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.model_dir import demo_model_path
 from staticllm.pipelines.engine.engine import Engine
@@ -36,7 +37,7 @@ def fake_pipeline(
     reply: Reply | None = None,
     *,
     tokenizer: genai.Tokenizer | None = None,
-    scheduler: str | Policy | None = None,
+    scheduler: Scheduler | Policy | None = None,
     on_progress: Callable[[ProgressEvent], None] | None = None,
     **properties: object,
 ) -> FakePipeline:
@@ -74,7 +75,7 @@ class FakePipeline(StaticLLMPipeline):
         self,
         reply: Reply | None,
         tokenizer: genai.Tokenizer | None,
-        scheduler: str | Policy | None,
+        scheduler: Scheduler | Policy | None,
         on_progress: Callable[[ProgressEvent], None] | None,
         properties: dict[str, Any],
     ) -> None:

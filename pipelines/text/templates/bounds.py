@@ -22,9 +22,9 @@ from staticllm.errors import PromptError
 
 MAX_SECONDS = 3.0
 MAX_CHARS, MAX_ITEMS = 4 << 20, 1 << 18
-"""The most characters of one text, and the most items of one list including the lists in it."""
+"""The largest number of characters in one text, and of items in one list including the lists in it."""
 MAX_TOTAL_CHARS, MAX_TOTAL_ITEMS = 64 << 20, 2 << 20
-"""The most characters and items that one rendering may create in total."""
+"""The largest numbers of characters and of items that one rendering may create in total."""
 MAX_DEPTH = 64
 """The deepest nesting of lists in lists."""
 MAX_BITS = 4096

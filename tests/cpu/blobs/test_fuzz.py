@@ -68,10 +68,10 @@ def test_damaged_manifests_are_refused(num_cases):
 
 def test_damaged_snapshots_are_refused(num_cases, tmp_path):
     cache = fake_runner([Variant(16, 0), Variant(1, 64)], is_recurrent=True).cache
-    rows = tuple(np.ones(shape, dtype) for shape, dtype in cache.layout.kv_shapes(9))
+    slots = tuple(np.ones(shape, dtype) for shape, dtype in cache.layout.kv_shapes(9))
     states = tuple(np.ones(shape, dtype) for shape, dtype in cache.layout.states)
-    path, rng = tmp_path / "rows", random.Random(2)
-    save(StoredSequence(tuple(range(9)), rows, states), path, IDENTITY)
+    path, rng = tmp_path / "snapshot", random.Random(2)
+    save(StoredSequence(tuple(range(9)), slots, states), path, IDENTITY)
     whole = path.read_bytes()
     load(path, IDENTITY, cache.layout, 64)
     for _ in range(num_cases(6000)):

@@ -130,7 +130,7 @@ def test_one_thread_can_load_the_same_model_twice(zoo, tmp_path):
         StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path) as first,
         StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path) as second,
     ):
-        assert first.wait_until_complete(60), "the second did not load the set of the first"
+        assert first.wait_until_complete(60), "the first was not complete after 60 s"
         assert second.is_complete, "the second did not load the set of the first"
         assert len(second.generate("hello", max_new_tokens=2, ignore_eos=True).tokens[0]) == 2
 

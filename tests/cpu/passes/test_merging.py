@@ -93,7 +93,7 @@ def test_biases_are_merged_if_all_matrices_have_one():
     bias = [rng.standard_normal(shape).astype(np.float32) for shape in ((1, 1, 96), (32,), (1, 32))]
     model = layer([matrix(rng, rows) for rows in (96, 32, 32)], [bias[0], bias[1], bias[1]])
     merge(model)
-    assert count(model) == 1, "biases of different shapes are not merged"
+    assert count(model) == 1, "the matrices are merged whatever their biases are"
     assert count(model, "Add") == 3, "biases of different shapes are not merged"
     model = layer([matrix(rng, rows) for rows in (96, 32, 32)], [bias[0], *[bias[1].reshape(1, 1, 32)] * 2])
     merge(model)
@@ -106,7 +106,7 @@ def test_biases_are_merged_if_all_matrices_have_one():
     assert count(model, "Add") == 1
     model = layer([matrix(rng, rows) for rows in (96, 32, 32)], [bias[0], None, None])
     merge(model)
-    assert count(model) == 1, "the bias of one matrix is kept"
+    assert count(model) == 1, "the matrices are merged if only one has a bias"
     assert count(model, "Add") == 1, "the bias of one matrix is kept"
 
 
@@ -150,8 +150,8 @@ def test_a_product_with_two_consumers_keeps_both():
 
 def test_small_projections_of_the_embedded_model_are_merged(monkeypatch):
     def note_of():
-        _, layout = prepare(demo_model_path(), "CPU", StaticLLMConfig())
-        notes = [report.notes for report in layout.lowered.reports if report.name == "merge_projections"]
+        _, plan = prepare(demo_model_path(), "CPU", StaticLLMConfig())
+        notes = [report.notes for report in plan.lowered.reports if report.name == "merge_projections"]
         return notes[0][0] if notes else ""
 
     note = note_of()

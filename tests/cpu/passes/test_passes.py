@@ -290,10 +290,10 @@ def test_u8_slots_differ_by_at_most_one_quantum(model):
     graph = lowered_until(model, "store_kv_as")
     feeds, _ = rename_rows(graph, feeds_for(graph))
     before = evaluate_before("store_kv_as", graph, feeds)
-    rows = {state.past_name: feeds.pop(state.past_name) for state in graph.kv_states}
+    slots = {state.past_name: feeds.pop(state.past_name) for state in graph.kv_states}
     store_kv_as(graph, "u8")
     check_graph(graph, "store_kv_as")
-    for name, values in rows.items():
+    for name, values in slots.items():
         low, high = values.min(-1, keepdims=True), values.max(-1, keepdims=True)
         unit = (high - low) / 255
         feeds |= {

@@ -48,7 +48,7 @@ def test_result_times_out_while_another_thread_is_reading(pipe):
     assert isinstance(error, TimeoutError)
     assert "another thread is reading" in str(error)
     assert time.monotonic() - start < 5
-    assert "".join(pieces), "the reader lost tokens"
+    assert "".join(pieces), "the reader got no more text"
     assert len(handle.result().tokens[0]) == 190, "the reader lost tokens"
 
 

@@ -214,8 +214,8 @@ def test_the_program_for_few_rows_comes_later_and_changes_no_token(few_rows, zoo
         bound = [
             programs[variant].compiled is programs.compiled(variant) for variant in programs if variant.rows <= few_rows
         ]
-        assert len(bound) > 1, "a program that already ran was bound again"
-        assert all(bound), "a program that already ran was bound again"
+        assert len(bound) > 1, "there is only one variant of few rows"
+        assert all(bound), "a variant that already ran kept its old program"
 
 
 @pytest.mark.slow

@@ -82,9 +82,9 @@ def test_a_reused_prefix_changes_no_token(model_path, references, prompt_of):
             assert result.perf_metrics.get_num_cached_tokens() >= min(len(prompt) - 1, 120)
 
 
-def test_f16_slots_stay_close(model_path, references, prompt_of):
-    rows = {**EXACT, "KV_CACHE_PRECISION": "f16", "MAX_PROMPT_LEN": 128}
-    pipe = StaticLLMPipeline(model_path("demo"), "CPU", **rows)
+def test_f16_slots_give_the_tokens_of_the_original(model_path, references, prompt_of):
+    properties = {**EXACT, "KV_CACHE_PRECISION": "f16", "MAX_PROMPT_LEN": 128}
+    pipe = StaticLLMPipeline(model_path("demo"), "CPU", **properties)
     prompt = pipe.get_tokenizer().encode("Tell me a story about a fox.").input_ids.data[0].tolist()
     assert tokens_of(pipe, prompt, 32) == references("demo").greedy(prompt, 32)
 
@@ -131,5 +131,5 @@ def test_generation_ends_at_max_seq_len(model_path, prompt_of):
     pipe = pipeline(model_path("llama"), "shared", MAX_PROMPT_LEN=32, MIN_RESPONSE_LEN=16)
     result = pipe.generate(np.array(prompt_of(32)), ignore_eos=True)
     assert len(result.tokens[0]) == 16, "NPUW gives as many"
-    assert result.finish_reasons == ["length"], "NPUW gives as many"
+    assert result.finish_reasons == ["length"]
     assert len(pipe.generate(np.array(prompt_of(8)), ignore_eos=True).tokens[0]) == 40

@@ -28,8 +28,8 @@ def runner_of(path, mode, precision):
         programs=mode,
         device_properties={"INFERENCE_PRECISION_HINT": precision},
     )
-    core, layout = prepare(path, "CPU", config)
-    return make_runner(compile_all(core, replace(layout, variants=VARIANTS)))
+    core, plan = prepare(path, "CPU", config)
+    return make_runner(compile_all(core, replace(plan, variants=VARIANTS)))
 
 
 def segment(sequence, token):

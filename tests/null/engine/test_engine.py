@@ -29,6 +29,22 @@ from staticllm.testing import (
 MASKS = (MaskKind(), MaskKind(9))
 
 
+def tokens_of(request):
+    """Return the tokens that the request's queue has."""
+    return [output.id for output in outputs_of(request) if isinstance(output, TokenOutput)]
+
+
+def shortened_answer(prompt, num_new, head):
+    """Return an answer whose conversation keeps its first ``head`` and its last tokens, 32 in all, when it exceeds 64."""
+    conversation, answer = list(prompt), []
+    while len(answer) < num_new:
+        answer.append(fake_answer(conversation, 1)[-1])
+        conversation.append(answer[-1])
+        if len(conversation) > 64:
+            conversation = [*conversation[:head], *conversation[head - 32 :]]
+    return answer
+
+
 def change(view):
     object.__setattr__(view, "free_slots", 1 << 20)
     view.device.index._buckets.clear()
@@ -41,7 +57,7 @@ HOSTILE = {
     "nonsense": lambda view: Plan(decode=(-1,), preempt=tuple(request.id for request in view.requests)),
     "change": change,
 }
-"""A change that a policy might make to its view."""
+"""What a broken policy might do: raise, return no valid plan, or change its view."""
 
 
 class Disturbed:
@@ -63,8 +79,8 @@ class Disturbed:
         self.used.add(move)
         if move == "skip":
             return Plan(decode=tuple(others), prefill=plan.prefill)
-        rows = next(request.num_computed for request in view.running if request.id == victim)
-        if move == "swap_out" and rows <= view.free_host_slots:
+        num_slots = next(request.num_computed for request in view.running if request.id == victim)
+        if move == "swap_out" and num_slots <= view.free_host_slots:
             return Plan(decode=tuple(others), prefill=plan.prefill, swap_out=(victim,))
         return Plan(decode=tuple(others), prefill=plan.prefill, preempt=(victim,))
 
@@ -76,7 +92,7 @@ schedules = st.fixed_dictionaries(
         "prompts": st.lists(prompts, min_size=1, max_size=9),
         "cancels": st.sets(st.tuples(st.integers(0, 8), st.integers(0, 60)), max_size=4),
         "moves": st.lists(st.sampled_from(["swap_out", "preempt", "skip", None, None, *HOSTILE]), max_size=12),
-        "slots": st.integers(1, 4),
+        "max_num_seqs": st.integers(1, 4),
         "host_kv_slots": st.sampled_from([0, 40, 256]),
         "kind": st.sampled_from(["packed", "in turns", "recurrent"]),
         "poisoned": st.sets(st.integers(0, 8), max_size=2),
@@ -125,12 +141,12 @@ class Schedule:
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules)
 def test_any_schedule_gives_each_request_its_own_answer(schedule):
-    """Schedules include swaps, preemptions, few slots, recurrent models, models that cannot be packed, and late programs."""
+    """Schedules include swaps, preemptions, recurrent models, models that cannot be packed, and late programs."""
     is_recurrent = schedule["kind"] == "recurrent"
     variants = FAKE_VARIANTS if schedule["kind"] == "packed" else [v for v in FAKE_VARIANTS if v.sequences == 1]
     engine = fake_engine(
         Disturbed(schedule["policy"], schedule["moves"]),
-        schedule["slots"],
+        schedule["max_num_seqs"],
         variants,
         host_kv_slots=schedule["host_kv_slots"],
         masks=MASKS,
@@ -182,9 +198,9 @@ def test_a_small_packed_program_installed_first_ends_no_request(name, is_users):
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-@pytest.mark.parametrize("slots", [1, 3])
-def test_every_policy_serves_more_requests_than_may_run(name, slots):
-    engine = fake_engine(make_policy(name), slots)
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+def test_every_policy_serves_more_requests_than_may_run(name, max_num_seqs):
+    engine = fake_engine(make_policy(name), max_num_seqs)
     requests = [fake_request(range(10 * i, 10 * i + 3 + 5 * i), 8) for i in range(9)]
     expected = [fake_answer(request.tokens, 8) for request in requests]
     with warnings.catch_warnings():
@@ -223,8 +239,7 @@ def test_a_deadline_ends_a_request_and_keeps_its_tokens():
 
 
 def test_a_full_queue_refuses_requests_and_loses_none():
-    engine = fake_engine(make_policy("fcfs"), max_waiting=2)
-    engine._start = lambda: None  # no thread serves, so all requests wait
+    engine = fake_engine(make_policy("fcfs"), max_waiting=2, starts_thread=False)
     requests = [fake_request([1, 2, i], 3) for i in range(3)]
     engine.submit_state(requests[0])
     engine.submit_state(requests[1])
@@ -245,29 +260,27 @@ def test_higher_priority_runs_first():
 
 def test_closing_while_a_switch_is_pending_ends_every_request():
     """New requests wait for the other runner. If the engine is closed first, they end as cancelled like all others."""
-    engine, other = fake_engine(make_policy("fcfs")), fake_engine(make_policy("fcfs"))
+    engine, other = fake_engine(make_policy("fcfs"), starts_thread=False), fake_engine(make_policy("fcfs"))
     running, waiting = fake_request([1, 2, 3], 60), fake_request([4, 5, 6], 4)
     engine.enqueue([running])
     engine.step()
     switched = []
-    engine._start = lambda: None  # this thread runs the steps
     engine.switch(other.runner, other._core.options, lambda: switched.append(True))
     engine.submit_state(waiting)
     for _ in range(3):
         engine.step()
-    engine._is_closing = True
-    engine._loop()
+    engine.close()
     assert [reason_of(request) for request in (running, waiting)] == ["cancelled", "cancelled"]
     assert not switched
     assert engine.is_idle
 
 
 def test_a_switch_happens_between_two_requests_and_is_reported():
-    engine, other = fake_engine(make_policy("fcfs")), fake_engine(make_policy("fcfs"))
+    engine, other = fake_engine(make_policy("fcfs"), starts_thread=False), fake_engine(make_policy("fcfs"))
     running, waiting = fake_request([1, 2, 3], 9), fake_request([4, 5, 6], 4)
     engine.enqueue([running])
     engine.step()
-    engine._start, switched = (lambda: None), []
+    switched = []
     engine.switch(other.runner, other._core.options, lambda: switched.append(engine.is_idle))
     engine.submit_state(waiting)
     run_to_end(engine, [])
@@ -278,11 +291,10 @@ def test_a_switch_happens_between_two_requests_and_is_reported():
 
 
 def test_requests_that_wait_for_a_switch_can_be_cancelled_or_expire():
-    engine, other = fake_engine(make_policy("fcfs")), fake_engine(make_policy("fcfs"))
+    engine, other = fake_engine(make_policy("fcfs"), starts_thread=False), fake_engine(make_policy("fcfs"))
     running = fake_request([1, 2, 3], 60)
     engine.enqueue([running])
     engine.step()
-    engine._start = lambda: None
     engine.switch(other.runner, other._core.options)
     cancelled, late, waiting = fake_request([4], 4), fake_request([5], 4, deadline=0.0), fake_request([6], 4)
     for request in (cancelled, late, waiting):
@@ -309,7 +321,7 @@ def test_a_full_prompt_in_the_host_pool_continues_by_its_overflow_rule(num_runni
         engine.step()
     request = fake_request(range(64), 10, overflow="shift")
     run_to_end(engine, [request])
-    assert request.num_generated == 10
+    assert tokens_of(request) == shortened_answer(range(64), 10, head=4)
     assert_empty(engine)
 
 
@@ -331,16 +343,28 @@ def test_the_engine_thread_serves_requests_and_ends_on_close():
     engine.close()
 
 
+def test_an_engine_without_a_thread_drains_on_the_callers():
+    engine = fake_engine(make_policy("dynamic"), starts_thread=False)
+    request = fake_request([1, 2], 10)
+    engine.submit_state(request)
+    assert not outputs_of(request)
+    engine.close(drain=True)
+    assert request.tokens == fake_answer([1, 2], 10)
+    with pytest.raises(ClosedError):
+        engine.submit_state(fake_request([1], 1))
+    engine.close()
+
+
 def test_closing_without_draining_cancels_requests():
     engine = fake_engine(make_policy("dynamic"))
-    request = fake_request([1, 2], 50)
+    request = fake_request([1, 2], 1_000_000, overflow="shift")  # it never ends by itself
     engine.submit_state(request)
     first = request.queue.get(5)
     engine.close()
     rest = outputs_of(request)
     assert isinstance(first, TokenOutput)
     assert isinstance(rest[-1], Finished)
-    assert rest[-1].reason in ("cancelled", "length")
+    assert rest[-1].reason == "cancelled"
     assert_empty(engine)
 
 
@@ -360,13 +384,6 @@ def test_a_full_conversation_continues_with_the_tokens_that_the_rule_keeps(rule,
     engine = fake_engine(make_policy("dynamic"), max_seq_len=64)
     request, other = fake_request(range(40), 60, overflow=rule), fake_request(range(500, 510), 60)
     run_to_end(engine, [request, other])
-    expected, produced = list(range(40)), []
-    while len(produced) < 60:
-        produced.append(fake_answer(expected, 1)[-1])
-        expected.append(produced[-1])
-        if len(expected) > 64:
-            expected = [*expected[:head], *expected[head - 32 :]]
-    tokens = [output.id for output in outputs_of(request) if isinstance(output, TokenOutput)]
-    assert tokens == produced
-    assert len([x for x in outputs_of(other) if isinstance(x, TokenOutput)]) == 55, "the rule of the other is to stop"
+    assert tokens_of(request) == shortened_answer(range(40), 60, head)
+    assert len(tokens_of(other)) == 55, "the rule of the other is to stop"
     assert_empty(engine)

@@ -86,7 +86,7 @@ def test_offloading_copies_while_the_device_runs(monkeypatch):
     engine = fake_engine(make_policy("fcfs"), max_num_seqs=2)
     run_to_end(engine, [fake_request(range(48), 3), fake_request(range(200, 206), 30)])
     assert len(copied) == 8, "seven chunks, and a last call that returns True"
-    assert all(copied), "seven chunks, and a last call that returns True"
+    assert all(copied), "chunks are copied only while the device runs"
 
 
 @pytest.mark.parametrize("is_resting", [False, True])

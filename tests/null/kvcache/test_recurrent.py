@@ -118,8 +118,8 @@ def test_a_snapshot_holds_the_recurrent_states(tmp_path):
     engine = new_engine()
     first = fake_request(range(20), 5)
     run_to_end(engine, [first])
-    save(engine.kv_manager.prefix.find(first.tokens, []), tmp_path / "rows", {"model": "fake"})
-    stored = load(tmp_path / "rows", {"model": "fake"}, engine.runner.cache.layout, 100)
+    save(engine.kv_manager.prefix.find(first.tokens, []), tmp_path / "snapshot", {"model": "fake"})
+    stored = load(tmp_path / "snapshot", {"model": "fake"}, engine.runner.cache.layout, 100)
     assert len(stored.states) == 1
     assert stored.states[0].dtype == np.int64
     another = new_engine()

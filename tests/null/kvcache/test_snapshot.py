@@ -48,17 +48,17 @@ def refused(path, cache, **options):
 
 def test_a_saved_snapshot_is_read_back_unchanged(tmp_path, cache, stored):
     for key in (b"", b"0123456789abcdef"):
-        save(stored, tmp_path / "rows", IDENTITY, key)
-        found = read(tmp_path / "rows", cache, key)
+        save(stored, tmp_path / "snapshot", IDENTITY, key)
+        found = read(tmp_path / "snapshot", cache, key)
         assert found.tokens == stored.tokens
         assert cache.layout.fits(found)
         for mine, theirs in zip((*found.kv, *found.states), (*stored.kv, *stored.states), strict=True):
             assert np.array_equal(mine, theirs)
-    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
+    assert [path.name for path in tmp_path.iterdir()] == ["snapshot"]
 
 
 def test_a_flipped_bit_or_another_length_is_refused(tmp_path, cache, stored):
-    path = tmp_path / "rows"
+    path = tmp_path / "snapshot"
     save(stored, path, IDENTITY)
     whole = path.read_bytes()
     for place in range(len(whole)):
@@ -76,15 +76,15 @@ def test_a_flipped_bit_or_another_length_is_refused(tmp_path, cache, stored):
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=300), st.booleans())
 def test_arbitrary_bytes_are_refused(tmp_path, cache, data, is_framed):
-    path = tmp_path / "rows"
+    path = tmp_path / "snapshot"
     path.write_bytes(MAGIC + data if is_framed else data)
     refused(path, cache)
 
 
 def test_wrong_contents_with_a_valid_digest_are_refused(tmp_path, cache, stored):
     """A forger can compute the digest, so shapes and numbers are checked as well."""
-    path = tmp_path / "rows"
-    narrow = tuple(rows[..., :1] for rows in stored.kv)
+    path = tmp_path / "snapshot"
+    narrow = tuple(array[..., :1] for array in stored.kv)
     for wrong, words in [
         (replace(stored, kv=narrow), "bytes of keys and values"),
         (replace(stored, kv=stored.kv[:-1]), "bytes of keys and values"),
@@ -101,7 +101,7 @@ def test_wrong_contents_with_a_valid_digest_are_refused(tmp_path, cache, stored)
 
 
 def test_the_error_names_the_difference(tmp_path, cache, stored):
-    path = tmp_path / "rows"
+    path = tmp_path / "snapshot"
     save(stored, path, {**IDENTITY, "KV type": "bf16"})
     assert "is of another KV type (bf16, here f32)" in refused(path, cache)
     save(stored, path, IDENTITY)
@@ -109,7 +109,7 @@ def test_the_error_names_the_difference(tmp_path, cache, stored):
 
 
 def test_a_snapshot_with_another_key_is_refused(tmp_path, cache, stored):
-    path = tmp_path / "rows"
+    path = tmp_path / "snapshot"
     save(stored, path, IDENTITY)
     assert "was saved without a key" in refused(path, cache, key=b"k" * 16)
     save(stored, path, IDENTITY, b"k" * 16)
@@ -131,7 +131,7 @@ def test_a_path_that_is_not_an_ordinary_file_is_refused(tmp_path, cache):
 
 def test_an_unwritable_path_is_an_error(tmp_path, stored):
     with pytest.raises(SnapshotError, match="cannot be written"):
-        save(stored, tmp_path / "no" / "rows", IDENTITY)
+        save(stored, tmp_path / "no" / "snapshot", IDENTITY)
 
 
 def test_a_file_of_an_earlier_version_is_named_in_the_error(cache, tmp_path):

@@ -18,9 +18,9 @@ from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import fake_answer, fake_engine, fake_request, run_to_end
 
 
-def served(name="prefill_first", count=9, slots=3, new=7):
+def served(name="prefill_first", count=9, max_num_seqs=3, new=7):
     """Return the trace of ``count`` requests without common prefixes, and the requests."""
-    engine = fake_engine(make_policy(name), slots)
+    engine = fake_engine(make_policy(name), max_num_seqs)
     requests = [fake_request([50 * i + k for k in range(5 + 3 * i)], new) for i in range(count)]
     with recording(engine.profiler) as trace:
         run_to_end(engine, requests)

@@ -1,5 +1,6 @@
 """Tests the rules of plans, and the decisions of the shipped policies."""
 
+import itertools
 import re
 import warnings
 from dataclasses import replace
@@ -92,19 +93,37 @@ def test_legal_plans_pass(plan):
     assert check(plan, a_view()) is plan
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
-@pytest.mark.parametrize("free_slots", [0, 1, 2, 5, 40])
-@pytest.mark.parametrize("free_host_slots", [0, 50])
-@pytest.mark.parametrize("num_seqs", [1, 2, 3])
-@pytest.mark.parametrize("without", [(), ("running",), ("waiting", "prefilling"), ("running", "prefilling", "waiting")])
-def test_shipped_policies_break_no_rule_when_kv_slots_run_short(name, free_slots, free_host_slots, num_seqs, without):
+def short_of_slots(free_slots, free_host_slots, num_seqs, without):
     view = a_view(free_slots=free_slots, free_host_slots=free_host_slots, max_num_seqs=num_seqs)
-    view = replace(replace(view, running=view.running[:num_seqs]), **dict.fromkeys(without, ()))
-    if not view.requests:
-        return
-    held = sorted(request.own_slots for request in view.requests)[:-1]
-    if free_slots + sum(held) < 9:
-        view = replace(view, free_slots=9)  # a single request never fills the arena
+    return replace(view, **{"running": view.running[:num_seqs], **dict.fromkeys(without, ())})
+
+
+def can_run_alone(request, view):
+    """Return whether the slots suffice for the request's next token if all others are preempted.
+
+    They always do in an engine: its arena has more slots than any one sequence.
+    """
+    own = request.own_slots if request.in_arena else 0
+    others = sum(other.own_slots for other in view.requests if other.in_arena) - own
+    return view.free_slots + others >= (1 if request.in_arena else request.num_computed + 1)
+
+
+SHORT_OF_SLOTS = [
+    case
+    for case in itertools.product(
+        [0, 1, 2, 5, 9, 40],
+        [0, 50],
+        [1, 2, 3],
+        [(), ("running",), ("waiting", "prefilling"), ("running", "prefilling", "waiting")],
+    )
+    if all(can_run_alone(request, short_of_slots(*case)) for request in short_of_slots(*case).requests)
+]
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize(("free_slots", "free_host_slots", "num_seqs", "without"), SHORT_OF_SLOTS)
+def test_shipped_policies_break_no_rule_when_kv_slots_run_short(name, free_slots, free_host_slots, num_seqs, without):
+    view = short_of_slots(free_slots, free_host_slots, num_seqs, without)
     check(make_policy(name).plan(view), view)
 
 
@@ -137,7 +156,7 @@ def test_prefill_first_decodes_only_when_no_prompt_can_run():
 
 def test_decode_first_prefills_only_in_idle_rows():
     plan = make_policy("decode_first").plan(a_view(max_num_seqs=2, device=Device(INDEX, seconds, 40)))
-    assert plan.decode == (3, 4), "a call of two rows has no idle row"
+    assert plan.decode == (3, 4)
     assert not plan.prefill, "a call of two rows has no idle row"
     alone = make_policy("decode_first").plan(a_view(running=(), swapped=()))
     assert alone.prefill
@@ -146,8 +165,8 @@ def test_decode_first_prefills_only_in_idle_rows():
 
 def test_chunked_fills_its_token_budget():
     plan = make_policy("chunked").plan(a_view())
-    assert plan.decode == (3, 4, 5), "a call has sixteen rows, and decoding comes first"
-    assert plan.prefill == ((2, 4), (1, 9)), "a call has sixteen rows, and decoding comes first"
+    assert plan.decode == (3, 4, 5), "decoding comes first"
+    assert plan.prefill == ((2, 4), (1, 9)), "prompts fill the rest of the sixteen rows"
 
 
 def slow_prompts(variant):
