@@ -21,7 +21,7 @@ MADV_DONTNEED = 4
 
 
 def release_pages(path: Path) -> int:
-    """Give up the resident pages of a file's read-only mappings. Return the number of mappings; 0 where that is not possible.
+    """Give up the pages of a file's read-only mappings. Return the number of mappings; 0 where that is not possible.
 
     Linux only. A writable mapping is left alone, because its changed pages exist nowhere else.
     """

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems k
 SIZE = 8 << 20
 
 
-def resident_bytes(path):
-    """Return the bytes of the file's mappings that are resident in this process."""
+def bytes_in_memory(path):
+    """Return the bytes of the file's mappings that are in memory."""
     total, is_of_file = 0, False
     with Path("/proc/self/smaps").open(encoding="utf-8") as lines:
         for line in lines:
@@ -39,9 +39,9 @@ def weights(tmp_path):
 def test_released_pages_are_read_again_from_the_file(weights):
     with weights.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as mapping:
         assert sum(mapping[:: mmap.PAGESIZE]) == 0
-        assert resident_bytes(weights) == SIZE
+        assert bytes_in_memory(weights) == SIZE
         assert release_pages(weights) == 1
-        assert resident_bytes(weights) == 0
+        assert bytes_in_memory(weights) == 0
         assert mapping[:512] == bytes(range(256)) * 2
 
 
@@ -64,5 +64,5 @@ def test_a_loaded_model_keeps_no_pages_of_its_weights():
     weights = demo_model_path() / "openvino_model.bin"
     with StaticLLMPipeline(demo_model_path(), "CPU", MAX_PROMPT_LEN=64, MIN_RESPONSE_LEN=64) as pipe:
         assert pipe.wait_until_complete()
-        assert resident_bytes(weights.resolve()) < weights.stat().st_size / 4
+        assert bytes_in_memory(weights.resolve()) < weights.stat().st_size / 4
         assert pipe.generate("Once upon a time", max_new_tokens=3)
