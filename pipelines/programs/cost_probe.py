@@ -40,6 +40,11 @@ class CostProbe:
         """Whether no variant is left to measure."""
         return not self._todo
 
+    @property
+    def num_left(self) -> int:
+        """The number of variants that are left to measure."""
+        return len(self._todo)
+
     def choose(self, variants: Iterable[Variant]) -> None:
         """Measure those of ``variants`` that were not measured and are worth it."""
         measured = self._costs.measured

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 import numpy as np
 
+from staticllm.cli.bench_costs import report_costs
 from staticllm.cli.options import (
     TOKEN_IDS,
     Command,
@@ -113,9 +114,13 @@ def _count_option(*names: str, default: str, description: str) -> Callable[[Comm
 @click.option(
     "--profile", type=click.Path(), help="Write a Chrome trace (ui.perfetto.dev); print where a token's time goes."
 )
+@click.option("--costs", is_flag=True, help="Only compare the costs that calls are planned by with timed calls.")
 @layout_options
 def command(model: str, **options: Any) -> None:
     """Measure MODEL, or the embedded demo model: prompts (pp), generation (tg), concurrent requests (c)."""
+    if options.pop("costs"):
+        report_costs(model, options)
+        return
     tests = _tests(options)
     if not tests:
         raise click.UsageError("nothing to measure: give --n-prompt, -n or -c a number above 0")

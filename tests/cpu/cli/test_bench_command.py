@@ -97,3 +97,15 @@ def test_bad_input_is_refused_in_one_line(arguments, word):
     assert result.exit_code in (1, 2)
     assert word in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_planned_costs_are_compared_with_timed_calls(bench):
+    rows = json.loads(bench("--costs", "--json").stdout)
+    assert {(row["rows"], row["kv_len"]) for row in rows} >= {(1, 256), (16, 0), (64, 0), (2, 256)}
+    for row in rows:
+        assert row["planned_ms"] > 0
+        assert row["timed_ms"] > 0
+        assert row["error"] == pytest.approx(row["planned_ms"] / row["timed_ms"] - 1)
+    *table, _, summary = bench("--costs").stdout.splitlines()
+    assert len(table) == 2 + len(rows)
+    assert summary.startswith(f"errors of {len(rows)} costs: median ")
