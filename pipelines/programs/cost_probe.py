@@ -46,9 +46,9 @@ class CostProbe:
         return len(self._todo)
 
     def choose(self, variants: Iterable[Variant]) -> None:
-        """Measure those of ``variants`` that were not measured and are worth it."""
-        measured = self._costs.measured
-        self._todo = [variant for variant in reversed(worth_measuring(variants)) if variant not in measured]
+        """Measure those of ``variants`` that are worth it and whose costs are not settled."""
+        wanted = worth_measuring(variants)
+        self._todo = [variant for variant in reversed(wanted) if not self._costs.is_settled(variant)]
 
     def measure_next(self, is_needed: Callable[[], bool]) -> None:
         """Time the next variant, and add its cost. As soon as ``is_needed`` is true, the run is cancelled; it is tried again.

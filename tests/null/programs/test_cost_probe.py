@@ -7,7 +7,7 @@ import pytest
 
 from staticllm.core import Variant
 from staticllm.pipelines.engine import engine as engine_module
-from staticllm.pipelines.programs.cost_model import CostModel
+from staticllm.pipelines.programs.cost_model import SETTLED, CostModel
 from staticllm.pipelines.programs.cost_probe import RUNS, CostProbe, worth_measuring
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import fake_answer, fake_engine, fake_request
@@ -48,6 +48,20 @@ def test_every_cost_is_close_after_measuring_what_is_worth_it():
     assert len(costs.measured) < len(VARIANTS)
     for variant in VARIANTS:
         assert costs(variant) == pytest.approx(true_cost(variant), rel=0.05), variant
+
+
+def test_what_the_warm_up_measured_is_measured_again():
+    costs = CostModel({VARIANTS[1]: 0.5})
+    costs.update(VARIANTS[0], 0.9)
+    probe = CostProbe({VARIANTS[0]: TimedProgram(0.3), VARIANTS[1]: TimedProgram(0.1)}, costs)
+    probe.choose(VARIANTS[:2])
+    while not probe.is_done:
+        probe.measure_next(lambda: False)
+    assert costs.measured == {VARIANTS[0]: 0.3, VARIANTS[1]: 0.5}, "known costs of a blob set are kept"
+    for _ in range(SETTLED):
+        costs.update(VARIANTS[2], 0.2)
+    probe.choose(VARIANTS[:3])
+    assert probe.is_done
 
 
 def test_a_run_that_is_needed_elsewhere_is_repeated_later():
