@@ -11,9 +11,6 @@ from staticllm.pipelines.programs.cost_model import CostModel
 
 logger = logging.getLogger(__name__)
 
-RUNS = 2
-"""Runs of each variant. The last one counts: a first run at a new number of rows also prepares the program's nodes."""
-
 FAR_KV_LEN, MANY_ROWS = 1024, 256
 
 
@@ -34,6 +31,7 @@ class CostProbe:
     def __init__(self, programs: Mapping[Variant, Measurable], costs: CostModel) -> None:
         self._programs, self._costs = programs, costs
         self._todo: list[Variant] = []
+        self._quick: list[Variant] = []
 
     @property
     def is_done(self) -> bool:
@@ -48,6 +46,7 @@ class CostProbe:
     def choose(self, variants: Iterable[Variant]) -> None:
         """Measure those of ``variants`` that are worth it and whose costs are not settled."""
         wanted = worth_measuring(variants)
+        self._quick = sorted(variant for variant in wanted if variant.rows > variant.sequences)[:2]
         self._todo = [variant for variant in reversed(wanted) if not self._costs.is_settled(variant)]
 
     def measure_next(self, is_needed: Callable[[], bool]) -> None:
@@ -57,17 +56,34 @@ class CostProbe:
         """
         if not self._todo:
             return
-        variant, seconds = self._todo[-1], None
+        variant = self._todo[-1]
         try:
-            for _ in range(RUNS):
-                seconds = self._programs[variant].time_unless(is_needed)
-                if seconds is None:
-                    return
+            seconds = self._timed(variant, is_needed)
         except Exception:
             logger.warning("the cost of %s could not be measured", variant, exc_info=True)
-        self._todo.pop()
+            self._todo.pop()
+            return
         if seconds is not None:
+            self._todo.pop()
             self._costs.set(variant, seconds)
+
+    def _timed(self, variant: Variant, is_needed: Callable[[], bool]) -> float | None:
+        """Return the seconds of a run in the company that it usually has; None if it was cancelled.
+
+        A program prepares its nodes again for other sizes than those of its last call. Decode steps follow each other, but a
+        chunk of a prompt follows a call of another size. The first run at a size prepares more, and does not count.
+        """
+        seconds = None
+        for each in (variant, variant if variant.rows == variant.sequences else self._other(variant), variant):
+            seconds = self._programs[each].time_unless(is_needed)
+            if seconds is None:
+                return None
+        return seconds
+
+    def _other(self, variant: Variant) -> Variant:
+        """Return a variant with other sizes that takes little time."""
+        others = (each for each in self._quick if each.rows != variant.rows)
+        return next(others, variant)
 
 
 def worth_measuring(variants: Iterable[Variant]) -> list[Variant]:
@@ -87,7 +103,7 @@ def worth_measuring(variants: Iterable[Variant]) -> list[Variant]:
         if variant.sequences == 1 and not variant.kv_len:
             return 0
         seen = [kv_len for kv_len in kv_lens[variant.rows, variant.sequences] if kv_len]
-        if variant.kv_len not in (seen[0], next((kv_len for kv_len in seen if kv_len >= FAR_KV_LEN), seen[-1])):
+        if not seen or variant.kv_len not in (seen[0], next((kv_len for kv_len in seen if kv_len >= FAR_KV_LEN), seen[-1])):
             return None
         if variant.rows == variant.sequences:
             return 1

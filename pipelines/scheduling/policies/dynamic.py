@@ -19,7 +19,7 @@ from staticllm.pipelines.scheduling.policies.packing import pack
 GAP_STEPS, GAP_SECONDS = 4, 0.1
 """Without a TPOT target, two tokens of a request are at most this many decode steps or seconds apart, whichever is longer."""
 CROWDED_GAP = 2
-"""The factor on that bound while more prompts wait than requests decode."""
+"""The factor on that bound while at least two prompts wait, and at least as many as requests decode."""
 URGENT_GAP = 4
 """The factor on that bound once the first prompt has waited for ``URGENT_TTFT_SHARE`` of the TTFT target."""
 URGENT_TTFT_SHARE = 0.5
@@ -243,7 +243,7 @@ class Dynamic:
         if view.tpot_ms is not None:
             return view.tpot_ms / 1e3 - waited
         gap = max(GAP_STEPS * step_seconds, GAP_SECONDS)
-        if len(backlog) > decode.num_rows:
+        if len(backlog) >= max(2, decode.num_rows):
             gap *= CROWDED_GAP
         if view.ttft_ms is not None and view.now - backlog[0].arrival > URGENT_TTFT_SHARE * view.ttft_ms / 1e3:
             gap *= URGENT_GAP

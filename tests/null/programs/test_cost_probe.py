@@ -8,7 +8,7 @@ import pytest
 from staticllm.core import Variant
 from staticllm.pipelines.engine import engine as engine_module
 from staticllm.pipelines.programs.cost_model import SETTLED, CostModel
-from staticllm.pipelines.programs.cost_probe import RUNS, CostProbe, worth_measuring
+from staticllm.pipelines.programs.cost_probe import CostProbe, worth_measuring
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import fake_answer, fake_engine, fake_request
 
@@ -64,6 +64,10 @@ def test_what_the_warm_up_measured_is_measured_again():
     assert probe.is_done
 
 
+def test_nothing_is_chosen_of_sizes_that_only_run_without_a_past():
+    assert worth_measuring([Variant(16, 0, 4), Variant(1, 64)]) == [Variant(1, 64)]
+
+
 def test_a_run_that_is_needed_elsewhere_is_repeated_later():
     programs, costs = {VARIANTS[0]: TimedProgram(0.5)}, CostModel()
     probe = CostProbe(programs, costs)
@@ -73,7 +77,27 @@ def test_a_run_that_is_needed_elsewhere_is_repeated_later():
     assert not costs.measured
     probe.measure_next(lambda: False)
     assert costs.measured == {VARIANTS[0]: 0.5}
-    assert programs[VARIANTS[0]].num_runs == 1 + RUNS
+    assert programs[VARIANTS[0]].num_runs == 1 + 3
+
+
+def test_a_prompt_is_timed_after_a_call_of_another_size_and_a_decode_step_after_its_like():
+    calls = []
+
+    class Program:
+        def __init__(self, variant):
+            self.variant = variant
+
+        def time_unless(self, is_needed):
+            calls.append(self.variant)
+            return 1.0 if calls[-2:-1] == [self.variant] else 1.5
+
+    decode, small, large = Variant(2, 64, 2), Variant(16, 0), Variant(32, 0)
+    programs, costs = {variant: Program(variant) for variant in (decode, small, large)}, CostModel()
+    probe = CostProbe(programs, costs)
+    probe.choose(programs)
+    while not probe.is_done:
+        probe.measure_next(lambda: False)
+    assert costs.measured == {small: 1.5, large: 1.5, decode: 1.0}
 
 
 def test_a_variant_that_fails_is_left_out():
