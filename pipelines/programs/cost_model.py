@@ -15,7 +15,7 @@ NEW_SHARE = 0.1
 FIRST_SHARE = 0.5
 """Weight of the first measurement against the estimate, because it may be a first inference at a new shape."""
 
-SETTLED = 5
+STABLE_CALLS = 5
 """Calls after which a cost no longer depends on the first measurement, which the warm-up took beside other work."""
 LEAST_OF_NEAREST = 0.25
 """The smallest estimate, as a share of the nearest measurement."""
@@ -33,7 +33,7 @@ class CostModel:
 
     def __init__(self, seconds: Mapping[Variant, float] | None = None) -> None:
         self._seconds: dict[Variant, float] = dict(seconds or {})
-        self._num_updates = dict.fromkeys(self._seconds, SETTLED)
+        self._num_updates = dict.fromkeys(self._seconds, STABLE_CALLS)
         self._estimates: dict[Variant, float] = {}
         self._parts: NDArray[np.float64] | None = None
 
@@ -48,9 +48,9 @@ class CostModel:
         """The seconds per call of the variants that were measured."""
         return dict(self._seconds)
 
-    def is_settled(self, variant: Variant) -> bool:
-        """Whether the cost was measured at leisure, or by at least ``SETTLED`` calls."""
-        return self._num_updates.get(variant, 0) >= SETTLED
+    def is_stable(self, variant: Variant) -> bool:
+        """Whether the cost was measured at leisure, or by at least ``STABLE_CALLS`` calls."""
+        return self._num_updates.get(variant, 0) >= STABLE_CALLS
 
     def update(self, variant: Variant, seconds: float) -> None:
         """Mix one measurement, in seconds, into the variant's cost."""
@@ -65,7 +65,7 @@ class CostModel:
 
     def set(self, variant: Variant, seconds: float) -> None:
         """Replace a variant's cost by a measurement, in seconds."""
-        self._seconds[variant], self._num_updates[variant] = seconds, SETTLED
+        self._seconds[variant], self._num_updates[variant] = seconds, STABLE_CALLS
         self._estimates, self._parts = {}, None
 
     def _estimate(self, variant: Variant) -> float:

@@ -44,10 +44,10 @@ class CostProbe:
         return len(self._todo)
 
     def choose(self, variants: Iterable[Variant]) -> None:
-        """Measure those of ``variants`` that are worth it and whose costs are not settled."""
+        """Measure those of ``variants`` that are worth it and whose costs are not stable."""
         wanted = worth_measuring(variants)
         self._quick = sorted(variant for variant in wanted if variant.rows > variant.sequences)[:2]
-        self._todo = [variant for variant in reversed(wanted) if not self._costs.is_settled(variant)]
+        self._todo = [variant for variant in reversed(wanted) if not self._costs.is_stable(variant)]
 
     def measure_next(self, is_needed: Callable[[], bool]) -> None:
         """Time the next variant, and add its cost. As soon as ``is_needed`` is true, the run is cancelled; it is tried again.
@@ -68,7 +68,7 @@ class CostProbe:
             self._costs.set(variant, seconds)
 
     def _timed(self, variant: Variant, is_needed: Callable[[], bool]) -> float | None:
-        """Return the seconds of a run in the company that it usually has; None if it was cancelled.
+        """Return the seconds of a run after a call like those that it usually follows; None if it was cancelled.
 
         A program prepares its nodes again for other sizes than those of its last call. Decode steps follow each other, but a
         chunk of a prompt follows a call of another size. The first run at a size prepares more, and does not count.
@@ -103,7 +103,10 @@ def worth_measuring(variants: Iterable[Variant]) -> list[Variant]:
         if variant.sequences == 1 and not variant.kv_len:
             return 0
         seen = [kv_len for kv_len in kv_lens[variant.rows, variant.sequences] if kv_len]
-        if not seen or variant.kv_len not in (seen[0], next((kv_len for kv_len in seen if kv_len >= FAR_KV_LEN), seen[-1])):
+        if not seen or variant.kv_len not in (
+            seen[0],
+            next((kv_len for kv_len in seen if kv_len >= FAR_KV_LEN), seen[-1]),
+        ):
             return None
         if variant.rows == variant.sequences:
             return 1

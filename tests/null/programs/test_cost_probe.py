@@ -7,7 +7,7 @@ import pytest
 
 from staticllm.core import Variant
 from staticllm.pipelines.engine import engine as engine_module
-from staticllm.pipelines.programs.cost_model import SETTLED, CostModel
+from staticllm.pipelines.programs.cost_model import STABLE_CALLS, CostModel
 from staticllm.pipelines.programs.cost_probe import CostProbe, worth_measuring
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import fake_answer, fake_engine, fake_request
@@ -58,7 +58,7 @@ def test_what_the_warm_up_measured_is_measured_again():
     while not probe.is_done:
         probe.measure_next(lambda: False)
     assert costs.measured == {VARIANTS[0]: 0.3, VARIANTS[1]: 0.5}, "known costs of a blob set are kept"
-    for _ in range(SETTLED):
+    for _ in range(STABLE_CALLS):
         costs.update(VARIANTS[2], 0.2)
     probe.choose(VARIANTS[:3])
     assert probe.is_done
