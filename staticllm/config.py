@@ -38,6 +38,8 @@ class StaticLLMConfig:
         generate_kv_lens: KV slots that a generate program can see (``GENERATE_KV_LENS``).
         kv_cache_precision: Element type of the KV slots, None for the device's default (``KV_CACHE_PRECISION``).
         prefix_caching: Keep the KV slots of conversations and reuse the longest common prefix (``PREFIX_CACHING``).
+        measure_costs: Measure the costs of calls while the pipeline is idle, for about a minute after the first request; the
+            measuring stops at once for a request (``MEASURE_COSTS``).
         max_num_seqs: Requests that decode together, None for 16, or for 4 if each variant has a program of its own
             (``MAX_NUM_SEQS``).
         kv_slots: KV slots that all requests share, None for those of 4 longest sequences, or of 2 if each variant has a program
@@ -83,6 +85,7 @@ class StaticLLMConfig:
     generate_kv_lens: tuple[int, ...] | None = None
     kv_cache_precision: KVType | None = None
     prefix_caching: bool = True
+    measure_costs: bool = True
     max_num_seqs: int | None = None
     kv_slots: int | None = None
     kv_cache_gb: float | None = None
@@ -115,6 +118,7 @@ class StaticLLMConfig:
         if self.kv_cache_precision is not None:
             object.__setattr__(self, "kv_cache_precision", _kv_type(self.kv_cache_precision))
         one_of("PREFIX_CACHING", self.prefix_caching, (True, False))
+        one_of("MEASURE_COSTS", self.measure_costs, (True, False))
         for name in ("device_properties", "prefill_config", "generate_config"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(f"{name.upper()}={getattr(self, name)!r}: must be a dict of device properties")

@@ -58,7 +58,7 @@ class EngineCore:
     @property
     def has_unknown_costs(self) -> bool:
         """Whether ``measure_next`` has something to measure."""
-        return not self.runner.probe.is_done
+        return self.options.measure_costs and not self.runner.probe.is_done
 
     def measure_next(self, is_needed: Callable[[], bool]) -> None:
         """Measure the cost of one more variant, without a request; given up as soon as ``is_needed`` is true."""

@@ -23,6 +23,7 @@ class EngineOptions:
     max_waiting: int = 128
     host_kv_slots: int = 0
     prefix_caching: bool = True
+    measure_costs: bool = True
     state_slots: int = 0
 
 
@@ -34,5 +35,6 @@ def options_of(config: StaticLLMConfig, shape: ModelShape, mode: ProgramMode) ->
         max_waiting=config.max_waiting,
         host_kv_slots=config.num_host_slots,
         prefix_caching=config.prefix_caching,
+        measure_costs=config.measure_costs,
         state_slots=shape.slots_of_states(config.max_seq_len),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import openvino as ov
@@ -54,17 +55,18 @@ class Program:
         start = time.perf_counter()
         self._request.start_async()
         is_cancelled = False
-        while not self._request.wait_for(POLL_MS):
-            if is_needed():
-                is_cancelled = True
-                self._request.cancel()
-                break
-        seconds = time.perf_counter() - start
         try:
+            while not self._request.wait_for(POLL_MS):
+                if not is_cancelled and is_needed():
+                    is_cancelled = True
+                    with suppress(RuntimeError):  # a plugin that cannot cancel finishes the run
+                        self._request.cancel()
+            seconds = time.perf_counter() - start
             self._request.wait()
         except RuntimeError:  # OpenVINO raises it for a cancelled run
             if not is_cancelled:
                 raise
+            return None
         return None if is_cancelled else seconds
 
 
