@@ -47,6 +47,8 @@ class StaticLLMConfig:
         kv_cache_gb: Memory of the KV slots in GB, instead of their number; at least one longest sequence (``KV_CACHE_GB``).
         host_kv_slots: KV slots in host memory, for swapped requests and for conversations kept for their prefix;
             None for 16 longest sequences (``HOST_KV_SLOTS``).
+        memory_limit_mb: The most memory in MB (10^6 bytes) that the pipeline should take on a CPU, by estimate. If two programs
+            would exceed it, there is one; if one would, loading fails. None for no limit (``MEMORY_LIMIT_MB``).
         max_waiting: Requests that may wait; further requests are refused with ``BusyError`` (``MAX_WAITING``).
         scheduler: The scheduling policy: ``dynamic``, ``fcfs``, ``prefill_first``, ``decode_first`` or ``chunked``
             (``SCHEDULER``, docs/scheduling.md).
@@ -90,6 +92,7 @@ class StaticLLMConfig:
     kv_slots: int | None = None
     kv_cache_gb: float | None = None
     host_kv_slots: int | None = None
+    memory_limit_mb: int | None = None
     max_waiting: int = 128
     scheduler: Scheduler = "dynamic"
     ttft_ms: float | None = None
@@ -167,7 +170,13 @@ class StaticLLMConfig:
             object.__setattr__(self, "cache_encryption_callbacks", tuple(callbacks))
 
     def _check_serving(self) -> None:
-        for name, least in (("max_num_seqs", 1), ("kv_slots", 1), ("host_kv_slots", 0), ("max_waiting", 1)):
+        for name, least in (
+            ("max_num_seqs", 1),
+            ("kv_slots", 1),
+            ("host_kv_slots", 0),
+            ("max_waiting", 1),
+            ("memory_limit_mb", 1),
+        ):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, whole(name.upper(), getattr(self, name), least, 1 << 24))
         if self.max_num_seqs is not None and self.max_num_seqs > MAX_SEQS:

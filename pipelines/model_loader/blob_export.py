@@ -20,7 +20,8 @@ from staticllm.pipelines.blobs.fingerprint import Fingerprint, fingerprint_model
 from staticllm.pipelines.blobs.manifest import LAYOUT_FIELDS, Manifest, VariantFile, shape_to_json
 from staticllm.pipelines.model_loader.job import LoadJob
 from staticllm.pipelines.programs.build import CompiledPrograms, compile_all
-from staticllm.pipelines.programs.compile_plan import CompilePlan, phase_properties, prepare, program_layout
+from staticllm.pipelines.programs.compile_plan import CompilePlan, phase_properties, prepare
+from staticllm.pipelines.programs.layout import program_layout
 
 WEIGHTS = "WEIGHTS_PATH"
 """A property of devices that can leave weights out of blobs."""

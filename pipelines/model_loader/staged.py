@@ -13,7 +13,8 @@ from staticllm.devices import kind
 from staticllm.pipelines.model_loader.job import LoadJob
 from staticllm.pipelines.model_loader.loaded import DeferredPrograms, Loaded, ProgramStore
 from staticllm.pipelines.programs.build import compile_all, make_runner
-from staticllm.pipelines.programs.compile_plan import CompilePlan, prepare, program_mode
+from staticllm.pipelines.programs.compile_plan import CompilePlan, prepare
+from staticllm.pipelines.programs.layout import program_mode
 from staticllm.pipelines.programs.variants import first_to_serve
 
 

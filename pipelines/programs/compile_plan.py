@@ -15,26 +15,23 @@ from staticllm.compiler_passes.decoder import DECODER, DECODER_UNMERGED
 from staticllm.compiler_passes.lower import LoweredModel, lower
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions
 from staticllm.config import StaticLLMConfig
-from staticllm.core import KV_TYPE_BYTES, KVType, OnProgress, Phase, ProgramLayout, ProgramMode, ProgressEvent, Variant
+from staticllm.core import KVType, OnProgress, Phase, ProgressEvent, Variant
 from staticllm.devices import (
     check_device,
     default_kv_type,
-    default_mode,
     get_core,
-    kind,
     merges_projections,
     supported_properties,
     with_exact_f32,
 )
-from staticllm.model_dir import check_model_dir, kv_shapes, read_model, weights_size
+from staticllm.model_dir import check_model_dir, read_model
 from staticllm.pipelines.programs.autotune import calibrated
 from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
+from staticllm.pipelines.programs.layout import program_layout, program_mode, slot_bytes
 from staticllm.pipelines.programs.variants import choose_variants
 
 MAX_KV_SLOTS = 1 << 24
-SMALL_WEIGHTS, LARGE_WEIGHTS = 256 << 20, 1 << 30
-"""Bytes. Weights below the second may be in memory twice."""
 
 
 @dataclass(frozen=True)
@@ -99,36 +96,10 @@ def with_kv_slots(config: StaticLLMConfig, directory: Path, kv_type: KVType) -> 
     """Return the config with ``KV_CACHE_GB`` as a number of KV slots of this model, at least those of one longest sequence."""
     if config.kv_cache_gb is None:
         return config
-    item = KV_TYPE_BYTES[kv_type]
-    scales = 2 * KV_TYPE_BYTES["f32"] if kv_type == "u8" else 0
-    slot_bytes = sum(heads * (size * item + scales) for heads, size in kv_shapes(directory))
-    num_slots = int(config.kv_cache_gb * 1e9) // slot_bytes if slot_bytes else 0
+    num_bytes = slot_bytes(directory, kv_type)
+    num_slots = int(config.kv_cache_gb * 1e9) // num_bytes if num_bytes else 0
     kv_slots = min(max(num_slots, config.max_seq_len), MAX_KV_SLOTS)
     return replace(config, kv_cache_gb=None, kv_slots=kv_slots)
-
-
-def program_mode(device: str, config: StaticLLMConfig) -> ProgramMode:
-    """Return ``separate`` if each variant has a program of its own on this device, else ``shared``."""
-    if config.programs == "auto":
-        return default_mode(device)
-    return "separate" if config.programs == "separate" else "shared"
-
-
-def program_layout(device: str, path: Path, config: StaticLLMConfig) -> ProgramLayout:
-    """Return which variants share a program.
-
-    A shared program prepares all its nodes again, about 20 microseconds each, when it runs with another number of rows than
-    before, and on the CPU a program compiled for a single row is faster. A second program needs a copy of the weights. Therefore
-    small models have one program per phase, medium ones a second program for calls of few rows, and large ones one program.
-    """
-    if config.programs != "auto":
-        return config.programs
-    if default_mode(device) == "separate":
-        return "separate"
-    size = weights_size(path, config.weights_path)
-    if size < SMALL_WEIGHTS:
-        return "phases"
-    return "few_rows" if size < LARGE_WEIGHTS and kind(device) == "CPU" else "shared"
 
 
 def device_properties(device: str) -> frozenset[str]:
