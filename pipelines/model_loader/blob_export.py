@@ -76,7 +76,8 @@ def compile_for_export(job: LoadJob) -> Exported:
 
 def _export(job: LoadJob, is_weightless: bool) -> Exported:
     core, plan = prepare_for_export(job, is_weightless)
-    return export_programs(job, compile_all(core, plan, job.on_progress), is_weightless)
+    with plan.weights.released():
+        return export_programs(job, compile_all(core, plan, job.on_progress), is_weightless)
 
 
 def is_weightless_wanted(job: LoadJob) -> bool:

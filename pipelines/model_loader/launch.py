@@ -19,7 +19,6 @@ from staticllm.pipelines.model_loader.arguments import Candidate
 from staticllm.pipelines.model_loader.background import BackgroundLoader
 from staticllm.pipelines.model_loader.load import load
 from staticllm.pipelines.model_loader.loaded import DeferredPrograms, Loaded
-from staticllm.pipelines.model_loader.mapped_pages import released_pages
 from staticllm.pipelines.programs.bind import BoundPrograms
 from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 from staticllm.pipelines.programs.model_runner import ModelRunner
@@ -139,7 +138,7 @@ class DeferredCompiler:
 
     def compile(self, variant: Variant) -> None:
         """Compile one variant, run it once apart from the engine, and install it between two steps."""
-        with released_pages(self._deferred.weights):
+        with self._deferred.weights.released():
             program = self._deferred.compile(variant)
             is_first = program not in self._compiled.values()
             self._compiled[variant] = program

@@ -15,7 +15,6 @@ from staticllm.pipelines.model_loader.exported import load_and_export
 from staticllm.pipelines.model_loader.imported import load_blob_set
 from staticllm.pipelines.model_loader.job import job_of
 from staticllm.pipelines.model_loader.loaded import Loaded
-from staticllm.pipelines.model_loader.mapped_pages import released_pages
 from staticllm.pipelines.model_loader.staged import load_compiled
 
 
@@ -39,7 +38,7 @@ def load(
         BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else, or exported blobs failed verification.
     """
     job = job_of(models_path, device, config, on_progress, explicit)
-    with _explained(device), released_pages(job.weights):
+    with _explained(device):
         if config.export_blob:
             return load_and_export(job)
         if config.blob_path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Protocol
 
 import openvino as ov
@@ -31,7 +30,7 @@ class ProgramStore(Protocol):
 class DeferredPrograms:
     """Variants that are compiled while the model serves.
 
-    ``weights`` is the weights file. One thread calls ``compile`` for each of ``variants``, then ``store`` with all programs of
+    ``weights`` are those of the plan. One thread calls ``compile`` for each of ``variants``, then ``store`` with all programs of
     the model. It calls ``release`` at the end, also after an error. The cache entry that will be written is locked until then.
     """
 
@@ -40,10 +39,9 @@ class DeferredPrograms:
         plan: CompilePlan,
         variants: Iterable[Variant],
         on_progress: OnProgress,
-        weights: Path,
         store: ProgramStore | None = None,
     ) -> None:
-        self.variants, self.weights = tuple(variants), weights
+        self.variants, self.weights = tuple(variants), plan.weights
         self._plan, self._on_progress = plan, on_progress
         self._store = store
         self._lease: Lease | None = None

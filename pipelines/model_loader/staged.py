@@ -28,12 +28,13 @@ def load_compiled(job: LoadJob) -> Loaded:
         ConfigError: an option is impossible for this model, or there is not enough memory for KV slots or masks.
     """
     core, plan = prepare(job.directory, job.device, job.config, job.on_progress)
-    if is_staged(job):
-        return load_staged(job, core, plan)
-    if plan.options.layout == "few_rows" and job.config.background_compile is not False:
-        return _few_rows_later(job, core, plan)
-    programs = compile_all(core, plan, job.on_progress)
-    return Loaded(make_runner(programs, job.on_progress), programs, job.config, "compiled")
+    with plan.weights.released():
+        if is_staged(job):
+            return load_staged(job, core, plan)
+        if plan.options.layout == "few_rows" and job.config.background_compile is not False:
+            return _few_rows_later(job, core, plan)
+        programs = compile_all(core, plan, job.on_progress)
+        return Loaded(make_runner(programs, job.on_progress), programs, job.config, "compiled")
 
 
 def is_staged(job: LoadJob) -> bool:
@@ -55,7 +56,7 @@ def load_staged(job: LoadJob, core: ov.Core, plan: CompilePlan, store: ProgramSt
     programs = compile_all(core, plan.restricted(first), job.on_progress)
     runner = make_runner(programs, job.on_progress, planned=plan.variants)
     others = (variant for variant in plan.variants if variant not in first)
-    deferred = DeferredPrograms(plan, others, job.on_progress, job.weights, store)
+    deferred = DeferredPrograms(plan, others, job.on_progress, store)
     return Loaded(runner, programs, job.config, "compiled", deferred)
 
 
@@ -67,5 +68,5 @@ def _few_rows_later(job: LoadJob, core: ov.Core, plan: CompilePlan) -> Loaded:
     options = replace(plan.options, layout="shared", properties=shared)
     programs = compile_all(core, replace(plan, options=options), job.on_progress)
     few = tuple(variant for variant in plan.variants if variant.rows <= plan.options.few_rows)
-    deferred = DeferredPrograms(plan, few, job.on_progress, job.weights)
+    deferred = DeferredPrograms(plan, few, job.on_progress)
     return Loaded(make_runner(programs, job.on_progress), programs, job.config, "compiled", deferred)

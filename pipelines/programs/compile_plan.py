@@ -24,6 +24,7 @@ from staticllm.devices import (
     supported_properties,
     with_exact_f32,
 )
+from staticllm.mapped_weights import MappedWeights
 from staticllm.model_dir import check_model_dir, read_model
 from staticllm.pipelines.programs.autotune import calibrated
 from staticllm.pipelines.programs.compile import CompileOptions
@@ -41,6 +42,7 @@ class CompilePlan:
     lowered: LoweredModel
     options: CompileOptions
     variants: tuple[Variant, ...]
+    weights: MappedWeights
 
     def restricted(self, variants: Iterable[Variant]) -> CompilePlan:
         """Return the plan for some of its variants only."""
@@ -77,6 +79,7 @@ def prepare(
     model = read_model(core, path, config.weights_path, decrypt)
     if for_blobs:
         keep_small_constants(model)
+    weights = MappedWeights(model)
     on_progress(ProgressEvent("read", 1, 1, time.perf_counter() - start))
     start = time.perf_counter()
     passes = DECODER if merges_projections(device) else DECODER_UNMERGED
@@ -89,7 +92,7 @@ def prepare(
     variants = choose_variants(config, mode, lowered.shape)
     on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - start))
     options = CompileOptions(device, layout, kv_type, parts, calibration.few_rows)
-    return core, CompilePlan(lowered, options, variants)
+    return core, CompilePlan(lowered, options, variants, weights)
 
 
 def with_kv_slots(config: StaticLLMConfig, directory: Path, kv_type: KVType) -> StaticLLMConfig:
