@@ -47,13 +47,16 @@ def _regroup(attention: ov.Node) -> str | None:
     (kv_heads,) = _dims(key, 1)
     if not num_heads or not kv_heads or num_heads % kv_heads or _dims(value, 1) != [kv_heads]:
         return f"{num_heads} query heads do not divide into {kv_heads} key heads"
+    (planes,) = _dims(attention.input_value(3), 1)
+    if planes not in (1, num_heads):
+        return "its mask has neither one plane nor one per head"
     group = num_heads // kv_heads
     grouped = ops.reshape(query, np.array([kv_heads, group, -1, head_dim]), special_zero=False)
     key = ops.reshape(key, np.array([kv_heads, 1, -1, head_dim]), special_zero=False).output(0)
     (value_dim,) = _dims(value, 3)
     value = ops.reshape(value, np.array([kv_heads, 1, -1, value_dim]), special_zero=False).output(0)
     mask, scale = attention.input_value(3), attention.input_values()[4:5]
-    if _dims(mask, 1) != [1]:
+    if planes > 1:
         mask = ops.reshape(mask, np.array([kv_heads, group, -1, 0]), special_zero=True).output(0)
     fused = attention_products(grouped.output(0), key, value, mask, scale[0] if scale else None)
     fused.set_friendly_name(attention.get_friendly_name())

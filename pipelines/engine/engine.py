@@ -89,6 +89,8 @@ class Engine:
 
     def cancel(self, request: int, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request, or one of its answers, before the next device call. Unknown and ended requests are ignored."""
+        if os.getpid() != self._pid:  # a forked child: the lock may be held for ever
+            return
         with self._wake:
             state = self._inbox.get(request) or self._core.requests.get(request)
         if state is not None:
@@ -252,12 +254,9 @@ class Engine:
                 switch, self._next = self._next, None
                 self._core.install(switch.runner, switch.options)
                 switch.on_switch()
+            while self._inbox and not self._next:
+                self._core.admit(self._inbox.pop(next(iter(self._inbox))))
             states = list(self._inbox.values())
-            if not self._next:
-                self._inbox.clear()
-                for state in states:
-                    self._core.admit(state)
-                states = []
             self._num_waiting = self._core.num_waiting
         now = time.perf_counter()
         for state in states:

@@ -131,24 +131,36 @@ class DeferredCompiler:
         self._engine, self._deferred = launched.engine, deferred
         self._programs = launched.loaded.programs
         self._compiled = dict(self._programs.compiled)
+        self._engine.runner.probe.is_paused = True  # costs are not measured beside a compilation
 
     def parts(self) -> list[Callable[[], None]]:
-        """Return one part per variant, then one that writes all programs to the requested blob set."""
-        return [*(partial(self.compile, variant) for variant in self._deferred.variants), self.store]
+        """Return one part per program, then one that writes all programs to the requested blob set."""
+        together = self._deferred.programs
+        return [*(partial(self.compile, variants) for variants in together), self._resume, self.store]
 
-    def compile(self, variant: Variant) -> None:
-        """Compile one variant, run it once apart from the engine, and install it between two steps."""
+    def compile(self, variants: Sequence[Variant]) -> None:
+        """Compile the variants of one program, run it once apart from the engine, and install it between two steps."""
         with self._deferred.weights.released():
-            program = self._deferred.compile(variant)
+            found = {variant: self._deferred.compile(variant) for variant in variants}
+            program = found[variants[0]]
             is_first = program not in self._compiled.values()
-            self._compiled[variant] = program
+            self._compiled |= found
             if is_first:  # the first run packs the weights; no request waits for that
-                run_apart(program, random_feeds(program, variant))
-        self._engine.run_between_steps(lambda: self._install(variant))
+                run_apart(program, random_feeds(program, variants[0]))
+        self._engine.run_between_steps(lambda: self._install(variants))
 
-    def _install(self, variant: Variant) -> None:
-        _bound_programs(self._engine.runner).add(variant, self._compiled[variant])
-        self._engine.runner.refresh_variants()
+    def _install(self, variants: Sequence[Variant]) -> None:
+        runner = self._engine.runner
+        for variant in variants:
+            _bound_programs(runner).add(variant, self._compiled[variant])
+            runner.costs.doubt(variant)
+        runner.refresh_variants()
+
+    def _resume(self) -> None:
+        def resume() -> None:
+            self._engine.runner.probe.is_paused = False
+
+        self._engine.run_between_steps(resume)
 
     def store(self) -> None:
         """Write all programs, if a blob set was requested."""

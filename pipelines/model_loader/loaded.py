@@ -47,6 +47,13 @@ class DeferredPrograms:
         self._lease: Lease | None = None
         self._compiled: dict[Variant, ov.CompiledModel] = {}
 
+    @property
+    def programs(self) -> list[tuple[Variant, ...]]:
+        """The variants of each program that will be compiled."""
+        if self._plan.options.mode == "separate":
+            return [(variant,) for variant in self.variants]
+        return [self.variants] if self.variants else []
+
     def compile(self, variant: Variant) -> ov.CompiledModel:
         """Compile one of ``variants``, or return its program. Variants that share a program are compiled with the first of them.
 

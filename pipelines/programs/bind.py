@@ -52,6 +52,7 @@ class Program:
         """Run with the buffers as they are. Return the seconds, or None if it was cancelled because ``is_needed`` was true."""
         if is_needed():
             return None
+        self.buffers.logit_rows.fill(0)  # rows of a larger call may lie outside of this one
         start = time.perf_counter()
         self._request.start_async()
         is_cancelled = False

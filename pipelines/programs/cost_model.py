@@ -33,7 +33,7 @@ class CostModel:
 
     def __init__(self, seconds: Mapping[Variant, float] | None = None) -> None:
         self._seconds: dict[Variant, float] = dict(seconds or {})
-        self._num_updates = dict.fromkeys(self._seconds, STABLE_CALLS)
+        self._num_updates = dict.fromkeys(self._seconds, 1)
         self._estimates: dict[Variant, float] = {}
         self._parts: NDArray[np.float64] | None = None
 
@@ -51,6 +51,10 @@ class CostModel:
     def is_stable(self, variant: Variant) -> bool:
         """Whether the cost was measured at leisure, or by at least ``STABLE_CALLS`` calls."""
         return self._num_updates.get(variant, 0) >= STABLE_CALLS
+
+    def doubt(self, variant: Variant) -> None:
+        """Keep the cost of a variant until it is measured again, since its program was replaced."""
+        self._num_updates[variant] = 0
 
     def update(self, variant: Variant, seconds: float) -> None:
         """Mix one measurement, in seconds, into the variant's cost."""

@@ -25,18 +25,20 @@ class Measurable(Protocol):
 class CostProbe:
     """The variants of a pipeline whose costs are worth measuring, in the order of their use. Runs on the engine's thread.
 
-    Nothing is committed, so the KV cache does not change. The costs of the remaining variants are estimated from these.
+    ``is_paused`` while programs are compiled in the background. Nothing is committed, so the KV cache does not change. The costs
+    of the remaining variants are estimated from these.
     """
 
     def __init__(self, programs: Mapping[Variant, Measurable], costs: CostModel) -> None:
         self._programs, self._costs = programs, costs
+        self.is_paused = False
         self._todo: list[Variant] = []
         self._quick: list[Variant] = []
 
     @property
     def is_done(self) -> bool:
-        """Whether no variant is left to measure."""
-        return not self._todo
+        """Whether no variant is left to measure now."""
+        return self.is_paused or not self._todo
 
     @property
     def num_left(self) -> int:
@@ -46,7 +48,10 @@ class CostProbe:
     def choose(self, variants: Iterable[Variant]) -> None:
         """Measure those of ``variants`` that are worth it and whose costs are not stable."""
         wanted = worth_measuring(variants)
-        self._quick = sorted(variant for variant in wanted if variant.rows > variant.sequences)[:2]
+        by_rows = {
+            variant.rows: variant for variant in sorted(wanted, reverse=True) if variant.rows > variant.sequences
+        }
+        self._quick = [by_rows[rows] for rows in sorted(by_rows)[:2]]
         self._todo = [variant for variant in reversed(wanted) if not self._costs.is_stable(variant)]
 
     def measure_next(self, is_needed: Callable[[], bool]) -> None:
@@ -96,7 +101,8 @@ def worth_measuring(variants: Iterable[Variant]) -> list[Variant]:
     most: dict[int, int] = {}
     kv_lens: dict[tuple[int, int], list[int]] = {}
     for variant in sorted(known, key=lambda variant: variant.kv_len):
-        most[variant.rows] = max(variant.sequences, most.get(variant.rows, 0))
+        if variant.rows > variant.sequences:
+            most[variant.rows] = max(variant.sequences, most.get(variant.rows, 0))
         kv_lens.setdefault((variant.rows, variant.sequences), []).append(variant.kv_len)
 
     def turn(variant: Variant) -> int | None:

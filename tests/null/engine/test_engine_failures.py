@@ -123,3 +123,21 @@ def test_a_sampling_error_ends_only_its_own_request():
     assert isinstance(outputs_of(bad)[-1].error, GenerationConfigError)
     assert outputs_of(good)[-1].reason == "length"
     assert_empty(engine)
+
+
+def test_a_failure_while_a_request_is_admitted_loses_no_other_request(monkeypatch):
+    engine = fake_engine(make_policy("fcfs"))
+    first, second, third = (fake_request([i, i + 1], 3) for i in (1, 5, 9))
+    add = engine.kv_manager.add
+
+    def fails_for_the_second(state):
+        if state.request is second.request:
+            raise MemoryError
+        add(state)
+
+    monkeypatch.setattr(engine.kv_manager, "add", fails_for_the_second)
+    engine.enqueue([first, second, third])
+    run_to_end(engine, [])
+    assert [str(outputs_of(request)[-1].reason) for request in (first, second, third)] == ["error", "error", "length"]
+    assert third.tokens == fake_answer([9, 10], 3)
+    assert_empty(engine)

@@ -51,16 +51,21 @@ def test_every_cost_is_close_after_measuring_what_is_worth_it():
 
 
 def test_what_the_warm_up_measured_is_measured_again():
-    costs = CostModel({VARIANTS[1]: 0.5})
+    costs = CostModel({VARIANTS[1]: 0.5})  # of a blob set: what its warm-up measured
     costs.update(VARIANTS[0], 0.9)
     probe = CostProbe({VARIANTS[0]: TimedProgram(0.3), VARIANTS[1]: TimedProgram(0.1)}, costs)
     probe.choose(VARIANTS[:2])
     while not probe.is_done:
         probe.measure_next(lambda: False)
-    assert costs.measured == {VARIANTS[0]: 0.3, VARIANTS[1]: 0.5}, "known costs of a blob set are kept"
+    assert costs.measured == {VARIANTS[0]: 0.3, VARIANTS[1]: 0.1}
     for _ in range(STABLE_CALLS):
         costs.update(VARIANTS[2], 0.2)
     probe.choose(VARIANTS[:3])
+    assert probe.is_done
+    costs.doubt(VARIANTS[0])
+    probe.choose(VARIANTS[:3])
+    assert probe.num_left == 1, "its program was replaced"
+    probe.is_paused = True
     assert probe.is_done
 
 
