@@ -10,6 +10,7 @@ from functools import partial
 
 from staticllm.core import Variant
 from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.programs.cost_probe import timed_run
 
 RUNS = 3
 POLL_SECONDS = 0.1
@@ -69,9 +70,8 @@ def _compare(engine: Engine, variant: Variant) -> CostComparison:
     runner = engine.runner
     planned, program = runner.costs(variant), runner.programs[variant]
     is_estimate = variant not in runner.costs.measured
-    program.time_unless(lambda: False)
-    times = [seconds for _ in range(RUNS) if (seconds := program.time_unless(lambda: False)) is not None]
-    timed = statistics.median(times)
+    timed_run(program)
+    timed = statistics.median(timed_run(program) for _ in range(RUNS))
     return CostComparison(str(variant), variant.rows, variant.kv_len, planned * 1e3, timed * 1e3, is_estimate)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 import openvino as ov
@@ -19,9 +18,6 @@ from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, Variant
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import StepBuffers
 from staticllm.ports import INPUT_IDS, LOGIT_ROWS, LOGITS, POSITION_IDS, port_of
-
-POLL_MS = 2
-"""Milliseconds between two checks of whether a timed run must be cancelled."""
 
 
 class Program:
@@ -47,28 +43,6 @@ class Program:
         finally:
             self._request.wait()
         return time.perf_counter() - start
-
-    def time_unless(self, is_needed: Callable[[], bool]) -> float | None:
-        """Run with the buffers as they are. Return the seconds, or None if it was cancelled because ``is_needed`` was true."""
-        if is_needed():
-            return None
-        self.buffers.logit_rows.fill(0)  # rows of a larger call may lie outside of this one
-        start = time.perf_counter()
-        self._request.start_async()
-        is_cancelled = False
-        try:
-            while not self._request.wait_for(POLL_MS):
-                if not is_cancelled and is_needed():
-                    is_cancelled = True
-                    with suppress(RuntimeError):  # a plugin that cannot cancel finishes the run
-                        self._request.cancel()
-            seconds = time.perf_counter() - start
-            self._request.wait()
-        except RuntimeError:  # OpenVINO raises it for a cancelled run
-            if not is_cancelled:
-                raise
-            return None
-        return None if is_cancelled else seconds
 
 
 class BoundPrograms(Mapping[Variant, Program]):

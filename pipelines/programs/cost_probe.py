@@ -7,19 +7,24 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from staticllm.core import Variant
+from staticllm.kvcache.step import StepBuffers
 from staticllm.pipelines.programs.cost_model import CostModel
 
 logger = logging.getLogger(__name__)
 
 FAR_KV_LEN, MANY_ROWS = 1024, 256
+MAX_SECONDS = 0.15
+"""Seconds; longer calls are not measured, because a request that arrives meanwhile waits for them. A call cannot be cancelled:
+the CPU plugin then fails in later calls of the same program with other sizes (docs/decisions.md)."""
 
 
 class Measurable(Protocol):
-    """A program that can be timed without a request."""
+    """A program that can run without a request, with whatever its buffers hold."""
 
-    def time_unless(self, is_needed: Callable[[], bool]) -> float | None:
-        """Run with whatever the buffers hold. Return the seconds, or None if the run was cancelled."""
-        ...
+    @property
+    def buffers(self) -> StepBuffers: ...
+
+    def run(self) -> float: ...
 
 
 class CostProbe:
@@ -55,13 +60,16 @@ class CostProbe:
         self._todo = [variant for variant in reversed(wanted) if not self._costs.is_stable(variant)]
 
     def measure_next(self, is_needed: Callable[[], bool]) -> None:
-        """Time the next variant, and add its cost. As soon as ``is_needed`` is true, the run is cancelled; it is tried again.
+        """Time the next variant, and add its cost. If ``is_needed`` is true between its runs, it is tried again later.
 
         A variant that fails is left out: the requests that use it will report the error.
         """
         if not self._todo:
             return
         variant = self._todo[-1]
+        if self._costs(variant) > MAX_SECONDS:
+            self._todo.pop()
+            return
         try:
             seconds = self._timed(variant, is_needed)
         except Exception:
@@ -73,22 +81,28 @@ class CostProbe:
             self._costs.set(variant, seconds)
 
     def _timed(self, variant: Variant, is_needed: Callable[[], bool]) -> float | None:
-        """Return the seconds of a run after a call like those that it usually follows; None if it was cancelled.
+        """Return the seconds of a run after a call like those that it usually follows; None if it was given up.
 
         A program prepares its nodes again for other sizes than those of its last call. Decode steps follow each other, but a
         chunk of a prompt follows a call of another size. The first run at a size prepares more, and does not count.
         """
         seconds = None
         for each in (variant, variant if variant.rows == variant.sequences else self._other(variant), variant):
-            seconds = self._programs[each].time_unless(is_needed)
-            if seconds is None:
+            if is_needed():
                 return None
+            seconds = timed_run(self._programs[each])
         return seconds
 
     def _other(self, variant: Variant) -> Variant:
         """Return a variant with other sizes that takes little time."""
         others = (each for each in self._quick if each.rows != variant.rows)
         return next(others, variant)
+
+
+def timed_run(program: Measurable) -> float:
+    """Run a program without a request, and return the seconds that it took. Nothing of its results is kept."""
+    program.buffers.logit_rows.fill(0)  # rows of a larger call may lie outside of this one
+    return program.run()
 
 
 def worth_measuring(variants: Iterable[Variant]) -> list[Variant]:

@@ -29,16 +29,13 @@ Accept = Callable[[Segment, Logits], int]
 class Runnable(Protocol):
     """One variant that can run: ``run`` reads and overwrites ``buffers`` and returns the seconds it took.
 
-    ``meanwhile`` is called while the device runs, and must not touch ``buffers``. ``time_unless`` runs the variant only to
-    measure it, and returns None if ``is_needed`` returned true during the run.
+    ``meanwhile`` is called while the device runs, and must not touch ``buffers``.
     """
 
     @property
     def buffers(self) -> StepBuffers: ...
 
     def run(self, meanwhile: Callable[[], None] | None = None) -> float: ...
-
-    def time_unless(self, is_needed: Callable[[], bool]) -> float | None: ...
 
 
 @dataclass(frozen=True)

@@ -115,10 +115,6 @@ class FakeProgram:
             buffers.logits[:] = np.nan  # even if it is masked: 0 x NaN is NaN
         return (8 + buffers.variant.rows) * 1e-3
 
-    def time_unless(self, is_needed: Callable[[], bool]) -> float | None:
-        """Return the duration that ``run`` makes up; None if ``is_needed`` is true. Nothing is computed."""
-        return None if is_needed() else (8 + self.buffers.variant.rows) * 1e-3
-
     def _chosen(self, pairs: NDArray[np.int64]) -> int | None:
         """Return what ``next_token`` says after these (token, position) ``pairs [n, 2]``."""
         return None if self._next_token is None else self._next_token(pairs[np.argsort(pairs[:, 1]), 0].tolist())

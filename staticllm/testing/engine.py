@@ -52,7 +52,9 @@ def fake_engine(
             or ``run_to_end``, and must not call ``run_between_steps``, which would wait for ever.
     """
     state_slots = fake_shape(masks, is_recurrent=is_recurrent).slots_of_states(max_seq_len)
-    options = EngineOptions(Limits(max_num_seqs), max_seq_len, max_waiting, host_kv_slots, state_slots=state_slots)
+    options = EngineOptions(
+        Limits(max_num_seqs), max_seq_len, max_waiting, host_kv_slots, measure_costs=False, state_slots=state_slots
+    )
     runner = fake_runner(variants, masks, is_packable=is_packable, is_recurrent=is_recurrent, is_staged=is_staged)
     return (Engine if starts_thread else _EngineWithoutThread)(runner, policy, options)
 

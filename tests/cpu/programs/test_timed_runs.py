@@ -1,4 +1,4 @@
-"""Runs of a program for their duration only, and how they are given up."""
+"""Runs of a program for their duration only, between requests."""
 
 from __future__ import annotations
 
@@ -21,37 +21,12 @@ def pipe(monkeypatch):
         yield pipe
 
 
-def test_a_cancelled_run_changes_no_answer_and_leaves_the_program_usable(pipe):
+def test_measured_calls_change_no_answer(pipe):
     expected = pipe.generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens
-    programs = pipe.engine.runner.programs
-    largest = max(variant for variant in programs if variant.sequences == 1 and not variant.kv_len)
-    asked = []
-
-    def from_the_second_time():
-        asked.append(True)
-        return len(asked) > 1
-
-    assert pipe.engine.run_between_steps(lambda: programs[largest].time_unless(from_the_second_time)) is None
-    assert pipe.engine.run_between_steps(lambda: programs[largest].time_unless(lambda: True)) is None
-    assert pipe.engine.run_between_steps(lambda: programs[largest].time_unless(lambda: False)) > 0
-    assert pipe.generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens == expected
-
-
-def test_a_plugin_that_cannot_cancel_finishes_the_run(pipe, monkeypatch):
-    program = pipe.engine.run_between_steps(lambda: max(pipe.engine.runner.programs.items())[1])
-    request = program._request
-
-    class WithoutCancel:
-        def __getattr__(self, name):
-            return getattr(request, name)
-
-        def cancel(self):
-            raise RuntimeError("not implemented")
-
-    monkeypatch.setattr(program, "_request", WithoutCancel())
-    asked = iter([False, *[True] * 10_000])
-    assert pipe.engine.run_between_steps(lambda: program.time_unless(lambda: next(asked))) is None
-    assert pipe.engine.run_between_steps(lambda: program.time_unless(lambda: False)) > 0
+    runner = pipe.engine.runner
+    while not runner.probe.is_done:
+        pipe.engine.run_between_steps(lambda: [runner.probe.measure_next(lambda: False) for _ in range(5)])
+        assert pipe.generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens == expected
 
 
 @pytest.mark.parametrize("measure_costs", [True, False])

@@ -1,8 +1,10 @@
 """Costs that are measured while the engine has nothing to do."""
 
 import threading
-import time
+from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from staticllm.core import Variant
@@ -24,12 +26,14 @@ class TimedProgram:
 
     def __init__(self, seconds, error=None):
         self.seconds, self.error, self.num_runs = seconds, error, 0
+        self.buffers = SimpleNamespace(logit_rows=np.full(4, 999))
 
-    def time_unless(self, is_needed):
+    def run(self):
+        assert not self.buffers.logit_rows.any(), "a row outside of the call"
         self.num_runs += 1
         if self.error:
             raise self.error
-        return None if is_needed() else self.seconds
+        return self.seconds
 
 
 def true_cost(variant):
@@ -51,15 +55,15 @@ def test_every_cost_is_close_after_measuring_what_is_worth_it():
 
 
 def test_what_the_warm_up_measured_is_measured_again():
-    costs = CostModel({VARIANTS[1]: 0.5})  # of a blob set: what its warm-up measured
-    costs.update(VARIANTS[0], 0.9)
-    probe = CostProbe({VARIANTS[0]: TimedProgram(0.3), VARIANTS[1]: TimedProgram(0.1)}, costs)
+    costs = CostModel({VARIANTS[1]: 0.05})  # of a blob set: what its warm-up measured
+    costs.update(VARIANTS[0], 0.09)
+    probe = CostProbe({VARIANTS[0]: TimedProgram(0.03), VARIANTS[1]: TimedProgram(0.01)}, costs)
     probe.choose(VARIANTS[:2])
     while not probe.is_done:
         probe.measure_next(lambda: False)
-    assert costs.measured == {VARIANTS[0]: 0.3, VARIANTS[1]: 0.1}
+    assert costs.measured == {VARIANTS[0]: 0.03, VARIANTS[1]: 0.01}
     for _ in range(STABLE_CALLS):
-        costs.update(VARIANTS[2], 0.2)
+        costs.update(VARIANTS[2], 0.02)
     probe.choose(VARIANTS[:3])
     assert probe.is_done
     costs.doubt(VARIANTS[0])
@@ -82,7 +86,7 @@ def test_a_run_that_is_needed_elsewhere_is_repeated_later():
     assert not costs.measured
     probe.measure_next(lambda: False)
     assert costs.measured == {VARIANTS[0]: 0.5}
-    assert programs[VARIANTS[0]].num_runs == 1 + 3
+    assert programs[VARIANTS[0]].num_runs == 3
 
 
 def test_a_prompt_is_timed_after_a_call_of_another_size_and_a_decode_step_after_its_like():
@@ -90,11 +94,11 @@ def test_a_prompt_is_timed_after_a_call_of_another_size_and_a_decode_step_after_
 
     class Program:
         def __init__(self, variant):
-            self.variant = variant
+            self.variant, self.buffers = variant, SimpleNamespace(logit_rows=np.zeros(4))
 
-        def time_unless(self, is_needed):
+        def run(self):
             calls.append(self.variant)
-            return 1.0 if calls[-2:-1] == [self.variant] else 1.5
+            return 0.01 if calls[-2:-1] == [self.variant] else 0.015
 
     decode, small, large = Variant(2, 64, 2), Variant(16, 0), Variant(32, 0)
     programs, costs = {variant: Program(variant) for variant in (decode, small, large)}, CostModel()
@@ -102,7 +106,7 @@ def test_a_prompt_is_timed_after_a_call_of_another_size_and_a_decode_step_after_
     probe.choose(programs)
     while not probe.is_done:
         probe.measure_next(lambda: False)
-    assert costs.measured == {small: 1.5, large: 1.5, decode: 1.0}
+    assert costs.measured == {small: 0.015, large: 0.015, decode: 0.01}
 
 
 def test_a_variant_that_fails_is_left_out():
@@ -114,29 +118,38 @@ def test_a_variant_that_fails_is_left_out():
     assert not costs.measured
 
 
+def test_long_calls_are_not_measured_because_a_request_would_wait_for_them():
+    quick, other, long = Variant(16, 0), Variant(32, 0), Variant(64, 0)
+    costs = CostModel({quick: 0.05, other: 0.05, long: 0.5})
+    programs = {quick: TimedProgram(0.02), other: TimedProgram(0.03), long: TimedProgram(0.5)}
+    probe = CostProbe(programs, costs)
+    probe.choose(programs)
+    while not probe.is_done:
+        probe.measure_next(lambda: False)
+    assert costs.measured[quick] == 0.02
+    assert costs.measured[long] == 0.5
+    assert not programs[long].num_runs
+
+
 def test_the_engine_measures_when_it_rests_and_stops_for_a_request(monkeypatch):
     monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.01)
     engine = fake_engine(make_policy("fcfs"))
-    slow, given_up = threading.Event(), []
+    engine._core.options = replace(engine._core.options, measure_costs=True)
+    has_begun, may_go_on = threading.Event(), threading.Event()
 
-    def time_unless(is_needed):
-        slow.set()
-        until = time.monotonic() + 20
-        while not is_needed():
-            assert time.monotonic() < until, "nobody asked for the device"
-            time.sleep(0.001)
-        given_up.append(True)
+    def measure_next(is_needed):
+        has_begun.set()
+        assert may_go_on.wait(20)
+        assert is_needed(), "the request that was submitted meanwhile"
 
-    for program in engine.runner.programs.values():
-        monkeypatch.setattr(program, "time_unless", time_unless, raising=True)
-    first = fake_request([1, 2, 3], 2)
+    monkeypatch.setattr(engine._core, "measure_next", measure_next)
+    first, second = fake_request([1, 2, 3], 2), fake_request([4, 5, 6], 3)
     engine.submit_state(first)
-    assert slow.wait(20), "the engine never rested"
-    second = fake_request([4, 5, 6], 3)
+    assert has_begun.wait(20), "the engine never rested"
     engine.submit_state(second)
+    may_go_on.set()
     while second.queue.get(timeout=20) is not None and len(second.tokens) < 6:
         pass
     assert second.tokens == fake_answer([4, 5, 6], 3)
-    assert given_up
     engine.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "staticllm-engine"]
