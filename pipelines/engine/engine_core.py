@@ -61,7 +61,7 @@ class EngineCore:
         return self.options.measure_costs and not self.runner.probe.is_done
 
     def measure_next(self, is_needed: Callable[[], bool]) -> None:
-        """Measure the cost of one more variant, without a request; given up as soon as ``is_needed`` is true."""
+        """Measure the cost of one more variant, without a request; no further call begins once ``is_needed`` is true."""
         self.runner.probe.measure_next(is_needed)
 
     def admit(self, request: RequestState) -> None:

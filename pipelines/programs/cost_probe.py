@@ -1,4 +1,4 @@
-"""Measures the variants that have not run yet, while the engine has nothing to do."""
+"""Measures the costs of variants while the engine has nothing to do."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class CostProbe:
             self._costs.set(variant, seconds)
 
     def _timed(self, variant: Variant, is_needed: Callable[[], bool]) -> float | None:
-        """Return the seconds of a run after a call like those that it usually follows; None if it was given up.
+        """Return the seconds of a run after a call like those that it usually follows; None if the device is needed.
 
         A program prepares its nodes again for other sizes than those of its last call. Decode steps follow each other, but a
         chunk of a prompt follows a call of another size. The first run at a size prepares more, and does not count.
