@@ -75,7 +75,12 @@ class Arena:
     def read(self, slots: slice | Array, into: Sequence[Array], target: slice) -> None:
         """Copy arena slots ``slots`` to slots ``target`` of ``into``, per group ``[n, heads, count, head_dim]``."""
         for view, copied in zip(self._views, into, strict=True):
-            copied[:, :, target] = view[:, :, slots]
+            part = copied[:, :, target]
+            if isinstance(slots, slice):
+                part[:] = view[:, :, slots]
+                continue
+            for line, lines in zip(view, part, strict=True):  # several times as fast as view[:, :, slots]
+                np.take(line, slots, axis=1, out=lines, mode="clip")
 
     def move(self, sources: Array, targets: Array) -> None:
         """Copy slots ``sources [n]`` to slots ``targets [n]``."""
