@@ -77,9 +77,9 @@ class VariantReport:
 class ModelReport:
     """A lowered model (``staticllm inspect``).
 
-    ``programs`` is how programs share variants, ``num_programs`` how many are compiled. ``settings`` are precision and quantization
-    of activations of each part of the work. ``buffers_bytes`` are those of masks, logits and new rows. ``is_packable``: whether one call can take rows of several sequences. ``max_num_seqs`` is the most
-    requests that run at once.
+    ``programs`` is how programs share variants, ``num_programs`` how many are compiled. ``settings`` are the precision and the
+    quantization of activations, for each part of the work. ``buffers_bytes`` are those of masks, logits and new rows.
+    ``is_packable``: whether one call can take rows of several sequences. ``max_num_seqs`` is the most requests that run at once.
     """
 
     model: str
@@ -169,9 +169,9 @@ class Agreement:
 class Divergence:
     """How far the probabilities of a model with some settings diverge from those of the original in f32.
 
-    ``mean`` and ``largest`` are Kullback-Leibler divergences per token, in nats, over ``tokens`` places. ``agreement`` is the share
-    of places where the most likely token is the same. ``chosen_for``: the parts of the work for which the calibration chose these
-    settings. ``is_within``: whether the mean is at most that of a setting that may be chosen without being asked for.
+    ``mean`` and ``largest`` are Kullback-Leibler divergences per token, in nats, over ``tokens`` places. ``agreement`` is the
+    share of places where the most likely token is the same. ``chosen_for``: the parts of the work for which the calibration
+    chose these settings. ``is_within``: whether the mean is at most that of a setting that may be chosen without being asked for.
     """
 
     settings: str
