@@ -29,7 +29,9 @@ from staticllm.pipelines.programs.model_runner import ModelRunner
 
 MOST_DIVERGENCE = 2e-4
 """The largest mean divergence (KL, nats per token) of a setting that may be chosen without being asked for."""
-TEXTS, TEXT_LEN = 2, 128
+TEXTS, TEXT_LEN = 8, 64
+"""Texts and their tokens. The mean divergence of one text of 128 tokens is up to 8 times that of another
+(docs/benchmarks.md), so a few long texts say less than many short ones."""
 PEERS: dict[str, dict[str, Any]] = {
     "the original, plugin's defaults (as GenAI)": {},
     "the original, f32 (as GenAI with f32)": {PRECISION: "f32"},
@@ -77,13 +79,15 @@ def compare(label: str, expected: list[Logits], found: list[Logits], parts: tupl
 
     ``parts``: the parts of the work for which the calibration chose this setting.
     """
-    divergences = np.concatenate([kl_divergence(mine, other) for mine, other in zip(expected, found, strict=True)])
+    of_texts = [kl_divergence(mine, other) for mine, other in zip(expected, found, strict=True)]
+    divergences, means = np.concatenate(of_texts), [each.mean() for each in of_texts]
     same = [mine.argmax(-1) == other.argmax(-1) for mine, other in zip(expected, found, strict=True)]
     mean = float(divergences.mean())
     return Divergence(
         settings=label,
         chosen_for=parts,
         mean=mean,
+        error=float(np.std(means, ddof=1) / np.sqrt(len(means))) if len(means) > 1 else 0.0,
         largest=float(divergences.max()),
         agreement=float(np.concatenate(same).mean()),
         tokens=len(divergences),

@@ -146,8 +146,8 @@ def _costs(found: list[CostComparison]) -> str:
 def _divergences(found: list[Divergence], limit: float) -> str:
     lines = ["| settings | chosen for | mean KL | largest | same top token | |", "|---|---|---|---|---|---|"]
     lines += [
-        f"| {each.settings} | {', '.join(each.chosen_for)} | {each.mean:.1e} | {each.largest:.1e} | {each.agreement:.1%} "
-        f"| {'' if each.is_within else 'above the limit'} |"
+        f"| {each.settings} | {', '.join(each.chosen_for)} | {each.mean:.1e} ± {each.error:.0e} | {each.largest:.1e} "
+        f"| {each.agreement:.1%} | {'' if each.is_within else 'above the limit'} |"
         for each in found
     ]
     lines.append("")

@@ -22,7 +22,8 @@ SMALL = {"max_prompt_len": 64, "min_response_len": 64, "max_num_seqs": 1}
 
 @pytest.fixture(autouse=True)
 def _short_texts(monkeypatch):
-    monkeypatch.setattr(divergence, "TEXT_LEN", 40)
+    monkeypatch.setattr(divergence, "TEXTS", 3)
+    monkeypatch.setattr(divergence, "TEXT_LEN", 20)
 
 
 def test_the_divergence_of_two_coins():
@@ -41,6 +42,7 @@ def test_a_comparison_counts_places_and_applies_the_limit():
     found = compare("wrong once", expected, other)
     assert found.agreement == 7 / 8
     assert found.largest == pytest.approx(8 * found.mean)
+    assert found.error == pytest.approx(found.largest / 3 / 2), "the means of the texts are 0 and a third of it"
     assert not found.is_within
     assert found.mean > MOST_DIVERGENCE
 
