@@ -169,10 +169,10 @@ class Agreement:
 class Divergence:
     """How far the probabilities of a model with some settings diverge from those of the original in f32.
 
-    ``mean`` and ``largest`` are Kullback-Leibler divergences per token, in nats, over ``tokens`` places of several texts; ``error``
-    is the standard error of the mean, from the means of the texts. ``agreement`` is the share of places where the most likely
-    token is the same. ``chosen_for``: the parts of the work for which the calibration chose these settings. ``is_within``: whether
-    the mean is at most that of a setting that may be chosen without being asked for.
+    ``mean`` and ``largest`` are Kullback-Leibler divergences per token, in nats, over ``tokens`` places of several texts.
+    ``error`` is the standard error of the mean, from the means of the texts. ``agreement`` is the share of places where the
+    most likely token is the same. ``chosen_for``: the parts of the work for which the calibration chose these settings.
+    ``is_within``: whether the mean is at most that of a setting that may be chosen without being asked for.
     """
 
     settings: str
