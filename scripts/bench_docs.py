@@ -53,7 +53,7 @@ def section(result: dict[str, Any]) -> str:
     names, judged = result["peers"], judge(figures, result["model"])
     parts = [
         f"## {KINDS[machine.kind]}: {result['model']}",
-        f"`{result['command']}`, medians of {result['rounds']} rounds. {machine.line}",
+        f"`{result['command']}`, medians of {_rounds(result['rounds'])}. {machine.line}",
         report.markdown(report.medians(figures, names)),
         "\n".join(f"- {line}" for line in report.alone(figures, names)),
         report.markdown(report.ratios(judged)),
@@ -61,6 +61,10 @@ def section(result: dict[str, Any]) -> str:
         _prefill(figures),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _rounds(count: int) -> str:
+    return "one round" if count == 1 else f"{count} rounds"
 
 
 def _same(is_same: bool | None) -> str:
