@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import openvino as ov
@@ -38,6 +38,16 @@ CACHE_BYTES = 64 << 20
 Properties = Mapping[str, Any]
 
 
+class ProbeTimes(Protocol):
+    """The times of probes that earlier processes ran on this machine, by question: a text that names all that was timed."""
+
+    def times(self, question: str, count: int) -> list[float] | None:
+        """Return the seconds of the ``count`` candidates of a question, if they are known."""
+
+    def add(self, question: str, seconds: Sequence[float]) -> None:
+        """Add the seconds of a question's candidates."""
+
+
 @dataclass(frozen=True)
 class Calibration:
     """The properties of each part of a model, and ``few_rows``: the most rows of a call of the part ``few_rows``."""
@@ -47,20 +57,25 @@ class Calibration:
 
 
 def calibrated(
-    core: ov.Core, device: str, model: ov.Model, phases: Mapping[Phase, Properties], layout: ProgramLayout
+    core: ov.Core,
+    device: str,
+    model: ov.Model,
+    phases: Mapping[Phase, Properties],
+    layout: ProgramLayout,
+    kept: ProbeTimes | None = None,
 ) -> Calibration:
     """Return the properties of each part of ``model``: those in ``phases``, and those that a probe found to be faster.
 
     Properties that the user set are never changed. On the CPU a program with one matrix per shape in the model is timed with
     ``MANY_ROWS`` rows, with the plugin's own group size and with ``LARGE_GROUP``. Both phases get the same result, so that they
     can share a program. If calls of few rows may have a program of their own, its properties are chosen by ``_for_few_rows``.
-    Other devices are not probed.
+    Other devices are not probed. What is in ``kept`` is not timed again.
     """
     found: dict[Part, Properties] = {phase: properties for phase, properties in phases.items()}  # noqa: C416
     matrices = _matrices(model) if kind(device) == "CPU" else []
     if not matrices:
         return Calibration(found)
-    probe = Probe(core, device, matrices)
+    probe = Probe(core, device, matrices, kept)
     if not any(GROUP_SIZE in properties for properties in phases.values()) and probe.takes_large_groups:
         own = phases["prefill"]
         seconds, larger_seconds = probe.seconds(MANY_ROWS, [own, {**own, GROUP_SIZE: LARGE_GROUP}])
@@ -112,8 +127,11 @@ def _matrices(model: ov.Model) -> list[ov.Node]:
 class Probe:
     """Some matrices of a model in one program, which is compiled once per set of properties."""
 
-    def __init__(self, core: ov.Core, device: str, matrices: list[ov.Node]) -> None:
-        self._core, self._device = core, device
+    def __init__(
+        self, core: ov.Core, device: str, matrices: list[ov.Node], kept: ProbeTimes | None = None
+    ) -> None:
+        self._core, self._device, self._kept = core, device, kept
+        self._described = [_description(node) for node in matrices]
         self._sizes = [_input_size(node) for node in matrices]
         self._model = _side_by_side(matrices, self._sizes)
         self._requests: dict[str, ov.InferRequest] = {}
@@ -130,6 +148,16 @@ class Probe:
 
     def seconds(self, num_rows: int, candidates: list[Properties], is_cold: bool = False) -> list[float]:
         """Return the seconds of the shortest run of each candidate; they run in turn. ``is_cold``: no cache holds the weights."""
+        described = [sorted((name, str(value)) for name, value in properties.items()) for properties in candidates]
+        question = repr((self._device, self._described, num_rows, is_cold, described))
+        found = self._kept.times(question, len(candidates)) if self._kept is not None else None
+        if found is None:
+            found = self._timed(num_rows, candidates, is_cold)
+            if self._kept is not None:
+                self._kept.add(question, found)
+        return found
+
+    def _timed(self, num_rows: int, candidates: list[Properties], is_cold: bool) -> list[float]:
         random, scratch = np.random.default_rng(0), np.ones(CACHE_BYTES // 8 if is_cold else 0, np.int64)
         feeds = [random.standard_normal((1, num_rows, size)).astype(np.float32) for size in self._sizes]
         requests = [self._request(properties) for properties in candidates]
@@ -151,6 +179,14 @@ class Probe:
             compiled = self._core.compile_model(self._model, self._device, dict(properties))
             self._requests[key] = compiled.create_infer_request()
         return self._requests[key]
+
+
+def _description(node: ov.Node) -> tuple[Any, ...]:
+    """Return the types and the shape of the multiplied values of a matrix product."""
+    weights = compressed_weights(node)
+    stored = weights.get_element_type().to_string() if weights is not None else ""
+    shape = tuple(node.input_value(1).get_shape())
+    return node.input_value(0).get_element_type().to_string(), stored, shape, bool(node.get_attributes()["transpose_b"])
 
 
 def _input_size(node: ov.Node) -> int:

@@ -21,12 +21,17 @@ from staticllm.pipelines.programs.warm_up import warm_up
 
 @dataclass(frozen=True)
 class CompiledPrograms:
-    """Compiled programs of any origin, and what the host must know to run them. ``costs``: seconds per call, if known."""
+    """Compiled programs of any origin, and what the host must know to run them.
+
+    ``costs``: seconds per call, if a warm-up measured them before. ``kept_costs``: those that an earlier process measured at
+    leisure.
+    """
 
     shape: ModelShape
     options: CompileOptions
     compiled: Mapping[Variant, ov.CompiledModel]
     costs: Mapping[Variant, float] = field(default_factory=dict)
+    kept_costs: Mapping[Variant, float] = field(default_factory=dict)
 
 
 def compile_all(core: ov.Core, plan: CompilePlan, on_progress: OnProgress = lambda event: None) -> CompiledPrograms:
@@ -81,4 +86,4 @@ def make_runner(
     bound = BoundPrograms(
         programs.compiled, lambda variant, compiled: bind(compiled, shape, cache, StepBuffers(variant, pool))
     )
-    return ModelRunner(cache, bound, warm_up(bound, programs.costs, on_progress), planned)
+    return ModelRunner(cache, bound, warm_up(bound, programs.costs, on_progress, programs.kept_costs), planned)

@@ -16,16 +16,23 @@ QUICK_SECONDS = 0.05
 """Seconds; a variant whose first run is shorter is timed again, because most of a first run is one-time work."""
 
 
-def warm_up(bound: BoundPrograms, known_costs: Mapping[Variant, float], on_progress: OnProgress) -> CostModel:
+def warm_up(
+    bound: BoundPrograms,
+    known_costs: Mapping[Variant, float],
+    on_progress: OnProgress,
+    kept_costs: Mapping[Variant, float] | None = None,
+) -> CostModel:
     """Run variants once, so that no request waits for a first inference; time the quick ones a second time.
 
     Each program runs at least once. A shared program runs at a few sizes, with small and large KV lengths, as long as a run is
     expected to take less than ``LONG_SECONDS``: its first run at a new size costs 10 % more than the next one
     (docs/measurements.md), and the costs of all other sizes are estimated from these. If ``known_costs`` (seconds) are given,
-    each program runs once, to pack its weights.
+    each program runs once, to pack its weights. ``kept_costs`` (seconds) were measured at leisure by an earlier process.
     """
-    if known_costs:
-        return _first_runs(bound, known_costs, on_progress)
+    if known_costs or kept_costs:
+        costs = _first_runs(bound, known_costs, on_progress)
+        costs.adopt({variant: seconds for variant, seconds in (kept_costs or {}).items() if variant in bound})
+        return costs
     costs = CostModel()
     chosen = _worth_running(bound)
     packed: set[int] = set()
