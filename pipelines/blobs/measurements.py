@@ -123,7 +123,6 @@ class KeptProbes:
     def __init__(self, file: MeasurementFile) -> None:
         self._file = file
         self._times = {name: seconds for name, seconds in file.read().items() if _are_times(seconds)}
-        self._is_changed = False
 
     def times(self, question: str, count: int) -> list[float] | None:
         """Return the stored seconds of the ``count`` candidates of a question; None if there are none."""
@@ -131,15 +130,9 @@ class KeptProbes:
         return list(found) if found is not None and len(found) == count else None
 
     def add(self, question: str, seconds: Sequence[float]) -> None:
-        """Add the seconds of a question's candidates."""
+        """Add the seconds of a question's candidates, and write the file. Beyond ``MAX_PROBES``, the oldest are dropped."""
         self._times[_digest_of(question)] = list(seconds)
-        self._is_changed = True
-
-    def save(self) -> None:
-        """Write the file if something was added; the oldest questions are dropped beyond ``MAX_PROBES``."""
-        if self._is_changed:
-            self._is_changed = False
-            self._file.write(dict(list(self._times.items())[-MAX_PROBES:]))
+        self._file.write(dict(list(self._times.items())[-MAX_PROBES:]))
 
 
 def probes_in(folder: Path, core: ov.Core, device: str, key: bytes = b"") -> KeptProbes:

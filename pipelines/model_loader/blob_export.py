@@ -18,7 +18,7 @@ from staticllm.pipelines.blobs.blob_set import MANIFEST, ImportTarget, is_ours, 
 from staticllm.pipelines.blobs.check import matches
 from staticllm.pipelines.blobs.fingerprint import Fingerprint, fingerprint_model, layout_values, machine_values
 from staticllm.pipelines.blobs.manifest import LAYOUT_FIELDS, Manifest, VariantFile, shape_to_json
-from staticllm.pipelines.model_loader.job import LoadJob
+from staticllm.pipelines.model_loader.job import LoadJob, probes_of
 from staticllm.pipelines.programs.build import CompiledPrograms, compile_all
 from staticllm.pipelines.programs.compile_plan import CompilePlan, phase_properties, prepare
 from staticllm.pipelines.programs.layout import program_layout
@@ -96,7 +96,9 @@ def prepare_for_export(job: LoadJob, is_weightless: bool) -> tuple[ov.Core, Comp
         DeviceError: the device is missing.
         ConfigError: an option is impossible for this model.
     """
-    core, plan = prepare(job.directory, job.device, job.config, job.on_progress, for_blobs=True)
+    core, plan = prepare(
+        job.directory, job.device, job.config, job.on_progress, for_blobs=True, probes=probes_of(job)
+    )
     return core, _without_weights(plan) if is_weightless else plan
 
 

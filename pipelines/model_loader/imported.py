@@ -23,12 +23,14 @@ from staticllm.pipelines.blobs.blob_set import (
 )
 from staticllm.pipelines.blobs.fingerprint import Fingerprint
 from staticllm.pipelines.blobs.manifest import Manifest, shape_from_json
+from staticllm.pipelines.blobs.measurements import CostsPlace
 from staticllm.pipelines.model_loader.blob_export import fingerprint_of
 from staticllm.pipelines.model_loader.job import LoadJob
 from staticllm.pipelines.model_loader.loaded import Loaded, Origin
-from staticllm.pipelines.programs.build import CompiledPrograms, make_runner
+from staticllm.pipelines.programs.build import Allocation, CompiledPrograms, make_runner
 from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.pipelines.programs.compile_plan import phase_properties
+from staticllm.pipelines.programs.model_runner import ModelRunner
 
 
 def load_blob_set(job: LoadJob, folder: Path) -> Loaded:
@@ -67,24 +69,34 @@ def import_set(
         blobs = read_blobs(folder, manifest, callbacks[1] if callbacks else None)
         check_set(folder, manifest, here.result())
     check_properties(folder, manifest, phase_properties(job.device, config))
-    programs = _programs(job, manifest, blobs)
+    kept = CostsPlace(folder, manifest.fingerprint, job.key).costs_of(_options(job, manifest))
+    with Allocation(shape_from_json(manifest.shape), [entry.variant for entry in manifest.variants]) as memory:
+        programs = replace(_programs(job, manifest, blobs), kept_costs=kept.read())
+        runner = _runner(job, folder, programs, memory)
+    return Loaded(runner, programs, config, origin, has_mapped_weights=manifest.is_weightless, kept_costs=kept)
+
+
+def _runner(job: LoadJob, folder: Path, programs: CompiledPrograms, memory: Allocation) -> ModelRunner:
     try:
-        runner = make_runner(programs, job.on_progress)
+        return make_runner(programs, job.on_progress, memory=memory)
     except (RuntimeError, ValueError, KeyError, IndexError) as error:  # the shapes differ from those of the blobs
         if isinstance(error, StaticLLMError):
             raise
         raise BlobError(f"the blobs in {str(folder)!r} do not match their manifest: {last_line(error)}") from error
-    return Loaded(runner, programs, config, origin, has_mapped_weights=manifest.is_weightless)
 
 
-def _programs(job: LoadJob, manifest: Manifest, blobs: dict[str, bytes]) -> CompiledPrograms:
-    options = CompileOptions(
+def _options(job: LoadJob, manifest: Manifest) -> CompileOptions:
+    return CompileOptions(
         job.device,
         cast(ProgramLayout, manifest.programs),
         cast(KVType, manifest.kv_type),
         {cast(Part, part): values for part, values in manifest.properties.items()},
         manifest.few_rows,
     )
+
+
+def _programs(job: LoadJob, manifest: Manifest, blobs: dict[str, bytes]) -> CompiledPrograms:
+    options = _options(job, manifest)
     weights = job.weights if manifest.is_weightless else None
     compiled: dict[str, ov.CompiledModel] = {}
     for entry in manifest.variants:

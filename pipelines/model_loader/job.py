@@ -11,6 +11,8 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress
 from staticllm.devices import check_device, default_kv_type, get_core
 from staticllm.model_dir import check_model_dir, weights_of
+from staticllm.pipelines.blobs.measurements import probes_in
+from staticllm.pipelines.programs.autotune import ProbeMemory, ProbeTimes
 from staticllm.pipelines.programs.compile_plan import phase_properties, with_kv_slots
 
 
@@ -58,3 +60,10 @@ def job_of(
     resolved = with_kv_slots(config, directory, kv_type)
     given = frozenset(config.non_default if explicit is None else explicit)
     return LoadJob(directory, name, resolved, on_progress, given | ({"kv_slots"} if config.kv_cache_gb else set()))
+
+
+def probes_of(job: LoadJob) -> ProbeTimes:
+    """Return the times of probes that need not run again: those in the job's cache, if it has one."""
+    if job.config.cache_dir is None:
+        return ProbeMemory()
+    return probes_in(Path(job.config.cache_dir), get_core(), job.device, job.key)

@@ -39,13 +39,29 @@ Properties = Mapping[str, Any]
 
 
 class ProbeTimes(Protocol):
-    """The times of probes that earlier processes ran on this machine, by question: a text that names all that was timed."""
+    """The times of probes that ran on this machine before, by question: a text that names all that was timed."""
 
     def times(self, question: str, count: int) -> list[float] | None:
         """Return the seconds of the ``count`` candidates of a question, if they are known."""
 
     def add(self, question: str, seconds: Sequence[float]) -> None:
         """Add the seconds of a question's candidates."""
+
+
+class ProbeMemory:
+    """Keeps the times of probes as long as it lives, for a model that is calibrated in two parts."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, list[float]] = {}
+
+    def times(self, question: str, count: int) -> list[float] | None:
+        """Return the seconds of the ``count`` candidates of a question, if they are known."""
+        found = self._times.get(question)
+        return list(found) if found is not None and len(found) == count else None
+
+    def add(self, question: str, seconds: Sequence[float]) -> None:
+        """Add the seconds of a question's candidates."""
+        self._times[question] = list(seconds)
 
 
 @dataclass(frozen=True)
@@ -184,7 +200,7 @@ class Probe:
 def _description(node: ov.Node) -> tuple[Any, ...]:
     """Return the types and the shape of the multiplied values of a matrix product."""
     weights = compressed_weights(node)
-    stored = weights.get_element_type().to_string() if weights is not None else ""
+    stored = (weights.get_element_type().to_string(), tuple(weights.get_shape())) if weights is not None else None
     shape = tuple(node.input_value(1).get_shape())
     return node.input_value(0).get_element_type().to_string(), stored, shape, bool(node.get_attributes()["transpose_b"])
 
