@@ -10,7 +10,7 @@ from typing import cast
 
 import openvino as ov
 
-from staticllm.core import KVType, Part, ProgramLayout, ProgressEvent
+from staticllm.core import KVType, Part, ProgramLayout, ProgressEvent, Variant
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, StaticLLMError, last_line
 from staticllm.pipelines.blobs.blob_set import (
@@ -31,6 +31,9 @@ from staticllm.pipelines.programs.build import Allocation, CompiledPrograms, mak
 from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.pipelines.programs.compile_plan import phase_properties
 from staticllm.pipelines.programs.model_runner import ModelRunner
+
+NUM_IMPORTS = 2
+"""Blobs that are imported at the same time."""
 
 
 def load_blob_set(job: LoadJob, folder: Path) -> Loaded:
@@ -99,14 +102,24 @@ def _programs(job: LoadJob, manifest: Manifest, blobs: dict[str, bytes]) -> Comp
     options = _options(job, manifest)
     weights = job.weights if manifest.is_weightless else None
     compiled: dict[str, ov.CompiledModel] = {}
+    firsts: dict[str, Variant] = {}
     for entry in manifest.variants:
-        if entry.file in compiled:
-            continue
-        start = time.perf_counter()
-        index, total = len(compiled) + 1, len(blobs)
-        job.on_progress(ProgressEvent("import", index, total, 0.0, entry.variant, is_done=False))
-        target = ImportTarget(job.device, options.program_group(entry.variant).properties, weights)
-        compiled[entry.file] = import_blob(get_core(), blobs[entry.file], target)
-        job.on_progress(ProgressEvent("import", index, total, time.perf_counter() - start, entry.variant))
+        firsts.setdefault(entry.file, entry.variant)
+
+    def import_file(name: str) -> ov.CompiledModel:
+        target = ImportTarget(job.device, options.program_group(firsts[name]).properties, weights)
+        return import_blob(get_core(), blobs[name], target)
+
+    with ThreadPoolExecutor(min(len(firsts), NUM_IMPORTS) or 1) as pool:
+        imported = {name: pool.submit(import_file, name) for name in firsts}
+        try:
+            for index, (name, variant) in enumerate(firsts.items(), 1):
+                start = time.perf_counter()
+                job.on_progress(ProgressEvent("import", index, len(blobs), 0.0, variant, is_done=False))
+                compiled[name] = imported[name].result()
+                job.on_progress(ProgressEvent("import", index, len(blobs), time.perf_counter() - start, variant))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     of_variant = {entry.variant: compiled[entry.file] for entry in manifest.variants}
     return CompiledPrograms(shape_from_json(manifest.shape), options, of_variant, dict(manifest.costs))
