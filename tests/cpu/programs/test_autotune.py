@@ -174,3 +174,47 @@ def test_every_candidate_is_run_and_the_model_stays_as_it_was():
         assert all(0 < time < 10 for time in times)
     assert len(probe._requests) == 2
     assert len(model.get_ordered_ops()) == before
+
+
+class Times:
+    """Times of probes that an earlier process measured, and the questions that were asked."""
+
+    def __init__(self, known=None):
+        self.known, self.asked = known or {}, []
+
+    def times(self, question, count):
+        self.asked.append((question, count))
+        return self.known.get(question)
+
+    def add(self, question, seconds):
+        self.known[question] = seconds
+
+
+def test_kept_times_of_probes_choose_what_they_chose_before(monkeypatch):
+    runs = []
+    monkeypatch.setattr(autotune.Probe, "is_f32", True)
+    fast_groups = lambda self, rows, candidates, is_cold: (runs.append(rows), [2.0, 1.0][: len(candidates)])[1]  # noqa: E731
+    monkeypatch.setattr(autotune.Probe, "_timed", fast_groups)
+    kept = Times()
+    first = calibrated(get_core(), "CPU", stack(), PHASES, "few_rows", kept)
+    assert runs == [autotune.MANY_ROWS, 1]
+    assert first.properties["prefill"][GROUP_SIZE] == LARGE_GROUP
+    again = calibrated(get_core(), "CPU", stack(), PHASES, "few_rows", Times(kept.known))
+    assert again == first
+    assert calibrated(get_core(), "CPU", stack(), PHASES, "shared", kept).properties["prefill"] == first.properties["prefill"]
+    assert runs == [autotune.MANY_ROWS, 1], "nothing was timed again"
+    calibrated(get_core(), "CPU", stack(size=2048), PHASES, "shared", kept)
+    assert runs == [autotune.MANY_ROWS, 1, autotune.MANY_ROWS], "another model"
+    slow = Times(dict.fromkeys(kept.known, [1.0, 1.0]))
+    assert GROUP_SIZE not in calibrated(get_core(), "CPU", stack(), PHASES, "shared", slow).properties["prefill"]
+
+
+def test_a_model_that_is_calibrated_in_two_parts_is_timed_once(monkeypatch):
+    runs = []
+    timed = autotune.Probe._timed
+    monkeypatch.setattr(autotune.Probe, "_timed", lambda self, *args: (runs.append(args[0]), timed(self, *args))[1])
+    memory = autotune.ProbeMemory()
+    calibrated(get_core(), "CPU", stack(), PHASES, "shared", memory)
+    calibrated(get_core(), "CPU", stack(), PHASES, "few_rows", memory)
+    assert runs.count(autotune.MANY_ROWS) == 1
+    assert 1 in runs
