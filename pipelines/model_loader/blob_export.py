@@ -96,9 +96,7 @@ def prepare_for_export(job: LoadJob, is_weightless: bool) -> tuple[ov.Core, Comp
         DeviceError: the device is missing.
         ConfigError: an option is impossible for this model.
     """
-    core, plan = prepare(
-        job.directory, job.device, job.config, job.on_progress, for_blobs=True, probes=probes_of(job)
-    )
+    core, plan = prepare(job.directory, job.device, job.config, job.on_progress, for_blobs=True, probes=probes_of(job))
     return core, _without_weights(plan) if is_weightless else plan
 
 

@@ -31,8 +31,9 @@ class ProgramStore(Protocol):
 class DeferredPrograms:
     """Variants that are compiled while the model serves.
 
-    ``weights`` are those of the plan. One thread calls ``choose``, then ``compile`` for each of ``variants``, then ``store`` with all programs of
-    the model. It calls ``release`` at the end, also after an error. The cache entry that will be written is locked until then.
+    ``weights`` are those of the plan. One thread calls ``choose``, then ``compile`` for each of ``variants``, then ``store`` with
+    all programs of the model. It calls ``release`` at the end, also after an error. The cache entry that will be written is
+    locked until then.
     """
 
     def __init__(

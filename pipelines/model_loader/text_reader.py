@@ -71,6 +71,8 @@ class TextReader:
     def __enter__(self) -> TextReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._thread is not None:
             self._thread.join()

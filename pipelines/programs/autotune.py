@@ -143,9 +143,7 @@ def _matrices(model: ov.Model) -> list[ov.Node]:
 class Probe:
     """Some matrices of a model in one program, which is compiled once per set of properties."""
 
-    def __init__(
-        self, core: ov.Core, device: str, matrices: list[ov.Node], kept: ProbeTimes | None = None
-    ) -> None:
+    def __init__(self, core: ov.Core, device: str, matrices: list[ov.Node], kept: ProbeTimes | None = None) -> None:
         self._core, self._device, self._kept = core, device, kept
         self._described = [_description(node) for node in matrices]
         self._sizes = [_input_size(node) for node in matrices]

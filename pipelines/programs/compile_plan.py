@@ -69,7 +69,8 @@ def prepare(
     """Read and lower a model directory for ``device``; nothing is compiled.
 
     ``for_blobs``: whether the programs will be exported. ``start``: which programs are compiled before the model serves, where
-    some of its variants can wait for a second program. ``probes``: the times of probes that need not run again. ``check`` raises a ``DeviceError`` for a device that cannot be used.
+    some of its variants can wait for a second program. ``probes``: the times of probes that need not run again. ``check`` raises
+    a ``DeviceError`` for a device that cannot be used.
 
     Raises:
         ModelError: a file of the model is missing or damaged.

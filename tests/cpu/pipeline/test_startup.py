@@ -181,7 +181,9 @@ def test_a_small_model_serves_from_one_program_until_decoding_has_its_own(zoo, e
         assert tokens_of(pipe) == expected
         gate.set()
         assert pipe.wait_until_complete(60)
-        phases = {phase: {id(programs.compiled(v)) for v in programs if v.phase == phase} for phase in ("prefill", "generate")}
+        phases = {
+            phase: {id(programs.compiled(v)) for v in programs if v.phase == phase} for phase in ("prefill", "generate")
+        }
         assert [len(found) for found in phases.values()] == [1, 1]
         assert phases["prefill"] != phases["generate"]
         assert tokens_of(pipe) == expected

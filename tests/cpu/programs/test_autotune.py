@@ -201,11 +201,14 @@ def test_kept_times_of_probes_choose_what_they_chose_before(monkeypatch):
     assert first.properties["prefill"][GROUP_SIZE] == LARGE_GROUP
     again = calibrated(get_core(), "CPU", stack(), PHASES, "few_rows", Times(kept.known))
     assert again == first
-    assert calibrated(get_core(), "CPU", stack(), PHASES, "shared", kept).properties["prefill"] == first.properties["prefill"]
+    assert (
+        calibrated(get_core(), "CPU", stack(), PHASES, "shared", kept).properties["prefill"]
+        == first.properties["prefill"]
+    )
     assert runs == [autotune.MANY_ROWS, 1], "nothing was timed again"
     calibrated(get_core(), "CPU", stack(size=2048), PHASES, "shared", kept)
     assert runs == [autotune.MANY_ROWS, 1, autotune.MANY_ROWS], "another model"
-    slow = Times(dict.fromkeys(kept.known, [1.0, 1.0]))
+    slow = Times({question: [1.0, 1.0] for question in kept.known})
     assert GROUP_SIZE not in calibrated(get_core(), "CPU", stack(), PHASES, "shared", slow).properties["prefill"]
 
 
