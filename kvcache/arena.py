@@ -22,6 +22,8 @@ Array = NDArray[Any]
 class Arena:
     """The slots of all KV states of a model. ``stride`` is the current number of slots per head in memory.
 
+    Pages enter memory when they are first written.
+
     Runs on the engine's thread.
     """
 
@@ -31,9 +33,8 @@ class Arena:
         self.groups = group_states(tuple(states))
         self._storage: list[Array] = []
         for group in self.groups:
-            storage = np.empty((len(group.members), group.heads * num_slots * group.head_dim), group.dtype)
-            storage.fill(0)  # touch every page now, so that memory does not grow during generation
-            self._storage.append(storage)
+            # zeros that the system provides page by page: slots that no sequence has used yet take no memory
+            self._storage.append(np.zeros((len(group.members), group.heads * num_slots * group.head_dim), group.dtype))
         self.stride = num_slots
         self._views = self._views_at(num_slots)
 
@@ -41,6 +42,11 @@ class Arena:
     def num_bytes(self) -> int:
         """Bytes of all slots; constant for the life of the arena."""
         return sum(storage.nbytes for storage in self._storage)
+
+    @property
+    def blocks(self) -> tuple[Array, ...]:
+        """The memory of each group, ``[n, heads * num_slots * head_dim]``; the same arrays for the life of the arena."""
+        return tuple(self._storage)
 
     @property
     def addresses(self) -> list[int]:
