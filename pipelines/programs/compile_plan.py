@@ -24,12 +24,13 @@ from staticllm.devices import (
     supported_properties,
     with_exact_f32,
 )
+from staticllm.heap import return_large_blocks
 from staticllm.mapped_weights import MappedWeights
-from staticllm.model_dir import check_model_dir, read_model
+from staticllm.model_dir import check_model_dir, read_model, weights_size
 from staticllm.pipelines.programs.autotune import calibrated
 from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
-from staticllm.pipelines.programs.layout import program_layout, program_mode, slot_bytes
+from staticllm.pipelines.programs.layout import is_worth_a_copy, program_layout, program_mode, slot_bytes
 from staticllm.pipelines.programs.variants import choose_variants
 
 MAX_KV_SLOTS = 1 << 24
@@ -70,6 +71,8 @@ def prepare(
     start = time.perf_counter()
     core = get_core()
     check(core, device)
+    if config.memory_limit_mb is not None:
+        return_large_blocks()
     mode = program_mode(device, config)
     properties = phase_properties(device, config)
     kv_type = config.kv_cache_precision or default_kv_type(core, device, *properties.values())
@@ -84,11 +87,15 @@ def prepare(
     start = time.perf_counter()
     passes = DECODER if merges_projections(device) else DECODER_UNMERGED
     lowered = lower(model, LoweringOptions(config.num_kv_slots(mode), kv_type), passes)
-    layout = program_layout(device, path, config)
+    layout = program_layout(device, path, config, kv_type)
     calibration = calibrated(core, device, lowered.graph.model, properties, layout)
     parts = calibration.properties
-    if layout == "few_rows" and parts.setdefault("few_rows", parts["generate"]) == parts["generate"]:
-        layout = layout if config.programs == layout else "shared"  # a second program would compute the same way
+    if layout == "few_rows":
+        is_equal = parts.setdefault("few_rows", parts["generate"]) == parts["generate"]
+        is_paid = not is_equal and is_worth_a_copy(weights_size(path, config.weights_path), calibration.speedup)
+        if not is_paid and config.programs != layout:
+            layout = "shared"
+            del parts["few_rows"]
     variants = choose_variants(config, mode, lowered.shape)
     on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - start))
     options = CompileOptions(device, layout, kv_type, parts, calibration.few_rows)
