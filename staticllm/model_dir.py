@@ -118,7 +118,7 @@ def max_positions(directory: Path) -> int | None:
 
 
 def model_widths(directory: Path) -> tuple[int, int] | None:
-    """Return the hidden size of a model and that of its feed-forward layers, from its ``config.json``; None if it has not both."""
+    """Return a model's hidden size and the inner size of its feed-forward layers, from ``config.json``; None without both."""
     found = _from_config(directory, "hidden_size", "intermediate_size")
     return None if found is None else (found[0], found[1])
 

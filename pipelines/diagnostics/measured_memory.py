@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgressEvent, Variant
 from staticllm.errors import StaticLLMError
 from staticllm.pipelines.diagnostics.memory_parts import MeasuredMemory, MemoryStage, divide
-from staticllm.pipelines.diagnostics.process_memory import IS_DETAILED, mapped_bytes, private_bytes, resident_bytes
+from staticllm.pipelines.diagnostics.process_memory import IS_DETAILED, mapped_bytes, private_bytes, written_bytes
 from staticllm.pipelines.programs.bind import BoundPrograms
 
 if TYPE_CHECKING:
@@ -95,7 +95,9 @@ def _measure(path: str, device: str, config: StaticLLMConfig) -> MeasuredMemory:
         pipe.wait_until_complete()
         stages.add("all programs", BACKGROUND if is_later else None)
         vocab_size = pipe.engine.runner.cache.layout.vocab_size
-        ids = np.random.default_rng(0).integers(0, vocab_size, config.max_prompt_len)  # touch the embeddings as text does
+        ids = np.random.default_rng(0).integers(
+            0, vocab_size, config.max_prompt_len
+        )  # touch the embeddings as text does
         pipe.generate(ids, max_new_tokens=1, ignore_eos=True)
         stages.add(f"prompt of {config.max_prompt_len} tokens", LARGEST_CHUNK)
         pipe.generate(ids[::-1][:SHORT_PROMPT], max_new_tokens=min(NUM_NEW, config.min_response_len), ignore_eos=True)
@@ -143,7 +145,7 @@ class Stages:
         blocks = runner.cache.arena.blocks
         slot_bytes = runner.cache.arena.num_bytes // max(runner.cache.num_slots, 1)
         return {
-            KV_SLOTS: sum(resident_bytes(block.ctypes.data, block.nbytes) for block in blocks),
+            KV_SLOTS: sum(written_bytes(block.ctypes.data, block.nbytes) for block in blocks),
             BUFFERS: _buffer_bytes(runner.programs),
             HOST_POOL: (pool.num_kept_slots + pool.num_swapped_slots) * slot_bytes,
         }
@@ -158,4 +160,4 @@ def _buffer_bytes(programs: Mapping[Variant, object]) -> int:
         for array in (buffers.logits, *buffers.masks.values(), *buffers.presents):
             address = array.ctypes.data
             sizes[address] = max(sizes.get(address, 0), array.nbytes)
-    return sum(resident_bytes(address, num_bytes) for address, num_bytes in sizes.items())
+    return sum(written_bytes(address, num_bytes) for address, num_bytes in sizes.items())

@@ -1,7 +1,7 @@
 """Divides the private memory of a process among the parts of a pipeline, from readings taken after each stage of its life.
 
-What can be counted by itself is: KV slots, buffers, the host pool and the mapped weights file. The rest of each reading grows from
-stage to stage, and each growth belongs to the part that the stage was about.
+KV slots, buffers, the host pool and the mapped weights file are counted by themselves. The rest of each reading grows from stage
+to stage, and each growth belongs to the part that the stage was about.
 """
 
 from __future__ import annotations

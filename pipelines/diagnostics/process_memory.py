@@ -23,7 +23,7 @@ def private_bytes() -> int:
     return int(psutil.Process().memory_full_info().uss)
 
 
-def resident_bytes(address: int, num_bytes: int) -> int:
+def written_bytes(address: int, num_bytes: int) -> int:
     """Return the bytes from ``address`` on whose pages are in memory; 0 where the system does not tell."""
     if not IS_DETAILED or not num_bytes:
         return 0

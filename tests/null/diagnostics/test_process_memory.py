@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from staticllm.pipelines.diagnostics import process_memory
-from staticllm.pipelines.diagnostics.process_memory import mapped_bytes, private_bytes, resident_bytes
+from staticllm.pipelines.diagnostics.process_memory import mapped_bytes, private_bytes, written_bytes
 
 PAGE = mmap.PAGESIZE
 SIZE = 64 << 20
@@ -27,15 +27,15 @@ def test_only_written_pages_are_in_memory():
         memory.madvise(mmap.MADV_NOHUGEPAGE)
         array = np.frombuffer(memory, np.uint8)
         address = array.ctypes.data
-        assert resident_bytes(address, SIZE) == 0
+        assert written_bytes(address, SIZE) == 0
         assert array[5 * PAGE] == 0, "a page that was only read is shared with all other zeros"
-        assert resident_bytes(address, SIZE) == 0
+        assert written_bytes(address, SIZE) == 0
         for page in (3, 4, 9):
             array[page * PAGE] = 1
-        assert resident_bytes(address, SIZE) == 3 * PAGE
-        assert resident_bytes(address + 4 * PAGE, 3 * PAGE) == PAGE
-        assert resident_bytes(address + 3 * PAGE, 100) == 100
-        assert resident_bytes(address, 0) == 0
+        assert written_bytes(address, SIZE) == 3 * PAGE
+        assert written_bytes(address + 4 * PAGE, 3 * PAGE) == PAGE
+        assert written_bytes(address + 3 * PAGE, 100) == 100
+        assert written_bytes(address, 0) == 0
         del array
 
 
@@ -55,8 +55,8 @@ def test_a_system_that_does_not_tell_gives_zero(monkeypatch, tmp_path):
     array = np.ones(1024)
     for name in ("PAGEMAP", "SMAPS"):
         monkeypatch.setattr(process_memory, name, tmp_path / "missing")
-    assert resident_bytes(array.ctypes.data, array.nbytes) == 0
+    assert written_bytes(array.ctypes.data, array.nbytes) == 0
     assert mapped_bytes(tmp_path) == 0
     monkeypatch.setattr(process_memory, "IS_DETAILED", False)
-    assert resident_bytes(array.ctypes.data, array.nbytes) == 0
+    assert written_bytes(array.ctypes.data, array.nbytes) == 0
     assert mapped_bytes(tmp_path) == 0
