@@ -189,7 +189,7 @@ def fingerprint_of(job: LoadJob) -> Fingerprint:
     core, device, config = get_core(), job.device, job.config
     properties = phase_properties(device, config)
     kv_type = config.kv_cache_precision or default_kv_type(core, device, *properties.values())
-    layout = program_layout(device, job.directory, config)
+    layout = program_layout(device, job.directory, config, kv_type)
     values: dict[Phase, Mapping[str, Any]] = {
         phase: json_properties(of_phase) for phase, of_phase in properties.items()
     }

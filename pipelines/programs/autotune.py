@@ -66,10 +66,15 @@ class ProbeMemory:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The properties of each part of a model, and ``few_rows``: the most rows of a call of the part ``few_rows``."""
+    """The properties of each part of a model.
+
+    ``few_rows``: the most rows of a call of the part ``few_rows``. ``speedup``: how many times faster the matrices of these calls
+    are than with the properties of other calls: those of a single row, or of a packed step if that gains more.
+    """
 
     properties: dict[Part, Properties]
     few_rows: int = 1
+    speedup: float = 1.0
 
 
 def calibrated(
@@ -99,12 +104,22 @@ def calibrated(
             found.update({phase: {**properties, GROUP_SIZE: LARGE_GROUP} for phase, properties in phases.items()})
     if layout not in ("few_rows", "separate"):
         return Calibration(found)
-    found["few_rows"], few_rows = _for_few_rows(probe, found["generate"], phases)
-    return Calibration(found, few_rows)
+    few = _for_few_rows(probe, found["generate"], phases)
+    found["few_rows"] = few.properties
+    return Calibration(found, few.num_rows, few.speedup)
 
 
-def _for_few_rows(probe: Probe, usual: Properties, asked: Mapping[Phase, Properties]) -> tuple[Properties, int]:
-    """Return the fastest properties for calls of few rows, and the most rows for which they are used.
+@dataclass(frozen=True)
+class FewRows:
+    """The fastest properties for calls of few rows, the most rows for which they are used, and what they gain."""
+
+    properties: Properties
+    num_rows: int = 1
+    speedup: float = 1.0
+
+
+def _for_few_rows(probe: Probe, usual: Properties, asked: Mapping[Phase, Properties]) -> FewRows:
+    """Return the fastest properties for calls of few rows.
 
     For single rows the candidates are no quantization of activations, the same in f32, and ``usual``. With weights in 8 bits
     quantization usually costs a single row more than it saves, so another candidate must be clearly faster. Where the device
@@ -114,7 +129,7 @@ def _for_few_rows(probe: Probe, usual: Properties, asked: Mapping[Phase, Propert
     """
     own = asked["generate"]
     if GROUP_SIZE in own:
-        return usual, 1
+        return FewRows(usual)
     plain, exact = {**usual, GROUP_SIZE: 0}, {**usual, GROUP_SIZE: 0, PRECISION: "f32"}
     quantized = {**usual, GROUP_SIZE: LARGE_GROUP, PRECISION: "f32"}
     is_f32_open = PRECISION not in own and not probe.is_f32
@@ -126,9 +141,11 @@ def _for_few_rows(probe: Probe, usual: Properties, asked: Mapping[Phase, Propert
         packed = probe.seconds(PACKED_ROWS, [usual, quantized], is_cold=True)
         if seconds[-1] <= limit and packed[0] >= CLEARLY * packed[1]:
             prompt = probe.seconds(2 * SHORT_ROWS, [usual, quantized], is_cold=True)
-            return quantized, 2 * SHORT_ROWS if prompt[1] <= NOT_SLOWER * prompt[0] else SHORT_ROWS
+            num_rows = 2 * SHORT_ROWS if prompt[1] <= NOT_SLOWER * prompt[0] else SHORT_ROWS
+            return FewRows(quantized, num_rows, max(seconds[1] / seconds[-1], packed[0] / packed[1]))
     best = min(range(len(candidates) - can_share), key=seconds.__getitem__)
-    return candidates[best] if seconds[0] >= CLEARLY * seconds[best] else plain, 1
+    best = best if seconds[0] >= CLEARLY * seconds[best] else 0
+    return FewRows(candidates[best], 1, seconds[1] / seconds[best])
 
 
 def _matrices(model: ov.Model) -> list[ov.Node]:

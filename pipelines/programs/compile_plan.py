@@ -24,12 +24,13 @@ from staticllm.devices import (
     supported_properties,
     with_exact_f32,
 )
+from staticllm.heap import return_large_blocks
 from staticllm.mapped_weights import MappedWeights
-from staticllm.model_dir import check_model_dir, read_model
+from staticllm.model_dir import check_model_dir, read_model, weights_size
 from staticllm.pipelines.programs.autotune import Calibration, ProbeTimes, calibrated
 from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
-from staticllm.pipelines.programs.layout import program_layout, program_mode, slot_bytes
+from staticllm.pipelines.programs.layout import is_worth_a_copy, program_layout, program_mode, slot_bytes
 from staticllm.pipelines.programs.variants import choose_variants
 
 MAX_KV_SLOTS = 1 << 24
@@ -81,6 +82,8 @@ def prepare(
     begin = time.perf_counter()
     core = get_core()
     check(core, device)
+    if config.memory_limit_mb is not None:
+        return_large_blocks()
     mode = program_mode(device, config)
     properties = phase_properties(device, config)
     kv_type = config.kv_cache_precision or default_kv_type(core, device, *properties.values())
@@ -95,11 +98,12 @@ def prepare(
     begin = time.perf_counter()
     passes = DECODER if merges_projections(device) else DECODER_UNMERGED
     lowered = lower(model, LoweringOptions(config.num_kv_slots(mode), kv_type), passes)
-    layout = program_layout(device, path, config)
+    layout = program_layout(device, path, config, kv_type)
 
     def options_of(layout: ProgramLayout) -> CompileOptions:
         calibration = calibrated(core, device, lowered.graph.model, properties, layout, probes)
-        return _options(device, config.programs, layout, kv_type, calibration)
+        num_bytes = weights_size(path, config.weights_path)
+        return _options(CompileOptions(device, layout, kv_type, calibration.properties), calibration, config, num_bytes)
 
     is_later = start == "one program" and _can_start_with_one(layout, properties)
     options = options_of("shared" if is_later else layout)
@@ -110,12 +114,17 @@ def prepare(
 
 
 def _options(
-    device: str, asked: str, layout: ProgramLayout, kv_type: KVType, calibration: Calibration
+    asked: CompileOptions, calibration: Calibration, config: StaticLLMConfig, num_bytes: int
 ) -> CompileOptions:
-    parts = dict(calibration.properties)
-    if layout == "few_rows" and parts.setdefault("few_rows", parts["generate"]) == parts["generate"]:
-        layout = "few_rows" if asked == "few_rows" else "shared"  # a second program would compute the same way
-    return CompileOptions(device, layout, kv_type, parts, calibration.few_rows)
+    """Return the options with one program where a second one would compute the same, or not pay for its ``num_bytes``."""
+    parts, layout = dict(asked.properties), asked.layout
+    if layout == "few_rows":
+        is_equal = parts.setdefault("few_rows", parts["generate"]) == parts["generate"]
+        is_paid = not is_equal and is_worth_a_copy(num_bytes, calibration.speedup)
+        if not is_paid and config.programs != layout:
+            layout = "shared"
+            del parts["few_rows"]
+    return replace(asked, layout=layout, properties=parts, few_rows=calibration.few_rows)
 
 
 def _can_start_with_one(layout: ProgramLayout, properties: Mapping[Phase, Mapping[str, Any]]) -> bool:

@@ -140,6 +140,8 @@ def test_calls_of_few_rows_run_in_f32_with_quantized_activations_where_that_is_f
     assert found.properties["prefill"] == usual
     expected = {**usual, PRECISION: "f32"} if few_rows > 1 else {**usual, GROUP_SIZE: 0}
     assert found.properties["few_rows"] == expected
+    packed = timed[0][8, LARGE_GROUP] / timed[0][8, QUANTIZED] if few_rows > 1 else 0
+    assert found.speedup == pytest.approx(max(26.8 / (timed[0][1, QUANTIZED] if few_rows > 1 else 24.4), packed))
     options = CompileOptions("CPU", "few_rows", "f32", found.properties, found.few_rows)
     apart = {rows for rows in (1, 8, 16, 32, 64) if options.program_group(Variant(rows, 256)).part}
     assert apart == {rows for rows in (1, 8, 16, 32, 64) if rows <= few_rows}
@@ -152,13 +154,25 @@ def test_prompts_with_properties_of_their_own_do_not_share_the_program_for_few_r
     assert calibrated(get_core(), "CPU", stack(), phases, "few_rows").few_rows == 1
 
 
-@pytest.mark.parametrize(("seconds", "layout"), [(1.0, "few_rows"), (1.3, "shared")])
-def test_single_rows_share_the_program_without_a_gain(seconds, layout, timed, monkeypatch):
+@pytest.mark.parametrize(
+    ("seconds", "size", "layout"),
+    [
+        (0.85, 494 << 20, "few_rows"),  # saves 15 %, and 570 MB must save 11 %
+        (0.95, 494 << 20, "shared"),
+        (0.85, 900 << 20, "shared"),  # a copy of 1038 MB must save 21 %
+        (0.95, 100 << 20, "few_rows"),
+        (1.3, 1 << 20, "shared"),
+    ],
+)
+def test_single_rows_have_a_program_only_if_it_pays_for_its_copy(seconds, size, layout, timed, monkeypatch):
     timed[0].update({0: seconds, "f32": 1.3})
+    monkeypatch.setattr(compile_plan, "weights_size", lambda *arguments: size)
     monkeypatch.setattr(autotune, "LEAST_WEIGHTS", 0)
     monkeypatch.setattr(compile_plan, "program_layout", lambda *arguments: "few_rows")
     model = demo_model_path()
-    assert prepare(model, "CPU", StaticLLMConfig())[1].options.layout == layout
+    options = prepare(model, "CPU", StaticLLMConfig())[1].options
+    assert options.layout == layout
+    assert (options.program_group(Variant(1, 256)) == options.program_group(Variant(64, 256))) == (layout == "shared")
     asked = prepare(model, "CPU", StaticLLMConfig(programs="few_rows"))[1].options
     assert asked.layout == "few_rows"
     assert "few_rows" in asked.properties
