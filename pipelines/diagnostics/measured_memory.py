@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 
 INTERPRETER, TOKENIZER, GRAPH = "Python, OpenVINO and their libraries", "tokenizer", "model graph and passes"
-PROGRAM, BACKGROUND = "program: packed weights and code", "program for few rows: packed weights and code"
+PROGRAM = "program: packed weights and code"
 LARGEST_CHUNK, DECODING = "activations of the largest chunk", "activations of decode steps"
 KV_SLOTS, BUFFERS, HOST_POOL, SOURCE = "KV slots", "masks and step buffers", "host pool", "mapped weights file"
 UNKNOWN = (
@@ -36,7 +36,7 @@ NUM_NEW, SHORT_PROMPT = 16, 16
 def measure_memory(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> MeasuredMemory:
     """Load a model in a process of its own, run its longest prompt and some decode steps, and divide its private memory.
 
-    Programs in the background are awaited. No costs are measured meanwhile. A script that calls this needs the guard
+    All programs are compiled before it serves. No costs are measured meanwhile. A script that calls this needs the guard
     ``if __name__ == "__main__"``, as any that uses ``multiprocessing``.
 
     Raises:
@@ -87,17 +87,12 @@ def _measure(path: str, device: str, config: StaticLLMConfig) -> MeasuredMemory:
     stages.add("start", INTERPRETER)
     tokenizer = read_tokenizer(directory)
     stages.add("tokenizer", TOKENIZER)
-    quiet = replace(config, measure_costs=False)
+    quiet = replace(config, measure_costs=False, background_compile=False)  # so that each program is a stage
     with StaticLLMPipeline(directory, device, config=quiet, tokenizer=tokenizer, on_progress=stages.note) as pipe:
         stages.count_in(pipe)
         stages.add("ready", stages.found[-1].part)  # the buffers that its programs used are counted from now on
-        is_later = not pipe.is_complete
-        pipe.wait_until_complete()
-        stages.add("all programs", BACKGROUND if is_later else None)
         vocab_size = pipe.engine.runner.cache.layout.vocab_size
-        ids = np.random.default_rng(0).integers(
-            0, vocab_size, config.max_prompt_len
-        )  # touch the embeddings as text does
+        ids = np.random.default_rng(0).integers(0, vocab_size, config.max_prompt_len)  # touch the embeddings as text does
         pipe.generate(ids, max_new_tokens=1, ignore_eos=True)
         stages.add(f"prompt of {config.max_prompt_len} tokens", LARGEST_CHUNK)
         pipe.generate(ids[::-1][:SHORT_PROMPT], max_new_tokens=min(NUM_NEW, config.min_response_len), ignore_eos=True)

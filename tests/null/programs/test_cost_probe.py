@@ -213,4 +213,4 @@ def test_the_engine_measures_when_it_rests_and_stops_for_a_request(monkeypatch):
         pass
     assert second.tokens == fake_answer([4, 5, 6], 3)
     engine.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "staticllm-engine"]
+    assert not engine._thread.is_alive()
