@@ -92,7 +92,9 @@ def _measure(path: str, device: str, config: StaticLLMConfig) -> MeasuredMemory:
         stages.count_in(pipe)
         stages.add("ready", stages.found[-1].part)  # the buffers that its programs used are counted from now on
         vocab_size = pipe.engine.runner.cache.layout.vocab_size
-        ids = np.random.default_rng(0).integers(0, vocab_size, config.max_prompt_len)  # touch the embeddings as text does
+        ids = np.random.default_rng(0).integers(
+            0, vocab_size, config.max_prompt_len
+        )  # touch the embeddings as text does
         pipe.generate(ids, max_new_tokens=1, ignore_eos=True)
         stages.add(f"prompt of {config.max_prompt_len} tokens", LARGEST_CHUNK)
         pipe.generate(ids[::-1][:SHORT_PROMPT], max_new_tokens=min(NUM_NEW, config.min_response_len), ignore_eos=True)
