@@ -87,10 +87,9 @@ def prepare(
         return_large_blocks()
     properties = phase_properties(device, config)
     kv_type = config.kv_cache_precision or default_kv_type(core, device, *properties.values())
-    decrypt = config.weights_decryption_callback
-    path = check_model_dir(models_path, False, config.weights_path, decrypt is not None)
+    path = check_model_dir(models_path, False, config.weights_path, config.weights_decryption_callback is not None)
     config, mode = with_kv_slots(config, path, kv_type), program_mode(device, config)
-    model = read_model(core, path, config.weights_path, decrypt)
+    model = read_model(core, path, config.weights_path, config.weights_decryption_callback)
     if for_blobs:
         keep_small_constants(model)
     weights = MappedWeights(model)
