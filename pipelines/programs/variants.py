@@ -18,7 +18,7 @@ EXACT_BUCKETS: dict[ProgramMode, tuple[int, ...]] = {
     "separate": (8, 64),
 }
 """Sizes for models in which no row may be idle: every prompt needs few calls, and the last ones have single rows."""
-MIXED_ROWS = (16, 32, 48, 64, 96, 128, 192, 256)
+MIXED_ROWS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MIXED_SEQUENCES, MORE_SEQUENCES = (2, 4, 8, 12, 16), 4
 """Mixed calls exist for these numbers of sequences, and for ``max_num_seqs`` + ``MORE_SEQUENCES``; unused logits cost time."""
 LARGEST_CHUNK = 1024

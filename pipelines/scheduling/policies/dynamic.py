@@ -227,10 +227,10 @@ class Dynamic:
 
     def _startable(self, view: View) -> list[RequestView]:
         """Return the prompts that may run: those that have begun, and as many others as can soon have a place."""
-        backlog = admissible_prompts(view)
-        if not backlog:
-            return backlog
         limit = self._slices.num_startable(view) + len(view.prefilling)
+        if not limit:
+            return []
+        backlog = admissible_prompts(view)
         return backlog if len(backlog) <= limit else backlog[: int(limit)]
 
     def _decode(self, view: View) -> Plan | None:

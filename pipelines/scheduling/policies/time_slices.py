@@ -106,17 +106,17 @@ def _swappable(view: View) -> float:
 
 def _free_places(view: View) -> int:
     """Return the number of further requests that may be running; 0 if the free KV slots do not suffice for a swapped one."""
-    if view.swapped and not to_swap_in(view, by_wait):
+    if not view.free_seqs or (view.swapped and not to_swap_in(view, by_wait)):
         return 0
     return view.free_seqs
 
 
 def _swap_seconds(view: View) -> float:
-    """Return the seconds that it takes to swap one request of mean length out and another one in."""
-    requests = (*view.running, *view.swapped)
-    if not requests:
+    """Return the seconds that it takes to swap one request out and another one in, of the mean length of the running ones."""
+    if not view.running:
         return 0.0
-    return 2 * view.device.swap_seconds * sum(request.num_computed for request in requests) / len(requests)
+    num_slots = sum(request.num_computed for request in view.running) / len(view.running)
+    return 2 * view.device.swap_seconds * num_slots
 
 
 def _prompt_seconds(view: View) -> float:
