@@ -16,6 +16,8 @@ MAX_SWAP_SHARE = 3 * SWAP_SHARE
 
 SLICE_PROMPTS = 2
 """The least length of a slice, in calls with the prompt that waits."""
+SAMPLE = 16
+"""The number of swapped requests, the first ones, whose mean length counts; there may be hundreds."""
 MIN_SECONDS = 1e-9
 """A lower bound of divisors."""
 
@@ -112,11 +114,11 @@ def _free_places(view: View) -> int:
 
 
 def _swap_seconds(view: View) -> float:
-    """Return the seconds that it takes to swap one request out and another one in, of the mean length of the running ones."""
-    if not view.running:
+    """Return the seconds that it takes to swap one request of mean length out and another one in."""
+    requests = (*view.running, *view.swapped[:SAMPLE])
+    if not requests:
         return 0.0
-    num_slots = sum(request.num_computed for request in view.running) / len(view.running)
-    return 2 * view.device.swap_seconds * num_slots
+    return 2 * view.device.swap_seconds * sum(request.num_computed for request in requests) / len(requests)
 
 
 def _prompt_seconds(view: View) -> float:
