@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.inputs.expose_mask import expose_mask
 from staticllm.compiler_passes.inputs.expose_positions import expose_positions
-from staticllm.compiler_passes.pass_pipeline import Pass, PassPipeline
+from staticllm.compiler_passes.pass_pipeline import LoweringOptions, Pass, PassPipeline
 from staticllm.compiler_passes.rewrites.decompose_attention import decompose_attention
 from staticllm.compiler_passes.rewrites.group_queries import group_queries
 from staticllm.compiler_passes.rewrites.merge_projections import merge_projections
@@ -14,7 +15,7 @@ from staticllm.compiler_passes.states.keep_new_rows import keep_new_rows
 from staticllm.compiler_passes.states.lift_state import lift_state
 from staticllm.compiler_passes.states.store_kv_as import store_kv_as
 
-DECODER = PassPipeline(
+DECODER: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
     (
         Pass("lift_state", lambda graph, options: lift_state(graph)),
         Pass("keep_new_rows", lambda graph, options: keep_new_rows(graph)),

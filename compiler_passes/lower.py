@@ -36,7 +36,7 @@ class LoweredModel:
         return bound_shapes(self.graph, variants)
 
 
-def lower(model: ov.Model, options: LoweringOptions, passes: PassPipeline = DECODER) -> LoweredModel:
+def lower(model: ov.Model, options: LoweringOptions, passes: PassPipeline[StepGraph, LoweringOptions] = DECODER) -> LoweredModel:
     """Run ``passes`` on a model, which is changed in place, and read the ports of the result.
 
     Raises:

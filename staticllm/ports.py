@@ -10,12 +10,21 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
-from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, Variant
+from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, EncoderShape, EncoderVariant, ModelShape, Variant
 
 INPUT_IDS, POSITION_IDS, LOGIT_ROWS, LOGITS = "input_ids", "position_ids", "logit_rows", "logits"
+TOKEN_TYPE_IDS, POOL, EMBEDDINGS, SCORES = "token_type_ids", "pool", "embeddings", "scores"
 Range = tuple[int, int]
 """The smallest and the largest size of an axis; both are equal if the size is fixed."""
+
+
+class Sizes(Protocol):
+    """The sizes of one call, or their bounds over several variants."""
+
+    def along(self, axis: str) -> Range | None:
+        """Return the range of an axis by its meaning; None if it has the model's own size."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,30 @@ class CallSizes:
         return {"S": self.rows, "T": self.kv_len, "T+S": seen, "R": self.num_logits}.get(axis)
 
 
+@dataclass(frozen=True)
+class EncoderSizes:
+    """The sizes of one call of an encoder, or their bounds over several variants."""
+
+    batch: Range
+    rows: Range
+    texts: Range
+    tokens: Range
+
+    @classmethod
+    def of(cls, *variants: EncoderVariant) -> EncoderSizes:
+        """Return the sizes of one variant, or the bounds that hold several variants."""
+        return cls(
+            _range(variant.batch for variant in variants),
+            _range(variant.rows for variant in variants),
+            _range(variant.texts for variant in variants),
+            _range(variant.batch * variant.rows for variant in variants),
+        )
+
+    def along(self, axis: str) -> Range | None:
+        """Return the range of an axis by its meaning; None if it has the model's own size."""
+        return {"B": self.batch, "S": self.rows, "R": self.texts, "B*S": self.tokens}.get(axis)
+
+
 def _range(values: Iterable[int]) -> Range:
     found = tuple(values)
     return min(found), max(found)
@@ -58,7 +91,7 @@ class Port:
     axes: tuple[str, ...]
     dtype: str = ""
 
-    def ranges(self, rank: int, sizes: CallSizes) -> dict[int, Range]:
+    def ranges(self, rank: int, sizes: Sizes) -> dict[int, Range]:
         """Return axis → range for every axis of a port of ``rank`` whose size depends on the call."""
         first = rank - len(self.axes)
         found = {first + index: sizes.along(axis) for index, axis in enumerate(self.axes)}
@@ -87,6 +120,17 @@ PORTS = (
     Port(r"present\.\d+\.(key|value)(\.scale)?", ("1", "heads", "S", "head_dim")),
     Port(r"state\.\d+(\.next)?", ()),
 )
+"""The ports of step programs."""
+ENCODER_PORTS = (
+    Port(INPUT_IDS, ("B", "S"), "int64"),
+    Port(POSITION_IDS, ("B", "S"), "int64"),
+    Port(TOKEN_TYPE_IDS, ("B", "S"), "int64"),
+    Port(r"mask\..+", ("B", "1", "S", "S"), "float32"),
+    Port(POOL, ("R", "B*S"), "float32"),
+    Port(EMBEDDINGS, ("R", "width"), "float32"),
+    Port(SCORES, ("R", "width"), "float32"),
+)
+"""The ports of encoder programs."""
 
 
 @cache
@@ -116,4 +160,34 @@ def input_names(shape: ModelShape) -> frozenset[str]:
         names.add(POSITION_IDS)
     if shape.has_distances:
         names |= {KEY_POSITIONS, QUERY_POSITIONS}
+    return frozenset(names)
+
+
+@cache
+def find_encoder_port(name: str) -> Port | None:
+    """Return the contract of the port of this name; None if an encoder program has no such port."""
+    return next((port for port in ENCODER_PORTS if re.fullmatch(port.pattern, name)), None)
+
+
+def encoder_shape_of(name: str, shape: EncoderShape, variant: EncoderVariant) -> tuple[int, ...]:
+    """Return the shape of an encoder program's port at one variant.
+
+    Raises:
+        KeyError: an encoder program has no port of this name.
+    """
+    port = find_encoder_port(name)
+    if port is None:
+        raise KeyError(f"no port of an encoder program has the name {name}")
+    ranges = port.ranges(len(port.axes), EncoderSizes.of(variant))
+    own = {"1": 1, "width": shape.width}
+    return tuple(ranges[index][0] if index in ranges else own[axis] for index, axis in enumerate(port.axes))
+
+
+def encoder_input_names(shape: EncoderShape) -> frozenset[str]:
+    """Return the names of all inputs of an encoder's programs."""
+    names = {INPUT_IDS, POOL, *(kind.port_name for kind in shape.masks)}
+    if shape.has_positions:
+        names.add(POSITION_IDS)
+    if shape.has_token_types:
+        names.add(TOKEN_TYPE_IDS)
     return frozenset(names)
