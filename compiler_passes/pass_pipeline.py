@@ -19,11 +19,13 @@ Options = TypeVar("Options")
 class LoweringOptions:
     """The options of the passes.
 
-    ``max_kv_len``: the largest KV length of any variant. ``kv_type``: the element type of the KV slots.
+    ``max_kv_len``: the largest KV length of any variant. ``kv_type``: the element type of the KV slots. If the model's
+    head is cut, ``is_normalised`` says whether embeddings have length 1.
     """
 
     max_kv_len: int
     kv_type: KVType = "f32"
+    is_normalised: bool = True
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,21 @@ class PassPipeline(Generic[Graph, Options]):
         Raises:
             ValueError: the pipeline has no such pass.
         """
+        self._require(name)
+        return PassPipeline(tuple(entry for entry in self.passes if entry.name != name))
+
+    def replace(self, name: str, other: Pass[Graph, Options]) -> PassPipeline[Graph, Options]:
+        """Return the pipeline with ``other`` in place of the pass of this name.
+
+        Raises:
+            ValueError: the pipeline has no such pass.
+        """
+        self._require(name)
+        return PassPipeline(tuple(other if entry.name == name else entry for entry in self.passes))
+
+    def _require(self, name: str) -> None:
         if name not in (entry.name for entry in self.passes):
             raise ValueError(f"the pipeline has no pass {name!r}")
-        return PassPipeline(tuple(entry for entry in self.passes if entry.name != name))
 
     def run(self, graph: Graph, options: Options) -> tuple[PassReport, ...]:
         """Run every pass on ``graph``, which is changed in place, and check the graph after each.

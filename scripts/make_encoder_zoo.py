@@ -61,14 +61,21 @@ RECIPES = {
     "nomic_bert": Recipe("nomic_bert", is_exported=False),
     "eurobert": Recipe("eurobert", is_exported=False),
     "jina_v3": Recipe("jina_embeddings_v3", is_exported=False),
-    "t5": Recipe("t5", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}, "T5EncoderModel", is_exported=False),
+    "t5": Recipe(
+        "t5",
+        {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+        "T5EncoderModel",
+        is_exported=False,
+    ),
     "roformer": Recipe("roformer"),
     "convbert": Recipe("convbert", {"embedding_size": 32}),
     "qwen3": Recipe("qwen3"),
     "qwen3_with_past": Recipe("qwen3", head="AutoModelForCausalLM"),
     "bert_scores": Recipe("bert", {"num_labels": 1}, SCORES),
     "xlm_roberta_scores": Recipe("xlm-roberta", {"num_labels": 2}, SCORES),
-    "modernbert_scores": Recipe("modernbert", {**MODERN, "num_labels": 1, "classifier_pooling": "mean"}, SCORES, is_exported=False),
+    "modernbert_scores": Recipe(
+        "modernbert", {**MODERN, "num_labels": 1, "classifier_pooling": "mean"}, SCORES, is_exported=False
+    ),
 }
 
 
@@ -115,7 +122,11 @@ def export(model: Any, recipe: Recipe, target: Path) -> None:
 
     model.save_pretrained(target / "torch")
     main_export(
-        str(target / "torch"), str(target), task=TASKS[recipe.head], ov_config=OVConfig(dtype="fp16"), convert_tokenizer=False
+        str(target / "torch"),
+        str(target),
+        task=TASKS[recipe.head],
+        ov_config=OVConfig(dtype="fp16"),
+        convert_tokenizer=False,
     )
 
 

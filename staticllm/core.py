@@ -157,7 +157,7 @@ class ModelShape:
 
     kv_states: tuple[KVState, ...]
     masks: tuple[MaskKind, ...]
-    vocab_size: int
+    vocab_size: int  # the numbers per row of the output: of logits, or of an embedding if the head is cut
     position_rank: int  # 2 for [1, S]; 3 for [k, 1, S] (M-RoPE); 0 if the model takes no positions
     position_copies: int = 1  # k of [k, 1, S]
     is_packable: bool = True  # whether several sequences can share a step

@@ -1,7 +1,8 @@
-"""The ports of a step program: their names, the meaning of their axes, and their element types.
+"""The ports of step programs and encoder programs: their names, the meaning of their axes, and their element types.
 
-This is the contract between the passes, which make the ports, and the host, which binds memory to them. The sizes of a call are
-its rows S, the KV slots that it sees T, and the rows that get logits R. All other sizes are the model's own.
+This is the contract between the passes, which make the ports, and the host, which binds memory to them. The sizes of a step are
+its rows S, the KV slots that it sees T, and the rows that get logits R. Those of an encoder's call are its batch B, the rows of
+each sequence S, and the texts R. All other sizes are the model's own.
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ PORTS = (
     Port(QUERY_POSITIONS, ("1", "1", "S", "1"), "int32"),
     Port(LOGIT_ROWS, ("R",), "int64"),
     Port(LOGITS, ("1", "R", "vocab"), "float32"),
+    Port(EMBEDDINGS, ("1", "R", "width"), "float32"),
     Port(r"past\.\d+\.(key|value)(\.scale)?", ("1", "heads", "T", "head_dim")),
     Port(r"present\.\d+\.(key|value)(\.scale)?", ("1", "heads", "S", "head_dim")),
     Port(r"state\.\d+(\.next)?", ()),

@@ -17,7 +17,7 @@ class EncoderGraph(StepGraph):
     ``original``: a copy of the model as it was exported. ``max_rows``, of the base class, is the most rows of any program.
     """
 
-    original: ov.Model = field(default_factory=lambda: ov.Model([], []))
+    original: ov.Model = field(kw_only=True)
     encoder_masks: list[EncoderMask] = field(default_factory=list)
     first_position: int = 0
     has_scores: bool = False  # whether the model has one vector of scores per text, else one hidden state per token

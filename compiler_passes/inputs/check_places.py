@@ -70,7 +70,9 @@ def _reason(graph: EncoderGraph, port: ov.Input, axes: tuple[int, ...] | None, v
         return "the places of tokens"
     rows = min(graph.num_rows, MANY_ROWS)
     (value,) = evaluate(graph.model, [port.get_source_output()], 1, rows)
-    return None if depends_on_distance(value, (axes[0], axes[1])) else "the places of two tokens, not only their distance"
+    return (
+        None if depends_on_distance(value, (axes[0], axes[1])) else "the places of two tokens, not only their distance"
+    )
 
 
 def _name(port: ov.Input) -> str:

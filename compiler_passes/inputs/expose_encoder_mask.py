@@ -62,8 +62,8 @@ class Term:
     def hides(self, value: Value) -> NDArray[np.bool_] | None:
         """Return which cells it hides; None if it does anything but hide cells."""
         if value.dtype == np.bool_:
-            return value != (True if self.when is None else self.when)
-        hidden = value < HIDDEN_BELOW
+            return np.not_equal(value, True if self.when is None else self.when)
+        hidden: NDArray[np.bool_] = value < HIDDEN_BELOW
         return hidden if self.when is None and not np.any(value[~hidden]) else None
 
 
@@ -77,7 +77,9 @@ def expose_encoder_mask(graph: EncoderGraph) -> None:
     control = divide(graph.model)
     sites = list(_attentions(graph.model, control))
     if not sites:
-        raise UnsupportedModelError(STAGE, "the model has no attention, fused or written out: texts cannot be told apart")
+        raise UnsupportedModelError(
+            STAGE, "the model has no attention, fused or written out: texts cannot be told apart"
+        )
     terms = [list(_terms(node, control)) for node in sites]
     kinds = _kinds(graph, [term for found in terms for term in found if _is_known(term.port, control)])
     for node, found in zip(sites, terms, strict=True):
@@ -112,13 +114,16 @@ def _attentions(model: ov.Model, control: Control) -> Iterator[ov.Node]:
         shape = probe.get_output_partial_shape(0)
         if kind == FUSED:
             if len(shape) != 4:
-                raise UnsupportedModelError(STAGE, f"attention {node.get_friendly_name()!r} has rank {len(shape)}: must be 4")
+                raise UnsupportedModelError(
+                    STAGE, f"attention {node.get_friendly_name()!r} has rank {len(shape)}: must be 4"
+                )
             yield node
         elif len(shape) >= 3 and [str(dim) for dim in list(shape)[-2:]] == [str(rows)] * 2:
             axis = node.get_attributes()["axis"] % len(shape)
             if axis != len(shape) - 1 or len(shape) > 4:
                 raise UnsupportedModelError(
-                    STAGE, f"softmax {node.get_friendly_name()!r} has scores of the shape {shape}: must be [B, heads, S, S]"
+                    STAGE,
+                    f"softmax {node.get_friendly_name()!r} has scores of the shape {shape}: must be [B, heads, S, S]",
                 )
             yield node
 
@@ -184,7 +189,7 @@ def kind_of(hidden: NDArray[np.bool_], rows: int) -> EncoderMask | None:
     after = int(np.argmin(planes[0][0][::-1]))
     after = rows - 1 - after
     kind = EncoderMask(before if before < rows - 1 else None, after if after < rows - 1 else None)
-    is_known = kind.after == 0 or kind.before == kind.after
+    is_known = kind.after in (0, kind.before)
     return kind if is_known and np.array_equal(planes[0], ~visible(kind, rows)) else None
 
 

@@ -29,7 +29,6 @@ from staticllm.compiler_passes.graph.control_values import (
 )
 from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
 from staticllm.compiler_passes.graph.step_graph import through
-from staticllm.errors import UnsupportedModelError
 from staticllm.ports import POSITION_IDS
 
 STAGE = "expose_encoder_positions"
@@ -89,7 +88,9 @@ def _note(graph: EncoderGraph, num_indices: int, num_tables: int) -> None:
         graph.note(STAGE, "nothing is computed from the place of a single token")
         return
     first = f", which begin at {graph.first_position}" if graph.first_position else ""
-    graph.note(STAGE, f"{num_indices} values were positions{first}, {num_tables} became tables of {graph.num_rows} rows")
+    graph.note(
+        STAGE, f"{num_indices} values were positions{first}, {num_tables} became tables of {graph.num_rows} rows"
+    )
 
 
 def find_places(graph: EncoderGraph) -> list[Place]:
@@ -121,7 +122,9 @@ def _lookup_ports(control: Control) -> list[ov.Input]:
     for boundary in control.boundaries:
         port = boundary
         node = through(port.get_source_output(), "Convert").get_node()
-        while node.get_type_name() == "Gather" and node.input_value(0).get_node().get_instance_id() in control.constants:
+        while (
+            node.get_type_name() == "Gather" and node.input_value(0).get_node().get_instance_id() in control.constants
+        ):
             if not _picks_rows(node):
                 break
             port = node.input(1)
@@ -132,7 +135,11 @@ def _lookup_ports(control: Control) -> list[ov.Input]:
 
 def _picks_rows(gather: ov.Node) -> bool:
     axis = gather.input_value(2).get_node()
-    return axis.get_type_name() == "Constant" and not np.any(np.asarray(axis.data)) and len(gather.input_value(1).get_partial_shape()) == 2
+    return (
+        axis.get_type_name() == "Constant"
+        and not np.any(np.asarray(axis.data))
+        and len(gather.input_value(1).get_partial_shape()) == 2
+    )
 
 
 def _limit_rows(graph: EncoderGraph, port: ov.Input, offset: int) -> None:
@@ -152,7 +159,8 @@ def _can_be_looked_up(graph: EncoderGraph, place: Place) -> bool:
         return True
     node = place.port.get_node()
     graph.keep_texts_apart(
-        STAGE, f"{node.get_type_name()} {node.get_friendly_name()!r} reads positions that are the same for the whole batch"
+        STAGE,
+        f"{node.get_type_name()} {node.get_friendly_name()!r} reads positions that are the same for the whole batch",
     )
     return False
 

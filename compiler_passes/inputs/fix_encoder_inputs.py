@@ -31,10 +31,14 @@ def fix_encoder_inputs(graph: EncoderGraph) -> None:
     """
     for port in graph.model.inputs:
         if not port.get_names() & set(KNOWN):
-            raise UnsupportedModelError(STAGE, f"the input {port.get_any_name()!r} is unknown: nothing can be fed to it")
+            raise UnsupportedModelError(
+                STAGE, f"the input {port.get_any_name()!r} is unknown: nothing can be fed to it"
+            )
         if port.get_partial_shape().rank != ov.Dimension(2):
             shape = port.get_partial_shape()
-            raise UnsupportedModelError(STAGE, f"the input {port.get_any_name()!r} has the shape {shape}: must be [B, S]")
+            raise UnsupportedModelError(
+                STAGE, f"the input {port.get_any_name()!r} has the shape {shape}: must be [B, S]"
+            )
     ids = graph.parameter(INPUT_IDS)
     if ids is None:
         raise UnsupportedModelError(STAGE, f"the model has no input {INPUT_IDS!r}")

@@ -15,6 +15,7 @@ from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
 from staticllm.compiler_passes.graph.step_graph import named_result
+from staticllm.compiler_passes.shapes.cut_head import normalised
 from staticllm.compiler_passes.shapes.pool_scores import pooled_rows
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import EMBEDDINGS
@@ -28,8 +29,6 @@ ACTIVATIONS: dict[str, Callable[[ov.Output], ov.Node] | None] = {
     "gelu": lambda value: ops.gelu(value, "erf"),
     "silu": ops.swish,
 }
-SMALLEST_NORM = 1e-12
-"""Shorter vectors are divided by this instead of their length, as torch does."""
 
 
 @dataclass(frozen=True)
@@ -59,21 +58,19 @@ def add_pooling(graph: EncoderGraph, dense: tuple[Dense, ...] = (), is_normalise
     graph.note(STAGE, f"pool · hidden states{', Dense' * len(dense)}{', normalised' * is_normalised}")
 
 
-def normalised(vectors: ov.Output) -> ov.Output:
-    """Return vectors along the last axis divided by their length."""
-    return ops.normalize_l2(vectors, np.array([-1]), SMALLEST_NORM**2, "max").output(0)
-
-
 def _with_dense(vectors: ov.Output, layer: Dense, index: int) -> ov.Output:
     width = vectors.get_partial_shape()[1].get_length()
     bias = np.zeros(len(layer.weight), np.float32) if layer.bias is None else layer.bias
     if layer.weight.ndim != 2 or layer.weight.shape[1] != width or bias.shape != layer.weight.shape[:1]:
         raise UnsupportedModelError(
-            STAGE, f"Dense module {index} has a weight {layer.weight.shape} and a bias {bias.shape} for vectors of {width}"
+            STAGE,
+            f"Dense module {index} has a weight {layer.weight.shape} and a bias {bias.shape} for vectors of {width}",
         )
     if layer.activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
-        raise UnsupportedModelError(STAGE, f"Dense module {index} has the activation {layer.activation!r}, not one of {known}")
+        raise UnsupportedModelError(
+            STAGE, f"Dense module {index} has the activation {layer.activation!r}, not one of {known}"
+        )
     product = ops.matmul(_as_f32(vectors), ops.constant(layer.weight), transpose_a=False, transpose_b=True)
     shifted = product if layer.bias is None else ops.add(product, ops.constant(bias[None]))
     activation = ACTIVATIONS[layer.activation]

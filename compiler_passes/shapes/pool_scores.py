@@ -53,7 +53,8 @@ def pool_scores(graph: EncoderGraph) -> None:
             break
         node = readers[0]
     raise UnsupportedModelError(
-        STAGE, f"{node.get_type_name()} {node.get_friendly_name()!r} pools neither the first token, the last, nor the mean"
+        STAGE,
+        f"{node.get_type_name()} {node.get_friendly_name()!r} pools neither the first token, the last, nor the mean",
     )
 
 
@@ -94,7 +95,9 @@ def _pooling_of(model: ov.Model, node: ov.Node, hidden: ov.Output) -> Pooling | 
     }
     pooled = np.array(get_core().compile_model(part, "CPU", EXACT)(feeds)[0]).reshape(PROBE_BATCH, -1)
     expected: dict[Pooling, Value] = {"first": values[:, 0], "last": values[:, -1], "mean": values.mean(axis=1)}
-    return next((name for name, value in expected.items() if pooled.shape == value.shape and close(pooled, value)), None)
+    return next(
+        (name for name, value in expected.items() if pooled.shape == value.shape and close(pooled, value)), None
+    )
 
 
 def _replace(graph: EncoderGraph, node: ov.Node, hidden: ov.Output) -> None:

@@ -75,7 +75,7 @@ def prove_packing(graph: EncoderGraph) -> None:
 
 
 def _placed(graph: EncoderGraph, layout: Sequence[Sequence[int]]) -> list[Text]:
-    found = []
+    found: list[Text] = []
     for sequence, lengths in enumerate(layout):
         start = 0
         for length in lengths:
@@ -91,7 +91,12 @@ def _alone(graph: EncoderGraph, texts: Sequence[Text]) -> list[Vectors]:
     for text in texts:
         ids = text.ids[None]
         positions = graph.first_position + np.arange(ids.shape[1])[None]
-        feeds = {INPUT_IDS: ids, ATTENTION_MASK: np.ones_like(ids), TOKEN_TYPE_IDS: np.zeros_like(ids), POSITION_IDS: positions}
+        feeds = {
+            INPUT_IDS: ids,
+            ATTENTION_MASK: np.ones_like(ids),
+            TOKEN_TYPE_IDS: np.zeros_like(ids),
+            POSITION_IDS: positions,
+        }
         values = program({name: feeds[name] for port in program.inputs for name in port.get_names() & feeds.keys()})
         found.append(np.array(values[0]).reshape(-1, values[0].shape[-1]))
     return found
@@ -100,7 +105,10 @@ def _alone(graph: EncoderGraph, texts: Sequence[Text]) -> list[Vectors]:
 def _together(graph: EncoderGraph, program: ov.CompiledModel, texts: Sequence[Text]) -> list[Vectors]:
     """Return what the lowered graph computes for each text, as ``_alone`` does."""
     batch = 1 + texts[-1].sequence
-    feeds = {INPUT_IDS: random_ids(graph.original, (batch, ROWS), seed=99), TOKEN_TYPE_IDS: np.zeros((batch, ROWS), np.int64)}
+    feeds = {
+        INPUT_IDS: random_ids(graph.original, (batch, ROWS), seed=99),
+        TOKEN_TYPE_IDS: np.zeros((batch, ROWS), np.int64),
+    }
     feeds[POSITION_IDS] = np.full((batch, ROWS), graph.first_position)
     pool = np.zeros((len(texts), batch * ROWS), np.float32)
     same = np.broadcast_to(np.eye(ROWS, dtype=np.bool_), (batch, ROWS, ROWS)).copy()
@@ -124,7 +132,9 @@ def _together(graph: EncoderGraph, program: ov.CompiledModel, texts: Sequence[Te
 def _weights(graph: EncoderGraph, length: int) -> Vectors:
     if graph.pooling == "mean":
         return np.full(length, 1 / length, np.float32)
-    return np.eye(length, dtype=np.float32)[0 if graph.pooling == "first" else -1]
+    weights = np.zeros(length, np.float32)
+    weights[0 if graph.pooling == "first" else -1] = 1
+    return weights
 
 
 def _difference(expected: Sequence[Vectors], actual: Sequence[Vectors]) -> float:
