@@ -10,6 +10,7 @@ from staticllm.compiler_passes.graph.check_graph import check_graph
 from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.shapes.add_pooling import Dense
 from staticllm.core import KVType
+from staticllm.errors import StaticLLMError, UnsupportedModelError
 
 Graph = TypeVar("Graph", bound=StepGraph)
 Options = TypeVar("Options")
@@ -98,7 +99,13 @@ class PassPipeline(Generic[Graph, Options]):
 
 def _run(entry: Pass[Graph, Options], graph: Graph, options: Options) -> PassReport:
     num_nodes = len(graph.model.get_ordered_ops())
-    entry.run(graph, options)
+    try:
+        entry.run(graph, options)
+    except StaticLLMError:
+        raise
+    except RuntimeError as error:  # of OpenVINO, whose last line says what is wrong
+        what = (str(error).strip().splitlines() or ["no reason given"])[-1][:300]
+        raise UnsupportedModelError(entry.name, f"OpenVINO cannot evaluate a part of the graph: {what}") from error
     check_graph(graph, entry.name)
     notes = tuple(graph.notes.get(entry.name, ()))
     return PassReport(entry.name, num_nodes, len(graph.model.get_ordered_ops()), notes)

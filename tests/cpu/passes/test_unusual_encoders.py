@@ -27,7 +27,7 @@ from openvino import opset13 as ops
 
 from staticllm.compiler_passes.encoder import ENCODER
 from staticllm.compiler_passes.lower_encoder import lower_encoder
-from staticllm.compiler_passes.pass_pipeline import EncoderOptions
+from staticllm.compiler_passes.pass_pipeline import EncoderOptions, Pass, PassPipeline
 from staticllm.compiler_passes.shapes.add_pooling import Dense
 from staticllm.core import EncoderMask
 from staticllm.devices import get_core
@@ -158,7 +158,7 @@ def test_texts_that_mix_with_those_before_them_are_kept_apart():
 
 
 def test_convolutions_over_tokens_are_refused(tmp_path):
-    with pytest.raises(UnsupportedModelError, match="prove_packing: .* than by attention"):
+    with pytest.raises(UnsupportedModelError, match=r"prove_packing: .* than by attention"):
         lower_encoder(get_core().read_model(unpack("convbert", tmp_path)))
 
 
@@ -181,6 +181,35 @@ def test_positions_that_a_pass_misses_keep_texts_apart(name, missing, reason, tm
 def test_masks_that_a_pass_misses_are_refused(tmp_path):
     with pytest.raises(UnsupportedModelError, match="prove_packing"):
         lower_encoder(get_core().read_model(unpack("bert", tmp_path)), passes=without(["expose_encoder_mask"]))
+
+
+def spoil_last_attention(graph, options):
+    """Let the last attention read its scores without the mask."""
+    softmax = [node for node in graph.model.get_ordered_ops() if node.get_type_name() == "Softmax"][-1]
+    softmax.input(0).replace_source_output(softmax.input_value(0).get_node().input_value(0))
+
+
+def with_pass(before, entry):
+    index = [own.name for own in ENCODER.passes].index(before)
+    return PassPipeline((*ENCODER.passes[:index], entry, *ENCODER.passes[index:]))
+
+
+def test_a_layer_that_differs_from_those_before_it_is_part_of_the_proof():
+    lowered = lower_encoder(TinyEncoder(layers=6).model())
+    assert "run up to" in lowered.reports[-2].notes[0]
+    with pytest.raises(UnsupportedModelError, match="prove_packing"):
+        passes = with_pass("prove_packing", Pass("spoil", spoil_last_attention))
+        lower_encoder(TinyEncoder(layers=6).model(), passes=passes)
+
+
+def test_an_error_of_openvino_names_the_pass_in_one_line():
+    def fail(graph, options):
+        raise RuntimeError("Exception from src/core/node.cpp:1:\nwhat is wrong")
+
+    with pytest.raises(
+        UnsupportedModelError, match=r"^fails: OpenVINO cannot evaluate a part of the graph: what is wrong$"
+    ):
+        lower_encoder(TinyEncoder().model(), passes=with_pass("check_places", Pass("fails", fail)))
 
 
 def without(names):
