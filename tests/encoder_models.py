@@ -42,21 +42,32 @@ class Placed:
 
 
 class Alone:
-    """The model as it was exported: one text per call, pooled and normalised by numpy."""
+    """The model as it was exported: one text per call, pooled and normalised by numpy.
+
+    Each length has a static program: OpenVINO 2026.4's fused attention without a mask computes wrong values in a dynamic program
+    on a CPU for many tokens after one. With as many tokens as heads, only a dynamic one is right.
+    """
 
     def __init__(self, model):
-        self.program = get_core().compile_model(model, "CPU", EXACT)
+        self.model, self.programs = model, {}
+
+    def _program(self, length):
+        if length not in self.programs:
+            model = self.model.clone()
+            if length != HEADS:
+                model.reshape({port: [1, length] for port in model.inputs})
+            self.programs[length] = get_core().compile_model(model, "CPU", EXACT)
+        return self.programs[length]
 
     def __call__(self, ids, pooling, types=None):
+        program = self._program(len(ids))
         ids = np.asarray(ids)[None]
         feeds = {
             "input_ids": ids,
             "attention_mask": np.ones_like(ids),
             "token_type_ids": np.zeros_like(ids) if types is None else types[None],
         }
-        output = self.program(
-            {name: feeds[name] for port in self.program.inputs for name in port.get_names() & set(feeds)}
-        )
+        output = program({name: feeds[name] for port in program.inputs for name in port.get_names() & set(feeds)})
         values = output[0][0]
         return values if values.ndim == 1 else unit(pooled(values, pooling))
 
@@ -141,11 +152,13 @@ def a_variant(rows=24, batch=1, texts=6):
 class TinyEncoder:
     """A graph of our own: layers of attention with whatever ``on_scores`` and ``on_hidden`` put into it.
 
+    ``form``: how attention is written: ``plain``, ``flat`` (heads beside the batch), ``fused`` or ``fused causal`` (both without
+    a mask).
     ``on_scores(scores, rows)`` and ``on_hidden(hidden, rows)`` return their first argument changed; ``rows`` is a scalar i64.
     """
 
-    def __init__(self, on_scores=None, on_hidden=None, layers=2):
-        self.on_scores, self.on_hidden, self.layers = on_scores, on_hidden, layers
+    def __init__(self, on_scores=None, on_hidden=None, layers=2, form="plain"):
+        self.on_scores, self.on_hidden, self.layers, self.form = on_scores, on_hidden, layers, form
 
     def model(self):
         self.rng = np.random.default_rng(0)
@@ -165,15 +178,23 @@ class TinyEncoder:
 
     def _layer(self, hidden, padding, rows):
         query, key, value = (self._heads(hidden) for _ in range(3))
-        scores = ops.multiply(ops.matmul(query, key, False, True), ops.constant(np.float32((WIDTH // HEADS) ** -0.5)))
-        scores = self.on_scores(scores, rows) if self.on_scores else scores
-        weights = ops.softmax(ops.add(scores, padding), axis=-1)
-        heads = ops.transpose(ops.matmul(weights, value, False, False), np.array([0, 2, 1, 3]))
+        heads = ops.transpose(self._attention(query, key, value, padding, rows), np.array([0, 2, 1, 3]))
         joined = ops.reshape(heads, np.array([0, 0, WIDTH]), special_zero=True)
         hidden = ops.add(hidden, ops.matmul(joined, self._weight(WIDTH, WIDTH), False, False))
         inner = ops.gelu(ops.matmul(hidden, self._weight(WIDTH, 48), False, False), "erf")
         hidden = ops.add(hidden, ops.matmul(inner, self._weight(48, WIDTH), False, False))
         return ops.mvn(hidden, np.array([-1]), True, 1e-6, "inside_sqrt")
+
+    def _attention(self, query, key, value, padding, rows):
+        if self.form.startswith("fused"):
+            return ops.scaled_dot_product_attention(query, key, value, causal=self.form.endswith("causal"))
+        scores = ops.multiply(ops.matmul(query, key, False, True), ops.constant(np.float32((WIDTH // HEADS) ** -0.5)))
+        scores = ops.add(self.on_scores(scores, rows) if self.on_scores else scores, padding)
+        if self.form == "plain":
+            return ops.matmul(ops.softmax(scores, axis=-1), value, False, False)
+        flat = [ops.reshape(x, ops.concat([np.array([-1]), tail(x)], 0), special_zero=False) for x in (scores, value)]
+        joined = ops.matmul(ops.softmax(flat[0], axis=-1), flat[1], False, False)
+        return ops.reshape(joined, ops.shape_of(value), special_zero=False)
 
     def _heads(self, hidden):
         apart = ops.reshape(
@@ -191,6 +212,11 @@ class TinyEncoder:
         node.set_friendly_name(name)
         node.output(0).set_names({name})
         return node
+
+
+def tail(value):
+    """Return the last two sizes of a value."""
+    return ops.gather(ops.shape_of(value), ops.constant(np.array([2, 3])), ops.constant(0))
 
 
 def a_range(rows):

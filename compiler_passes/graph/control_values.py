@@ -163,8 +163,9 @@ def row_axes(small: Value, large: Value) -> tuple[int, ...] | None:
 
 
 def is_prefix(small: Value, large: Value) -> bool:
-    """Return whether a value at fewer rows is the beginning of the value at more rows."""
-    return close(small, large[tuple(map(slice, small.shape))])
+    """Return whether a value at fewer rows is the beginning of the value at more rows, where both have elements."""
+    common = tuple(map(slice, np.minimum(small.shape, large.shape)))
+    return close(small[common], large[common])
 
 
 def is_uniform(value: Value, axes: tuple[int, ...]) -> bool:

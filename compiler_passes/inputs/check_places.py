@@ -8,6 +8,8 @@ depends on the number of rows is refused, because a program has more rows than a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import openvino as ov
 
@@ -32,49 +34,74 @@ MANY_ROWS = 512
 """The most rows at which a bias by distance is evaluated: beyond, relative positions are clipped or grouped."""
 
 
+@dataclass(frozen=True)
+class Remains:
+    """A value at a boundary. ``small``, ``large``: at both ``PROBE_ROWS``. ``axes``: those that count rows, if they are known."""
+
+    port: ov.Input
+    small: Value
+    large: Value
+    axes: tuple[int, ...] | None
+
+    @property
+    def source(self) -> ov.Output:
+        """The output that holds it."""
+        return self.port.get_source_output()
+
+    @property
+    def reader(self) -> str:
+        """The node that reads it."""
+        node = self.port.get_node()
+        return f"{node.get_type_name()} {node.get_friendly_name()!r}"
+
+
 def check_places(graph: EncoderGraph) -> None:
     """Keep texts apart if anything depends on the place of a token other than through an input or by distance.
 
     Raises:
         UnsupportedModelError: something depends on the number of rows; the message names the node.
     """
-    control = divide(graph.model, exposed_names(graph))
-    ports = list({key_of(port.get_source_output()): port for port in control.boundaries}.values())
-    outputs = [port.get_source_output() for port in ports]
-    small, large, other = (
-        evaluate(graph.model, outputs, PROBE_BATCH, rows, seed)
-        for rows, seed in ((PROBE_ROWS[0], 0), (PROBE_ROWS[1], 0), (PROBE_ROWS[1], 1))
-    )
+    remains = _what_remains(graph)
+    singles = [one for one in remains if one.axes is not None and len(one.axes) < 2]  # pairs would take rows² elements
+    most = evaluate(graph.model, [one.source for one in singles], 1, graph.num_rows)
+    for one, value in zip(singles, most, strict=True):
+        if not is_prefix(one.small, value):
+            raise UnsupportedModelError(STAGE, f"{one.reader} computes with the number of rows, other than as a size")
     pairs = 0
-    for port, few, many, another in zip(ports, small, large, other, strict=True):
-        if not np.array_equal(many, another):
-            continue  # computed from token ids, which are data
-        axes = row_axes(few, many)
-        if axes is not None and not is_prefix(few, many):
-            raise UnsupportedModelError(STAGE, f"{_name(port)} computes with the number of rows, other than as a size")
-        reason = _reason(graph, port, axes, many)
-        pairs += reason is None and axes is not None and len(axes) == 2
+    for one in remains:
+        if one.axes is not None and not is_prefix(one.small, one.large):
+            raise UnsupportedModelError(STAGE, f"{one.reader} computes with the number of rows, other than as a size")
+        reason = _reason(graph, one)
+        pairs += reason is None and one.axes is not None and len(one.axes) == 2
         if reason is not None:
-            graph.keep_texts_apart(STAGE, f"{_name(port)} reads {reason}")
+            graph.keep_texts_apart(STAGE, f"{one.reader} reads {reason}")
     if pairs:
         graph.note(STAGE, f"{pairs} values depend on the distance of two tokens")
 
 
-def _reason(graph: EncoderGraph, port: ov.Input, axes: tuple[int, ...] | None, value: Value) -> str | None:
-    """Return why a value that remains keeps texts apart, or None."""
-    if axes is None:
-        return "a value whose size depends on the number of rows"
-    if is_uniform(value, axes):
-        return None
-    if len(axes) != 2:
-        return "the places of tokens"
-    rows = min(graph.num_rows, MANY_ROWS)
-    (value,) = evaluate(graph.model, [port.get_source_output()], 1, rows)
-    return (
-        None if depends_on_distance(value, (axes[0], axes[1])) else "the places of two tokens, not only their distance"
+def _what_remains(graph: EncoderGraph) -> list[Remains]:
+    """Return what remains at the boundaries, without token ids and what is computed from them, which is data."""
+    ports = divide(graph.model, exposed_names(graph)).boundaries
+    unique = list({key_of(port.get_source_output()): port for port in ports}.values())
+    small, large, other = (
+        evaluate(graph.model, [port.get_source_output() for port in unique], PROBE_BATCH, rows, seed)
+        for rows, seed in ((PROBE_ROWS[0], 0), (PROBE_ROWS[1], 0), (PROBE_ROWS[1], 1))
     )
+    return [
+        Remains(port, few, many, row_axes(few, many))
+        for port, few, many, another in zip(unique, small, large, other, strict=True)
+        if np.array_equal(many, another)
+    ]
 
 
-def _name(port: ov.Input) -> str:
-    node = port.get_node()
-    return f"{node.get_type_name()} {node.get_friendly_name()!r}"
+def _reason(graph: EncoderGraph, one: Remains) -> str | None:
+    """Return why a value that remains keeps texts apart, or None."""
+    if one.axes is None:
+        return "a value whose size depends on the number of rows"
+    if is_uniform(one.large, one.axes):
+        return None
+    if len(one.axes) != 2:
+        return "the places of tokens"
+    (value,) = evaluate(graph.model, [one.source], 1, min(graph.num_rows, MANY_ROWS))
+    is_right = depends_on_distance(value, (one.axes[0], one.axes[1]))
+    return None if is_right else "the places of two tokens, not only their distance"

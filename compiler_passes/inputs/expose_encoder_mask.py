@@ -82,6 +82,7 @@ def expose_encoder_mask(graph: EncoderGraph) -> None:
         )
     terms = [list(_terms(node, control)) for node in sites]
     kinds = _kinds(graph, [term for found in terms for term in found if _is_known(term.port, control)])
+    graph.query_heads = _heads_of(graph.model, sites)
     for node, found in zip(sites, terms, strict=True):
         graph.layer_masks.append(_expose(graph, node, found, kinds))
     graph.model.validate_nodes_and_infer_types()
@@ -90,18 +91,31 @@ def expose_encoder_mask(graph: EncoderGraph) -> None:
 
 
 def _limit_rows(graph: EncoderGraph) -> None:
-    """Find the most rows for which the shapes in the graph fit together: a table of positions may be shorter than wanted."""
-    low, high = PROBE_ROWS[1], graph.num_rows + 1
-    while high - low > 1:
-        middle = high - 1 if high == graph.num_rows + 1 else (low + high) // 2
+    """Find the most rows that the model's tables have, for example of positions: with more, shapes or indices do not fit."""
+    probe = at_sizes(graph.model, PROBE_BATCH, PROBE_ROWS[0]).get_ordered_ops()
+    places = {node.get_instance_id(): index for index, node in enumerate(graph.model.get_ordered_ops())}
+    outputs = [port.get_source_output() for port in divide(graph.model).boundaries]
+    singles = {key_of(value): value for value in outputs if not _is_by_pairs(probe[places[key_of(value)[0]]])}
+
+    def fits(rows: int) -> bool:
         try:
-            at_sizes(graph.model, 1, middle)
-            low = middle
+            evaluate(graph.model, list(singles.values()), 1, rows)
         except RuntimeError:
-            high = middle
-    if low < graph.num_rows:
+            return False
+        return True
+
+    low, high = PROBE_ROWS[1], graph.num_rows
+    if not fits(high):
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
         graph.note(STAGE, f"at most {low} rows: the model's tables have no more")
-    graph.limit_rows(low)
+        graph.limit_rows(low)
+
+
+def _is_by_pairs(probe: ov.Node) -> bool:
+    shapes = ([str(dim) for dim in output.get_partial_shape()] for output in probe.outputs())
+    return any(shape.count(str(PROBE_ROWS[0])) > 1 for shape in shapes)
 
 
 def _attentions(model: ov.Model, control: Control) -> Iterator[ov.Node]:
@@ -126,6 +140,14 @@ def _attentions(model: ov.Model, control: Control) -> Iterator[ov.Node]:
                     f"softmax {node.get_friendly_name()!r} has scores of the shape {shape}: must be [B, heads, S, S]",
                 )
             yield node
+
+
+def _heads_of(model: ov.Model, attentions: list[ov.Node]) -> list[int]:
+    """Return the number of heads of each attention, or 0 if its shape does not tell."""
+    places = {node.get_instance_id(): index for index, node in enumerate(model.get_ordered_ops())}
+    probe = at_sizes(model, PROBE_BATCH, PROBE_ROWS[0]).get_ordered_ops()
+    shapes = [probe[places[node.get_instance_id()]].get_output_partial_shape(0) for node in attentions]
+    return [shape[1].get_length() if len(shape) == 4 and shape[1].is_static else 0 for shape in shapes]
 
 
 def _terms(attention: ov.Node, control: Control) -> Iterator[Term]:

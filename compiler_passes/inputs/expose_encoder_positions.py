@@ -28,8 +28,9 @@ from staticllm.compiler_passes.graph.control_values import (
     row_axes,
 )
 from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
-from staticllm.compiler_passes.graph.step_graph import through
-from staticllm.ports import POSITION_IDS
+from staticllm.compiler_passes.graph.step_graph import through, upstream
+from staticllm.errors import UnsupportedModelError
+from staticllm.ports import INPUT_IDS, POSITION_IDS
 
 STAGE = "expose_encoder_positions"
 _BROADCASTING = frozenset({"Add", "Subtract", "Multiply", "Divide"})
@@ -60,19 +61,21 @@ def expose_encoder_positions(graph: EncoderGraph) -> None:
     A model without any has relative positions only, or none; ``check_places`` makes sure that nothing was missed.
 
     Raises:
-        UnsupportedModelError: the model has an input for positions, and computes other positions beside it.
+        UnsupportedModelError: a value for few rows is not the beginning of its value for the most rows.
     """
+    _limit_to_tables(graph)
     places = find_places(graph)
     indices = [(place, place.offset) for place in places]
     offsets = [offset for _, offset in indices if offset is not None]
     graph.first_position = min(offsets, default=0)
-    tables: dict[Key, Value] = {}
     for place, offset in indices:
         if offset is not None:
             _limit_rows(graph, place.port, offset)
     looked_up = [place for place, offset in indices if offset is None and _can_be_looked_up(graph, place)]
     sources = {key_of(place.port.get_source_output()): place.port.get_source_output() for place in looked_up}
     tables = dict(zip(sources, evaluate(graph.model, list(sources.values()), 1, graph.num_rows), strict=True))
+    for place in looked_up:
+        _check_table(graph, place, tables[key_of(place.port.get_source_output())])
     for place, offset in indices:
         if offset is not None:
             _as_positions(graph, place.port, offset)
@@ -150,6 +153,35 @@ def _limit_rows(graph: EncoderGraph, port: ov.Input, offset: int) -> None:
         if rows.is_static and rows.get_length() - offset < graph.num_rows:
             graph.limit_rows(rows.get_length() - offset)
             graph.note(STAGE, f"at most {graph.num_rows} rows: the model's table of positions has no more")
+
+
+def _limit_to_tables(graph: EncoderGraph) -> None:
+    """Allow no more rows than the tables have that are looked up with the model's own input ``position_ids``."""
+    parameter, tokens = graph.parameter(POSITION_IDS), graph.parameter(INPUT_IDS)
+    if parameter is None or tokens is None:
+        return
+    own, ids = parameter.get_instance_id(), tokens.get_instance_id()
+    for node in graph.model.get_ordered_ops():
+        if node.get_type_name() == "Gather" and _picks_rows(node):
+            sources = {other.get_instance_id() for other in upstream([node.input_value(1).get_node()])}
+            if own in sources and ids not in sources:
+                (value,) = evaluate(graph.model, [node.input_value(1)], 1, PROBE_ROWS[0])  # at positions of 0
+                _limit_rows(graph, node.input(1), int(value.max()))
+
+
+def _check_table(graph: EncoderGraph, place: Place, value: Value) -> None:
+    """Refuse a table whose beginning changes with its length.
+
+    Raises:
+        UnsupportedModelError: it does; the message names the node.
+    """
+    if not is_prefix(place.small, value):
+        node = place.port.get_node()
+        raise UnsupportedModelError(
+            STAGE,
+            f"{node.get_type_name()} {node.get_friendly_name()!r} reads positions that differ between {PROBE_ROWS[0]} and "
+            f"{graph.num_rows} rows: only programs of fewer rows can be right",
+        )
 
 
 def _can_be_looked_up(graph: EncoderGraph, place: Place) -> bool:

@@ -63,6 +63,17 @@ def scaled_by_length(scores, rows):
     return ops.multiply(scores, ops.log(ops.convert(rows, "f32")))
 
 
+def scaled_if_long(scores, rows):
+    """As models do whose attention is sharper in texts longer than those of the training."""
+    return ops.multiply(scores, ops.maximum(number(1), ops.divide(ops.convert(rows, "f32"), number(300))))
+
+
+def with_place_of_long_texts(hidden, rows):
+    """Positions that are squeezed if there are many, as in interpolated rotary embeddings."""
+    step = ops.minimum(number(1), ops.divide(number(300), ops.convert(rows, "f32")))
+    return ops.add(hidden, ops.unsqueeze(ops.sin(ops.multiply(a_range(rows), step)), ops.constant(np.array([0, 2]))))
+
+
 def with_mean_of_all(hidden, rows):
     return ops.add(hidden, ops.reduce_mean(hidden, ops.constant(np.array([1])), keep_dims=True))
 
@@ -111,6 +122,15 @@ def test_the_kind_of_a_mask_is_found_by_its_values(bounds, kind, label):
     check_equal(encoder, lowered)
 
 
+@pytest.mark.parametrize(("form", "label"), [("flat", "full"), ("fused", "full"), ("fused causal", "causal")])
+def test_other_forms_of_attention_get_a_mask(form, label):
+    encoder = TinyEncoder(form=form)
+    lowered = lower_encoder(encoder.model())
+    assert [kind.label for kind in lowered.shape.masks] == [label]
+    assert lowered.shape.is_packable
+    check_equal(encoder, lowered)
+
+
 def test_two_masks_in_one_attention_are_both_kept():
     def both(scores, rows):
         return window_before_and_after(5, 0)(window_before_and_after(3, 3)(scores, rows), rows)
@@ -139,6 +159,11 @@ def test_a_mask_that_depends_on_places_keeps_texts_apart():
     ("encoder", "message"),
     [
         (TinyEncoder(scaled_by_length), "check_places: Multiply '.*' computes with the number of rows"),
+        (TinyEncoder(scaled_if_long), "check_places: Multiply '.*' computes with the number of rows"),
+        (
+            TinyEncoder(on_hidden=with_place_of_long_texts),
+            "positions that differ between 7 and 512 rows: only programs of fewer",
+        ),
         (TinyEncoder(on_hidden=with_mean_of_all), "prove_packing: .* are mixed with others"),
         (TinyEncoder(on_hidden=with_weights_over_rows), "(check_places|prove_packing): "),
     ],
@@ -147,6 +172,13 @@ def test_what_is_wrong_even_for_one_text_per_sequence_is_refused(encoder, messag
     with pytest.raises(UnsupportedModelError, match=message) as error:
         lower_encoder(encoder.model())
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("encoder", [TinyEncoder(scaled_if_long), TinyEncoder(on_hidden=with_place_of_long_texts)])
+def test_what_depends_on_the_length_of_long_texts_only_runs_in_short_programs(encoder):
+    lowered = lower_encoder(encoder.model(), EncoderOptions(max_rows=300))
+    assert lowered.shape.is_packable
+    check_equal(encoder, lowered)
 
 
 def test_texts_that_mix_with_those_before_them_are_kept_apart():
