@@ -231,8 +231,8 @@ class EncoderShape:
     ``width``: the numbers per text in the output: the size of an embedding, or the number of a cross-encoder's labels.
     ``pooling``: the only pooling that is right for the model; None if the host may choose. ``first_position``: the position of a
     text's first token. ``max_rows``: the most rows of any program. If the model is not packable, each sequence of a call holds
-    one text, which begins at its first row. ``unsafe_rows``: numbers of rows for which no static program is made, because they are
-    also the number of heads.
+    one text, which begins at its first row. ``unsafe_rows``: numbers of rows for which no static program is made, because
+    they are also the number of heads.
     """
 
     output: Literal["embeddings", "scores"]
