@@ -94,11 +94,17 @@ class PassPipeline(Generic[Graph, Options]):
         Raises:
             UnsupportedModelError: a pass cannot lower the graph; the message names the pass and the node.
         """
-        return tuple(_run(entry, graph, options) for entry in self.passes)
+        reports: list[PassReport] = []
+        before = len(graph.model.get_ops())
+        for entry in self.passes:
+            _run(entry, graph, options)
+            after = check_graph(graph, entry.name)
+            reports.append(PassReport(entry.name, before, after, tuple(graph.notes.get(entry.name, ()))))
+            before = after
+        return tuple(reports)
 
 
-def _run(entry: Pass[Graph, Options], graph: Graph, options: Options) -> PassReport:
-    num_nodes = len(graph.model.get_ordered_ops())
+def _run(entry: Pass[Graph, Options], graph: Graph, options: Options) -> None:
     try:
         entry.run(graph, options)
     except StaticLLMError:
@@ -106,6 +112,3 @@ def _run(entry: Pass[Graph, Options], graph: Graph, options: Options) -> PassRep
     except RuntimeError as error:  # of OpenVINO, whose last line says what is wrong
         what = (str(error).strip().splitlines() or ["no reason given"])[-1][:300]
         raise UnsupportedModelError(entry.name, f"OpenVINO cannot evaluate a part of the graph: {what}") from error
-    check_graph(graph, entry.name)
-    notes = tuple(graph.notes.get(entry.name, ()))
-    return PassReport(entry.name, num_nodes, len(graph.model.get_ordered_ops()), notes)

@@ -61,8 +61,9 @@ def plot_freeze(result: dict[str, Any], path: Path) -> None:
 
 
 COLOURS = {
-    "ours": "#c0392b", "ours separate": "#e59a90", "npuw": "#1f4e79", "npuw chunk 128": "#5b8fc0", "npuw tuned": "#a9c6e3",
-    "genai": "#2e7d4f", "genai f32": "#8fc7a4", "batching": "#b8901f",
+    "ours": "#c0392b", "ours shared": "#7d2418", "ours separate": "#e59a90",
+    "npuw": "#1f4e79", "npuw chunk 128": "#5b8fc0", "npuw tuned": "#a9c6e3",
+    "genai": "#2e7d4f", "genai f32": "#8fc7a4", "batching": "#b8901f", "batching f32": "#e3c878",
 }  # fmt: skip
 PANELS = (
     ("time to first token, ms", ("ttft_16", "ttft_128", "ttft_512", "ttft_1000", "ttft_turn")),

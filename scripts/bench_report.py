@@ -1,108 +1,131 @@
-"""Prints the report of ``bench.py``: a table of medians, and ratios with their targets."""
+"""Makes the tables of ``bench.py``: medians with the best setting of GenAI, ratios with their targets, matrix products."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+from bench_figures import BEST, Figures
+from bench_targets import Judged
 
 NAMES = {
     "ttft": "TTFT after {} tokens, ms", "tpot": "TPOT after {} tokens, ms", "clients": "{} clients, tokens/s",
     "ttft_turn": "TTFT of the second turn, ms", "load_s": "load, s", "load_cached_s": "load, with a filled cache, s",
-    "later_s": "in the background after loading, s",
-    "peak_mb": "peak of private memory, MB", "host_ms": "host time per token, demo model, ms",
-    "read_ms": "reading the weights once, ms", "tpot_kv_len": "TPOT, 128 tokens of prompt, ms",
-    "policy_clients_8": "8 clients, tokens/s",
+    "later_s": "then in the background, s", "peak_mb": "peak of private memory, MB",
+    "host_ms": "host time per token, demo model, ms", "read_ms": "reading the weights once, ms",
+    "tpot_kv_len": "TPOT after 128 tokens, ms", "policy_clients_8": "8 clients, tokens/s",
 }  # fmt: skip
+PREFILL = "prefill_"
+Table = list[list[str]]
+"""Rows of cells; the first row is the header."""
 
 
-class Measured(Protocol):
-    """The figures of a run."""
-
-    values: Any
-
-    def median(self, measure: str, peer: str) -> float | None: ...
-    def ratio(self, measure: str, peer: str, other: str) -> float | None: ...
-
-
-@dataclass(frozen=True)
-class Target:
-    """A target: ``measure`` of ours as a share of a peer's is at most ``limit``, or at least ``limit`` for throughput."""
-
-    measure: str
-    peer: str
-    limit: float
-
-
-TARGETS = (
-    *(Target(f"ttft_{length}", "npuw", limit) for length, limit in ((16, 0.07), (128, 0.18), (512, 0.62), (1000, 1.0))),
-    Target("ttft_turn", "npuw", 0.10),
-    Target("tpot_128", "npuw", 0.42),
-    Target("tpot_1000", "npuw", 0.48),
-    Target("load_s", "npuw", 0.5),
-    Target("peak_mb", "npuw", 0.7),
-    Target("tpot_128", "genai", 0.80),
-    Target("tpot_128", "genai f32", 1.10),
-    Target("ttft_16", "genai", 0.90),
-    Target("ttft_512", "genai", 1.15),
-    Target("clients_8", "npuw", 9.0),
-    Target("clients_8", "batching", 1.1),
-    Target("clients_16", "batching", 1.0),
-)
-
-
-def print_report(figures: Measured, names: list[str], same_tokens: bool | None) -> list[dict[str, Any]]:
-    """Print the report, and return the ratios with their limits."""
+def medians(figures: Figures, names: Sequence[str]) -> Table:
+    """Return a row for each measure of the peers, with the better median of GenAI's settings and its name in the last column."""
     columns = [name for name in names if any(name in found for found in figures.values.values())]
-    print(f"\n{'medians':<34}" + "".join(f"{name:>15}" for name in columns))
+    with_best = any(figures.best(measure) for measure in figures.values)
+    table = [["", *columns, *([BEST] if with_best else [])]]
     for measure, found in figures.values.items():
-        if len(found) > 1 and set(found) <= set(columns):
-            row = [figures.median(measure, name) for name in columns]
-            print(
-                f"{_name(measure):<34}"
-                + "".join(f"{'-' if value is None else format(value, '.5g'):>15}" for value in row)
-            )
-    print()
+        if not _is_compared(measure, found, columns):
+            continue
+        cells = [_number(figures.median(measure, name)) for name in columns]
+        best = figures.best(measure)
+        named = [f"{_number(figures.median(measure, best))} ({best})" if best else ""] if with_best else []
+        table.append([name_of(measure), *cells, *named])
+    return table
+
+
+def alone(figures: Figures, names: Sequence[str]) -> list[str]:
+    """Return a line for each measure of ours alone."""
+    lines = []
     for measure, found in figures.values.items():
-        if len(found) == 1 or not set(found) <= set(columns):
-            print(f"{_name(measure)}: " + ", ".join(f"{name} {figures.median(measure, name):.4g}" for name in found))
-    print(f"\n{'ours as a share of':<50}{'ratio':>8}{'target':>10}")
-    judged = [*(_judge(figures, target) for target in TARGETS), *_ours(figures)]
-    for line in judged:
-        if line["ratio"] is not None:
-            sign, verdict = (">=", "<=")[not line["is_least"]], "" if line["is_met"] else "   missed"
-            print(f"{line['what']:<50}{line['ratio']:>8.3f}{sign:>5}{line['limit']:>5.2f}{verdict}")
-    if same_tokens is not None:
-        print(
-            f"tokens of both sides in f32, without quantized activations: {'the same' if same_tokens else 'DIFFERENT'}"
-        )
-    return judged
+        if not measure.startswith(PREFILL) and not _is_compared(measure, found, names):
+            medians_of = ", ".join(f"{name} {_number(figures.median(measure, name))}" for name in found)
+            lines.append(f"{name_of(measure)}: {medians_of}")
+    return lines
 
 
-def _judge(figures: Measured, target: Target) -> dict[str, Any]:
-    is_least = target.measure.startswith("clients")
-    ratio = figures.ratio(target.measure, "ours", target.peer)
-    is_met = ratio is not None and (ratio >= target.limit if is_least else ratio <= target.limit)
-    what = f"{target.peer}: {_name(target.measure)}"
-    return {"what": what, "ratio": ratio, "limit": target.limit, "is_least": is_least, "is_met": is_met}
+def ratios(judged: Iterable[Judged]) -> Table:
+    """Return a row for each target that was measured."""
+    table = [["share", "ratio", "target", ""]]
+    for each in judged:
+        limit = f"{'at least' if each.is_least else 'at most'} {each.target.limit:.2f}"
+        assert each.ratio is not None
+        table.append([_what(each), f"{each.ratio:.2f}", limit, "" if each.is_met else "**missed**"])
+    return table
 
 
-def _ours(figures: Measured) -> list[dict[str, Any]]:
-    """Return ratios of our own figures, and the host time, which is not a ratio."""
-    tpot, read = figures.median("tpot_128", "ours"), figures.median("read_ms", "ours")
-    small, large = (figures.median("tpot_kv_len", f"kv_len {size}") for size in (512, 4096))
-    found = [
-        ("TPOT after 128 tokens / reading the weights once", tpot and read and tpot / read, 1.5),
-        ("TPOT at KV length 4096 / at 512", small and large and large / small, 1.3),
-        ("host time per token on the demo model, ms", figures.median("host_ms", "ours"), 0.25),
-    ]
-    return [
-        {"what": what, "ratio": ratio, "limit": limit, "is_least": False, "is_met": bool(ratio and ratio <= limit)}
-        for what, ratio, limit in found
-    ]
+def prefill(figures: Figures) -> Table:
+    """Return a row for each number of tokens: the TTFT, and what the products alone take in each element type, as a share of it.
+
+    The rows without a TTFT have the products only.
+    """
+    sizes = sorted({int(m.removeprefix(PREFILL)) for m in figures.values if m.startswith(PREFILL)})
+    types = [name for name in figures.values.get(f"{PREFILL}{sizes[0]}", {}) if name != "ours"] if sizes else []
+    header = ["tokens", "prefill, ms", *(f"products in {name}, ms" for name in types), "products, share of prefill"]
+    table = [header]
+    for size in sizes:
+        measure = f"{PREFILL}{size}"
+        best, ours = figures.best(measure, types), figures.median(measure, "ours")
+        share = f"{figures.median(measure, best) / ours:.2f} ({best})" if ours and best else ""  # type: ignore[operator]
+        times = [_number(figures.median(measure, name)) for name in types]
+        table.append([str(size), _number(ours), *times, share])
+    return table if sizes else []
 
 
-def _name(measure: str) -> str:
+def text(table: Table) -> str:
+    """Return a table in columns for a terminal."""
+    if len(table) < 2:
+        return ""
+    widths = [max(len(_plain(row[place])) for row in table) for place in range(len(table[0]))]
+    return "\n".join(
+        "  ".join(
+            _plain(cell).ljust(width) if not place else _plain(cell).rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    )
+
+
+def markdown(table: Table) -> str:
+    """Return a table in Markdown."""
+    if len(table) < 2:
+        return ""
+    lines = ["| " + " | ".join(row) + " |" for row in table]
+    return re.sub(r"  +\|", " |", "\n".join([lines[0], "|" + "---|" * len(table[0]), *lines[1:]]))
+
+
+def name_of(measure: str) -> str:
+    """Return what a measure is, with its unit."""
     if measure in NAMES:
         return NAMES[measure]
     stem, _, size = measure.rpartition("_")
     return NAMES[stem].format(size)
+
+
+def _is_compared(measure: str, found: Collection[str], names: Collection[str]) -> bool:
+    """Return whether a measure has figures of several peers, or of the only one."""
+    return not measure.startswith(PREFILL) and set(found) <= set(names) and len(found) >= min(2, len(names))
+
+
+def _what(judged: Judged) -> str:
+    mine, other = judged.target.mine, judged.target.other
+    if other is None:
+        return name_of(mine.measure)
+    if other.measure != mine.measure:
+        return f"{name_of(mine.measure)} / {name_of(other.measure)}"
+    mine_name = "" if mine.peer == "ours" else f"{mine.peer} / "
+    best = f" ({judged.best})" if judged.best else ""
+    return f"{mine_name}{other.peer}{best}: {name_of(mine.measure)}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _plain(cell: str) -> str:
+    return cell.replace("**", "")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from staticllm import StaticLLMPipeline, demo_model_path
+from staticllm.pipelines.profiling.stats import percentile
 from staticllm.pipelines.scheduling.planner import make_policy
 
 WARM_UP = 24
@@ -82,15 +83,18 @@ def saturated_rate(pipe: StaticLLMPipeline, load: Served) -> float:
 
 
 def summary(runs: list[Run]) -> dict[str, float]:
-    """Return means over the requests, in ms. TPOT is taken from the second token on, without waits to be swapped in."""
+    """Return figures over the requests, in ms. TPOT is taken from the second token on, without waits to be swapped in."""
     start, end = min(run.arrival for run in runs), max(run.times[-1] for run in runs)
     mean = statistics.fmean
     return {
         "tokens_per_second": sum(len(run.times) for run in runs) / (end - start),
         "ttft_ms": 1e3 * mean(run.times[0] - run.arrival for run in runs),
+        "ttft_p95_ms": 1e3 * percentile([run.times[0] - run.arrival for run in runs], 0.95),
         "tpot_ms": 1e3 * mean((run.times[-1] - run.times[1]) / (len(run.times) - 2) for run in runs),
         "first_to_second_ms": 1e3 * mean(run.times[1] - run.times[0] for run in runs),
         "longest_gap_ms": 1e3 * max(after - before for run in runs for before, after in pairwise(run.times)),
+        "gap_p95_ms": 1e3
+        * percentile([max(after - before for before, after in pairwise(run.times)) for run in runs], 0.95),
         "longest_later_gap_ms": 1e3 * max(after - before for run in runs for before, after in pairwise(run.times[1:])),
         "end_to_end_ms": 1e3 * mean(run.times[-1] - run.arrival for run in runs),
     }

@@ -20,7 +20,7 @@ import numpy as np
 NUM_PROMPT, NUM_NEW, NPUW_REQUESTS = 64, 64, 2
 HISTORY, TURN, ANSWER = 900, 30, 16  # tokens of a second turn
 NPUW = {"NPUW_DEVICES": "CPU", "NPUW_ONLINE_PIPELINE": "NONE"}  # the real NPUW, on the CPU
-SAMPLE_SECONDS = 0.05
+SAMPLE_SECONDS, REST_SECONDS = 0.05, 120.0
 
 
 class Worker:
@@ -72,6 +72,10 @@ class Peer(ABC):
 
     def complete(self) -> None:  # noqa: B027 - most have nothing to wait for
         """Wait for what is still loaded in the background."""
+
+    def rest(self) -> dict[str, Any]:
+        """Wait for what a pipeline does by itself while it has no requests, so that it disturbs no other peer."""
+        return {}
 
     @abstractmethod
     def run(self, prompt: np.ndarray, count: int, streamer: Any = None) -> list[int]:
@@ -133,6 +137,14 @@ class Ours(Peer):
 
     def complete(self) -> None:
         self._pipe.wait_until_complete()
+
+    def rest(self) -> dict[str, Any]:
+        """Wait until the engine has measured its costs."""
+        from staticllm.pipelines.diagnostics.costs import wait_for_costs
+
+        start = time.perf_counter()
+        is_complete = wait_for_costs(self._pipe.engine, REST_SECONDS)
+        return {"seconds": time.perf_counter() - start, "is_complete": is_complete}
 
     def run(self, prompt: np.ndarray, count: int, streamer: Any = None) -> list[int]:
         return self._pipe.generate(prompt, streamer=streamer, max_new_tokens=count, ignore_eos=True).tokens[0]
@@ -196,7 +208,7 @@ class Npuw(Genai):
 
 
 class Batching(Peer):
-    """openvino_genai's ContinuousBatchingPipeline on the CPU, with its defaults."""
+    """openvino_genai's ContinuousBatchingPipeline on the CPU, with its default scheduler."""
 
     def __init__(self, path: str, properties: dict[str, Any]) -> None:
         import openvino_genai as genai
@@ -241,10 +253,17 @@ def main() -> None:
     what = json.loads(sys.argv[1])
     watch = Watch() if what["is_watched"] else None
     start = time.perf_counter()
-    kinds = {"ours": Ours, "genai": Genai, "npuw": Npuw, "batching": Batching}
-    peer = kinds[what["kind"]](what["path"], what["properties"])
+    if what["kind"] == "products":
+        from bench_peak import Products
+
+        peer: Any = Products(what["path"], what["properties"])
+    else:
+        peer = {"ours": Ours, "genai": Genai, "npuw": Npuw, "batching": Batching}[what["kind"]](
+            what["path"], what["properties"]
+        )
     loaded = time.perf_counter()
-    peer.complete()
+    if isinstance(peer, Peer):
+        peer.complete()
     print(json.dumps({"seconds": loaded - start, "later_seconds": time.perf_counter() - loaded}), flush=True)
     for line in sys.stdin:
         job = json.loads(line)

@@ -47,13 +47,16 @@ class StaticLLMConfig:
         kv_cache_gb: Memory of the KV slots in GB, instead of their number; at least one longest sequence (``KV_CACHE_GB``).
         host_kv_slots: KV slots in host memory, for swapped requests and for conversations kept for their prefix;
             None for 16 longest sequences (``HOST_KV_SLOTS``).
-        memory_limit_mb: The most memory in MB (10^6 bytes) that the pipeline should take on a CPU, by estimate. If two programs
-            would exceed it, there is one; if one would, loading fails. None for no limit (``MEMORY_LIMIT_MB``).
+        memory_limit_mb: The most private memory in MB (10^6 bytes) that the process should have on a CPU, by estimate. If two
+            programs would exceed it, there is one; if one would, loading fails. The host pool gets what is left. None for no
+            limit (``MEMORY_LIMIT_MB``).
         max_waiting: Requests that may wait; further requests are refused with ``BusyError`` (``MAX_WAITING``).
         scheduler: The scheduling policy: ``dynamic``, ``fcfs``, ``prefill_first``, ``decode_first`` or ``chunked``
             (``SCHEDULER``, docs/scheduling.md).
         ttft_ms: Target for the time to first token, ms; None for as soon as possible (``TTFT_MS``).
         tpot_ms: Target for the time between two tokens, ms; None for a bound relative to a decode step (``TPOT_MS``).
+        gap_ms: The longest time that a request which has begun should wait for a place among the running ones, ms; None for
+            until one ends (``GAP_MS``, docs/scheduling.md).
         cache_dir: Folder of blob sets, from which programs that were compiled before are loaded; None for no cache
             (``CACHE_DIR``).
         cache_mode: ``OPTIMIZE_SIZE`` writes blobs without weights, if the device can, and reads the weights beside the IR;
@@ -97,6 +100,7 @@ class StaticLLMConfig:
     scheduler: Scheduler = "dynamic"
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    gap_ms: float | None = 500.0
     cache_dir: str | None = None
     cache_mode: CacheMode = "OPTIMIZE_SIZE"
     cache_limit_gb: float = 20.0
@@ -196,7 +200,7 @@ class StaticLLMConfig:
                 f"KV_CACHE_GB={size} and KV_SLOTS={self.kv_slots}: both set the same memory, give only one"
             )
         one_of("SCHEDULER", self.scheduler, SCHEDULERS)
-        for name in ("ttft_ms", "tpot_ms"):
+        for name in ("ttft_ms", "tpot_ms", "gap_ms"):
             object.__setattr__(self, name, _milliseconds(name.upper(), getattr(self, name)))
 
     @property

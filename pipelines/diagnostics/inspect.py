@@ -19,6 +19,7 @@ from staticllm.pipelines.diagnostics.reports import (
     StateReport,
     VariantReport,
 )
+from staticllm.pipelines.diagnostics.settings import planned_settings
 from staticllm.pipelines.programs.compile import first_variants
 from staticllm.pipelines.programs.compile_plan import CompilePlan, prepare, with_kv_slots
 
@@ -34,13 +35,14 @@ def inspect_model(models_path: str | os.PathLike[str], device: str, config: Stat
         DeviceError: the device is not on this machine, and is neither an NPU nor a GPU.
         ConfigError: an option is impossible for this model.
     """
-    _, plan = prepare(models_path, device, config, check=check_known)
+    core, plan = prepare(models_path, device, config, check=check_known)
     shape = plan.lowered.shape
     config = with_kv_slots(config, Path(models_path), plan.options.kv_type)
     return ModelReport(
         model=str(models_path),
         device=device,
         programs=plan.options.layout,
+        settings=planned_settings(core, plan.options),
         weights_bytes=(Path(models_path) / MODEL_XML).with_suffix(".bin").stat().st_size,
         vocab_size=shape.vocab_size,
         num_states=len(shape.kv_states),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,21 +17,23 @@ from staticllm.errors import ModelError, last_line
 from staticllm.model_dir import read_model
 from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS
 
-EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+EXACT: Mapping[str, Any] = MappingProxyType(
+    {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+)
 """CPU properties that add no rounding to that of the model itself."""
 
 
 class StatefulReference:
-    """A stateful IR that runs on the CPU in f32, one conversation at a time.
+    """A stateful IR that runs on the CPU, one conversation at a time, in f32 unless ``properties`` differ.
 
     Raises:
         ModelError: the directory has no causal language model, or the CPU cannot compile it.
     """
 
-    def __init__(self, models_path: str | os.PathLike[str]) -> None:
+    def __init__(self, models_path: str | os.PathLike[str], properties: Mapping[str, Any] = EXACT) -> None:
         model = read_model(get_core(), Path(models_path))
         try:
-            compiled = get_core().compile_model(model, "CPU", EXACT)
+            compiled = get_core().compile_model(model, "CPU", dict(properties))
         except RuntimeError as error:
             raise ModelError(
                 f"the CPU cannot compile the original in {str(models_path)!r}: {last_line(error)}"

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from staticllm.compiler_passes.pass_pipeline import PassReport
-from staticllm.core import KVType, Phase, ProgramLayout
+from staticllm.core import KVType, Part, Phase, ProgramLayout
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -77,14 +77,15 @@ class VariantReport:
 class ModelReport:
     """A lowered model (``staticllm inspect``).
 
-    ``programs`` is how programs share variants, ``num_programs`` how many are compiled. ``buffers_bytes`` are those of masks,
-    logits and new rows. ``is_packable``: whether one call can take rows of several sequences. ``max_num_seqs`` is the most
-    requests that run at once.
+    ``programs`` is how programs share variants, ``num_programs`` how many are compiled. ``settings`` are the precision and the
+    quantization of activations, for each part of the work. ``buffers_bytes`` are those of masks, logits and new rows.
+    ``is_packable``: whether one call can take rows of several sequences. ``max_num_seqs`` is the most requests that run at once.
     """
 
     model: str
     device: str
     programs: ProgramLayout
+    settings: Mapping[Part, str]
     weights_bytes: int
     vocab_size: int
     num_states: int
@@ -162,6 +163,68 @@ class Agreement:
     def as_dict(self) -> dict[str, Any]:
         """Return the object that a manifest stores under ``verification``."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far the probabilities of a model with some settings diverge from those of the original in f32.
+
+    ``mean`` and ``largest`` are Kullback-Leibler divergences per token, in nats, over ``tokens`` places of several texts.
+    ``error`` is the standard error of the mean, from the means of the texts. ``agreement`` is the share of places where the
+    most likely token is the same. ``chosen_for``: the parts of the work for which the calibration chose these settings.
+    ``is_within``: whether the mean is at most that of a setting that may be chosen without being asked for.
+    """
+
+    settings: str
+    chosen_for: tuple[str, ...]
+    mean: float
+    error: float
+    largest: float
+    agreement: float
+    tokens: int
+    is_within: bool
+
+
+@dataclass(frozen=True)
+class ChosenSettings:
+    """The settings of one compiled program, and the calls that it runs: their phases, and their fewest and most rows."""
+
+    settings: str
+    phases: tuple[Phase, ...]
+    least_rows: int
+    most_rows: int
+
+
+@dataclass(frozen=True)
+class ProbeTimes:
+    """The ms of the calibration's products with this number of rows, by the name of each setting."""
+
+    rows: int
+    ms: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """The time of one kind of work in one call, in ms and as a share of the call.
+
+    ``kind`` is what the nodes do, ``types`` are their types in the plugin, and ``count`` is their number.
+    """
+
+    kind: str
+    types: tuple[str, ...]
+    count: int
+    ms: float
+    share: float
+
+
+@dataclass(frozen=True)
+class CallProfile:
+    """Where the time of one call of a program goes. ``ms`` is the sum over all nodes."""
+
+    variant: str
+    settings: str
+    ms: float
+    nodes: tuple[NodeShare, ...]
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,8 @@ class EngineCore:
 
     def _plan(self) -> Plan:
         runner, manager = self.runner, self.kv_manager
-        device = Device(runner.index, runner.costs, runner.cache.slots.high_slot, runner.is_complete)
+        high_slot = runner.cache.slots.high_slot
+        device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds)
         return self._planner.plan(
             self._table.view(time.perf_counter(), manager.free_slots, manager.host_pool.free_slots, device)
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.host_pool import HostPool
 from staticllm.kvcache.prefix import PrefixCache
@@ -12,9 +14,14 @@ from staticllm.pipelines.engine.overflow import shorten
 from staticllm.pipelines.engine.request import SequenceState
 from staticllm.pipelines.scheduling.request_table import RequestTable
 
+SWAP_WEIGHT = 0.1
+"""The weight of the newest copy in the running mean of ``KVCacheManager.swap_seconds``."""
+
 
 class KVCacheManager:
     """Manages the slots of the requests in the table. A request that prefills or decodes has a sequence in the arena.
+
+    ``swap_seconds`` is the time in which one slot is copied between arena and host pool, a running mean; 0 before the first copy.
 
     Runs on the engine's thread.
     """
@@ -22,6 +29,7 @@ class KVCacheManager:
     def __init__(self, cache: KVCache, table: RequestTable, host_pool: HostPool, prefix: PrefixCache) -> None:
         self.cache, self.table, self.host_pool, self.prefix = cache, table, host_pool, prefix
         self.states: dict[int, SequenceState] = {}
+        self.swap_seconds = 0.0
         self._was_sharing = False
 
     @property
@@ -64,7 +72,10 @@ class KVCacheManager:
     def offload(self, state: SequenceState) -> None:
         """Move the slots of a swapped request to the host pool; without room there they stay in the arena."""
         if state.sequence is not None and len(state.sequence) <= self.host_pool.free_slots:
-            self.put_in_host_pool(state, self.cache.copy_out(state.sequence))
+            start = time.perf_counter()
+            stored = self.cache.copy_out(state.sequence)
+            self._count_swap(len(stored.tokens), time.perf_counter() - start)
+            self.put_in_host_pool(state, stored)
 
     def put_in_host_pool(self, state: SequenceState, stored: StoredSequence) -> None:
         """Put a copy of a request's sequence into the host pool, and free its arena slots if it has any."""
@@ -79,7 +90,9 @@ class KVCacheManager:
             stored = self.host_pool.take(state.id)
             own_slots = len(stored.tokens)
             self.prefix.offload_for(own_slots)
+            start = time.perf_counter()
             state.sequence = self.cache.bring_back(stored, own_slots)
+            self._count_swap(own_slots, time.perf_counter() - start)
         state.info.swap_in(own_slots)
 
     def preempt(self, state: SequenceState) -> None:
@@ -161,6 +174,12 @@ class KVCacheManager:
         for state in self.states.values():
             if state.sequence is not None:
                 state.info.set_own_slots(self.cache.slots.count_own(state.sequence.slots))
+
+    def _count_swap(self, num_slots: int, seconds: float) -> None:
+        """Add a copy of ``num_slots`` slots to the running mean ``swap_seconds``."""
+        if num_slots:
+            weight = SWAP_WEIGHT if self.swap_seconds else 1.0
+            self.swap_seconds += weight * (seconds / num_slots - self.swap_seconds)
 
     def _is_sharing(self) -> bool:
         was, self._was_sharing = self._was_sharing, self.cache.slots.num_shared > 0

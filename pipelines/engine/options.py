@@ -30,7 +30,7 @@ class EngineOptions:
 def options_of(config: StaticLLMConfig, shape: ModelShape, mode: ProgramMode) -> EngineOptions:
     """Return the options of ``config`` for an engine with a model of ``shape``, whose programs are compiled in ``mode``."""
     return EngineOptions(
-        limits=Limits(config.num_seqs(mode), config.ttft_ms, config.tpot_ms),
+        limits=Limits(config.num_seqs(mode), config.ttft_ms, config.tpot_ms, config.gap_ms),
         max_seq_len=config.max_seq_len,
         max_waiting=config.max_waiting,
         host_kv_slots=config.num_host_slots,

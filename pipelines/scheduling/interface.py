@@ -86,12 +86,15 @@ class Device:
         high_slot: One more than the highest KV slot in use. A call over existing KV slots needs a variant with at least this
             ``kv_len``.
         is_complete: False while further programs are compiled in the background: larger calls may still be missing.
+        swap_seconds: The mean time in seconds in which one KV slot is copied between the arena and the host pool; 0 before the
+            first time.
     """
 
     index: VariantIndex
     seconds: Callable[[Variant], float]
     high_slot: int = 0
     is_complete: bool = True
+    swap_seconds: float = 0.0
 
     def call(self, num_rows: int, num_sequences: int = 1, is_fresh: bool = False) -> Variant | None:
         """Return the smallest variant for ``num_rows`` tokens of ``num_sequences`` requests; None if there is none.
@@ -119,6 +122,7 @@ class View:
         device: The variants that can run, and their costs.
         ttft_ms: Target for the time to first token in ms (``TTFT_MS``); None without one.
         tpot_ms: Target for the time between two tokens of a request in ms (``TPOT_MS``); None without one.
+        gap_ms: The longest time in ms that a swapped request should wait for its next token (``GAP_MS``); None for no bound.
     """
 
     now: float
@@ -132,6 +136,7 @@ class View:
     device: Device
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    gap_ms: float | None = None
 
     @property
     def requests(self) -> tuple[RequestView, ...]:

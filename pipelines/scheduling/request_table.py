@@ -115,11 +115,12 @@ class RequestInfo:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest number of running requests, and the targets for TTFT and TPOT in ms; None without a target."""
+    """The largest number of running requests, and the targets for TTFT, TPOT and gaps in ms; None without a target."""
 
     max_num_seqs: int
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    gap_ms: float | None = None
 
 
 class RequestTable:
@@ -175,6 +176,7 @@ class RequestTable:
             device,
             self.limits.ttft_ms,
             self.limits.tpot_ms,
+            self.limits.gap_ms,
         )
 
     @property

@@ -44,8 +44,9 @@ class HostCost:
 
         step + row * num_rows + sequence * num_sequences
 
-    A token is available ``answer`` seconds after the end of its call. If a request arrives while the device is idle, its call
-    starts after ``wake`` seconds; with None the formula gives that time.
+    and ``swap`` seconds more for every KV slot that is copied between the arena and the host pool. A token is available
+    ``answer`` seconds after the end of its call. If a request arrives while the device is idle, its call starts after ``wake``
+    seconds; with None the formula gives that time.
     """
 
     step: float = 0.0
@@ -53,6 +54,7 @@ class HostCost:
     sequence: float = 0.0
     answer: float = 0.0
     wake: float | None = None
+    swap: float = 0.0
 
     def __call__(self, num_rows: int, num_sequences: int) -> float:
         return self.step + self.row * num_rows + self.sequence * num_sequences

@@ -76,7 +76,7 @@ def longest(arrivals: Sequence[Arrival]) -> tuple[int, int]:
 
 def configured_model(config: StaticLLMConfig, mode: ProgramMode, cost: Cost, host: HostCost) -> DeviceModel:
     """Return a device with the programs, ``max_num_seqs`` and KV slots that the pipeline would have with this config."""
-    limits = Limits(config.num_seqs(mode), config.ttft_ms, config.tpot_ms)
+    limits = Limits(config.num_seqs(mode), config.ttft_ms, config.tpot_ms, config.gap_ms)
     index = VariantIndex(choose_variants(config, mode))
     return DeviceModel(index, cost, limits, config.num_kv_slots(mode), config.num_host_slots, config.max_seq_len, host)
 
@@ -98,5 +98,5 @@ def tabled_model(config: StaticLLMConfig, index: VariantIndex, cost: Cost, host:
             "shorten them or measure with longer ones"
         )
     num_seqs = config.max_num_seqs or index.max_decoding(0)
-    limits = Limits(num_seqs, config.ttft_ms, config.tpot_ms)
+    limits = Limits(num_seqs, config.ttft_ms, config.tpot_ms, config.gap_ms)
     return DeviceModel(index, cost, limits, kv_slots, config.num_host_slots, config.max_seq_len, host)

@@ -90,6 +90,7 @@ class SimulatedDevice:
         self._inbox: deque[SimulatedRequest] = deque()
         self._parts: list[ScheduledRows] = []
         self._idle_since = float("-inf")
+        self._num_swapped = 0  # KV slots copied between arena and host pool since the last call began
 
     @property
     def num_requests(self) -> int:
@@ -125,7 +126,7 @@ class SimulatedDevice:
             return None
         model = self.model
         free, free_host_slots = model.kv_slots - self.slots_used, model.host_kv_slots - self.host_slots_used
-        device = Device(model.index, self._learned or model.cost, self.slots_used)
+        device = Device(model.index, self._learned or model.cost, self.slots_used, swap_seconds=model.host.swap)
         view = self.table.view(now, free, free_host_slots, device)
         plan = self.planner.plan(view)
         self._parts = self._fitting(self._prepare(plan))
@@ -134,7 +135,8 @@ class SimulatedDevice:
         num_rows = sum(part.num_rows for part in self._parts)
         was_idle = now > self._idle_since
         lead = model.host.wake if was_idle and model.host.wake is not None else model.host(num_rows, len(self._parts))
-        start, seconds = now + lead, model.cost(variant)
+        start, seconds = now + lead + self._num_swapped * model.host.swap, model.cost(variant)
+        self._num_swapped = 0
         for part in self._parts:
             request = self._requests[part.request_id]
             request.started = start if request.started is None else request.started
@@ -221,6 +223,7 @@ class SimulatedDevice:
         """Move the slots of a swapped request to the host pool; without room there they stay in the arena."""
         info = self.table[request_id]
         if info.num_computed <= self.model.host_kv_slots - self.host_slots_used:
+            self._num_swapped += info.num_computed
             self.host_slots_used += info.num_computed
             self.slots_used -= info.own_slots
             info.leave_arena()
@@ -231,6 +234,7 @@ class SimulatedDevice:
             info.swap_in()
             return
         info.swap_in(info.num_computed)
+        self._num_swapped += info.num_computed
         self.host_slots_used -= info.num_computed
         self.slots_used += info.num_computed
 

@@ -19,9 +19,10 @@ class Summary:
 
     ``tpot_ms`` is the mean time per token after the first, and ``decode_tpot_ms`` that per token after the second.
     ``second_token_ms`` is the time from the first to the second token, during which a request may be swapped.
-    ``longest_gap_ms`` is the longest time between two tokens of one request. ``latency_ms`` is the time from arrival to the last
-    token. ``fairness`` is Jain's index (Jain, Chiu, Hawe: A Quantitative Measure of Fairness, DEC-TR-301, 1984) of the requests'
-    speeds, in tokens of prompt and answer per second of latency: 1 if all are equal, 1/n if one request gets everything.
+    ``longest_gap_ms`` is the longest time between two tokens of one request, and ``gap_p95_ms`` the 95th percentile of the
+    longest gaps of all requests. ``latency_ms`` is the time from arrival to the last token. ``fairness`` is Jain's index (Jain,
+    Chiu, Hawe: A Quantitative Measure of Fairness, DEC-TR-301, 1984) of the requests' speeds, in tokens of prompt and answer per
+    second of latency: 1 if all are equal, 1/n if one request gets everything.
     """
 
     num_requests: int
@@ -36,6 +37,7 @@ class Summary:
     decode_tpot_ms: float
     second_token_ms: float
     longest_gap_ms: float
+    gap_p95_ms: float
     latency_ms: float
     latency_p95_ms: float
     fairness: float
@@ -60,6 +62,7 @@ def summarize(requests: Sequence[RequestRecord]) -> Summary:
     seconds = max((t[-1] for t in times), default=0.0) - first
     num_tokens = sum(map(len, times))
     ttft = [request.token_times[0] - request.arrival for request in served]
+    gaps = [max((after - before for before, after in pairwise(t)), default=0.0) for t in times]
     latency = [request.token_times[-1] - request.arrival for request in served]
     sizes = [request.num_prompt + len(request.token_times) for request in served]
     return Summary(
@@ -74,7 +77,8 @@ def summarize(requests: Sequence[RequestRecord]) -> Summary:
         tpot_ms=_mean([(t[-1] - t[0]) / (len(t) - 1) for t in times if len(t) > 1]) * 1e3,
         decode_tpot_ms=_mean([(t[-1] - t[1]) / (len(t) - 2) for t in times if len(t) > 2]) * 1e3,
         second_token_ms=_mean([t[1] - t[0] for t in times if len(t) > 1]) * 1e3,
-        longest_gap_ms=max((after - before for t in times for before, after in pairwise(t)), default=0.0) * 1e3,
+        longest_gap_ms=max(gaps, default=0.0) * 1e3,
+        gap_p95_ms=percentile(gaps, 0.95) * 1e3,
         latency_ms=_mean(latency) * 1e3,
         latency_p95_ms=percentile(latency, 0.95) * 1e3,
         fairness=jain([size / max(spent, 1e-12) for size, spent in zip(sizes, latency, strict=True)]),

@@ -121,7 +121,7 @@ def calibrate(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int = 
 
 def _model_of(pipe: StaticLLMPipeline, records: Records) -> DeviceModel:
     config, runner = pipe.config, pipe.engine.runner
-    limits = Limits(MAX_SEQS, config.ttft_ms, config.tpot_ms)
+    limits = Limits(MAX_SEQS, config.ttft_ms, config.tpot_ms, config.gap_ms)
     num_slots = runner.cache.slots.num_slots
     known = runner.costs.measured
     cost, host = measured_costs(records, known), measured_host(records)

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 import numpy as np
 
-from staticllm.cli.bench_costs import report_costs
+from staticllm.cli.bench_reports import (
+    report_calibration,
+    report_costs,
+    report_divergence,
+    report_nodes,
+    settings_lines,
+    settings_of,
+)
 from staticllm.cli.options import (
     TOKEN_IDS,
     Command,
@@ -30,12 +37,17 @@ from staticllm.cli.progress import Progress, progress
 from staticllm.config import StaticLLMConfig
 
 if TYPE_CHECKING:
+    from staticllm.pipelines.diagnostics.reports import ChosenSettings
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
     from staticllm.pipelines.programs.bind import BoundPrograms
 
 SHORT_PROMPT = 16
 """Prompt tokens of a generation test at depth 0."""
 CHART_WIDTH = 40
+REPORTS = {
+    "costs": report_costs, "calibration": report_calibration, "divergence": report_divergence, "nodes": report_nodes,
+}  # fmt: skip
+"""The options that print a report instead of speeds."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,14 @@ class Row:
         return self.test.rstrip("0123456789 @d")
 
 
+@dataclass(frozen=True)
+class Measured:
+    """The results of all tests, and the settings of the programs that ran them."""
+
+    rows: list[Row]
+    settings: list[ChosenSettings]
+
+
 def _counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
     """Parse comma-separated whole numbers; 0 skips a test."""
     try:
@@ -115,11 +135,19 @@ def _count_option(*names: str, default: str, description: str) -> Callable[[Comm
     "--profile", type=click.Path(), help="Write a Chrome trace (ui.perfetto.dev); print where a token's time goes."
 )
 @click.option("--costs", is_flag=True, help="Only compare the costs that calls are planned by with timed calls.")
+@click.option("--calibration", is_flag=True, help="Only print the programs' settings, and the times of all candidates.")
+@click.option("--divergence", is_flag=True, help="Only compare the settings of this CPU with the original in f32.")
+@click.option(
+    "--nodes", is_flag=True, help="Only divide the time of calls among the kinds of nodes that the device runs."
+)
 @layout_options
 def command(model: str, **options: Any) -> None:
     """Measure MODEL, or the embedded demo model: prompts (pp), generation (tg), concurrent requests (c)."""
-    if options.pop("costs"):
-        report_costs(model, options)
+    asked = [name for name in REPORTS if options.pop(name)]
+    if len(asked) > 1:
+        raise click.UsageError(f"--{asked[0]} and --{asked[1]} print a report each: give one of them")
+    if asked:
+        REPORTS[asked[0]](model, options)
         return
     tests = _tests(options)
     if not tests:
@@ -129,11 +157,14 @@ def command(model: str, **options: Any) -> None:
         check_lengths(test.flag, test.prompt, test.new, properties)
     if options["profile"] is not None:
         check_output(options["profile"])
-    rows = _run(Path(model), properties, tests, options)
-    click.echo({"md": _markdown, "json": _json, "csv": _csv}["json" if options["as_json"] else options["output"]](rows))
+    found = _run(Path(model), properties, tests, options)
+    output = "json" if options["as_json"] else options["output"]
+    click.echo({"md": _markdown, "json": _json, "csv": _csv}[output](found.rows))
+    if output == "md":
+        click.echo("\n".join(["", *settings_lines(found.settings)]))
 
 
-def _run(path: Path, properties: dict[str, Any], tests: list[Test], options: dict[str, Any]) -> list[Row]:
+def _run(path: Path, properties: dict[str, Any], tests: list[Test], options: dict[str, Any]) -> Measured:
     with progress("loading") as shown:
         from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 
@@ -141,8 +172,8 @@ def _run(path: Path, properties: dict[str, Any], tests: list[Test], options: dic
             pipe.wait_until_complete()
             with profiling(pipe, options["profile"]):
                 found = [(test, list(_measure(pipe, test, options["repetitions"], shown))) for test in tests]
-            programs = programs_of(cast("BoundPrograms", pipe.engine.runner.programs))
-    return [_row(path, options["device"], programs, test, times) for test, times in found]
+            programs, settings = programs_of(cast("BoundPrograms", pipe.engine.runner.programs)), settings_of(pipe)
+    return Measured([_row(path, options["device"], programs, test, times) for test, times in found], settings)
 
 
 def programs_of(programs: BoundPrograms) -> str:

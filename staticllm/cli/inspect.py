@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +12,7 @@ from staticllm.cli.options import layout_options, model_argument, read_config
 from staticllm.cli.progress import progress
 
 if TYPE_CHECKING:
+    from staticllm.core import Part
     from staticllm.pipelines.diagnostics.reports import ModelReport, VariantReport
 
 
@@ -38,6 +39,7 @@ def _text(report: ModelReport) -> str:
         *_recurrent(report),
         f"buffers   {_mib(report.buffers_bytes)} for masks, logits and new rows",
         f"programs  {report.programs} on {report.device}",
+        *_settings(report.settings),
         f"serves    {report.max_num_seqs} requests at once; at most {_mib(kv.host_bytes)} more in the host pool",
         *_variants(report.variants),
         "",
@@ -78,6 +80,14 @@ def _variants(variants: Sequence[VariantReport]) -> list[str]:
     for size, buckets in kv_lens.items():
         sizes.setdefault(", ".join(map(str, sorted(buckets))), []).append(size)
     return [f"variants  rows {', '.join(names)}: KV length {buckets}" for buckets, names in sizes.items()]
+
+
+def _settings(settings: Mapping[Part, str]) -> list[str]:
+    """Return one line for each setting, with the parts of the work that have it."""
+    parts: dict[str, list[str]] = {}
+    for part, setting in settings.items():
+        parts.setdefault(setting, []).append(part)
+    return [f"settings  {setting} ({', '.join(names)})" for setting, names in parts.items()]
 
 
 def _mib(count: int) -> str:

@@ -25,7 +25,7 @@ LOAD = 0.6
 """The default rate as a share of the maximum rate. Near the maximum, the queue depends more on arrivals than on the policy."""
 HEADER = (
     f"{'policy':<14}{'requests/s':>11}{'tokens/s':>10}{'TTFT ms':>11}{'p95':>11}{'TPOT ms':>10}{'decoding':>10}"
-    f"{'longest gap':>13}{'latency ms':>12}{'fairness':>10}{'busy':>7}"
+    f"{'longest gap':>13}{'p95':>9}{'latency ms':>12}{'fairness':>10}{'busy':>7}"
 )
 
 
@@ -74,6 +74,13 @@ HEADER = (
 @click.option("--host-kv-slots", type=click.IntRange(0), help="KV slots of the host pool.  [as the pipeline]")
 @click.option("--ttft-ms", type=Number(0, 1e9, min_open=True), help="Target for the time to first token.")
 @click.option("--tpot-ms", type=Number(0, 1e9, min_open=True), help="Target for the time between two tokens.")
+@click.option(
+    "--gap-ms",
+    type=Number(0, 1e9, min_open=True),
+    default=StaticLLMConfig.gap_ms,
+    show_default=True,
+    help="Longest wait of a request that has begun for a place among the running ones.",
+)
 @click.option("--programs", type=click.Choice(["shared", "separate"]), default="shared", show_default=True,
               help="Which programs the device has, without --costs.")  # fmt: skip
 @click.option("--costs", type=click.Path(), help="Read costs from a file, JSON: rows, kv_len, sequences, seconds.")
@@ -83,6 +90,7 @@ HEADER = (
     "--attention-us", type=float, default=0.05, show_default=True, help="plus us per row and slot that it sees."
 )
 @click.option("--host-ms", type=float, default=0.0, show_default=True, help="Host time between two calls.")
+@click.option("--swap-us", type=float, default=0.0, show_default=True, help="Host time per KV slot that is swapped.")
 @click.option("--save-costs", type=click.Path(), help="Write the costs to a file; with --validate, the measured ones.")
 @click.option("--validate", is_flag=True, help="Compare with the engine, on this machine.")
 @model_option
@@ -139,7 +147,7 @@ def _simulate(options: dict[str, Any]) -> None:
 def _line(policy: str, s: RunSummary) -> str:
     return (
         f"{policy:<14}{s.requests_per_second:>11.3f}{s.tokens_per_second:>10.1f}{s.ttft_ms:>11.1f}"
-        f"{s.ttft_p95_ms:>11.1f}{s.tpot_ms:>10.2f}{s.decode_tpot_ms:>10.2f}{s.longest_gap_ms:>13.1f}"
+        f"{s.ttft_p95_ms:>11.1f}{s.tpot_ms:>10.2f}{s.decode_tpot_ms:>10.2f}{s.longest_gap_ms:>13.1f}{s.gap_p95_ms:>9.1f}"
         f"{s.latency_ms:>12.1f}{s.fairness:>10.3f}{s.busy:>7.1%}"
     )
 
@@ -193,13 +201,13 @@ def _model(options: dict[str, Any], arrivals: list[Arrival]) -> DeviceModel:
     from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost, read_costs
     from staticllm.pipelines.simulator.scenario import configured_model, longest, tabled_model
 
-    for name in ("weights_ms", "row_ms", "attention_us", "host_ms", "transfer_ms", "slot_bytes"):
+    for name in ("weights_ms", "row_ms", "attention_us", "host_ms", "swap_us", "transfer_ms", "slot_bytes"):
         if not 0 <= options[name] < float("inf"):
             raise click.UsageError(f"--{name.replace('_', '-')} {options[name]:g}: must be 0 or more")
     prompt, output = longest(arrivals)
-    names = ("max_num_seqs", "kv_slots", "host_kv_slots", "ttft_ms", "tpot_ms")
+    names = ("max_num_seqs", "kv_slots", "host_kv_slots", "ttft_ms", "tpot_ms", "gap_ms")
     config = StaticLLMConfig(max_prompt_len=prompt, min_response_len=output, **{name: options[name] for name in names})
-    host = HostCost(options["host_ms"] / 1e3)
+    host = HostCost(options["host_ms"] / 1e3, swap=options["swap_us"] / 1e6)
     if options["costs"]:
         variants, table = read_costs(options["costs"])
         return tabled_model(config, VariantIndex(variants), table, host)

@@ -29,6 +29,7 @@ def fake_engine(
     host_kv_slots: int = 256,
     max_waiting: int = 128,
     *,
+    gap_ms: float | None = None,
     is_packable: bool = True,
     masks: Sequence[MaskKind] = (CAUSAL,),
     is_recurrent: bool = False,
@@ -44,6 +45,7 @@ def fake_engine(
         max_seq_len: The largest number of KV slots of one sequence.
         host_kv_slots: The size of the host pool in KV slots.
         max_waiting: The largest number of waiting requests.
+        gap_ms: The longest time that a swapped request should wait for its next token, ms.
         is_packable: Whether one call can have the rows of several sequences.
         masks: The kinds of mask that the model reads.
         is_recurrent: Whether the model has recurrent states.
@@ -52,8 +54,9 @@ def fake_engine(
             or ``run_to_end``, and must not call ``run_between_steps``, which would wait for ever.
     """
     state_slots = fake_shape(masks, is_recurrent=is_recurrent).slots_of_states(max_seq_len)
+    limits = Limits(max_num_seqs, gap_ms=gap_ms)
     options = EngineOptions(
-        Limits(max_num_seqs), max_seq_len, max_waiting, host_kv_slots, measure_costs=False, state_slots=state_slots
+        limits, max_seq_len, max_waiting, host_kv_slots, measure_costs=False, state_slots=state_slots
     )
     runner = fake_runner(variants, masks, is_packable=is_packable, is_recurrent=is_recurrent, is_staged=is_staged)
     return (Engine if starts_thread else _EngineWithoutThread)(runner, policy, options)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from staticllm.pipelines.programs.chunking import plan_chunks
 from staticllm.pipelines.scheduling.interface import Plan, RequestStatus, RequestView, View
+
+Order = Callable[[Iterable[RequestView]], list[RequestView]]
 
 
 def in_order(requests: Iterable[RequestView]) -> list[RequestView]:
@@ -36,13 +38,13 @@ def admissible_prompts(view: View) -> list[RequestView]:
     )
 
 
-def to_swap_in(view: View) -> list[RequestView]:
-    """Return the swapped requests that can be running now, in order, within ``max_num_seqs`` and the free KV slots."""
+def to_swap_in(view: View, order: Order = in_order) -> list[RequestView]:
+    """Return the swapped requests that can be running now, in ``order``, within ``max_num_seqs`` and the free KV slots."""
     chosen: list[RequestView] = []
     if not view.free_seqs:
         return chosen
     slots = view.free_slots - len(view.running)
-    for request in in_order(view.swapped)[: view.free_seqs]:
+    for request in order(view.swapped)[: view.free_seqs]:
         slots -= 1 + (0 if request.in_arena else request.num_computed)
         if slots < 0:
             break
@@ -50,24 +52,31 @@ def to_swap_in(view: View) -> list[RequestView]:
     return chosen
 
 
-def decode_plan(view: View, swap_in: list[RequestView] | None = None) -> Plan | None:
+def decode_plan(
+    view: View, swap_in: list[RequestView] | None = None, exchanged: Sequence[RequestView] = ()
+) -> Plan | None:
     """Return a decode step of all running requests and of ``swap_in`` (by default ``to_swap_in(view)``).
+
+    The running requests in ``exchanged`` give their places to those in ``swap_in``; the host pool must have room for them.
 
     If KV slots run short, requests are swapped out, or preempted if the host pool is full, in the order of ``_victims``. If no
     request is running or in ``swap_in``, the first swapped request is swapped in by preemption; None if none is swapped.
     """
     swap_in = to_swap_in(view) if swap_in is None else swap_in
-    running = in_order((*view.running, *swap_in))
+    given = {request.id for request in exchanged}
+    running = in_order(request for request in (*view.running, *swap_in) if request.id not in given)
     if not running:
         return _swap_in_with_preemption(view)
     brought = sum(request.num_computed for request in swap_in if not request.in_arena)
-    swap_out: list[RequestView] = []
+    swap_out = list(exchanged)
     preempt: list[RequestView] = []
-    needs_room = len(running) + brought > view.free_slots
+    needs_room = len(running) + brought > view.free_slots + sum(request.own_slots for request in exchanged)
     for victim in _victims(view, keep=running[0]) if needs_room else ():
         freed = sum(request.own_slots for request in (*swap_out, *preempt))
         if len(running) + brought <= view.free_slots + freed:
             break
+        if victim.id in given:
+            continue
         fits = sum(request.num_computed for request in (*swap_out, victim)) <= view.free_host_slots
         (swap_out if victim.status == RequestStatus.RUNNING and fits else preempt).append(victim)
         running = [request for request in running if request.id != victim.id]

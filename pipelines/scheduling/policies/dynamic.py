@@ -12,9 +12,11 @@ from staticllm.pipelines.scheduling.policies.common import (
     decode_plan,
     fits,
     prefill_with_preemption,
+    to_swap_in,
     with_prefill,
 )
 from staticllm.pipelines.scheduling.policies.packing import pack
+from staticllm.pipelines.scheduling.policies.time_slices import TimeSlices, by_wait
 
 GAP_STEPS, GAP_SECONDS = 4, 0.1
 """Without a TPOT target, two tokens of a request are at most this many decode steps or seconds apart, whichever is longer."""
@@ -192,17 +194,19 @@ class Dynamic:
     them ends. The calls that can run prompts now, alone or mixed with decoding, are compared by measured costs, and the one with
     the highest ``CandidateCall.rate`` runs. No running request waits longer than ``tpot_ms`` for its next token. Prompts run at
     once while fewer than ``max_num_seqs`` requests are running. Otherwise they are batched, with a delay that ``ttft_ms`` bounds.
+    With ``gap_ms``, swapped requests get the places of running ones in time slices, and prompts wait if there are too many.
     """
 
     def __init__(self) -> None:
         self._prefill_end = float("-inf")  # expected end of the last call with prompts, on the clock of the view
         self._prefill_seconds = 0.0  # device time that the prompts added to this call
         self._delayed: tuple[int, ...] = ()  # ids of the prompts that wait for a fuller batch since the last comparison
+        self._slices = TimeSlices()
 
     def plan(self, view: View) -> Plan:
         """Return the call that uses the device best now: a decode step, prompts, or both."""
-        backlog = admissible_prompts(view)
-        decode = decode_plan(view)
+        backlog = self._startable(view)
+        decode = self._decode(view)
         if decode is None:
             return self._prefill_only(view, backlog)
         if not backlog or decode.swap_out or decode.preempt:
@@ -220,6 +224,21 @@ class Dynamic:
             self._delayed = tuple(request.id for request in backlog)
             return decode
         return self._begin(view, best)
+
+    def _startable(self, view: View) -> list[RequestView]:
+        """Return the prompts that may run: those that have begun, and as many others as can soon have a place."""
+        backlog = admissible_prompts(view)
+        if not backlog:
+            return backlog
+        limit = self._slices.num_startable(view) + len(view.prefilling)
+        return backlog if len(backlog) <= limit else backlog[: int(limit)]
+
+    def _decode(self, view: View) -> Plan | None:
+        """Return the next decode step, in which places may change hands."""
+        if view.gap_ms is None:
+            return decode_plan(view)
+        gone, come = self._slices.exchange(view)
+        return decode_plan(view, come or to_swap_in(view, by_wait), gone)
 
     def _is_still_delayed(self, view: View, backlog: list[RequestView], candidates: Candidates) -> bool:
         """Return whether the prompts of the last comparison still wait to be batched, so that no call is compared again."""
@@ -247,7 +266,7 @@ class Dynamic:
             gap *= CROWDED_GAP
         if view.ttft_ms is not None and view.now - backlog[0].arrival > URGENT_TTFT_SHARE * view.ttft_ms / 1e3:
             gap *= URGENT_GAP
-        return gap - waited
+        return min(gap, self._slices.slice_seconds(view)) - waited
 
     def _least(self, view: View, calls: list[CandidateCall], decode: Plan) -> Plan:
         """Return the plan if no call with prompts keeps the bound: decode, unless prompts are below their share."""

@@ -42,13 +42,16 @@ def test_every_bench_test_is_in_every_output_format(bench):
     tokens = rows[2]
     assert tokens["tokens_per_second"] == pytest.approx(1e3 / tokens["ms"]), "ms a token"
     assert [row["test"] for row in csv.DictReader(io.StringIO(bench(*which, "-o", "csv").stdout))] == names
-    table, chart = bench(*which).stdout.split("\n\n")
+    table, chart, settings = bench(*which).stdout.split("\n\n")
     title, *bars = chart.strip().splitlines()
     assert len(table.splitlines()) == 2 + len(names)
     assert len({len(line) for line in table.splitlines()}) == 1
     assert title == "share of the fastest test of its kind:"
     assert [line.split("  ")[0].strip() for line in bars] == names[:4], "one test of c has nothing to be compared with"
     assert "█" in chart
+    decode, prompts = settings.splitlines()
+    assert decode.startswith("settings for decode steps of 1 to ")
+    assert prompts.startswith("settings for prompts of 16 to 256 rows: ")
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,8 @@ def test_run_prints_a_profile(tmp_path):
         (["--n-prompt", "x"], "whole numbers"),
         (["-p", "16"], "must be NAME=VALUE"),
         (["-n", "-3"], "negative"),
+        (["--nodes", "--divergence"], "--divergence and --nodes print a report each"),
+        (["--divergence", "--device", "NPU"], "NPU"),
         (["--n-prompt", "16", "-n", "8", "--profile", "no/such/folder/trace.json"], "make it first"),
         (["-m", "/no/such/model", "--n-prompt", "100"], "--n-prompt: a prompt of 100 tokens, --max-prompt-len is 64"),
         (["-m", "/no/such/model", "--n-prompt", "0", "-n", "90", "-d", "60"], "--n-depth: 60 and 91 tokens"),
@@ -109,3 +114,26 @@ def test_planned_costs_are_compared_with_timed_calls(bench):
     *table, _, summary = bench("--costs").stdout.splitlines()
     assert len(table) == 2 + len(rows)
     assert summary.startswith(f"errors of {len(rows)} costs: median ")
+
+
+@pytest.mark.slow
+def test_a_report_replaces_the_speeds(bench):
+    nodes = json.loads(bench("--nodes", "--json").stdout)
+    assert [profile["variant"] for profile in nodes] == ["generate[1x256]", "prefill[64x0]"]
+    (divergence, *_) = rows = json.loads(bench("--divergence", "--json").stdout)
+    assert divergence["settings"] == "f32, no quantization"
+    assert divergence["is_within"]
+    assert "| f32, no quantization |" in bench("--divergence").stdout
+    assert f"over {rows[0]['tokens']} tokens" in bench("--divergence").stdout
+    calibration = json.loads(bench("--calibration", "--json").stdout)
+    assert [each["phases"] for each in calibration["chosen"]] == [["generate"], ["prefill"]]
+    assert "no settings to choose from" in bench("--calibration").stdout
+
+
+def test_a_probe_is_printed_for_compressed_weights():
+    result = CliRunner().invoke(cli, ["bench", "--calibration"])
+    assert result.exit_code == 0, result.output
+    settings, table, note = result.stdout.strip().split("\n\n")
+    assert settings.startswith("settings for decode steps")
+    assert [line.split()[1] for line in table.splitlines()[2:]] == ["1", "8", "32", "128"]
+    assert "ms of one product" in note

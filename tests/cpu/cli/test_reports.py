@@ -39,8 +39,8 @@ def test_json_of_inspect_has_the_fields_of_the_report():
     assert printed == json.dumps(report.as_dict(), indent=2) + "\n"
     content = json.loads(printed)
     assert list(content) == [
-        "model", "device", "programs", "weights_bytes", "vocab_size", "num_states", "states", "recurrent", "num_programs",
-        "is_packable", "layers", "masks", "kv", "buffers_bytes", "passes", "max_num_seqs", "variants",
+        "model", "device", "programs", "settings", "weights_bytes", "vocab_size", "num_states", "states", "recurrent",
+        "num_programs", "is_packable", "layers", "masks", "kv", "buffers_bytes", "passes", "max_num_seqs", "variants",
     ]  # fmt: skip
     assert content["kv"] == {
         "type": report.kv.type,

@@ -94,6 +94,7 @@ schedules = st.fixed_dictionaries(
         "moves": st.lists(st.sampled_from(["swap_out", "preempt", "skip", None, None, *HOSTILE]), max_size=12),
         "max_num_seqs": st.integers(1, 4),
         "host_kv_slots": st.sampled_from([0, 40, 256]),
+        "gap_ms": st.sampled_from([None, 0.01, 1.0]),
         "kind": st.sampled_from(["packed", "in turns", "recurrent"]),
         "poisoned": st.sets(st.integers(0, 8), max_size=2),
         "compiled": st.none() | st.permutations(range(len(FAKE_VARIANTS))),
@@ -141,7 +142,7 @@ class Schedule:
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules)
 def test_any_schedule_gives_each_request_its_own_answer(schedule):
-    """Schedules include swaps, preemptions, recurrent models, models that cannot be packed, and late programs."""
+    """Schedules include swaps, time slices, preemptions, recurrent models, models that cannot be packed, and late programs."""
     is_recurrent = schedule["kind"] == "recurrent"
     variants = FAKE_VARIANTS if schedule["kind"] == "packed" else [v for v in FAKE_VARIANTS if v.sequences == 1]
     engine = fake_engine(
@@ -149,6 +150,7 @@ def test_any_schedule_gives_each_request_its_own_answer(schedule):
         schedule["max_num_seqs"],
         variants,
         host_kv_slots=schedule["host_kv_slots"],
+        gap_ms=schedule["gap_ms"],
         masks=MASKS,
         is_recurrent=is_recurrent,
         is_staged=schedule["compiled"] is not None,

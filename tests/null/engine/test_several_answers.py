@@ -87,12 +87,15 @@ def test_the_prompt_runs_once_and_its_slots_are_shared():
     requests=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 10), st.integers(1, 5)), min_size=1, max_size=5),
     max_num_seqs=st.integers(1, 4),
     host_kv_slots=st.sampled_from([0, 40, 256]),
+    gap_ms=st.sampled_from([None, 0.01]),
     cancelled=st.integers(0, 6),
     step=st.integers(1, 40),
     policy=st.sampled_from(sorted(POLICIES)),
 )
-def test_any_schedule_gives_every_answer_its_own_tokens(requests, max_num_seqs, host_kv_slots, cancelled, step, policy):
-    engine = fake_engine(make_policy(policy), max_num_seqs, host_kv_slots=host_kv_slots)
+def test_any_schedule_gives_every_answer_its_own_tokens(
+    requests, max_num_seqs, host_kv_slots, gap_ms, cancelled, step, policy
+):
+    engine = fake_engine(make_policy(policy), max_num_seqs, host_kv_slots=host_kv_slots, gap_ms=gap_ms)
     asked = [
         fake_request(range(9 * i, 9 * i + length), num_new, sampling=SAMPLING, seed=100 * i, num_sequences=count)
         for i, (length, num_new, count) in enumerate(requests)

@@ -27,10 +27,10 @@ from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst, pois
 COSTS = AnalyticCosts(weights=0.020, row=0.0005, attention=1e-8, fixed=0.001)
 
 
-def model(num_seqs=3, kv_slots=96, host_kv_slots=64, longest=48, host=None, mode="shared"):
+def model(num_seqs=3, kv_slots=96, host_kv_slots=64, longest=48, host=None, mode="shared", gap_ms=None):
     config = StaticLLMConfig(
         max_prompt_len=longest // 2, min_response_len=longest // 2, max_num_seqs=num_seqs, kv_slots=kv_slots,
-        host_kv_slots=host_kv_slots,
+        host_kv_slots=host_kv_slots, gap_ms=gap_ms,
     )  # fmt: skip
     return configured_model(config, mode, COSTS, host or HostCost())
 
@@ -43,12 +43,13 @@ requests = st.lists(
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", ["shared", "separate"])
 @settings(max_examples=12, deadline=None)
-@given(arrivals=requests, kv_slots=st.integers(48, 130), host_kv_slots=st.integers(0, 80), num_seqs=st.integers(1, 4))
+@given(arrivals=requests, kv_slots=st.integers(48, 130), host_kv_slots=st.integers(0, 80), num_seqs=st.integers(1, 4),
+       gap_ms=st.sampled_from([None, 1.0, 100.0]))  # fmt: skip
 def test_every_request_gets_its_tokens_and_every_plan_is_legal(
-    policy, mode, arrivals, kv_slots, host_kv_slots, num_seqs
+    policy, mode, arrivals, kv_slots, host_kv_slots, num_seqs, gap_ms
 ):
     """KV slots are short, so that requests are swapped and preempted. A plan that breaks a rule would cause a warning."""
-    scenario = Scenario(model(num_seqs, kv_slots, host_kv_slots, mode=mode), tuple(arrivals))
+    scenario = Scenario(model(num_seqs, kv_slots, host_kv_slots, mode=mode, gap_ms=gap_ms), tuple(arrivals))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run = scenario.run(policy)

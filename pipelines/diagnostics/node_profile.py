@@ -1,0 +1,152 @@
+"""Divides the time of a call among the kinds of nodes that the plugin runs, by its own counters (``PERF_COUNT``)."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import openvino as ov
+
+from staticllm.config import StaticLLMConfig
+from staticllm.core import Variant
+from staticllm.devices import get_core, supported_properties
+from staticllm.errors import ConfigError
+from staticllm.pipelines.diagnostics.reports import CallProfile, NodeShare
+from staticllm.pipelines.diagnostics.settings import label_of
+from staticllm.pipelines.programs.build import compile_all
+from staticllm.pipelines.programs.compile_plan import prepare
+from staticllm.pipelines.programs.dry_run import random_feeds
+from staticllm.ports import port_of
+
+RUNS = 3
+PERF_COUNT = "PERF_COUNT"
+KINDS = {
+    "matrix products": ("FullyConnected",),
+    "attention": ("MatMul", "Softmax", "ScaledDotProductAttention"),
+    "transposes": ("Transpose",),
+    "conversions": ("Convert", "Reorder"),
+    "splits and joins": ("Split", "VariadicSplit", "Concat", "StridedSlice", "Slice"),
+    "masks and repeats": ("Tile", "Broadcast", "Select"),
+    "positions": ("RoPE", "Cos", "Sin"),
+    "norms": ("RMS", "MVN", "NormalizeL2"),
+    "embedding": ("Gather",),
+}
+"""Kinds of work, and the beginnings of the plugin's types of their nodes. Products with weights are ``FullyConnected`` there."""
+ELEMENTWISE, OTHER = "elementwise", "other"
+FUSED, ARITHMETIC = "Subgraph", ("Eltwise", "Math", "Multiply", "Add", "Subtract", "PowerStatic", "Swish")
+
+
+def profile_calls(
+    models_path: str | os.PathLike[str],
+    device: str,
+    config: StaticLLMConfig,
+    calls: Sequence[Callable[[Sequence[Variant]], Variant]],
+    on_progress: Callable[[int, int], None] = lambda *_: None,
+) -> Iterator[CallProfile]:
+    """Compile a model with counters and yield the profile of each call, on random tokens and KV slots.
+
+    Each of ``calls`` chooses a variant among those of the pipeline. ``on_progress`` receives the number of calls that were
+    profiled, and the number of all.
+
+    Raises:
+        ModelError: a file of the model is missing or damaged.
+        UnsupportedModelError: a pass cannot lower the model.
+        DeviceError: the device is missing, or refused a program.
+        ConfigError: the device has no counters, or an option is impossible for this model.
+    """
+    if PERF_COUNT not in supported_properties(get_core(), device):
+        raise ConfigError(f"device {device!r} has no property {PERF_COUNT}: profile a device that counts, such as CPU")
+    core, plan = prepare(models_path, device, config)
+    parts = {part: {**each, PERF_COUNT: True} for part, each in plan.options.properties.items()}
+    variants = tuple(dict.fromkeys(choose(plan.variants) for choose in calls))
+    plan = replace(plan, options=replace(plan.options, properties=parts)).restricted(variants)
+    types = {node.get_friendly_name(): node.get_type_name() for node in plan.lowered.graph.model.get_ops()}
+    compiled = compile_all(core, plan).compiled
+    for number, variant in enumerate(variants):
+        on_progress(number, len(variants))
+        settings = label_of(core, device, plan.options.program_group(variant).properties)
+        times, fused = _run(compiled[variant], variant), _fused(compiled[variant])
+        kinds = {
+            node.name: kind_of(node.type, [types.get(name, "") for name in fused.get(node.name, ())]) for node in times
+        }
+        yield CallProfile(str(variant), settings, sum(node.ms for node in times), shares_of(times, kinds))
+
+
+@dataclass(frozen=True)
+class NodeTime:
+    """One node of a compiled program: its name and type in the plugin, and the ms that it took."""
+
+    name: str
+    type: str
+    ms: float
+
+
+def decode_step(variants: Sequence[Variant]) -> Variant:
+    """Choose a decode step of one sequence over the second KV length."""
+    found = sorted(variant for variant in variants if variant.rows == 1)
+    return found[min(1, len(found) - 1)]
+
+
+def prompt_of(num_tokens: int) -> Callable[[Sequence[Variant]], Variant]:
+    """Return a choice of the smallest call that holds a fresh prompt of ``num_tokens``, or else of the largest call."""
+
+    def choose(variants: Sequence[Variant]) -> Variant:
+        alone = [variant for variant in variants if variant.sequences == 1 and not variant.extra_logits]
+        least = min(variant.kv_len for variant in alone if variant.rows > 1 or len(alone) == 1)
+        fresh = sorted(variant for variant in alone if variant.kv_len == least)
+        return next((variant for variant in fresh if variant.rows >= num_tokens), fresh[-1])
+
+    return choose
+
+
+def shares_of(times: Iterable[NodeTime], kinds: Mapping[str, str]) -> tuple[NodeShare, ...]:
+    """Group the times of nodes by their kinds, which are keyed by the nodes' names; the longest kind comes first."""
+    groups = defaultdict[str, list[NodeTime]](list)
+    for node in times:
+        if node.ms > 0:
+            groups[kinds[node.name]].append(node)
+    sums = {kind: sum(node.ms for node in nodes) for kind, nodes in groups.items()}
+    total = sum(sums.values())
+    return tuple(
+        NodeShare(kind, tuple(sorted({node.type for node in groups[kind]})), len(groups[kind]), ms, ms / total)
+        for kind, ms in sorted(sums.items(), key=lambda item: -item[1])
+    )
+
+
+def kind_of(node_type: str, fused: Collection[str] = ()) -> str:
+    """Return the kind of work of a node. ``fused``: the types of the model's nodes that the plugin fused into it."""
+    if node_type == FUSED:
+        return "attention" if {"MatMul", "Softmax"} & set(fused) else ELEMENTWISE
+    for kind, beginnings in KINDS.items():
+        if node_type.startswith(beginnings):
+            return kind
+    return ELEMENTWISE if node_type.startswith(ARITHMETIC) else OTHER
+
+
+def _run(compiled: ov.CompiledModel, variant: Variant) -> list[NodeTime]:
+    """Return the median ms of each node over ``RUNS`` calls."""
+    request = compiled.create_infer_request()
+    feeds = random_feeds(compiled, variant)
+    for port in compiled.inputs:
+        array = feeds[port_of(port.get_names())[0]]
+        request.set_tensor(port, ov.Tensor(array, ov.Shape(array.shape), port.get_element_type()))
+    request.infer()  # packs the weights
+    runs, types = defaultdict[str, list[float]](list), dict[str, str]()
+    for _ in range(RUNS):
+        request.infer()
+        for entry in request.profiling_info:
+            runs[entry.node_name].append(entry.real_time.total_seconds() * 1e3)
+            types[entry.node_name] = entry.node_type
+    return [NodeTime(name, types[name], statistics.median(found)) for name, found in runs.items()]
+
+
+def _fused(compiled: ov.CompiledModel) -> dict[str, list[str]]:
+    """Return the names of the model's nodes that the plugin fused into each of its nodes."""
+    found = {}
+    for node in compiled.get_runtime_model().get_ops():
+        names = node.get_rt_info()["originalLayersNames"].astype(str)
+        found[node.get_friendly_name()] = [name for name in names.split(",") if name]
+    return found

@@ -1,0 +1,108 @@
+"""Shares the places of running requests among more requests in time slices, so that no answer stops for long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from staticllm.pipelines.scheduling.interface import RequestView, View
+
+WAIT_SHARE = 0.6
+"""The share of ``gap_ms`` for which a swapped request waits for a place. The rest is for prompts that run meanwhile."""
+SWAP_SHARE = 0.01
+"""The share of the time that swapping in time slices should take; further prompts are held back if it would take more."""
+MAX_SWAP_SHARE = 3 * SWAP_SHARE
+"""The share that it may take: the requests that have begun become longer, so that their swaps cost more later."""
+
+SLICE_PROMPTS = 2
+"""The least length of a slice, in calls with the prompt that waits."""
+MIN_SECONDS = 1e-9
+"""A lower bound of divisors."""
+
+
+def by_wait(requests: Iterable[RequestView]) -> list[RequestView]:
+    """Return swapped requests in the order in which they run again: by priority, then the longest without a token first."""
+    return sorted(requests, key=lambda request: (-request.priority, request.last_token_time or 0.0, request.id))
+
+
+class TimeSlices:
+    """Decides which running request gives its place to which swapped one, and when.
+
+    With m swapped requests, a place changes hands every ``gap / m`` seconds, so that each of them waits ``gap`` seconds (a share
+    of ``view.gap_ms``). The request that has run longest gives its place to the one that has waited longest. Swaps cost time, so
+    ``num_startable`` holds prompts back whose requests could not get a place in time with ``SWAP_SHARE`` of the time for swaps.
+    """
+
+    def __init__(self) -> None:
+        self._due = float("inf")  # an interval after this moment, on the clock of the view, a place changes hands
+        self._began: dict[int, float] = {}  # running request -> the moment since which it has had its place
+
+    def exchange(self, view: View) -> tuple[list[RequestView], list[RequestView]]:
+        """Return the running requests that are swapped out now, and as many swapped ones that are swapped in; usually none."""
+        self._began = {request.id: self._began.get(request.id, view.now) for request in view.running}
+        if not view.swapped or view.free_seqs or view.gap_ms is None or self._due > view.now:
+            self._due = view.now
+            return [], []
+        interval = self._interval(view)
+        count = int((view.now - self._due) / interval)
+        if count < 1:
+            return [], []
+        gone, come = self._pairs(view, count)
+        self._due = max(self._due + count * interval, view.now - len(view.running) * interval) if come else view.now
+        return gone, come
+
+    def num_startable(self, view: View) -> float:
+        """Return the number of prompts that may begin: afterwards each request can still have a token within ``gap_ms``.
+
+        A slice is at least ``SLICE_PROMPTS`` times as long as a prompt, because a prompt that does not fit into it runs in
+        chunks, which costs more.
+        """
+        if view.gap_ms is None or not view.waiting:
+            return float("inf")
+        slice_seconds = SLICE_PROMPTS * _prompt_seconds(view)
+        seconds = max(_swap_seconds(view) / SWAP_SHARE, slice_seconds / view.max_num_seqs, MIN_SECONDS)
+        most = min(WAIT_SHARE * view.gap_ms / 1e3 / seconds, 1e9)
+        return max(0, view.free_seqs + int(most) - len(view.swapped) - len(view.prefilling))
+
+    def slice_seconds(self, view: View) -> float:
+        """Return the seconds for which a request keeps its place; prompts may not delay decoding for longer."""
+        if view.gap_ms is None or not view.swapped:
+            return float("inf")
+        return self._interval(view) * view.max_num_seqs
+
+    def _interval(self, view: View) -> float:
+        """Return the seconds between two changes of places."""
+        assert view.gap_ms is not None
+        wait = WAIT_SHARE * view.gap_ms / 1e3
+        return max(wait / len(view.swapped), _swap_seconds(view) / MAX_SWAP_SHARE, MIN_SECONDS)
+
+    def _pairs(self, view: View, count: int) -> tuple[list[RequestView], list[RequestView]]:
+        """Return at most ``count`` requests to swap out, the longest running first, and those to swap in for them.
+
+        A request never gives its place to one of lower priority, and both pools have room for what is moved.
+        """
+        gone, come = list[RequestView](), list[RequestView]()
+        running = sorted(view.running, key=lambda request: (request.priority, self._began[request.id], request.id))
+        room, host_room = view.free_slots - len(view.running), view.free_host_slots
+        for old, new in zip(running[:count], by_wait(view.swapped), strict=False):
+            host_room -= old.num_computed
+            room += old.own_slots - (0 if new.in_arena else new.num_computed)
+            if old.priority > new.priority or host_room < 0 or room < 0:
+                break
+            gone.append(old)
+            come.append(new)
+        return gone, come
+
+
+def _swap_seconds(view: View) -> float:
+    """Return the seconds that it takes to swap one request of mean length out and another one in."""
+    requests = (*view.running, *view.swapped)
+    if not requests:
+        return 0.0
+    return 2 * view.device.swap_seconds * sum(request.num_computed for request in requests) / len(requests)
+
+
+def _prompt_seconds(view: View) -> float:
+    """Return the seconds of a call with the prompt that arrived first, or with as much of it as one call holds."""
+    rows = min(view.waiting[0].num_left, max(view.device.index.widest))
+    variant = view.device.call(rows, 1, is_fresh=True) or view.device.call(rows)
+    return view.device.seconds(variant) if variant else 0.0

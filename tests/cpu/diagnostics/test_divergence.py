@@ -1,0 +1,76 @@
+"""Tests the measured divergence of settings from the original in f32."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from staticllm.config import StaticLLMConfig
+from staticllm.errors import ConfigError
+from staticllm.pipelines.diagnostics import divergence
+from staticllm.pipelines.diagnostics.divergence import (
+    MOST_DIVERGENCE,
+    compare,
+    kl_divergence,
+    measure_divergence,
+    reference_texts,
+)
+from staticllm.pipelines.diagnostics.reference import StatefulReference
+
+SMALL = {"max_prompt_len": 64, "min_response_len": 64, "max_num_seqs": 1}
+
+
+@pytest.fixture(autouse=True)
+def _short_texts(monkeypatch):
+    monkeypatch.setattr(divergence, "TEXTS", 3)
+    monkeypatch.setattr(divergence, "TEXT_LEN", 20)
+
+
+def test_the_divergence_of_two_coins():
+    fair, biased = np.log([[0.5, 0.5]]).astype(np.float32), np.log([[0.9, 0.1]]).astype(np.float32)
+    assert kl_divergence(fair, biased) == pytest.approx([np.log(0.5) - 0.5 * np.log(0.09)])
+    assert kl_divergence(fair + 100, fair) == pytest.approx([0.0], abs=1e-6), "an offset of logits changes nothing"
+
+
+def test_a_comparison_counts_places_and_applies_the_limit():
+    random = np.random.default_rng(0)
+    expected = [random.standard_normal((5, 7)).astype(np.float32), random.standard_normal((3, 7)).astype(np.float32)]
+    same = compare("exact", expected, expected, ("prefill",))
+    assert (same.tokens, same.mean, same.agreement, same.is_within) == (8, 0.0, 1.0, True)
+    other = [lines.copy() for lines in expected]
+    other[1][0, other[1][0].argmin()] += 20
+    found = compare("wrong once", expected, other)
+    assert found.agreement == 7 / 8
+    assert found.largest == pytest.approx(8 * found.mean)
+    assert found.error == pytest.approx(found.largest / 3 / 2), "the means of the texts are 0 and a third of it"
+    assert not found.is_within
+    assert found.mean > MOST_DIVERGENCE
+
+
+def test_texts_are_written_by_the_model_and_the_same_each_time(model_path):
+    texts, logits = reference_texts(model_path("llama"))
+    again, _ = reference_texts(model_path("llama"))
+    assert texts == again
+    assert len(set(map(tuple, texts))) == divergence.TEXTS
+    reference = StatefulReference(model_path("llama"))
+    for text, expected in zip(texts, logits, strict=True):
+        reference.reset()
+        assert np.abs(reference.logits(text) - expected).max() <= 1e-3 * np.ptp(expected)
+
+
+@pytest.mark.slow
+def test_f32_is_the_original_and_8_bits_of_slots_are_not(model_path):
+    path = model_path("demo")
+    exact = {each.settings: each for each in measure_divergence(path, "CPU", StaticLLMConfig(**SMALL))}
+    assert exact["f32, no quantization"].mean < 1e-9
+    assert {part for each in exact.values() for part in each.chosen_for} >= {"prefill", "generate"}
+    (genai,) = (each for each in exact.values() if "plugin's defaults" in each.settings)
+    assert genai.mean > 1e-7, "its keys and values have 8 bits"
+    rounded = StaticLLMConfig(**SMALL, kv_cache_precision="u8")
+    (ours,) = (each for each in measure_divergence(path, "CPU", rounded) if each.settings == "f32, no quantization")
+    assert 1e-7 < ours.mean <= MOST_DIVERGENCE
+
+
+def test_only_the_cpu_is_measured(model_path):
+    with pytest.raises(ConfigError, match="use --device CPU"):
+        next(measure_divergence(model_path("llama"), "NPU", StaticLLMConfig()))

@@ -1,0 +1,90 @@
+"""Tests the profile of calls by kinds of nodes, and the descriptions of settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from staticllm.config import StaticLLMConfig
+from staticllm.core import Variant
+from staticllm.pipelines.diagnostics.inspect import inspect_model
+from staticllm.pipelines.diagnostics.node_profile import (
+    NodeTime,
+    decode_step,
+    kind_of,
+    profile_calls,
+    prompt_of,
+    shares_of,
+)
+from staticllm.pipelines.diagnostics.settings import probe_times
+
+SMALL = {"max_prompt_len": 128, "min_response_len": 64, "max_num_seqs": 2}
+
+
+@pytest.mark.parametrize(
+    ("node_type", "fused", "kind"),
+    [
+        ("FullyConnectedCompressed", (), "matrix products"),
+        ("MatMul", (), "attention"),
+        ("Subgraph", ("MatMul", "Add", "Softmax"), "attention"),
+        ("Subgraph", ("Swish", "Multiply"), "elementwise"),
+        ("PowerStatic", (), "elementwise"),
+        ("VariadicSplit", (), "splits and joins"),
+        ("Tile", (), "masks and repeats"),
+        ("Unheard", (), "other"),
+    ],
+)
+def test_the_kind_of_a_node(node_type, fused, kind):
+    assert kind_of(node_type, fused) == kind
+
+
+def test_shares_are_those_of_all_nodes():
+    times = [
+        NodeTime("a", "MatMul", 1.0),
+        NodeTime("b", "Softmax", 2.0),
+        NodeTime("c", "Tile", 9.0),
+        NodeTime("d", "Tile", 0),
+    ]
+    found = shares_of(times, {"a": "attention", "b": "attention", "c": "masks and repeats", "d": "masks and repeats"})
+    assert [(each.kind, each.ms, each.count, each.share) for each in found] == [
+        ("masks and repeats", 9.0, 1, 0.75),
+        ("attention", 3.0, 2, 0.25),
+    ]
+    assert found[1].types == ("MatMul", "Softmax")
+
+
+def test_a_call_is_chosen_by_its_tokens():
+    variants = [Variant(1, 256), Variant(1, 512), Variant(4, 256, 4), Variant(16, 0), Variant(64, 0), Variant(64, 256)]
+    assert decode_step(variants) == Variant(1, 512)
+    assert [prompt_of(count)(variants) for count in (3, 17, 1000)] == [Variant(16, 0), Variant(64, 0), Variant(64, 0)]
+    recurrent = [Variant(1, 128), Variant(2, 128), Variant(8, 128)]
+    assert decode_step(recurrent[:1]) == prompt_of(5)(recurrent[:1]) == Variant(1, 128)
+    assert prompt_of(5)(recurrent) == Variant(8, 128)
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_the_profile_of_a_call_is_complete(name, model_path):
+    config = StaticLLMConfig(**SMALL)
+    profiles = list(profile_calls(model_path(name), "CPU", config, [decode_step, prompt_of(100), prompt_of(100)]))
+    assert len(profiles) == 2
+    for profile in profiles:
+        assert profile.ms > 0
+        assert sum(each.ms for each in profile.nodes) == pytest.approx(profile.ms)
+        assert sum(each.share for each in profile.nodes) == pytest.approx(1)
+        assert {"matrix products", "attention"} <= {each.kind for each in profile.nodes}
+
+
+def test_a_devices_own_settings_are_named(model_path):
+    config = StaticLLMConfig(**SMALL, device_properties={"INFERENCE_PRECISION_HINT": "f32"})
+    assert set(inspect_model(model_path("demo"), "CPU", config).settings.values()) == {"f32, no quantization"}
+    assert set(inspect_model(model_path("demo"), "NPU", StaticLLMConfig(**SMALL)).settings.values()) == {
+        "the device's own"
+    }
+
+
+def test_probe_times_have_every_candidate(model_path):
+    found = list(probe_times(model_path("demo"), "CPU", StaticLLMConfig(**SMALL)))
+    assert [each.rows for each in found] == [1, 8, 32, 128]
+    for each in found:
+        assert {"f32, no quantization", "f32, groups of 128"} <= set(each.ms)
+        assert min(each.ms.values()) > 0
+    assert not list(probe_times(model_path("llama"), "CPU", StaticLLMConfig(**SMALL))), "its weights are not compressed"
