@@ -4,7 +4,8 @@
     python scripts/make_encoder_zoo.py tests/_encoders
     python scripts/make_encoder_zoo.py tests/_encoders bert modernbert
 
-Weights are multiples of 1/16 from a seed, so that the archives are small. optimum-intel exports what it knows; OpenVINO converts
+Weights are multiples of 1/16 from a seed, so that the archives are small. An exported model gives the same bytes again; in a
+converted one, the numbers in the names of nodes depend on what the process converted before. optimum-intel exports what it knows; OpenVINO converts
 the others from torch.
 """
 
@@ -19,7 +20,7 @@ from typing import Any
 
 SEED, GRID = 0, 16
 STAMP = (2026, 1, 1, 0, 0, 0)
-"""The date of every file in an archive, so that the same model gives the same bytes."""
+"""The date of every file in an archive, which would differ otherwise."""
 SIZES: dict[str, Any] = {
     "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 140, "pad_token_id": 1, "bos_token_id": 2,
