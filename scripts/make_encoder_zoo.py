@@ -5,8 +5,8 @@
     python scripts/make_encoder_zoo.py tests/_encoders bert modernbert
 
 Weights are multiples of 1/16 from a seed, so that the archives are small. An exported model gives the same bytes again; in a
-converted one, the numbers in the names of nodes depend on what the process converted before. optimum-intel exports what it knows; OpenVINO converts
-the others from torch.
+converted one, the numbers in the names of nodes depend on what the process converted before. optimum-intel exports what it
+knows; OpenVINO converts the others from torch.
 """
 
 from __future__ import annotations
