@@ -111,11 +111,18 @@ def _untouched(shape: tuple[int, int], dtype: type[np.generic]) -> Array:
 
     Numpy asks Linux for pages of 2 MiB. The used slots are at the front of each line of an arena, and one such page holds most
     of a line, so nearly all of them would be in memory after the first prompt.
+
+    Raises:
+        MemoryError: there is not enough.
     """
     count = math.prod(shape)
     if sys.platform != "linux" or not count:
         return np.zeros(shape, dtype)
-    memory = mmap.mmap(-1, count * np.dtype(dtype).itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    num_bytes = count * np.dtype(dtype).itemsize
+    try:
+        memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{num_bytes / 1e9:.1f} GB cannot be allocated") from error
     with suppress(OSError, AttributeError):  # a system without such pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, dtype, count).reshape(shape)

@@ -113,7 +113,7 @@ class KeptCosts:
             with locked(self._lock, 0):
                 if self._file.write({"costs": [cost_to_json(variant, seconds) for variant, seconds in costs.items()]}):
                     self._stored = dict(costs)
-        except (OSError, Timeout):
+        except (OSError, RuntimeError, Timeout):  # RuntimeError: the lock is a link to itself, or the disk has no locks
             return
 
 

@@ -14,14 +14,16 @@ from staticllm.pipelines.engine.overflow import shorten
 from staticllm.pipelines.engine.request import SequenceState
 from staticllm.pipelines.scheduling.request_table import RequestTable
 
-SWAP_WEIGHT = 0.1
-"""The weight of the newest copy in the running mean of ``KVCacheManager.swap_seconds``."""
+SWAP_WEIGHT, MAX_SLOWER = 0.1, 2.0
+"""The weight of a slower copy in ``KVCacheManager.swap_seconds``, and the factor by which it may be slower than that."""
 
 
 class KVCacheManager:
     """Manages the slots of the requests in the table. A request that prefills or decodes has a sequence in the arena.
 
-    ``swap_seconds`` is the time in which one slot is copied between arena and host pool, a running mean; 0 before the first copy.
+    ``swap_seconds`` is the time in which one slot is copied between arena and host pool; 0 before the first copy. A faster copy
+    counts at once, because a slow one is usually delayed by other work. If that lasted, prompts would be held back, so that no
+    further copy could correct it.
 
     Runs on the engine's thread.
     """
@@ -176,10 +178,14 @@ class KVCacheManager:
                 state.info.set_own_slots(self.cache.slots.count_own(state.sequence.slots))
 
     def _count_swap(self, num_slots: int, seconds: float) -> None:
-        """Add a copy of ``num_slots`` slots to the running mean ``swap_seconds``."""
-        if num_slots:
-            weight = SWAP_WEIGHT if self.swap_seconds else 1.0
-            self.swap_seconds += weight * (seconds / num_slots - self.swap_seconds)
+        """Let a copy of ``num_slots`` slots change ``swap_seconds``."""
+        if not num_slots:
+            return
+        newest, known = seconds / num_slots, self.swap_seconds
+        if not known or newest < known:
+            self.swap_seconds = newest
+        else:
+            self.swap_seconds += SWAP_WEIGHT * (min(newest, MAX_SLOWER * known) - known)
 
     def _is_sharing(self) -> bool:
         was, self._was_sharing = self._was_sharing, self.cache.slots.num_shared > 0

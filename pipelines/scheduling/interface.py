@@ -86,7 +86,7 @@ class Device:
         high_slot: One more than the highest KV slot in use. A call over existing KV slots needs a variant with at least this
             ``kv_len``.
         is_complete: False while further programs are compiled in the background: larger calls may still be missing.
-        swap_seconds: The mean time in seconds in which one KV slot is copied between the arena and the host pool; 0 before the
+        swap_seconds: The time in seconds in which one KV slot is copied between the arena and the host pool; 0 before the
             first time.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from staticllm.pipelines.scheduling.interface import RequestView, View
+from staticllm.pipelines.scheduling.policies.common import to_swap_in
 
 WAIT_SHARE = 0.6
 """The share of ``gap_ms`` for which a swapped request waits for a place. The rest is for prompts that run meanwhile."""
@@ -39,7 +40,7 @@ class TimeSlices:
     def exchange(self, view: View) -> tuple[list[RequestView], list[RequestView]]:
         """Return the running requests that are swapped out now, and as many swapped ones that are swapped in; usually none."""
         self._began = {request.id: self._began.get(request.id, view.now) for request in view.running}
-        if not view.swapped or view.free_seqs or view.gap_ms is None or self._due > view.now:
+        if not view.swapped or _free_places(view) or view.gap_ms is None or self._due > view.now:
             self._due = view.now
             return [], []
         interval = self._interval(view)
@@ -60,8 +61,8 @@ class TimeSlices:
             return float("inf")
         slice_seconds = SLICE_PROMPTS * _prompt_seconds(view)
         seconds = max(_swap_seconds(view) / SWAP_SHARE, slice_seconds / view.max_num_seqs, MIN_SECONDS)
-        most = min(WAIT_SHARE * view.gap_ms / 1e3 / seconds, 1e9)
-        return max(0, view.free_seqs + int(most) - len(view.swapped) - len(view.prefilling))
+        most = min(WAIT_SHARE * view.gap_ms / 1e3 / seconds, _swappable(view))
+        return max(0, _free_places(view) + int(most) - len(view.swapped) - len(view.prefilling))
 
     def slice_seconds(self, view: View) -> float:
         """Return the seconds for which a request keeps its place; prompts may not delay decoding for longer."""
@@ -91,6 +92,23 @@ class TimeSlices:
             gone.append(old)
             come.append(new)
         return gone, come
+
+
+def _swappable(view: View) -> float:
+    """Return the number of requests that the host pool can hold at the length of the longest running one, less that one.
+
+    If prompts filled it, no running request could be swapped out any more.
+    """
+    length = max((request.num_computed for request in view.running), default=0)
+    num_slots = view.free_host_slots + sum(request.num_computed for request in view.swapped if not request.in_arena)
+    return max(num_slots // max(length, 1) - 1, 0)
+
+
+def _free_places(view: View) -> int:
+    """Return the number of further requests that may be running; 0 if the free KV slots do not suffice for a swapped one."""
+    if view.swapped and not to_swap_in(view, by_wait):
+        return 0
+    return view.free_seqs
 
 
 def _swap_seconds(view: View) -> float:

@@ -53,6 +53,21 @@ def test_costs_are_found_again_for_the_same_programs_and_the_same_machine(place,
     assert not stored(place)
 
 
+def test_costs_are_left_out_if_the_lock_cannot_be_held(place, monkeypatch):
+    """A lock that is a link to itself, and a file system without locks, raise a RuntimeError on the engine's thread."""
+    if os.name != "nt":
+        (place.folder / LOCK).symlink_to(LOCK)
+        place.costs_of(OPTIONS).write(MEASURED)
+        assert not stored(place)
+
+    def refuse(path, timeout):
+        raise NotImplementedError("no locks")
+
+    monkeypatch.setattr(measurements, "locked", refuse)
+    place.costs_of(OPTIONS).write(MEASURED)
+    assert not stored(place)
+
+
 def test_a_file_is_written_again_only_for_new_costs(place):
     kept = place.costs_of(OPTIONS)
     kept.write(MEASURED)

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,3 +51,9 @@ def test_the_arena_allocates_its_memory_once():
     arena.set_stride(8, 0)
     arena.set_stride(40, 8)
     assert addresses == arena.addresses
+
+
+def test_an_arena_that_does_not_fit_raises_a_memory_error():
+    """The loader makes one line of it, but not of the system's own error."""
+    with pytest.raises(MemoryError):
+        Arena([KVState(0, "key", "k", 2, 64)], 1 << 44)

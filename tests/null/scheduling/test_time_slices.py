@@ -89,6 +89,7 @@ def test_a_place_is_never_given_to_a_lower_priority():
         ({"free_host_slots": 99}, ([], [])),
         ({"gap_ms": None}, ([], [])),
         ({"max_num_seqs": 3}, ([], [])),
+        ({"max_num_seqs": 3, "free_slots": 3}, ([1, 2], [4, 3])),
         ({"device": device(swap_seconds=1e-2)}, ([1, 2], [4, 3])),
     ],
 )
@@ -118,13 +119,22 @@ def test_plans_with_exchanges_break_no_rule(host_slots, free_slots):
         assert plan.decode
 
 
-def served(gap_ms, policy="dynamic", prompt=64, output=64, swap=0.6e-6):
+def test_prompts_leave_room_in_the_host_pool_for_running_requests():
+    """Otherwise no running request could be swapped out, and those in the pool would wait until one ends."""
+    waiting = tuple(RequestView(i, "waiting", 0.0, 10) for i in range(10, 30))
+    counts = [
+        TimeSlices().num_startable(a_view(10.0, waiting=waiting, free_host_slots=free)) for free in (99, 200, 350)
+    ]
+    assert counts == [0, 1, 2], "with the three swapped ones, the pool holds 3, 5 and 6 requests of 100 slots"
+
+
+def served(gap_ms, policy="dynamic", prompt=64, output=64, swap=0.6e-6, slots=4096, host_slots=25600):
     length = prompt + output
-    model = DeviceModel(
-        INDEX, COSTS, Limits(4, gap_ms=gap_ms), 4096, 200 * length, length, HostCost(2e-4, swap=swap)
-    )  # fmt: skip
-    scenario = Scenario(model, tuple(poisson(1.0, 100, Lengths.fixed(prompt, output))))
-    arrivals = poisson(2 * max_rate(scenario), 100, Lengths.fixed(prompt, output))
+    limits, host = Limits(4, gap_ms=gap_ms), HostCost(2e-4, swap=swap)
+    roomy = DeviceModel(INDEX, COSTS, limits, 4096, 200 * length, length, host)
+    rate = max_rate(Scenario(roomy, tuple(poisson(1.0, 100, Lengths.fixed(prompt, output)))))
+    arrivals = poisson(2 * rate, 100, Lengths.fixed(prompt, output))
+    scenario = Scenario(DeviceModel(INDEX, COSTS, limits, slots, host_slots, length, host), ())
     return summarize(replace(scenario, arrivals=tuple(arrivals)).run(policy).requests)
 
 
@@ -146,3 +156,9 @@ def test_a_longer_gap_lets_more_prompts_begin_early():
     first, second = served(200.0), served(1000.0)
     assert second.ttft_ms < 0.7 * first.ttft_ms
     assert first.gap_p95_ms < second.gap_p95_ms
+
+
+@pytest.mark.parametrize(("slots", "host_slots"), [(4096, 2048), (256, 25600)])
+def test_no_answer_stops_for_long_if_slots_are_short(slots, host_slots):
+    """16 longest sequences fit into the host pool, or two into the arena: a place is free then, but not its slots."""
+    assert served(GAP_MS, slots=slots, host_slots=host_slots).gap_p95_ms <= 1.3 * GAP_MS

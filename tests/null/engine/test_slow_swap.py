@@ -1,0 +1,23 @@
+"""Tests that one slow copy between arena and host pool does not end the time slices."""
+
+import time
+
+from staticllm.pipelines.scheduling.planner import make_policy
+from staticllm.testing.engine import fake_engine, fake_request, run_to_end
+
+
+def test_a_slow_copy_is_corrected_by_the_next_one(monkeypatch):
+    engine = fake_engine(make_policy("dynamic"), 2, gap_ms=500.0, starts_thread=False, host_kv_slots=4096)
+    manager = engine.kv_manager
+    copy_out, num_copies = manager.cache.copy_out, 0
+
+    def slow_at_first(sequence):
+        nonlocal num_copies
+        num_copies += 1
+        time.sleep(0.05 if num_copies == 1 else 0.0)
+        return copy_out(sequence)
+
+    monkeypatch.setattr(manager.cache, "copy_out", slow_at_first)
+    run_to_end(engine, [fake_request([*range(5, 25), 30 + index], 30) for index in range(40)])
+    assert num_copies > 1, "places change hands again"
+    assert manager.swap_seconds < 0.05 / 50, "0.05 s for at most 50 slots"
