@@ -1,0 +1,107 @@
+"""Checks that nothing depends on the place of a token any more but what is right for several texts in a sequence.
+
+What remains at the boundaries (``control_values.py``) after masks and positions are inputs must be the same for all rows and
+numbers of rows, or depend only on the distance of two tokens, which is the same in a sequence of several texts, because the
+tokens of a text are consecutive. What depends on the place itself keeps texts apart: each has a sequence of its own then. What
+depends on the number of rows is refused, because a program has more rows than a text has tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import openvino as ov
+
+from staticllm.compiler_passes.graph.control_values import (
+    PROBE_BATCH,
+    PROBE_ROWS,
+    Value,
+    depends_on_distance,
+    divide,
+    evaluate,
+    is_prefix,
+    is_uniform,
+    key_of,
+    row_axes,
+)
+from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
+from staticllm.compiler_passes.inputs.expose_encoder_positions import exposed_names
+from staticllm.errors import UnsupportedModelError
+
+STAGE = "check_places"
+MANY_ROWS = 512
+"""The most rows at which a bias by distance is evaluated: beyond, relative positions are clipped or grouped."""
+
+
+@dataclass(frozen=True)
+class Remains:
+    """A value at a boundary. ``small``, ``large``: at both ``PROBE_ROWS``. ``axes``: those that count rows, if they are known."""
+
+    port: ov.Input
+    small: Value
+    large: Value
+    axes: tuple[int, ...] | None
+
+    @property
+    def source(self) -> ov.Output:
+        """The output that holds it."""
+        return self.port.get_source_output()
+
+    @property
+    def reader(self) -> str:
+        """The node that reads it."""
+        node = self.port.get_node()
+        return f"{node.get_type_name()} {node.get_friendly_name()!r}"
+
+
+def check_places(graph: EncoderGraph) -> None:
+    """Keep texts apart if anything depends on the place of a token other than through an input or by distance.
+
+    Raises:
+        UnsupportedModelError: something depends on the number of rows; the message names the node.
+    """
+    remains = _what_remains(graph)
+    singles = [one for one in remains if one.axes is not None and len(one.axes) < 2]  # pairs would take rows² elements
+    most = evaluate(graph.model, [one.source for one in singles], 1, graph.num_rows)
+    for one, value in zip(singles, most, strict=True):
+        if not is_prefix(one.small, value):
+            raise UnsupportedModelError(STAGE, f"{one.reader} computes with the number of rows, other than as a size")
+    pairs = 0
+    for one in remains:
+        if one.axes is not None and not is_prefix(one.small, one.large):
+            raise UnsupportedModelError(STAGE, f"{one.reader} computes with the number of rows, other than as a size")
+        reason = _reason(graph, one)
+        pairs += reason is None and one.axes is not None and len(one.axes) == 2
+        if reason is not None:
+            graph.keep_texts_apart(STAGE, f"{one.reader} reads {reason}")
+    if pairs:
+        graph.note(STAGE, f"{pairs} values depend on the distance of two tokens")
+
+
+def _what_remains(graph: EncoderGraph) -> list[Remains]:
+    """Return what remains at the boundaries, without token ids and what is computed from them, which is data."""
+    ports = divide(graph.model, exposed_names(graph)).boundaries
+    unique = list({key_of(port.get_source_output()): port for port in ports}.values())
+    small, large, other = (
+        evaluate(graph.model, [port.get_source_output() for port in unique], PROBE_BATCH, rows, seed)
+        for rows, seed in ((PROBE_ROWS[0], 0), (PROBE_ROWS[1], 0), (PROBE_ROWS[1], 1))
+    )
+    return [
+        Remains(port, few, many, row_axes(few, many))
+        for port, few, many, another in zip(unique, small, large, other, strict=True)
+        if np.array_equal(many, another)
+    ]
+
+
+def _reason(graph: EncoderGraph, one: Remains) -> str | None:
+    """Return why a value that remains keeps texts apart, or None."""
+    if one.axes is None:
+        return "a value whose size depends on the number of rows"
+    if is_uniform(one.large, one.axes):
+        return None
+    if len(one.axes) != 2:
+        return "the places of tokens"
+    (value,) = evaluate(graph.model, [one.source], 1, min(graph.num_rows, MANY_ROWS))
+    is_right = depends_on_distance(value, (one.axes[0], one.axes[1]))
+    return None if is_right else "the places of two tokens, not only their distance"
