@@ -1,1 +1,1 @@
-"""Turns a stateful model into step programs of fixed shape, before a run."""
+"""Turns a stateful model into step programs, and an encoder into packed programs, of fixed shape, before a run."""

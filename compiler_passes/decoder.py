@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.inputs.expose_mask import expose_mask
 from staticllm.compiler_passes.inputs.expose_positions import expose_positions
-from staticllm.compiler_passes.pass_pipeline import Pass, PassPipeline
+from staticllm.compiler_passes.pass_pipeline import LoweringOptions, Pass, PassPipeline
 from staticllm.compiler_passes.rewrites.decompose_attention import decompose_attention
 from staticllm.compiler_passes.rewrites.group_queries import group_queries
 from staticllm.compiler_passes.rewrites.merge_projections import merge_projections
+from staticllm.compiler_passes.shapes.cut_head import cut_head
 from staticllm.compiler_passes.shapes.select_logits import select_logits
 from staticllm.compiler_passes.states.fix_cache_position import fix_cache_position
 from staticllm.compiler_passes.states.keep_new_rows import keep_new_rows
 from staticllm.compiler_passes.states.lift_state import lift_state
 from staticllm.compiler_passes.states.store_kv_as import store_kv_as
 
-DECODER = PassPipeline(
+DECODER: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
     (
         Pass("lift_state", lambda graph, options: lift_state(graph)),
         Pass("keep_new_rows", lambda graph, options: keep_new_rows(graph)),
@@ -31,3 +33,7 @@ DECODER = PassPipeline(
 """Lowers a stateful model to a pure function. The sizes of a variant are set afterwards, by ``LoweredModel``."""
 DECODER_UNMERGED = DECODER.without("merge_projections")
 """The same for devices on which merged projections are not faster."""
+DECODER_EMBEDDER = DECODER.replace(
+    "select_logits", Pass("cut_head", lambda graph, options: cut_head(graph, options.is_normalised))
+)
+"""Lowers a stateful model whose hidden states are wanted, not its logits: an embedder that is exported with KV slots."""

@@ -13,7 +13,7 @@ from staticllm.compiler_passes.pass_pipeline import LoweringOptions, PassPipelin
 from staticllm.compiler_passes.shapes.fix_shapes import bound_shapes, fix_shapes
 from staticllm.core import KEY_POSITIONS, ModelShape, Variant
 from staticllm.errors import UnsupportedModelError
-from staticllm.ports import LOGITS, POSITION_IDS, input_names
+from staticllm.ports import EMBEDDINGS, LOGITS, POSITION_IDS, input_names
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,9 @@ class LoweredModel:
         return bound_shapes(self.graph, variants)
 
 
-def lower(model: ov.Model, options: LoweringOptions, passes: PassPipeline = DECODER) -> LoweredModel:
+def lower(
+    model: ov.Model, options: LoweringOptions, passes: PassPipeline[StepGraph, LoweringOptions] = DECODER
+) -> LoweredModel:
     """Run ``passes`` on a model, which is changed in place, and read the ports of the result.
 
     Raises:
@@ -50,7 +52,8 @@ def lower(model: ov.Model, options: LoweringOptions, passes: PassPipeline = DECO
 def _shape_of(graph: StepGraph) -> ModelShape:
     position_ids = graph.parameter(POSITION_IDS)
     dims = list(position_ids.get_partial_shape()) if position_ids is not None else []
-    vocab = graph.model.output(LOGITS).get_partial_shape()[2]
+    has_head = any(LOGITS in port.get_names() for port in graph.model.outputs)
+    vocab = graph.model.output(LOGITS if has_head else EMBEDDINGS).get_partial_shape()[2]
     if vocab.is_dynamic:
         raise UnsupportedModelError("select_logits", "the vocabulary size of the logits is not known")
     copies = dims[0].get_length() if len(dims) == 3 else 1

@@ -4,29 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from staticllm.compiler_passes.graph.check_graph import check_graph
 from staticllm.compiler_passes.graph.step_graph import StepGraph
+from staticllm.compiler_passes.shapes.add_pooling import Dense
 from staticllm.core import KVType
+
+Graph = TypeVar("Graph", bound=StepGraph)
+Options = TypeVar("Options")
 
 
 @dataclass(frozen=True)
 class LoweringOptions:
     """The options of the passes.
 
-    ``max_kv_len``: the largest KV length of any variant. ``kv_type``: the element type of the KV slots.
+    ``max_kv_len``: the largest KV length of any variant. ``kv_type``: the element type of the KV slots. If the model's
+    head is cut, ``is_normalised`` says whether embeddings have length 1.
     """
 
     max_kv_len: int
     kv_type: KVType = "f32"
+    is_normalised: bool = True
 
 
 @dataclass(frozen=True)
-class Pass:
+class EncoderOptions:
+    """The options of the passes of an encoder.
+
+    ``max_rows``: the most rows of any variant. ``dense``: Dense modules after pooling. ``is_normalised``: whether embeddings have
+    length 1. The last two do not concern cross-encoders.
+    """
+
+    max_rows: int = 512
+    dense: tuple[Dense, ...] = ()
+    is_normalised: bool = True
+
+
+@dataclass(frozen=True)
+class Pass(Generic[Graph, Options]):
     """A named entry of a pipeline. ``run`` changes the graph in place and adds a note of what it matched."""
 
     name: str
-    run: Callable[[StepGraph, LoweringOptions], None]
+    run: Callable[[Graph, Options], None]
 
 
 @dataclass(frozen=True)
@@ -40,22 +60,34 @@ class PassReport:
 
 
 @dataclass(frozen=True)
-class PassPipeline:
+class PassPipeline(Generic[Graph, Options]):
     """Passes in the order in which they run. A kind of model, or a device, that needs other passes has its own pipeline."""
 
-    passes: tuple[Pass, ...]
+    passes: tuple[Pass[Graph, Options], ...]
 
-    def without(self, name: str) -> PassPipeline:
+    def without(self, name: str) -> PassPipeline[Graph, Options]:
         """Return the pipeline without the pass of this name.
 
         Raises:
             ValueError: the pipeline has no such pass.
         """
-        if name not in (entry.name for entry in self.passes):
-            raise ValueError(f"the pipeline has no pass {name!r}")
+        self._require(name)
         return PassPipeline(tuple(entry for entry in self.passes if entry.name != name))
 
-    def run(self, graph: StepGraph, options: LoweringOptions) -> tuple[PassReport, ...]:
+    def replace(self, name: str, other: Pass[Graph, Options]) -> PassPipeline[Graph, Options]:
+        """Return the pipeline with ``other`` in place of the pass of this name.
+
+        Raises:
+            ValueError: the pipeline has no such pass.
+        """
+        self._require(name)
+        return PassPipeline(tuple(other if entry.name == name else entry for entry in self.passes))
+
+    def _require(self, name: str) -> None:
+        if name not in (entry.name for entry in self.passes):
+            raise ValueError(f"the pipeline has no pass {name!r}")
+
+    def run(self, graph: Graph, options: Options) -> tuple[PassReport, ...]:
         """Run every pass on ``graph``, which is changed in place, and check the graph after each.
 
         Raises:
@@ -64,7 +96,7 @@ class PassPipeline:
         return tuple(_run(entry, graph, options) for entry in self.passes)
 
 
-def _run(entry: Pass, graph: StepGraph, options: LoweringOptions) -> PassReport:
+def _run(entry: Pass[Graph, Options], graph: Graph, options: Options) -> PassReport:
     num_nodes = len(graph.model.get_ordered_ops())
     entry.run(graph, options)
     check_graph(graph, entry.name)

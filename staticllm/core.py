@@ -157,7 +157,7 @@ class ModelShape:
 
     kv_states: tuple[KVState, ...]
     masks: tuple[MaskKind, ...]
-    vocab_size: int
+    vocab_size: int  # the numbers per row of the output: of logits, or of an embedding if the head is cut
     position_rank: int  # 2 for [1, S]; 3 for [k, 1, S] (M-RoPE); 0 if the model takes no positions
     position_copies: int = 1  # k of [k, 1, S]
     is_packable: bool = True  # whether several sequences can share a step
@@ -179,6 +179,70 @@ class ModelShape:
         """Return the number of slots that take as many bytes as one sequence's recurrent states, at most ``kv_len``."""
         num_bytes = sum(state.num_bytes for state in self.recurrent_states)
         return min(kv_len, -(-num_bytes // self.slot_bytes) if self.slot_bytes else kv_len) if num_bytes else 0
+
+
+@dataclass(frozen=True, order=True)
+class EncoderVariant:
+    """The sizes of an encoder program: ``batch`` (B) sequences of ``rows`` (S) tokens each, and ``texts`` (R), the most texts.
+
+    A sequence holds one text, or several texts after each other if the model is packable.
+    """
+
+    batch: int
+    rows: int
+    texts: int
+
+    def __str__(self) -> str:
+        return f"encode[{self.batch}x{self.rows},texts={self.texts}]"
+
+
+@dataclass(frozen=True)
+class EncoderMask:
+    """The tokens of its own text that a token sees: up to ``before`` tokens before it and ``after`` after it; None: all."""
+
+    before: int | None = None
+    after: int | None = None
+
+    def sees(self, distance: int) -> bool:
+        """Return whether a token sees the token that comes ``distance`` tokens after it (before it, if negative)."""
+        return (self.before is None or -distance <= self.before) and (self.after is None or distance <= self.after)
+
+    @property
+    def label(self) -> str:
+        """``full``, ``causal``, ``window:N`` (causal, N tokens with its own), or ``local:N`` (N tokens on either side)."""
+        if self.after == 0:
+            return "causal" if self.before is None else f"window:{self.before + 1}"
+        return "full" if self.before is None else f"local:{self.before}"
+
+    @property
+    def port_name(self) -> str:
+        """The name of the program's input port for this mask."""
+        return f"mask.{self.label}"
+
+
+Pooling = Literal["first", "last", "mean"]
+"""How the vectors of a text's tokens become one: that of the first token (CLS), that of the last, or their mean."""
+
+
+@dataclass(frozen=True)
+class EncoderShape:
+    """The inputs and the output of a lowered encoder: the contract between its passes and the host.
+
+    ``width``: the numbers per text in the output: the size of an embedding, or the number of a cross-encoder's labels.
+    ``pooling``: the only pooling that is right for the model; None if the host may choose. ``first_position``: the position of a
+    text's first token. ``max_rows``: the most rows of any program. If the model is not packable, each sequence of a call holds
+    one text, which begins at its first row.
+    """
+
+    output: Literal["embeddings", "scores"]
+    width: int
+    masks: tuple[EncoderMask, ...]
+    max_rows: int
+    pooling: Pooling | None = None
+    has_positions: bool = True
+    first_position: int = 0
+    has_token_types: bool = False
+    is_packable: bool = True
 
 
 class FinishReason(str, Enum):

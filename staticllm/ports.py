@@ -1,7 +1,8 @@
-"""The ports of a step program: their names, the meaning of their axes, and their element types.
+"""The ports of step programs and encoder programs: their names, the meaning of their axes, and their element types.
 
-This is the contract between the passes, which make the ports, and the host, which binds memory to them. The sizes of a call are
-its rows S, the KV slots that it sees T, and the rows that get logits R. All other sizes are the model's own.
+This is the contract between the passes, which make the ports, and the host, which binds memory to them. The sizes of a step are
+its rows S, the KV slots that it sees T, and the rows that get logits R. Those of an encoder's call are its batch B, the rows of
+each sequence S, and the texts R. All other sizes are the model's own.
 """
 
 from __future__ import annotations
@@ -10,12 +11,21 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
-from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, Variant
+from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, EncoderShape, EncoderVariant, ModelShape, Variant
 
 INPUT_IDS, POSITION_IDS, LOGIT_ROWS, LOGITS = "input_ids", "position_ids", "logit_rows", "logits"
+TOKEN_TYPE_IDS, POOL, EMBEDDINGS, SCORES = "token_type_ids", "pool", "embeddings", "scores"
 Range = tuple[int, int]
 """The smallest and the largest size of an axis; both are equal if the size is fixed."""
+
+
+class Sizes(Protocol):
+    """The sizes of one call, or their bounds over several variants."""
+
+    def along(self, axis: str) -> Range | None:
+        """Return the range of an axis by its meaning; None if it has the model's own size."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,30 @@ class CallSizes:
         return {"S": self.rows, "T": self.kv_len, "T+S": seen, "R": self.num_logits}.get(axis)
 
 
+@dataclass(frozen=True)
+class EncoderSizes:
+    """The sizes of one call of an encoder, or their bounds over several variants."""
+
+    batch: Range
+    rows: Range
+    texts: Range
+    tokens: Range
+
+    @classmethod
+    def of(cls, *variants: EncoderVariant) -> EncoderSizes:
+        """Return the sizes of one variant, or the bounds that hold several variants."""
+        return cls(
+            _range(variant.batch for variant in variants),
+            _range(variant.rows for variant in variants),
+            _range(variant.texts for variant in variants),
+            _range(variant.batch * variant.rows for variant in variants),
+        )
+
+    def along(self, axis: str) -> Range | None:
+        """Return the range of an axis by its meaning; None if it has the model's own size."""
+        return {"B": self.batch, "S": self.rows, "R": self.texts, "B*S": self.tokens}.get(axis)
+
+
 def _range(values: Iterable[int]) -> Range:
     found = tuple(values)
     return min(found), max(found)
@@ -58,7 +92,7 @@ class Port:
     axes: tuple[str, ...]
     dtype: str = ""
 
-    def ranges(self, rank: int, sizes: CallSizes) -> dict[int, Range]:
+    def ranges(self, rank: int, sizes: Sizes) -> dict[int, Range]:
         """Return axis → range for every axis of a port of ``rank`` whose size depends on the call."""
         first = rank - len(self.axes)
         found = {first + index: sizes.along(axis) for index, axis in enumerate(self.axes)}
@@ -83,10 +117,22 @@ PORTS = (
     Port(QUERY_POSITIONS, ("1", "1", "S", "1"), "int32"),
     Port(LOGIT_ROWS, ("R",), "int64"),
     Port(LOGITS, ("1", "R", "vocab"), "float32"),
+    Port(EMBEDDINGS, ("1", "R", "width"), "float32"),
     Port(r"past\.\d+\.(key|value)(\.scale)?", ("1", "heads", "T", "head_dim")),
     Port(r"present\.\d+\.(key|value)(\.scale)?", ("1", "heads", "S", "head_dim")),
     Port(r"state\.\d+(\.next)?", ()),
 )
+"""The ports of step programs."""
+ENCODER_PORTS = (
+    Port(INPUT_IDS, ("B", "S"), "int64"),
+    Port(POSITION_IDS, ("B", "S"), "int64"),
+    Port(TOKEN_TYPE_IDS, ("B", "S"), "int64"),
+    Port(r"mask\..+", ("B", "1", "S", "S"), "float32"),
+    Port(POOL, ("R", "B*S"), "float32"),
+    Port(EMBEDDINGS, ("R", "width"), "float32"),
+    Port(SCORES, ("R", "width"), "float32"),
+)
+"""The ports of encoder programs."""
 
 
 @cache
@@ -116,4 +162,34 @@ def input_names(shape: ModelShape) -> frozenset[str]:
         names.add(POSITION_IDS)
     if shape.has_distances:
         names |= {KEY_POSITIONS, QUERY_POSITIONS}
+    return frozenset(names)
+
+
+@cache
+def find_encoder_port(name: str) -> Port | None:
+    """Return the contract of the port of this name; None if an encoder program has no such port."""
+    return next((port for port in ENCODER_PORTS if re.fullmatch(port.pattern, name)), None)
+
+
+def encoder_shape_of(name: str, shape: EncoderShape, variant: EncoderVariant) -> tuple[int, ...]:
+    """Return the shape of an encoder program's port at one variant.
+
+    Raises:
+        KeyError: an encoder program has no port of this name.
+    """
+    port = find_encoder_port(name)
+    if port is None:
+        raise KeyError(f"no port of an encoder program has the name {name}")
+    ranges = port.ranges(len(port.axes), EncoderSizes.of(variant))
+    own = {"1": 1, "width": shape.width}
+    return tuple(ranges[index][0] if index in ranges else own[axis] for index, axis in enumerate(port.axes))
+
+
+def encoder_input_names(shape: EncoderShape) -> frozenset[str]:
+    """Return the names of all inputs of an encoder's programs."""
+    names = {INPUT_IDS, POOL, *(kind.port_name for kind in shape.masks)}
+    if shape.has_positions:
+        names.add(POSITION_IDS)
+    if shape.has_token_types:
+        names.add(TOKEN_TYPE_IDS)
     return frozenset(names)

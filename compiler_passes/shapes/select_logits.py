@@ -26,8 +26,8 @@ def select_logits(graph: StepGraph) -> None:
     Raises:
         UnsupportedModelError: the model has no output ``logits``.
     """
-    result = _logits_result(graph)
-    head = _head(result)
+    result = logits_result(graph, STAGE)
+    head = find_head(result)
     source = head.input(0) if head is not None else result.input(0)
     rows = graph.add_parameter(LOGIT_ROWS, ov.PartialShape([-1]), ov.Type.i64)
     hidden = source.get_source_output()
@@ -39,18 +39,23 @@ def select_logits(graph: StepGraph) -> None:
     graph.note(STAGE, f"rows are picked {where}")
 
 
-def _logits_result(graph: StepGraph) -> ov.Node:
+def logits_result(graph: StepGraph, stage: str) -> ov.Node:
+    """Return the result ``logits``.
+
+    Raises:
+        UnsupportedModelError: the model has no such output; ``stage`` is the pass that the message names.
+    """
     for port in graph.model.outputs:
         if LOGITS in port.get_names():
             return port.get_node()
     states = {state.present_name for state in graph.ports}
     names = sorted(name for port in graph.model.outputs for name in port.get_names() - states)
     raise UnsupportedModelError(
-        STAGE, f"the model has no output {LOGITS!r} (it has {names}): not a causal language model"
+        stage, f"the model has no output {LOGITS!r} (it has {names}): not a causal language model"
     )
 
 
-def _head(result: ov.Node) -> ov.Node | None:
+def find_head(result: ov.Node) -> ov.Node | None:
     """Return the MatMul that computes the logits, if only row-wise ops follow it."""
     output = result.input_value(0)
     while len(consumers(output)) == 1:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from staticllm.compiler_passes.decoder import DECODER, DECODER_UNMERGED
+from staticllm.compiler_passes.decoder import DECODER, DECODER_EMBEDDER, DECODER_UNMERGED
+from staticllm.compiler_passes.encoder import ENCODER
 from staticllm.compiler_passes.lower import lower
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions
 from staticllm.devices import get_core
@@ -13,9 +14,11 @@ ROOMS = ("states", "inputs", "rewrites", "shapes")
 HELPERS = {"classify_mask", "fix_shapes"}
 
 
-def test_every_pass_is_in_the_list_and_has_a_file(root):
+def test_every_pass_is_in_a_list_and_has_a_file(root):
     files = [path.stem for room in ROOMS for path in (root / "compiler_passes" / room).glob("[!_]*.py")]
-    assert sorted({*(entry.name for entry in DECODER.passes), *HELPERS}) == sorted(files)
+    lists = (DECODER, DECODER_EMBEDDER, ENCODER)
+    names = {entry.name for pipeline in lists for entry in pipeline.passes}
+    assert sorted(names | HELPERS) == sorted(files)
 
 
 def test_a_pipeline_without_a_pass_runs_the_others_in_their_order(zoo):

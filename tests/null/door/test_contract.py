@@ -8,10 +8,29 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from staticllm.core import KVState, MaskKind, ModelShape, RecurrentState
-from staticllm.ports import LOGITS, PORTS, find_port, input_names
+from staticllm.core import (
+    EncoderMask,
+    EncoderShape,
+    EncoderVariant,
+    KVState,
+    MaskKind,
+    ModelShape,
+    RecurrentState,
+)
+from staticllm.ports import (
+    EMBEDDINGS,
+    ENCODER_PORTS,
+    LOGITS,
+    PORTS,
+    SCORES,
+    encoder_input_names,
+    encoder_shape_of,
+    find_encoder_port,
+    find_port,
+    input_names,
+)
 
-CALL_AXES = {"S", "T", "R", "T+S"}
+CALL_AXES = {"S", "T", "R", "T+S", "B", "B*S"}
 TYPES = {"f32": "float32", "i64": "int64", "i32": "int32"}
 EXAMPLES = {"kind": "causal", "layer": "0", "n": "0"}
 """What stands for the parts of a name that a model decides."""
@@ -45,11 +64,13 @@ def names_of(cell):
     return [first, *(first.rsplit(".", other.count("."))[0] + other for other in others)]
 
 
-@pytest.mark.parametrize("heading", ["Inputs", "Outputs"])
-def test_a_documented_port_has_the_axes_and_the_type_of_its_definition(page, heading):
+@pytest.mark.parametrize(
+    ("heading", "find"), [("Inputs", find_port), ("Outputs", find_port), ("Encoder programs", find_encoder_port)]
+)
+def test_a_documented_port_has_the_axes_and_the_type_of_its_definition(page, heading, find):
     for row in rows_of(page, heading):
         for name in row.names:
-            port = find_port(name)
+            port = find(name)
             assert port is not None, f"no port has the name {name}"
             for axes in row.shapes:
                 own = tuple(axis if axis in CALL_AXES else "" for axis in axes[-len(port.axes) :])
@@ -64,5 +85,38 @@ def test_all_ports_are_documented_as_inputs_or_outputs(page):
     )
     shape = ModelShape(tuple(KV), (MaskKind(),), 9, 2, has_distances=True, recurrent_states=(STATE,))
     assert sorted(inputs) == sorted(input_names(shape))
-    assert sorted(outputs) == sorted([LOGITS, *(state.present_name for state in (*KV, STATE))])
+    assert sorted(outputs) == sorted([LOGITS, EMBEDDINGS, *(state.present_name for state in (*KV, STATE))])
     assert {find_port(name) for name in inputs + outputs} == set(PORTS)
+
+
+def test_all_ports_of_encoders_are_documented(page):
+    documented = [name for row in rows_of(page, "Encoder programs") for name in row.names]
+    kind = EncoderMask(after=0)
+    shape = EncoderShape("scores", 3, (kind,), 64, has_token_types=True)
+    assert sorted(documented) == sorted([*encoder_input_names(shape), EMBEDDINGS, SCORES])
+    assert {find_encoder_port(name) for name in documented} == set(ENCODER_PORTS)
+    assert "position_ids" not in encoder_input_names(EncoderShape("scores", 3, (kind,), 64, has_positions=False))
+
+
+def test_the_ports_of_encoders_have_the_shapes_of_a_variant():
+    shape, variant = EncoderShape("embeddings", 8, (EncoderMask(),), 64), EncoderVariant(2, 16, 5)
+    shapes = {name: encoder_shape_of(name, shape, variant) for name in (*encoder_input_names(shape), EMBEDDINGS)}
+    assert shapes == {
+        "input_ids": (2, 16), "position_ids": (2, 16), "mask.full": (2, 1, 16, 16), "pool": (5, 32), "embeddings": (5, 8),
+    }  # fmt: skip
+    with pytest.raises(KeyError, match="past"):
+        encoder_shape_of("past.0.key", shape, variant)
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "seen"),
+    [
+        (EncoderMask(), "full", range(-9, 10)),
+        (EncoderMask(after=0), "causal", range(-9, 1)),
+        (EncoderMask(2, 0), "window:3", range(-2, 1)),
+        (EncoderMask(2, 2), "local:2", range(-2, 3)),
+    ],
+)
+def test_a_kind_of_mask_sees_what_its_label_says(kind, label, seen):
+    assert kind.label == label
+    assert [distance for distance in range(-9, 10) if kind.sees(distance)] == list(seen)

@@ -1,0 +1,30 @@
+"""Lists the passes of a text encoder in their order, which are the whole compiler of its packed programs."""
+
+from __future__ import annotations
+
+from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
+from staticllm.compiler_passes.inputs.check_places import check_places
+from staticllm.compiler_passes.inputs.expose_encoder_mask import expose_encoder_mask
+from staticllm.compiler_passes.inputs.expose_encoder_positions import expose_encoder_positions
+from staticllm.compiler_passes.inputs.fix_encoder_inputs import fix_encoder_inputs
+from staticllm.compiler_passes.inputs.prove_packing import prove_packing
+from staticllm.compiler_passes.pass_pipeline import EncoderOptions, Pass, PassPipeline
+from staticllm.compiler_passes.rewrites.decompose_attention import decompose_attention
+from staticllm.compiler_passes.shapes.add_pooling import add_pooling
+from staticllm.compiler_passes.shapes.pool_scores import pool_scores
+from staticllm.compiler_passes.shapes.select_output import select_output
+
+ENCODER: PassPipeline[EncoderGraph, EncoderOptions] = PassPipeline(
+    (
+        Pass("select_output", lambda graph, options: select_output(graph)),
+        Pass("fix_encoder_inputs", lambda graph, options: fix_encoder_inputs(graph)),
+        Pass("expose_encoder_mask", lambda graph, options: expose_encoder_mask(graph)),
+        Pass("expose_encoder_positions", lambda graph, options: expose_encoder_positions(graph)),
+        Pass("pool_scores", lambda graph, options: pool_scores(graph)),
+        Pass("check_places", lambda graph, options: check_places(graph)),
+        Pass("decompose_attention", lambda graph, options: decompose_attention(graph)),
+        Pass("prove_packing", lambda graph, options: prove_packing(graph)),
+        Pass("add_pooling", lambda graph, options: add_pooling(graph, options.dense, options.is_normalised)),
+    )
+)
+"""Lowers a stateless encoder to a pure function of packed texts. ``LoweredEncoder`` sets the sizes of a variant afterwards."""

@@ -1,0 +1,41 @@
+"""The graph of an encoder that passes change: a model without states, and what the passes found in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import openvino as ov
+
+from staticllm.compiler_passes.graph.step_graph import StepGraph
+from staticllm.core import EncoderMask, Pooling
+
+
+@dataclass
+class EncoderGraph(StepGraph):
+    """An encoder on its way from an exported IR to a packed program. Passes change it in place.
+
+    ``original``: a copy of the model as it was exported. ``max_rows``, of the base class, is the most rows of any program.
+    """
+
+    original: ov.Model = field(kw_only=True)
+    encoder_masks: list[EncoderMask] = field(default_factory=list)
+    first_position: int = 0
+    has_scores: bool = False  # whether the model has one vector of scores per text, else one hidden state per token
+    pooling: Pooling | None = None
+    reasons: list[str] = field(default_factory=list)  # why texts cannot share a sequence
+
+    @property
+    def num_rows(self) -> int:
+        """The most rows of any program."""
+        assert self.max_rows is not None
+        return self.max_rows
+
+    def limit_rows(self, rows: int) -> None:
+        """Allow no program with more rows than this."""
+        self.max_rows = min(self.num_rows, rows)
+
+    def keep_texts_apart(self, stage: str, reason: str) -> None:
+        """Allow only one text per sequence, and note the reason."""
+        self.is_packable = False
+        self.reasons.append(reason)
+        self.note(stage, f"one text per sequence: {reason}")

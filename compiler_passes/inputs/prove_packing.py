@@ -1,0 +1,143 @@
+"""Proves that a lowered encoder computes what the original does, by running both once.
+
+Texts of different lengths are run alone through the original, and together through the lowered graph. Everything that could mix
+texts or misplace them, in whatever form it is written, shows as a difference. Windows and biases are longer than these texts:
+they have been evaluated at full length before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import openvino as ov
+from numpy.typing import NDArray
+
+from staticllm.compiler_passes.graph.control_values import EXACT, random_ids
+from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
+from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK
+from staticllm.compiler_passes.inputs.expose_encoder_mask import HIDDEN, visible
+from staticllm.devices import get_core
+from staticllm.errors import UnsupportedModelError
+from staticllm.ports import INPUT_IDS, POOL, POSITION_IDS, TOKEN_TYPE_IDS
+
+STAGE = "prove_packing"
+SHARED = ((9, 1, 6), (11, 8))
+"""The lengths of the texts in each sequence: with idle rows at the end, and without."""
+APART = ((9,), (13,))
+ROWS = 19
+TOLERANCE = 1e-4
+"""Of the largest value. In f32 the differences of a right graph are some 1e-6, those of a wrong one some 1e-2."""
+Vectors = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text in a call: sequence, first row, and tokens."""
+
+    sequence: int
+    start: int
+    ids: NDArray[np.int64]
+
+    @property
+    def rows(self) -> slice:
+        """The rows of its sequence that hold it."""
+        return slice(self.start, self.start + len(self.ids))
+
+
+def prove_packing(graph: EncoderGraph) -> None:
+    """Compare texts alone through the original with texts together, or with one text per sequence.
+
+    Raises:
+        UnsupportedModelError: even one text per sequence differs from the original.
+    """
+    layouts = [SHARED, APART] if graph.is_packable else [APART]
+    texts = [_placed(graph, layout) for layout in layouts]
+    expected = _alone(graph, [text for found in texts for text in found])
+    program = get_core().compile_model(graph.model, "CPU", EXACT)
+    worst = 0.0
+    for layout, found in zip(layouts, texts, strict=True):
+        wanted, expected = expected[: len(found)], expected[len(found) :]
+        worst = _difference(wanted, _together(graph, program, found))
+        if worst <= TOLERANCE:
+            how = "several texts" if layout == SHARED else "one text"
+            graph.note(STAGE, f"{how} per sequence: within {worst:.0e} of the original")
+            return
+        if layout == SHARED:
+            graph.keep_texts_apart(STAGE, f"together they differ by {worst:.0e} of the largest value")
+    node = graph.model.get_results()[0].input_value(0).get_node()
+    raise UnsupportedModelError(
+        STAGE,
+        f"{node.get_type_name()} {node.get_friendly_name()!r} differs by {worst:.0e} of the largest value from the original even "
+        f"for one text per sequence: the tokens of a text are mixed with others in another way than by attention",
+    )
+
+
+def _placed(graph: EncoderGraph, layout: Sequence[Sequence[int]]) -> list[Text]:
+    found: list[Text] = []
+    for sequence, lengths in enumerate(layout):
+        start = 0
+        for length in lengths:
+            found.append(Text(sequence, start, random_ids(graph.original, (length,), seed=len(found))))
+            start += length
+    return found
+
+
+def _alone(graph: EncoderGraph, texts: Sequence[Text]) -> list[Vectors]:
+    """Return what the original computes for each text: the hidden states ``[length, width]``, or the scores ``[1, labels]``."""
+    program = get_core().compile_model(graph.original, "CPU", EXACT)
+    found = []
+    for text in texts:
+        ids = text.ids[None]
+        positions = graph.first_position + np.arange(ids.shape[1])[None]
+        feeds = {
+            INPUT_IDS: ids,
+            ATTENTION_MASK: np.ones_like(ids),
+            TOKEN_TYPE_IDS: np.zeros_like(ids),
+            POSITION_IDS: positions,
+        }
+        values = program({name: feeds[name] for port in program.inputs for name in port.get_names() & feeds.keys()})
+        found.append(np.array(values[0]).reshape(-1, values[0].shape[-1]))
+    return found
+
+
+def _together(graph: EncoderGraph, program: ov.CompiledModel, texts: Sequence[Text]) -> list[Vectors]:
+    """Return what the lowered graph computes for each text, as ``_alone`` does."""
+    batch = 1 + texts[-1].sequence
+    feeds = {
+        INPUT_IDS: random_ids(graph.original, (batch, ROWS), seed=99),
+        TOKEN_TYPE_IDS: np.zeros((batch, ROWS), np.int64),
+    }
+    feeds[POSITION_IDS] = np.full((batch, ROWS), graph.first_position)
+    pool = np.zeros((len(texts), batch * ROWS), np.float32)
+    same = np.broadcast_to(np.eye(ROWS, dtype=np.bool_), (batch, ROWS, ROWS)).copy()
+    for index, text in enumerate(texts):
+        feeds[INPUT_IDS][text.sequence, text.rows] = text.ids
+        feeds[POSITION_IDS][text.sequence, text.rows] += np.arange(len(text.ids))
+        same[text.sequence, text.rows, text.rows] = True
+        first = text.sequence * ROWS + text.start
+        pool[index, first : first + len(text.ids)] = _weights(graph, len(text.ids))
+    masks = {
+        kind.port_name: np.where(same & visible(kind, ROWS), 0, HIDDEN).astype(np.float32)[:, None]
+        for kind in graph.encoder_masks
+    }
+    known = {**feeds, **masks, POOL: pool}
+    values = program({name: known[name] for port in program.inputs for name in port.get_names() & known.keys()})[0]
+    if graph.has_scores:
+        return [np.array(value).reshape(1, -1) for value in values]
+    return [np.array(values[text.sequence, text.rows]) for text in texts]
+
+
+def _weights(graph: EncoderGraph, length: int) -> Vectors:
+    if graph.pooling == "mean":
+        return np.full(length, 1 / length, np.float32)
+    weights = np.zeros(length, np.float32)
+    weights[0 if graph.pooling == "first" else -1] = 1
+    return weights
+
+
+def _difference(expected: Sequence[Vectors], actual: Sequence[Vectors]) -> float:
+    scale = max(float(np.abs(value).max()) for value in expected)
+    worst = max(float(np.abs(one - other).max()) for one, other in zip(expected, actual, strict=True))
+    return worst / scale if np.isfinite(worst) and scale else np.inf

@@ -1,0 +1,107 @@
+"""Lowers an encoder: runs its passes, reads the ports of the result, and sets its sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import openvino as ov
+
+from staticllm.compiler_passes.encoder import ENCODER
+from staticllm.compiler_passes.graph.check_graph import check_static
+from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
+from staticllm.compiler_passes.pass_pipeline import EncoderOptions, PassPipeline, PassReport
+from staticllm.core import EncoderShape, EncoderVariant
+from staticllm.errors import UnsupportedModelError
+from staticllm.ports import (
+    EMBEDDINGS,
+    POSITION_IDS,
+    SCORES,
+    TOKEN_TYPE_IDS,
+    EncoderSizes,
+    encoder_input_names,
+    find_encoder_port,
+)
+
+
+@dataclass(frozen=True)
+class LoweredEncoder:
+    """An encoder after its passes, with any batch, rows and texts. ``specialise`` and ``share`` set its sizes.
+
+    ``reasons``: why texts cannot share a sequence; empty if they can.
+    """
+
+    model: ov.Model
+    shape: EncoderShape
+    reports: tuple[PassReport, ...]
+    reasons: tuple[str, ...] = ()
+
+    def specialise(self, variant: EncoderVariant) -> ov.Model:
+        """Return the model of one variant's program, with static shapes only.
+
+        Raises:
+            ValueError: the variant has more rows than the model allows.
+        """
+        model = self.share((variant,))
+        check_static(model, f"fix_shapes{variant}")
+        return model
+
+    def share(self, variants: tuple[EncoderVariant, ...]) -> ov.Model:
+        """Return the model of one program for all ``variants``, with bounded dynamic sizes.
+
+        Raises:
+            ValueError: a variant has more rows than the model allows.
+        """
+        longest = max(variants, key=lambda variant: variant.rows)
+        if longest.rows > self.shape.max_rows:
+            raise ValueError(f"{longest} has more rows than the {self.shape.max_rows} that the model was lowered for")
+        model, sizes = self.model.clone(), EncoderSizes.of(*variants)
+        shapes = {}
+        for port in model.inputs:
+            contract = find_encoder_port(port.get_any_name())
+            assert contract is not None
+            shapes[port] = port.get_partial_shape()
+            for axis, bounds in contract.ranges(len(shapes[port]), sizes).items():
+                shapes[port][axis] = ov.Dimension(*bounds)
+        model.reshape(shapes)
+        return model
+
+
+def lower_encoder(
+    model: ov.Model,
+    options: EncoderOptions | None = None,
+    passes: PassPipeline[EncoderGraph, EncoderOptions] = ENCODER,
+) -> LoweredEncoder:
+    """Run ``passes`` on an encoder, which is changed in place, and read the ports of the result.
+
+    Raises:
+        UnsupportedModelError: a pass cannot lower the graph; the message names the pass and the node.
+    """
+    options = options or EncoderOptions()
+    graph = EncoderGraph(model, max_rows=options.max_rows, original=model.clone())
+    reports = passes.run(graph, options)
+    return LoweredEncoder(graph.model, _shape_of(graph), reports, tuple(graph.reasons))
+
+
+def _shape_of(graph: EncoderGraph) -> EncoderShape:
+    output = graph.model.output(SCORES if graph.has_scores else EMBEDDINGS)
+    width = output.get_partial_shape()[1]
+    if width.is_dynamic:
+        raise UnsupportedModelError("lower_encoder", f"the size of the output {output.get_any_name()!r} is not known")
+    shape = EncoderShape(
+        "scores" if graph.has_scores else "embeddings",
+        width.get_length(),
+        tuple(graph.encoder_masks),
+        graph.num_rows,
+        pooling=graph.pooling,
+        has_positions=graph.parameter(POSITION_IDS) is not None,
+        first_position=graph.first_position,
+        has_token_types=graph.parameter(TOKEN_TYPE_IDS) is not None,
+        is_packable=graph.is_packable,
+    )
+    known = encoder_input_names(shape)
+    for port in graph.model.inputs:
+        if port.get_any_name() not in known:
+            raise UnsupportedModelError(
+                "lower_encoder", f"the input {port.get_any_name()!r} is unknown: nothing can be fed to it"
+            )
+    return shape
