@@ -93,12 +93,11 @@ class PassPipeline(Generic[Graph, Options]):
         Raises:
             UnsupportedModelError: a pass cannot lower the graph; the message names the pass and the node.
         """
-        return tuple(_run(entry, graph, options) for entry in self.passes)
-
-
-def _run(entry: Pass[Graph, Options], graph: Graph, options: Options) -> PassReport:
-    num_nodes = len(graph.model.get_ordered_ops())
-    entry.run(graph, options)
-    check_graph(graph, entry.name)
-    notes = tuple(graph.notes.get(entry.name, ()))
-    return PassReport(entry.name, num_nodes, len(graph.model.get_ordered_ops()), notes)
+        reports: list[PassReport] = []
+        before = len(graph.model.get_ops())
+        for entry in self.passes:
+            entry.run(graph, options)
+            after = check_graph(graph, entry.name)
+            reports.append(PassReport(entry.name, before, after, tuple(graph.notes.get(entry.name, ()))))
+            before = after
+        return tuple(reports)

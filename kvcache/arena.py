@@ -7,7 +7,11 @@ always gets a contiguous ``[1, heads, T, head_dim]`` that starts at the same add
 
 from __future__ import annotations
 
+import math
+import mmap
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -22,6 +26,8 @@ Array = NDArray[Any]
 class Arena:
     """The slots of all KV states of a model. ``stride`` is the current number of slots per head in memory.
 
+    Pages enter memory when they are first written.
+
     Runs on the engine's thread.
     """
 
@@ -31,9 +37,8 @@ class Arena:
         self.groups = group_states(tuple(states))
         self._storage: list[Array] = []
         for group in self.groups:
-            storage = np.empty((len(group.members), group.heads * num_slots * group.head_dim), group.dtype)
-            storage.fill(0)  # touch every page now, so that memory does not grow during generation
-            self._storage.append(storage)
+            size = group.heads * num_slots * group.head_dim
+            self._storage.append(_untouched((len(group.members), size), group.dtype))
         self.stride = num_slots
         self._views = self._views_at(num_slots)
 
@@ -41,6 +46,11 @@ class Arena:
     def num_bytes(self) -> int:
         """Bytes of all slots; constant for the life of the arena."""
         return sum(storage.nbytes for storage in self._storage)
+
+    @property
+    def blocks(self) -> tuple[Array, ...]:
+        """The memory of each group, ``[n, heads * num_slots * head_dim]``; the same arrays for the life of the arena."""
+        return tuple(self._storage)
 
     @property
     def addresses(self) -> list[int]:
@@ -94,6 +104,21 @@ class Arena:
 
     def _views_at(self, stride: int) -> list[Array]:
         return [_view(storage, group, stride) for storage, group in zip(self._storage, self.groups, strict=True)]
+
+
+def _untouched(shape: tuple[int, int], dtype: type[np.generic]) -> Array:
+    """Return zeros that take no memory before they are written, page by page.
+
+    Numpy asks Linux for pages of 2 MiB. The used slots are at the front of each line of an arena, and one such page holds most
+    of a line, so nearly all of them would be in memory after the first prompt.
+    """
+    count = math.prod(shape)
+    if sys.platform != "linux" or not count:
+        return np.zeros(shape, dtype)
+    memory = mmap.mmap(-1, count * np.dtype(dtype).itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # a system without such pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype, count).reshape(shape)
 
 
 def _view(storage: Array, group: StateGroup, stride: int) -> Array:

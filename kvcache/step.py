@@ -70,7 +70,7 @@ class BufferPool:
         self.positions = np.zeros(sizes.rows * max(shape.position_copies, 1), np.int64)
         self.logit_rows = np.zeros(sizes.num_logits, np.int64)
         self.logits = np.zeros(sizes.num_logits * shape.vocab_size, np.float32)
-        self.masks = {kind: np.full(sizes.mask_cells, HIDDEN, np.float32) for kind in shape.masks}
+        self.masks = {kind: np.zeros(sizes.mask_cells, np.float32) for kind in shape.masks}  # each step paints its own
         self.key_positions = np.zeros(sizes.columns if shape.has_distances else 0, np.int32)
         self.query_positions = np.zeros(sizes.rows if shape.has_distances else 0, np.int32)
         self.presents = [

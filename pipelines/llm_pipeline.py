@@ -25,13 +25,11 @@ from staticllm.pipelines.engine.overflow import OverflowRule
 from staticllm.pipelines.model_loader.arguments import (
     named_in_memory,
     positional,
-    read_generation_config,
-    read_tokenizer,
     resolve_candidates,
     source_of,
 )
-from staticllm.pipelines.model_loader.background import BackgroundLoader
-from staticllm.pipelines.model_loader.launch import launch
+from staticllm.pipelines.model_loader.launch import Launched, launch
+from staticllm.pipelines.model_loader.text_reader import TextReader
 from staticllm.pipelines.model_loader.weights_watch import watch_of
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
@@ -96,19 +94,18 @@ class StaticLLMPipeline:
         policy = make_policy(candidates[0].config.scheduler if scheduler is None else scheduler)
         source, candidates = source_of(models_path, given, candidates)
         self._source = weakref.finalize(self, forget_in_memory, source)
-        tokenizer = given.tokenizer or read_tokenizer(source)
-        self._input_processor = InputProcessor(
-            tokenizer, given.generation_config or read_generation_config(source, tokenizer)
-        )
-        self._chat = ChatSession(tokenizer)
-        self._launched = self._launch(source, candidates, policy, on_progress or (lambda event: None))
+        with TextReader(source, given, on_progress) as reader:
+            self._launched = self._launch(source, candidates, policy, reader.on_progress)
+            text = reader.files()
+        self._input_processor = InputProcessor(text.tokenizer, text.generation_config)
+        self._chat = ChatSession(text.tokenizer)
         self._engine: EngineClient = self._launched.engine
         self._background = self._launched.background
         self._stop_checker = StopChecker(self._engine, self._input_processor.decode)
         self._directory = source
         self._shape = self._launched.loaded.programs.shape
         self._model_identity, self._watch = "", watch_of(source, self.config, self._launched.loaded.has_mapped_weights)
-        self._finalizer = weakref.finalize(self, _close, self._background, self._engine, self._stop_checker)
+        self._finalizer = weakref.finalize(self, _close, self._launched, self._stop_checker)
         self._load_ms = (time.perf_counter() - start) * 1e3
 
     @property
@@ -296,7 +293,7 @@ class StaticLLMPipeline:
 
     def close(self, drain: bool = False) -> None:
         """End the engine: cancel all requests, or with ``drain`` wait for them. A second call does nothing."""
-        _close(self._background, self._engine, self._stop_checker, drain)
+        _close(self._launched, self._stop_checker, drain)
 
     @property
     def is_complete(self) -> bool:
@@ -385,10 +382,6 @@ class StaticLLMPipeline:
         return handle
 
 
-def _close(
-    background: BackgroundLoader | None, engine: EngineClient, stop_checker: StopChecker, drain: bool = False
-) -> None:
-    if background is not None:
-        background.close()
-    engine.close(drain)
+def _close(launched: Launched, stop_checker: StopChecker, drain: bool = False) -> None:
+    launched.close(drain)
     stop_checker.close()

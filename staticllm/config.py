@@ -47,8 +47,9 @@ class StaticLLMConfig:
         kv_cache_gb: Memory of the KV slots in GB, instead of their number; at least one longest sequence (``KV_CACHE_GB``).
         host_kv_slots: KV slots in host memory, for swapped requests and for conversations kept for their prefix;
             None for 16 longest sequences (``HOST_KV_SLOTS``).
-        memory_limit_mb: The most memory in MB (10^6 bytes) that the pipeline should take on a CPU, by estimate. If two programs
-            would exceed it, there is one; if one would, loading fails. None for no limit (``MEMORY_LIMIT_MB``).
+        memory_limit_mb: The most private memory in MB (10^6 bytes) that the process should have on a CPU, by estimate. If two
+            programs would exceed it, there is one; if one would, loading fails. The host pool gets what is left. None for no
+            limit (``MEMORY_LIMIT_MB``).
         max_waiting: Requests that may wait; further requests are refused with ``BusyError`` (``MAX_WAITING``).
         scheduler: The scheduling policy: ``dynamic``, ``fcfs``, ``prefill_first``, ``decode_first`` or ``chunked``
             (``SCHEDULER``, docs/scheduling.md).

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MODEL_XML = "openvino_model.xml"
 MAX_CONFIG = 16 << 20
+MAX_NUMBER = 1 << 40
 TOKENIZER_XML = ("openvino_tokenizer.xml", "openvino_detokenizer.xml")
 
 
@@ -112,13 +113,25 @@ _numbers = count(1)
 
 def max_positions(directory: Path) -> int | None:
     """Return the longest sequence that a model was made for, in tokens, from its ``config.json``; None if that has none."""
+    found = _from_config(directory, "max_position_embeddings")
+    return None if found is None else found[0]
+
+
+def model_widths(directory: Path) -> tuple[int, int] | None:
+    """Return a model's hidden size and the inner size of its feed-forward layers, from ``config.json``; None without both."""
+    found = _from_config(directory, "hidden_size", "intermediate_size")
+    return None if found is None else (found[0], found[1])
+
+
+def _from_config(directory: Path, *names: str) -> list[int] | None:
+    """Return positive whole numbers from ``config.json``; None if one is missing or is something else."""
     try:
         config = json.loads(read_regular(directory / "config.json", MAX_CONFIG))
         config = config.get("text_config", config)
-        found = config.get("max_position_embeddings")
+        found = [config.get(name) for name in names]
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
-    return found if isinstance(found, int) and found > 0 else None
+    return found if all(type(value) is int and 0 < value <= MAX_NUMBER for value in found) else None
 
 
 def kv_shapes(directory: Path) -> list[tuple[int, int]]:

@@ -74,12 +74,12 @@ class SharedPrograms:
                 self._compiled[key] = list(self._compile_programs(core, lowered, group, options))
             yield from self._compiled[key]
 
-    def warm_up(self, bound, known_costs, on_progress):
+    def warm_up(self, bound, known_costs, on_progress, kept_costs=None):
         """Measure the costs of a program once; later pipelines only run it once, as with a blob set."""
         kept = {id(compiled) for group in self._compiled.values() for compiled in group}
         key = frozenset((variant, id(bound.compiled(variant))) for variant in bound)
-        if known_costs or not all(compiled in kept for _, compiled in key):
-            return self._warm_up(bound, known_costs, on_progress)
+        if known_costs or kept_costs or not all(compiled in kept for _, compiled in key):
+            return self._warm_up(bound, known_costs, on_progress, kept_costs)
         costs = self._warm_up(bound, self._costs.get(key, {}), on_progress)
         self._costs.setdefault(key, dict(costs.measured))
         return costs

@@ -23,18 +23,25 @@ def fix_shapes(graph: StepGraph, variant: Variant) -> ov.Model:
 
 def bound_shapes(graph: StepGraph, variants: Sequence[Variant]) -> ov.Model:
     """Return a copy of the model whose dynamic dimensions are bounded by the smallest and the largest of ``variants``."""
-    return _reshaped(graph.model.clone(), CallSizes.of(*variants))
+    model, sizes = graph.model.clone(), CallSizes.of(*variants)
+    for parameter in model.get_parameters():
+        parameter.set_partial_shape(_sized(parameter.output(0), sizes))
+    model.validate_nodes_and_infer_types()  # a third of the time of Model.reshape
+    return model
 
 
 def _reshaped(model: ov.Model, sizes: CallSizes) -> ov.Model:
-    shapes = {}
-    for port in model.inputs:
-        _, contract = port_of(port.get_names())
-        shapes[port] = port.get_partial_shape()
-        for axis, bounds in contract.ranges(len(shapes[port]), sizes).items():
-            shapes[port][axis] = ov.Dimension(*bounds)
-    model.reshape(shapes)
+    model.reshape({port: _sized(port, sizes) for port in model.inputs})
     return model
+
+
+def _sized(port: ov.Output, sizes: CallSizes) -> ov.PartialShape:
+    """Return the shape of an input with the sizes of a call in the axes that its contract names."""
+    _, contract = port_of(port.get_names())
+    shape = port.get_partial_shape()
+    for axis, bounds in contract.ranges(len(shape), sizes).items():
+        shape[axis] = ov.Dimension(*bounds)
+    return shape
 
 
 def _drop_past(model: ov.Model, past_names: Collection[str]) -> None:

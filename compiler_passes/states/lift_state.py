@@ -52,13 +52,12 @@ def lift_state(graph: StepGraph) -> None:
 
 def _fix_batch(model: ov.Model) -> None:
     """Set the batch to 1 in token inputs, ``[..., batch, tokens]``, and in ``beam_idx [batch]``."""
-    shapes = {}
-    for port in model.inputs:
-        shape = port.partial_shape
+    for parameter in model.get_parameters():
+        shape = parameter.get_partial_shape()
         if shape.rank.is_static and shape.rank.get_length() > 0:
             shape[max(shape.rank.get_length() - 2, 0)] = 1
-        shapes[port] = shape
-    model.reshape(shapes)
+            parameter.set_partial_shape(shape)
+    model.validate_nodes_and_infer_types()  # a third of the time of Model.reshape
 
 
 def _lift(model: ov.Model, index: int, variable_id: str, read: ov.Node, assign: ov.Node) -> LiftedState:

@@ -40,6 +40,8 @@ from staticllm.pipelines.blobs.manifest import (
 )
 
 MANIFEST, LOCK = "manifest.json", ".staticllm.lock"
+COSTS = "costs.json"
+"""The measured costs of a set's programs (``measurements.py``), which are no part of the set."""
 SCRATCH = ".staticllm-"
 """Prefix of the names of files that are being written."""
 LOCK_TIMEOUT = 60.0
@@ -340,7 +342,7 @@ def _remove_leftovers(folder: Path, key: bytes, before: set[str]) -> None:
             return  # a damaged manifest does not say which files belong to the set
         needed = set()
     for path in folder.iterdir():
-        if path.name not in (MANIFEST, LOCK, *needed) and (path.name in before or _is_own_file(path.name)):
+        if path.name not in (MANIFEST, LOCK, COSTS, *needed) and (path.name in before or _is_own_file(path.name)):
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -355,7 +357,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 def _is_own_file(name: str) -> bool:
     """Return whether our writers use this file name. Other files in the folder are left alone."""
-    return name in (MANIFEST, LOCK) or name.startswith(SCRATCH) or _WRITTEN.fullmatch(name) is not None
+    return name in (MANIFEST, LOCK, COSTS) or name.startswith(SCRATCH) or _WRITTEN.fullmatch(name) is not None
 
 
 def _write(path: Path, data: bytes) -> None:

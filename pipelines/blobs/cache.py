@@ -98,8 +98,10 @@ class BlobCache:
 
     def entries(self) -> list[Entry]:
         """Return all sets, the most recently used first."""
-        folders = [path for path in self.folder.glob(f"{PREFIX}*") if _is_entry(path)] if self.folder.is_dir() else []
-        return sorted((self._entry(path) for path in folders), key=lambda entry: -entry.used)
+        return sorted((self._entry(path) for path in self._folders()), key=lambda entry: -entry.used)
+
+    def _folders(self) -> list[Path]:
+        return [path for path in self.folder.glob(f"{PREFIX}*") if _is_entry(path)] if self.folder.is_dir() else []
 
     def verify(self) -> Iterator[tuple[Entry, str]]:
         """Compare the bytes of each set with their digests; yield the set and the problem, which is empty if there is none."""
@@ -121,6 +123,10 @@ class BlobCache:
         limit = self.limit if limit is None else limit
         if limit is None:
             return []
+        if sum(_used(folder)[0] for folder in self._folders()) <= limit and all(
+            (folder / MANIFEST).exists() for folder in self._folders()
+        ):
+            return []  # the usual case, in which no manifest need be read
         removed, total = [], 0
         for entry in self.entries():
             total += entry.num_bytes
@@ -146,12 +152,18 @@ class BlobCache:
             manifest = read_manifest(folder, self._key)
         except BlobError as error:
             problem = str(error)
-        num_bytes, used = 0, 0.0
-        for path in folder.glob("*"):
-            try:
-                stat = path.lstat()
-            except OSError:  # another process removed it meanwhile
-                continue
-            num_bytes += stat.st_size
-            used = max(used, stat.st_mtime)
+        num_bytes, used = _used(folder)
         return Entry(folder.name.removeprefix(PREFIX), folder, num_bytes, used or time.time(), manifest, problem)
+
+
+def _used(folder: Path) -> tuple[int, float]:
+    """Return the bytes of a folder's files, and the time of the last change (seconds since the epoch; 0 if it is empty)."""
+    num_bytes, used = 0, 0.0
+    for path in folder.glob("*"):
+        try:
+            stat = path.lstat()
+        except OSError:  # another process removed it meanwhile
+            continue
+        num_bytes += stat.st_size
+        used = max(used, stat.st_mtime)
+    return num_bytes, used

@@ -136,8 +136,13 @@ def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
         "fingerprint": manifest.fingerprint.to_json(),
         "variants": [{**_variant_to_json(entry.variant), "file": entry.file} for entry in manifest.variants],
         "blobs": {name: {"digest": blob.digest, "bytes": blob.num_bytes} for name, blob in manifest.blobs.items()},
-        "costs": [{**_variant_to_json(variant), "seconds": cost} for variant, cost in manifest.costs.items()],
+        "costs": [cost_to_json(variant, seconds) for variant, seconds in manifest.costs.items()],
     }
+
+
+def cost_to_json(variant: Variant, seconds: float) -> dict[str, int | float]:
+    """Return the cost of a variant, in seconds per call, in the form that JSON holds."""
+    return {**_variant_to_json(variant), "seconds": seconds}
 
 
 def _variant_to_json(variant: Variant) -> dict[str, int]:
@@ -199,7 +204,7 @@ def _checked(content: Mapping[str, Any]) -> Manifest:
         "fingerprint": Fingerprint.from_json(fingerprint),
         "blobs": blobs,
         "variants": _variants(content, blobs),
-        "costs": dict(_cost(cost) for cost in _list(content["costs"], MAX_ENTRIES)),
+        "costs": dict(map(cost_from_json, _list(content["costs"], MAX_ENTRIES))),
     }
     return Manifest(**{**content, **parsed})
 
@@ -296,7 +301,12 @@ def _check_rest(content: Mapping[str, Any]) -> None:
         _text(found.get("reason", ""), "reason", 4096)
 
 
-def _cost(cost: object) -> tuple[Variant, float]:
+def cost_from_json(cost: object) -> tuple[Variant, float]:
+    """Return the variant and the seconds per call that ``cost_to_json`` made ``cost`` of.
+
+    Raises:
+        ValueError, TypeError: it has another form, or an impossible value.
+    """
     values = dict(_dict(cost, 8))
     seconds = values.pop("seconds", None)
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < MAX_SIZE:

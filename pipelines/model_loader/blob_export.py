@@ -18,7 +18,7 @@ from staticllm.pipelines.blobs.blob_set import MANIFEST, ImportTarget, is_ours, 
 from staticllm.pipelines.blobs.check import matches
 from staticllm.pipelines.blobs.fingerprint import Fingerprint, fingerprint_model, layout_values, machine_values
 from staticllm.pipelines.blobs.manifest import LAYOUT_FIELDS, Manifest, VariantFile, shape_to_json
-from staticllm.pipelines.model_loader.job import LoadJob
+from staticllm.pipelines.model_loader.job import LoadJob, probes_of
 from staticllm.pipelines.programs.build import CompiledPrograms, compile_all
 from staticllm.pipelines.programs.compile_plan import CompilePlan, phase_properties, prepare
 from staticllm.pipelines.programs.layout import program_layout
@@ -96,7 +96,7 @@ def prepare_for_export(job: LoadJob, is_weightless: bool) -> tuple[ov.Core, Comp
         DeviceError: the device is missing.
         ConfigError: an option is impossible for this model.
     """
-    core, plan = prepare(job.directory, job.device, job.config, job.on_progress, for_blobs=True)
+    core, plan = prepare(job.directory, job.device, job.config, job.on_progress, for_blobs=True, probes=probes_of(job))
     return core, _without_weights(plan) if is_weightless else plan
 
 
@@ -189,7 +189,7 @@ def fingerprint_of(job: LoadJob) -> Fingerprint:
     core, device, config = get_core(), job.device, job.config
     properties = phase_properties(device, config)
     kv_type = config.kv_cache_precision or default_kv_type(core, device, *properties.values())
-    layout = program_layout(device, job.directory, config)
+    layout = program_layout(device, job.directory, config, kv_type)
     values: dict[Phase, Mapping[str, Any]] = {
         phase: json_properties(of_phase) for phase, of_phase in properties.items()
     }

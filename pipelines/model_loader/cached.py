@@ -14,6 +14,7 @@ from staticllm.pipelines.blobs.blob_set import failed_verification_text, read_ma
 from staticllm.pipelines.blobs.cache import BlobCache, key_of
 from staticllm.pipelines.blobs.fingerprint import Fingerprint
 from staticllm.pipelines.blobs.manifest import Manifest
+from staticllm.pipelines.blobs.measurements import CostsPlace
 from staticllm.pipelines.model_loader.blob_export import (
     Exported,
     compile_for_export,
@@ -46,6 +47,11 @@ class CacheEntry:
     def key(self) -> str:
         """The name of the set in the cache."""
         return key_of(self.fingerprint)
+
+    @property
+    def costs_place(self) -> CostsPlace:
+        """The place of the measured costs of the set's programs."""
+        return CostsPlace(self.cache.path(self.key), self.fingerprint, self.job.key)
 
     def write(self, programs: CompiledPrograms) -> None:
         """Export all programs of the model, and remove the least recently used sets beyond the cache's limit."""
@@ -105,7 +111,8 @@ def _into_cache(entry: CacheEntry) -> Loaded:
     exported = compile_for_export(job)
     runner = make_runner(exported.programs, job.on_progress)
     entry.keep(exported, runner.costs.measured)
-    return Loaded(runner, exported.programs, job.config, "compiled")
+    kept = entry.costs_place.costs_of(exported.programs.options)
+    return Loaded(runner, exported.programs, job.config, "compiled", kept_costs=kept)
 
 
 def _from_cache(entry: CacheEntry) -> Loaded | None:
@@ -121,7 +128,7 @@ def _from_cache(entry: CacheEntry) -> Loaded | None:
         entry.cache.touch(entry.key)
         if manifest.has_failed_verification:
             _warn_of_quarantine(entry, manifest)
-            return load_compiled(entry.job)
+            return load_compiled(entry.job, entry.costs_place)
         return import_set(entry.job, path, manifest, "cache", entry.fingerprint)
     except BlobError as error:
         warnings.warn(f"compiled again: {error}", RuntimeWarning, stacklevel=2)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from staticllm.errors import ConfigError
 from staticllm.pipelines.blobs.blob_set import is_ours
+from staticllm.pipelines.blobs.measurements import CostsPlace
 from staticllm.pipelines.model_loader.blob_export import (
     compile_for_export,
     export_programs,
@@ -65,8 +66,10 @@ def load_and_export(job: LoadJob) -> Loaded:
         return load_staged(job, core, plan, BlobSetStore(job, target, is_weightless))
     exported = compile_for_export(job)
     runner = make_runner(exported.programs, job.on_progress)
-    write_exported(job, target, exported, fingerprint_of(job), runner.costs.measured)
-    return Loaded(runner, exported.programs, job.config, "compiled")
+    fingerprint = fingerprint_of(job)
+    write_exported(job, target, exported, fingerprint, runner.costs.measured)
+    kept = CostsPlace(target, fingerprint, job.key).costs_of(exported.programs.options)
+    return Loaded(runner, exported.programs, job.config, "compiled", kept_costs=kept)
 
 
 def _exists(path: Path) -> bool:

@@ -10,7 +10,7 @@ from typing import cast
 
 import openvino as ov
 
-from staticllm.core import KVType, Part, ProgramLayout, ProgressEvent
+from staticllm.core import KVType, Part, ProgramLayout, ProgressEvent, Variant
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, StaticLLMError, last_line
 from staticllm.pipelines.blobs.blob_set import (
@@ -23,12 +23,17 @@ from staticllm.pipelines.blobs.blob_set import (
 )
 from staticllm.pipelines.blobs.fingerprint import Fingerprint
 from staticllm.pipelines.blobs.manifest import Manifest, shape_from_json
+from staticllm.pipelines.blobs.measurements import CostsPlace
 from staticllm.pipelines.model_loader.blob_export import fingerprint_of
 from staticllm.pipelines.model_loader.job import LoadJob
 from staticllm.pipelines.model_loader.loaded import Loaded, Origin
-from staticllm.pipelines.programs.build import CompiledPrograms, make_runner
+from staticllm.pipelines.programs.build import Allocation, CompiledPrograms, make_runner
 from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.pipelines.programs.compile_plan import phase_properties
+from staticllm.pipelines.programs.model_runner import ModelRunner
+
+NUM_IMPORTS = 2
+"""Blobs that are imported at the same time."""
 
 
 def load_blob_set(job: LoadJob, folder: Path) -> Loaded:
@@ -67,34 +72,54 @@ def import_set(
         blobs = read_blobs(folder, manifest, callbacks[1] if callbacks else None)
         check_set(folder, manifest, here.result())
     check_properties(folder, manifest, phase_properties(job.device, config))
-    programs = _programs(job, manifest, blobs)
+    kept = CostsPlace(folder, manifest.fingerprint, job.key).costs_of(_options(job, manifest))
+    with Allocation(shape_from_json(manifest.shape), [entry.variant for entry in manifest.variants]) as memory:
+        programs = replace(_programs(job, manifest, blobs), kept_costs=kept.read())
+        runner = _runner(job, folder, programs, memory)
+    return Loaded(runner, programs, config, origin, has_mapped_weights=manifest.is_weightless, kept_costs=kept)
+
+
+def _runner(job: LoadJob, folder: Path, programs: CompiledPrograms, memory: Allocation) -> ModelRunner:
     try:
-        runner = make_runner(programs, job.on_progress)
+        return make_runner(programs, job.on_progress, memory=memory)
     except (RuntimeError, ValueError, KeyError, IndexError) as error:  # the shapes differ from those of the blobs
         if isinstance(error, StaticLLMError):
             raise
         raise BlobError(f"the blobs in {str(folder)!r} do not match their manifest: {last_line(error)}") from error
-    return Loaded(runner, programs, config, origin, has_mapped_weights=manifest.is_weightless)
 
 
-def _programs(job: LoadJob, manifest: Manifest, blobs: dict[str, bytes]) -> CompiledPrograms:
-    options = CompileOptions(
+def _options(job: LoadJob, manifest: Manifest) -> CompileOptions:
+    return CompileOptions(
         job.device,
         cast(ProgramLayout, manifest.programs),
         cast(KVType, manifest.kv_type),
         {cast(Part, part): values for part, values in manifest.properties.items()},
         manifest.few_rows,
     )
+
+
+def _programs(job: LoadJob, manifest: Manifest, blobs: dict[str, bytes]) -> CompiledPrograms:
+    options = _options(job, manifest)
     weights = job.weights if manifest.is_weightless else None
     compiled: dict[str, ov.CompiledModel] = {}
+    firsts: dict[str, Variant] = {}
     for entry in manifest.variants:
-        if entry.file in compiled:
-            continue
-        start = time.perf_counter()
-        index, total = len(compiled) + 1, len(blobs)
-        job.on_progress(ProgressEvent("import", index, total, 0.0, entry.variant, is_done=False))
-        target = ImportTarget(job.device, options.program_group(entry.variant).properties, weights)
-        compiled[entry.file] = import_blob(get_core(), blobs[entry.file], target)
-        job.on_progress(ProgressEvent("import", index, total, time.perf_counter() - start, entry.variant))
+        firsts.setdefault(entry.file, entry.variant)
+
+    def import_file(name: str) -> ov.CompiledModel:
+        target = ImportTarget(job.device, options.program_group(firsts[name]).properties, weights)
+        return import_blob(get_core(), blobs[name], target)
+
+    with ThreadPoolExecutor(min(len(firsts), NUM_IMPORTS) or 1) as pool:
+        imported = {name: pool.submit(import_file, name) for name in firsts}
+        try:
+            for index, (name, variant) in enumerate(firsts.items(), 1):
+                start = time.perf_counter()
+                job.on_progress(ProgressEvent("import", index, len(blobs), 0.0, variant, is_done=False))
+                compiled[name] = imported[name].result()
+                job.on_progress(ProgressEvent("import", index, len(blobs), time.perf_counter() - start, variant))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     of_variant = {entry.variant: compiled[entry.file] for entry in manifest.variants}
     return CompiledPrograms(shape_from_json(manifest.shape), options, of_variant, dict(manifest.costs))

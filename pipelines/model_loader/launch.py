@@ -39,6 +39,13 @@ class Launched:
     device: str
     background: BackgroundLoader | None = None
 
+    def close(self, drain: bool = False) -> None:
+        """End the background work and the engine, and keep the costs that were measured. A second call does nothing."""
+        if self.background is not None:
+            self.background.close()
+        self.engine.close(drain)
+        self.loaded.keep_costs()
+
 
 @dataclass(frozen=True)
 class LoadedDevice:
@@ -80,7 +87,8 @@ def launch(directory: Path, candidates: Sequence[Candidate], policy: Policy, on_
 
 
 def _make_engine(loaded: Loaded, policy: Policy) -> Engine:
-    """Make the engine of a loaded model; its thread starts with the first request."""
+    """Make the engine of a loaded model; its thread starts with the first request. Costs are kept when it has measured some."""
+    loaded.runner.probe.on_done = loaded.keep_costs
     return Engine(loaded.runner, policy, loaded.engine_options)
 
 
@@ -135,6 +143,7 @@ class DeferredCompiler:
 
     def parts(self) -> list[Callable[[], None]]:
         """Return one part per program, then one that writes all programs to the requested blob set."""
+        self._deferred.choose()
         together = self._deferred.programs
         return [*(partial(self.compile, variants) for variants in together), self._resume, self.store]
 
@@ -206,6 +215,7 @@ class DeviceSwitch:
         self._deferred = found.loaded.deferred
         if self._deferred is not None:
             found = replace(found, loaded=_completed(found.loaded, self._deferred))
+        found.loaded.runner.probe.on_done = found.loaded.keep_costs
         self._launched.engine.switch(
             found.loaded.runner, found.loaded.engine_options, partial(self._note_switch, found)
         )
@@ -230,6 +240,7 @@ def _config_of_cpu(candidates: Sequence[Candidate]) -> StaticLLMConfig:
 
 def _completed(loaded: Loaded, deferred: DeferredPrograms) -> Loaded:
     """Compile the deferred programs of a staged model before it serves, and return it complete; the CPU serves meanwhile."""
+    deferred.choose()
     compiled = {**loaded.programs.compiled, **{variant: deferred.compile(variant) for variant in deferred.variants}}
     programs = replace(loaded.programs, compiled=compiled)
     bound = _bound_programs(loaded.runner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import openvino as ov
@@ -12,6 +12,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, Variant
 from staticllm.devices import get_core
 from staticllm.pipelines.blobs.file_lock import Lease
+from staticllm.pipelines.blobs.measurements import KeptCosts
 from staticllm.pipelines.engine.options import EngineOptions, options_of
 from staticllm.pipelines.programs.build import CompiledPrograms, compile_each
 from staticllm.pipelines.programs.compile_plan import CompilePlan
@@ -30,8 +31,9 @@ class ProgramStore(Protocol):
 class DeferredPrograms:
     """Variants that are compiled while the model serves.
 
-    ``weights`` are those of the plan. One thread calls ``compile`` for each of ``variants``, then ``store`` with all programs of
-    the model. It calls ``release`` at the end, also after an error. The cache entry that will be written is locked until then.
+    ``weights`` are those of the plan. One thread calls ``choose``, then ``compile`` for each of ``variants``, then ``store`` with
+    all programs of the model. It calls ``release`` at the end, also after an error. The cache entry that will be written is
+    locked until then.
     """
 
     def __init__(
@@ -46,6 +48,9 @@ class DeferredPrograms:
         self._store = store
         self._lease: Lease | None = None
         self._compiled: dict[Variant, ov.CompiledModel] = {}
+
+    def choose(self) -> None:
+        """Choose ``variants``, if that was left for later. The compiling thread calls this first."""
 
     @property
     def programs(self) -> list[tuple[Variant, ...]]:
@@ -82,12 +87,27 @@ class DeferredPrograms:
             self._lease.release()
 
 
+class SecondProgram(DeferredPrograms):
+    """The variants that get a program of their own while one program for all variants serves. A probe may choose them."""
+
+    def __init__(self, plan: CompilePlan, on_progress: OnProgress) -> None:
+        super().__init__(plan, (), on_progress)
+
+    def choose(self) -> None:
+        """Choose the options of the second program, and the variants that get it."""
+        assert self._plan.later is not None, "all programs are there"
+        options = self._plan.later()
+        self._plan = replace(self._plan, options=options, later=None)
+        apart = (variant for variant in self._plan.variants if options.program_group(variant).part)
+        self.variants = tuple(variant for variant in apart if options.program_group(variant).part != "prefill")
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A model that can run.
 
     ``config``: the config in force, because a blob set decides what the user left open. ``has_mapped_weights``: whether weights
-    are read from their file as long as the model runs.
+    are read from their file as long as the model runs. ``kept_costs``: where the costs of its programs are kept, if anywhere.
     """
 
     runner: ModelRunner
@@ -96,6 +116,12 @@ class Loaded:
     origin: Origin
     deferred: DeferredPrograms | None = None
     has_mapped_weights: bool = True
+    kept_costs: KeptCosts | None = None
+
+    def keep_costs(self) -> None:
+        """Write the costs that were measured at leisure, if there is a place for them and they are new."""
+        if self.kept_costs is not None:
+            self.kept_costs.write(self.runner.costs.stable)
 
     @property
     def engine_options(self) -> EngineOptions:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import openvino as ov
@@ -38,29 +38,65 @@ CACHE_BYTES = 64 << 20
 Properties = Mapping[str, Any]
 
 
+class ProbeTimes(Protocol):
+    """The times of probes that ran on this machine before, by question: a text that names all that was timed."""
+
+    def times(self, question: str, count: int) -> list[float] | None:
+        """Return the seconds of the ``count`` candidates of a question, if they are known."""
+
+    def add(self, question: str, seconds: Sequence[float]) -> None:
+        """Add the seconds of a question's candidates."""
+
+
+class ProbeMemory:
+    """Keeps the times of probes as long as it lives, for a model that is calibrated in two parts."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, list[float]] = {}
+
+    def times(self, question: str, count: int) -> list[float] | None:
+        """Return the seconds of the ``count`` candidates of a question, if they are known."""
+        found = self._times.get(question)
+        return list(found) if found is not None and len(found) == count else None
+
+    def add(self, question: str, seconds: Sequence[float]) -> None:
+        """Add the seconds of a question's candidates."""
+        self._times[question] = list(seconds)
+
+
 @dataclass(frozen=True)
 class Calibration:
-    """The properties of each part of a model, and ``few_rows``: the most rows of a call of the part ``few_rows``."""
+    """The properties of each part of a model.
+
+    ``few_rows``: the most rows of a call of the part ``few_rows``. ``speedup``: how many times faster the matrices of these calls
+    are than with the properties of other calls: those of a single row, or of a packed step if that gains more.
+    """
 
     properties: dict[Part, Properties]
     few_rows: int = 1
+    speedup: float = 1.0
 
 
 def calibrated(
-    core: ov.Core, device: str, model: ov.Model, phases: Mapping[Phase, Properties], layout: ProgramLayout
+    core: ov.Core,
+    device: str,
+    model: ov.Model,
+    phases: Mapping[Phase, Properties],
+    layout: ProgramLayout,
+    kept: ProbeTimes | None = None,
 ) -> Calibration:
     """Return the properties of each part of ``model``: those in ``phases``, and those that a probe found to be faster.
 
     Properties that the user set are never changed. On the CPU a program with one matrix per shape in the model is timed with
     ``MANY_ROWS`` rows, with the plugin's own group size and with ``LARGE_GROUP``. Both phases get the same result, so that they
     can share a program. If calls of few rows may have a program of their own, its properties are chosen by ``_for_few_rows``.
-    Other devices are not probed.
+    Other devices are not probed. What is in ``kept`` is not timed again.
     """
     found: dict[Part, Properties] = {phase: properties for phase, properties in phases.items()}  # noqa: C416
     matrices = _matrices(model) if kind(device) == "CPU" else []
     if not matrices:
         return Calibration(found)
-    probe = Probe(core, device, matrices)
+    probe = Probe(core, device, matrices, kept)
     if not any(GROUP_SIZE in properties for properties in phases.values()) and probe.takes_large_groups:
         own = phases["prefill"]
         seconds, larger_seconds = probe.seconds(MANY_ROWS, [own, {**own, GROUP_SIZE: LARGE_GROUP}])
@@ -68,12 +104,22 @@ def calibrated(
             found.update({phase: {**properties, GROUP_SIZE: LARGE_GROUP} for phase, properties in phases.items()})
     if layout not in ("few_rows", "separate"):
         return Calibration(found)
-    found["few_rows"], few_rows = _for_few_rows(probe, found["generate"], phases)
-    return Calibration(found, few_rows)
+    few = _for_few_rows(probe, found["generate"], phases)
+    found["few_rows"] = few.properties
+    return Calibration(found, few.num_rows, few.speedup)
 
 
-def _for_few_rows(probe: Probe, usual: Properties, asked: Mapping[Phase, Properties]) -> tuple[Properties, int]:
-    """Return the fastest properties for calls of few rows, and the most rows for which they are used.
+@dataclass(frozen=True)
+class FewRows:
+    """The fastest properties for calls of few rows, the most rows for which they are used, and what they gain."""
+
+    properties: Properties
+    num_rows: int = 1
+    speedup: float = 1.0
+
+
+def _for_few_rows(probe: Probe, usual: Properties, asked: Mapping[Phase, Properties]) -> FewRows:
+    """Return the fastest properties for calls of few rows.
 
     For single rows the candidates are no quantization of activations, the same in f32, and ``usual``. With weights in 8 bits
     quantization usually costs a single row more than it saves, so another candidate must be clearly faster. Where the device
@@ -83,7 +129,7 @@ def _for_few_rows(probe: Probe, usual: Properties, asked: Mapping[Phase, Propert
     """
     own = asked["generate"]
     if GROUP_SIZE in own:
-        return usual, 1
+        return FewRows(usual)
     plain, exact = {**usual, GROUP_SIZE: 0}, {**usual, GROUP_SIZE: 0, PRECISION: "f32"}
     quantized = {**usual, GROUP_SIZE: LARGE_GROUP, PRECISION: "f32"}
     is_f32_open = PRECISION not in own and not probe.is_f32
@@ -95,9 +141,11 @@ def _for_few_rows(probe: Probe, usual: Properties, asked: Mapping[Phase, Propert
         packed = probe.seconds(PACKED_ROWS, [usual, quantized], is_cold=True)
         if seconds[-1] <= limit and packed[0] >= CLEARLY * packed[1]:
             prompt = probe.seconds(2 * SHORT_ROWS, [usual, quantized], is_cold=True)
-            return quantized, 2 * SHORT_ROWS if prompt[1] <= NOT_SLOWER * prompt[0] else SHORT_ROWS
+            num_rows = 2 * SHORT_ROWS if prompt[1] <= NOT_SLOWER * prompt[0] else SHORT_ROWS
+            return FewRows(quantized, num_rows, max(seconds[1] / seconds[-1], packed[0] / packed[1]))
     best = min(range(len(candidates) - can_share), key=seconds.__getitem__)
-    return candidates[best] if seconds[0] >= CLEARLY * seconds[best] else plain, 1
+    best = best if seconds[0] >= CLEARLY * seconds[best] else 0
+    return FewRows(candidates[best], 1, seconds[1] / seconds[best])
 
 
 def _matrices(model: ov.Model) -> list[ov.Node]:
@@ -112,8 +160,9 @@ def _matrices(model: ov.Model) -> list[ov.Node]:
 class Probe:
     """Some matrices of a model in one program, which is compiled once per set of properties."""
 
-    def __init__(self, core: ov.Core, device: str, matrices: list[ov.Node]) -> None:
-        self._core, self._device = core, device
+    def __init__(self, core: ov.Core, device: str, matrices: list[ov.Node], kept: ProbeTimes | None = None) -> None:
+        self._core, self._device, self._kept = core, device, kept
+        self._described = [_description(node) for node in matrices]
         self._sizes = [_input_size(node) for node in matrices]
         self._model = _side_by_side(matrices, self._sizes)
         self._requests: dict[str, ov.InferRequest] = {}
@@ -130,6 +179,16 @@ class Probe:
 
     def seconds(self, num_rows: int, candidates: list[Properties], is_cold: bool = False) -> list[float]:
         """Return the seconds of the shortest run of each candidate; they run in turn. ``is_cold``: no cache holds the weights."""
+        described = [sorted((name, str(value)) for name, value in properties.items()) for properties in candidates]
+        question = repr((self._device, self._described, num_rows, is_cold, described))
+        found = self._kept.times(question, len(candidates)) if self._kept is not None else None
+        if found is None:
+            found = self._timed(num_rows, candidates, is_cold)
+            if self._kept is not None:
+                self._kept.add(question, found)
+        return found
+
+    def _timed(self, num_rows: int, candidates: list[Properties], is_cold: bool) -> list[float]:
         random, scratch = np.random.default_rng(0), np.ones(CACHE_BYTES // 8 if is_cold else 0, np.int64)
         feeds = [random.standard_normal((1, num_rows, size)).astype(np.float32) for size in self._sizes]
         requests = [self._request(properties) for properties in candidates]
@@ -151,6 +210,14 @@ class Probe:
             compiled = self._core.compile_model(self._model, self._device, dict(properties))
             self._requests[key] = compiled.create_infer_request()
         return self._requests[key]
+
+
+def _description(node: ov.Node) -> tuple[Any, ...]:
+    """Return the types and the shape of the multiplied values of a matrix product."""
+    weights = compressed_weights(node)
+    stored = (weights.get_element_type().to_string(), tuple(weights.get_shape())) if weights is not None else None
+    shape = tuple(node.input_value(1).get_shape())
+    return node.input_value(0).get_element_type().to_string(), stored, shape, bool(node.get_attributes()["transpose_b"])
 
 
 def _input_size(node: ov.Node) -> int:

@@ -73,6 +73,11 @@ class BoundPrograms(Mapping[Variant, Program]):
     def __len__(self) -> int:
         return len(self._compiled)
 
+    @property
+    def bound(self) -> tuple[Program, ...]:
+        """The programs that are bound by now."""
+        return tuple(self._bound.values())
+
     def compiled(self, variant: Variant) -> ov.CompiledModel:
         """Return the compiled model of a variant, whether it is bound or not."""
         return self._compiled[variant]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import openvino as ov
@@ -21,12 +22,17 @@ from staticllm.pipelines.programs.warm_up import warm_up
 
 @dataclass(frozen=True)
 class CompiledPrograms:
-    """Compiled programs of any origin, and what the host must know to run them. ``costs``: seconds per call, if known."""
+    """Compiled programs of any origin, and what the host must know to run them.
+
+    ``costs``: seconds per call, if a warm-up measured them before. ``kept_costs``: those that an earlier process measured at
+    leisure.
+    """
 
     shape: ModelShape
     options: CompileOptions
     compiled: Mapping[Variant, ov.CompiledModel]
     costs: Mapping[Variant, float] = field(default_factory=dict)
+    kept_costs: Mapping[Variant, float] = field(default_factory=dict)
 
 
 def compile_all(core: ov.Core, plan: CompilePlan, on_progress: OnProgress = lambda event: None) -> CompiledPrograms:
@@ -60,25 +66,66 @@ def compile_each(
         yield variant, compiled
 
 
+@dataclass(frozen=True)
+class HostMemory:
+    """The memory that programs are bound to."""
+
+    cache: KVCache
+    pool: BufferPool
+
+
+class Allocation:
+    """Allocates the memory for ``variants`` on a thread of its own while a block compiles or imports their programs."""
+
+    def __init__(self, shape: ModelShape, variants: Sequence[Variant]) -> None:
+        self._arguments = shape, tuple(variants)
+        self._thread = ThreadPoolExecutor(1, "staticllm-memory")
+        self._result: Future[HostMemory] | None = None
+
+    def __enter__(self) -> Allocation:
+        self._result = self._thread.submit(_allocated, *self._arguments)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._thread.shutdown()
+
+    def result(self) -> HostMemory:
+        """Wait for the memory.
+
+        Raises:
+            ConfigError: there is not enough.
+        """
+        assert self._result is not None, "outside of the block"
+        return self._result.result()
+
+
+def _allocated(shape: ModelShape, variants: Sequence[Variant]) -> HostMemory:
+    try:
+        return HostMemory(KVCache(shape, [variant.kv_len for variant in variants]), BufferPool(variants, shape))
+    except MemoryError as error:
+        raise ConfigError(
+            f"not enough memory for the KV slots or masks ({error}): lower MAX_PROMPT_LEN or PREFILL_ROWS"
+        ) from None
+
+
 def make_runner(
-    programs: CompiledPrograms, on_progress: OnProgress = lambda event: None, planned: Sequence[Variant] = ()
+    programs: CompiledPrograms,
+    on_progress: OnProgress = lambda event: None,
+    planned: Sequence[Variant] = (),
+    memory: Allocation | None = None,
 ) -> ModelRunner:
     """Bind programs to the arena and to buffers, and warm them up.
 
-    ``planned``: all variants, if some of them are compiled later; memory is allocated for these as well.
+    ``planned``: all variants, if some of them are compiled later; memory is allocated for these as well. ``memory``: is being
+    allocated already.
 
     Raises:
         ConfigError: there is not enough memory for the arena or the masks.
     """
     shape, variants = programs.shape, tuple(planned) or tuple(programs.compiled)
-    try:
-        cache = KVCache(shape, [variant.kv_len for variant in variants])
-        pool = BufferPool(variants, shape)
-    except MemoryError as error:
-        raise ConfigError(
-            f"not enough memory for the KV slots or masks ({error}): lower MAX_PROMPT_LEN or PREFILL_ROWS"
-        ) from None
+    host = _allocated(shape, variants) if memory is None else memory.result()
+    cache, pool = host.cache, host.pool
     bound = BoundPrograms(
         programs.compiled, lambda variant, compiled: bind(compiled, shape, cache, StepBuffers(variant, pool))
     )
-    return ModelRunner(cache, bound, warm_up(bound, programs.costs, on_progress), planned)
+    return ModelRunner(cache, bound, warm_up(bound, programs.costs, on_progress, programs.kept_costs), planned)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openvino as ov
 
@@ -15,7 +15,7 @@ from staticllm.compiler_passes.decoder import DECODER, DECODER_UNMERGED
 from staticllm.compiler_passes.lower import LoweredModel, lower
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions
 from staticllm.config import StaticLLMConfig
-from staticllm.core import KVType, OnProgress, Phase, ProgressEvent, Variant
+from staticllm.core import KVType, OnProgress, Phase, ProgramLayout, ProgressEvent, Variant
 from staticllm.devices import (
     check_device,
     default_kv_type,
@@ -24,25 +24,33 @@ from staticllm.devices import (
     supported_properties,
     with_exact_f32,
 )
+from staticllm.heap import return_large_blocks
 from staticllm.mapped_weights import MappedWeights
-from staticllm.model_dir import check_model_dir, read_model
-from staticllm.pipelines.programs.autotune import calibrated
+from staticllm.model_dir import check_model_dir, read_model, weights_size
+from staticllm.pipelines.programs.autotune import Calibration, ProbeTimes, calibrated
 from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
-from staticllm.pipelines.programs.layout import program_layout, program_mode, slot_bytes
+from staticllm.pipelines.programs.layout import is_worth_a_copy, program_layout, program_mode, slot_bytes
 from staticllm.pipelines.programs.variants import choose_variants
 
 MAX_KV_SLOTS = 1 << 24
+StartWith = Literal["all programs", "one program"]
+"""What is compiled before a model serves, if its variants have two programs."""
 
 
 @dataclass(frozen=True)
 class CompilePlan:
-    """A model lowered for a device, and every choice that is made before compiling."""
+    """A model lowered for a device, and every choice that is made before compiling.
+
+    ``later`` chooses the options with which some variants get a program of their own while the model serves; None if all
+    programs are compiled with ``options``.
+    """
 
     lowered: LoweredModel
     options: CompileOptions
     variants: tuple[Variant, ...]
     weights: MappedWeights
+    later: Callable[[], CompileOptions] | None = None
 
     def restricted(self, variants: Iterable[Variant]) -> CompilePlan:
         """Return the plan for some of its variants only."""
@@ -55,11 +63,15 @@ def prepare(
     config: StaticLLMConfig,
     on_progress: OnProgress = lambda event: None,
     for_blobs: bool = False,
+    start: StartWith = "all programs",
+    probes: ProbeTimes | None = None,
     check: Callable[[ov.Core, object], str] = check_device,
 ) -> tuple[ov.Core, CompilePlan]:
     """Read and lower a model directory for ``device``; nothing is compiled.
 
-    ``for_blobs``: whether the programs will be exported. ``check`` raises a ``DeviceError`` for a device that cannot be used.
+    ``for_blobs``: whether the programs will be exported. ``start``: which programs are compiled before the model serves, where
+    some of its variants can wait for a second program. ``probes``: the times of probes that need not run again. ``check`` raises
+    a ``DeviceError`` for a device that cannot be used.
 
     Raises:
         ModelError: a file of the model is missing or damaged.
@@ -67,9 +79,11 @@ def prepare(
         DeviceError: ``check`` refuses the device.
         ConfigError: an option is impossible for this model.
     """
-    start = time.perf_counter()
+    begin = time.perf_counter()
     core = get_core()
     check(core, device)
+    if config.memory_limit_mb is not None:
+        return_large_blocks()
     mode = program_mode(device, config)
     properties = phase_properties(device, config)
     kv_type = config.kv_cache_precision or default_kv_type(core, device, *properties.values())
@@ -80,19 +94,42 @@ def prepare(
     if for_blobs:
         keep_small_constants(model)
     weights = MappedWeights(model)
-    on_progress(ProgressEvent("read", 1, 1, time.perf_counter() - start))
-    start = time.perf_counter()
+    on_progress(ProgressEvent("read", 1, 1, time.perf_counter() - begin))
+    begin = time.perf_counter()
     passes = DECODER if merges_projections(device) else DECODER_UNMERGED
     lowered = lower(model, LoweringOptions(config.num_kv_slots(mode), kv_type), passes)
-    layout = program_layout(device, path, config)
-    calibration = calibrated(core, device, lowered.graph.model, properties, layout)
-    parts = calibration.properties
-    if layout == "few_rows" and parts.setdefault("few_rows", parts["generate"]) == parts["generate"]:
-        layout = layout if config.programs == layout else "shared"  # a second program would compute the same way
+    layout = program_layout(device, path, config, kv_type)
+
+    def options_of(layout: ProgramLayout) -> CompileOptions:
+        calibration = calibrated(core, device, lowered.graph.model, properties, layout, probes)
+        num_bytes = weights_size(path, config.weights_path)
+        return _options(CompileOptions(device, layout, kv_type, calibration.properties), calibration, config, num_bytes)
+
+    is_later = start == "one program" and _can_start_with_one(layout, properties)
+    options = options_of("shared" if is_later else layout)
     variants = choose_variants(config, mode, lowered.shape)
-    on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - start))
-    options = CompileOptions(device, layout, kv_type, parts, calibration.few_rows)
-    return core, CompilePlan(lowered, options, variants, weights)
+    on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - begin))
+    later = (lambda: options_of(layout)) if is_later else None
+    return core, CompilePlan(lowered, options, variants, weights, later)
+
+
+def _options(
+    asked: CompileOptions, calibration: Calibration, config: StaticLLMConfig, num_bytes: int
+) -> CompileOptions:
+    """Return the options with one program where a second one would compute the same, or not pay for its ``num_bytes``."""
+    parts, layout = dict(asked.properties), asked.layout
+    if layout == "few_rows":
+        is_equal = parts.setdefault("few_rows", parts["generate"]) == parts["generate"]
+        is_paid = not is_equal and is_worth_a_copy(num_bytes, calibration.speedup)
+        if not is_paid and config.programs != layout:
+            layout = "shared"
+            del parts["few_rows"]
+    return replace(asked, layout=layout, properties=parts, few_rows=calibration.few_rows)
+
+
+def _can_start_with_one(layout: ProgramLayout, properties: Mapping[Phase, Mapping[str, Any]]) -> bool:
+    """Return whether one program can run all variants until those of the second program get theirs, and computes alike."""
+    return layout == "few_rows" or (layout == "phases" and properties["prefill"] == properties["generate"])
 
 
 def with_kv_slots(config: StaticLLMConfig, directory: Path, kv_type: KVType) -> StaticLLMConfig:

@@ -34,6 +34,7 @@ class CostModel:
     def __init__(self, seconds: Mapping[Variant, float] | None = None) -> None:
         self._seconds: dict[Variant, float] = dict(seconds or {})
         self._num_updates = dict.fromkeys(self._seconds, 1)
+        self._adopted: set[Variant] = set()
         self._estimates: dict[Variant, float] = {}
         self._parts: NDArray[np.float64] | None = None
 
@@ -48,13 +49,30 @@ class CostModel:
         """The seconds per call of the variants that were measured."""
         return dict(self._seconds)
 
+    @property
+    def stable(self) -> dict[Variant, float]:
+        """The seconds per call of the variants whose costs are stable."""
+        return {variant: seconds for variant, seconds in self._seconds.items() if self.is_stable(variant)}
+
+    @property
+    def adopted(self) -> frozenset[Variant]:
+        """The variants whose costs were measured by an earlier process, and not at leisure by this one."""
+        return frozenset(self._adopted)
+
+    def adopt(self, seconds: Mapping[Variant, float]) -> None:
+        """Take over costs, in seconds, that an earlier process measured at leisure. They are stable."""
+        for variant, known in seconds.items():
+            self.set(variant, known)
+        self._adopted |= set(seconds)
+
     def is_stable(self, variant: Variant) -> bool:
         """Whether the cost was measured at leisure, or by at least ``STABLE_CALLS`` calls."""
         return self._num_updates.get(variant, 0) >= STABLE_CALLS
 
     def doubt(self, variant: Variant) -> None:
-        """Keep the cost of a variant until it is measured again, since its program was replaced."""
+        """Keep the cost of a variant until it is measured again, since its program was replaced or the machine changed."""
         self._num_updates[variant] = 0
+        self._adopted.discard(variant)
 
     def update(self, variant: Variant, seconds: float) -> None:
         """Mix one measurement, in seconds, into the variant's cost."""
@@ -70,6 +88,7 @@ class CostModel:
     def set(self, variant: Variant, seconds: float) -> None:
         """Replace a variant's cost by a measurement, in seconds."""
         self._seconds[variant], self._num_updates[variant] = seconds, STABLE_CALLS
+        self._adopted.discard(variant)
         self._estimates, self._parts = {}, None
 
     def _estimate(self, variant: Variant) -> float:

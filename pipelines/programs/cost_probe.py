@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
@@ -16,6 +17,8 @@ FAR_KV_LEN, MANY_ROWS = 1024, 256
 MAX_SECONDS = 0.15
 """Seconds; longer calls are not measured, because a request that arrives meanwhile waits for them. A call cannot be cancelled:
 the CPU plugin then fails in later calls of the same program with other sizes (docs/decisions.md)."""
+NUM_CHECKED, DRIFT = 3, 1.25
+"""Costs of an earlier process that are measured again at the first rest, and the factor by which most of them may differ."""
 
 
 class Measurable(Protocol):
@@ -32,12 +35,19 @@ class CostProbe:
 
     ``is_paused`` while programs are compiled in the background. Nothing is committed, so the KV cache does not change. The costs
     of the remaining variants are estimated from these.
+
+    Costs of an earlier process are kept. ``NUM_CHECKED`` of them are measured, and all are doubted if most of these differ by
+    more than ``DRIFT``. ``on_done`` is called when nothing is left to measure, if something was measured.
     """
 
     def __init__(self, programs: Mapping[Variant, Measurable], costs: CostModel) -> None:
         self._programs, self._costs = programs, costs
         self.is_paused = False
+        self.on_done: Callable[[], None] = lambda: None
+        self._num_measured = 0
         self._todo: list[Variant] = []
+        self._unchecked: list[Variant] | None = None
+        self._ratios: list[float] = []
         self._quick: list[Variant] = []
 
     @property
@@ -51,22 +61,31 @@ class CostProbe:
         return len(self._todo)
 
     def choose(self, variants: Iterable[Variant]) -> None:
-        """Measure those of ``variants`` that are worth it and whose costs are not stable."""
+        """Measure those of ``variants`` that are worth it and whose costs are not stable, and check some that were adopted."""
         wanted = worth_measuring(variants)
+        adopted = self._costs.adopted
+        if adopted and self._unchecked is None:
+            self._unchecked = [each for each in wanted if each in adopted and self._costs(each) <= MAX_SECONDS]
+            self._unchecked = self._unchecked[:NUM_CHECKED]
         by_rows = {
             variant.rows: variant for variant in sorted(wanted, reverse=True) if variant.rows > variant.sequences
         }
         self._quick = [by_rows[rows] for rows in sorted(by_rows)[:2]]
-        self._todo = [variant for variant in reversed(wanted) if not self._costs.is_stable(variant)]
+        checked = self._unchecked or ()
+        self._todo = [each for each in reversed(wanted) if each in checked or not self._costs.is_stable(each)]
 
     def measure_next(self, is_needed: Callable[[], bool]) -> None:
         """Time the next variant, and add its cost. If ``is_needed`` is true between its runs, it is tried again later.
 
         A variant that fails is left out: the requests that use it will report the error.
         """
-        if not self._todo:
-            return
-        variant = self._todo[-1]
+        if self._todo:
+            self._measure(self._todo[-1], is_needed)
+        if self._num_measured and not self._todo:
+            self._num_measured = 0
+            self.on_done()
+
+    def _measure(self, variant: Variant, is_needed: Callable[[], bool]) -> None:
         if self._costs(variant) > MAX_SECONDS:
             self._todo.pop()
             return
@@ -78,7 +97,20 @@ class CostProbe:
             return
         if seconds is not None:
             self._todo.pop()
+            self._num_measured += 1
+            ratio = seconds / self._costs(variant)
             self._costs.set(variant, seconds)
+            if self._unchecked and variant in self._unchecked:
+                self._unchecked.remove(variant)
+                self._check(max(ratio, 1 / ratio))
+
+    def _check(self, ratio: float) -> None:
+        """Note by which factor a cost of an earlier process was wrong; after the last one, doubt the others if most were."""
+        self._ratios.append(ratio)
+        if not self._unchecked and statistics.median(self._ratios) > DRIFT:
+            for variant in self._costs.adopted:
+                self._costs.doubt(variant)
+            self.choose(self._programs)
 
     def _timed(self, variant: Variant, is_needed: Callable[[], bool]) -> float | None:
         """Return the seconds of a run after a call like those that it usually follows; None if the device is needed.

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import KV_TYPE_BYTES, KVType, ProgramLayout, ProgramMode
 from staticllm.devices import default_mode, kind
 from staticllm.errors import ConfigError
-from staticllm.model_dir import kv_shapes, weights_size
+from staticllm.model_dir import kv_shapes, model_widths, weights_size
 
 SMALL_WEIGHTS, LARGE_WEIGHTS = 256 << 20, 1 << 30
 """Bytes. Weights below the second may be in memory twice."""
-BASE_BYTES, PACKED_SHARE = 410 << 20, 1.1
-"""Bytes of interpreter, libraries, graph, buffers and the activations of the largest calls, and the bytes of packed weights as
-a share of their file. Measured with the 0.5B model (docs/decisions.md)."""
+BASE_BYTES, PROGRAM_BYTES, PACKED_SHARE = 330 * 10**6, 40 * 10**6, 1.1
+"""Bytes of interpreter, libraries, tokenizer and buffers; bytes of the graph of each program; bytes of packed weights as a share
+of their file. ``staticllm plan --measured`` prints them (docs/measurements.md)."""
+HIDDEN_VALUES, INNER_VALUES = 16, 6
+"""Values of f32 that a program keeps per row of its largest call, as multiples of the model's two widths."""
+LARGEST_CALL, DEFAULT_WIDTHS = 1024, (2048, 8192)
+"""Rows of the largest call by default, and the widths that are assumed if the model does not tell its own."""
+BYTES_PER_SHARE = 5e9
+"""Bytes of packed weights that a second program must pay for by saving all of a token's time: 50 MB must save 1 % of it."""
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """The bytes that a model is estimated to need: ``per_program`` for each program, ``rest`` once."""
+
+    rest: int
+    per_program: int
+
+    def of(self, layout: ProgramLayout) -> int:
+        """Return the bytes that a layout needs; one copy of the weights per program."""
+        return self.rest + (1 if layout == "shared" else 2) * self.per_program
 
 
 def program_mode(device: str, config: StaticLLMConfig) -> ProgramMode:
@@ -24,13 +43,13 @@ def program_mode(device: str, config: StaticLLMConfig) -> ProgramMode:
     return "separate" if config.programs == "separate" else "shared"
 
 
-def program_layout(device: str, path: Path, config: StaticLLMConfig) -> ProgramLayout:
-    """Return which variants share a program.
+def program_layout(device: str, path: Path, config: StaticLLMConfig, kv_type: KVType = "f32") -> ProgramLayout:
+    """Return which variants share a program, as far as that can be told before anything is timed.
 
     A shared program prepares all its nodes again, about 20 microseconds each, when it runs with another number of rows than
     before, and on the CPU a program compiled for a single row is faster. A second program needs a copy of the weights. Therefore
-    small models have one program per phase, medium ones a second program for calls of few rows, and large ones one program. On a
-    CPU with ``MEMORY_LIMIT_MB``, a model has one program if two would exceed the limit.
+    small models have one program per phase, medium ones a second program for calls of few rows if ``is_worth_a_copy``, and large
+    ones one program. On a CPU with ``MEMORY_LIMIT_MB``, a model has one program if two would exceed the limit.
 
     Raises:
         ConfigError: even one program would exceed ``MEMORY_LIMIT_MB``.
@@ -47,8 +66,45 @@ def program_layout(device: str, path: Path, config: StaticLLMConfig) -> ProgramL
         layout = "few_rows"
     if config.memory_limit_mb is None or kind(device) != "CPU":
         return layout
-    rest = BASE_BYTES + config.num_kv_slots("shared") * slot_bytes(path, config.kv_cache_precision or "f32")
-    return _within(config.memory_limit_mb, layout, rest, int(PACKED_SHARE * size), config.programs == "auto")
+    needs = memory_needs(path, config, kv_type)
+    return _within(config.memory_limit_mb, layout, needs, config.programs == "auto")
+
+
+def is_worth_a_copy(weights_bytes: int, speedup: float) -> bool:
+    """Return whether a second program pays for its copy of the weights: 1 % of a token's time for each 50 MB.
+
+    ``weights_bytes``: those of the weights file. ``speedup``: how many times faster calls of few rows are in that program.
+    """
+    return 1 - 1 / speedup >= PACKED_SHARE * weights_bytes / BYTES_PER_SHARE
+
+
+def memory_needs(path: Path, config: StaticLLMConfig, kv_type: KVType) -> MemoryNeeds:
+    """Estimate the private memory of a pipeline on a CPU whose programs are shared, after its largest calls.
+
+    The host pool counts with ``HOST_KV_SLOTS``, or with one longest sequence if that is not set.
+    """
+    rows = max(config.prefill_rows or (min(config.max_prompt_len, LARGEST_CALL),))
+    hidden, inner = model_widths(path) or DEFAULT_WIDTHS
+    activations = 4 * rows * (HIDDEN_VALUES * hidden + INNER_VALUES * inner)
+    host_slots = config.max_seq_len if config.host_kv_slots is None else config.host_kv_slots
+    slots = (config.num_kv_slots("shared") + host_slots + rows) * slot_bytes(path, config.kv_cache_precision or kv_type)
+    packed = int(PACKED_SHARE * weights_size(path, config.weights_path))
+    return MemoryNeeds(BASE_BYTES + activations + slots, PROGRAM_BYTES + packed)
+
+
+def with_host_slots(device: str, path: Path, config: StaticLLMConfig, kv_type: KVType) -> StaticLLMConfig:
+    """Return the config with a host pool that fits beside everything else below ``MEMORY_LIMIT_MB``, if it is not set.
+
+    Raises:
+        ConfigError: even one program would exceed ``MEMORY_LIMIT_MB``.
+    """
+    if config.memory_limit_mb is None or config.host_kv_slots is not None or kind(device) != "CPU":
+        return config
+    layout, num_bytes = program_layout(device, path, config, kv_type), slot_bytes(path, kv_type)
+    if layout == "separate" or not num_bytes:
+        return config
+    left = config.memory_limit_mb * 10**6 - memory_needs(path, config, kv_type).of(layout)
+    return replace(config, host_kv_slots=min(config.num_host_slots, config.max_seq_len + left // num_bytes))
 
 
 def slot_bytes(directory: Path, kv_type: KVType) -> int:
@@ -57,16 +113,14 @@ def slot_bytes(directory: Path, kv_type: KVType) -> int:
     return sum(heads * (size * KV_TYPE_BYTES[kv_type] + scales) for heads, size in kv_shapes(directory))
 
 
-def _within(limit_mb: int, layout: ProgramLayout, rest: int, packed: int, is_free: bool) -> ProgramLayout:
+def _within(limit_mb: int, layout: ProgramLayout, needs: MemoryNeeds, is_free: bool) -> ProgramLayout:
     """Return ``layout`` if it fits into the limit; else one program for all variants, if the layout ``is_free``."""
-    copies = 1 if layout == "shared" else 2
-    if rest + copies * packed <= limit_mb * 10**6:
-        return layout
-    if is_free and rest + packed <= limit_mb * 10**6:
-        return "shared"
-    needed = rest + (1 if is_free else copies) * packed
+    for found in (layout, "shared") if is_free else (layout,):
+        if needs.of(found) <= limit_mb * 10**6:
+            return found
+    needed = needs.of("shared" if is_free else layout)
     what = "one program" if is_free else f"PROGRAMS={layout}"
     raise ConfigError(
         f"MEMORY_LIMIT_MB={limit_mb}: this model needs about {-(-needed // 10**6)} MB with {what}: raise the limit, or lower "
-        "KV_SLOTS, MAX_NUM_SEQS or MAX_PROMPT_LEN"
+        "KV_SLOTS, HOST_KV_SLOTS, MAX_NUM_SEQS, MAX_PROMPT_LEN or PREFILL_ROWS"
     )

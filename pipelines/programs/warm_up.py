@@ -8,35 +8,48 @@ from staticllm.core import OnProgress, ProgressEvent, Variant
 from staticllm.pipelines.programs.bind import BoundPrograms
 from staticllm.pipelines.programs.cost_model import CostModel
 
-LONG_SECONDS = 0.25
-"""Seconds; a variant of a shared program whose run is expected to take longer is not warmed up."""
+FIRST_ROWS = (16, 1)
+"""Rows of the calls of a shared program that run in any case, in this order: a short prompt packs most of the weights."""
+TOTAL_SECONDS = 0.1
+"""Seconds; a shared program runs at further sizes until its runs have taken so long together."""
 NEAR_ROWS, FAR_ROWS, FAR_KV_LEN = (1, 4, 16, 64, 256), (1, 4, 64), 1024
-"""Sizes from which all costs are estimated."""
+"""Sizes from which all costs are estimated until the engine rests."""
 QUICK_SECONDS = 0.05
 """Seconds; a variant whose first run is shorter is timed again, because most of a first run is one-time work."""
 
 
-def warm_up(bound: BoundPrograms, known_costs: Mapping[Variant, float], on_progress: OnProgress) -> CostModel:
+def warm_up(
+    bound: BoundPrograms,
+    known_costs: Mapping[Variant, float],
+    on_progress: OnProgress,
+    kept_costs: Mapping[Variant, float] | None = None,
+) -> CostModel:
     """Run variants once, so that no request waits for a first inference; time the quick ones a second time.
 
-    Each program runs at least once. A shared program runs at a few sizes, with small and large KV lengths, as long as a run is
-    expected to take less than ``LONG_SECONDS``: its first run at a new size costs 10 % more than the next one
-    (docs/measurements.md), and the costs of all other sizes are estimated from these. If ``known_costs`` (seconds) are given,
-    each program runs once, to pack its weights.
+    Each program runs at least once. A shared program runs with ``FIRST_ROWS``, and at a few other sizes, with small and large KV
+    lengths, as long as this takes less than ``TOTAL_SECONDS``: its first run at a new size costs 10 % more than the next one
+    (docs/measurements.md). The costs of all other sizes are estimated from these. If ``known_costs`` (seconds) are given, each
+    program runs once, to pack its weights. ``kept_costs`` (seconds) were measured at leisure by an earlier process.
     """
-    if known_costs:
-        return _first_runs(bound, known_costs, on_progress)
+    if known_costs or kept_costs:
+        costs = _first_runs(bound, known_costs, on_progress)
+        costs.adopt({variant: seconds for variant, seconds in (kept_costs or {}).items() if variant in bound})
+        return costs
     costs = CostModel()
     chosen = _worth_running(bound)
     packed: set[int] = set()
+    total = 0.0
     for index, variant in enumerate(chosen, 1):
         first, key = 0.0, id(bound.compiled(variant))
-        if key not in packed or bound.is_static(variant) or costs(variant) < LONG_SECONDS:
+        is_needed = key not in packed or bound.is_static(variant) or _turn(variant) < len(FIRST_ROWS)
+        if is_needed or total + costs(variant) < TOTAL_SECONDS:
             program = bound[variant]
             first = program.run()
             is_worth_it = first < QUICK_SECONDS or key not in packed  # a program's first run packs its weights
-            costs.update(variant, program.run() if is_worth_it else first)
+            seconds = program.run() if is_worth_it else first
+            costs.update(variant, seconds)
             packed.add(key)
+            total += first + seconds
         on_progress(ProgressEvent("warm-up", index, len(chosen), first, variant))
     return costs
 
@@ -51,10 +64,16 @@ def _first_runs(bound: BoundPrograms, known_costs: Mapping[Variant, float], on_p
 
 
 def _worth_running(programs: BoundPrograms) -> list[Variant]:
-    """Return the variants to time, in the order of the programs: decoding first."""
+    """Return the variants to time, in the order of the programs: those of ``FIRST_ROWS`` first, then decoding."""
     chosen: dict[tuple[int, bool], Variant] = {}
     for variant in sorted(programs, key=lambda variant: (variant.kv_len, variant.sequences)):
         is_far = variant.kv_len >= FAR_KV_LEN
         if variant.rows in (FAR_ROWS if is_far else NEAR_ROWS):
             chosen.setdefault((variant.rows, is_far), variant)
-    return [variant for variant in programs if variant in chosen.values() or programs.is_static(variant)]
+    found = [variant for variant in programs if variant in chosen.values() or programs.is_static(variant)]
+    return sorted(found, key=_turn)
+
+
+def _turn(variant: Variant) -> int:
+    is_first = variant.rows in FIRST_ROWS and variant.kv_len < FAR_KV_LEN
+    return FIRST_ROWS.index(variant.rows) if is_first else len(FIRST_ROWS)

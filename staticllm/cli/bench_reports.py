@@ -34,6 +34,7 @@ def report_costs(model: str, options: dict[str, Any]) -> None:
             Path(model), options["device"], config=read_properties(options), on_progress=shown
         ) as pipe:
             pipe.wait_until_complete()
+            num_kept = len(pipe.engine.runner.costs.adopted)
             is_complete = wait_for_costs(
                 pipe.engine, IDLE_SECONDS, lambda *done: shown.show("measuring costs while idle", *done)
             )
@@ -42,6 +43,8 @@ def report_costs(model: str, options: dict[str, Any]) -> None:
         click.echo(json.dumps([{**asdict(each), "error": each.error} for each in found], indent=2))
     else:
         click.echo(_costs(found))
+        if num_kept:
+            click.echo(f"{num_kept} costs were kept by an earlier start; some of them were measured again")
         if not is_complete:
             click.echo(f"some costs were not measured within {IDLE_SECONDS:g} s")
 

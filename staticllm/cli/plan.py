@@ -1,4 +1,4 @@
-"""``staticllm plan`` estimates the memory that a model would need, and whether it fits."""
+"""``staticllm plan`` estimates the memory that a model would need, and whether it fits; ``--measured`` measures it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ from staticllm.cli.options import layout_options, model_argument, read_config
 from staticllm.cli.progress import progress
 
 if TYPE_CHECKING:
+    from staticllm.pipelines.diagnostics.memory_parts import MeasuredMemory
     from staticllm.pipelines.diagnostics.reports import MemoryEstimate
 
 
 @click.command("plan", short_help="Estimate memory and check whether it fits.")
 @model_argument
+@click.option("--measured", is_flag=True, help="Load the model and measure where its memory goes.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @layout_options
-def command(model: str, as_json: bool, **options: Any) -> None:
+def command(model: str, measured: bool, as_json: bool, **options: Any) -> None:
     """Estimate the bytes of weights, KV slots and buffers of MODEL, and check whether they fit. Nothing is compiled.
 
-    Exit with code 1 if they do not fit.
+    Exit with code 1 if they do not fit. With --measured, load MODEL in a process of its own instead, run its longest prompt and
+    some decode steps, and print the private memory of each part and after each stage.
     """
+    if measured:
+        _measure(model, as_json, options)
+        return
     with progress("lowering the model"):
         from staticllm.pipelines.diagnostics.memory import estimate_memory
 
@@ -30,6 +36,24 @@ def command(model: str, as_json: bool, **options: Any) -> None:
     click.echo(json.dumps(found.as_dict(), indent=2) if as_json else _text(found))
     if found.fits is False:
         raise SystemExit(1)
+
+
+def _measure(model: str, as_json: bool, options: dict[str, Any]) -> None:
+    with progress("loading and measuring the model"):
+        from staticllm.pipelines.diagnostics.measured_memory import measure_memory
+
+        found = measure_memory(model, options["device"], read_config(options))
+    click.echo(json.dumps(found.as_dict(), indent=2) if as_json else _measured_text(found))
+
+
+def _measured_text(found: MeasuredMemory) -> str:
+    width = max(map(len, (*found.bytes, *(stage.name for stage in found.stages))))
+    lines = [f"private memory after each stage on {found.device}"]
+    lines += [f"  {stage.name:<{width}} {_mib(stage.private)}" for stage in found.stages]
+    lines.append("where it goes at the end")
+    lines += [f"  {name:<{width}} {_mib(count)}" for name, count in found.bytes.items()]
+    lines.append(f"  {'together':<{width}} {_mib(found.private)}")
+    return "\n".join([*lines, *([found.unknown] if found.unknown else [])])
 
 
 def _text(found: MemoryEstimate) -> str:

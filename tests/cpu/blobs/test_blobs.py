@@ -168,7 +168,7 @@ def fresh():
 fresh()
 config = StaticLLMConfig(blob_path=str(scratch / "set"))
 loader.load(scratch / "model", "CPU", config)  # the unchanged set loads
-names = sorted(path.name for path in blobs.iterdir() if not path.name.startswith("."))
+names = sorted(path.name for path in blobs.iterdir() if path.name == "manifest.json" or path.suffix == ".blob")
 places = [("set", name) for name in names] + [("model", "openvino_model.xml"), ("model", "openvino_model.bin")]
 for folder, name in places:
     path = scratch / folder / name

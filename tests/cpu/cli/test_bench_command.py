@@ -116,6 +116,7 @@ def test_planned_costs_are_compared_with_timed_calls(bench):
     assert summary.startswith(f"errors of {len(rows)} costs: median ")
 
 
+@pytest.mark.slow
 def test_a_report_replaces_the_speeds(bench):
     nodes = json.loads(bench("--nodes", "--json").stdout)
     assert [profile["variant"] for profile in nodes] == ["generate[1x256]", "prefill[64x0]"]

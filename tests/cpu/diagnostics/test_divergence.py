@@ -58,6 +58,7 @@ def test_texts_are_written_by_the_model_and_the_same_each_time(model_path):
         assert np.abs(reference.logits(text) - expected).max() <= 1e-3 * np.ptp(expected)
 
 
+@pytest.mark.slow
 def test_f32_is_the_original_and_8_bits_of_slots_are_not(model_path):
     path = model_path("demo")
     exact = {each.settings: each for each in measure_divergence(path, "CPU", StaticLLMConfig(**SMALL))}

@@ -91,6 +91,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(model):
 
 def test_overwriting_weights_in_place_is_detected(model):
     with StaticLLMPipeline(model, **SMALL) as pipe:
+        assert pipe.wait_until_complete(60)
         weights = model / "openvino_model.bin"
         os.utime(weights)
         assert pipe.generate("hello", max_new_tokens=2), "only its time has changed"

@@ -308,6 +308,7 @@ def test_a_dropped_pipeline_ends_its_thread(zoo):
     before = threading.active_count()
     pipe = StaticLLMPipeline(zoo / "llama", "CPU", **SMALL)
     pipe.generate("hello", max_new_tokens=2)
+    assert pipe.wait_until_complete(60)
     assert threading.active_count() == before + 1
     del pipe
     gc.collect()

@@ -9,9 +9,9 @@ import pytest
 from helpers import PROMPT, SHORT, tokens_of
 
 from staticllm import StaticLLMPipeline
-from staticllm.errors import ConfigError, DeviceError, SnapshotError
+from staticllm.errors import ConfigError, DeviceError, ModelError, SnapshotError
 from staticllm.pipelines.blobs.cache import BlobCache
-from staticllm.pipelines.model_loader import launch, loaded
+from staticllm.pipelines.model_loader import launch, loaded, text_reader
 from staticllm.pipelines.programs import autotune, build, compile_plan
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -166,6 +166,70 @@ def test_config_and_kv_type_are_those_of_the_serving_device(zoo, tmp_path, monke
             pipe.load_snapshot(tmp_path / "rows")
 
 
+def test_a_small_model_serves_from_one_program_until_decoding_has_its_own(zoo, expected, monkeypatch):
+    gate, compile_each = threading.Event(), build.compile_each
+
+    def held_back(core, plan, on_progress):
+        assert {variant.phase for variant in plan.variants} == {"generate"}
+        gate.wait(30)
+        return compile_each(core, plan, on_progress)
+
+    monkeypatch.setattr(loaded, "compile_each", held_back)
+    with StaticLLMPipeline(zoo / "llama", **SHORT, MAX_NUM_SEQS=2) as pipe:
+        programs = pipe.engine.runner.programs
+        assert len({id(programs.compiled(variant)) for variant in programs}) == 1
+        assert tokens_of(pipe) == expected
+        gate.set()
+        assert pipe.wait_until_complete(60)
+        phases = {
+            phase: {id(programs.compiled(v)) for v in programs if v.phase == phase} for phase in ("prefill", "generate")
+        }
+        assert [len(found) for found in phases.values()] == [1, 1]
+        assert phases["prefill"] != phases["generate"]
+        assert tokens_of(pipe) == expected
+        assert not pipe.engine.runner.probe.is_paused
+
+
+@pytest.mark.parametrize("options", [{"BACKGROUND_COMPILE": False}, {"GENERATE_CONFIG": {"INFERENCE_NUM_THREADS": 1}}])
+def test_phases_that_compute_differently_or_at_once_have_their_programs_from_the_start(options, zoo, expected):
+    with StaticLLMPipeline(zoo / "llama", **SHORT, MAX_NUM_SEQS=2, PROGRAMS="phases", **options) as pipe:
+        assert pipe.is_complete
+        programs = pipe.engine.runner.programs
+        assert len({id(programs.compiled(variant)) for variant in programs}) == 2
+        assert tokens_of(pipe) == expected
+
+
+def test_an_unreadable_tokenizer_ends_the_loading(zoo, monkeypatch):
+    def unreadable(directory):
+        raise ModelError(f"the tokenizer in {str(directory)!r} cannot be read: it is only a test")
+
+    monkeypatch.setattr(text_reader, "read_tokenizer", unreadable)
+    before, events = threading.active_count(), []
+    with pytest.raises(ModelError, match="only a test"):
+        StaticLLMPipeline(zoo / "llama", **SHORT, on_progress=events.append)
+    assert "compile" in [event.stage for event in events]
+    assert "ready" not in [event.stage for event in events]
+    assert threading.active_count() == before
+
+
+def test_loading_that_fails_waits_for_the_tokenizer(zoo, monkeypatch):
+    read, has_ended = text_reader.read_tokenizer, []
+
+    def slow(directory):
+        tokenizer = read(directory)
+        has_ended.append(threading.current_thread().name)
+        return tokenizer
+
+    def refuse(event):
+        if event.stage == "warm-up":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(text_reader, "read_tokenizer", slow)
+    with pytest.raises(KeyboardInterrupt):
+        StaticLLMPipeline(zoo / "llama", **SHORT, on_progress=refuse)
+    assert has_ended == ["staticllm-tokenizer"]
+
+
 SINGLE = {**SHORT, "PROGRAMS": "few_rows", "MAX_NUM_SEQS": 2}
 
 
@@ -178,7 +242,9 @@ def programs_of(pipe, few_rows=1):
 def probe_finds(few_rows, monkeypatch):
     """Let the calibration find that calls of up to ``few_rows`` rows are faster in a program of their own."""
 
-    def found(core, device, model, phases, layout):
+    def found(core, device, model, phases, layout, kept):
+        if layout == "shared":
+            return autotune.Calibration(dict(phases))
         return autotune.Calibration({**phases, "few_rows": phases["generate"]}, few_rows)
 
     monkeypatch.setattr(compile_plan, "calibrated", found)

@@ -140,6 +140,8 @@ def test_calls_of_few_rows_run_in_f32_with_quantized_activations_where_that_is_f
     assert found.properties["prefill"] == usual
     expected = {**usual, PRECISION: "f32"} if few_rows > 1 else {**usual, GROUP_SIZE: 0}
     assert found.properties["few_rows"] == expected
+    packed = timed[0][8, LARGE_GROUP] / timed[0][8, QUANTIZED] if few_rows > 1 else 0
+    assert found.speedup == pytest.approx(max(26.8 / (timed[0][1, QUANTIZED] if few_rows > 1 else 24.4), packed))
     options = CompileOptions("CPU", "few_rows", "f32", found.properties, found.few_rows)
     apart = {rows for rows in (1, 8, 16, 32, 64) if options.program_group(Variant(rows, 256)).part}
     assert apart == {rows for rows in (1, 8, 16, 32, 64) if rows <= few_rows}
@@ -152,13 +154,25 @@ def test_prompts_with_properties_of_their_own_do_not_share_the_program_for_few_r
     assert calibrated(get_core(), "CPU", stack(), phases, "few_rows").few_rows == 1
 
 
-@pytest.mark.parametrize(("seconds", "layout"), [(1.0, "few_rows"), (1.3, "shared")])
-def test_single_rows_share_the_program_without_a_gain(seconds, layout, timed, monkeypatch):
+@pytest.mark.parametrize(
+    ("seconds", "size", "layout"),
+    [
+        (0.85, 494 << 20, "few_rows"),  # saves 15 %, and 570 MB must save 11 %
+        (0.95, 494 << 20, "shared"),
+        (0.85, 900 << 20, "shared"),  # a copy of 1038 MB must save 21 %
+        (0.95, 100 << 20, "few_rows"),
+        (1.3, 1 << 20, "shared"),
+    ],
+)
+def test_single_rows_have_a_program_only_if_it_pays_for_its_copy(seconds, size, layout, timed, monkeypatch):
     timed[0].update({0: seconds, "f32": 1.3})
+    monkeypatch.setattr(compile_plan, "weights_size", lambda *arguments: size)
     monkeypatch.setattr(autotune, "LEAST_WEIGHTS", 0)
     monkeypatch.setattr(compile_plan, "program_layout", lambda *arguments: "few_rows")
     model = demo_model_path()
-    assert prepare(model, "CPU", StaticLLMConfig())[1].options.layout == layout
+    options = prepare(model, "CPU", StaticLLMConfig())[1].options
+    assert options.layout == layout
+    assert (options.program_group(Variant(1, 256)) == options.program_group(Variant(64, 256))) == (layout == "shared")
     asked = prepare(model, "CPU", StaticLLMConfig(programs="few_rows"))[1].options
     assert asked.layout == "few_rows"
     assert "few_rows" in asked.properties
@@ -174,3 +188,50 @@ def test_every_candidate_is_run_and_the_model_stays_as_it_was():
         assert all(0 < time < 10 for time in times)
     assert len(probe._requests) == 2
     assert len(model.get_ordered_ops()) == before
+
+
+class Times:
+    """Times of probes that an earlier process measured, and the questions that were asked."""
+
+    def __init__(self, known=None):
+        self.known, self.asked = known or {}, []
+
+    def times(self, question, count):
+        self.asked.append((question, count))
+        return self.known.get(question)
+
+    def add(self, question, seconds):
+        self.known[question] = seconds
+
+
+def test_kept_times_of_probes_choose_what_they_chose_before(monkeypatch):
+    runs = []
+    monkeypatch.setattr(autotune.Probe, "is_f32", True)
+    fast_groups = lambda self, rows, candidates, is_cold: (runs.append(rows), [2.0, 1.0][: len(candidates)])[1]  # noqa: E731
+    monkeypatch.setattr(autotune.Probe, "_timed", fast_groups)
+    kept = Times()
+    first = calibrated(get_core(), "CPU", stack(), PHASES, "few_rows", kept)
+    assert runs == [autotune.MANY_ROWS, 1]
+    assert first.properties["prefill"][GROUP_SIZE] == LARGE_GROUP
+    again = calibrated(get_core(), "CPU", stack(), PHASES, "few_rows", Times(kept.known))
+    assert again == first
+    assert (
+        calibrated(get_core(), "CPU", stack(), PHASES, "shared", kept).properties["prefill"]
+        == first.properties["prefill"]
+    )
+    assert runs == [autotune.MANY_ROWS, 1], "nothing was timed again"
+    calibrated(get_core(), "CPU", stack(size=2048), PHASES, "shared", kept)
+    assert runs == [autotune.MANY_ROWS, 1, autotune.MANY_ROWS], "another model"
+    slow = Times({question: [1.0, 1.0] for question in kept.known})
+    assert GROUP_SIZE not in calibrated(get_core(), "CPU", stack(), PHASES, "shared", slow).properties["prefill"]
+
+
+def test_a_model_that_is_calibrated_in_two_parts_is_timed_once(monkeypatch):
+    runs = []
+    timed = autotune.Probe._timed
+    monkeypatch.setattr(autotune.Probe, "_timed", lambda self, *args: (runs.append(args[0]), timed(self, *args))[1])
+    memory = autotune.ProbeMemory()
+    calibrated(get_core(), "CPU", stack(), PHASES, "shared", memory)
+    calibrated(get_core(), "CPU", stack(), PHASES, "few_rows", memory)
+    assert runs.count(autotune.MANY_ROWS) == 1
+    assert 1 in runs

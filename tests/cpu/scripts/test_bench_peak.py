@@ -35,6 +35,7 @@ def test_layers_end_where_shapes_repeat(monkeypatch):
     assert bench_peak.in_layers([(1, 2), (3, 4)]) == [[(1, 2), (3, 4)]]
 
 
+@pytest.mark.slow
 def test_the_jobs_of_a_worker(model_path):
     from bench_figures import Figures
     from bench_peak import measure

@@ -22,7 +22,7 @@ ROOMS = ("staticllm", "compiler_passes", "kvcache", "pipelines")
 LEVELS = (
     "core errors",
     "devices files ir_file metrics threads",
-    "config mapped_weights",
+    "config heap mapped_weights",
     "properties ports",
     "results model_dir",
     "compiler_passes.graph kvcache",

@@ -10,7 +10,7 @@ import pytest
 from staticllm.core import Variant
 from staticllm.pipelines.engine import engine as engine_module
 from staticllm.pipelines.programs.cost_model import STABLE_CALLS, CostModel
-from staticllm.pipelines.programs.cost_probe import CostProbe, worth_measuring
+from staticllm.pipelines.programs.cost_probe import NUM_CHECKED, CostProbe, worth_measuring
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import fake_answer, fake_engine, fake_request
 
@@ -71,6 +71,67 @@ def test_what_the_warm_up_measured_is_measured_again():
     assert probe.num_left == 1, "its program was replaced"
     probe.is_paused = True
     assert probe.is_done
+
+
+def adopting(factor):
+    """Return programs, costs of an earlier process that were ``factor`` times as high, and a probe that has chosen."""
+    programs, costs = {variant: TimedProgram(true_cost(variant)) for variant in VARIANTS}, CostModel()
+    wanted = worth_measuring(VARIANTS)
+    costs.adopt({variant: factor * true_cost(variant) for variant in wanted})
+    probe = CostProbe(programs, costs)
+    probe.choose(programs)
+    return programs, costs, probe
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.2, 1 / 1.2])
+def test_costs_of_an_earlier_process_are_kept_while_the_machine_is_the_same(factor):
+    programs, costs, probe = adopting(factor)
+    wanted = worth_measuring(VARIANTS)
+    assert costs.adopted == set(wanted)
+    assert probe.num_left == NUM_CHECKED
+    while not probe.is_done:
+        probe.measure_next(lambda: False)
+    checked = wanted[:NUM_CHECKED]
+    assert costs.adopted == set(wanted) - set(checked)
+    for variant in wanted:
+        expected = true_cost(variant) if variant in checked else factor * true_cost(variant)
+        assert costs(variant) == pytest.approx(expected), variant
+    assert set(costs.stable) == set(wanted)
+    probe.choose(programs)
+    assert probe.is_done, "they are checked once"
+
+
+@pytest.mark.parametrize("factor", [1.5, 1 / 1.5])
+def test_costs_of_an_earlier_process_are_measured_again_if_the_machine_has_changed(factor):
+    _, costs, probe = adopting(factor)
+    while not probe.is_done:
+        probe.measure_next(lambda: False)
+    assert not costs.adopted
+    for variant in worth_measuring(VARIANTS):
+        assert costs(variant) == true_cost(variant), variant
+
+
+def test_one_call_that_was_disturbed_is_no_change_of_the_machine():
+    programs, costs, probe = adopting(1.0)
+    programs[worth_measuring(VARIANTS)[0]].seconds *= 3
+    while not probe.is_done:
+        probe.measure_next(lambda: False)
+    assert len(costs.adopted) == len(worth_measuring(VARIANTS)) - NUM_CHECKED
+
+
+def test_the_end_of_measuring_is_told_once():
+    programs, costs = {variant: TimedProgram(true_cost(variant)) for variant in VARIANTS}, CostModel()
+    probe, told = CostProbe(programs, costs), []
+    probe.on_done = lambda: told.append(set(costs.stable))
+    probe.measure_next(lambda: False)
+    assert not told
+    probe.choose(programs)
+    while not probe.is_done:
+        assert not told
+        probe.measure_next(lambda: False)
+    assert told == [set(worth_measuring(VARIANTS))]
+    probe.measure_next(lambda: False)
+    assert len(told) == 1
 
 
 def test_nothing_is_chosen_of_sizes_that_only_run_without_a_past():
@@ -152,4 +213,4 @@ def test_the_engine_measures_when_it_rests_and_stops_for_a_request(monkeypatch):
         pass
     assert second.tokens == fake_answer([4, 5, 6], 3)
     engine.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "staticllm-engine"]
+    assert not engine._thread.is_alive()

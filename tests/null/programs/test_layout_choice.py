@@ -7,57 +7,123 @@ import pytest
 from staticllm.config import StaticLLMConfig
 from staticllm.errors import ConfigError
 from staticllm.pipelines.programs import layout
-from staticllm.pipelines.programs.layout import BASE_BYTES, PACKED_SHARE, program_layout
+from staticllm.pipelines.programs.layout import (
+    BASE_BYTES,
+    HIDDEN_VALUES,
+    INNER_VALUES,
+    PACKED_SHARE,
+    PROGRAM_BYTES,
+    is_worth_a_copy,
+    program_layout,
+    with_host_slots,
+)
 
 WEIGHTS = 500 << 20
 SLOT_BYTES = 48 * 2 * 64 * 4  # 24 layers, keys and values of two heads in f32
+WIDTHS = (896, 4864)
 
 
 @pytest.fixture
-def chosen(monkeypatch):
+def model(monkeypatch):
+    """Make every model one of these sizes; call it to change the bytes of its weights."""
     monkeypatch.setattr(layout, "kv_shapes", lambda path: [(2, 64)] * 48)
+    monkeypatch.setattr(layout, "model_widths", lambda path: WIDTHS)
 
-    def chosen(weights=WEIGHTS, device="CPU", **values):
+    def of(weights):
         monkeypatch.setattr(layout, "weights_size", lambda path, weights_path: weights)
+
+    of(WEIGHTS)
+    return of
+
+
+@pytest.fixture
+def chosen(model):
+    def chosen(weights=WEIGHTS, device="CPU", **values):
+        model(weights)
         return program_layout(device, Path(), StaticLLMConfig(**values))
 
     return chosen
 
 
-def needed_mb(copies, slots, weights=WEIGHTS):
-    return -(-(BASE_BYTES + copies * int(PACKED_SHARE * weights) + slots * SLOT_BYTES) // 10**6)
+def needed_mb(copies, weights=WEIGHTS, rows=1024, **values):
+    """Return the estimate in MB: base, activations, KV slots with one sequence in the host pool, and programs."""
+    config = StaticLLMConfig(**values)
+    slots = config.num_kv_slots("shared") + config.max_seq_len + rows
+    activations = 4 * rows * (HIDDEN_VALUES * WIDTHS[0] + INNER_VALUES * WIDTHS[1])
+    programs = copies * (PROGRAM_BYTES + int(PACKED_SHARE * weights))
+    return -(-(BASE_BYTES + activations + slots * SLOT_BYTES + programs) // 10**6)
 
 
 def test_a_layout_is_kept_if_it_fits_into_the_limit(chosen):
-    slots = StaticLLMConfig().num_kv_slots("shared")
     assert chosen() == "few_rows"
-    assert chosen(memory_limit_mb=needed_mb(2, slots)) == "few_rows"
-    assert chosen(memory_limit_mb=needed_mb(2, slots) - 1) == "shared"
-    assert chosen(memory_limit_mb=needed_mb(1, slots)) == "shared"
+    assert chosen(memory_limit_mb=needed_mb(2)) == "few_rows"
+    assert chosen(memory_limit_mb=needed_mb(2) - 1) == "shared"
+    assert chosen(memory_limit_mb=needed_mb(1)) == "shared"
     small = 100 << 20
-    assert chosen(small, memory_limit_mb=needed_mb(2, slots, small)) == "phases"
-    assert chosen(small, memory_limit_mb=needed_mb(2, slots, small) - 1) == "shared"
+    assert chosen(small, memory_limit_mb=needed_mb(2, small)) == "phases"
+    assert chosen(small, memory_limit_mb=needed_mb(2, small) - 1) == "shared"
 
 
-def test_a_limit_that_one_program_exceeds_is_refused_with_both_numbers(chosen):
-    needed = needed_mb(1, StaticLLMConfig().num_kv_slots("shared"))
+def test_a_limit_that_one_program_exceeds_is_refused_with_both_numbers_and_remedies(chosen):
+    needed = needed_mb(1)
     with pytest.raises(
-        ConfigError, match=rf"MEMORY_LIMIT_MB={needed - 1}: .* about {needed} MB with one program: raise"
-    ):
+        ConfigError,
+        match=rf"^MEMORY_LIMIT_MB={needed - 1}: .* about {needed} MB with one program: raise the limit, or lower KV_SLOTS",
+    ) as caught:
         chosen(memory_limit_mb=needed - 1)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"max_num_seqs": 1}, {"max_prompt_len": 512}, {"prefill_rows": [256]}])
+def test_each_remedy_lowers_what_is_needed(chosen, changes):
+    with pytest.raises(ConfigError):
+        chosen(memory_limit_mb=needed_mb(1) - 10)
+    assert chosen(memory_limit_mb=needed_mb(1) - 10, **changes) == "shared"
 
 
 def test_the_users_layout_is_not_changed_but_refused(chosen):
-    needed = needed_mb(2, StaticLLMConfig().num_kv_slots("shared"))
+    needed = needed_mb(2)
     assert chosen(programs="few_rows", memory_limit_mb=needed) == "few_rows"
     with pytest.raises(ConfigError, match=f"about {needed} MB with PROGRAMS=few_rows"):
         chosen(programs="few_rows", memory_limit_mb=needed - 1)
 
 
 def test_more_slots_need_more_memory(chosen):
-    limit = needed_mb(2, StaticLLMConfig().num_kv_slots("shared"))
+    limit = needed_mb(2)
     assert chosen(memory_limit_mb=limit, kv_slots=15_000) == "shared"
     assert chosen(memory_limit_mb=limit, kv_slots=15_000, kv_cache_precision="u8") == "few_rows"
+
+
+def test_the_host_pool_gets_what_the_limit_leaves(model):
+    def slots(limit, **values):
+        config = StaticLLMConfig(memory_limit_mb=limit, **values)
+        return with_host_slots("CPU", Path(), config, "f32").num_host_slots
+
+    longest, default = StaticLLMConfig().max_seq_len, StaticLLMConfig().num_host_slots
+    assert slots(None) == default
+    assert longest <= slots(needed_mb(1)) <= longest + 10**6 // SLOT_BYTES
+    assert slots(needed_mb(1) + 100) - slots(needed_mb(1)) == pytest.approx(100 * 10**6 / SLOT_BYTES, abs=2)
+    assert slots(10 * needed_mb(2)) == default
+    assert slots(10 * needed_mb(2), host_kv_slots=7) == 7
+    with pytest.raises(ConfigError, match="MEMORY_LIMIT_MB"):
+        slots(needed_mb(1) - 1)
+    config = with_host_slots("CPU", Path(), StaticLLMConfig(memory_limit_mb=needed_mb(1) + 100), "f32")
+    assert program_layout("CPU", Path(), config) == "shared"
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "speedup", "is_worth"),
+    [
+        (494, 1.19, True),  # 0.84 of a token's time, as measured with AVX-512 and VNNI
+        (494, 1.0, False),  # without VNNI both programs compute the same
+        (494, 1.1, False),
+        (1000, 1.19, False),
+        (1000, 1.4, True),
+        (494, 0.9, False),
+    ],
+)
+def test_a_second_program_must_pay_for_its_copy_of_the_weights(megabytes, speedup, is_worth):
+    assert is_worth_a_copy(megabytes * 10**6, speedup) == is_worth
 
 
 def test_other_devices_have_no_limit(chosen):

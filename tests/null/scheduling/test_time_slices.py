@@ -128,7 +128,7 @@ def served(gap_ms, policy="dynamic", prompt=64, output=64, swap=0.6e-6):
     return summarize(replace(scenario, arrivals=tuple(arrivals)).run(policy).requests)
 
 
-@pytest.mark.parametrize(("prompt", "output"), [(64, 64), (64, 256)])
+@pytest.mark.parametrize(("prompt", "output"), [(64, 64), pytest.param(64, 256, marks=pytest.mark.slow)])
 def test_at_twice_the_load_no_answer_stops_for_long_and_throughput_stays(prompt, output):
     fcfs, bounded, free = (
         served(GAP_MS, "fcfs", prompt, output),
