@@ -61,7 +61,8 @@ def _free_sizes(graph: EncoderGraph) -> None:
         parameter.set_partial_shape(ov.PartialShape([-1, -1]))
     try:
         graph.model.validate_nodes_and_infer_types()
-        at_sizes(graph.model, PROBE_BATCH, PROBE_ROWS[0])
+        for rows in PROBE_ROWS:
+            at_sizes(graph.model, PROBE_BATCH, rows)
     except RuntimeError as error:
         what = str(error).strip().splitlines()[-1][:200]
         raise UnsupportedModelError(

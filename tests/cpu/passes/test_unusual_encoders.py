@@ -1,0 +1,303 @@
+"""Tests encoders that cannot be packed as usual: masks and biases that stay in the graph, texts kept apart, and refusals."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import openvino as ov
+import pytest
+from encoder_models import (
+    VOCABULARY,
+    WIDTH,
+    Alone,
+    Packed,
+    TinyEncoder,
+    a_range,
+    a_text,
+    a_variant,
+    by_distance,
+    pooled,
+    some_texts,
+    symmetric_alibi,
+    unit,
+    unpack,
+)
+from openvino import opset13 as ops
+
+from staticllm.compiler_passes.encoder import ENCODER
+from staticllm.compiler_passes.lower_encoder import lower_encoder
+from staticllm.compiler_passes.pass_pipeline import EncoderOptions, Pass, PassPipeline
+from staticllm.compiler_passes.shapes.add_pooling import Dense
+from staticllm.core import EncoderMask
+from staticllm.devices import get_core
+from staticllm.errors import UnsupportedModelError
+
+HIDES = np.float32(-1e9)
+
+
+def number(value):
+    return ops.constant(np.float32(value))
+
+
+def hidden_where(condition):
+    return ops.select(condition, ops.constant(HIDES), number(0))
+
+
+def window_before_and_after(before, after):
+    def bias(distance):
+        early, late = ops.less(distance, number(-before)), ops.greater(distance, number(after))
+        return hidden_where(ops.logical_or(early, late))
+
+    return by_distance(bias)
+
+
+def in_blocks(scores, rows):
+    """Tokens see those of their own block of eight, counted from the first row: it depends on the places themselves."""
+    block = ops.floor(ops.divide(a_range(rows), number(8)))
+    same = ops.equal(ops.unsqueeze(block, ops.constant(0)), ops.unsqueeze(block, ops.constant(1)))
+    return ops.add(scores, hidden_where(ops.logical_not(same)))
+
+
+def scaled_by_length(scores, rows):
+    return ops.multiply(scores, ops.log(ops.convert(rows, "f32")))
+
+
+def with_mean_of_all(hidden, rows):
+    return ops.add(hidden, ops.reduce_mean(hidden, ops.constant(np.array([1])), keep_dims=True))
+
+
+def with_sum_so_far(hidden, rows):
+    return ops.add(hidden, ops.multiply(ops.cum_sum(hidden, ops.constant(np.int64(1))), number(0.1)))
+
+
+def with_place(hidden, rows):
+    """Add a wave over the rows, ``[S, 1]``, without an axis for the batch."""
+    return ops.add(hidden, ops.unsqueeze(ops.sin(a_range(rows)), ops.constant(1)))
+
+
+def with_weights_over_rows(hidden, rows):
+    """Mix the rows by a matrix of a fixed size, cut to the rows: a token mixer, not attention."""
+    random = np.random.default_rng(7).normal(size=(64, 64)).astype(np.float32) * 0.1
+    size = ops.concat([ops.unsqueeze(rows, ops.constant(0))] * 2, 0)
+    part = ops.slice(ops.constant(random), np.array([0, 0]), size, np.array([1, 1]))
+    return ops.add(hidden, ops.matmul(part, hidden, False, False))
+
+
+def check_equal(encoder, lowered, pooling="mean", tolerance=2e-6):
+    alone = Alone(encoder.model())
+    rng = np.random.default_rng(2)
+    for variant in (a_variant(texts=6), a_variant(batch=4, texts=16)):
+        texts = some_texts(rng, lowered.shape, variant)
+        expected = np.array([alone(text.ids, pooling) for text in texts])
+        assert np.abs(Packed(lowered, variant)(texts, pooling) - expected).max() <= tolerance
+
+
+@pytest.mark.parametrize(
+    ("bounds", "kind", "label"),
+    [
+        ((5, 0), EncoderMask(5, 0), "window:6"),
+        ((4, 4), EncoderMask(4, 4), "local:4"),
+        ((5, 2), EncoderMask(), "full + a bias"),
+        ((1000, 0), EncoderMask(after=0), "causal"),
+        ((1000, 1000), EncoderMask(), "full"),
+    ],
+)
+def test_the_kind_of_a_mask_is_found_by_its_values(bounds, kind, label):
+    encoder = TinyEncoder(window_before_and_after(*bounds))
+    lowered = lower_encoder(encoder.model())
+    assert lowered.shape.masks == (kind,)
+    assert f"{label} in 2 of 2 attentions" in lowered.reports[2].notes
+    check_equal(encoder, lowered)
+
+
+def test_two_masks_in_one_attention_are_both_kept():
+    def both(scores, rows):
+        return window_before_and_after(5, 0)(window_before_and_after(3, 3)(scores, rows), rows)
+
+    encoder = TinyEncoder(both)
+    check_equal(encoder, lower_encoder(encoder.model()))
+
+
+def test_positions_without_an_axis_for_the_batch_are_looked_up():
+    encoder = TinyEncoder(on_hidden=with_place)
+    lowered = lower_encoder(encoder.model())
+    assert lowered.shape.has_positions
+    assert lowered.shape.is_packable
+    check_equal(encoder, lowered)
+
+
+def test_a_mask_that_depends_on_places_keeps_texts_apart():
+    encoder = TinyEncoder(in_blocks)
+    lowered = lower_encoder(encoder.model())
+    assert not lowered.shape.is_packable
+    assert "reads the places of two tokens, not only their distance" in lowered.reasons[0]
+    check_equal(encoder, lowered)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "message"),
+    [
+        (TinyEncoder(scaled_by_length), "check_places: Multiply '.*' computes with the number of rows"),
+        (TinyEncoder(on_hidden=with_mean_of_all), "prove_packing: .* are mixed with others"),
+        (TinyEncoder(on_hidden=with_weights_over_rows), "(check_places|prove_packing): "),
+    ],
+)
+def test_what_is_wrong_even_for_one_text_per_sequence_is_refused(encoder, message):
+    with pytest.raises(UnsupportedModelError, match=message) as error:
+        lower_encoder(encoder.model())
+    assert "\n" not in str(error.value)
+
+
+def test_texts_that_mix_with_those_before_them_are_kept_apart():
+    encoder = TinyEncoder(on_hidden=with_sum_so_far)
+    lowered = lower_encoder(encoder.model())
+    assert not lowered.shape.is_packable
+    assert "together they differ" in lowered.reasons[0]
+    check_equal(encoder, lowered)
+
+
+def test_convolutions_over_tokens_are_refused(tmp_path):
+    with pytest.raises(UnsupportedModelError, match=r"prove_packing: .* than by attention"):
+        lower_encoder(get_core().read_model(unpack("convbert", tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "reason"),
+    [
+        ("bert", ("expose_encoder_positions",), "Add '.*' reads the places of tokens"),
+        ("modernbert", ("expose_encoder_positions",), "Multiply '.*' reads the places of tokens"),
+        ("bert", ("expose_encoder_positions", "check_places"), "together they differ"),
+        ("xlm_roberta", ("expose_encoder_positions", "check_places"), "together they differ"),
+    ],
+)
+def test_positions_that_a_pass_misses_keep_texts_apart(name, missing, reason, tmp_path):
+    """A pass that finds nothing must not pass for a model that has nothing to find."""
+    lowered = lower_encoder(get_core().read_model(unpack(name, tmp_path)), passes=without(missing))
+    assert not lowered.shape.is_packable
+    assert re.match(reason, lowered.reasons[0])
+
+
+def test_masks_that_a_pass_misses_are_refused(tmp_path):
+    with pytest.raises(UnsupportedModelError, match="prove_packing"):
+        lower_encoder(get_core().read_model(unpack("bert", tmp_path)), passes=without(["expose_encoder_mask"]))
+
+
+def spoil_last_attention(graph, options):
+    """Let the last attention read its scores without the mask."""
+    softmax = [node for node in graph.model.get_ordered_ops() if node.get_type_name() == "Softmax"][-1]
+    softmax.input(0).replace_source_output(softmax.input_value(0).get_node().input_value(0))
+
+
+def with_pass(before, entry):
+    index = [own.name for own in ENCODER.passes].index(before)
+    return PassPipeline((*ENCODER.passes[:index], entry, *ENCODER.passes[index:]))
+
+
+def test_a_layer_that_differs_from_those_before_it_is_part_of_the_proof():
+    lowered = lower_encoder(TinyEncoder(layers=6).model())
+    assert "run up to" in lowered.reports[-2].notes[0]
+    with pytest.raises(UnsupportedModelError, match="prove_packing"):
+        passes = with_pass("prove_packing", Pass("spoil", spoil_last_attention))
+        lower_encoder(TinyEncoder(layers=6).model(), passes=passes)
+
+
+def test_an_error_of_openvino_names_the_pass_in_one_line():
+    def fail(graph, options):
+        raise RuntimeError("Exception from src/core/node.cpp:1:\nwhat is wrong")
+
+    with pytest.raises(
+        UnsupportedModelError, match=r"^fails: OpenVINO cannot evaluate a part of the graph: what is wrong$"
+    ):
+        lower_encoder(TinyEncoder().model(), passes=with_pass("check_places", Pass("fails", fail)))
+
+
+def without(names):
+    passes = ENCODER
+    for name in names:
+        passes = passes.without(name)
+    return passes
+
+
+def test_dense_modules_and_normalisation_follow_the_pooling(tmp_path):
+    rng = np.random.default_rng(3)
+    dense = (
+        Dense(rng.normal(size=(24, WIDTH)).astype(np.float32), rng.normal(size=24).astype(np.float32), "tanh"),
+        Dense(rng.normal(size=(16, 24)).astype(np.float32)),
+    )
+    encoder = TinyEncoder(by_distance(symmetric_alibi))
+    program = get_core().compile_model(encoder.model(), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    ids = rng.integers(5, VOCABULARY, 9)
+    states = pooled(program([ids[None], np.ones((1, 9), np.int64)])[0][0], "mean")
+    expected = dense[1].weight @ np.tanh(dense[0].weight @ states + dense[0].bias)
+    text = a_text(rng, 9)
+    text.ids[:] = ids
+    for is_normalised in (False, True):
+        lowered = lower_encoder(encoder.model(), EncoderOptions(dense=dense, is_normalised=is_normalised))
+        assert lowered.shape.width == 16
+        (vector,) = Packed(lowered, a_variant())([text], "mean")
+        assert np.abs(vector - (unit(expected) if is_normalised else expected)).max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (
+            Dense(np.ones((4, 5), np.float32)),
+            r"Dense module 0 has a weight \(4, 5\) and a bias \(4,\) for vectors of 32",
+        ),
+        (Dense(np.ones((4, WIDTH), np.float32), np.ones(5, np.float32)), r"a bias \(5,\)"),
+        (Dense(np.ones((4, WIDTH), np.float32), activation="mish"), "activation 'mish', not one of identity, tanh"),
+    ],
+)
+def test_a_dense_module_that_does_not_fit_is_refused(layer, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        lower_encoder(TinyEncoder().model(), EncoderOptions(dense=(layer,)))
+
+
+def with_input(model, name, shape):
+    parameter = ops.parameter(ov.PartialShape(shape), ov.Type.f32)
+    parameter.output(0).set_names({name})
+    model.add_parameters([parameter])
+    return model
+
+
+def renamed(model, name):
+    model.outputs[0].get_tensor().set_names({name})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: with_input(TinyEncoder().model(), "pixel_values", [-1, -1]), "the input 'pixel_values' is unknown"),
+        (lambda: renamed(TinyEncoder().model(), "logits"), r"'logits' has the shape .*: export the model for feature"),
+        (lambda: without_batch(TinyEncoder().model()), "the model has fixed sizes: export it with a dynamic batch"),
+    ],
+)
+def test_a_model_that_is_no_encoder_is_refused(model, message):
+    with pytest.raises(UnsupportedModelError, match=message) as error:
+        lower_encoder(model())
+    assert "\n" not in str(error.value)
+
+
+def without_batch(model):
+    """Fix the sizes inside of the graph, as a trace at one size does."""
+    hidden = model.get_results()[0].input_value(0)
+    fixed = ops.reshape(hidden, np.array([1, 9, WIDTH]), special_zero=False)
+    model.get_results()[0].input(0).replace_source_output(fixed.output(0))
+    again = ops.add(fixed, ops.reshape(hidden, np.array([-1, 9, WIDTH]), special_zero=False))
+    model.get_results()[0].input(0).replace_source_output(again.output(0))
+    model.validate_nodes_and_infer_types()
+    return model
+
+
+def test_a_model_with_states_is_lowered_as_a_decoder(tmp_path):
+    with pytest.raises(UnsupportedModelError, match="the model has states: it is not an encoder"):
+        lower_encoder(get_core().read_model(unpack("qwen3_with_past", tmp_path)))
+
+
+def test_a_variant_with_more_rows_than_the_tables_is_refused():
+    lowered = lower_encoder(TinyEncoder(on_hidden=with_place).model(), EncoderOptions(max_rows=32))
+    with pytest.raises(ValueError, match=r"encode\[1x33,texts=2\] has more rows than the 32"):
+        lowered.specialise(a_variant(33, 1, 2))
