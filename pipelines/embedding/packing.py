@@ -10,6 +10,8 @@ from staticllm.core import EncoderVariant
 
 Cost = Callable[[EncoderVariant], float]
 """Returns the seconds that one call of a variant takes."""
+FEW_TEXTS = 16
+"""Up to so many texts, every size of sequences is tried."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ def plan_calls(
 
     Texts are put into sequences by best fit decreasing (Johnson: Near-optimal bin packing algorithms, 1973). Their size is the one
     with the cheapest tokens, or the smallest that holds the text. Then the sequences, by their used rows, are divided among
-    calls so that the sum of costs is least. Without ``is_packable``, each sequence holds one text.
+    calls so that the sum of costs is least. A few texts are packed into sequences of each size, and the cheapest calls are
+    taken. Without ``is_packable``, each sequence holds one text.
 
     Raises:
         ValueError: a text has no tokens, or more than any variant has rows.
@@ -51,11 +54,14 @@ def plan_calls(
     sizes = sorted({variant.rows for variant in variants})
     if min(lengths) < 1 or max(lengths) > sizes[-1]:
         raise ValueError(f"texts of {min(lengths)} to {max(lengths)} tokens, programs of 1 to {sizes[-1]}")
-    best = min(variants, key=lambda variant: (cost(variant) / (variant.batch * variant.rows), variant.rows)).rows
+    costs = [(variant, cost(variant)) for variant in variants]
+    best = min(costs, key=lambda known: (known[1] / (known[0].batch * known[0].rows), known[0].rows))[0].rows
     most = {size: min(_most_texts(v) for v in variants if v.rows == size) for size in sizes} if is_packable else {}
-    bins = _fill(lengths, sizes, best, most)
-    bins.sort(key=lambda found: -found.used)
-    return _divide(bins, variants, cost, is_packable)
+    found = [
+        _divide(_fill(lengths, sizes, size, most), costs, is_packable)
+        for size in (sizes if len(lengths) <= FEW_TEXTS else (best,))
+    ]
+    return min(found, key=lambda plan: plan[0])[1]
 
 
 def _most_texts(variant: EncoderVariant) -> int:
@@ -84,10 +90,13 @@ def _fill(lengths: Sequence[int], sizes: Sequence[int], best: int, most: dict[in
 
 
 def _divide(
-    bins: Sequence[_Bin], variants: Sequence[EncoderVariant], cost: Cost, is_packable: bool
-) -> list[PackedCall]:
-    """Divide the sequences, in descending order of their used rows, among calls with the least sum of costs."""
-    costs = [(variant, cost(variant)) for variant in variants]
+    bins: list[_Bin], costs: Sequence[tuple[EncoderVariant, float]], is_packable: bool
+) -> tuple[float, list[PackedCall]]:
+    """Divide the sequences, in descending order of their used rows, among calls with the least sum of costs.
+
+    Return this sum in seconds, and the calls.
+    """
+    bins.sort(key=lambda found: -found.used)
     least: list[tuple[float, EncoderVariant | None]] = [(0.0, None)]  # from the i-th last sequence on: cost, first call
     for start in range(len(bins) - 1, -1, -1):
         used, left = bins[start].used, len(bins) - start
@@ -105,7 +114,7 @@ def _divide(
         taken = bins[start : start + variant.batch]
         calls.append(PackedCall(variant, tuple(tuple(found.texts) for found in taken)))
         start += variant.batch
-    return calls
+    return least[-1][0], calls
 
 
 def _holds(variant: EncoderVariant, bins: Sequence[_Bin], is_packable: bool) -> bool:
