@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,33 +85,29 @@ def prepare(
     check(core, device)
     if config.memory_limit_mb is not None:
         return_large_blocks()
-    mode = program_mode(device, config)
     properties = phase_properties(device, config)
     kv_type = config.kv_cache_precision or default_kv_type(core, device, *properties.values())
-    decrypt = config.weights_decryption_callback
-    path = check_model_dir(models_path, False, config.weights_path, decrypt is not None)
-    config = with_kv_slots(config, path, kv_type)
-    model = read_model(core, path, config.weights_path, decrypt)
+    path = check_model_dir(models_path, False, config.weights_path, config.weights_decryption_callback is not None)
+    config, mode = with_kv_slots(config, path, kv_type), program_mode(device, config)
+    model = read_model(core, path, config.weights_path, config.weights_decryption_callback)
     if for_blobs:
         keep_small_constants(model)
     weights = MappedWeights(model)
-    on_progress(ProgressEvent("read", 1, 1, time.perf_counter() - begin))
-    begin = time.perf_counter()
+    read = time.perf_counter()
+    on_progress(ProgressEvent("read", 1, 1, read - begin))
     passes = DECODER if merges_projections(device) else DECODER_UNMERGED
     lowered = lower(model, LoweringOptions(config.num_kv_slots(mode), kv_type), passes)
     layout = program_layout(device, path, config, kv_type)
 
     def options_of(layout: ProgramLayout) -> CompileOptions:
         calibration = calibrated(core, device, lowered.graph.model, properties, layout, probes)
-        num_bytes = weights_size(path, config.weights_path)
-        return _options(CompileOptions(device, layout, kv_type, calibration.properties), calibration, config, num_bytes)
+        asked = CompileOptions(device, layout, kv_type, calibration.properties)
+        return _options(asked, calibration, config, weights_size(path, config.weights_path))
 
     is_later = start == "one program" and _can_start_with_one(layout, properties)
-    options = options_of("shared" if is_later else layout)
-    variants = choose_variants(config, mode, lowered.shape)
-    on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - begin))
-    later = (lambda: options_of(layout)) if is_later else None
-    return core, CompilePlan(lowered, options, variants, weights, later)
+    options, variants = options_of("shared" if is_later else layout), choose_variants(config, mode, lowered.shape)
+    on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - read))
+    return core, CompilePlan(lowered, options, variants, weights, partial(options_of, layout) if is_later else None)
 
 
 def _options(
