@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Literal, overload
+from typing import Literal, TypeAlias, overload
 
 import numpy as np
 import openvino_genai as genai
@@ -23,7 +23,7 @@ from staticllm.pipelines.embedding.embedding_queue import EmbeddingRequest
 from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
 
-PoolingType = genai.TextEmbeddingPipeline.PoolingType
+PoolingType: TypeAlias = genai.TextEmbeddingPipeline.PoolingType
 Vectors = NDArray[np.float32]
 QUERY_PRIORITY = 1
 """The default priority of queries; that of documents is 0."""
@@ -84,7 +84,8 @@ class EmbeddingHandle:
             TimeoutError: it took longer than ``timeout`` seconds.
             concurrent.futures.CancelledError: it was cancelled.
         """
-        return self._request.future.result(timeout)[0]
+        vectors = self._request.future.result(timeout)
+        return np.asarray(vectors[0], np.float32)
 
     def cancel(self) -> bool:
         """Give the text up. Return whether that was possible: False if its vector was there already."""
@@ -142,7 +143,8 @@ class StaticEmbeddingPipeline:
             self._loaded.tokenizer, self._loaded.max_length, self._loaded.vocab_size, overflow
         )
         self._engine = EmbeddingEngine(self._loaded.runner, max_waiting)
-        self._pending: dict[str, Future[list[list[float]]]] = {}
+
+        self._started: dict[str, Future[Vectors]] = {}
 
     @property
     def width(self) -> int:
@@ -161,7 +163,7 @@ class StaticEmbeddingPipeline:
             StaticLLMError: a text cannot be embedded; the message has its index.
         """
         found = self.encode(texts, prompt=self._instruction("document"))
-        return found if as_array else found.tolist()
+        return found if as_array else _as_lists(found)
 
     def embed_query(self, text: str) -> list[float]:
         """Return the vector of a query, which goes before documents.
@@ -169,7 +171,7 @@ class StaticEmbeddingPipeline:
         Raises:
             StaticLLMError: the text cannot be embedded.
         """
-        return self.encode([text], prompt=self._instruction("query"), priority=QUERY_PRIORITY)[0].tolist()
+        return _as_lists(self.encode([text], prompt=self._instruction("query"), priority=QUERY_PRIORITY))[0]
 
     def embed(self, texts: Sequence[str], prompt: str | None = None) -> list[list[float]]:
         """Return the vectors of texts, each with ``prompt`` before it.
@@ -177,7 +179,7 @@ class StaticEmbeddingPipeline:
         Raises:
             StaticLLMError: a text cannot be embedded.
         """
-        return self.encode(texts, prompt=prompt or "").tolist()
+        return _as_lists(self.encode(texts, prompt=prompt or ""))
 
     def encode(
         self,
@@ -219,6 +221,38 @@ class StaticEmbeddingPipeline:
             raise
         return vectors if dimensions is None else self._cut(vectors, dimensions)
 
+    def start_embed_documents_async(self, texts: Sequence[str]) -> None:
+        """Begin to embed documents; ``wait_embed_documents`` returns their vectors.
+
+        Raises:
+            StaticLLMError: a text is not valid, or too many wait.
+        """
+        self._start("documents", texts, self._instruction("document"), 0)
+
+    def wait_embed_documents(self) -> list[list[float]]:
+        """Return the vectors of the documents that were begun last.
+
+        Raises:
+            StaticLLMError: a text could not be embedded, or none were begun.
+        """
+        return self._wait("documents")
+
+    def start_embed_query_async(self, text: str) -> None:
+        """Begin to embed a query; ``wait_embed_query`` returns its vector.
+
+        Raises:
+            StaticLLMError: the text is not valid, or too many wait.
+        """
+        self._start("query", [text], self._instruction("query"), QUERY_PRIORITY)
+
+    def wait_embed_query(self) -> list[float]:
+        """Return the vector of the query that was begun last.
+
+        Raises:
+            StaticLLMError: it could not be embedded, or none was begun.
+        """
+        return self._wait("query")[0]
+
     def submit(
         self, text: str, *, prompt: str = "", priority: int = 0, deadline_ms: float | None = None
     ) -> EmbeddingHandle:
@@ -244,9 +278,21 @@ class StaticEmbeddingPipeline:
     ) -> None:
         self.close()
 
-    def _request(
-        self, texts: Sequence[str], prompt: str, priority: int, deadline_ms: float | None
-    ) -> EmbeddingRequest:
+    def _start(self, kind: str, texts: Sequence[str], prompt: str, priority: int) -> None:
+        request = self._request(texts, prompt, priority, None)
+        if request.texts:
+            self._engine.queue.submit(request)
+        else:
+            request.future.set_result(request.vectors)
+        self._started[kind] = request.future
+
+    def _wait(self, kind: str) -> list[list[float]]:
+        future = self._started.pop(kind, None)
+        if future is None:
+            raise ConfigError(f"no {kind} were begun: call start_embed_{kind}_async first")
+        return _as_lists(future.result())
+
+    def _request(self, texts: Sequence[str], prompt: str, priority: int, deadline_ms: float | None) -> EmbeddingRequest:
         if isinstance(texts, str):
             raise ConfigError("texts is a str: must be a list of str")
         prompted = [prompt + text if isinstance(text, str) else text for text in texts] if prompt else list(texts)
@@ -268,7 +314,12 @@ class StaticEmbeddingPipeline:
         cut = vectors[:, :dimensions]
         if not self._config.normalize:
             return cut
-        return cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12)
+        return np.asarray(cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12), np.float32)
+
+
+def _as_lists(vectors: Vectors) -> list[list[float]]:
+    found: list[list[float]] = vectors.tolist()
+    return found
 
 
 def _resolved(config: object, own: Mapping[str, object]) -> EmbeddingConfig:
@@ -291,6 +342,6 @@ def _resolved(config: object, own: Mapping[str, object]) -> EmbeddingConfig:
         config = EmbeddingConfig()
     elif not isinstance(config, EmbeddingConfig):
         raise ConfigError(f"config is a {type(config).__name__}: must be a StaticEmbeddingPipeline.Config")
-    found = EmbeddingConfig(**{**vars(config), **own})  # type: ignore[arg-type]
+    found = EmbeddingConfig(**{**vars(config), **own})
     found.validate()
     return found

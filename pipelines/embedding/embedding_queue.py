@@ -203,9 +203,8 @@ class EmbeddingQueue:
         places = iter(texts)
         sequences = [[next(places).tokens for _ in sequence] for sequence in call.sequences]
         vectors = self.runner.run(call.variant, sequences, meanwhile)
-        finite = np.isfinite(vectors).all(axis=1)
-        for text, vector, is_finite in zip(texts, vectors, finite, strict=True):
-            if is_finite:
+        for text, vector in zip(texts, vectors, strict=True):
+            if np.isfinite(vector).all():
                 text.request.put(text.index, vector)
             else:
                 self._run_alone(text)
@@ -222,4 +221,3 @@ class EmbeddingQueue:
                     f"text {text.index}: its embedding is not finite: try INFERENCE_PRECISION_HINT='f32', or check the weights"
                 )
             )
-

@@ -83,7 +83,9 @@ def _pooling(path: Path) -> Pooling:
     modes = [named] if isinstance(named, str) else [name for name, value in found.items() if value is True]
     modes = [mode for mode in modes if isinstance(mode, str) and (mode.startswith("pooling_mode") or mode == named)]
     if len(modes) != 1 or modes[0] not in _POOLINGS:
-        raise ModelError(f"{path}: pooling {', '.join(map(str, modes)) or 'not given'}: must be one of cls, mean, lasttoken")
+        raise ModelError(
+            f"{path}: pooling {', '.join(map(str, modes)) or 'not given'}: must be one of cls, mean, lasttoken"
+        )
     return _POOLINGS[modes[0]]
 
 

@@ -141,7 +141,8 @@ class EncoderRunner:
         pooling: Pooling,
         pad_id: int = 0,
     ) -> None:
-        self.shape, self.pooling = shape, shape.pooling or pooling
+        self.shape = shape
+        self.pooling: Pooling = shape.pooling or pooling
         self._compiled, self._pad_id = dict(compiled), pad_id
         self._bound: dict[EncoderVariant, EncoderProgram] = {}
         self._seconds: dict[EncoderVariant, float] = {}

@@ -41,7 +41,7 @@ def plan_calls(
 ) -> list[PackedCall]:
     """Return calls that hold texts of ``lengths`` tokens, each once; the calls with the longest texts come first.
 
-    Texts are put into sequences by best fit decreasing (Johnson: Near-optimal bin packing algorithms, 1973). Their size is the one
+    Texts are put into sequences by best fit decreasing (Johnson: Near-optimal bin packing algorithms, 1973). Their size is that
     with the cheapest tokens, or the smallest that holds the text. Then the sequences, by their used rows, are divided among
     calls so that the sum of costs is least. A few texts are packed into sequences of each size, and the cheapest calls are
     taken. Without ``is_packable``, each sequence holds one text.

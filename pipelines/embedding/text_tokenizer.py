@@ -56,7 +56,7 @@ class TextTokenizer:
         num_first = len(self._fitting(next(self._encoded([query])), 0))
         found: list[TokenizedText] = []
         for start in range(0, len(texts), TEXTS_PER_CALL):
-            for ids in self._call([query], list(texts[start : start + TEXTS_PER_CALL])):
+            for ids in self._call(list(texts[start : start + TEXTS_PER_CALL]), query):
                 kept = self._fitting(ids, len(found))
                 types = np.zeros(len(kept), np.int64)
                 types[min(num_first, len(kept)) :] = 1
@@ -67,11 +67,12 @@ class TextTokenizer:
         for start in range(0, len(texts), TEXTS_PER_CALL):
             yield from self._call(list(texts[start : start + TEXTS_PER_CALL]))
 
-    def _call(self, *texts: list[str]) -> Iterator[NDArray[np.int64]]:
+    def _call(self, texts: list[str], query: str | None = None) -> Iterator[NDArray[np.int64]]:
+        encode = self._tokenizer.encode
         try:
-            found = self._tokenizer.encode(*texts)
+            found = encode(texts) if query is None else encode([query], texts)
         except RuntimeError as error:
-            raise ModelError(f"the tokenizer cannot encode {len(texts[-1])} texts: {last_line(error)}") from error
+            raise ModelError(f"the tokenizer cannot encode {len(texts)} texts: {last_line(error)}") from error
         for ids, mask in zip(found.input_ids.data, found.attention_mask.data, strict=True):
             yield np.asarray(ids[mask.astype(bool)], np.int64)
 

@@ -61,7 +61,7 @@ def write(path, content):
 
 def some_texts(count):
     rng = np.random.default_rng(count)
-    words = "the fox asks what a device is and why it only runs graphs of fixed shape".split()
+    words = ("the", "fox", "asks", "what", "a", "device", "is", "and", "why", "it", "only", "runs", "graphs", "of")
     return [" ".join(rng.choice(words, rng.integers(1, 25))) for _ in range(count)]
 
 
@@ -124,6 +124,15 @@ def test_many_threads_and_handles_get_their_own_vectors(pipe, alone):
         return await asyncio.gather(*(asyncio.wrap_future(pipe.submit(text).future) for text in texts))
 
     np.testing.assert_allclose(np.concatenate(asyncio.run(together())), expected, atol=1e-6, rtol=0)
+
+
+def test_texts_can_be_begun_and_waited_for(pipe):
+    pipe.start_embed_documents_async(TEXTS)
+    pipe.start_embed_query_async("a fox")
+    np.testing.assert_allclose(pipe.wait_embed_query(), pipe.embed_query("a fox"), atol=1e-6)
+    np.testing.assert_allclose(pipe.wait_embed_documents(), pipe.embed_documents(TEXTS), atol=1e-6)
+    with pytest.raises(ConfigError, match="start_embed_query_async"):
+        pipe.wait_embed_query()
 
 
 def test_progress_is_told_on_the_callers_thread_and_its_error_ends_the_call(pipe):
