@@ -97,14 +97,14 @@ class PassPipeline(Generic[Graph, Options]):
         reports: list[PassReport] = []
         before = len(graph.model.get_ops())
         for entry in self.passes:
-            _run(entry, graph, options)
-            after = check_graph(graph, entry.name)
+            after = _run(entry, graph, options)
             reports.append(PassReport(entry.name, before, after, tuple(graph.notes.get(entry.name, ()))))
             before = after
         return tuple(reports)
 
 
-def _run(entry: Pass[Graph, Options], graph: Graph, options: Options) -> None:
+def _run(entry: Pass[Graph, Options], graph: Graph, options: Options) -> int:
+    """Run one pass and the check after it. Return the number of nodes."""
     try:
         entry.run(graph, options)
     except StaticLLMError:
@@ -112,3 +112,4 @@ def _run(entry: Pass[Graph, Options], graph: Graph, options: Options) -> None:
     except RuntimeError as error:  # of OpenVINO, whose last line says what is wrong
         what = (str(error).strip().splitlines() or ["no reason given"])[-1][:300]
         raise UnsupportedModelError(entry.name, f"OpenVINO cannot evaluate a part of the graph: {what}") from error
+    return check_graph(graph, entry.name)

@@ -157,8 +157,9 @@ class TinyEncoder:
     ``on_scores(scores, rows)`` and ``on_hidden(hidden, rows)`` return their first argument changed; ``rows`` is a scalar i64.
     """
 
-    def __init__(self, on_scores=None, on_hidden=None, layers=2, form="plain"):
-        self.on_scores, self.on_hidden, self.layers, self.form = on_scores, on_hidden, layers, form
+    def __init__(self, on_scores=None, on_hidden=None, layers=2, form="plain", vocabulary=VOCABULARY):
+        self.on_scores, self.on_hidden, self.layers = on_scores, on_hidden, layers
+        self.form, self.vocabulary = form, vocabulary
 
     def model(self):
         self.rng = np.random.default_rng(0)
@@ -166,7 +167,7 @@ class TinyEncoder:
         rows = ops.gather(ops.shape_of(ids), ops.constant(1), ops.constant(0))
         shown = ops.unsqueeze(ops.convert(mask, "f32"), np.array([1, 2]))
         padding = ops.multiply(ops.subtract(ops.constant(np.float32(1)), shown), ops.constant(np.finfo(np.float32).min))
-        hidden = ops.gather(self._weight(VOCABULARY, WIDTH), ids, ops.constant(0))
+        hidden = ops.gather(self._weight(self.vocabulary, WIDTH), ids, ops.constant(0))
         for _ in range(self.layers):
             hidden = self._layer(hidden, padding, rows)
             hidden = self.on_hidden(hidden, rows) if self.on_hidden else hidden

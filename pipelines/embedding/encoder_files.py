@@ -1,0 +1,153 @@
+"""Reads what a model directory says about its embeddings: pooling, Dense modules, prompts and the longest text."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staticllm.compiler_passes.shapes.add_pooling import ACTIVATIONS, Dense
+from staticllm.core import Pooling
+from staticllm.errors import ModelError
+from staticllm.files import read_regular
+
+MAX_JSON = 1 << 20
+MAX_DENSE_BYTES = 1 << 30
+_POOLINGS: dict[str, Pooling] = {
+    "cls": "first", "pooling_mode_cls_token": "first",
+    "mean": "mean", "pooling_mode_mean_tokens": "mean",
+    "lasttoken": "last", "pooling_mode_lasttoken": "last",
+}  # fmt: skip
+"""The modes of sentence-transformers that one matrix product computes."""
+
+
+@dataclass(frozen=True)
+class EncoderFiles:
+    """What the files of sentence-transformers say; None and empty where they say nothing.
+
+    ``max_length`` is in tokens. ``prompts``: texts to put before queries (``query``) and documents (``document`` or ``passage``).
+    ``is_normalised`` says whether the model's modules end with a normalisation.
+    """
+
+    pooling: Pooling | None = None
+    dense: tuple[Dense, ...] = ()
+    max_length: int | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    is_normalised: bool | None = None
+
+
+def read_encoder_files(directory: Path) -> EncoderFiles:
+    """Read ``modules.json`` and the folders that it names, ``sentence_bert_config.json``, and the prompts.
+
+    Raises:
+        ModelError: a file is damaged, or a module computes something that encoder programs do not have.
+    """
+    modules = _read_json(directory / "modules.json", list) or _default_modules(directory)
+    pooling: Pooling | None = None
+    dense: list[Dense] = []
+    is_normalised = False if modules else None
+    for module in modules:
+        kind, path = str(_field(module, "type")).rsplit(".", 1)[-1], str(module.get("path", ""))
+        folder = directory / path
+        if folder.resolve() != directory.resolve() and directory.resolve() not in folder.resolve().parents:
+            raise ModelError(f"{directory / 'modules.json'}: the path {path!r} leaves the model directory")
+        if kind == "Pooling":
+            pooling = _pooling(folder / "config.json")
+        elif kind == "Dense":
+            dense.append(_dense(folder))
+        elif kind == "Normalize":
+            is_normalised = True
+        elif kind not in ("Transformer", "Dropout"):
+            raise ModelError(f"{directory / 'modules.json'}: a module {kind!r} is not supported")
+    length = _read_json(directory / "sentence_bert_config.json", dict).get("max_seq_length")
+    if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
+        raise ModelError(f"sentence_bert_config.json: max_seq_length is {length!r}: must be a whole number from 1")
+    return EncoderFiles(pooling, tuple(dense), length, _prompts(directory), is_normalised)
+
+
+def _default_modules(directory: Path) -> list[dict[str, str]]:
+    """Return the pooling folder if there is one; some exports have it without ``modules.json``."""
+    has_pooling = (directory / "1_Pooling" / "config.json").is_file()
+    return [{"type": "Pooling", "path": "1_Pooling"}] if has_pooling else []
+
+
+def _pooling(path: Path) -> Pooling:
+    found = _read_json(path, dict)
+    named = found.get("pooling_mode")
+    modes = [named] if isinstance(named, str) else [name for name, value in found.items() if value is True]
+    modes = [mode for mode in modes if isinstance(mode, str) and (mode.startswith("pooling_mode") or mode == named)]
+    if len(modes) != 1 or modes[0] not in _POOLINGS:
+        raise ModelError(
+            f"{path}: pooling {', '.join(map(str, modes)) or 'not given'}: must be one of cls, mean, lasttoken"
+        )
+    return _POOLINGS[modes[0]]
+
+
+def _prompts(directory: Path) -> dict[str, str]:
+    prompts = _read_json(directory / "config_sentence_transformers.json", dict).get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise ModelError("config_sentence_transformers.json: prompts must map names to texts")
+    return prompts
+
+
+def _dense(folder: Path) -> Dense:
+    config = _read_json(folder / "config.json", dict)
+    name = str(config.get("activation_function", "Identity")).rsplit(".", 1)[-1].lower()
+    if name not in ACTIVATIONS:
+        raise ModelError(f"{folder / 'config.json'}: the activation {name!r} is not one of {', '.join(ACTIVATIONS)}")
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        raise ModelError(f"{folder}: has no model.safetensors; a pickled pytorch_model.bin is not read: save it again")
+    tensors = _read_safetensors(path)
+    weight = tensors.get("linear.weight")
+    if weight is None:
+        raise ModelError(f"{path}: has no tensor linear.weight")
+    return Dense(weight, tensors.get("linear.bias"), name)
+
+
+def _read_safetensors(path: Path) -> dict[str, NDArray[np.float32]]:
+    """Return the f32 tensors of a file in the format of safetensors."""
+    data = read_regular(path, MAX_DENSE_BYTES)
+    try:
+        (length,) = struct.unpack_from("<Q", data)
+        header = json.loads(data[8 : 8 + length])
+        body = memoryview(data)[8 + length :]
+        found = {}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                if entry["dtype"] != "F32":
+                    raise ModelError(f"{path}: {name} has the type {entry['dtype']}, only F32 is read")
+                begin, end = entry["data_offsets"]
+                found[name] = np.frombuffer(body[begin:end], np.float32).reshape(entry["shape"]).copy()
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{path}: is not a file of safetensors ({error})") from None
+    return found
+
+
+def _field(module: Any, name: str) -> Any:
+    if not isinstance(module, dict) or name not in module:
+        raise ModelError(f"modules.json: the module {module!r} has no {name!r}")
+    return module[name]
+
+
+def _read_json(path: Path, kind: type) -> Any:
+    """Return the content of a file, or an empty ``kind`` if there is none.
+
+    Raises:
+        ModelError: it is not JSON, or of another kind.
+    """
+    if not path.is_file():
+        return kind()
+    try:
+        found = json.loads(read_regular(path, MAX_JSON))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: is not JSON ({error})") from None
+    if not isinstance(found, kind):
+        raise ModelError(f"{path}: must hold a JSON {'object' if kind is dict else 'list'}")
+    return found

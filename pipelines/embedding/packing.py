@@ -1,0 +1,121 @@
+"""Packs texts into the sequences of as few and as cheap encoder calls as possible."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from staticllm.core import EncoderVariant
+
+Cost = Callable[[EncoderVariant], float]
+"""Returns the seconds that one call of a variant takes."""
+FEW_TEXTS = 16
+"""Up to so many texts, every size of sequences is tried."""
+
+
+@dataclass(frozen=True)
+class PackedCall:
+    """One call: for each sequence of its variant that is used, the indices of the texts in it, in their order."""
+
+    variant: EncoderVariant
+    sequences: tuple[tuple[int, ...], ...]
+
+    @property
+    def texts(self) -> tuple[int, ...]:
+        """The indices of all texts, in the order of the program's output."""
+        return tuple(index for sequence in self.sequences for index in sequence)
+
+
+@dataclass
+class _Bin:
+    """The texts of one sequence of at most ``rows`` tokens."""
+
+    rows: int
+    used: int
+    texts: list[int]
+
+
+def plan_calls(
+    lengths: Sequence[int], variants: Sequence[EncoderVariant], cost: Cost, is_packable: bool = True
+) -> list[PackedCall]:
+    """Return calls that hold texts of ``lengths`` tokens, each once; the calls with the longest texts come first.
+
+    Texts are put into sequences by best fit decreasing (Johnson: Near-optimal bin packing algorithms, 1973). Their size is that
+    with the cheapest tokens, or the smallest that holds the text. Then the sequences, by their used rows, are divided among
+    calls so that the sum of costs is least. A few texts are packed into sequences of each size, and the cheapest calls are
+    taken. Without ``is_packable``, each sequence holds one text.
+
+    Raises:
+        ValueError: a text has no tokens, or more than any variant has rows.
+    """
+    if not lengths:
+        return []
+    sizes = sorted({variant.rows for variant in variants})
+    if min(lengths) < 1 or max(lengths) > sizes[-1]:
+        raise ValueError(f"texts of {min(lengths)} to {max(lengths)} tokens, programs of 1 to {sizes[-1]}")
+    costs = [(variant, cost(variant)) for variant in variants]
+    best = min(costs, key=lambda known: (known[1] / (known[0].batch * known[0].rows), known[0].rows))[0].rows
+    most = {size: min(_most_texts(v) for v in variants if v.rows == size) for size in sizes} if is_packable else {}
+    found = [
+        _divide(_fill(lengths, sizes, size, most), costs, is_packable)
+        for size in (sizes if len(lengths) <= FEW_TEXTS else (best,))
+    ]
+    return min(found, key=lambda plan: plan[0])[1]
+
+
+def _most_texts(variant: EncoderVariant) -> int:
+    return variant.texts // variant.batch
+
+
+def _fill(lengths: Sequence[int], sizes: Sequence[int], best: int, most: dict[int, int]) -> list[_Bin]:
+    """Return sequences with all texts. ``most``: the most texts of a sequence of each size; one if it is empty."""
+    bins: list[_Bin] = []
+    open_bins: dict[int, list[list[_Bin]]] = {}  # size -> number of free rows -> sequences
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        size = max(best, sizes[bisect_left(sizes, length)])
+        by_room = open_bins.setdefault(size, [[] for _ in range(size + 1)])
+        room = next((free for free in range(length, size) if by_room[free]), None) if most else None
+        if room is None:
+            found = _Bin(size, 0, [])
+            bins.append(found)
+        else:
+            found = by_room[room].pop()
+        found.used += length
+        found.texts.append(index)
+        if len(found.texts) < most.get(size, 1):
+            by_room[size - found.used].append(found)
+    return bins
+
+
+def _divide(
+    bins: list[_Bin], costs: Sequence[tuple[EncoderVariant, float]], is_packable: bool
+) -> tuple[float, list[PackedCall]]:
+    """Divide the sequences, in descending order of their used rows, among calls with the least sum of costs.
+
+    Return this sum in seconds, and the calls.
+    """
+    bins.sort(key=lambda found: -found.used)
+    least: list[tuple[float, EncoderVariant | None]] = [(0.0, None)]  # from the i-th last sequence on: cost, first call
+    for start in range(len(bins) - 1, -1, -1):
+        used, left = bins[start].used, len(bins) - start
+        options = [
+            (seconds + least[max(0, left - variant.batch)][0], variant)
+            for variant, seconds in costs
+            if variant.rows >= used and _holds(variant, bins[start : start + variant.batch], is_packable)
+        ]
+        least.append(min(options, key=lambda option: option[0]))
+    calls: list[PackedCall] = []
+    start = 0
+    while start < len(bins):
+        variant = least[len(bins) - start][1]
+        assert variant is not None
+        taken = bins[start : start + variant.batch]
+        calls.append(PackedCall(variant, tuple(tuple(found.texts) for found in taken)))
+        start += variant.batch
+    return least[-1][0], calls
+
+
+def _holds(variant: EncoderVariant, bins: Sequence[_Bin], is_packable: bool) -> bool:
+    return not is_packable or sum(len(found.texts) for found in bins) <= variant.texts

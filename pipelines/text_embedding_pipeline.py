@@ -1,0 +1,347 @@
+"""``StaticEmbeddingPipeline`` takes the place of ``openvino_genai.TextEmbeddingPipeline``: texts become vectors."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import Literal, TypeAlias, overload
+
+import numpy as np
+import openvino_genai as genai
+from numpy.typing import NDArray
+
+from staticllm.core import Pooling
+from staticllm.errors import ConfigError
+from staticllm.model_dir import check_model_dir
+from staticllm.pipelines.embedding.embedding_engine import EmbeddingEngine
+from staticllm.pipelines.embedding.embedding_queue import EmbeddingRequest
+from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
+from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
+
+PoolingType: TypeAlias = genai.TextEmbeddingPipeline.PoolingType
+Vectors = NDArray[np.float32]
+QUERY_PRIORITY = 1
+"""The default priority of queries; that of documents is 0."""
+_POOLINGS: dict[object, Pooling] = {
+    PoolingType.CLS: "first",
+    PoolingType.MEAN: "mean",
+    PoolingType.LAST_TOKEN: "last",
+}
+
+
+@dataclass
+class EmbeddingConfig:
+    """The options of ``openvino_genai.TextEmbeddingPipeline.Config``; None for what the model's files say.
+
+    Attributes:
+        max_length: The most tokens of a text; longer ones are truncated.
+        pad_to_max_length, batch_size, padding_side: Accepted and ignored: texts are packed, not padded, in any number.
+        pooling_type: How the vectors of tokens become one.
+        normalize: Whether vectors have length 1.
+        query_instruction: The text before each query.
+        embed_instruction: The text before each document.
+    """
+
+    max_length: int | None = None
+    pad_to_max_length: bool | None = None
+    batch_size: int | None = None
+    pooling_type: PoolingType | None = None
+    normalize: bool = True
+    query_instruction: str | None = None
+    embed_instruction: str | None = None
+    padding_side: str | None = None
+
+    def validate(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: a value is impossible.
+        """
+        for name in ("max_length", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name}={value!r}: must be a whole number from 1, or None")
+        if self.pooling_type is not None and self.pooling_type not in _POOLINGS:
+            raise ConfigError(f"pooling_type={self.pooling_type!r}: must be a PoolingType: CLS, MEAN or LAST_TOKEN")
+
+
+class EmbeddingHandle:
+    """The vector of a text that was submitted: ``result`` waits for it, ``await`` too, and ``cancel`` gives it up."""
+
+    def __init__(self, request: EmbeddingRequest) -> None:
+        self._request = request
+
+    def result(self, timeout: float | None = None) -> Vectors:
+        """Return the vector ``[width]``.
+
+        Raises:
+            StaticLLMError: the text failed, or its deadline passed.
+            TimeoutError: it took longer than ``timeout`` seconds.
+            concurrent.futures.CancelledError: it was cancelled.
+        """
+        vectors = self._request.future.result(timeout)
+        return np.asarray(vectors[0], np.float32)
+
+    def cancel(self) -> bool:
+        """Give the text up. Return whether that was possible: False if its vector was there already."""
+        return self._request.future.cancel()
+
+    @property
+    def future(self) -> Future[Vectors]:
+        """The future of the vectors ``[1, width]``, for ``concurrent.futures`` and ``asyncio.wrap_future``."""
+        return self._request.future
+
+
+class StaticEmbeddingPipeline:
+    """Embeds texts on a device that only executes graphs of fixed shape. Any number of threads may call its methods."""
+
+    Config = EmbeddingConfig
+    PoolingType = PoolingType
+
+    def __init__(
+        self,
+        models_path: str | os.PathLike[str],
+        device: str = "CPU",
+        config: EmbeddingConfig | genai.TextEmbeddingPipeline.Config | None = None,
+        *,
+        overflow: Overflow = "truncate",
+        max_waiting: int = 1 << 20,
+        **properties: object,
+    ) -> None:
+        """Load an encoder with its tokenizer.
+
+        Args:
+            models_path: The folder of an OpenVINO model (feature-extraction) with its tokenizer.
+            device: The OpenVINO device.
+            config: Options as for GenAI; fields of it can also be given as keywords.
+            overflow: Whether texts of more than ``max_length`` tokens are truncated or refused.
+            max_waiting: The most texts that may wait.
+            properties: OpenVINO's properties of the device, and fields of ``Config``.
+
+        Raises:
+            ModelError: a file of the model is missing or damaged, or it cannot be lowered.
+            ConfigError: an option is impossible.
+            DeviceError: the device cannot compile or run the model.
+        """
+        if overflow not in ("truncate", "refuse"):
+            raise ConfigError(f"overflow={overflow!r}: must be 'truncate' or 'refuse'")
+        names = {item.name for item in fields(EmbeddingConfig)}
+        own = {name: properties.pop(name) for name in list(properties) if name in names}
+        self._config = _resolved(config, own)
+        directory = check_model_dir(models_path)
+        pooling = None if self._config.pooling_type is None else _POOLINGS[self._config.pooling_type]
+        choices = EncoderChoices(
+            pooling, self._config.normalize, self._config.max_length, properties=properties or None
+        )
+        self._loaded = load_encoder(directory, device, choices)
+        self._tokenizer = TextTokenizer(
+            self._loaded.tokenizer, self._loaded.max_length, self._loaded.vocab_size, overflow
+        )
+        self._engine = EmbeddingEngine(self._loaded.runner, max_waiting)
+
+        self._started: dict[str, Future[Vectors]] = {}
+
+    @property
+    def width(self) -> int:
+        """The number of values of a vector."""
+        return self._loaded.runner.shape.width
+
+    @overload
+    def embed_documents(self, texts: Sequence[str], *, as_array: Literal[False] = False) -> list[list[float]]: ...
+    @overload
+    def embed_documents(self, texts: Sequence[str], *, as_array: Literal[True]) -> Vectors: ...
+
+    def embed_documents(self, texts: Sequence[str], *, as_array: bool = False) -> list[list[float]] | Vectors:
+        """Return the vectors of documents: lists as GenAI's, or with ``as_array`` an array ``[n, width]``.
+
+        Raises:
+            StaticLLMError: a text cannot be embedded; the message has its index.
+        """
+        found = self.encode(texts, prompt=self._instruction("document"))
+        return found if as_array else _as_lists(found)
+
+    def embed_query(self, text: str) -> list[float]:
+        """Return the vector of a query, which goes before documents.
+
+        Raises:
+            StaticLLMError: the text cannot be embedded.
+        """
+        return _as_lists(self.encode([text], prompt=self._instruction("query"), priority=QUERY_PRIORITY))[0]
+
+    def embed(self, texts: Sequence[str], prompt: str | None = None) -> list[list[float]]:
+        """Return the vectors of texts, each with ``prompt`` before it.
+
+        Raises:
+            StaticLLMError: a text cannot be embedded.
+        """
+        return _as_lists(self.encode(texts, prompt=prompt or ""))
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        *,
+        prompt: str = "",
+        dimensions: int | None = None,
+        priority: int = 0,
+        deadline_ms: float | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Vectors:
+        """Return the vectors ``[n, width]`` of texts.
+
+        Args:
+            texts: Any number of texts.
+            prompt: A text to put before each of them.
+            dimensions: The number of leading values to keep, for models that were trained for it (Matryoshka); vectors are
+                normalised again if they are normalised at all.
+            priority: Texts of a higher priority are run first.
+            deadline_ms: The time from now after which texts are given up.
+            on_progress: A function that gets the number of texts that are done, and of all texts, on the caller's thread.
+
+        Raises:
+            StaticLLMError: a text cannot be embedded, or the deadline passed.
+        """
+        request = self._request(texts, prompt, priority, deadline_ms)
+        self._check_dimensions(dimensions)
+        if not request.texts:
+            return np.zeros((0, dimensions or self.width), np.float32)
+        self._engine.queue.submit(request)
+        try:
+            while on_progress is not None and not request.future.done():
+                request.has_progressed.wait()
+                request.has_progressed.clear()
+                on_progress(request.num_done, len(request.texts))
+            vectors = request.future.result()
+        except BaseException:
+            request.future.cancel()
+            raise
+        return vectors if dimensions is None else self._cut(vectors, dimensions)
+
+    def start_embed_documents_async(self, texts: Sequence[str]) -> None:
+        """Begin to embed documents; ``wait_embed_documents`` returns their vectors.
+
+        Raises:
+            StaticLLMError: a text is not valid, or too many wait.
+        """
+        self._start("documents", texts, self._instruction("document"), 0)
+
+    def wait_embed_documents(self) -> list[list[float]]:
+        """Return the vectors of the documents that were begun last.
+
+        Raises:
+            StaticLLMError: a text could not be embedded, or none were begun.
+        """
+        return self._wait("documents")
+
+    def start_embed_query_async(self, text: str) -> None:
+        """Begin to embed a query; ``wait_embed_query`` returns its vector.
+
+        Raises:
+            StaticLLMError: the text is not valid, or too many wait.
+        """
+        self._start("query", [text], self._instruction("query"), QUERY_PRIORITY)
+
+    def wait_embed_query(self) -> list[float]:
+        """Return the vector of the query that was begun last.
+
+        Raises:
+            StaticLLMError: it could not be embedded, or none was begun.
+        """
+        return self._wait("query")[0]
+
+    def submit(
+        self, text: str, *, prompt: str = "", priority: int = 0, deadline_ms: float | None = None
+    ) -> EmbeddingHandle:
+        """Submit one text and return at once.
+
+        Raises:
+            PromptError: the text is not valid.
+            BusyError: too many texts wait.
+        """
+        request = self._request([text], prompt, priority, deadline_ms)
+        self._engine.queue.submit(request)
+        return EmbeddingHandle(request)
+
+    def close(self) -> None:
+        """End the thread and release the device; texts that wait get a ``ClosedError``."""
+        self._engine.close()
+
+    def __enter__(self) -> StaticEmbeddingPipeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, kind: str, texts: Sequence[str], prompt: str, priority: int) -> None:
+        request = self._request(texts, prompt, priority, None)
+        if request.texts:
+            self._engine.queue.submit(request)
+        else:
+            request.future.set_result(request.vectors)
+        self._started[kind] = request.future
+
+    def _wait(self, kind: str) -> list[list[float]]:
+        future = self._started.pop(kind, None)
+        if future is None:
+            raise ConfigError(f"no {kind} were begun: call start_embed_{kind}_async first")
+        return _as_lists(future.result())
+
+    def _request(self, texts: Sequence[str], prompt: str, priority: int, deadline_ms: float | None) -> EmbeddingRequest:
+        if isinstance(texts, str):
+            raise ConfigError("texts is a str: must be a list of str")
+        prompted = [prompt + text if isinstance(text, str) else text for text in texts] if prompt else list(texts)
+        deadline = None if deadline_ms is None else time.perf_counter() + deadline_ms / 1e3
+        return EmbeddingRequest(self._tokenizer.encode(prompted), self.width, priority, deadline)
+
+    def _instruction(self, kind: Literal["query", "document"]) -> str:
+        given = self._config.query_instruction if kind == "query" else self._config.embed_instruction
+        if given is not None:
+            return given
+        prompts: Mapping[str, str] = self._loaded.files.prompts
+        return prompts.get(kind) or (prompts.get("passage", "") if kind == "document" else "")
+
+    def _check_dimensions(self, dimensions: int | None) -> None:
+        if dimensions is not None and not 1 <= dimensions <= self.width:
+            raise ConfigError(f"dimensions={dimensions}: must be from 1 to {self.width}")
+
+    def _cut(self, vectors: Vectors, dimensions: int) -> Vectors:
+        cut = vectors[:, :dimensions]
+        if not self._config.normalize:
+            return cut
+        return np.asarray(cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12), np.float32)
+
+
+def _as_lists(vectors: Vectors) -> list[list[float]]:
+    found: list[list[float]] = vectors.tolist()
+    return found
+
+
+def _resolved(config: object, own: Mapping[str, object]) -> EmbeddingConfig:
+    """Return the config with the keywords in it.
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
+    if isinstance(config, genai.TextEmbeddingPipeline.Config):
+        values = {item.name: getattr(config, item.name) for item in fields(EmbeddingConfig)}
+        if values["pooling_type"] == PoolingType.CLS:  # its default: GenAI cannot say whether it was given
+            values["pooling_type"] = None
+            warnings.warn(
+                "pooling_type CLS of GenAI's Config is its default: the model's own pooling is used; give "
+                "pooling_type=PoolingType.CLS as a keyword if CLS is meant",
+                stacklevel=3,
+            )
+        config = EmbeddingConfig(**values)
+    elif config is None:
+        config = EmbeddingConfig()
+    elif not isinstance(config, EmbeddingConfig):
+        raise ConfigError(f"config is a {type(config).__name__}: must be a StaticEmbeddingPipeline.Config")
+    found = EmbeddingConfig(**{**vars(config), **own})
+    found.validate()
+    return found

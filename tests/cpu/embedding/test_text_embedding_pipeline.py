@@ -1,0 +1,214 @@
+"""Tests the embedding pipeline against the original model, one text per call in f32, and GenAI's class as far as it is right."""
+
+import asyncio
+import json
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+import pytest
+from encoder_models import Alone, TinyEncoder, by_distance, symmetric_alibi
+
+from staticllm import demo_model_path
+from staticllm.devices import get_core
+from staticllm.errors import ConfigError, ModelError, PromptError
+from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
+
+F32 = {"INFERENCE_PRECISION_HINT": "f32"}
+TEXTS = ["a", "What is an NPU?", "Tell me a story about a fox. " * 6, "", "the", "Ein Satz mit Umlauten: äöü."]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """An encoder with the demo model's tokenizer, and pooling and prompts in the files of sentence-transformers."""
+    folder = tmp_path_factory.mktemp("encoder")
+    for name in ("openvino_tokenizer", "openvino_detokenizer"):
+        for suffix in ("xml", "bin"):
+            shutil.copy(demo_model_path() / f"{name}.{suffix}", folder)
+    vocabulary = genai.Tokenizer(demo_model_path()).get_vocab()
+    model = TinyEncoder(by_distance(symmetric_alibi), vocabulary=max(vocabulary.values()) + 1).model()
+    ov.save_model(model, folder / "openvino_model.xml", compress_to_fp16=False)
+    (folder / "1_Pooling").mkdir()
+    write(folder / "1_Pooling" / "config.json", {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False})
+    write(folder / "config_sentence_transformers.json", {"prompts": {"query": "query: ", "document": ""}})
+    write(folder / "sentence_bert_config.json", {"max_seq_length": 128})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipe(directory):
+    with StaticEmbeddingPipeline(directory, "CPU", **F32) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone(directory):
+    program = Alone(get_core().read_model(directory / "openvino_model.xml"))
+    tokenizer = genai.Tokenizer(directory)
+
+    def embed(text, pooling="mean"):
+        return program(tokenizer.encode(text).input_ids.data[0], pooling)
+
+    return embed
+
+
+def write(path, content):
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def some_texts(count):
+    rng = np.random.default_rng(count)
+    words = ("the", "fox", "asks", "what", "a", "device", "is", "and", "why", "it", "only", "runs", "graphs", "of")
+    return [" ".join(rng.choice(words, rng.integers(1, 25))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 60])
+def test_packed_texts_have_the_vectors_of_each_text_alone(pipe, alone, count):
+    texts = some_texts(count)
+    found = pipe.embed_documents(texts, as_array=True)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, [alone(text) for text in texts], atol=1e-6, rtol=0)
+
+
+def test_queries_get_the_models_prompt_and_documents_do_not(pipe, alone):
+    assert np.abs(np.array(pipe.embed_query("a fox")) - alone("query: a fox")).max() < 1e-6
+    assert np.abs(np.array(pipe.embed(["a fox"], "so: ")[0]) - alone("so: a fox")).max() < 1e-6
+    assert np.abs(np.array(pipe.embed_documents(["a fox"])[0]) - alone("a fox")).max() < 1e-6
+
+
+@pytest.mark.parametrize(("kind", "pooling"), [("CLS", "first"), ("LAST_TOKEN", "last")])
+def test_a_given_pooling_is_used(directory, alone, kind, pooling):
+    chosen = getattr(StaticEmbeddingPipeline.PoolingType, kind)
+    with StaticEmbeddingPipeline(directory, "CPU", pooling_type=chosen, **F32) as pipe:
+        assert np.abs(np.array(pipe.embed_documents(["a fox runs"])[0]) - alone("a fox runs", pooling)).max() < 1e-6
+
+
+def test_genai_computes_the_same_with_the_same_config(directory):
+    config = genai.TextEmbeddingPipeline.Config(pooling_type=StaticEmbeddingPipeline.PoolingType.MEAN)
+    texts = some_texts(5)
+    peer = genai.TextEmbeddingPipeline(directory, "CPU", config, **F32)
+    with StaticEmbeddingPipeline(directory, "CPU", config, **F32) as pipe:
+        np.testing.assert_allclose(pipe.embed_documents(texts), peer.embed_documents(texts), atol=1e-6, rtol=0)
+
+
+def test_genais_default_pooling_does_not_replace_the_models_own(directory, alone):
+    with (
+        pytest.warns(UserWarning, match="the model's own pooling is used"),
+        StaticEmbeddingPipeline(directory, "CPU", genai.TextEmbeddingPipeline.Config(), **F32) as pipe,
+    ):
+        assert np.abs(np.array(pipe.embed_documents(["a fox"])[0]) - alone("a fox")).max() < 1e-6
+
+
+def test_leading_dimensions_are_normalised_again(pipe):
+    whole, cut = pipe.encode(TEXTS[:2]), pipe.encode(TEXTS[:2], dimensions=8)
+    assert cut.shape == (2, 8)
+    np.testing.assert_allclose(np.linalg.norm(cut, axis=1), 1, rtol=1e-5)
+    np.testing.assert_allclose(cut / cut[:, :1], whole[:, :8] / whole[:, :1], rtol=1e-4)
+    with pytest.raises(ConfigError, match="dimensions=33: must be from 1 to 32"):
+        pipe.encode(TEXTS[:1], dimensions=33)
+
+
+def test_many_threads_and_handles_get_their_own_vectors(pipe, alone):
+    texts = some_texts(24)
+    expected = [alone(text) for text in texts]
+    with ThreadPoolExecutor(24) as pool:
+        found = list(pool.map(lambda text: pipe.embed_documents([text])[0], texts))
+    np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)
+    handles = [pipe.submit(text) for text in texts]
+    np.testing.assert_allclose([handle.result(30) for handle in handles], expected, atol=1e-6, rtol=0)
+
+    async def together():
+        return await asyncio.gather(*(asyncio.wrap_future(pipe.submit(text).future) for text in texts))
+
+    np.testing.assert_allclose(np.concatenate(asyncio.run(together())), expected, atol=1e-6, rtol=0)
+
+
+def test_texts_can_be_begun_and_waited_for(pipe):
+    pipe.start_embed_documents_async(TEXTS)
+    pipe.start_embed_query_async("a fox")
+    np.testing.assert_allclose(pipe.wait_embed_query(), pipe.embed_query("a fox"), atol=1e-6)
+    np.testing.assert_allclose(pipe.wait_embed_documents(), pipe.embed_documents(TEXTS), atol=1e-6)
+    with pytest.raises(ConfigError, match="start_embed_query_async"):
+        pipe.wait_embed_query()
+
+
+def test_progress_is_told_on_the_callers_thread_and_its_error_ends_the_call(pipe):
+    told, texts = [], some_texts(200)
+    pipe.encode(texts, on_progress=lambda done, total: told.append((done, total, threading.get_ident())))
+    assert told[-1][:2] == (200, 200)
+    assert {ident for _, _, ident in told} == {threading.get_ident()}
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipe.encode(texts, on_progress=stop)
+    assert pipe.embed_documents(["still there"])
+
+
+def test_long_texts_are_truncated_or_refused(directory, pipe):
+    long = "fox " * 1000
+    assert np.isfinite(pipe.embed_documents([long, "short"])).all()
+    with (
+        StaticEmbeddingPipeline(directory, "CPU", overflow="refuse", max_length=64) as strict,
+        pytest.raises(PromptError, match=r"text 1 has \d+ tokens, the limit is 64"),
+    ):
+        strict.embed_documents(["short", long])
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [([3], "text 0 is a int"), (["a", "\ud800"], "text 1 is not valid text"), ("one", "texts is a str")],
+)
+def test_bad_texts_are_refused_in_one_line(pipe, texts, message):
+    with pytest.raises((PromptError, ConfigError), match=message) as error:
+        pipe.embed_documents(texts)
+    assert "\n" not in str(error.value)
+    assert pipe.embed_documents([]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pooling pooling_mode_max_tokens"),
+        ("1_Pooling/config.json", [], "must hold a JSON object"),
+        ("modules.json", [{"type": "x.Pooling", "path": "../.."}], "leaves the model directory"),
+        ("modules.json", [{"type": "x.Router", "path": ""}], "a module 'Router' is not supported"),
+        ("sentence_bert_config.json", {"max_seq_length": "many"}, "max_seq_length is 'many'"),
+        ("config_sentence_transformers.json", {"prompts": 3}, "prompts must map names to texts"),
+    ],
+)
+def test_wrong_files_are_refused_in_one_line(directory, tmp_path, name, content, message):
+    copied = tmp_path / "model"
+    shutil.copytree(directory, copied)
+    write(copied / name, content)
+    with pytest.raises(ModelError, match=message) as error:
+        StaticEmbeddingPipeline(copied, "CPU")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_length": 0}, "max_length=0: must be a whole number from 1"),
+        ({"max_length": True}, "max_length=True"),
+        ({"pooling_type": "mean"}, "must be a PoolingType"),
+        ({"overflow": "wrap"}, "overflow='wrap'"),
+        ({"config": 3}, "config is a int"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(directory, options, message):
+    with pytest.raises(ConfigError, match=message):
+        StaticEmbeddingPipeline(directory, "CPU", **options)
+
+
+def test_closing_ends_the_thread(directory):
+    pipe = StaticEmbeddingPipeline(directory, "CPU")
+    pipe.embed_query("a")
+    thread = pipe._engine._thread
+    pipe.close()
+    pipe.close()
+    assert not thread.is_alive()

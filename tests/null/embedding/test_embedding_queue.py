@@ -1,0 +1,173 @@
+"""Tests the queue of texts with a device that only adds up ids: order, deadlines, errors, and no lost text."""
+
+import threading
+import time
+from concurrent.futures import CancelledError
+
+import numpy as np
+import pytest
+
+from staticllm.core import EncoderShape, EncoderVariant
+from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, StaticLLMError
+from staticllm.pipelines.embedding.embedding_engine import EmbeddingEngine
+from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue, EmbeddingRequest
+from staticllm.pipelines.embedding.encoder_runner import TokenizedText
+
+POISON = 13
+"""A text with this id gets a vector that is not finite, and spoils the other texts of its call."""
+
+
+class Adder:
+    """Stands for an ``EncoderRunner``: the vector of a text is the sum and the number of its ids."""
+
+    shape = EncoderShape("embeddings", 2, (), 64)
+    variants = (EncoderVariant(1, 16, 2), EncoderVariant(2, 64, 16))
+
+    def __init__(self):
+        self.calls = []
+        self.failure = None
+
+    def cost(self, variant):
+        return 0.2 + 1e-3 * variant.batch * variant.rows
+
+    def run(self, variant, sequences, meanwhile=None):
+        texts = [text for sequence in sequences for text in sequence]
+        self.calls.append([int(text.ids[0]) for text in texts])
+        if self.failure:
+            raise self.failure
+        found = np.array([[text.ids.sum(), len(text)] for text in texts], np.float32)
+        if any(POISON in text.ids for text in texts):
+            found[:] = np.nan
+        return found
+
+
+def texts(*ids, length=8):
+    return [TokenizedText(np.full(length, i, np.int64)) for i in ids]
+
+
+def request(*ids, length=8, **options):
+    return EmbeddingRequest(texts(*ids, length=length), 2, **options)
+
+
+def run_all(queue):
+    while queue.run_next():
+        pass
+    assert queue.num_waiting == 0
+    assert queue.next_call() is None
+
+
+def test_requests_share_calls_and_get_their_own_vectors():
+    queue = EmbeddingQueue(Adder(), 100)
+    first, second = request(1, 2, 3), request(4, 5, length=3)
+    queue.submit(first)
+    queue.submit(second)
+    run_all(queue)
+    assert first.future.result().tolist() == [[8, 8], [16, 8], [24, 8]]
+    assert second.future.result().tolist() == [[12, 3], [15, 3]]
+    assert len(queue.runner.calls) == 1
+
+
+def test_a_higher_priority_overtakes_what_was_planned():
+    queue = EmbeddingQueue(Adder(), 10_000)
+    bulk = request(*range(20, 100), length=60)
+    queue.submit(bulk)
+    assert queue.run_next()
+    query = request(7, priority=1)
+    queue.submit(query)
+    seconds, priority, arrival = queue.next_call()
+    assert (seconds, priority, arrival) == (pytest.approx(0.216), 1, query.arrival)
+    assert queue.run_next()
+    assert query.future.result().tolist() == [[56, 8]]
+    assert not bulk.future.done()
+    run_all(queue)
+    assert bulk.future.result()[:, 0].tolist() == [60.0 * i for i in range(20, 100)]
+
+
+def test_the_oldest_texts_run_first():
+    queue = EmbeddingQueue(Adder(), 10_000)
+    queue.submit(request(*range(20, 60), length=60))
+    run_all(queue)
+    assert queue.runner.calls[0] == [20, 21]
+
+
+def test_only_the_text_that_is_not_finite_fails():
+    queue = EmbeddingQueue(Adder(), 100)
+    good, bad = request(1, 2), request(POISON)
+    queue.submit(good)
+    queue.submit(bad)
+    run_all(queue)
+    assert good.future.result().tolist() == [[8, 8], [16, 8]]
+    with pytest.raises(NumericalError, match="text 0"):
+        bad.future.result()
+
+
+def test_a_failing_call_ends_its_texts_and_no_others():
+    queue = EmbeddingQueue(Adder(), 1000)
+    first, second = request(1, length=60), request(*range(2, 6), length=60)
+    queue.submit(first)
+    queue.runner.failure = RuntimeError("lost")
+    assert queue.run_next()
+    queue.runner.failure = None
+    queue.submit(second)
+    run_all(queue)
+    with pytest.raises(DeviceError, match="lost"):
+        first.future.result()
+    assert second.future.result().shape == (4, 2)
+
+
+def test_cancelled_and_late_texts_do_not_run():
+    queue = EmbeddingQueue(Adder(), 100)
+    cancelled, late, kept = request(1), request(2, deadline=time.perf_counter() - 1), request(3)
+    for each in (cancelled, late, kept):
+        queue.submit(each)
+    assert cancelled.future.cancel()
+    run_all(queue)
+    assert queue.runner.calls == [[3]]
+    with pytest.raises(StaticLLMError, match="deadline"):
+        late.future.result()
+    with pytest.raises(CancelledError):
+        cancelled.future.result()
+
+
+def test_a_full_queue_refuses_and_an_empty_one_takes_any_number():
+    queue = EmbeddingQueue(Adder(), 4)
+    queue.submit(request(*range(6)))
+    with pytest.raises(BusyError, match="6 texts wait, 1 more would exceed MAX_WAITING 4"):
+        queue.submit(request(9))
+    run_all(queue)
+    queue.submit(request(9))
+
+
+def test_closing_ends_what_waits():
+    queue = EmbeddingQueue(Adder(), 100)
+    waiting = request(1, 2)
+    queue.submit(waiting)
+    queue.next_call()
+    queue.close()
+    with pytest.raises(ClosedError):
+        waiting.future.result()
+    with pytest.raises(ClosedError):
+        queue.submit(request(3))
+
+
+def test_many_threads_get_their_own_vectors():
+    engine = EmbeddingEngine(Adder(), 10_000)
+    wrong = []
+
+    def serve(number):
+        for count in range(20):
+            mine = request(number + 20, length=1 + (number + count) % 60)
+            engine.queue.submit(mine)
+            ids = mine.texts[0].ids
+            if mine.future.result(20).tolist() != [[ids.sum(), len(ids)]]:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=serve, args=(number,)) for number in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    engine.close()
+    engine.close()
+    assert not wrong
+    assert max(map(len, engine.queue.runner.calls)) > 1
