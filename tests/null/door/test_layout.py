@@ -35,6 +35,7 @@ LEVELS = (
     "pipelines.scheduling",
     "pipelines.engine",
     "pipelines.text pipelines.model_loader",
+    "pipelines.embedding",
     "pipelines.chat_session",
     "pipelines.llm_pipeline",
     "pipelines.simulator pipelines.diagnostics",
