@@ -62,10 +62,7 @@ class DeviceQueue:
         self._running: tuple[Query, ...] = ()
         self._end = 0.0
         self._alone: dict[int, float] = {}
-        typical = new_load()
-        for _ in range(_TYPICAL_TEXTS):
-            typical.add(_TYPICAL_TOKENS)
-        self._seconds_per_token = typical.seconds / (_TYPICAL_TEXTS * _TYPICAL_TOKENS)
+        self._seconds_per_token = _seconds_per_token(new_load)
 
     @property
     def num_waiting(self) -> int:
@@ -143,11 +140,20 @@ class DeviceQueue:
         """Remove a query that waits; return whether it did."""
         if self._timed.pop(query.id, None) is None:
             return self._remove_bulk(query)
+        self._reload()
+        self._oldest_limit = min((limit for _, limit in self._timed.values()), default=math.inf)
+        return True
+
+    def replace_costs(self, new_load: NewLoad) -> None:
+        """Predict with other costs from now on, after a recalibration. The end of the running batch stays as predicted."""
+        self.new_load, self._alone = new_load, {}
+        self._seconds_per_token = _seconds_per_token(new_load)
+        self._reload()
+
+    def _reload(self) -> None:
         self._load = self.new_load()
         for timed, _ in self._timed.values():
             self._load.add(timed.num_tokens)
-        self._oldest_limit = min((limit for _, limit in self._timed.values()), default=math.inf)
-        return True
 
     def _remove_bulk(self, query: Query) -> bool:
         found = self._bulk.get(query.priority, {})
@@ -186,3 +192,10 @@ class DeviceQueue:
         self._running, self._timed, self._bulk, self._bulk_tokens = (), {}, {}, 0
         self._load, self._oldest_limit = self.new_load(), math.inf
         return everything
+
+
+def _seconds_per_token(new_load: NewLoad) -> float:
+    typical = new_load()
+    for _ in range(_TYPICAL_TEXTS):
+        typical.add(_TYPICAL_TOKENS)
+    return typical.seconds / (_TYPICAL_TEXTS * _TYPICAL_TOKENS)
