@@ -139,7 +139,9 @@ def bind(processors: Iterable[int]) -> None:
         try:
             os.sched_setaffinity(0, wanted)
         except (OSError, OverflowError, ValueError):
-            raise ConfigError(f"processors {wanted} cannot be used here; there are {sorted(current_processors())}") from None
+            raise ConfigError(
+                f"processors {wanted} cannot be used here; there are {sorted(current_processors())}"
+            ) from None
 
 
 def _cores(processors: set[int], system: Path) -> tuple[tuple[int, ...], ...]:

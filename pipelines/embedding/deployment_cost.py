@@ -63,9 +63,7 @@ def _cost(unit: str, load: float, main: float, helping: float, price: float) -> 
             raise ConfigError(f"{name}: {value:g} {unit if name != 'price' else 'per hour'}: must be 0 or more")
     if not main:
         raise ConfigError(f"the main device embeds 0 {unit} within the limit: raise the limit or use a faster device")
-    return DeploymentCost(
-        _machines(load, main, price), _machines(load, main + helping, price), saving(main, helping)
-    )
+    return DeploymentCost(_machines(load, main, price), _machines(load, main + helping, price), saving(main, helping))
 
 
 def _machines(load: float, each: float, price: float) -> Machines:

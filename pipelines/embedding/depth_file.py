@@ -37,21 +37,24 @@ def read_estimates(path: str | os.PathLike[str], key: str | None = None) -> tupl
     """Return the estimates in a file; empty if there is no file, or if it was written with another ``key``.
 
     Raises:
-        ConfigError: the file is damaged or holds impossible values; the error names the first.
-        OSError: the file cannot be read.
+        ConfigError: the file cannot be read, is damaged or holds impossible values; the error names the first.
     """
     place = Path(path)
     try:
         found = json.loads(read_regular(place, MAX_BYTES))
     except FileNotFoundError:
         return ()
+    except OSError as error:
+        raise ConfigError(f"{place.name}: cannot be read ({error.strerror or error}); {_REMEDY}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place.name}: is not JSON ({error}); {_REMEDY}") from None
     if not isinstance(found, dict) or found.get("version") != VERSION or not isinstance(found.get("devices"), list):
         raise ConfigError(f"{place.name}: is not a list of queue depths of version {VERSION}; {_REMEDY}")
     if key is not None and found.get("key") != key:
         return ()
-    estimates = tuple(_estimate(f"{place.name}, device {number}", entry) for number, entry in enumerate(found["devices"], 1))
+    estimates = tuple(
+        _estimate(f"{place.name}, device {number}", entry) for number, entry in enumerate(found["devices"], 1)
+    )
     if len({found.name for found in estimates}) < len(estimates):
         raise ConfigError(f"{place.name}: names a device twice; {_REMEDY}")
     return estimates
@@ -75,5 +78,7 @@ def _estimate(place: str, entry: object) -> Estimate:
 def _number(place: str, entry: dict[str, object], name: str, least: float) -> float:
     value = entry.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= MAX_SECONDS:
-        raise ConfigError(f"{place}: {name} is {value!r}, must be a number from {least:g} to {MAX_SECONDS:g}; {_REMEDY}")
+        raise ConfigError(
+            f"{place}: {name} is {value!r}, must be a number from {least:g} to {MAX_SECONDS:g}; {_REMEDY}"
+        )
     return float(value)

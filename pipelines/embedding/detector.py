@@ -47,12 +47,16 @@ def detect(available: Sequence[str], heterogeneous: bool = True) -> Detection:
     Raises:
         DeviceError: none of them is an NPU, a GPU or a CPU.
     """
-    found = sorted((name for name in available if kind(name) in ORDER), key=lambda name: (ORDER.index(kind(name)), name))
+    found = sorted(
+        (name for name in available if kind(name) in ORDER), key=lambda name: (ORDER.index(kind(name)), name)
+    )
     if not found:
         names = ", ".join(available) or "no device at all"
         raise DeviceError(f"OpenVINO found {names}, but no NPU, GPU or CPU: name the devices to use")
     used = [name for name in found if heterogeneous or kind(name) == kind(found[0])]
-    left_out = [f"{name}: several kinds of devices are used only if HETEROGENEOUS is on" for name in found if name not in used]
+    left_out = [
+        f"{name}: several kinds of devices are used only if HETEROGENEOUS is on" for name in found if name not in used
+    ]
     return Detection(tuple(UsedDevice(name, name) for name in used), tuple(left_out))
 
 
@@ -71,7 +75,9 @@ def named(text: str, available: Sequence[str]) -> Detection:
     taken: dict[int, str] = {}
     for index, used in enumerate(devices):
         if any(used.device == other.device and not (used.cores and other.cores) for other in devices[:index]):
-            raise ConfigError(f"devices {text!r}: {used.device} is used twice; one device has one instance of the model")
+            raise ConfigError(
+                f"devices {text!r}: {used.device} is used twice; one device has one instance of the model"
+            )
         for core in used.cores:
             if core in taken:
                 raise ConfigError(f"devices {text!r}: {taken[core]} and {used.name} share processor {core}")

@@ -38,7 +38,7 @@ NewLoad = Callable[[], Load]
 class Line:
     """A device's latency as the paper models it (equation 12): ``alpha`` seconds per query of 75 tokens, plus ``beta`` per batch.
 
-    A query of L tokens costs ``alpha * (L / 75) ** exponent``. With exponent 0, only the number of queries counts, as in the paper.
+    A query of L tokens costs ``alpha * (L / 75) ** exponent``. With exponent 0 only the number of queries counts, as in the paper.
     """
 
     alpha: float
@@ -96,8 +96,8 @@ class CallableLoad:
 class ShapeCosts:
     """Seconds per call of programs with shapes ``[batch, row_len]``, whose rows hold several short texts each.
 
-    Texts go into rows of the cheapest length per token, and longer texts into rows of the shortest length that holds them. The rows
-    of one length run in the cheapest sequence of calls. A single row runs at the cheapest shape that holds its texts.
+    Texts go into rows of the cheapest length per token, and longer texts into rows of the shortest length that holds them. The
+    rows of one length run in the cheapest sequence of calls. A single row runs at the cheapest shape that holds its texts.
     """
 
     def __init__(self, seconds: Mapping[tuple[int, int], float]) -> None:
@@ -116,7 +116,9 @@ class ShapeCosts:
             self._calls.setdefault(row_len, []).append((batch, cost))
         self.row_lens = sorted(self._calls)
         self._rows = {row_len: [0.0] for row_len in self.row_lens}
-        per_token = {row_len: min(cost / batch for batch, cost in self._calls[row_len]) / row_len for row_len in self._calls}
+        per_token = {
+            row_len: min(cost / batch for batch, cost in self._calls[row_len]) / row_len for row_len in self._calls
+        }
         self._common = min(self.row_lens, key=lambda row_len: (per_token[row_len], row_len))
 
     def row_len_of(self, num_tokens: int) -> int:
@@ -153,7 +155,9 @@ class _PackedLoad:
 
     def __init__(self, costs: ShapeCosts) -> None:
         self._costs = costs
-        self._free: dict[int, list[int]] = {row_len: [] for row_len in costs.row_lens}  # free tokens of each row, ascending
+        self._free: dict[int, list[int]] = {
+            row_len: [] for row_len in costs.row_lens
+        }  # free tokens of each row, ascending
 
     @property
     def seconds(self) -> float:

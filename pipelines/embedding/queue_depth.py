@@ -56,7 +56,11 @@ class Estimate:
     def recalibrated(self, ratio: float) -> Estimate:
         """Return the estimate for a device that takes ``ratio`` times as long as when it was profiled."""
         line = replace(self.line, alpha=self.line.alpha * ratio, beta=self.line.beta * ratio)
-        tuned = None if self.tuned is None else self.tuned * depth(line, self.limit_s) // max(1, depth(self.line, self.limit_s))
+        tuned = (
+            None
+            if self.tuned is None
+            else self.tuned * depth(line, self.limit_s) // max(1, depth(self.line, self.limit_s))
+        )
         return replace(self, line=line, tuned=tuned)
 
 
@@ -82,7 +86,7 @@ def sustained_rate(line: Line, limit_s: float) -> float:
 
 
 def choose_levels(run: Run, limit_s: float, count: int = NUM_LEVELS, most: int = 1024) -> list[int]:
-    """Return ``count`` concurrencies from 1 to the first power of two that misses the limit, or to ``most``; fewer if they coincide."""
+    """Return ``count`` concurrencies from 1 to the first power of two that misses the limit, at most ``most``."""
     top = 1
     while top < most and run(top) <= limit_s:
         top = min(2 * top, most)
@@ -143,7 +147,7 @@ def fine_tune(run: RunTogether, estimates: Sequence[Estimate]) -> list[Estimate]
     """Return the estimates with the largest depths at which all devices, running together, meet their limits.
 
     The devices are in order of preference. First every depth whose device is late is lowered, then one after another is raised, so
-    that the first device keeps its depth. Steps are as wide as the line says, and 1 within 1.5 alpha of the limit. After
+    the first device keeps its depth. Steps are as wide as the line says, and 1 within 1.5 alpha of the limit. After
     ``MAX_TUNING_RUNS`` runs the largest depths that were in time are returned.
     """
     tuning = _Tuning(run, estimates)

@@ -21,7 +21,7 @@ class Moved:
 class QueueManager:
     """Admits queries to the queues of several devices, and hands out their batches. It has no thread, clock or lock of its own.
 
-    ``devices`` are in order of preference, the fastest first. Callers pass ``now``, seconds of the clock of the queries' arrivals,
+    ``devices`` are in order of preference, the fastest first. Callers pass ``now``, seconds on the clock of the arrival times,
     and hold one lock around every method. For each device, ``begin`` and ``finish`` alternate.
     """
 
@@ -29,7 +29,9 @@ class QueueManager:
         self.devices = tuple(devices)
         self._policy = policy
         self._places: dict[int, tuple[Query, int]] = {}
-        self._deadlines: list[tuple[float, int]] = []  # a heap; entries of queries that have left or begun stay until they pass
+        self._deadlines: list[
+            tuple[float, int]
+        ] = []  # a heap; entries of queries that have left or begun stay until they pass
 
     @property
     def num_waiting(self) -> int:

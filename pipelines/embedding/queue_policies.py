@@ -61,7 +61,9 @@ class Windve:
                 return index
         depths = ", ".join(f"{queue.name} {queue.depth}" for queue in queues if queue.is_alive)
         wait = min((self.wait(queue, now) for queue in queues if queue.is_alive and queue.depth), default=math.inf)
-        return Busy(wait, f"the queues of all devices are full (queue depths: {depths or 'no device works'}): try again later")
+        return Busy(
+            wait, f"the queues of all devices are full (queue depths: {depths or 'no device works'}): try again later"
+        )
 
     def length(self, queue: DeviceQueue) -> int:
         """Return the length that is compared with the queue depth."""
@@ -104,7 +106,9 @@ class Plain:
         num_waiting = sum(queues[index].num_waiting for index in alive)
         if num_waiting >= self.max_waiting:
             wait = min(queues[index].left(now) for index in alive)
-            return Busy(wait, f"{num_waiting} texts wait, MAX_WAITING is {self.max_waiting}: try again later, or raise it")
+            return Busy(
+                wait, f"{num_waiting} texts wait, MAX_WAITING is {self.max_waiting}: try again later, or raise it"
+            )
         ends = {index: _bulk_end(queues[index], query, now) for index in alive}
         first = min(alive, key=lambda index: ends[index])
         if query.deadline is not None and ends[first] > query.deadline:
@@ -115,7 +119,7 @@ class Plain:
 class Predicted:
     """Takes a query only if its predicted end meets the latency limit, at the first device that can; the default.
 
-    A device can take a query if the time left of its batch and the predicted seconds of its timed queries with this one end within
+    A device can take a query if its running batch, and after it the timed queries with this one, are predicted to end within
     ``margin`` of the limit of the oldest. Costs count tokens and shapes. A text that is long for the first device that can take
     it goes to the one that needs the least time for it. Bulk documents go where they would end first, and wait for queries.
     """
@@ -147,7 +151,9 @@ class Predicted:
         limit = self.limit(query)
         if limit is None:
             return self._plain.choose(query, queues, now)
-        able = [index for index, queue in enumerate(queues) if queue.is_alive and self._can_take(queue, query, limit, now)]
+        able = [
+            index for index, queue in enumerate(queues) if queue.is_alive and self._can_take(queue, query, limit, now)
+        ]
         if not able:
             return self._busy(query, queues, now, limit)
         if len(able) > 1 and queues[able[0]].alone(query.num_tokens) > LONG_SHARE * self._limit_s:
@@ -164,7 +170,10 @@ class Predicted:
         waits = [self._wait(queue, query.num_tokens, room, now) for queue in queues if queue.is_alive]
         wait = min(waits, default=math.inf)
         if waits and math.isinf(wait):
-            return Busy(wait, f"a text of {query.num_tokens} tokens takes longer than the limit of {room:.3g} s: raise the limit")
+            return Busy(
+                wait,
+                f"a text of {query.num_tokens} tokens takes longer than the limit of {room:.3g} s: raise the limit",
+            )
         if not waits:
             return Busy(wait, "no device works any more: load the pipeline again")
         return Busy(wait, f"no device can embed the text within {room:.3g} s: try again in {wait:.3g} s")
@@ -180,7 +189,8 @@ class Predicted:
 
 
 def _bulk_end(queue: DeviceQueue, query: Query, now: float) -> float:
-    return now + queue.left(now) + queue.timed_seconds + queue.bulk_seconds(query.num_tokens)
+    own = max(queue.bulk_seconds(query.num_tokens), queue.alone(query.num_tokens))
+    return now + queue.left(now) + queue.timed_seconds + own
 
 
 def _too_late(needed: float, allowed: float) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from staticllm.errors import ConfigError
 from staticllm.pipelines.embedding.device_load import LENGTH, NewLoad
-from staticllm.pipelines.embedding.device_queue import Busy, DeviceQueue, Query
+from staticllm.pipelines.embedding.device_queue import DeviceQueue, Query
 from staticllm.pipelines.embedding.queue_manager import QueueManager
 from staticllm.pipelines.embedding.queue_policies import QueuePolicy, Windve
 
@@ -52,19 +53,33 @@ class WindveSummary:
 
 
 def poisson_queries(rate: float, count: int, seed: int, spread: float = 0.0) -> list[Query]:
-    """Return ``count`` queries, on average ``rate`` per second, with exponential gaps. ``spread`` is explained at ``lengths``."""
+    """Return ``count`` queries with exponential gaps, the last at ``count / rate`` seconds; ``lengths`` explains ``spread``.
+
+    Raises:
+        ConfigError: ``rate`` is not positive.
+    """
     rng = np.random.default_rng(seed)
-    times = np.cumsum(rng.exponential(1 / _positive("rate", rate), count)).tolist()
-    return [Query(number, time, n) for number, (time, n) in enumerate(zip(times, lengths(count, spread, rng), strict=True))]
+    return _queries(np.cumsum(rng.exponential(1.0, count)), rate, lengths(count, spread, rng))
 
 
 def burst_queries(rate: float, count: int, seed: int, spread: float = 0.0) -> list[Query]:
-    """Return ``count`` queries at ``rate`` per second on average, in bursts of a geometric size with mean ``BURST``."""
+    """Return ``count`` queries in bursts of a geometric size with mean ``BURST``, with exponential gaps between the bursts.
+
+    Raises:
+        ConfigError: ``rate`` is not positive.
+    """
     rng = np.random.default_rng(seed)
     sizes = rng.geometric(1 / BURST, count)
-    gaps = rng.exponential(BURST / _positive("rate", rate), count)
-    times = np.repeat(np.cumsum(gaps), sizes)[:count].tolist()
-    return [Query(number, time, n) for number, (time, n) in enumerate(zip(times, lengths(count, spread, rng), strict=True))]
+    times = np.repeat(np.cumsum(rng.exponential(1.0, count)), sizes)[:count]
+    return _queries(times, rate, lengths(count, spread, rng))
+
+
+def _queries(times: NDArray[np.float64], rate: float, num_tokens: Sequence[int]) -> list[Query]:
+    """Return queries at ``times``, stretched to the mean ``rate``."""
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"rate={rate:g}: must be more than 0")
+    stretched = times * (len(num_tokens) / rate / times[-1])
+    return [Query(n, float(time), tokens) for n, (time, tokens) in enumerate(zip(stretched, num_tokens, strict=True))]
 
 
 def lengths(count: int, spread: float, rng: np.random.Generator) -> list[int]:
@@ -143,9 +158,3 @@ class _Clock:
     def _finish(self) -> None:
         end, index = heapq.heappop(self._ends)
         self._latencies += [end - query.arrival for query in self._manager.finish(index)]
-
-
-def _positive(name: str, value: float) -> float:
-    if not 0 < value < math.inf:
-        raise ConfigError(f"{name}={value:g}: must be more than 0")
-    return value

@@ -51,21 +51,30 @@ def _published_lines() -> list[str]:
     from staticllm.pipelines.simulator.papers import windve_tables as paper
 
     lines = ["Table III, queue depths, published in brackets; alpha from Figure 4's beta and these regression depths"]
-    lines.append(f"{'limit':<7}{'device':<10}{'regression':>14}{'stress test':>14}  fine-tuned, and its seconds on the line")
+    lines.append(
+        f"{'limit':<7}{'device':<10}{'regression':>14}{'stress test':>14}  fine-tuned, and its seconds on the line"
+    )
     for row in paper.table_3():
         stress = f"{row.stress} ({row.published_stress})"
         lines.append(
             f"{f'{row.limit_s:g} s':<7}{row.device:<10}{f'{row.regression} ({row.published_regression})':>14}{stress:>14}"
             f"  ({row.published_tuned}) {row.seconds_at_tuned:.2f} s"
         )
-    lines.append("\nTables I (bge) and II (jina), queries at once, from the published fine-tuned depths; gains in percent")
-    lines.append(f"{'model':<7}{'limit':<7}{'devices':<18}{'alone':>7}{'together':>10}{'gain':>8}{'published':>11}  from regression")
+    lines.append(
+        "\nTables I (bge) and II (jina), queries at once, from the published fine-tuned depths; gains in percent"
+    )
+    lines.append(
+        f"{'model':<7}{'limit':<7}{'devices':<18}{'alone':>7}{'together':>10}{'gain':>8}{'published':>11}  from regression"
+    )
     lines += [_gain_line(row) for row in paper.tables_1_and_2()]
     lines.append("\nSavings in percent, published for a peak and for an average deployment")
     lines += [
-        f"{row.model:<7}{row.saving:>6.1f}  ({row.published_peak:.1f}, {row.published_average:.1f})" for row in paper.savings()
+        f"{row.model:<7}{row.saving:>6.1f}  ({row.published_peak:.1f}, {row.published_average:.1f})"
+        for row in paper.savings()
     ]
-    lines.append(f"\nFigure 5, texts of {paper.LONG_TEXT} tokens, exponent {paper.LENGTH_EXPONENT}: V100, and what the Xeon adds")
+    lines.append(
+        f"\nFigure 5, texts of {paper.LONG_TEXT} tokens, exponent {paper.LENGTH_EXPONENT}: V100, and what the Xeon adds"
+    )
     lines += [f"{f'{row.limit_s:g} s':<7}{row.main:>3} + {row.helping}  ({row.claim})" for row in paper.long_texts()]
     lines += ["Figure 6 is not reproduced.", "\nErrors and gaps of the paper"]
     return [*lines, *(f"- {error}" for error in paper.ERRORS), "\nLoads that the paper leaves out"]

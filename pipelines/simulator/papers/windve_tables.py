@@ -30,7 +30,7 @@ ERRORS = (
     "the CPUs' stress tests 6, 18, 2 and 12 are not multiples of the step 8",
     "22/96 = 0.229 exceeds the bound 0.21 of equation 19 (the ratio of alphas); 20/96 from the regression does not",
     "the fine-tuned depths 44 (V100, 1 s) and 22 (Xeon, 2 s) need 1.06 s and 2.12 s on the paper's own lines",
-    "the load runs in lockstep: a query that arrives while a batch runs waits for it, up to T + beta, which the paper never mentions",
+    "the load runs in lockstep: a query that arrives while a batch runs waits for it, so it takes up to T + beta",
     "the estimator counts queries of one length, not tokens",
     "the cliff in Figure 6 (no gain below 44 of 48 cores) contradicts the linear model (one query takes 0.40 s with 48)",
 )
@@ -50,7 +50,9 @@ class PublishedDevice:
     @property
     def alphas(self) -> tuple[float, float]:
         """The interval of alpha, its lower end excluded, that gives both regression depths."""
-        bounds = [((t - self.beta) / (c + 1), (t - self.beta) / c) for t, c in zip(LIMITS_S, self.regression, strict=True)]
+        bounds = [
+            ((t - self.beta) / (c + 1), (t - self.beta) / c) for t, c in zip(LIMITS_S, self.regression, strict=True)
+        ]
         return max(low for low, _ in bounds), min(high for _, high in bounds)
 
     @property
