@@ -38,7 +38,7 @@ NewLoad = Callable[[], Load]
 class Line:
     """A device's latency as the paper models it (equation 12): ``alpha`` seconds per query of 75 tokens, plus ``beta`` per batch.
 
-    A query of L tokens costs ``alpha * (L / 75) ** exponent``. With exponent 0 only the number of queries counts, as in the paper.
+    A query of L tokens costs ``alpha * (L / 75) ** exponent``. With exponent 0 only their number counts, as in the paper.
     """
 
     alpha: float
@@ -47,7 +47,8 @@ class Line:
 
     def seconds(self, concurrency: float, num_tokens: int = LENGTH) -> float:
         """Return the seconds of a batch of ``concurrency`` queries of ``num_tokens`` each."""
-        return self.alpha * concurrency * (num_tokens / LENGTH) ** self.exponent + self.beta
+        scale: float = (num_tokens / LENGTH) ** self.exponent
+        return self.alpha * concurrency * scale + self.beta
 
     def new_load(self) -> Load:
         """Return an empty load that is predicted by this line."""

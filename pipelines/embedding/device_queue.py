@@ -170,7 +170,7 @@ class DeviceQueue:
         load, batch = self._load, [query for query, _ in self._timed.values()]
         room = min(most_seconds, self._oldest_limit - now)
         self._timed, self._load, self._oldest_limit = {}, self.new_load(), math.inf
-        filled = []
+        filled: list[Query] = []
         for query in self.waiting():
             if (batch or filled) and load.seconds_with(query.num_tokens) > room:
                 break

@@ -146,7 +146,7 @@ def stress_test(run: Run, limit_s: float, step: int = STEP, most: int = 4096) ->
 def fine_tune(run: RunTogether, estimates: Sequence[Estimate]) -> list[Estimate]:
     """Return the estimates with the largest depths at which all devices, running together, meet their limits.
 
-    The devices are in order of preference. First every depth whose device is late is lowered, then one after another is raised, so
+    The devices are in order of preference. First every depth whose device is late is lowered, then one after another is raised:
     the first device keeps its depth. Steps are as wide as the line says, and 1 within 1.5 alpha of the limit. After
     ``MAX_TUNING_RUNS`` runs the largest depths that were in time are returned.
     """

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from staticllm.cli.comparisons.engine import compare_with_engine
+from staticllm.cli.comparisons.flexnpu import compare_with_tables
+from staticllm.cli.comparisons.windve import compare_with_windve
 from staticllm.cli.options import Number, model_option
 from staticllm.cli.progress import progress
-from staticllm.cli.simulate_compare import compare_with_engine, compare_with_tables
-from staticllm.cli.simulate_windve import compare_with_windve
 from staticllm.config import SCHEDULERS, StaticLLMConfig
 
 if TYPE_CHECKING:

@@ -174,7 +174,7 @@ def long_texts() -> list[LongTextRow]:
     """Return the statements about Figure 5, from the lines of V100 and Xeon."""
     claims = ("no additional query", "2 additional queries, 20 %")
     return [
-        LongTextRow(limit_s, *(_depth_of_long(device, limit_s) for device in (V100, XEON)), claim)
+        LongTextRow(limit_s, _depth_of_long(V100, limit_s), _depth_of_long(XEON, limit_s), claim)
         for limit_s, claim in zip(LIMITS_S, claims, strict=True)
     ]
 

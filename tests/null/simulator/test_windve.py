@@ -121,7 +121,7 @@ def test_the_order_of_policies_under_overload(rows):
         )
         assert together["predicted"].late == 0
         alone = by_policy["predicted"].alone.in_time_rate
-        assert rates["predicted"] >= (1.13 if main == "V100" else 1.0) * alone, "what the CPU adds survives the limits"
+        assert rates["predicted"] >= (1.1 if main == "V100" else 1.0) * alone, "what the CPU adds survives the limits"
         if arrivals == "mixed lengths":
             assert together["windve T-beta"].late > 0.05, "counts of queries cannot know their lengths"
             assert rates["windve T-beta"] < rates["predicted"]
