@@ -73,6 +73,9 @@ def test_shapes_of_one_text_and_of_many():
     assert filled(costs, [20, 30]).seconds == 2.8, "two share a row"
     assert filled(costs, [100, 100]).seconds == pytest.approx(9.4)
     assert filled(costs, [100] * 8).seconds == 23.4
+    assert filled(costs, [100, 60, 28, 68]).seconds == pytest.approx(9.4), (
+        "28 fills the first row, so 68 fits the second"
+    )
     assert filled(costs, [100, 200, 400]).seconds == pytest.approx(4.7 + 8.9 + 20.2)
 
 

@@ -164,6 +164,14 @@ def test_fine_tuning_finds_the_largest_depths_of_devices_that_run_together(lines
         assert not tuned[device] or max(together(more)) > 1.0 - 1e-9
 
 
+def test_fine_tuning_raises_no_device_at_the_cost_of_another():
+    def run(depths):
+        return [0.01 * depths[0] + 0.02 * depths[1], 0.02 * depths[1]]
+
+    guesses = [Estimate("a", Line(0.01, 0.0), 1.0, 1.0, tuned=80), Estimate("b", Line(0.02, 0.0), 1.0, 1.0, tuned=5)]
+    assert [found.depth for found in fine_tune(run, guesses)] == [90, 5], "the first device is raised first"
+
+
 def test_fine_tuning_gives_up_on_a_device_that_is_always_late():
     guesses = [Estimate("a", V100, 1.0, 1.0), Estimate("b", XEON, 1.0, 1.0)]
     tuned = fine_tune(lambda depths: [V100.seconds(depths[0]), 9.0], guesses)

@@ -160,6 +160,31 @@ def test_a_busy_query_is_admitted_after_retry_after(gaps, policy):
             return
 
 
+def test_retry_after_is_the_earliest_moment_behind_a_full_queue():
+    tested = manager(Predicted(LIMIT), FAST, depths=(0,))
+    for number in range(70):
+        assert tested.admit(Query(number, 0.0, 75), 0.0) == 0
+    tested.begin(0, 0.0)  # until 0.795
+    places = [tested.admit(Query(100 + number, 0.753, 75), 0.753) for number in range(77)]
+    assert places.count(0) == 76, "0.042 s are left, and 0.095 + 76 * 0.01 s meet 0.9 s"
+    assert places[-1].retry_after == pytest.approx(0.042 + 0.855 + 0.105 - 0.9)
+    tested.finish(0)
+    tested.begin(0, 0.795)
+    early, due = (0.753 + places[-1].retry_after + shift for shift in (-0.001, 0.001))
+    assert isinstance(tested.admit(Query(200, early, 75), early), Busy)
+    assert tested.admit(Query(201, due, 75), due) == 0
+
+
+def test_retry_after_behind_a_running_batch_alone():
+    tested = manager(Predicted(LIMIT), FAST, depths=(0,))
+    for number in range(75):
+        tested.admit(Query(number, 0.0, 75), 0.0)
+    tested.begin(0, 0.0)
+    busy = tested.admit(Query(100, 0.0, 75), 0.0)
+    assert busy.retry_after == pytest.approx(0.095 + 0.75 + 0.105 - 0.9)
+    assert busy.reason == "no device can embed the text within 0.9 s: try again in 0.05 s"
+
+
 def test_a_query_that_no_device_can_embed_in_time_is_told_so():
     tested = manager(Predicted(LIMIT), FAST, SLOW, depths=(0, 0))
     place = tested.admit(Query(0, 0.0, 7000), 0.0)
@@ -198,10 +223,12 @@ def test_an_idle_device_takes_documents_of_another_if_they_end_sooner():
     for device in (0, 1):
         assert len(tested.finish(device)) == 15
     assert tested.num_waiting == 30
-    slow = manager(Predicted(LIMIT), FAST, Line(1.0, 1.0), depths=(0, 0))
-    for number in range(20):
+    slow = manager(Predicted(LIMIT), FAST, Line(0.1, 0.1), depths=(0, 0))
+    for number in range(3):
         slow.admit(Query(number, 0.0, 75, DOCUMENT), 0.0)
     assert slow.begin(1, 0.0) == (), "the fast device ends them before the slow one ends one"
+    slow.begin(0, 0.0)
+    assert slow.devices[0].bulk_seconds(0) == 0
 
 
 def test_a_long_text_goes_to_the_device_that_needs_the_least_time_for_it():
@@ -266,6 +293,17 @@ def test_the_queue_of_a_dead_device_moves_to_the_others_or_is_answered_busy():
     last = tested.admit(Query(8, 0.5, 75), 0.5)
     assert last.retry_after == math.inf
     assert tested.num_waiting == 0
+
+
+def test_queries_of_a_dead_device_move_before_its_documents():
+    tested = manager(Windve(), FAST, SLOW, depths=(2, 1))
+    tested.admit(Query(0, 0.0, 75, DOCUMENT), 0.0)
+    tested.begin(0, 0.0)
+    tested.admit(Query(1, 0.1, 75, QUERY), 0.1)
+    moved = tested.fail(0, 0.2)
+    assert [m.query.id for m in moved] == [1, 0]
+    assert moved[0].place == 1
+    assert isinstance(moved[1].place, Busy)
 
 
 def test_a_batch_that_overruns_is_expected_to_overrun_as_much_again():
