@@ -10,6 +10,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
+from click.core import ParameterSource
 
 from staticllm.cli.options import Number
 from staticllm.errors import ConfigError
@@ -28,6 +29,7 @@ def embed_options(command: Command) -> Command:
     def with_embed(*arguments: Any, **options: Any) -> Any:
         own = {name: options.pop(name) for name in _NAMES}
         if own["embed"]:
+            _check_alone()
             return _plan(own, options["as_json"])
         given = [f"--{name.replace('_', '-')}" for name in _NAMES[1:] if own[name] is not None]
         if given:
@@ -60,6 +62,16 @@ def embed_options(command: Command) -> Command:
     ):
         decorated = option(decorated)
     return cast(Command, decorated)
+
+
+def _check_alone() -> None:
+    """Refuse options that were given with ``--embed`` but would be ignored."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        is_given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        if is_given and parameter.name not in (*_NAMES, "as_json"):
+            named = parameter.opts[-1] if isinstance(parameter, click.Option) else "MODEL"
+            raise click.UsageError(f"{named} has no meaning with --embed: leave one of them out")
 
 
 def _plan(options: dict[str, Any], as_json: bool) -> None:
