@@ -13,7 +13,7 @@
     ├── BlobError              a set of blobs that is damaged, or for another model, machine or layout
     ├── NumericalError         the device computed values that are not finite
     ├── SnapshotError          a snapshot that is damaged, or of another model
-    ├── BusyError              more than ``MAX_WAITING`` waiting requests
+    ├── BusyError              more than ``MAX_WAITING`` waiting requests, or no device in time for a text
     └── ClosedError            the pipeline was closed
 """
 
@@ -86,7 +86,18 @@ class BlobError(StaticLLMError):
 
 
 class BusyError(StaticLLMError):
-    """The queue has ``MAX_WAITING`` waiting requests. The call had no effect: try again, or load with a larger limit."""
+    """Too many requests or texts wait already. The call had no effect: try again, or load with a larger limit.
+
+    ``retry_after`` is the predicted number of seconds after which a call like this one would succeed; infinite if it never
+    would, and None if nothing is predicted.
+    """
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (*self.args, self.retry_after)
 
 
 class ClosedError(StaticLLMError):

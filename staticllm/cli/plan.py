@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from staticllm.cli.options import layout_options, model_argument, read_config
+from staticllm.cli.plan_embed import embed_options
 from staticllm.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command("plan", short_help="Estimate memory and check whether it fits.")
+@embed_options
 @model_argument
 @click.option("--measured", is_flag=True, help="Load the model and measure where its memory goes.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -25,6 +27,7 @@ def command(model: str, measured: bool, as_json: bool, **options: Any) -> None:
 
     Exit with code 1 if they do not fit. With --measured, load MODEL in a process of its own instead, run its longest prompt and
     some decode steps, and print the private memory of each part and after each stage.
+    --embed estimates by WINDVE's cost model how many machines embed a load, without and with their CPUs.
     """
     if measured:
         _measure(model, as_json, options)

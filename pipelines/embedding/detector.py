@@ -1,0 +1,115 @@
+"""WINDVE's device detector: which devices embed texts together, in which order, and which of them are left out and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from staticllm.devices import kind
+from staticllm.errors import ConfigError, DeviceError
+from staticllm.pipelines.embedding.affinity import parse_list
+
+ORDER = ("NPU", "GPU", "CPU")
+"""Kinds of devices, the preferred first. Other kinds are used only if they are named."""
+
+
+@dataclass(frozen=True)
+class UsedDevice:
+    """A device with one instance of the model and one queue.
+
+    ``name`` is unique. ``device`` is OpenVINO's name. ``cores`` holds the logical processors of a group of cores; empty for the
+    whole device.
+    """
+
+    name: str
+    device: str
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Detection:
+    """The devices that are used, in order of preference, and a line for each one that is not."""
+
+    devices: tuple[UsedDevice, ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def is_heterogeneous(self) -> bool:
+        """Whether several devices embed together."""
+        return len(self.devices) > 1
+
+
+def detect(available: Sequence[str], heterogeneous: bool = True) -> Detection:
+    """Return the devices that the machine offers: NPU, GPUs, CPU. ``available`` holds OpenVINO's names.
+
+    Without ``heterogeneous`` only the devices of the first kind are used. With devices of one kind it changes nothing.
+
+    Raises:
+        DeviceError: none of them is an NPU, a GPU or a CPU.
+    """
+    found = sorted(
+        (name for name in available if kind(name) in ORDER), key=lambda name: (ORDER.index(kind(name)), name)
+    )
+    if not found:
+        names = ", ".join(available) or "no device at all"
+        raise DeviceError(f"OpenVINO found {names}, but no NPU, GPU or CPU: name the devices to use")
+    used = [name for name in found if heterogeneous or kind(name) == kind(found[0])]
+    left_out = [
+        f"{name}: several kinds of devices are used only if HETEROGENEOUS is on" for name in found if name not in used
+    ]
+    return Detection(tuple(UsedDevice(name, name) for name in used), tuple(left_out))
+
+
+def named(text: str, available: Sequence[str]) -> Detection:
+    """Return the devices of a list like ``NPU,CPU`` or ``CPU#0-3,CPU#4-7``, in its order, which is that of preference.
+
+    ``CPU#0-3`` is a group of logical processors with an instance of its own; several ranges are joined by ``+``.
+
+    Raises:
+        ConfigError: a device is named twice, or two groups share a processor.
+        DeviceError: a device is not on this machine.
+    """
+    devices = [_parse(part.strip(), available) for part in text.split(",") if part.strip()]
+    if not devices:
+        raise ConfigError(f"devices {text!r}: name one or more, for example NPU,CPU")
+    taken: dict[int, str] = {}
+    for index, used in enumerate(devices):
+        if any(used.device == other.device and not (used.cores and other.cores) for other in devices[:index]):
+            raise ConfigError(
+                f"devices {text!r}: {used.device} is used twice; one device has one instance of the model"
+            )
+        for core in used.cores:
+            if core in taken:
+                raise ConfigError(f"devices {text!r}: {taken[core]} and {used.name} share processor {core}")
+            taken[core] = used.name
+    return Detection(tuple(devices))
+
+
+def without_slow_cpu(found: Detection, limit_s: float, seconds_of_one: Callable[[UsedDevice], float]) -> Detection:
+    """Return the detection without CPUs that cannot embed one query within the limit (equation 11), unless nothing else is left.
+
+    ``seconds_of_one`` measures one query on a device, seconds.
+    """
+    if not found.is_heterogeneous:
+        return found
+    devices, left_out = [], list(found.left_out)
+    for used in found.devices:
+        seconds = seconds_of_one(used) if kind(used.device) == "CPU" else 0.0
+        if seconds <= limit_s:
+            devices.append(used)
+        else:
+            left_out.append(f"{used.name}: one query takes {seconds:.3g} s, the limit is {limit_s:.3g} s")
+    return Detection(tuple(devices), tuple(left_out)) if devices else found
+
+
+def _parse(name: str, available: Sequence[str]) -> UsedDevice:
+    device, _, cores = name.partition("#")
+    device = device.upper()
+    if not any(device in (found, kind(found)) for found in available):
+        raise DeviceError(f"device {device!r} is not on this machine; there are: {', '.join(available) or 'none'}")
+    if "#" not in name:
+        return UsedDevice(device, device)
+    numbers = parse_list(cores.replace("+", ","))
+    if kind(device) != "CPU" or not numbers:
+        raise ConfigError(f"device {name!r}: a group of cores is CPU#FIRST-LAST, for example CPU#0-3 or CPU#0-1+4-5")
+    return UsedDevice(f"{device}#{cores}", device, tuple(sorted(numbers)))

@@ -1,0 +1,201 @@
+"""The queue of one device: queries with a limit on their latency, bulk documents behind them, and the batch that runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from staticllm.errors import BusyError
+from staticllm.pipelines.embedding.device_load import NewLoad
+
+QUERY, DOCUMENT = 1, 0
+"""Priorities. Those from ``QUERY`` on have the latency limit T; those below are bulk work, which runs when no query waits."""
+_TYPICAL_TOKENS, _TYPICAL_TEXTS = 64, 32
+"""The batch from which the seconds per token of bulk documents are taken."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """One text that waits for its embedding. Times are seconds of one clock; a higher ``priority`` goes first.
+
+    ``id`` is unique among the texts in the queues. After ``deadline`` its caller no longer wants the result.
+    """
+
+    id: int
+    arrival: float
+    num_tokens: int
+    priority: int = QUERY
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class Busy:
+    """The answer to a query that no device can take: after ``retry_after`` seconds one should; infinite if none ever will."""
+
+    retry_after: float
+    reason: str
+
+    def error(self) -> BusyError:
+        """Return the exception for the caller of the query."""
+        return BusyError(self.reason, self.retry_after)
+
+
+class DeviceQueue:
+    """What waits for one device and what runs on it. Policies read it; only the queue manager changes it.
+
+    A *timed* query has a limit, the moment by which it must end. All timed queries of a queue run as one batch. The others are
+    bulk work, in order of priority and arrival.
+    """
+
+    def __init__(self, name: str, new_load: NewLoad, depth: int = 0) -> None:
+        self.name = name
+        self.depth = depth
+        """The queue depth: the most queries in this queue under ``Windve``."""
+        self.new_load = new_load
+        self.is_alive = True
+        self._timed: dict[int, tuple[Query, float]] = {}
+        self._load = new_load()
+        self._bulk: dict[int, dict[int, Query]] = {}
+        self._bulk_tokens = 0
+        self._oldest_limit = math.inf
+        self._running: tuple[Query, ...] = ()
+        self._end = 0.0
+        self._alone: dict[int, float] = {}
+        self._seconds_per_token = _seconds_per_token(new_load)
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of queries that have not begun."""
+        return len(self._timed) + self.num_bulk
+
+    @property
+    def num_timed(self) -> int:
+        """The number of timed queries that have not begun."""
+        return len(self._timed)
+
+    @property
+    def num_bulk(self) -> int:
+        """The number of bulk texts that have not begun."""
+        return sum(map(len, self._bulk.values()))
+
+    @property
+    def running(self) -> tuple[Query, ...]:
+        """The batch that the device runs now."""
+        return self._running
+
+    @property
+    def oldest_limit(self) -> float:
+        """The moment by which all timed queries must end; infinite without any."""
+        return self._oldest_limit
+
+    @property
+    def timed_seconds(self) -> float:
+        """The predicted seconds of the timed queries."""
+        return self._load.seconds
+
+    @property
+    def waiting_seconds(self) -> float:
+        """The predicted seconds of everything that waits."""
+        return self._load.seconds + self.bulk_seconds(0)
+
+    def left(self, now: float) -> float:
+        """Return the predicted seconds until the running batch ends.
+
+        A batch that has exceeded its prediction by some seconds is expected to run for as many more.
+        """
+        return abs(self._end - now) if self._running else 0.0
+
+    def timed_seconds_with(self, num_tokens: int) -> float:
+        """Return the predicted seconds of the timed queries and of one more."""
+        return self._load.seconds_with(num_tokens)
+
+    def alone(self, num_tokens: int) -> float:
+        """Return the predicted seconds of one text by itself."""
+        if num_tokens not in self._alone:
+            self._alone[num_tokens] = self.new_load().seconds_with(num_tokens)
+        return self._alone[num_tokens]
+
+    def bulk_seconds(self, num_tokens: int) -> float:
+        """Return the predicted seconds of the bulk texts and of ``num_tokens`` more."""
+        return (self._bulk_tokens + num_tokens) * self._seconds_per_token
+
+    def waiting(self) -> Iterator[Query]:
+        """Yield what waits, in the order in which it would run."""
+        yield from (query for query, _ in self._timed.values())
+        for priority in sorted(self._bulk, reverse=True):
+            yield from self._bulk[priority].values()
+
+    def push(self, query: Query, limit: float | None) -> None:
+        """Append a query: a timed one if it has a ``limit``, else bulk work."""
+        if limit is None:
+            self._bulk.setdefault(query.priority, {})[query.id] = query
+            self._bulk_tokens += query.num_tokens
+        else:
+            self._timed[query.id] = (query, limit)
+            self._load.add(query.num_tokens)
+            self._oldest_limit = min(self._oldest_limit, limit)
+
+    def remove(self, query: Query) -> bool:
+        """Remove a query that waits; return whether it did."""
+        if self._timed.pop(query.id, None) is None:
+            return self._remove_bulk(query)
+        self._reload()
+        self._oldest_limit = min((limit for _, limit in self._timed.values()), default=math.inf)
+        return True
+
+    def replace_costs(self, new_load: NewLoad) -> None:
+        """Predict with other costs from now on, after a recalibration. The end of the running batch stays as predicted."""
+        self.new_load, self._alone = new_load, {}
+        self._seconds_per_token = _seconds_per_token(new_load)
+        self._reload()
+
+    def _reload(self) -> None:
+        self._load = self.new_load()
+        for timed, _ in self._timed.values():
+            self._load.add(timed.num_tokens)
+
+    def _remove_bulk(self, query: Query) -> bool:
+        found = self._bulk.get(query.priority, {})
+        if found.pop(query.id, None) is None:
+            return False
+        self._bulk_tokens -= query.num_tokens
+        if not found:
+            del self._bulk[query.priority]
+        return True
+
+    def begin(self, now: float, most_seconds: float) -> tuple[Query, ...]:
+        """Start a batch: all timed queries, then bulk work while all take ``most_seconds`` at most and no limit is missed."""
+        assert not self._running, f"{self.name} runs a batch"
+        load, batch = self._load, [query for query, _ in self._timed.values()]
+        room = min(most_seconds, self._oldest_limit - now)
+        self._timed, self._load, self._oldest_limit = {}, self.new_load(), math.inf
+        filled: list[Query] = []
+        for query in self.waiting():
+            if (batch or filled) and load.seconds_with(query.num_tokens) > room:
+                break
+            load.add(query.num_tokens)
+            filled.append(query)
+        for query in filled:
+            self._remove_bulk(query)
+        self._running, self._end = (*batch, *filled), now + load.seconds
+        return self._running
+
+    def finish(self) -> tuple[Query, ...]:
+        """End the running batch, and return it."""
+        batch, self._running = self._running, ()
+        return batch
+
+    def clear(self) -> tuple[Query, ...]:
+        """Remove and return everything: the running batch, then what waits."""
+        everything = (*self._running, *self.waiting())
+        self._running, self._timed, self._bulk, self._bulk_tokens = (), {}, {}, 0
+        self._load, self._oldest_limit = self.new_load(), math.inf
+        return everything
+
+
+def _seconds_per_token(new_load: NewLoad) -> float:
+    typical = new_load()
+    for _ in range(_TYPICAL_TEXTS):
+        typical.add(_TYPICAL_TOKENS)
+    return typical.seconds / (_TYPICAL_TEXTS * _TYPICAL_TOKENS)

@@ -1,0 +1,130 @@
+"""``staticllm plan --embed`` estimates how many machines embed a load within a latency limit, and what their CPUs save."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import click
+from click.core import ParameterSource
+
+from staticllm.cli.options import Number
+from staticllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from staticllm.pipelines.embedding.deployment_cost import DeploymentCost
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+_NAMES = ("embed", "depths", "estimates", "limit_s", "peak", "average", "price")
+
+
+def embed_options(command: Command) -> Command:
+    """Add ``--embed`` and its options to ``staticllm plan``; with ``--embed`` the command itself does not run."""
+
+    @wraps(command)
+    def with_embed(*arguments: Any, **options: Any) -> Any:
+        own = {name: options.pop(name) for name in _NAMES}
+        if own["embed"]:
+            _check_alone()
+            return _plan(own, options["as_json"])
+        given = [f"--{name.replace('_', '-')}" for name in _NAMES[1:] if own[name] is not None]
+        if given:
+            raise click.UsageError(f"{given[0]} is an option of --embed: add --embed")
+        return command(*arguments, **options)
+
+    decorated: Any = with_embed
+    for option in reversed(
+        [
+            click.option(
+                "--embed", is_flag=True, help="Estimate the machines that embed a load instead, without MODEL."
+            ),
+            click.option(
+                "--depths",
+                metavar="MAIN,CPU",
+                help="With --embed: queries at once within the limit, without and by the CPU.",
+            ),
+            click.option(
+                "--estimates", type=click.Path(), help="With --embed: a file of queue depths, the main device first."
+            ),
+            click.option("--limit-s", type=Number(0, 1e6, min_open=True), help="With --embed: latency limit, s.  [1]"),
+            click.option(
+                "--peak", type=Number(0, 1e12, min_open=True), help="With --embed: queries at once at the peak."
+            ),
+            click.option(
+                "--average", type=Number(0, 1e12, min_open=True), help="With --embed: queries per second, on average."
+            ),
+            click.option("--price", type=Number(0, 1e9), help="With --embed: price of one machine per hour."),
+        ]
+    ):
+        decorated = option(decorated)
+    return cast(Command, decorated)
+
+
+def _check_alone() -> None:
+    """Refuse options that were given with ``--embed`` but would be ignored."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        is_given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        if is_given and parameter.name not in (*_NAMES, "as_json"):
+            named = parameter.opts[-1] if isinstance(parameter, click.Option) else "MODEL"
+            raise click.UsageError(f"{named} has no meaning with --embed: leave one of them out")
+
+
+def _plan(options: dict[str, Any], as_json: bool) -> None:
+    from staticllm.pipelines.embedding.deployment_cost import average_cost, peak_cost
+
+    if options["peak"] is None and options["average"] is None:
+        raise click.UsageError("--embed: give the load, --peak or --average or both")
+    if (options["depths"] is None) == (options["estimates"] is None):
+        raise click.UsageError("--embed: give either --depths or --estimates")
+    main, helping, rates = _devices(options)
+    price = options["price"] or 0.0
+    found: dict[str, DeploymentCost] = {}
+    if options["peak"] is not None:
+        found["peak"] = peak_cost(options["peak"], main, helping, price)
+    if options["average"] is not None:
+        found["average"] = average_cost(options["average"], *rates, price)
+    if as_json:
+        click.echo(json.dumps({name: asdict(cost) for name, cost in found.items()}, indent=2))
+        return
+    for name, cost in found.items():
+        click.echo(_text(name, cost, options["price"] is not None))
+
+
+def _devices(options: dict[str, Any]) -> tuple[int, int, tuple[float, float]]:
+    """Return the queue depths of the main device and of those that help, and the rates that both sustain."""
+    if options["depths"] is not None:
+        limit = options["limit_s"] or 1.0
+        match = re.fullmatch(r"(\d{1,6}),(\d{1,6})", options["depths"], re.ASCII)
+        if not match:
+            raise click.UsageError(f"--depths {options['depths']!r}: must be two whole numbers, for example 96,22")
+        main, helping = int(match[1]), int(match[2])
+        return main, helping, (main / limit, helping / limit)
+    return _read(options["estimates"], options["limit_s"])
+
+
+def _read(path: str, limit_s: float | None) -> tuple[int, int, tuple[float, float]]:
+    from dataclasses import replace
+
+    from staticllm.pipelines.embedding.depth_file import read_estimates
+
+    found = read_estimates(path)
+    if not found:
+        raise ConfigError(f"{path}: there is no such file, or it holds no device: give one with queue depths")
+    if limit_s is not None:
+        found = tuple(e if e.limit_s == limit_s else replace(e, limit_s=limit_s, tuned=None) for e in found)
+    main, *helping = found
+    rates = main.sustained_rate, sum(e.sustained_rate for e in helping)
+    return main.depth, sum(e.depth for e in helping), rates
+
+
+def _text(name: str, cost: DeploymentCost, has_price: bool) -> str:
+    lines = []
+    for label, machines in (("main device alone", cost.alone), ("with the CPU", cost.together)):
+        price = f", {machines.price:.2f} per hour" if has_price else ""
+        lines.append(f"{name:<8} {label:<18} {machines.exact:>10.1f} machines, {machines.whole} whole{price}")
+    return "\n".join([*lines, f"{name:<8} saving {cost.saving:.1%}"])
