@@ -63,6 +63,13 @@ def serve(pipe: StaticLLMPipeline, prompts: list[np.ndarray], num_new: int, rate
     return [Run(arrival, answer.token_times, answer.tokens) for arrival, answer in zip(arrivals, answers, strict=True)]
 
 
+def rest(pipe: StaticLLMPipeline, seconds: float = 60.0) -> None:
+    """Wait until the engine has measured its costs, for at most ``seconds``."""
+    end = time.perf_counter() + seconds
+    while not pipe.engine.runner.probe.is_done and time.perf_counter() < end:
+        time.sleep(0.1)
+
+
 def decode_call_ms(pipe: StaticLLMPipeline) -> float:
     """Return the median time of calls in which the maximum number of requests decodes and no prompt runs.
 

@@ -74,7 +74,9 @@ def load_encoder(directory: Path, device: str, choices: EncoderChoices) -> Loade
     options = EncoderOptions(max_rows=longest, dense=files.dense, is_normalised=choices.is_normalised)
     lowered = lower_encoder(model, options)
     longest = _longest(longest, choices.max_length, lowered.shape.max_rows)
-    variants = variants_for(longest, choices.sizes or SIZES)
+    unsafe = () if default_mode(device) == "shared" else lowered.shape.unsafe_rows
+    longest -= longest in unsafe
+    variants = variants_for(longest, [size for size in choices.sizes or SIZES if size[1] not in unsafe])
     compiled = _compile(core, lowered, variants, device, dict(choices.properties or {}))
     pooling = choices.pooling or files.pooling or _default_pooling(lowered)
     tokenizer = genai.Tokenizer(directory)

@@ -83,7 +83,10 @@ class CostProbe:
             self._measure(self._todo[-1], is_needed)
         if self._num_measured and not self._todo:
             self._num_measured = 0
-            self.on_done()
+            try:
+                self.on_done()
+            except Exception:  # costs are only estimates: the engine's thread must go on
+                logger.warning("the measured costs could not be kept", exc_info=True)
 
     def _measure(self, variant: Variant, is_needed: Callable[[], bool]) -> None:
         if self._costs(variant) > MAX_SECONDS:

@@ -51,7 +51,7 @@ def test_every_bench_test_is_in_every_output_format(bench):
     assert "█" in chart
     decode, prompts = settings.splitlines()
     assert decode.startswith("settings for decode steps of 1 to ")
-    assert prompts.startswith("settings for prompts of 16 to 256 rows: ")
+    assert prompts.startswith("settings for prompts of 8 to 256 rows: ")
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,18 @@ from staticllm.pipelines.diagnostics.reference import EXACT
 
 FULL, CAUSAL, LOCAL = EncoderMask(), EncoderMask(after=0), EncoderMask(8, 8)
 EXPORTED = {
-    "bert": (FULL,), "xlm_roberta": (FULL,), "mpnet": (FULL,), "distilbert": (FULL,), "deberta": (FULL,),
-    "modernbert": (FULL, LOCAL), "jina_v3": (FULL,), "t5": (FULL,), "roformer": (FULL,), "qwen3": (CAUSAL,),
-    "bert_scores": (FULL,), "xlm_roberta_scores": (FULL,), "modernbert_scores": (FULL, LOCAL),
+    "bert": (FULL,), "mpnet": (FULL,), "modernbert": (FULL, LOCAL), "qwen3": (CAUSAL,), "xlm_roberta_scores": (FULL,),
 }  # fmt: skip
-MORE = dict.fromkeys(("roberta", "electra", "albert", "nomic_bert", "eurobert"), (FULL,))
+MORE = {
+    **dict.fromkeys(
+        (
+            "xlm_roberta", "distilbert", "deberta", "jina_v3", "t5", "roformer", "bert_scores", "roberta", "electra",
+            "albert", "nomic_bert", "eurobert",
+        ),
+        (FULL,),
+    ),
+    "modernbert_scores": (FULL, LOCAL),
+}  # fmt: skip
 OWN = {"alibi": TinyEncoder(by_distance(symmetric_alibi)), "alibi_of_keys": TinyEncoder(alibi_of_keys)}
 NAMES = [*EXPORTED, *OWN, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
 FIRST_POSITIONS = {"roberta": 2, "xlm_roberta": 2, "xlm_roberta_scores": 2, "mpnet": 2}

@@ -192,6 +192,21 @@ def test_long_calls_are_not_measured_because_a_request_would_wait_for_them():
     assert not programs[long].num_runs
 
 
+def test_costs_that_cannot_be_kept_do_not_end_the_engines_thread():
+    programs = {variant: TimedProgram(true_cost(variant)) for variant in VARIANTS}
+    probe, told = CostProbe(programs, CostModel()), []
+
+    def keep():
+        told.append(1)
+        raise OSError("no space left")
+
+    probe.on_done = keep
+    probe.choose(programs)
+    while not probe.is_done:
+        probe.measure_next(lambda: False)
+    assert told == [1]
+
+
 def test_the_engine_measures_when_it_rests_and_stops_for_a_request(monkeypatch):
     monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.01)
     engine = fake_engine(make_policy("fcfs"))
