@@ -69,6 +69,10 @@ def compile_programs(
         return
     groups = [options.program_group(variant) for variant in first_variants(variants, options)]
     models = [lowered.share(tuple(v for v in variants if options.program_group(v) == group)) for group in groups]
+    if len(groups) == 1:  # without a pool, which an interpreter that ends refuses to the thread in the background
+        program = _compile(core, models[0], options.device, groups[0].properties, "the shared program")
+        yield from (program for _ in variants)
+        return
     with ThreadPoolExecutor(len(groups)) as pool:
         compiled = [
             pool.submit(_compile, core, model, options.device, group.properties, "the shared program")
