@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +12,7 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.core import EncoderMask, EncoderShape, EncoderVariant, Pooling
+from staticllm.pipelines.programs.bind import BoundRequest
 from staticllm.ports import (
     EMBEDDINGS,
     INPUT_IDS,
@@ -104,27 +104,14 @@ def _pattern(kind: EncoderMask, rows: int) -> NDArray[np.float32]:
     return np.where(sees[places[None] - places[:, None] + rows - 1], np.float32(0), np.float32(HIDDEN))
 
 
-class EncoderProgram:
+class EncoderProgram(BoundRequest):
     """One variant, ready to run: its ports are bound to its buffers."""
 
     def __init__(self, compiled: ov.CompiledModel, buffers: EncoderBuffers) -> None:
+        super().__init__(
+            compiled, {name: ov.Tensor(array, shared_memory=True) for name, array in buffers.arrays.items()}
+        )
         self.buffers = buffers
-        self._request = compiled.create_infer_request()
-        self._tensors = {name: ov.Tensor(array, shared_memory=True) for name, array in buffers.arrays.items()}
-        for port in (*compiled.inputs, *compiled.outputs):
-            (name,) = port.get_names() & self._tensors.keys()  # plugins add names of their own
-            self._request.set_tensor(port, self._tensors[name])
-
-    def run(self, meanwhile: Callable[[], None] | None = None) -> float:
-        """Run once, call ``meanwhile`` while the device runs, and return the seconds that the device took."""
-        start = time.perf_counter()
-        self._request.start_async()
-        try:
-            if meanwhile is not None:
-                meanwhile()
-        finally:
-            self._request.wait()
-        return time.perf_counter() - start
 
 
 class EncoderRunner:

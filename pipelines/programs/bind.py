@@ -20,12 +20,10 @@ from staticllm.kvcache.step import StepBuffers
 from staticllm.ports import INPUT_IDS, LOGIT_ROWS, LOGITS, POSITION_IDS, port_of
 
 
-class Program:
-    """One variant, ready to run: ``run`` reads the bound inputs and overwrites the bound outputs."""
+class BoundRequest:
+    """An inference request whose ports are host memory: ``run`` reads the bound inputs and overwrites the bound outputs."""
 
-    def __init__(self, compiled: ov.CompiledModel, buffers: StepBuffers, tensors: Mapping[str, ov.Tensor]) -> None:
-        self.variant = buffers.variant
-        self.buffers = buffers
+    def __init__(self, compiled: ov.CompiledModel, tensors: Mapping[str, ov.Tensor]) -> None:
         self.compiled = compiled
         self._request = compiled.create_infer_request()
         self._tensors = tensors  # keeps them, and the arrays behind them, alive
@@ -43,6 +41,15 @@ class Program:
         finally:
             self._request.wait()
         return time.perf_counter() - start
+
+
+class Program(BoundRequest):
+    """One variant of a step program, ready to run."""
+
+    def __init__(self, compiled: ov.CompiledModel, buffers: StepBuffers, tensors: Mapping[str, ov.Tensor]) -> None:
+        super().__init__(compiled, tensors)
+        self.variant = buffers.variant
+        self.buffers = buffers
 
 
 class BoundPrograms(Mapping[Variant, Program]):
