@@ -12,6 +12,8 @@ import pytest
 from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.pipelines.programs import build, compile_plan
 
+MAX_GROUPS = 64  # of programs that stay compiled: each has some hundred memory maps, and a process has at most 65530
+
 
 class SharedPrograms:
     """Wraps the functions with which the loader reads, lowers and compiles, and caches their results.
@@ -72,7 +74,13 @@ class SharedPrograms:
             key = (name, group, options.device, options.layout, properties)
             if key not in self._compiled:
                 self._compiled[key] = list(self._compile_programs(core, lowered, group, options))
+                self._forget_the_oldest()
             yield from self._compiled[key]
+
+    def _forget_the_oldest(self) -> None:
+        while len(self._compiled) > MAX_GROUPS:
+            gone = {id(compiled) for compiled in self._compiled.pop(next(iter(self._compiled)))}
+            self._costs = {key: costs for key, costs in self._costs.items() if gone.isdisjoint(kept for _, kept in key)}
 
     def warm_up(self, bound, known_costs, on_progress, kept_costs=None):
         """Measure the costs of a program once; later pipelines only run it once, as with a blob set."""
