@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from staticllm.pipelines.programs.variant_index import VariantIndex
     from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus, RequestView, View
     from staticllm.pipelines.text.handle import GenerationHandle
+    from staticllm.pipelines.text_embedding_pipeline import EmbeddingConfig, EmbeddingHandle, StaticEmbeddingPipeline
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 if __name__ != "staticllm":
@@ -51,6 +52,8 @@ __all__ = [
     "DecodedResults",
     "Device",
     "DeviceError",
+    "EmbeddingConfig",
+    "EmbeddingHandle",
     "EncodedResults",
     "FinishReason",
     "GeneratedText",
@@ -67,6 +70,7 @@ __all__ = [
     "RequestStatus",
     "RequestView",
     "SnapshotError",
+    "StaticEmbeddingPipeline",
     "StaticLLMConfig",
     "StaticLLMError",
     "StaticLLMPipeline",
@@ -86,6 +90,7 @@ _LAZY = {
     "Stats": "profiling.stats",
     "Trace": "profiling.trace",
     "VariantIndex": "programs.variant_index",
+    **dict.fromkeys(("EmbeddingConfig", "EmbeddingHandle", "StaticEmbeddingPipeline"), "text_embedding_pipeline"),
     **dict.fromkeys(("Device", "Plan", "Policy", "RequestStatus", "RequestView", "View"), "scheduling.interface"),
 }
 """Names that are imported only when they are used, and their modules."""

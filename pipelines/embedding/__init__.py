@@ -1,1 +1,1 @@
-"""Texts become vectors: packing, the programs of encoders, the queue of texts, and WINDVE's use of several devices."""
+"""Texts become vectors: packing, the programs of encoders, and the queue of texts."""

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import ConfigError
-from staticllm.pipelines.embedding.device_load import LENGTH, NewLoad
-from staticllm.pipelines.embedding.device_queue import DeviceQueue, Query
-from staticllm.pipelines.embedding.queue_manager import QueueManager
-from staticllm.pipelines.embedding.queue_policies import QueuePolicy, Windve
+from staticllm.pipelines.embedding.windve.device_load import LENGTH, NewLoad
+from staticllm.pipelines.embedding.windve.device_queue import DeviceQueue, Query
+from staticllm.pipelines.embedding.windve.queue_manager import QueueManager
+from staticllm.pipelines.embedding.windve.queue_policies import QueuePolicy, Windve
 
 BURST = 16
 """Queries that arrive at once, on average, in ``bursts``."""

@@ -16,7 +16,7 @@ from staticllm.cli.options import Number
 from staticllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from staticllm.pipelines.embedding.deployment_cost import DeploymentCost
+    from staticllm.pipelines.embedding.windve.deployment_cost import DeploymentCost
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _NAMES = ("embed", "depths", "estimates", "limit_s", "peak", "average", "price")
@@ -75,7 +75,7 @@ def _check_alone() -> None:
 
 
 def _plan(options: dict[str, Any], as_json: bool) -> None:
-    from staticllm.pipelines.embedding.deployment_cost import average_cost, peak_cost
+    from staticllm.pipelines.embedding.windve.deployment_cost import average_cost, peak_cost
 
     if options["peak"] is None and options["average"] is None:
         raise click.UsageError("--embed: give the load, --peak or --average or both")
@@ -110,7 +110,7 @@ def _devices(options: dict[str, Any]) -> tuple[int, int, tuple[float, float]]:
 def _read(path: str, limit_s: float | None) -> tuple[int, int, tuple[float, float]]:
     from dataclasses import replace
 
-    from staticllm.pipelines.embedding.depth_file import read_estimates
+    from staticllm.pipelines.embedding.windve.depth_file import read_estimates
 
     found = read_estimates(path)
     if not found:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from staticllm.pipelines.embedding.device_load import Line
-from staticllm.pipelines.embedding.device_queue import Query
-from staticllm.pipelines.embedding.queue_depth import depth
-from staticllm.pipelines.embedding.queue_policies import Predicted, QueuePolicy, Windve, WindveQueued
+from staticllm.pipelines.embedding.windve.device_load import Line
+from staticllm.pipelines.embedding.windve.device_queue import Query
+from staticllm.pipelines.embedding.windve.queue_depth import depth
+from staticllm.pipelines.embedding.windve.queue_policies import Predicted, QueuePolicy, Windve, WindveQueued
 from staticllm.pipelines.simulator.papers.windve_tables import LIMITS_S, PAIRS, PublishedDevice
 from staticllm.pipelines.simulator.windve import (
     SPREAD,

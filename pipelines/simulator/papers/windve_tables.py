@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from staticllm.pipelines.embedding.deployment_cost import saving
-from staticllm.pipelines.embedding.device_load import Line
-from staticllm.pipelines.embedding.queue_depth import depth, stress_test
+from staticllm.pipelines.embedding.windve.deployment_cost import saving
+from staticllm.pipelines.embedding.windve.device_load import Line
+from staticllm.pipelines.embedding.windve.queue_depth import depth, stress_test
 from staticllm.pipelines.simulator.windve import SimulatedDevice, lockstep_concurrency, lockstep_seconds
 
 LENGTH_EXPONENT = 1.15

@@ -14,6 +14,7 @@ def test_only_the_listed_names_are_public():
         "BlobError", "BusyError", "ClosedError",
         "ConfigError", "DecodedResults", "DeviceError", "EncodedResults", "FinishReason", "GeneratedText",
         "GenerationConfigError", "GenerationHandle", "ModelError", "NumericalError", "PerfMetrics", "Plan", "Policy",
+        "EmbeddingConfig", "EmbeddingHandle", "StaticEmbeddingPipeline",
         "ProgressEvent", "PromptError", "RequestStatus", "RequestView", "Stats", "Trace", "View",
         "Device", "VariantIndex",
         "PromptTooLongError", "SnapshotError",

@@ -36,6 +36,7 @@ LEVELS = (
     "pipelines.engine",
     "pipelines.text pipelines.model_loader",
     "pipelines.embedding",
+    "pipelines.embedding.windve",
     "pipelines.chat_session pipelines.text_embedding_pipeline",
     "pipelines.llm_pipeline",
     "pipelines.simulator pipelines.diagnostics",

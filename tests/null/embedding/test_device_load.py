@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staticllm.errors import ConfigError, PromptError
-from staticllm.pipelines.embedding.device_load import CallableLoad, Line, ShapeCosts
+from staticllm.pipelines.embedding.windve.device_load import CallableLoad, Line, ShapeCosts
 
 MINILM = {(1, 32): 2.1, (1, 64): 2.8, (1, 128): 4.7, (4, 128): 13.1, (8, 128): 23.4, (1, 256): 8.9, (1, 512): 20.2}
 """ms per call, as measured for a small encoder."""

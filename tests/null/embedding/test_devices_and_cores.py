@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staticllm.errors import ConfigError, DeviceError
-from staticllm.pipelines.embedding import affinity
-from staticllm.pipelines.embedding.affinity import Topology, bind, instance_cores, parse_list, read_topology
-from staticllm.pipelines.embedding.detector import UsedDevice, detect, named, without_slow_cpu
+from staticllm.pipelines.embedding.windve import affinity
+from staticllm.pipelines.embedding.windve.affinity import Topology, bind, instance_cores, parse_list, read_topology
+from staticllm.pipelines.embedding.windve.detector import UsedDevice, detect, named, without_slow_cpu
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="core affinity needs Linux")
 

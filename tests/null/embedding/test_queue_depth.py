@@ -10,9 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from staticllm.errors import ConfigError
-from staticllm.pipelines.embedding.depth_file import read_estimates, write_estimates
-from staticllm.pipelines.embedding.device_load import Line
-from staticllm.pipelines.embedding.queue_depth import (
+from staticllm.pipelines.embedding.windve.depth_file import read_estimates, write_estimates
+from staticllm.pipelines.embedding.windve.device_load import Line
+from staticllm.pipelines.embedding.windve.queue_depth import (
     MAX_DEPTH,
     Estimate,
     Recalibration,

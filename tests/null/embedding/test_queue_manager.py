@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staticllm.errors import BusyError, ConfigError
-from staticllm.pipelines.embedding.device_load import Line, ShapeCosts
-from staticllm.pipelines.embedding.device_queue import DOCUMENT, QUERY, Busy, DeviceQueue, Query
-from staticllm.pipelines.embedding.queue_manager import QueueManager
-from staticllm.pipelines.embedding.queue_policies import MARGIN, Plain, Predicted, Windve, WindveQueued
+from staticllm.pipelines.embedding.windve.device_load import Line, ShapeCosts
+from staticllm.pipelines.embedding.windve.device_queue import DOCUMENT, QUERY, Busy, DeviceQueue, Query
+from staticllm.pipelines.embedding.windve.queue_manager import QueueManager
+from staticllm.pipelines.embedding.windve.queue_policies import MARGIN, Plain, Predicted, Windve, WindveQueued
 
 FAST, SLOW = Line(0.01, 0.095, 1.0), Line(0.04, 0.2, 1.0)
 PACKED = ShapeCosts({(1, 64): 0.02, (1, 128): 0.03, (4, 128): 0.08, (1, 512): 0.11})

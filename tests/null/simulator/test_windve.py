@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from staticllm.cli import cli
 from staticllm.errors import ConfigError
-from staticllm.pipelines.embedding.device_load import Line, ShapeCosts
-from staticllm.pipelines.embedding.queue_policies import MARGIN, Predicted, Windve, WindveQueued
+from staticllm.pipelines.embedding.windve.device_load import Line, ShapeCosts
+from staticllm.pipelines.embedding.windve.queue_policies import MARGIN, Predicted, Windve, WindveQueued
 from staticllm.pipelines.simulator.papers import windve_loads as loads
 from staticllm.pipelines.simulator.papers import windve_tables as paper
 from staticllm.pipelines.simulator.windve import (

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from staticllm.errors import ConfigError
 from staticllm.files import read_regular, write_whole
-from staticllm.pipelines.embedding.device_load import Line
-from staticllm.pipelines.embedding.queue_depth import MAX_DEPTH, Estimate
+from staticllm.pipelines.embedding.windve.device_load import Line
+from staticllm.pipelines.embedding.windve.queue_depth import MAX_DEPTH, Estimate
 
 VERSION = 1
 MAX_BYTES = 1 << 20

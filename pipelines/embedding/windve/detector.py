@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from staticllm.devices import kind
 from staticllm.errors import ConfigError, DeviceError
-from staticllm.pipelines.embedding.affinity import parse_list
+from staticllm.pipelines.embedding.windve.affinity import parse_list
 
 ORDER = ("NPU", "GPU", "CPU")
 """Kinds of devices, the preferred first. Other kinds are used only if they are named."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from staticllm.errors import ConfigError
-from staticllm.pipelines.embedding.device_queue import QUERY, Busy, DeviceQueue, Query
+from staticllm.pipelines.embedding.windve.device_queue import QUERY, Busy, DeviceQueue, Query
 
 MARGIN = 0.9
 """The share of the latency limit that ``Predicted`` fills; the rest is for errors of the predicted costs."""

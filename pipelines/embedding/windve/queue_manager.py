@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from staticllm.pipelines.embedding.device_queue import Busy, DeviceQueue, Query
-from staticllm.pipelines.embedding.queue_policies import QueuePolicy
+from staticllm.pipelines.embedding.windve.device_queue import Busy, DeviceQueue, Query
+from staticllm.pipelines.embedding.windve.queue_policies import QueuePolicy
 
 
 @dataclass(frozen=True)

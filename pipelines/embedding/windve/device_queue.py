@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from staticllm.errors import BusyError
-from staticllm.pipelines.embedding.device_load import NewLoad
+from staticllm.pipelines.embedding.windve.device_load import NewLoad
 
 QUERY, DOCUMENT = 1, 0
 """Priorities. Those from ``QUERY`` on have the latency limit T; those below are bulk work, which runs when no query waits."""

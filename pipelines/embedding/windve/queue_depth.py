@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from staticllm.errors import ConfigError
-from staticllm.pipelines.embedding.device_load import Line
+from staticllm.pipelines.embedding.windve.device_load import Line
 from staticllm.pipelines.programs.nnls import nonnegative_least_squares
 
 NUM_LEVELS, NUM_REPEATS = 5, 5
