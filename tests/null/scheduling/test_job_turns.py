@@ -61,6 +61,20 @@ def test_a_prompt_goes_before_jobs_of_its_priority_and_after_those_of_a_higher_o
         turns.choose(view_of(100.0))
 
 
+def test_streams_decode_before_a_prompt_that_comes_after_a_job():
+    policy = Recorder()
+    policy.plan = lambda view: policy.views.append(view) or make_policy("prefill_first").plan(view)
+    planner = Planner(policy)
+    try:
+        assert planner.plan(view_of(100.0, streams=(running(99.99),))) == Plan(job=BULK.id)
+        waiting = (WAITING, replace(WAITING, id=3, status="prefilling"))
+        assert planner.plan(view_of(100.02, waiting=waiting, streams=(running(99.99),))) == Plan(decode=(2,))
+        assert planner.plan(view_of(100.04, waiting=waiting, streams=(running(100.04),))).prefill
+        assert planner.plan(view_of(100.04, (), waiting=waiting, streams=(running(100.04),))).prefill
+    finally:
+        planner.close()
+
+
 def test_jobs_get_their_share_while_prompts_always_wait():
     turns, now, job_seconds = JobTurns(), 0.0, 0.0
     while now < 20:
