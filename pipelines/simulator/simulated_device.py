@@ -141,7 +141,9 @@ class SimulatedDevice:
         """Start a call at the moment ``now``. Return the moment of its end; None if there is nothing to do."""
         self._admit()
         model = self.model
-        jobs = (JobView(JOBS, model.jobs.seconds, 0.0),) if model.jobs and now < model.jobs.end else ()
+        jobs: tuple[JobView, ...] = ()
+        if model.jobs is not None and now < model.jobs.end:
+            jobs = (JobView(JOBS, model.jobs.seconds, 0.0),)
         if not len(self.table) and not jobs:
             return None
         free, free_host_slots = model.kv_slots - self.slots_used, model.host_kv_slots - self.host_slots_used
