@@ -141,17 +141,17 @@ class SimulatedDevice:
         """Start a call at the moment ``now``. Return the moment of its end; None if there is nothing to do."""
         self._admit()
         model = self.model
-        jobs: tuple[JobView, ...] = ()
-        if model.jobs is not None and now < model.jobs.end:
-            jobs = (JobView(JOBS, model.jobs.seconds, 0.0),)
-        if not len(self.table) and not jobs:
+        bulk = model.jobs if model.jobs is not None and now < model.jobs.end else None
+        if not len(self.table) and bulk is None:
             return None
         free, free_host_slots = model.kv_slots - self.slots_used, model.host_kv_slots - self.host_slots_used
         device = Device(model.index, self._learned or model.cost, self.slots_used, swap_seconds=model.host.swap)
-        view = replace(self.table.view(now, free, free_host_slots, device), jobs=jobs)
+        view = self.table.view(now, free, free_host_slots, device)
+        if bulk is not None:
+            view = replace(view, jobs=(JobView(JOBS, bulk.seconds, 0.0),))
         plan = self.planner.plan(view)
-        if plan.job is not None:
-            return self._begin_job(now, jobs[0].seconds)
+        if plan.job is not None and bulk is not None:
+            return self._begin_job(now, bulk.seconds)
         self._parts = self._fitting(self._prepare(plan))
         variant = self._variant(self._parts)
         assert variant is not None
