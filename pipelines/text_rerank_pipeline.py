@@ -49,13 +49,10 @@ class RerankConfig:
         Raises:
             ConfigError: a value is impossible.
         """
-        for name, may_be_none in (("top_n", False), ("max_length", True)):
-            value = getattr(self, name)
-            is_whole = isinstance(value, int) and not isinstance(value, bool)
-            if not (value is None and may_be_none) and (not is_whole or value < 1):
-                raise ConfigError(
-                    f"{name}={value!r}: must be a whole number from 1" + (", or None" if may_be_none else "")
-                )
+        if not _is_count(self.top_n):
+            raise ConfigError(f"top_n={self.top_n!r}: must be a whole number from 1")
+        if self.max_length is not None and not _is_count(self.max_length):
+            raise ConfigError(f"max_length={self.max_length!r}: must be a whole number from 1, or None")
 
 
 class RerankHandle:
@@ -245,6 +242,10 @@ class StaticRerankPipeline:
             tokens = self._tokenizer.encode([query + text if isinstance(text, str) else text for text in given])
         deadline = None if deadline_ms is None else time.perf_counter() + deadline_ms / 1e3
         return EmbeddingRequest(tokens, self._queue.runner.shape.width, priority, deadline)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def probabilities(logits: Scores, num_labels: int) -> Scores:
