@@ -86,7 +86,7 @@ class Manifest:
     """The contents of a set.
 
     ``config`` and ``shape`` have the fields of a decoder or of an encoder. ``kv_type`` is empty for an encoder. ``blobs``: file →
-    its expected contents. ``properties``: OpenVINO's properties of each part that has its own, including those that a probe chose.
+    its expected contents. ``properties``: OpenVINO's properties of each part that has its own, also those that a probe chose.
     ``few_rows``: the most rows of a call of the part of that name. ``costs``: measured seconds per call of a variant.
     ``verification``: the result of ``compile --verify``.
     """

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import openvino as ov
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, Pooling, ProgramMode
 from staticllm.devices import check_device, get_core, known_properties
 from staticllm.errors import ConfigError
 from staticllm.model_dir import check_model_dir, max_positions
-from staticllm.pipelines.blobs.blob_set import MANIFEST, json_properties
+from staticllm.pipelines.blobs.blob_set import is_ours, json_properties
 from staticllm.pipelines.blobs.fingerprint import EncoderFingerprint, fingerprint_model, machine_values
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
 from staticllm.pipelines.model_loader.genai_properties import from_genai
@@ -95,23 +98,29 @@ class EncoderJob:
 
 
 def encoder_job(
-    directory: Path, device: str, choices: EncoderChoices, on_progress: OnProgress = lambda event: None
+    models_path: str | os.PathLike[str],
+    device: str,
+    choices: EncoderChoices,
+    on_progress: OnProgress = lambda event: None,
+    check: Callable[[ov.Core, object], str] = check_device,
 ) -> EncoderJob:
     """Check directory, device and properties, and read what the model's files say.
 
+    ``check`` raises a ``DeviceError`` for a device that cannot be used.
+
     Raises:
         ModelError: a file of the model is missing or damaged.
-        DeviceError: the device is not on this machine.
+        DeviceError: ``check`` refuses the device.
         ConfigError: a property is unknown, or is no option of an encoder.
     """
-    if (directory / MANIFEST).is_file() and not (directory / "openvino_model.xml").exists():
+    if isinstance(models_path, (str, os.PathLike)) and is_ours(Path(models_path)):
         raise ConfigError(
-            f"{str(directory)!r} is a blob set: give the model directory, and the set with BLOB_PATH={str(directory)!r}"
+            f"{str(models_path)!r} is a blob set: give the directory of its model, and the set with BLOB_PATH"
         )
-    name = check_device(get_core(), device)
+    name = check(get_core(), device)
     config = encoder_config(name, choices.properties or {})
     is_encrypted = config.weights_decryption_callback is not None
-    check_model_dir(directory, False, config.weights_path, is_encrypted)
+    directory = check_model_dir(models_path, False, config.weights_path, is_encrypted)
     files, limit = read_encoder_files(directory), max_positions(directory)
     longest = choices.max_length or files.max_length or min(limit or MAX_LENGTH, MAX_LENGTH)
     return EncoderJob(LoadJob(directory, name, config, on_progress), choices, files, longest)
