@@ -213,8 +213,12 @@ def _check_ports(shape: EncoderShape, compiled: Mapping[EncoderVariant, ov.Compi
 
 
 def _kept(job: EncoderJob, folder: Path, manifest: Manifest) -> KeptCosts[EncoderVariant]:
-    made = {"layout": manifest.programs, "properties": json_properties(job.properties)}
-    return CostsPlace(folder, manifest.fingerprint, job.load.key).kept(EncoderVariant, made)
+    return kept_costs(job, CostsPlace(folder, manifest.fingerprint, job.load.key))
+
+
+def kept_costs(job: EncoderJob, place: CostsPlace) -> KeptCosts[EncoderVariant]:
+    """Return the costs that are kept at the place of the job's set."""
+    return place.kept(EncoderVariant, {"layout": job.mode, "properties": json_properties(job.properties)})
 
 
 def _through_cache(job: EncoderJob, folder: str) -> EncoderSet:
