@@ -142,7 +142,11 @@ class StaticEmbeddingPipeline:
         self._config = _resolved(config, own)
         pooling = None if self._config.pooling_type is None else _POOLINGS[self._config.pooling_type]
         choices = EncoderChoices(
-            pooling, self._config.normalize, self._config.max_length, properties=properties or None
+            pooling,
+            self._config.normalize,
+            self._config.max_length,
+            properties=properties or None,
+            output="embeddings",
         )
         self._loaded = load_encoder(models_path, device, choices, on_progress)
         self._tokenizer = TextTokenizer(

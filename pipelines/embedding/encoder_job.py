@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openvino as ov
 
@@ -32,6 +32,9 @@ OPTIONS = frozenset(
      "export_blob", "integrity_key", "weights_path", "programs", "device_properties"]
 )  # fmt: skip
 """The fields of the config that an encoder has."""
+_OF_DECODERS = {item.name.upper() for item in fields(StaticLLMConfig) if item.name not in OPTIONS} | {
+    "PREFILL_HINT", "GENERATE_HINT"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class EncoderChoices:
     """What the user chose; None for what the model's files say.
 
     ``max_length`` is in tokens, ``sizes`` are the batches and rows of the programs, ``properties`` are OpenVINO's and those in
-    ``OPTIONS``, by their names in capitals.
+    ``OPTIONS``, by their names in capitals. ``output``: what the caller can use; None for either.
     """
 
     pooling: Pooling | None = None
@@ -47,6 +50,7 @@ class EncoderChoices:
     max_length: int | None = None
     sizes: Sequence[tuple[int, int]] | None = None
     properties: Mapping[str, object] | None = None
+    output: Literal["embeddings", "scores"] | None = None
 
 
 @dataclass(frozen=True)
@@ -132,9 +136,11 @@ def encoder_config(device: str, properties: Mapping[str, object]) -> StaticLLMCo
     Raises:
         ConfigError: a property is unknown, is no option of an encoder, or its value is impossible.
     """
-    resolved = resolve(from_genai(properties), known_properties(get_core(), device))
-    if others := sorted(resolved.explicit - OPTIONS):
-        raise ConfigError(f"{others[0].upper()} is an option of decoders, this model is an encoder: leave it out")
+    ours = from_genai(properties)
+    for name in ours:
+        if name in _OF_DECODERS:
+            raise ConfigError(f"{name} is an option of decoders, this model is an encoder: leave it out")
+    resolved = resolve(ours, known_properties(get_core(), device))
     if resolved.config.programs not in ("auto", "separate", "shared"):
         raise ConfigError(f"PROGRAMS={resolved.config.programs!r}: an encoder has 'separate' or 'shared' programs")
     return resolved.config

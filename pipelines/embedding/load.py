@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import openvino_genai as genai
 
+from staticllm.compiler_passes.model_kind import EMBEDDINGS, SCORES
 from staticllm.core import EncoderShape, OnProgress, Pooling, ProgressEvent
-from staticllm.errors import DeviceError, last_line
+from staticllm.errors import DeviceError, ModelError, last_line
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles
 from staticllm.pipelines.embedding.encoder_job import EncoderChoices, EncoderJob, encoder_job
@@ -53,6 +54,7 @@ def load_encoder(
     directory, config = job.load.directory, job.load.config
     check_model_dir(directory, True, config.weights_path, config.weights_decryption_callback is not None)
     found = programs_of(job)
+    _check_output(job, found)
     tokenizer = read_tokenizer(directory)
     runner = make_encoder_runner(job, found, max(tokenizer.get_pad_token_id(), 0))
     on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
@@ -78,6 +80,18 @@ def make_encoder_runner(job: EncoderJob, found: EncoderSet, pad_id: int = 0) -> 
     if found.kept is not None:
         found.kept.write(runner.costs)
     return runner
+
+
+def _check_output(job: EncoderJob, found: EncoderSet) -> None:
+    """Check that the model computes what the caller can use.
+
+    Raises:
+        ModelError: it computes scores instead of embeddings, or the reverse.
+    """
+    output, wanted = found.programs.shape.output, job.choices.output
+    if wanted not in (None, output):
+        kind = SCORES if output == "scores" else EMBEDDINGS
+        raise ModelError(f"{str(job.load.directory)!r} is {kind.what}: {kind.remedy}")
 
 
 def default_pooling(shape: EncoderShape) -> Pooling:

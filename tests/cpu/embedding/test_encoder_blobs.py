@@ -129,7 +129,7 @@ def test_a_damaged_blob_is_refused_and_in_a_cache_compiled_again(directory, expe
     cache = {"CACHE_DIR": str(tmp_path / "cache")}
     np.testing.assert_allclose(vectors(directory, **cache), expected, atol=1e-6, rtol=0)
     flip(next((tmp_path / "cache").glob("*/*.blob")))
-    with pytest.warns(RuntimeWarning, match="compiled again: .* is damaged"):
+    with pytest.warns(RuntimeWarning, match=r"compiled again: .* is damaged"):
         np.testing.assert_allclose(vectors(directory, **cache), expected, atol=1e-6, rtol=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
