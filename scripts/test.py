@@ -13,8 +13,8 @@ import sys
 from _setup import ensure_environment, run
 
 MAX_WORKERS = 4
-"""Each worker has its own programs in memory. One process for all tests would also come near the limit of memory maps: the plugin's
-kernels leave some behind."""
+"""Each worker has its own programs in memory. One process for all tests would come near the limit of memory maps, because the
+plugin's kernels leave some behind."""
 
 
 def main() -> None:

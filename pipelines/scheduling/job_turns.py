@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from staticllm.pipelines.scheduling.interface import JobView, RequestView, View
 from staticllm.pipelines.scheduling.policies.dynamic import GAP_SECONDS, GAP_STEPS
 
@@ -21,8 +23,7 @@ class JobTurns:
     """
 
     def __init__(self) -> None:
-        self._end = float("-inf")  # expected end of the last job, on the clock of the view
-        self._seconds = 0.0  # its duration
+        self._start, self._seconds = float("-inf"), 0.0  # of the last job, on the clock of the view
 
     def choose(self, view: View) -> JobView | None:
         """Return the job that runs now; None if the policy's plan does."""
@@ -30,10 +31,19 @@ class JobTurns:
             return None
         job = min(view.jobs, key=urgency)
         runs_now = self._goes_first(view, job) and self._keeps_bound(view, job)
-        if not runs_now and not self._has_its_share(view, job):
+        if not runs_now and not self._has_waited_its_share(view, job):
             return None
-        self._end, self._seconds = view.now + job.seconds, job.seconds
+        self._start, self._seconds = view.now, job.seconds
         return job
+
+    def view_for_policy(self, view: View) -> View:
+        """Return the view without jobs. If one ran since the last tokens of the running requests, these decode first.
+
+        The policy then sees no prompt for one call: the job took the time that the policy would give to it.
+        """
+        if min(_token_times(view.running), default=self._start) < self._start:
+            return replace(view, jobs=(), waiting=(), prefilling=())
+        return replace(view, jobs=()) if view.jobs else view
 
     def _goes_first(self, view: View, job: JobView) -> bool:
         """Return whether no request that does not decode goes before the job."""
@@ -43,15 +53,15 @@ class JobTurns:
     def _keeps_bound(self, view: View, job: JobView) -> bool:
         return not view.running or job.seconds <= slack_of(view) - waited(view)
 
-    def _has_its_share(self, view: View, job: JobView) -> bool:
-        """Return whether jobs had less than their share since the last one, and the job does not delay a token needlessly.
+    def _has_waited_its_share(self, view: View, job: JobView) -> bool:
+        """Return whether the job has waited so long that its time is the share, and does not delay a token needlessly.
 
         A job that keeps the bound right after a token waits for that moment. One that never does runs right after a token too.
         """
-        since = view.now - self._end
-        if since <= 0 or self._seconds / (self._seconds + since) > MIN_JOB_SHARE:
+        end = self._start + self._seconds
+        if (view.now - max(end, job.arrival)) * MIN_JOB_SHARE < job.seconds * (1 - MIN_JOB_SHARE):
             return False
-        return self._keeps_bound(view, job) or (job.seconds > slack_of(view) and has_just_decoded(view, self._end))
+        return self._keeps_bound(view, job) or (job.seconds > slack_of(view) and has_just_decoded(view, end))
 
 
 def urgency(job: JobView) -> tuple[float, float, float]:

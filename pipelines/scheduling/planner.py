@@ -77,10 +77,10 @@ class Planner:
             NoPlanError: no request can run at all; the error has the id of the first one.
         """
         self._restore_policy(view)
-        if view.jobs and not getattr(self.policy, "plans_jobs", False):
+        if not getattr(self.policy, "plans_jobs", False):
             if (job := self._turns.choose(view)) is not None:
                 return Plan(job=job.id)
-            view = replace(view, jobs=())
+            view = self._turns.view_for_policy(view)
         try:
             return check(self._asked(view), view)
         except Exception as error:

@@ -44,7 +44,7 @@ def test_without_requests_the_most_urgent_job_runs():
 @pytest.mark.parametrize(("targets", "num_jobs"), [({}, 3), ({"tpot_ms": 65}, 1), ({"tpot_ms": 180}, 7)])
 def test_jobs_fill_the_time_between_two_tokens_and_no_more(targets, num_jobs):
     turns, now, last, count = JobTurns(), 100.0, 100.0, 0
-    while chosen(turns, view_of(now, streams=(running(last), running(last + 0.005, 3)), **targets)):
+    while now < 101 and chosen(turns, view_of(now, streams=(running(last), running(last + 0.005, 3)), **targets)):
         now, count = now + BULK.seconds, count + 1
     assert count == num_jobs
     bound = targets.get("tpot_ms", max(4 * STEP * 1e3, 100)) / 1e3
@@ -59,6 +59,20 @@ def test_a_prompt_goes_before_jobs_of_its_priority_and_after_those_of_a_higher_o
         assert chosen(turns, view_of(100.021, (replace(BULK, priority=1),), waiting=(waiting,))) == BULK.id
         turns = JobTurns()
         turns.choose(view_of(100.0))
+
+
+def test_streams_decode_before_a_prompt_that_comes_after_a_job():
+    policy = Recorder()
+    policy.plan = lambda view: policy.views.append(view) or make_policy("prefill_first").plan(view)
+    planner = Planner(policy)
+    try:
+        assert planner.plan(view_of(100.0, streams=(running(99.99),))) == Plan(job=BULK.id)
+        waiting = (WAITING, replace(WAITING, id=3, status="prefilling"))
+        assert planner.plan(view_of(100.02, waiting=waiting, streams=(running(99.99),))) == Plan(decode=(2,))
+        assert planner.plan(view_of(100.04, waiting=waiting, streams=(running(100.04),))).prefill
+        assert planner.plan(view_of(100.04, (), waiting=waiting, streams=(running(100.04),))).prefill
+    finally:
+        planner.close()
 
 
 def test_jobs_get_their_share_while_prompts_always_wait():
