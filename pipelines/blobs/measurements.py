@@ -98,7 +98,8 @@ class KeptCosts(Generic[V]):
     """The seconds per call of each variant, as they were measured at leisure by this process or an earlier one."""
 
     def __init__(self, kind: type[V], file: MeasurementFile, lock: Path) -> None:
-        self._kind, self._file, self._lock = kind, file, lock
+        self._kind: type[V] = kind
+        self._file, self._lock = file, lock
         self._stored: dict[V, float] = {}
 
     def read(self) -> dict[V, float]:

@@ -35,7 +35,8 @@ def run_apart(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> 
 
 def _name_of(port: ov.ConstOutput) -> str:
     """Return the port's name in the contract of step programs or encoder programs. Plugins add names of their own."""
-    return next(name for name in sorted(port.get_names()) if find_port(name) or find_encoder_port(name))
+    names: list[str] = sorted(port.get_names())
+    return next(name for name in names if find_port(name) or find_encoder_port(name))
 
 
 def random_feeds(compiled: ov.CompiledModel, variant: Variant) -> dict[str, NDArray[Any]]:

@@ -3,9 +3,12 @@
 import json
 
 import numpy as np
+import openvino as ov
 import pytest
 from click.testing import CliRunner
 from encoder_directories import a_directory, scores_directory
+from encoder_models import TinyEncoder
+from openvino import opset13 as ops
 
 from staticllm import StaticLLMPipeline, demo_model_path
 from staticllm.cli import cli
@@ -45,7 +48,7 @@ def test_inspect_describes_an_encoder(encoder):
     assert "packable  yes" in text
     report = json.loads(run("inspect", encoder, "--json"))
     assert report["kind"] == "encoder"
-    assert [entry["name"] for entry in report["passes"]][0] == "select_output"
+    assert report["passes"][0]["name"] == "select_output"
     assert all(entry["nodes_after"] for entry in report["passes"])
     assert report["masks"] == ["full"]
     assert report["unsafe_rows"] == [4]
@@ -55,10 +58,18 @@ def test_inspect_describes_a_cross_encoder_and_one_that_cannot_be_packed(scores,
     report = json.loads(run("inspect", scores, "--json"))
     assert report["output"] == "scores"
     assert report["pooling"] is None
-    folder = scores_directory(tmp_path / "deberta", "deberta")
-    text = run("inspect", folder)
+    mixed = TinyEncoder(on_hidden=with_sum_so_far).model()
+    ov.save_model(mixed, tmp_path / "openvino_model.xml", compress_to_fp16=False)
+    text = run("inspect", tmp_path)
     assert "packable  no, one text per sequence: " in text
     assert "pooling   first (from the default)" in text
+    verdicts = json.loads(run("verify", tmp_path, "--programs", "shared", "--json"))["checks"]
+    assert [_texts(verdict["detail"]) for verdict in verdicts[1:]] == [(8, 4), (8, 4)]  # one text per sequence
+
+
+def with_sum_so_far(hidden, rows):
+    """Add a share of the sum of all vectors before, which includes those of other texts in the sequence."""
+    return ops.add(hidden, ops.multiply(ops.cum_sum(hidden, ops.constant(1)), ops.constant(np.float32(0.01))))
 
 
 @pytest.mark.parametrize("kind", ["encoder", "scores"])
@@ -153,9 +164,9 @@ def test_commands_of_decoders_name_the_remedy(encoder):
         StaticLLMPipeline(encoder, "CPU")
 
 
-def test_options_of_decoders_are_refused_for_encoders(encoder):
+def test_options_of_decoders_are_refused_for_encoders(encoder, scores):
     assert "MAX_PROMPT_LEN is an option of decoders" in refused("inspect", encoder, "--max-prompt-len", 30)
-    assert "max_length=1000: the model was made for texts" in refused("inspect", encoder, "-p", "max_length=1000")
+    assert "max_length=1000: the model was made for texts" in refused("inspect", scores, "-p", "max_length=1000")
     assert "max_length=0: must be a whole number" in refused("plan", encoder, "-p", "max_length=0")
     assert "unknown property 'CACHE_DIRR': did you mean 'CACHE_DIR'?" in refused(
         "inspect", encoder, "-p", "CACHE_DIRR=x"
