@@ -112,7 +112,7 @@ class StaticEmbeddingPipeline:
         engine: JobHost | None = None,
         overflow: Overflow = "truncate",
         max_waiting: int = 1 << 20,
-        on_progress: OnProgress = lambda event: None,
+        on_progress: OnProgress | None = None,
         **properties: object,
     ) -> None:
         """Load an encoder with its tokenizer.
@@ -148,7 +148,7 @@ class StaticEmbeddingPipeline:
             properties=properties or None,
             output="embeddings",
         )
-        self._loaded = load_encoder(models_path, device, choices, on_progress)
+        self._loaded = load_encoder(models_path, device, choices, on_progress or (lambda event: None))
         self._tokenizer = TextTokenizer(
             self._loaded.tokenizer, self._loaded.max_length, self._loaded.vocab_size, overflow
         )
