@@ -30,11 +30,11 @@ class ModelKind:
 DECODER = ModelKind(
     "decoder",
     "a causal language model (output 'logits' for every token)",
-    "use StaticLLMPipeline or `staticllm run`; to embed with it, export it with --task feature-extraction",
+    "use StaticLLMPipeline or `staticllm run`; if it was trained to embed texts, give its pooling (1_Pooling/config.json)",
 )
 EMBEDDINGS = ModelKind(
     "encoder",
-    "a text embedding model (hidden states, no KV slots)",
+    "a text embedding model (output of hidden states)",
     "use StaticEmbeddingPipeline or `staticllm embed`",
 )
 SCORES = ModelKind(
@@ -44,8 +44,8 @@ SCORES = ModelKind(
 )
 DECODER_EMBEDDER = ModelKind(
     "decoder embedder",
-    "a text embedding model with KV slots",
-    "export it with --task feature-extraction, without past",
+    "a text embedding model (output of hidden states, with KV slots)",
+    "use StaticEmbeddingPipeline or `staticllm embed`",
 )
 _WANTED = {"decoder": "a causal language model", "encoder": "an encoder"}
 
@@ -58,7 +58,7 @@ def kind_of(model: ov.Model) -> ModelKind | None:
     | any | ``logits`` ``[batch, tokens, vocab]`` | decoder; passes say what a decoder without states lacks |
     | none | ``logits`` ``[batch, labels]`` | encoder: scores |
     | none | hidden states | encoder: embeddings |
-    | some | hidden states | decoder embedder |
+    | some | hidden states | decoder embedder, which runs as an encoder |
     """
     outputs = {name: port for port in model.outputs for name in port.get_names()}
     has_states = bool(model.get_variables())
@@ -84,14 +84,22 @@ def kind_in(
     return kind_of(read_model(get_core(), directory, weights, decrypt))
 
 
-def check_kind(model: ov.Model, directory: Path, wanted: KindName) -> ModelKind:
-    """Return the kind of a model.
+def is_lowered_as(kind: ModelKind | None, wanted: KindName, can_embed: bool = False) -> bool:
+    """Return whether a model is lowered as a ``wanted`` one: a decoder also as an encoder, if it ``can_embed`` by its files."""
+    names = {kind.name if kind is not None else None}
+    if wanted != "encoder":
+        return wanted in names
+    return bool(names & {"encoder", "decoder embedder", *(("decoder",) if can_embed else ())})
+
+
+def check_kind(model: ov.Model, directory: Path, wanted: KindName, can_embed: bool = False) -> ModelKind:
+    """Return the kind of a model. ``can_embed``: whether the files or the user say how a decoder's vectors are pooled.
 
     Raises:
         ModelError: it is not of the ``wanted`` kind; the message says what it is, and what to do with it.
     """
     kind = kind_of(model)
-    if kind is not None and kind.name == wanted:
+    if kind is not None and is_lowered_as(kind, wanted, can_embed):
         return kind
     if kind is not None:
         raise ModelError(f"{str(directory)!r} is not {_WANTED[wanted]} but {kind.what}: {kind.remedy}")

@@ -132,8 +132,6 @@ def _model(path: str, cache_dir: str | None) -> Finding:
             )
     if kind_here is None:
         return Finding("fail", "model", "its graph is neither a decoder's nor an encoder's", "export a text model")
-    if kind_here.name == "decoder embedder":
-        return Finding("warn", "model", f"complete, {kind_here.what}", kind_here.remedy)
     return Finding("ok", "model", f"complete, {kind_here.what}, weights {here.weights_digest[:12]}")
 
 

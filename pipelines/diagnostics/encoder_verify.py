@@ -13,8 +13,10 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK
+from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
+from staticllm.compiler_passes.graph.step_graph import named_result
 from staticllm.compiler_passes.shapes.add_pooling import Dense
+from staticllm.compiler_passes.shapes.select_logits import find_head
 from staticllm.compiler_passes.shapes.select_output import HIDDEN_STATES
 from staticllm.core import EncoderShape, OnProgress, Pooling, ProgramMode
 from staticllm.devices import get_core, kind
@@ -30,7 +32,7 @@ from staticllm.pipelines.embedding.encoder_runner import EncoderRunner, Tokenize
 from staticllm.pipelines.embedding.encoder_set import programs_of
 from staticllm.pipelines.embedding.load import make_encoder_runner
 from staticllm.pipelines.embedding.packing import plan_calls
-from staticllm.ports import INPUT_IDS, LOGITS, TOKEN_TYPE_IDS
+from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS, TOKEN_TYPE_IDS
 
 LENGTHS = (1, 2, 3, 5, 9, 17, 33, 60, 100, 128, 250, 512)
 """Tokens of the texts, as far as the model allows them."""
@@ -66,6 +68,9 @@ class EncoderReference:
         self._model = read_model(
             get_core(), job.load.directory, config.weights_path, config.weights_decryption_callback
         )
+        self._has_states = bool(self._model.get_variables())
+        if shape.output == "embeddings" and _hidden_port(self._model) is None:
+            _expose_hidden_states(self._model)
 
     def __call__(self, text: TokenizedText) -> Vectors:
         """Return the vector or the scores of one text, ``[width]``.
@@ -78,10 +83,12 @@ class EncoderReference:
             INPUT_IDS: ids,
             ATTENTION_MASK: np.ones_like(ids),
             TOKEN_TYPE_IDS: np.zeros_like(ids) if text.types is None else text.types[None],
+            POSITION_IDS: np.arange(len(text))[None],
+            BEAM_IDX: np.zeros(1, np.int32),
         }
         try:
             model = self._model.clone()
-            if len(text) not in self._shape.unsafe_rows:
+            if not self._has_states and len(text) not in self._shape.unsafe_rows:
                 model.reshape({port: [1, len(text)] for port in model.inputs})
             program = get_core().compile_model(model, "CPU", dict(EXACT))
             request = program.create_infer_request()
@@ -94,8 +101,9 @@ class EncoderReference:
     def _output(self, program: ov.CompiledModel) -> ov.ConstOutput:
         if self._shape.output == "scores":
             return program.output(LOGITS)
-        named = [port for name in HIDDEN_STATES for port in program.outputs if name in port.get_names()]
-        return (named or [port for port in program.outputs if port.get_partial_shape().rank == ov.Dimension(3)])[0]
+        found = _hidden_port(program)
+        assert found is not None, "the constructor has exposed it"
+        return found
 
     def _vector(self, states: NDArray[np.float32]) -> Vectors:
         pooled = {"mean": states.mean(axis=0), "first": states[0], "last": states[-1]}[self._pooling]
@@ -103,6 +111,23 @@ class EncoderReference:
             pooled = _dense(layer, pooled)
         length = np.linalg.norm(pooled) if self._job.choices.is_normalised else 1.0
         return np.asarray(pooled / max(float(length), 1e-12), np.float32)
+
+
+def _hidden_port(model: ov.Model | ov.CompiledModel) -> Any:
+    """Return the output of hidden states: by name, or the only one with a vector per token that is not called ``logits``."""
+    named = [port for name in HIDDEN_STATES for port in model.outputs if name in port.get_names()]
+    others = [port for port in model.outputs if LOGITS not in port.get_names()]
+    vectors = [port for port in others if port.get_partial_shape().rank == ov.Dimension(3)]
+    return next(iter(named or vectors), None)
+
+
+def _expose_hidden_states(model: ov.Model) -> None:
+    """Add what the head of a causal language model reads to its outputs."""
+    (result,) = [node for node in model.get_results() if LOGITS in node.output(0).get_names()]
+    head = find_head(result)
+    assert head is not None, "a decoder without a recognised head is refused by the passes"
+    model.add_results([named_result(HIDDEN_STATES[0], head.input_value(0))])
+    model.validate_nodes_and_infer_types()
 
 
 def _dense(layer: Dense, vector: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -72,6 +72,11 @@ class EncoderJob:
         """OpenVINO's properties of every program."""
         return phase_properties(self.load.device, self.load.config)["prefill"]
 
+    @property
+    def can_embed(self) -> bool:
+        """Whether somebody says how a decoder's vectors become one: then it is an embedder, not a chat model."""
+        return self.choices.pooling is not None or self.files.pooling is not None
+
     def fingerprint(self) -> EncoderFingerprint:
         """Return the fingerprint that a set must have to be loaded for this job.
 

@@ -66,7 +66,7 @@ def plan_encoder(job: EncoderJob, for_blobs: bool = False) -> EncoderPlan:
     """
     load, begin = job.load, time.perf_counter()
     model = read_model(get_core(), load.directory, load.config.weights_path, load.config.weights_decryption_callback)
-    check_kind(model, load.directory, "encoder")
+    check_kind(model, load.directory, "encoder", job.can_embed)
     if for_blobs:
         keep_small_constants(model)
     weights, vocab_size, read = MappedWeights(model), _vocab_size(model), time.perf_counter()

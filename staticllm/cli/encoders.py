@@ -26,17 +26,18 @@ OWN = {"max_length", "normalize"}
 
 
 def is_encoder(model: str, options: dict[str, Any] | None = None) -> bool:
-    """Return whether the graph of a model is an encoder's. ``options``: the layout options, which may name its weights file.
+    """Return whether a model is an encoder by its graph, or a decoder whose files say how to embed. ``options``: the layout options, which may name its weights file.
 
     Raises:
         ModelError: a file of the model is missing or damaged.
     """
-    from staticllm.compiler_passes.model_kind import kind_in
+    from staticllm.compiler_passes.model_kind import is_lowered_as, kind_in
     from staticllm.model_dir import check_model_dir
+    from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 
     weights = dict((options or {}).get("properties", ())).get("WEIGHTS_PATH")
-    kind = kind_in(check_model_dir(model, False, weights), weights)
-    return kind is not None and kind.name == "encoder"
+    directory = check_model_dir(model, False, weights)
+    return is_lowered_as(kind_in(directory, weights), "encoder", read_encoder_files(directory).pooling is not None)
 
 
 def read_choices(options: dict[str, Any]) -> EncoderChoices:

@@ -48,7 +48,7 @@ def test_inspect_describes_an_encoder(encoder):
     assert "packable  yes" in text
     report = json.loads(run("inspect", encoder, "--json"))
     assert report["kind"] == "encoder"
-    assert report["passes"][0]["name"] == "select_output"
+    assert report["passes"][-1]["name"] == "add_pooling"
     assert all(entry["nodes_after"] for entry in report["passes"])
     assert report["masks"] == ["full"]
     assert report["unsafe_rows"] == [4]
@@ -90,6 +90,16 @@ def test_verify_compares_alone_packed_and_the_original(kind, encoder, scores):
 def _texts(detail):
     words = detail.split()
     return int(words[words.index("texts") - 1]), int(words[words.index("calls") - 1])
+
+
+def test_a_decoder_whose_files_say_how_to_embed_runs_as_an_encoder(tmp_path):
+    directory = scores_directory(tmp_path / "model", "qwen3_with_past")
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    assert "pooling   last (from the model's files), normalised" in run("inspect", directory)
+    found = json.loads(run("verify", directory, "--programs", "shared", "--json"))
+    assert found["ok"]
+    assert len(found["checks"]) == 3
 
 
 def test_verify_exits_with_1_if_texts_see_each_other(encoder, monkeypatch):

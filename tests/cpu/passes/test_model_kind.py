@@ -29,6 +29,7 @@ def test_a_decoder_is_no_encoder(tmp_path):
     ) as error:
         check_kind(get_core().read_model(tmp_path / "openvino_model.xml"), tmp_path, "encoder")
     assert "\n" not in str(error.value)
+    assert check_kind(get_core().read_model(tmp_path / "openvino_model.xml"), tmp_path, "encoder", can_embed=True)
 
 
 def test_hidden_states_beside_states_are_a_decoder_that_embeds(tmp_path):
@@ -36,10 +37,9 @@ def test_hidden_states_beside_states_are_a_decoder_that_embeds(tmp_path):
     model = get_core().read_model(tmp_path / "openvino_model.xml")
     model.output("logits").set_names({"last_hidden_state"})
     assert kind_of(model).name == "decoder embedder"
-    with pytest.raises(
-        ModelError, match="a text embedding model with KV slots: export it with --task feature-extraction"
-    ):
-        check_kind(model, tmp_path, "encoder")
+    assert check_kind(model, tmp_path, "encoder").name == "decoder embedder"
+    with pytest.raises(ModelError, match="is not a causal language model but a text embedding model"):
+        check_kind(model, tmp_path, "decoder")
 
 
 def test_logits_of_every_token_without_states_are_not_scores():
