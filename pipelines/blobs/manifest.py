@@ -101,7 +101,7 @@ class Manifest:
     blobs: Mapping[str, StoredBlob]
     is_weightless: bool
     is_encrypted: bool
-    costs: Mapping[AnyVariant, float] = field(default_factory=dict)
+    costs: Mapping[Variant, float] | Mapping[EncoderVariant, float] = field(default_factory=dict)
     few_rows: int = 1
     passes: Mapping[str, str] | None = None
     created: str = ""

@@ -132,7 +132,7 @@ def _model(path: str, cache_dir: str | None) -> Finding:
             )
     if kind_here is None:
         return Finding("fail", "model", "its graph is neither a decoder's nor an encoder's", "export a text model")
-    return Finding("ok", "model", f"complete, {kind_here.what}, weights {here.weights_digest[:12]}")
+    return Finding("ok", "model", f"complete, weights {here.weights_digest[:12]}, {kind_here.what}")
 
 
 def _cache(folder: Path) -> Iterator[Finding]:

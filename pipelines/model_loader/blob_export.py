@@ -242,7 +242,7 @@ def manifest_of(job: LoadJob, exported: Exported, fingerprint: Fingerprint, cost
         blobs={},
         is_weightless=exported.stored.is_weightless,
         is_encrypted=False,
-        costs={**costs},
+        costs=dict(costs),
         few_rows=options.few_rows,
     )
 

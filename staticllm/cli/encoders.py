@@ -26,7 +26,9 @@ OWN = {"max_length", "normalize"}
 
 
 def is_encoder(model: str, options: dict[str, Any] | None = None) -> bool:
-    """Return whether a model is an encoder by its graph, or a decoder whose files say how to embed. ``options``: the layout options, which may name its weights file.
+    """Return whether a model is an encoder by its graph, or a decoder whose files say how to embed.
+
+    ``options``: the layout options, which may name its weights file.
 
     Raises:
         ModelError: a file of the model is missing or damaged.
