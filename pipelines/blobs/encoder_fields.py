@@ -67,6 +67,7 @@ def check_encoder_shape(content: Mapping[str, Any]) -> None:
                 whole_of(value, 0)
     shape = encoder_shape_from_json(content)
     check_one_of(shape.output, ("embeddings", "scores"), "output")
+    check_one_of(shape.head, ("none", "cut", "tokens"), "head")
     check_one_of(shape.pooling, (None, "first", "last", "mean"), "pooling")
     whole_of(shape.width, 1)
     whole_of(shape.max_rows, 1)

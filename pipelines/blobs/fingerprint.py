@@ -125,6 +125,7 @@ class EncoderFingerprint(Fingerprint):
 
     kind: str = _labelled("kind of model", default="encoder")
     dense: str = _labelled("Dense modules", "weights")
+    score_tokens: str = _labelled("score_tokens", "user")
     max_length: str = _labelled("max_length", "user")
     sizes: str = _labelled("sizes", "user")
     programs: str = _labelled("PROGRAMS", "user")

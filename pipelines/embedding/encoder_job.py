@@ -42,7 +42,9 @@ class EncoderChoices:
     """What the user chose; None for what the model's files say.
 
     ``max_length`` is in tokens, ``sizes`` are the batches and rows of the programs, ``properties`` are OpenVINO's and those in
-    ``OPTIONS``, by their names in capitals. ``output``: what the caller can use; None for either.
+    ``OPTIONS``, by their names in capitals. ``score_tokens`` are the
+    tokens whose logits a causal language model returns, in place of hidden states. ``output``: what the caller can use; None for
+    either.
     """
 
     pooling: Pooling | None = None
@@ -50,6 +52,7 @@ class EncoderChoices:
     max_length: int | None = None
     sizes: Sequence[tuple[int, int]] | None = None
     properties: Mapping[str, object] | None = None
+    score_tokens: tuple[int, ...] = ()
     output: Literal["embeddings", "scores"] | None = None
 
 
@@ -75,7 +78,7 @@ class EncoderJob:
     @property
     def can_embed(self) -> bool:
         """Whether somebody says how a decoder's vectors become one: then it is an embedder, not a chat model."""
-        return self.choices.pooling is not None or self.files.pooling is not None
+        return bool(self.choices.pooling or self.files.pooling or self.choices.score_tokens)
 
     def fingerprint(self) -> EncoderFingerprint:
         """Return the fingerprint that a set must have to be loaded for this job.
@@ -91,6 +94,7 @@ class EncoderJob:
             weights_digest=model.weights_digest,
             **machine_values(get_core(), self.load.device),
             dense=_digest_of(self.files),
+            score_tokens=", ".join(map(str, self.choices.score_tokens)) or "none",
             max_length=str(self.max_length),
             sizes="default" if sizes is None else ", ".join(f"{batch}x{rows}" for batch, rows in sizes),
             programs=self.mode,

@@ -71,7 +71,9 @@ def plan_encoder(job: EncoderJob, for_blobs: bool = False) -> EncoderPlan:
         keep_small_constants(model)
     weights, vocab_size, read = MappedWeights(model), _vocab_size(model), time.perf_counter()
     load.on_progress(ProgressEvent("read", 1, 1, read - begin))
-    lowered = lower_encoder(model, EncoderOptions(job.max_length, job.files.dense, job.choices.is_normalised))
+    lowered = lower_encoder(
+        model, EncoderOptions(job.max_length, job.files.dense, job.choices.is_normalised, job.choices.score_tokens)
+    )
     longest = _longest(job.max_length, job.choices.max_length, lowered.shape.max_rows)
     unsafe = () if job.mode == "shared" else lowered.shape.unsafe_rows
     longest -= longest in unsafe
