@@ -30,7 +30,8 @@ class ModelKind:
 DECODER = ModelKind(
     "decoder",
     "a causal language model (output 'logits' for every token)",
-    "use StaticLLMPipeline or `staticllm run`; if it is an embedder, add its 1_Pooling/config.json or give pooling_type=PoolingType.LAST_TOKEN",
+    "use StaticLLMPipeline or `staticllm run`; if it is an embedder, add its 1_Pooling/config.json or give "
+    "pooling_type=PoolingType.LAST_TOKEN",
 )
 EMBEDDINGS = ModelKind(
     "encoder",
