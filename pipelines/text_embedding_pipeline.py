@@ -15,9 +15,8 @@ import numpy as np
 import openvino_genai as genai
 from numpy.typing import NDArray
 
-from staticllm.core import Pooling
+from staticllm.core import OnProgress, Pooling
 from staticllm.errors import ConfigError
-from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue, EmbeddingRequest
 from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
@@ -113,6 +112,7 @@ class StaticEmbeddingPipeline:
         engine: JobHost | None = None,
         overflow: Overflow = "truncate",
         max_waiting: int = 1 << 20,
+        on_progress: OnProgress | None = None,
         **properties: object,
     ) -> None:
         """Load an encoder with its tokenizer.
@@ -125,24 +125,30 @@ class StaticEmbeddingPipeline:
                 pipeline uses the device next. None: the device is this pipeline's alone.
             overflow: Whether texts of more than ``max_length`` tokens are truncated or refused.
             max_waiting: The most texts that may wait.
-            properties: OpenVINO's properties of the device, and fields of ``Config``.
+            on_progress: Is called with each part of loading.
+            properties: OpenVINO's properties of the device, fields of ``Config``, and those of ``StaticLLMPipeline`` about
+                blobs (``CACHE_DIR``, ``BLOB_PATH`` …), ``PROGRAMS`` and ``WEIGHTS_PATH``.
 
         Raises:
             ModelError: a file of the model is missing or damaged, or it cannot be lowered.
-            ConfigError: an option is impossible.
-            DeviceError: the device cannot compile or run the model.
+            ConfigError: an option is unknown or impossible.
+            DeviceError: the device is missing, or cannot compile or run the model.
+            BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else.
         """
         if overflow not in ("truncate", "refuse"):
             raise ConfigError(f"overflow={overflow!r}: must be 'truncate' or 'refuse'")
         names = {item.name for item in fields(EmbeddingConfig)}
         own = {name: properties.pop(name) for name in list(properties) if name in names}
         self._config = _resolved(config, own)
-        directory = check_model_dir(models_path)
         pooling = None if self._config.pooling_type is None else _POOLINGS[self._config.pooling_type]
         choices = EncoderChoices(
-            pooling, self._config.normalize, self._config.max_length, properties=properties or None
+            pooling,
+            self._config.normalize,
+            self._config.max_length,
+            properties=properties or None,
+            output="embeddings",
         )
-        self._loaded = load_encoder(directory, device, choices)
+        self._loaded = load_encoder(models_path, device, choices, on_progress or (lambda event: None))
         self._tokenizer = TextTokenizer(
             self._loaded.tokenizer, self._loaded.max_length, self._loaded.vocab_size, overflow
         )

@@ -291,7 +291,7 @@ class ProgressEvent:
     index: int
     total: int
     seconds: float
-    variant: Variant | None = None
+    variant: Variant | EncoderVariant | None = None
     is_done: bool = True
     message: str = ""
 

@@ -213,7 +213,7 @@ def read_model(
     """Read the IR of a checked directory. ``weights``: the weights file, if it is not beside the IR; ``decrypt``: if encrypted.
 
     Raises:
-        ModelError: OpenVINO cannot read the IR, it cannot be decrypted, or it is not a causal language model.
+        ModelError: OpenVINO cannot read the IR, or it cannot be decrypted.
     """
     try:
         if (held := model_in_memory(directory)) is not None:
@@ -224,13 +224,6 @@ def read_model(
             model = _decrypted(core, directory, weights_of(directory, weights), decrypt)
     except RuntimeError as error:
         raise ModelError(f"OpenVINO cannot read {str(directory / MODEL_XML)!r}: {last_line(error)}") from error
-    names = {name for port in model.inputs for name in port.get_names()}
-    outputs = {name for port in model.outputs for name in port.get_names()}
-    if "input_ids" not in names or "logits" not in outputs:
-        raise ModelError(
-            f"{str(directory)!r} is not a causal language model: it needs an input 'input_ids' and an output 'logits', "
-            f"it has {sorted(names)} and {sorted(outputs)}"
-        )
     return model
 
 

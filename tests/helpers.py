@@ -8,10 +8,10 @@ from staticllm import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.errors import StaticLLMError
 from staticllm.pipelines.blobs.blob_set import MANIFEST, write_set
-from staticllm.pipelines.blobs.fingerprint import Fingerprint, bytes_digest
+from staticllm.pipelines.blobs.fingerprint import StepFingerprint, bytes_digest
 from staticllm.pipelines.blobs.manifest import LAYOUT_FIELDS, Manifest, VariantFile, _canonical, _framed
 
-FINGERPRINT = Fingerprint(
+FINGERPRINT = StepFingerprint(
     ir_digest="1", weights_digest="2", openvino="2026.4", plugin="1", passes="0", device="CPU", device_name="a CPU",
     capabilities="FP32", max_prompt_len="1024", min_response_len="128", programs="shared", kv_cache_precision="f32",
     max_num_seqs="16", kv_slots="4608", prefill_rows="default", prefill_kv_lens="default", generate_kv_lens="default",

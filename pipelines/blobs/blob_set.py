@@ -170,6 +170,20 @@ def read_steadily(folder: Path, use: Callable[[Manifest], Result], key: bytes = 
     )
 
 
+def check_kind(folder: Path, manifest: Manifest, kind: str) -> None:
+    """Check that a set has the programs of this ``kind`` of model, before its other fields are used.
+
+    Raises:
+        BlobError: it has those of another kind.
+    """
+    if manifest.kind != kind:
+        remedy = {"decoder": "StaticLLMPipeline", "encoder": "StaticEmbeddingPipeline"}[manifest.kind]
+        raise BlobError(
+            f"the blobs in {str(folder)!r} are of {'an encoder' if manifest.kind == 'encoder' else 'a decoder'}: "
+            f"load them with {remedy}, or give the set of this model"
+        )
+
+
 def check_set(folder: Path, manifest: Manifest, here: Fingerprint) -> None:
     """Check that a set was made for the model, machine and layout of the fingerprint ``here``.
 
@@ -184,7 +198,7 @@ def check_set(folder: Path, manifest: Manifest, here: Fingerprint) -> None:
 
 
 def check_properties(folder: Path, manifest: Manifest, own: Mapping[Phase, Mapping[str, Any]]) -> None:
-    """Check that the properties in a manifest, except those in ``PROBED``, equal the user's (``own``).
+    """Check that the properties in a decoder's manifest, except those in ``PROBED``, equal the user's (``own``).
 
     Raises:
         BlobError: a property differs.

@@ -23,14 +23,15 @@ from staticllm.pipelines.programs import keep_small_constants
 PIECE = 16 << 20
 """Bytes per piece. The digest of a file is the digest of its pieces' digests, so that several cores share a large file."""
 _PASSES = Path(str(compiler_passes.__file__)).parent
+_NO_DEFAULT = "-"
 Kind = Literal["graph", "weights", "machine", "user"]
 """The origin of a value: a digest of the graph or of the weights, a fact about the machine, or the user's choice."""
 
 
-def _labelled(label: str, kind: Kind = "machine", default: str | None = "") -> Any:
+def _labelled(label: str, kind: Kind = "machine", default: str | None = _NO_DEFAULT) -> Any:
     """Return a field with the ``label`` that manifests and messages show. ``default`` None: the field may be absent."""
     metadata = {"label": label, "kind": kind}
-    return field(metadata=metadata) if default == "" else field(default=default, metadata=metadata)
+    return field(metadata=metadata) if default == _NO_DEFAULT else field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +44,13 @@ class ModelFingerprint:
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint(ModelFingerprint):
-    """Everything that must be equal where a set is loaded. Lengths and sizes are resolved, so a default equals the same value
-    given by the user.
+    """Everything that must be equal where a set is loaded: a ``StepFingerprint`` or an ``EncoderFingerprint``.
 
-    ``driver`` and ``compiler`` are present if the device reports them.
+    Lengths and sizes are resolved, so a default equals the same value given by the user. ``driver`` and ``compiler`` are present
+    if the device reports them.
     """
 
+    kind: str = _labelled("kind of model", default="")
     openvino: str = _labelled("OpenVINO")
     plugin: str = _labelled("plugin")
     passes: str = _labelled("passes")
@@ -57,6 +59,53 @@ class Fingerprint(ModelFingerprint):
     capabilities: str = _labelled("capabilities")
     driver: str | None = _labelled("driver", default=None)
     compiler: str | None = _labelled("compiler", default=None)
+
+    def to_json(self) -> dict[str, str]:
+        """Return label → value of every field that is present."""
+        values = {item.metadata["label"]: getattr(self, item.name) for item in fields(self)}
+        return {label: value for label, value in values.items() if value is not None}
+
+    @staticmethod
+    def from_json(content: Mapping[str, str]) -> Fingerprint:
+        """Return the fingerprint that ``to_json`` made ``content`` of.
+
+        Raises:
+            ValueError: the kind of model or a label is unknown, or a field is missing.
+        """
+        kinds: dict[str, type[Fingerprint]] = {cls.kind: cls for cls in (StepFingerprint, EncoderFingerprint)}
+        cls = kinds.get(content.get("kind of model", ""))
+        if cls is None:
+            raise ValueError(f"the kind of model is {str(content.get('kind of model'))[:40]!r}")
+        names = {item.metadata["label"]: item.name for item in fields(cls)}
+        if unknown := sorted(set(content) - set(names)):
+            raise ValueError(f"the fingerprint has {unknown[0][:40]!r}")
+        needed = {label for label, name in names.items() if name not in ("driver", "compiler")}
+        if missing := sorted(needed - set(content)):
+            raise ValueError(f"the fingerprint has no {missing[0]!r}")
+        return cls(**{names[label]: value for label, value in content.items()})
+
+    def difference(self, there: Fingerprint) -> str | None:
+        """Describe the first difference from ``there``, the fingerprint of a set; None if there is no difference."""
+        if self.kind != there.kind:
+            return f"this model is {_ARTICLES[self.kind]}, the blob is of {_ARTICLES[there.kind]}"
+        for item in fields(self):
+            mine, theirs = getattr(self, item.name) or "nothing", getattr(there, item.name) or "nothing"
+            if mine == theirs:
+                continue
+            label, kind = item.metadata["label"], item.metadata["kind"]
+            if kind in ("graph", "weights"):
+                return f"{label}: different {kind} ({mine[:12]} here, {theirs[:12]} in the blob)"
+            return (
+                f"{label} {mine} asked, the blob has {theirs}" if kind == "user" else f"{label} {mine}, blob {theirs}"
+            )
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFingerprint(Fingerprint):
+    """The fingerprint of a decoder's step programs."""
+
+    kind: str = _labelled("kind of model", default="decoder")
     max_prompt_len: str = _labelled("MAX_PROMPT_LEN", "user")
     min_response_len: str = _labelled("MIN_RESPONSE_LEN", "user")
     programs: str = _labelled("PROGRAMS", "user")
@@ -69,39 +118,22 @@ class Fingerprint(ModelFingerprint):
     prefill_properties: str = _labelled("prefill properties", "user")
     generate_properties: str = _labelled("generate properties", "user")
 
-    def to_json(self) -> dict[str, str]:
-        """Return label → value of every field that is present."""
-        values = {item.metadata["label"]: getattr(self, item.name) for item in fields(self)}
-        return {label: value for label, value in values.items() if value is not None}
 
-    @classmethod
-    def from_json(cls, content: Mapping[str, str]) -> Fingerprint:
-        """Return the fingerprint that ``to_json`` made ``content`` of.
+@dataclass(frozen=True, kw_only=True)
+class EncoderFingerprint(Fingerprint):
+    """The fingerprint of an encoder's programs. ``dense`` is a digest of the Dense modules that they contain."""
 
-        Raises:
-            ValueError: a label is unknown, or a field is missing.
-        """
-        names = {item.metadata["label"]: item.name for item in fields(cls)}
-        if unknown := sorted(set(content) - set(names)):
-            raise ValueError(f"the fingerprint has {unknown[0][:40]!r}")
-        needed = {label for label, name in names.items() if name not in ("driver", "compiler")}
-        if missing := sorted(needed - set(content)):
-            raise ValueError(f"the fingerprint has no {missing[0]!r}")
-        return cls(**{names[label]: value for label, value in content.items()})
+    kind: str = _labelled("kind of model", default="encoder")
+    dense: str = _labelled("Dense modules", "weights")
+    score_tokens: str = _labelled("score_tokens", "user")
+    max_length: str = _labelled("max_length", "user")
+    sizes: str = _labelled("sizes", "user")
+    programs: str = _labelled("PROGRAMS", "user")
+    normalize: str = _labelled("normalize", "user")
+    properties: str = _labelled("properties", "user")
 
-    def difference(self, there: Fingerprint) -> str | None:
-        """Describe the first difference from ``there``, the fingerprint of a set; None if there is no difference."""
-        for item in fields(self):
-            mine, theirs = getattr(self, item.name) or "nothing", getattr(there, item.name) or "nothing"
-            if mine == theirs:
-                continue
-            label, kind = item.metadata["label"], item.metadata["kind"]
-            if kind in ("graph", "weights"):
-                return f"{label}: different {kind} ({mine[:12]} here, {theirs[:12]} in the blob)"
-            return (
-                f"{label} {mine} asked, the blob has {theirs}" if kind == "user" else f"{label} {mine}, blob {theirs}"
-            )
-        return None
+
+_ARTICLES = {"decoder": "a decoder", "encoder": "an encoder"}
 
 
 def file_digest(path: Path) -> str:

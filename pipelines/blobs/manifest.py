@@ -12,16 +12,39 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, get_args
+from typing import Any, TypeAlias, TypeVar, get_args
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import KVState, KVType, MaskKind, ModelShape, Part, ProgramLayout, RecurrentState, Variant
+from staticllm.core import (
+    EncoderVariant,
+    KVState,
+    KVType,
+    MaskKind,
+    ModelShape,
+    Part,
+    ProgramLayout,
+    RecurrentState,
+    Variant,
+)
 from staticllm.errors import ConfigError
+from staticllm.pipelines.blobs.encoder_fields import (
+    check_encoder_choices,
+    check_encoder_shape,
+    encoder_variant_from_json,
+)
 from staticllm.pipelines.blobs.fingerprint import Fingerprint, bytes_digest
+from staticllm.pipelines.blobs.json_values import (
+    MAX_SIZE,
+    check_flag,
+    check_one_of,
+    list_of,
+    object_of,
+    text_of,
+    whole_of,
+)
 
-SCHEMA = 6
+SCHEMA = 7
 MAX_MANIFEST = 16 << 20
-MAX_SIZE = 1 << 24  # limit of any count or length in a manifest
 MAX_ENTRIES = 1 << 14
 MAX_BLOB_BYTES = 1 << 40
 LAYOUT_FIELDS = (
@@ -31,6 +54,11 @@ LAYOUT_FIELDS = (
 """Fields of the config that a blob set decides if the user does not give them."""
 _BLOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.blob")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+AnyVariant: TypeAlias = Variant | EncoderVariant
+"""The sizes of a program: of a step program, or of an encoder's."""
+V = TypeVar("V", Variant, EncoderVariant)
+ENCODE = "encode"
+"""The only part of the work of an encoder's programs."""
 
 
 class ManifestError(Exception):
@@ -41,7 +69,7 @@ class ManifestError(Exception):
 class VariantFile:
     """A variant and the file that holds its program. Variants that share a program name the same file."""
 
-    variant: Variant
+    variant: AnyVariant
     file: str
 
 
@@ -57,9 +85,10 @@ class StoredBlob:
 class Manifest:
     """The contents of a set.
 
-    ``blobs``: file → its expected contents. ``properties``: OpenVINO's properties of each part that has its own, including those
-    that a probe chose. ``few_rows``: the most rows of a call of the part of that name. ``costs``: measured seconds per call of a
-    variant. ``verification``: the result of ``compile --verify``.
+    ``config`` and ``shape`` have the fields of a decoder or of an encoder. ``kv_type`` is empty for an encoder. ``blobs``: file →
+    its expected contents. ``properties``: OpenVINO's properties of each part that has its own, also those that a probe chose.
+    ``few_rows``: the most rows of a call of the part of that name. ``costs``: measured seconds per call of a variant.
+    ``verification``: the result of ``compile --verify``.
     """
 
     fingerprint: Fingerprint
@@ -72,11 +101,24 @@ class Manifest:
     blobs: Mapping[str, StoredBlob]
     is_weightless: bool
     is_encrypted: bool
-    costs: Mapping[Variant, float] = field(default_factory=dict)
+    costs: Mapping[Variant, float] | Mapping[EncoderVariant, float] = field(default_factory=dict)
     few_rows: int = 1
     passes: Mapping[str, str] | None = None
     created: str = ""
     verification: Mapping[str, Any] | None = None
+
+    @property
+    def kind(self) -> str:
+        """``decoder`` or ``encoder``."""
+        return self.fingerprint.kind
+
+    def files_of(self, kind: type[V]) -> dict[V, str]:
+        """Return variant → name of its blob, of the variants of one kind."""
+        return {entry.variant: entry.file for entry in self.variants if isinstance(entry.variant, kind)}
+
+    def costs_of(self, kind: type[V]) -> dict[V, float]:
+        """Return variant → measured seconds per call, of the variants of one kind."""
+        return {variant: seconds for variant, seconds in self.costs.items() if isinstance(variant, kind)}
 
     @property
     def num_bytes(self) -> int:
@@ -140,12 +182,12 @@ def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def cost_to_json(variant: Variant, seconds: float) -> dict[str, int | float]:
+def cost_to_json(variant: AnyVariant, seconds: float) -> dict[str, int | float]:
     """Return the cost of a variant, in seconds per call, in the form that JSON holds."""
     return {**_variant_to_json(variant), "seconds": seconds}
 
 
-def _variant_to_json(variant: Variant) -> dict[str, int]:
+def _variant_to_json(variant: AnyVariant) -> dict[str, int]:
     return asdict(variant)
 
 
@@ -184,16 +226,16 @@ def _checked(content: Mapping[str, Any]) -> Manifest:
     expected = {item.name for item in fields(Manifest)}
     if set(content) != expected:
         raise ValueError(f"fields {sorted(set(content) ^ expected)[:3]} are unknown or missing")
-    fingerprint = _dict(content["fingerprint"], 64)
-    for name, value in fingerprint.items():
-        _text(value, f"fingerprint {name!r}", 1 << 16)
-    _check_config(_dict(content["config"], 64))
-    _one_of(content["programs"], get_args(ProgramLayout), "programs")
-    _one_of(content["kv_type"], get_args(KVType), "type of KV slots")
-    _check_shape(_dict(content["shape"], 64))
-    for part, values in _dict(content["properties"], 8).items():
-        _one_of(part, get_args(Part), "part")
-        for value in _dict(values, 256).values():
+    values = object_of(content["fingerprint"], 64)
+    for name, value in values.items():
+        text_of(value, f"fingerprint {name!r}", 1 << 16)
+    fingerprint = Fingerprint.from_json(values)
+    if fingerprint.kind == "encoder":
+        _check_encoder(content)
+    else:
+        _check_decoder(content)
+    for properties in object_of(content["properties"], 8).values():
+        for value in object_of(properties, 256).values():
             if not isinstance(value, (bool, int, float, str)):
                 raise ValueError("a property is neither a number nor a string")
     if type(content["few_rows"]) is not int or not 1 <= content["few_rows"] <= MAX_ENTRIES:
@@ -201,12 +243,36 @@ def _checked(content: Mapping[str, Any]) -> Manifest:
     _check_rest(content)
     blobs = _blobs(content)
     parsed = {
-        "fingerprint": Fingerprint.from_json(fingerprint),
+        "fingerprint": fingerprint,
         "blobs": blobs,
         "variants": _variants(content, blobs),
-        "costs": dict(map(cost_from_json, _list(content["costs"], MAX_ENTRIES))),
+        "costs": dict(map(cost_from_json, list_of(content["costs"], MAX_ENTRIES))),
     }
-    return Manifest(**{**content, **parsed})
+    found = Manifest(**{**content, **parsed})
+    of_kind = EncoderVariant if fingerprint.kind == "encoder" else Variant
+    if not all(
+        isinstance(variant, of_kind) for variant in (*found.costs, *(entry.variant for entry in found.variants))
+    ):
+        raise ValueError(f"a variant is not that of {fingerprint.kind} programs")
+    return found
+
+
+def _check_decoder(content: Mapping[str, Any]) -> None:
+    _check_config(object_of(content["config"], 64))
+    check_one_of(content["programs"], get_args(ProgramLayout), "programs")
+    check_one_of(content["kv_type"], get_args(KVType), "type of KV slots")
+    _check_shape(object_of(content["shape"], 64))
+    for part in object_of(content["properties"], 8):
+        check_one_of(part, get_args(Part), "part")
+
+
+def _check_encoder(content: Mapping[str, Any]) -> None:
+    check_encoder_choices(object_of(content["config"], 64))
+    check_one_of(content["programs"], ("separate", "shared"), "programs")
+    check_one_of(content["kv_type"], ("",), "type of KV slots")
+    check_encoder_shape(object_of(content["shape"], 64))
+    if set(object_of(content["properties"], 8)) != {ENCODE}:
+        raise ValueError(f"the properties are not those of {ENCODE!r}")
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
@@ -219,54 +285,56 @@ def _check_config(config: Mapping[str, Any]) -> None:
 
 def _check_shape(content: Mapping[str, Any]) -> None:
     for name in ("kv_states", "masks", "recurrent_states"):
-        _list(content[name], MAX_ENTRIES)
+        list_of(content[name], MAX_ENTRIES)
     shape = shape_from_json(content)
     for state in shape.kv_states:
-        _whole(state.layer, 0)
-        _whole(state.heads, 1)
-        _whole(state.head_dim, 1)
-        _one_of(state.role, ("key", "value"), "role")
-        _one_of(state.kv_type, get_args(KVType), "type of KV slots")
-        _text(state.variable_id, "variable", 4096)
-        _flag(state.is_scale)
+        whole_of(state.layer, 0)
+        whole_of(state.heads, 1)
+        whole_of(state.head_dim, 1)
+        check_one_of(state.role, ("key", "value"), "role")
+        check_one_of(state.kv_type, get_args(KVType), "type of KV slots")
+        text_of(state.variable_id, "variable", 4096)
+        check_flag(state.is_scale)
     for kind in shape.masks:
-        _text(kind.table, "table", 256)
+        text_of(kind.table, "table", 256)
         if kind.window is not None:
-            _whole(kind.window, 1)
+            whole_of(kind.window, 1)
         for first in kind.first_seen:
-            _whole(first, 0)
+            whole_of(first, 0)
     for recurrent in shape.recurrent_states:
-        _whole(recurrent.index, 0)
-        _text(recurrent.variable_id, "variable", 4096)
-        _one_of(recurrent.dtype, ("float32", "float16", "int64", "int32"), "type")
+        whole_of(recurrent.index, 0)
+        text_of(recurrent.variable_id, "variable", 4096)
+        check_one_of(recurrent.dtype, ("float32", "float16", "int64", "int32"), "type")
         for size in recurrent.shape:
-            _whole(size, 1)
+            whole_of(size, 1)
         if recurrent.num_bytes > 1 << 34:
             raise ValueError("a recurrent state has more than 16 GiB")
-    _whole(shape.vocab_size, 1)
-    _one_of(shape.position_rank, (0, 2, 3), "rank of positions")
-    _whole(shape.position_copies, 0, 64)
-    _flag(shape.is_packable)
-    _flag(shape.has_distances)
+    whole_of(shape.vocab_size, 1)
+    check_one_of(shape.position_rank, (0, 2, 3), "rank of positions")
+    whole_of(shape.position_copies, 0, 64)
+    check_flag(shape.is_packable)
+    check_flag(shape.has_distances)
     if shape.max_rows is not None:
-        _whole(shape.max_rows, 1)
+        whole_of(shape.max_rows, 1)
 
 
 def _blobs(content: Mapping[str, Any]) -> dict[str, StoredBlob]:
-    blobs = _dict(content["blobs"], MAX_ENTRIES)
+    blobs = object_of(content["blobs"], MAX_ENTRIES)
     for name, entry in blobs.items():
         if not is_blob_name(name):
             raise ValueError(f"{name[:80]!r} is not a plain file name")
-        if set(_dict(entry, 2)) != {"digest", "bytes"} or not _DIGEST.fullmatch(_text(entry["digest"], "digest", 64)):
+        if set(object_of(entry, 2)) != {"digest", "bytes"} or not _DIGEST.fullmatch(
+            text_of(entry["digest"], "digest", 64)
+        ):
             raise ValueError(f"blob {name!r} has no digest or no size")
-        _whole(entry["bytes"], 0, MAX_BLOB_BYTES)
+        whole_of(entry["bytes"], 0, MAX_BLOB_BYTES)
     return {name: StoredBlob(entry["digest"], entry["bytes"]) for name, entry in blobs.items()}
 
 
 def _variants(content: Mapping[str, Any], blobs: Mapping[str, StoredBlob]) -> tuple[VariantFile, ...]:
     found = []
-    for entry in _list(content["variants"], MAX_ENTRIES):
-        values = dict(_dict(entry, 8))
+    for entry in list_of(content["variants"], MAX_ENTRIES):
+        values = dict(object_of(entry, 8))
         file = values.pop("file", None)
         if file not in blobs:
             raise ValueError("a variant has no blob")
@@ -277,75 +345,43 @@ def _variants(content: Mapping[str, Any], blobs: Mapping[str, StoredBlob]) -> tu
     return tuple(found)
 
 
-def _variant(values: dict[str, Any]) -> Variant:
+def _variant(values: dict[str, Any]) -> AnyVariant:
+    if "batch" in values:
+        return encoder_variant_from_json(values)
     if set(values) != {item.name for item in fields(Variant)}:
         raise ValueError("a variant has unknown sizes, or lacks one")
     for name, value in values.items():
-        _whole(value, 0 if name in ("kv_len", "extra_logits") else 1)
+        whole_of(value, 0 if name in ("kv_len", "extra_logits") else 1)
     return Variant(**values)
 
 
 def _check_rest(content: Mapping[str, Any]) -> None:
-    _flag(content["is_weightless"])
-    _flag(content["is_encrypted"])
-    _text(content["created"], "created", 64)
-    for name, value in _dict(content["passes"] or {}, 1024).items():
-        _text(value, f"pass {name}", 64)
+    check_flag(content["is_weightless"])
+    check_flag(content["is_encrypted"])
+    text_of(content["created"], "created", 64)
+    for name, value in object_of(content["passes"] or {}, 1024).items():
+        text_of(value, f"pass {name}", 64)
     if content["verification"] is not None:
-        found = _dict(content["verification"], 64)
-        _flag(found["is_ok"])
+        found = object_of(content["verification"], 64)
+        check_flag(found["is_ok"])
         for name in ("agreement", "distance"):
             value = found.get(name, 0.0)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise ValueError(f"{name} is not a number")
-        _text(found.get("reason", ""), "reason", 4096)
+        text_of(found.get("reason", ""), "reason", 4096)
 
 
-def cost_from_json(cost: object) -> tuple[Variant, float]:
+def cost_from_json(cost: object) -> tuple[AnyVariant, float]:
     """Return the variant and the seconds per call that ``cost_to_json`` made ``cost`` of.
 
     Raises:
         ValueError, TypeError: it has another form, or an impossible value.
     """
-    values = dict(_dict(cost, 8))
+    values = dict(object_of(cost, 8))
     seconds = values.pop("seconds", None)
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < MAX_SIZE:
         raise ValueError("a cost is not in seconds")
     return _variant(values), float(seconds)
-
-
-def _dict(value: object, most: int) -> dict[str, Any]:
-    if not isinstance(value, dict) or len(value) > most:
-        raise TypeError(f"{str(value)[:40]!r} should be an object of at most {most} entries")
-    return value
-
-
-def _list(value: object, most: int) -> list[Any]:
-    if not isinstance(value, list) or len(value) > most:
-        raise TypeError(f"{str(value)[:40]!r} should be a list of at most {most}")
-    return value
-
-
-def _whole(value: object, least: int, most: int = MAX_SIZE) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f"{str(value)[:40]} should be a whole number from {least} to {most}")
-    return value
-
-
-def _text(value: object, what: str, most: int) -> str:
-    if not isinstance(value, str) or len(value) > most:
-        raise TypeError(f"{what} should be a string of at most {most} characters")
-    return value
-
-
-def _flag(value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{str(value)[:40]!r} should be true or false")
-
-
-def _one_of(value: object, allowed: tuple[Any, ...], what: str) -> None:
-    if not any(value == item and type(value) is type(item) for item in allowed):
-        raise ValueError(f"{what} {str(value)[:40]!r} should be one of {allowed}")
 
 
 def _canonical(content: Any) -> bytes:

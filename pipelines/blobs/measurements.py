@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import openvino as ov
 from filelock import Timeout
@@ -22,7 +22,7 @@ from staticllm.files import read_regular, whole_file
 from staticllm.pipelines.blobs.blob_set import COSTS, LOCK, SCRATCH, json_properties
 from staticllm.pipelines.blobs.file_lock import locked
 from staticllm.pipelines.blobs.fingerprint import Fingerprint, bytes_digest, machine_values
-from staticllm.pipelines.blobs.manifest import MAX_ENTRIES, cost_from_json, cost_to_json
+from staticllm.pipelines.blobs.manifest import MAX_ENTRIES, AnyVariant, V, cost_from_json, cost_to_json
 from staticllm.pipelines.programs.compile import CompileOptions
 
 PROBES = "staticllm-probes-"
@@ -79,31 +79,36 @@ class CostsPlace:
     fingerprint: Fingerprint
     key: bytes = b""
 
-    def costs_of(self, options: CompileOptions) -> KeptCosts:
+    def costs_of(self, options: CompileOptions) -> KeptCosts[Variant]:
         """Return the costs of programs that were compiled with ``options``."""
         made = {
-            "fingerprint": self.fingerprint.to_json(),
             "layout": options.layout,
             "few_rows": options.few_rows,
             "properties": {part: json_properties(values) for part, values in options.properties.items()},
-            "cores": usable_cores(),
         }
-        return KeptCosts(MeasurementFile(self.folder / COSTS, _digest_of(made), self.key), self.folder / LOCK)
+        return self.kept(Variant, made)
+
+    def kept(self, kind: type[V], made: Mapping[str, Any]) -> KeptCosts[V]:
+        """Return the costs of variants of one kind. ``made``: how their programs were compiled, as far as JSON holds it."""
+        subject = _digest_of({"fingerprint": self.fingerprint.to_json(), "cores": usable_cores(), **made})
+        return KeptCosts(kind, MeasurementFile(self.folder / COSTS, subject, self.key), self.folder / LOCK)
 
 
-class KeptCosts:
+class KeptCosts(Generic[V]):
     """The seconds per call of each variant, as they were measured at leisure by this process or an earlier one."""
 
-    def __init__(self, file: MeasurementFile, lock: Path) -> None:
+    def __init__(self, kind: type[V], file: MeasurementFile, lock: Path) -> None:
+        self._kind: type[V] = kind
         self._file, self._lock = file, lock
-        self._stored: dict[Variant, float] = {}
+        self._stored: dict[V, float] = {}
 
-    def read(self) -> dict[Variant, float]:
+    def read(self) -> dict[V, float]:
         """Return the stored seconds per call, also of variants that this pipeline does not have."""
-        self._stored = _costs(self._file.read().get("costs"))
+        found = _costs(self._file.read().get("costs"))
+        self._stored = {variant: seconds for variant, seconds in found.items() if isinstance(variant, self._kind)}
         return dict(self._stored)
 
-    def write(self, costs: Mapping[Variant, float]) -> None:
+    def write(self, costs: Mapping[V, float]) -> None:
         """Store seconds per call if some are new or have changed; not while another process writes the set."""
         if not any(_has_changed(self._stored.get(variant), seconds) for variant, seconds in costs.items()):
             return
@@ -156,7 +161,7 @@ def _has_changed(before: float | None, now: float) -> bool:
     return before is None or abs(now - before) > CHANGE * before
 
 
-def _costs(stored: object) -> dict[Variant, float]:
+def _costs(stored: object) -> dict[AnyVariant, float]:
     if not isinstance(stored, list) or len(stored) > MAX_ENTRIES:
         return {}
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 import openvino as ov
 import psutil
 
+from staticllm.compiler_passes.model_kind import kind_in
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core, kind, npu_compiler_problem
 from staticllm.errors import StaticLLMError, last_line
@@ -117,7 +118,7 @@ def _model(path: str, cache_dir: str | None) -> Finding:
     """Check that the files of a model are complete, and that its weights are those that a cached set was compiled from."""
     try:
         directory = check_model_dir(path)
-        here = fingerprint_model(directory)
+        here, kind_here = fingerprint_model(directory), kind_in(directory)
     except StaticLLMError as error:
         return Finding("fail", "model", str(error), "export or copy the model again")
     for entry in BlobCache(cache_dir).entries() if cache_dir is not None else ():
@@ -129,7 +130,9 @@ def _model(path: str, cache_dir: str | None) -> Finding:
                 f"its weights ({here.weights_digest[:12]}) are not those of set {entry.key} ({there.weights_digest[:12]})",
                 "if this is not intended, copy the model again; a pipeline that runs with the model refuses requests",
             )
-    return Finding("ok", "model", f"complete, weights {here.weights_digest[:12]}")
+    if kind_here is None:
+        return Finding("fail", "model", "its graph is neither a decoder's nor an encoder's", "export a text model")
+    return Finding("ok", "model", f"complete, weights {here.weights_digest[:12]}, {kind_here.what}")
 
 
 def _cache(folder: Path) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import ProgressEvent, Variant
+from staticllm.core import EncoderVariant, ProgressEvent, Variant
 from staticllm.errors import StaticLLMError
 from staticllm.pipelines.diagnostics.memory_parts import MeasuredMemory, MemoryStage, divide
 from staticllm.pipelines.diagnostics.process_memory import IS_DETAILED, mapped_bytes, private_bytes, written_bytes
@@ -126,9 +126,9 @@ class Stages:
             when = "" if event.is_done else "before "
             self.add(f"{when}{event.stage} {event.variant or ''}".strip(), part)
 
-    def _program(self, variant: Variant | None) -> str:
+    def _program(self, variant: Variant | EncoderVariant | None) -> str:
         """Return the name of a variant's program. Several programs are told apart by phase, as they are compiled."""
-        return f"{variant.phase} {PROGRAM}" if self._are_several and variant is not None else PROGRAM
+        return f"{variant.phase} {PROGRAM}" if self._are_several and isinstance(variant, Variant) else PROGRAM
 
     def add(self, name: str, part: str | None) -> None:
         """Take a reading; what grew belongs to ``part``."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX, CACHE_POSITION
+from staticllm.compiler_passes.model_kind import check_kind
 from staticllm.devices import get_core
 from staticllm.errors import ModelError, last_line
 from staticllm.model_dir import read_model
@@ -32,6 +33,7 @@ class StatefulReference:
 
     def __init__(self, models_path: str | os.PathLike[str], properties: Mapping[str, Any] = EXACT) -> None:
         model = read_model(get_core(), Path(models_path))
+        check_kind(model, Path(models_path), "decoder")
         try:
             compiled = get_core().compile_model(model, "CPU", dict(properties))
         except RuntimeError as error:

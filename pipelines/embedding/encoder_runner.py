@@ -154,12 +154,21 @@ class EncoderRunner:
         near = min(self._seconds, key=lambda known: abs(known.batch * known.rows - size))
         return self._seconds[near] * size / (near.batch * near.rows)
 
-    def warm_up(self, num_runs: int = 3) -> None:
-        """Run every variant, so that its cost is known; the least of ``num_runs`` runs counts."""
+    def warm_up(self, num_runs: int = 3, known: Mapping[EncoderVariant, float] | None = None) -> None:
+        """Run every variant, so that its cost is known; the least of ``num_runs`` runs counts.
+
+        ``known``: seconds per call that need not be measured again.
+        """
         for variant in self.variants:
             program = self._program(variant)
             program.run()  # the first run prepares
-            self._seconds[variant] = min(program.run() for _ in range(num_runs))
+            seconds = (known or {}).get(variant)
+            self._seconds[variant] = min(program.run() for _ in range(num_runs)) if seconds is None else seconds
+
+    @property
+    def costs(self) -> dict[EncoderVariant, float]:
+        """The seconds per call of each variant that was measured."""
+        return dict(self._seconds)
 
     def run(
         self,

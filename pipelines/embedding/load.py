@@ -1,152 +1,99 @@
-"""Loads an encoder: reads its files, lowers it, and compiles its programs."""
+"""Loads an encoder: reads its files, gets its programs, and runs each of them once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import time
 from dataclasses import dataclass
-from pathlib import Path
 
-import openvino as ov
 import openvino_genai as genai
 
-from staticllm.compiler_passes.lower_encoder import LoweredEncoder, lower_encoder
-from staticllm.compiler_passes.pass_pipeline import EncoderOptions
-from staticllm.core import EncoderVariant, Pooling
-from staticllm.devices import default_mode
-from staticllm.errors import ConfigError, DeviceError, ModelError, last_line
-from staticllm.model_dir import MODEL_XML, check_model_dir, max_positions
-from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
+from staticllm.compiler_passes.model_kind import EMBEDDINGS, SCORES
+from staticllm.core import EncoderShape, OnProgress, Pooling, ProgressEvent
+from staticllm.errors import DeviceError, ModelError, last_line
+from staticllm.model_dir import check_model_dir
+from staticllm.pipelines.embedding.encoder_files import EncoderFiles
+from staticllm.pipelines.embedding.encoder_job import EncoderChoices, EncoderJob, encoder_job
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
-from staticllm.ports import INPUT_IDS
+from staticllm.pipelines.embedding.encoder_set import EncoderSet, programs_of
+from staticllm.pipelines.model_loader.arguments import read_tokenizer
+from staticllm.pipelines.model_loader.loaded import Origin
 
-SIZES = ((1, 16), (1, 32), (1, 64), (1, 128), (2, 128), (4, 128), (8, 128), (1, 256), (1, 512))
-"""The batches and rows of the programs. Sequences of 128 are the fastest, because attention is quadratic in their length."""
-TOKENS_PER_TEXT = 8
-"""A call holds at most one text for so many of its tokens."""
-MAX_LENGTH = 512
-"""The most tokens of a text, unless the model or the user says less or more."""
+__all__ = ["EncoderChoices", "LoadedEncoder", "default_pooling", "load_encoder", "make_encoder_runner"]
 
 
 @dataclass(frozen=True)
 class LoadedEncoder:
-    """An encoder that is ready to run, its tokenizer, and what its files say."""
+    """An encoder that is ready to run, its tokenizer, and what its files say. ``max_length`` is in tokens."""
 
     runner: EncoderRunner
-    lowered: LoweredEncoder
     tokenizer: genai.Tokenizer
     files: EncoderFiles
     max_length: int
     vocab_size: int | None
+    origin: Origin = "compiled"
 
 
-@dataclass(frozen=True)
-class EncoderChoices:
-    """What the user chose; None for what the model's files say.
-
-    ``max_length`` is in tokens, ``sizes`` are the batches and rows of the programs, ``properties`` are OpenVINO's.
-    ``score_tokens`` are the tokens whose logits a causal language model returns, in place of hidden states.
-    """
-
-    pooling: Pooling | None = None
-    is_normalised: bool = True
-    max_length: int | None = None
-    sizes: Sequence[tuple[int, int]] | None = None
-    properties: Mapping[str, object] | None = None
-    score_tokens: tuple[int, ...] = ()
-
-
-def load_encoder(directory: Path, device: str, choices: EncoderChoices) -> LoadedEncoder:
+def load_encoder(
+    models_path: str | os.PathLike[str],
+    device: str,
+    choices: EncoderChoices,
+    on_progress: OnProgress = lambda event: None,
+) -> LoadedEncoder:
     """Load an encoder and run each of its programs once.
 
     Raises:
-        ModelError: a file of the model is missing or damaged.
+        ModelError: a file of the model is missing or damaged, or the model is no encoder.
         UnsupportedModelError: a pass cannot lower the model.
-        ConfigError: an option is impossible for this model.
-        DeviceError: the device cannot compile or run the model.
+        ConfigError: an option is unknown, or impossible for this model.
+        DeviceError: the device is missing, or cannot compile or run the model.
+        BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else, or exported blobs failed verification.
     """
-    check_model_dir(directory)
-    files, limit = read_encoder_files(directory), max_positions(directory)
-    core = ov.Core()
-    try:
-        model = core.read_model(directory / MODEL_XML)
-    except RuntimeError as error:
-        raise ModelError(f"{directory / MODEL_XML}: {last_line(error)}") from error
-    vocab_size = _vocab_size(model)
-    longest = choices.max_length or files.max_length or min(limit or MAX_LENGTH, MAX_LENGTH)
-    options = EncoderOptions(longest, files.dense, choices.is_normalised, choices.score_tokens)
-    lowered = lower_encoder(model, options)
-    longest = _longest(longest, choices.max_length, lowered.shape.max_rows)
-    unsafe = () if default_mode(device) == "shared" else lowered.shape.unsafe_rows
-    longest -= longest in unsafe
-    variants = variants_for(longest, [size for size in choices.sizes or SIZES if size[1] not in unsafe])
-    compiled = _compile(core, lowered, variants, device, dict(choices.properties or {}))
-    pooling = choices.pooling or files.pooling or _default_pooling(lowered)
-    if lowered.shape.head == "cut" and not (choices.pooling or files.pooling):
-        raise ModelError(
-            "the model gives logits, as a chat model does, and its folder has no 1_Pooling/config.json: if it is an embedder, "
-            "give pooling_type=PoolingType.LAST_TOKEN"
-        )
-    tokenizer = genai.Tokenizer(directory)
-    runner = EncoderRunner(lowered.shape, compiled, pooling, max(tokenizer.get_pad_token_id(), 0))
-    try:
-        runner.warm_up()
-    except RuntimeError as error:
-        raise DeviceError(f"{device} cannot run the encoder: {last_line(error)}") from error
-    return LoadedEncoder(runner, lowered, tokenizer, files, longest, vocab_size)
+    begin = time.perf_counter()
+    job = encoder_job(models_path, device, choices, on_progress)
+    directory, config = job.load.directory, job.load.config
+    check_model_dir(directory, True, config.weights_path, config.weights_decryption_callback is not None)
+    found = programs_of(job)
+    _check_output(job, found)
+    tokenizer = read_tokenizer(directory)
+    runner = make_encoder_runner(job, found, max(tokenizer.get_pad_token_id(), 0))
+    on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
+    programs = found.programs
+    return LoadedEncoder(runner, tokenizer, job.files, programs.longest, programs.vocab_size, found.origin)
 
 
-def variants_for(longest: int, sizes: Sequence[tuple[int, int]] = SIZES) -> tuple[EncoderVariant, ...]:
-    """Return a variant for each of ``sizes`` that is useful for texts of up to ``longest`` tokens, and one that holds these."""
-    useful = {(batch, rows) for batch, rows in sizes if rows <= longest}
-    if all(rows < longest for _, rows in useful):
-        useful.add((1, longest))
-    return tuple(sorted(EncoderVariant(b, rows, max(b, b * rows // TOKENS_PER_TEXT)) for b, rows in useful))
-
-
-def _longest(asked: int, given: int | None, possible: int) -> int:
-    """Return the most tokens of a text.
+def make_encoder_runner(job: EncoderJob, found: EncoderSet, pad_id: int = 0) -> EncoderRunner:
+    """Bind the programs, run each of them once, and keep their costs beside their blob set, if they have one.
 
     Raises:
-        ConfigError: the user gave more than the model can have.
+        DeviceError: the device cannot run a program.
     """
-    if given is not None and given > possible:
-        raise ConfigError(f"max_length={given}: the model was made for texts of at most {possible} tokens; lower it")
-    return min(asked, possible)
-
-
-def _default_pooling(lowered: LoweredEncoder) -> Pooling:
-    """Return the last token for a model whose tokens see only earlier ones, else the first, as GenAI does."""
-    return "last" if all(mask.after == 0 for mask in lowered.shape.masks) else "first"
-
-
-def _compile(
-    core: ov.Core,
-    lowered: LoweredEncoder,
-    variants: tuple[EncoderVariant, ...],
-    device: str,
-    properties: dict[str, object],
-) -> dict[EncoderVariant, ov.CompiledModel]:
-    """Return the program of each variant: one for all where sizes may be dynamic, else one each."""
+    programs, start = found.programs, time.perf_counter()
+    pooling = job.choices.pooling or job.files.pooling or default_pooling(programs.shape)
+    runner = EncoderRunner(programs.shape, programs.compiled, pooling, pad_id)
     try:
-        if default_mode(device) == "shared":
-            shared = core.compile_model(lowered.share(variants), device, properties)
-            return dict.fromkeys(variants, shared)
-        return {v: core.compile_model(lowered.specialise(v), device, properties) for v in variants}
-    except RuntimeError as error:
-        raise DeviceError(f"{device} cannot compile the encoder: {last_line(error)}") from error
+        runner.warm_up(known=programs.costs)
+    except (RuntimeError, MemoryError) as error:
+        reason = last_line(error) if isinstance(error, RuntimeError) else "there is not enough memory; lower max_length"
+        raise DeviceError(f"{job.load.device} cannot run the encoder: {reason}") from error
+    job.load.on_progress(ProgressEvent("warm-up", 1, 1, time.perf_counter() - start))
+    if found.kept is not None:
+        found.kept.write(runner.costs)
+    return runner
 
 
-def _vocab_size(model: ov.Model) -> int | None:
-    """Return the number of rows of the table of token vectors; None if it is not found."""
-    ids = next((port for port in model.inputs if INPUT_IDS in port.get_names()), None)
-    if ids is None:
-        return None
-    consumers = [target.get_node() for target in ids.get_target_inputs()]
-    while consumers:
-        node = consumers.pop()
-        if node.get_type_name() == "Gather":
-            dim = node.input_value(0).get_partial_shape()[0]
-            return dim.get_length() if dim.is_static else None
-        if node.get_type_name() == "Convert":
-            consumers += [target.get_node() for target in node.output(0).get_target_inputs()]
-    return None
+def _check_output(job: EncoderJob, found: EncoderSet) -> None:
+    """Check that the model computes what the caller can use.
+
+    Raises:
+        ModelError: it computes scores instead of embeddings, or the reverse.
+    """
+    output, wanted = found.programs.shape.output, job.choices.output
+    if wanted not in (None, output):
+        kind = SCORES if output == "scores" else EMBEDDINGS
+        raise ModelError(f"{str(job.load.directory)!r} is {kind.what}: {kind.remedy}")
+
+
+def default_pooling(shape: EncoderShape) -> Pooling:
+    """Return the last token for a model whose tokens see only earlier ones, else the first, as GenAI does."""
+    return "last" if all(mask.after == 0 for mask in shape.masks) else "first"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import openvino as ov
+from numpy.typing import NDArray
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Part, Phase, ProgressEvent, Variant
@@ -16,11 +17,26 @@ from staticllm.devices import default_kv_type, get_core
 from staticllm.errors import BlobError, ConfigError
 from staticllm.pipelines.blobs.blob_set import MANIFEST, ImportTarget, is_ours, json_properties, write_set
 from staticllm.pipelines.blobs.check import matches
-from staticllm.pipelines.blobs.fingerprint import Fingerprint, fingerprint_model, layout_values, machine_values
-from staticllm.pipelines.blobs.manifest import LAYOUT_FIELDS, Manifest, VariantFile, shape_to_json
+from staticllm.pipelines.blobs.fingerprint import (
+    Fingerprint,
+    StepFingerprint,
+    fingerprint_model,
+    layout_values,
+    machine_values,
+)
+from staticllm.pipelines.blobs.manifest import (
+    ENCODE,
+    LAYOUT_FIELDS,
+    AnyVariant,
+    Manifest,
+    V,
+    VariantFile,
+    shape_to_json,
+)
 from staticllm.pipelines.model_loader.job import LoadJob, probes_of
 from staticllm.pipelines.programs.build import CompiledPrograms, compile_all
 from staticllm.pipelines.programs.compile_plan import CompilePlan, phase_properties, prepare
+from staticllm.pipelines.programs.dry_run import random_feeds
 from staticllm.pipelines.programs.layout import program_layout
 
 WEIGHTS = "WEIGHTS_PATH"
@@ -29,16 +45,23 @@ _REASON = "they do not compute what their programs compute"
 
 
 @dataclass(frozen=True)
-class Exported:
-    """Programs and their blobs.
+class ExportedBlobs(Generic[V]):
+    """Blobs of compiled programs.
 
     ``files``: variant → name of its blob. ``blobs``: name → bytes; None if a blob does not compute what its program computes.
     """
 
-    programs: CompiledPrograms
-    files: Mapping[Variant, str]
+    files: Mapping[V, str]
     blobs: Mapping[str, bytes] | None
     is_weightless: bool
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A decoder's programs and their blobs."""
+
+    programs: CompiledPrograms
+    stored: ExportedBlobs[Variant]
 
 
 def export_set(job: LoadJob, target: Path) -> Manifest:
@@ -51,11 +74,20 @@ def export_set(job: LoadJob, target: Path) -> Manifest:
         DeviceError: the device is missing, or refused a program.
         BlobError: the device's blobs of this model failed verification.
     """
+    check_new(target)
+    return write_exported(job, target, compile_for_export(job), fingerprint_of(job), {})
+
+
+def check_new(target: Path) -> None:
+    """Check that a set can be written to ``target``: nothing is there, or only what a writer that died has left.
+
+    Raises:
+        ConfigError: ``target`` exists, or the folder around it does not.
+    """
     if target.exists() and not (is_ours(target) and not (target / MANIFEST).exists()):
         raise ConfigError(f"{str(target)!r} exists already: choose another path or remove it")
     if not target.resolve().parent.is_dir():
         raise ConfigError(f"the folder {str(target.resolve().parent)!r} does not exist: create it first")
-    return write_exported(job, target, compile_for_export(job), fingerprint_of(job), {})
 
 
 def compile_for_export(job: LoadJob) -> Exported:
@@ -69,7 +101,7 @@ def compile_for_export(job: LoadJob) -> Exported:
     """
     if is_weightless_wanted(job):
         exported = _export(job, is_weightless=True)
-        if exported.blobs is not None:
+        if exported.stored.blobs is not None:
             return exported
     return _export(job, is_weightless=False)
 
@@ -101,20 +133,48 @@ def prepare_for_export(job: LoadJob, is_weightless: bool) -> tuple[ov.Core, Comp
 
 
 def export_programs(job: LoadJob, programs: CompiledPrograms, is_weightless: bool) -> Exported:
-    """Export compiled programs as blobs, and compare each blob with its program on random inputs."""
-    files, blobs, names = dict[Variant, str](), dict[str, bytes](), dict[int, str]()
+    """Export the compiled programs of a decoder as blobs, and compare each blob with its program on random inputs."""
+    options, compiled = programs.options, programs.compiled
+    stored = export_each(
+        job,
+        compiled,
+        lambda variant: options.program_group(variant).properties,
+        lambda variant: random_feeds(compiled[variant], variant),
+        is_weightless,
+    )
+    return Exported(programs, stored)
+
+
+def export_each(
+    job: LoadJob,
+    programs: Mapping[V, ov.CompiledModel],
+    properties_of: Callable[[V], Mapping[str, Any]],
+    feeds_of: Callable[[V], Mapping[str, NDArray[Any]]],
+    is_weightless: bool,
+) -> ExportedBlobs[V]:
+    """Export the program of each variant, and compare its blob with it.
+
+    ``properties_of``: the properties that the program of a variant was compiled with. ``feeds_of``: inputs to compare it on.
+    """
+    files, blobs, names = dict[V, str](), dict[str, bytes](), dict[int, str]()
     weights = job.weights if is_weightless else None
-    for index, (variant, compiled) in enumerate(programs.compiled.items(), 1):
+    for index, (variant, compiled) in enumerate(programs.items(), 1):
         start = time.perf_counter()
         if id(compiled) not in names:
-            names[id(compiled)] = name = f"{len(names)}-{variant.phase}-{variant.rows}x{variant.kv_len}.blob"
+            names[id(compiled)] = name = f"{len(names)}-{_label(variant)}.blob"
             blobs[name] = compiled.export_model().getvalue()
-            properties = programs.options.program_group(variant).properties
-            if not matches(compiled, variant, blobs[name], ImportTarget(job.device, properties, weights)):
-                return Exported(programs, {}, None, is_weightless)
+            target = ImportTarget(job.device, properties_of(variant), weights)
+            if not matches(compiled, feeds_of(variant), blobs[name], target):
+                return ExportedBlobs({}, None, is_weightless)
         files[variant] = names[id(compiled)]
-        job.on_progress(ProgressEvent("export", index, len(programs.compiled), time.perf_counter() - start, variant))
-    return Exported(programs, files, blobs, is_weightless)
+        job.on_progress(ProgressEvent("export", index, len(programs), time.perf_counter() - start, variant))
+    return ExportedBlobs(files, blobs, is_weightless)
+
+
+def _label(variant: AnyVariant) -> str:
+    if isinstance(variant, Variant):
+        return f"{variant.phase}-{variant.rows}x{variant.kv_len}"
+    return f"{ENCODE}-{variant.batch}x{variant.rows}"
 
 
 def _without_weights(plan: CompilePlan) -> CompilePlan:
@@ -127,30 +187,37 @@ def _without_weights(plan: CompilePlan) -> CompilePlan:
 def write_exported(
     job: LoadJob, target: Path, exported: Exported, fingerprint: Fingerprint, costs: Mapping[Variant, float]
 ) -> Manifest:
-    """Write exported programs as a set at ``target``. ``costs``: measured seconds per call of a variant.
+    """Write a decoder's programs as a set at ``target``. ``costs``: measured seconds per call of a variant.
 
     Raises:
         BlobError: a blob does not compute what its program computes.
         ConfigError: the disk is full, or the folder cannot be written.
     """
-    if exported.blobs is None:
+    return write_blobs(job, target, manifest_of(job, exported, fingerprint, costs), exported.stored.blobs)
+
+
+def write_blobs(job: LoadJob, target: Path, manifest: Manifest, blobs: Mapping[str, bytes] | None) -> Manifest:
+    """Write a set to ``target``, and return its manifest as written.
+
+    Raises:
+        BlobError: ``blobs`` is None: one of them does not compute what its program computes.
+        ConfigError: the disk is full, or the folder cannot be written.
+    """
+    if blobs is None:
         raise BlobError(
             f"nothing was exported: the blobs of this model on {job.device} failed verification, {_REASON}; leave EXPORT_BLOB out"
         )
-    return _write(job, target, manifest_of(job, exported, fingerprint, costs), exported.blobs)
+    return _write(job, target, manifest, blobs)
 
 
-def write_quarantined(job: LoadJob, target: Path, exported: Exported, fingerprint: Fingerprint) -> None:
+def write_quarantined(job: LoadJob, target: Path, manifest: Manifest) -> None:
     """Write a set without blobs that records the failed verification, so that the next start does not export again.
 
     Raises:
         ConfigError: the folder cannot be written.
     """
-    manifest = replace(
-        manifest_of(job, exported, fingerprint, {}),
-        verification={"is_ok": False, "reason": _REASON, "when": "export"},
-    )
-    _write(job, target, manifest, {})
+    verification = {"is_ok": False, "reason": _REASON, "when": "export"}
+    _write(job, target, replace(manifest, verification=verification), {})
 
 
 def _write(job: LoadJob, target: Path, manifest: Manifest, blobs: Mapping[str, bytes]) -> Manifest:
@@ -171,16 +238,16 @@ def manifest_of(job: LoadJob, exported: Exported, fingerprint: Fingerprint, cost
         kv_type=options.kv_type,
         shape=shape_to_json(exported.programs.shape),
         properties={part: json_properties(values) for part, values in options.properties.items()},
-        variants=tuple(VariantFile(variant, name) for variant, name in exported.files.items()),
+        variants=tuple(VariantFile(variant, name) for variant, name in exported.stored.files.items()),
         blobs={},
-        is_weightless=exported.is_weightless,
+        is_weightless=exported.stored.is_weightless,
         is_encrypted=False,
         costs=dict(costs),
         few_rows=options.few_rows,
     )
 
 
-def fingerprint_of(job: LoadJob) -> Fingerprint:
+def fingerprint_of(job: LoadJob) -> StepFingerprint:
     """Return the fingerprint that a set must have to be loaded for this job.
 
     Raises:
@@ -193,7 +260,7 @@ def fingerprint_of(job: LoadJob) -> Fingerprint:
     values: dict[Phase, Mapping[str, Any]] = {
         phase: json_properties(of_phase) for phase, of_phase in properties.items()
     }
-    return Fingerprint(
+    return StepFingerprint(
         **asdict(fingerprint_model(job.directory, job.weights)),
         **machine_values(core, device),
         **layout_values(config, layout, kv_type, values),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 from filelock import Timeout
 
@@ -12,6 +14,7 @@ from staticllm.core import Variant
 from staticllm.errors import BlobError, ConfigError
 from staticllm.pipelines.blobs.blob_set import failed_verification_text, read_manifest, remove_set
 from staticllm.pipelines.blobs.cache import BlobCache, key_of
+from staticllm.pipelines.blobs.file_lock import Lease
 from staticllm.pipelines.blobs.fingerprint import Fingerprint
 from staticllm.pipelines.blobs.manifest import Manifest
 from staticllm.pipelines.blobs.measurements import CostsPlace
@@ -21,8 +24,9 @@ from staticllm.pipelines.model_loader.blob_export import (
     export_programs,
     fingerprint_of,
     is_weightless_wanted,
+    manifest_of,
     prepare_for_export,
-    write_exported,
+    write_blobs,
     write_quarantined,
 )
 from staticllm.pipelines.model_loader.imported import import_set
@@ -32,16 +36,16 @@ from staticllm.pipelines.model_loader.staged import is_staged, load_compiled, lo
 from staticllm.pipelines.programs.build import CompiledPrograms, make_runner
 
 GB = 1_000_000_000
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class CacheEntry:
-    """The place of one job's set in a cache. ``is_weightless``: whether its blobs are written without weights."""
+class CachePlace:
+    """The place of one job's set in a cache; the job may be a decoder's or an encoder's."""
 
     job: LoadJob
     cache: BlobCache
     fingerprint: Fingerprint
-    is_weightless: bool
 
     @property
     def key(self) -> str:
@@ -49,27 +53,80 @@ class CacheEntry:
         return key_of(self.fingerprint)
 
     @property
+    def path(self) -> Path:
+        """The folder of the set."""
+        return self.cache.path(self.key)
+
+    @property
     def costs_place(self) -> CostsPlace:
         """The place of the measured costs of the set's programs."""
-        return CostsPlace(self.cache.path(self.key), self.fingerprint, self.job.key)
+        return CostsPlace(self.path, self.fingerprint, self.job.key)
 
-    def write(self, programs: CompiledPrograms) -> None:
-        """Export all programs of the model, and remove the least recently used sets beyond the cache's limit."""
-        self.keep(export_programs(self.job, programs, self.is_weightless), {})
-        self.cache.prune(keep=self.key)
-
-    def keep(self, exported: Exported, costs: Mapping[Variant, float]) -> None:
-        """Write a set with the measured ``costs`` (seconds per call). Warn if that fails, for example on a full disk."""
-        path = self.cache.path(self.key)
+    def lease(self) -> Lease | None:
+        """Lock the set until the lease is released. Warn and return None if the folder cannot be used."""
         try:
-            if exported.blobs is not None:
-                write_exported(self.job, path, exported, self.fingerprint, costs)
+            return self.cache.lease(self.key)
+        except (OSError, Timeout) as error:
+            reason = getattr(error, "strerror", None) or "this thread is already loading the same model from it"
+            text = f"CACHE_DIR={str(self.cache.folder)!r} cannot be used: {reason}"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+            return None
+
+    def read(self, import_set: Callable[[Manifest], Result], compile_again: Callable[[], Result]) -> Result | None:
+        """Return what ``import_set`` makes of the cached set; None, with a warning, if there is none or it cannot be read.
+
+        If the blobs of this model failed verification before, ``compile_again`` compiles the programs and writes nothing.
+        """
+        if not self.path.is_dir():
+            return None
+        try:
+            manifest = read_manifest(self.path, self.job.key)
+            self.cache.touch(self.key)
+            if manifest.has_failed_verification:
+                self._warn_of_quarantine(manifest)
+                return compile_again()
+            return import_set(manifest)
+        except BlobError as error:
+            warnings.warn(f"compiled again: {error}", RuntimeWarning, stacklevel=2)
+            remove_set(self.path)
+            return None
+
+    def keep(self, manifest: Manifest, blobs: Mapping[str, bytes] | None) -> None:
+        """Write a set; without ``blobs``, one that is in quarantine. Warn if that fails, for example on a full disk."""
+        try:
+            if blobs is not None:
+                write_blobs(self.job, self.path, manifest, blobs)
                 return
-            write_quarantined(self.job, path, exported, self.fingerprint)
+            write_quarantined(self.job, self.path, manifest)
         except ConfigError as error:
             warnings.warn(f"nothing was cached: {error}", RuntimeWarning, stacklevel=2)
             return
-        _warn_of_quarantine(self, read_manifest(path, self.job.key))
+        self._warn_of_quarantine(read_manifest(self.path, self.job.key))
+
+    def _warn_of_quarantine(self, manifest: Manifest) -> None:
+        text = failed_verification_text(self.path, manifest)
+        warnings.warn(f"CACHE_DIR is not used: {text}", RuntimeWarning, stacklevel=3)
+
+
+def open_cache(job: LoadJob, folder: str) -> BlobCache:
+    """Return the cache of a job."""
+    return BlobCache(folder, int(job.config.cache_limit_gb * GB), job.key)
+
+
+@dataclass(frozen=True)
+class CacheEntry(CachePlace):
+    """The place of a decoder's set. ``is_weightless``: whether its blobs are written without weights."""
+
+    is_weightless: bool
+
+    def write(self, programs: CompiledPrograms) -> None:
+        """Export all programs of the model, and remove the least recently used sets beyond the cache's limit."""
+        self.keep_exported(export_programs(self.job, programs, self.is_weightless), {})
+        self.cache.prune(keep=self.key)
+
+    def keep_exported(self, exported: Exported, costs: Mapping[Variant, float]) -> None:
+        """Write a set with the measured ``costs`` (seconds per call). Warn if that fails."""
+        self.keep(manifest_of(self.job, exported, self.fingerprint, costs), exported.stored.blobs)
 
 
 def load_through_cache(job: LoadJob, folder: str) -> Loaded:
@@ -81,13 +138,9 @@ def load_through_cache(job: LoadJob, folder: str) -> Loaded:
         DeviceError: the device is missing, or refused a program.
         ConfigError: an option is impossible for this model, or there is not enough memory for KV slots or masks.
     """
-    cache = BlobCache(folder, int(job.config.cache_limit_gb * GB), job.key)
-    entry = CacheEntry(job, cache, fingerprint_of(job), is_weightless_wanted(job))
-    try:
-        lease = cache.lease(entry.key)
-    except (OSError, Timeout) as error:
-        reason = getattr(error, "strerror", None) or "this thread is already loading the same model from it"
-        warnings.warn(f"CACHE_DIR={folder!r} cannot be used: {reason}", RuntimeWarning, stacklevel=2)
+    entry = CacheEntry(job, open_cache(job, folder), fingerprint_of(job), is_weightless_wanted(job))
+    lease = entry.lease()
+    if lease is None:
         return load_compiled(job)
     try:
         loaded = _from_cache(entry) or _into_cache(entry)
@@ -96,7 +149,7 @@ def load_through_cache(job: LoadJob, folder: str) -> Loaded:
         raise
     if loaded.deferred is None:
         lease.release()
-        cache.prune(keep=entry.key)
+        entry.cache.prune(keep=entry.key)
         return loaded
     loaded.deferred.hold(lease)
     return loaded
@@ -110,32 +163,13 @@ def _into_cache(entry: CacheEntry) -> Loaded:
         return load_staged(job, core, plan, entry)
     exported = compile_for_export(job)
     runner = make_runner(exported.programs, job.on_progress)
-    entry.keep(exported, runner.costs.measured)
+    entry.keep_exported(exported, runner.costs.measured)
     kept = entry.costs_place.costs_of(exported.programs.options)
     return Loaded(runner, exported.programs, job.config, "compiled", kept_costs=kept)
 
 
 def _from_cache(entry: CacheEntry) -> Loaded | None:
-    """Load the cached set; None if there is none or it cannot be read.
-
-    If the blobs of this model failed verification before, the programs are compiled.
-    """
-    path = entry.cache.path(entry.key)
-    if not path.is_dir():
-        return None
-    try:
-        manifest = read_manifest(path, entry.job.key)
-        entry.cache.touch(entry.key)
-        if manifest.has_failed_verification:
-            _warn_of_quarantine(entry, manifest)
-            return load_compiled(entry.job, entry.costs_place)
-        return import_set(entry.job, path, manifest, "cache", entry.fingerprint)
-    except BlobError as error:
-        warnings.warn(f"compiled again: {error}", RuntimeWarning, stacklevel=2)
-        remove_set(path)
-        return None
-
-
-def _warn_of_quarantine(entry: CacheEntry, manifest: Manifest) -> None:
-    text = failed_verification_text(entry.cache.path(entry.key), manifest)
-    warnings.warn(f"CACHE_DIR is not used: {text}", RuntimeWarning, stacklevel=3)
+    return entry.read(
+        lambda manifest: import_set(entry.job, entry.path, manifest, "cache", entry.fingerprint),
+        lambda: load_compiled(entry.job, entry.costs_place),
+    )

@@ -53,13 +53,7 @@ def load_and_export(job: LoadJob) -> Loaded:
         ConfigError: the path exists and is not a blob set, the folder cannot be written, or an option is impossible.
         BlobError: a blob does not compute what its program computes.
     """
-    target = Path(job.config.blob_path) if job.config.blob_path else job.directory / DEFAULT_BLOB
-    if _exists(target) and not is_ours(target):
-        raise ConfigError(f"BLOB_PATH={str(target)!r} exists and is not a blob set: choose another path or remove it")
-    try:
-        target.resolve().parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"BLOB_PATH={str(target)!r} cannot be written: {error.strerror or error}") from None
+    target = export_target(job)
     if is_staged(job):
         is_weightless = is_weightless_wanted(job)
         core, plan = prepare_for_export(job, is_weightless)
@@ -70,6 +64,22 @@ def load_and_export(job: LoadJob) -> Loaded:
     write_exported(job, target, exported, fingerprint, runner.costs.measured)
     kept = CostsPlace(target, fingerprint, job.key).costs_of(exported.programs.options)
     return Loaded(runner, exported.programs, job.config, "compiled", kept_costs=kept)
+
+
+def export_target(job: LoadJob) -> Path:
+    """Return the folder that ``EXPORT_BLOB`` writes to; the folder around it is created.
+
+    Raises:
+        ConfigError: the path exists and is not a blob set, or cannot be written.
+    """
+    target = Path(job.config.blob_path) if job.config.blob_path else job.directory / DEFAULT_BLOB
+    if _exists(target) and not is_ours(target):
+        raise ConfigError(f"BLOB_PATH={str(target)!r} exists and is not a blob set: choose another path or remove it")
+    try:
+        target.resolve().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"BLOB_PATH={str(target)!r} cannot be written: {error.strerror or error}") from None
+    return target
 
 
 def _exists(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from staticllm.devices import get_core
 from staticllm.errors import BlobError, StaticLLMError, last_line
 from staticllm.pipelines.blobs.blob_set import (
     ImportTarget,
+    check_kind,
     check_properties,
     check_set,
     import_blob,
@@ -22,7 +24,7 @@ from staticllm.pipelines.blobs.blob_set import (
     read_steadily,
 )
 from staticllm.pipelines.blobs.fingerprint import Fingerprint
-from staticllm.pipelines.blobs.manifest import Manifest, shape_from_json
+from staticllm.pipelines.blobs.manifest import Manifest, V, shape_from_json
 from staticllm.pipelines.blobs.measurements import CostsPlace
 from staticllm.pipelines.model_loader.blob_export import fingerprint_of
 from staticllm.pipelines.model_loader.job import LoadJob
@@ -44,6 +46,7 @@ def load_blob_set(job: LoadJob, folder: Path) -> Loaded:
     """
 
     def import_it(manifest: Manifest) -> Loaded:
+        check_kind(folder, manifest, "decoder")
         return import_set(decided_by(manifest, job), folder, manifest, "blob")
 
     return read_steadily(folder, import_it, job.key)
@@ -66,17 +69,29 @@ def import_set(
         BlobError: the set is damaged, or was made for something else.
     """
     config = job.config
-    with ThreadPoolExecutor(1) as pool:
-        here = pool.submit(lambda: fingerprint or fingerprint_of(job))
-        callbacks = config.cache_encryption_callbacks
-        blobs = read_blobs(folder, manifest, callbacks[1] if callbacks else None)
-        check_set(folder, manifest, here.result())
+    blobs = read_checked(job, folder, manifest, lambda: fingerprint or fingerprint_of(job))
     check_properties(folder, manifest, phase_properties(job.device, config))
     kept = CostsPlace(folder, manifest.fingerprint, job.key).costs_of(_options(job, manifest))
-    with Allocation(shape_from_json(manifest.shape), [entry.variant for entry in manifest.variants]) as memory:
+    with Allocation(shape_from_json(manifest.shape), list(manifest.files_of(Variant))) as memory:
         programs = replace(_programs(job, manifest, blobs), kept_costs=kept.read())
         runner = _runner(job, folder, programs, memory)
     return Loaded(runner, programs, config, origin, has_mapped_weights=manifest.is_weightless, kept_costs=kept)
+
+
+def read_checked(
+    job: LoadJob, folder: Path, manifest: Manifest, fingerprint: Callable[[], Fingerprint]
+) -> dict[str, bytes]:
+    """Read the blobs of a set while ``fingerprint`` compares the model's files, and return them by their file names.
+
+    Raises:
+        BlobError: the set is damaged, or was made for something else.
+    """
+    callbacks = job.config.cache_encryption_callbacks
+    with ThreadPoolExecutor(1) as pool:
+        here = pool.submit(fingerprint)
+        blobs = read_blobs(folder, manifest, callbacks[1] if callbacks else None)
+        check_set(folder, manifest, here.result())
+    return blobs
 
 
 def _runner(job: LoadJob, folder: Path, programs: CompiledPrograms, memory: Allocation) -> ModelRunner:
@@ -98,20 +113,37 @@ def _options(job: LoadJob, manifest: Manifest) -> CompileOptions:
     )
 
 
-def _programs(job: LoadJob, manifest: Manifest, blobs: dict[str, bytes]) -> CompiledPrograms:
+def _programs(job: LoadJob, manifest: Manifest, blobs: Mapping[str, bytes]) -> CompiledPrograms:
     options = _options(job, manifest)
     weights = job.weights if manifest.is_weightless else None
+    compiled = import_each(
+        job,
+        manifest.files_of(Variant),
+        blobs,
+        lambda variant: ImportTarget(job.device, options.program_group(variant).properties, weights),
+    )
+    return CompiledPrograms(shape_from_json(manifest.shape), options, compiled, manifest.costs_of(Variant))
+
+
+def import_each(
+    job: LoadJob, files: Mapping[V, str], blobs: Mapping[str, bytes], target_of: Callable[[V], ImportTarget]
+) -> dict[V, ov.CompiledModel]:
+    """Import the blob of each variant, ``NUM_IMPORTS`` at a time; variants that name the same file share a program.
+
+    ``target_of``: the target of a variant's program, asked for the first variant of each file.
+
+    Raises:
+        BlobError: the device refused a blob.
+    """
+    firsts: dict[str, V] = {}
+    for variant, file in files.items():
+        firsts.setdefault(file, variant)
     compiled: dict[str, ov.CompiledModel] = {}
-    firsts: dict[str, Variant] = {}
-    for entry in manifest.variants:
-        firsts.setdefault(entry.file, entry.variant)
-
-    def import_file(name: str) -> ov.CompiledModel:
-        target = ImportTarget(job.device, options.program_group(firsts[name]).properties, weights)
-        return import_blob(get_core(), blobs[name], target)
-
     with ThreadPoolExecutor(min(len(firsts), NUM_IMPORTS) or 1) as pool:
-        imported = {name: pool.submit(import_file, name) for name in firsts}
+        imported = {
+            name: pool.submit(import_blob, get_core(), blobs[name], target_of(variant))
+            for name, variant in firsts.items()
+        }
         try:
             for index, (name, variant) in enumerate(firsts.items(), 1):
                 start = time.perf_counter()
@@ -121,5 +153,4 @@ def _programs(job: LoadJob, manifest: Manifest, blobs: dict[str, bytes]) -> Comp
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    of_variant = {entry.variant: compiled[entry.file] for entry in manifest.variants}
-    return CompiledPrograms(shape_from_json(manifest.shape), options, of_variant, dict(manifest.costs))
+    return {variant: compiled[file] for variant, file in files.items()}

@@ -116,7 +116,7 @@ class Loaded:
     origin: Origin
     deferred: DeferredPrograms | None = None
     has_mapped_weights: bool = True
-    kept_costs: KeptCosts | None = None
+    kept_costs: KeptCosts[Variant] | None = None
 
     def keep_costs(self) -> None:
         """Write the costs that were measured at leisure, if there is a place for them and they are new."""

@@ -14,6 +14,7 @@ import openvino as ov
 
 from staticllm.compiler_passes.decoder import DECODER, DECODER_UNMERGED
 from staticllm.compiler_passes.lower import LoweredModel, lower
+from staticllm.compiler_passes.model_kind import check_kind
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions
 from staticllm.config import StaticLLMConfig
 from staticllm.core import KVType, OnProgress, Phase, ProgramLayout, ProgressEvent, Variant
@@ -90,6 +91,7 @@ def prepare(
     path = check_model_dir(models_path, False, config.weights_path, config.weights_decryption_callback is not None)
     config, mode = with_kv_slots(config, path, kv_type), program_mode(device, config)
     model = read_model(core, path, config.weights_path, config.weights_decryption_callback)
+    check_kind(model, path, "decoder")
     if for_blobs:
         keep_small_constants(model)
     weights = MappedWeights(model)

@@ -11,26 +11,32 @@ from numpy.typing import NDArray
 
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, Variant
 from staticllm.kvcache.step import HIDDEN
-from staticllm.ports import INPUT_IDS, LOGIT_ROWS, POSITION_IDS, port_of
+from staticllm.ports import INPUT_IDS, LOGIT_ROWS, POSITION_IDS, find_encoder_port, find_port, port_of
 
 VALUE_SCALE = 0.5
 """Standard deviation of random KV slots and states, about that of real keys and values."""
 
 
 def run_apart(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Run a program once in memory of its own, and return copies of its outputs. Feeds and outputs are keyed by port name.
+    """Run a program of any kind of model once in memory of its own, and return copies of its outputs, keyed by port name.
 
-    The arrays have the shapes as in docs/contract.md.
+    ``feeds`` are keyed by port name; the arrays have the shapes as in docs/contract.md.
 
     Raises:
         RuntimeError: the device failed, or the shape of a feed differs from that of its port.
     """
     request = compiled.create_infer_request()
     for port in compiled.inputs:
-        array = feeds[port_of(port.get_names())[0]]
+        array = feeds[_name_of(port)]
         request.set_tensor(port, ov.Tensor(array, ov.Shape(array.shape), port.get_element_type()))
     request.infer()
-    return {port_of(port.get_names())[0]: np.array(request.get_tensor(port).data) for port in compiled.outputs}
+    return {_name_of(port): np.array(request.get_tensor(port).data) for port in compiled.outputs}
+
+
+def _name_of(port: ov.ConstOutput) -> str:
+    """Return the port's name in the contract of step programs or encoder programs. Plugins add names of their own."""
+    names: list[str] = sorted(port.get_names())
+    return next(name for name in names if find_port(name) or find_encoder_port(name))
 
 
 def random_feeds(compiled: ov.CompiledModel, variant: Variant) -> dict[str, NDArray[Any]]:

@@ -65,7 +65,9 @@ def _row(entry: Entry, problem: str = "") -> dict[str, Any]:
         "bytes": entry.num_bytes,
         "used": time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used)),
         "device": manifest.fingerprint.device if manifest else None,
-        "max_prompt_len": manifest.config["max_prompt_len"] if manifest else None,
+        "kind": manifest.kind if manifest else None,
+        "max_prompt_len": manifest.config.get("max_prompt_len") if manifest else None,
+        "max_length": manifest.config.get("max_length") if manifest else None,
         "programs": manifest.programs if manifest else None,
         "blobs": len(manifest.blobs) if manifest else None,
         "weights": manifest.fingerprint.weights_digest[:12] if manifest else None,
@@ -82,7 +84,8 @@ def _show(rows: list[dict[str, Any]], as_json: bool, empty: str, verb: str = "")
         return
     for row in rows:
         size = f"{row['bytes'] / 1e6:9.1f} MB"
-        what = f"{row['device']}, prompts of {row['max_prompt_len']}, {row['blobs']} blobs, weights {row['weights']}"
+        inputs = f"texts of {row['max_length']}" if row["kind"] == "encoder" else f"prompts of {row['max_prompt_len']}"
+        what = f"{row['device']}, {inputs}, {row['blobs']} blobs, weights {row['weights']}"
         click.echo(f"{verb}{row['key']}  {size}  {row['used']}  {row['problem'] or what}")
     click.echo(f"{sum(row['bytes'] for row in rows) / 1e6:.1f} MB in {len(rows)} sets" if rows else empty)
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from staticllm.cli import encoders
 from staticllm.cli.options import layout_options, model_argument, read_config
 from staticllm.cli.progress import Progress, progress
-from staticllm.core import ProgressEvent, Variant
+from staticllm.core import EncoderVariant, ProgressEvent, Variant
 from staticllm.errors import DeviceError
 
 DONE = {"read": "model read", "passes": "model lowered", "compile": "program compiled", "export": "blob written"}
@@ -27,23 +28,16 @@ if TYPE_CHECKING:
     "--verify",
     "is_verified",
     is_flag=True,
-    help="Compare the set's logits with the CPU in f32; a set that differs too much is never loaded.",
+    help="Compare the set's logits, or an encoder's vectors, with the CPU in f32; a set that differs too much is never loaded.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
 @layout_options
 def command(model: str, target: str, is_verified: bool, as_json: bool, **options: Any) -> None:
-    """Compile all programs of MODEL and export them as a blob set, which the option BLOB_PATH loads."""
-    from staticllm.pipelines.model_loader.blob_export import export_set
-    from staticllm.pipelines.model_loader.job import job_of
-
+    """Compile all programs of MODEL, a decoder or an encoder, and export them as a blob set, which the option BLOB_PATH loads."""
     _check_npu(options["device"])
     with progress("compiling") as shown:
-        manifest = export_set(job_of(model, options["device"], read_config(options), Steps(shown)), Path(target))
-        if is_verified:
-            from staticllm.pipelines.diagnostics.verify import verify_set
-
-            shown.show("comparing with the CPU")
-            manifest = verify_set(model, options["device"], Path(target))
+        compile_it = encoders.compile_set if encoders.is_encoder(model, options) else _compile
+        manifest = compile_it(model, target, is_verified, options, Steps(shown), shown)
     if as_json:
         from staticllm.pipelines.blobs.manifest import manifest_to_json
 
@@ -52,6 +46,22 @@ def command(model: str, target: str, is_verified: bool, as_json: bool, **options
         _report(manifest, target)
     if manifest.has_failed_verification:
         raise SystemExit(1)
+
+
+def _compile(
+    model: str, target: str, is_verified: bool, options: dict[str, Any], steps: Steps, shown: Progress
+) -> Manifest:
+    """Compile a decoder and write its blob set, and compare it with the original if that is asked for."""
+    from staticllm.pipelines.model_loader.blob_export import export_set
+    from staticllm.pipelines.model_loader.job import job_of
+
+    manifest = export_set(job_of(model, options["device"], read_config(options), steps), Path(target))
+    if not is_verified:
+        return manifest
+    from staticllm.pipelines.diagnostics.verify import verify_set
+
+    shown.show("comparing with the CPU")
+    return verify_set(model, options["device"], Path(target))
 
 
 def _check_npu(device: str) -> None:
@@ -78,6 +88,8 @@ def _report(manifest: Manifest, target: str) -> None:
         verdict = "verified" if found["is_ok"] else "FAILED verification, never loaded"
         distance = f"logits differ by {found['distance']:.1e} of their range"
         text = f"{found['agreement']:.1%} of {found['places']} tokens agree, {distance}"
+        if manifest.kind == "encoder":
+            text = encoders.verification_text(dict(found))
         click.echo(f"{verdict}: {text} ({found['against']})")
 
 
@@ -87,7 +99,7 @@ class Steps:
     def __init__(self, shown: Progress) -> None:
         self._shown = shown
         self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
-        self._compiled: list[Variant | None] = []  # the variant that each program was compiled for
+        self._compiled: list[Variant | EncoderVariant | None] = []  # the variant that each program was compiled for
 
     def __call__(self, event: ProgressEvent) -> None:
         self._shown(event)

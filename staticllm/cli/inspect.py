@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from staticllm.cli import encoders
 from staticllm.cli.options import layout_options, model_argument, read_config
 from staticllm.cli.progress import progress
 
@@ -21,7 +22,13 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @layout_options
 def command(model: str, as_json: bool, **options: Any) -> None:
-    """Show states, masks, passes, variants and bytes of MODEL (the demo model without it). Nothing is compiled for the device."""
+    """Show states, masks, passes, variants and bytes of MODEL (the demo model without it). Nothing is compiled for the device.
+
+    Of an encoder: its output, masks, positions and pooling, and whether texts can share a sequence.
+    """
+    if encoders.is_encoder(model, options):
+        encoders.inspect(model, as_json, options)
+        return
     with progress("lowering the model"):
         from staticllm.pipelines.diagnostics.inspect import inspect_model
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from staticllm.cli import encoders
 from staticllm.cli.options import layout_options, model_argument, read_config
 from staticllm.cli.plan_embed import embed_options
 from staticllm.cli.progress import progress
@@ -26,9 +27,14 @@ def command(model: str, measured: bool, as_json: bool, **options: Any) -> None:
     """Estimate the bytes of weights, KV slots and buffers of MODEL, and check whether they fit. Nothing is compiled.
 
     Exit with code 1 if they do not fit. With --measured, load MODEL in a process of its own instead, run its longest prompt and
-    some decode steps, and print the private memory of each part and after each stage.
+    some decode steps, and print the private memory of each part and after each stage. Of an encoder, the milliseconds of each
+    call are printed too: those that CACHE_DIR keeps, or measured ones.
     --embed estimates by WINDVE's cost model how many machines embed a load, without and with their CPUs.
     """
+    if encoders.is_encoder(model, options):
+        if not encoders.plan(model, measured, as_json, options):
+            raise SystemExit(1)
+        return
     if measured:
         _measure(model, as_json, options)
         return

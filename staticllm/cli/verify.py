@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
+from staticllm.cli import encoders
 from staticllm.cli.options import model_argument
 from staticllm.cli.progress import progress
+
+if TYPE_CHECKING:
+    from staticllm.pipelines.diagnostics.reports import Verdict
 
 
 @click.command("verify", short_help="Compare a model with its original, in f32.")
@@ -26,10 +31,10 @@ from staticllm.cli.progress import progress
 def command(ctx: click.Context, model: str, device: str, programs: str, as_json: bool) -> None:
     """Compare MODEL with its original stateful IR on the CPU, in f32: logits of 96 tokens, and greedy answers.
 
-    The chunks are small, and generation exceeds the smaller KV lengths. Exit with code 1 if anything differs.
+    The chunks are small, and generation exceeds the smaller KV lengths. An encoder runs texts of several lengths, alone and
+    packed into the same calls. Exit with code 1 if anything differs.
     """
     from staticllm.core import ProgramMode
-    from staticllm.pipelines.diagnostics.reports import Verdict
     from staticllm.pipelines.diagnostics.verify import verify_model
 
     modes: dict[str, tuple[ProgramMode, ...]] = {
@@ -37,11 +42,15 @@ def command(ctx: click.Context, model: str, device: str, programs: str, as_json:
     }  # fmt: skip
     verdicts: list[Verdict] = []
     with progress("comparing with the original") as shown:
-        for verdict in verify_model(model, device, modes[programs], on_progress=shown):
+        if is_encoder := encoders.is_encoder(model):
+            found = encoders.verify(model, device, modes[programs], shown)
+        else:
+            found = verify_model(model, device, modes[programs], on_progress=shown)
+        for verdict in found:
             verdicts.append(verdict)
             shown.show("comparing with the original")
             if not as_json:
-                shown.write(_line(verdict.check, verdict.is_ok, verdict.value, verdict.detail))
+                shown.write(_line(verdict, is_encoder))
     is_ok = all(verdict.is_ok for verdict in verdicts)
     if as_json:
         click.echo(json.dumps({"model": model, "device": device, "ok": is_ok, "checks": [asdict(v) for v in verdicts]}))
@@ -50,7 +59,10 @@ def command(ctx: click.Context, model: str, device: str, programs: str, as_json:
     ctx.exit(0 if is_ok else 1)
 
 
-def _line(check: str, is_ok: bool, value: float, detail: str) -> str:
-    is_logits = check.endswith(("logits", "interleaved", "draft"))
-    figure = f"logits differ by {value:.1e} of their range" if is_logits else f"{value:.0%} of the tokens are the same"
-    return f"{'ok  ' if is_ok else 'FAIL'} {check:<40} {figure}{': ' + detail if detail else ''}"
+def _line(verdict: Verdict, is_encoder: bool) -> str:
+    check, value, detail = verdict.check, verdict.value, verdict.detail
+    if is_encoder or check.endswith(("logits", "interleaved", "draft")):
+        figure = f"{'numbers' if is_encoder else 'logits'} differ by {value:.1e} of their range"
+    else:
+        figure = f"{value:.0%} of the tokens are the same"
+    return f"{'ok  ' if verdict.is_ok else 'FAIL'} {check:<40} {figure}{': ' + detail if detail else ''}"

@@ -104,7 +104,7 @@ def test_a_causal_language_model_ranks_by_yes_and_no(tmp_path):
         assert np.abs(pipe.scores(QUERY, TEXTS) - expected).max() <= 2e-6
     with pytest.raises(ModelError, match=r"'bad' or 'good' is not a single token: .* by score_words="):
         StaticRerankPipeline(folder, "CPU", score_words=("bad", "good"), **F32)
-    with pytest.raises(ModelError, match=r"as a chat model does.*PoolingType\.LAST_TOKEN"):
+    with pytest.raises(ModelError, match=r"is not an encoder but a causal language model.*PoolingType\.LAST_TOKEN"):
         StaticEmbeddingPipeline(folder, "CPU", **F32)
     last = StaticEmbeddingPipeline.PoolingType.LAST_TOKEN
     with StaticEmbeddingPipeline(folder, "CPU", pooling_type=last, **F32) as embedder:

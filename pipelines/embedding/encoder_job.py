@@ -1,0 +1,167 @@
+"""A job describes which encoder is loaded for which device, with everything that the user and the model's files choose."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import openvino as ov
+
+from staticllm.config import StaticLLMConfig
+from staticllm.core import OnProgress, Pooling, ProgramMode
+from staticllm.devices import check_device, get_core, known_properties
+from staticllm.errors import ConfigError
+from staticllm.model_dir import check_model_dir, max_positions
+from staticllm.pipelines.blobs.blob_set import is_ours, json_properties
+from staticllm.pipelines.blobs.fingerprint import EncoderFingerprint, fingerprint_model, machine_values
+from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
+from staticllm.pipelines.model_loader.genai_properties import from_genai
+from staticllm.pipelines.model_loader.job import LoadJob
+from staticllm.pipelines.programs.compile_plan import phase_properties
+from staticllm.pipelines.programs.layout import program_mode
+from staticllm.properties import resolve
+
+MAX_LENGTH = 512
+"""The most tokens of a text, unless the model or the user says less or more."""
+OPTIONS = frozenset(
+    ["cache_dir", "cache_mode", "cache_limit_gb", "cache_encryption_callbacks", "weights_decryption_callback", "blob_path",
+     "export_blob", "integrity_key", "weights_path", "programs", "device_properties"]
+)  # fmt: skip
+"""The fields of the config that an encoder has."""
+_OF_DECODERS = {item.name.upper() for item in fields(StaticLLMConfig) if item.name not in OPTIONS} | {
+    "PREFILL_HINT", "GENERATE_HINT"
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EncoderChoices:
+    """What the user chose; None for what the model's files say.
+
+    ``max_length`` is in tokens, ``sizes`` are the batches and rows of the programs, ``properties`` are OpenVINO's and those in
+    ``OPTIONS``, by their names in capitals. ``score_tokens`` are the
+    tokens whose logits a causal language model returns, in place of hidden states. ``output``: what the caller can use; None for
+    either.
+    """
+
+    pooling: Pooling | None = None
+    is_normalised: bool = True
+    max_length: int | None = None
+    sizes: Sequence[tuple[int, int]] | None = None
+    properties: Mapping[str, object] | None = None
+    score_tokens: tuple[int, ...] = ()
+    output: Literal["embeddings", "scores"] | None = None
+
+
+@dataclass(frozen=True)
+class EncoderJob:
+    """One encoder for one device. ``max_length``: the tokens that are asked for; the graph may allow fewer."""
+
+    load: LoadJob
+    choices: EncoderChoices
+    files: EncoderFiles
+    max_length: int
+
+    @property
+    def mode(self) -> ProgramMode:
+        """``separate`` if each variant has a program of its own, else ``shared``."""
+        return program_mode(self.load.device, self.load.config)
+
+    @property
+    def properties(self) -> Mapping[str, Any]:
+        """OpenVINO's properties of every program."""
+        return phase_properties(self.load.device, self.load.config)["prefill"]
+
+    @property
+    def can_embed(self) -> bool:
+        """Whether somebody says how a decoder's vectors become one: then it is an embedder, not a chat model."""
+        return bool(self.choices.pooling or self.files.pooling or self.choices.score_tokens)
+
+    def fingerprint(self) -> EncoderFingerprint:
+        """Return the fingerprint that a set must have to be loaded for this job.
+
+        Raises:
+            ModelError: a file of the model cannot be read.
+        """
+        model = fingerprint_model(self.load.directory, self.load.weights)
+        properties = sorted(json_properties(self.properties).items())
+        sizes = self.choices.sizes
+        return EncoderFingerprint(
+            ir_digest=model.ir_digest,
+            weights_digest=model.weights_digest,
+            **machine_values(get_core(), self.load.device),
+            dense=_digest_of(self.files),
+            score_tokens=", ".join(map(str, self.choices.score_tokens)) or "none",
+            max_length=str(self.max_length),
+            sizes="default" if sizes is None else ", ".join(f"{batch}x{rows}" for batch, rows in sizes),
+            programs=self.mode,
+            normalize=str(self.choices.is_normalised),
+            properties=", ".join(f"{name}={value}" for name, value in properties),
+        )
+
+    def decided_by(self, chosen: Mapping[str, Any]) -> EncoderJob:
+        """Return the job with the choices behind a blob set for whatever the user left out."""
+        sizes = self.choices.sizes if chosen["sizes"] is None or self.choices.sizes is not None else chosen["sizes"]
+        choices = replace(self.choices, sizes=None if sizes is None else [(batch, rows) for batch, rows in sizes])
+        max_length = chosen["max_length"] if self.choices.max_length is None else self.max_length
+        return replace(self, choices=choices, max_length=max_length)
+
+
+def encoder_job(
+    models_path: str | os.PathLike[str],
+    device: str,
+    choices: EncoderChoices,
+    on_progress: OnProgress = lambda event: None,
+    check: Callable[[ov.Core, object], str] = check_device,
+) -> EncoderJob:
+    """Check directory, device and properties, and read what the model's files say.
+
+    ``check`` raises a ``DeviceError`` for a device that cannot be used.
+
+    Raises:
+        ModelError: a file of the model is missing or damaged.
+        DeviceError: ``check`` refuses the device.
+        ConfigError: a property is unknown, or is no option of an encoder.
+    """
+    if isinstance(models_path, (str, os.PathLike)) and is_ours(Path(models_path)):
+        raise ConfigError(
+            f"{str(models_path)!r} is a blob set: give the directory of its model, and the set with BLOB_PATH"
+        )
+    name = check(get_core(), device)
+    config = encoder_config(name, choices.properties or {})
+    is_encrypted = config.weights_decryption_callback is not None
+    directory = check_model_dir(models_path, False, config.weights_path, is_encrypted)
+    files, limit = read_encoder_files(directory), max_positions(directory)
+    longest = choices.max_length or files.max_length or min(limit or MAX_LENGTH, MAX_LENGTH)
+    return EncoderJob(LoadJob(directory, name, config, on_progress), choices, files, longest)
+
+
+def encoder_config(device: str, properties: Mapping[str, object]) -> StaticLLMConfig:
+    """Return the config of an encoder.
+
+    Raises:
+        ConfigError: a property is unknown, is no option of an encoder, or its value is impossible.
+    """
+    ours = from_genai(properties)
+    for name in ours:
+        if name in _OF_DECODERS:
+            raise ConfigError(f"{name} is an option of decoders, this model is an encoder: leave it out")
+    resolved = resolve(ours, known_properties(get_core(), device))
+    if resolved.config.programs not in ("auto", "separate", "shared"):
+        raise ConfigError(f"PROGRAMS={resolved.config.programs!r}: an encoder has 'separate' or 'shared' programs")
+    return resolved.config
+
+
+def _digest_of(files: EncoderFiles) -> str:
+    """Return a digest of the Dense modules, which are part of the programs; ``none`` if there are none."""
+    if not files.dense:
+        return "none"
+    digest = hashlib.blake2b(digest_size=32)
+    for dense in files.dense:
+        bias = b"" if dense.bias is None else dense.bias.tobytes()
+        digest.update(repr((dense.weight.shape, len(bias), dense.activation)).encode())
+        digest.update(dense.weight.tobytes() + bias)
+    return digest.hexdigest()

@@ -1,0 +1,152 @@
+"""Lowers an encoder, chooses its variants, and compiles their programs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import openvino as ov
+
+from staticllm.compiler_passes.lower_encoder import LoweredEncoder, lower_encoder
+from staticllm.compiler_passes.model_kind import check_kind
+from staticllm.compiler_passes.pass_pipeline import EncoderOptions
+from staticllm.core import EncoderShape, EncoderVariant, ProgressEvent
+from staticllm.devices import get_core
+from staticllm.errors import ConfigError, DeviceError, last_line
+from staticllm.mapped_weights import MappedWeights
+from staticllm.model_dir import read_model
+from staticllm.pipelines.embedding.encoder_job import EncoderJob
+from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
+from staticllm.ports import INPUT_IDS
+
+SIZES = ((1, 16), (1, 32), (1, 64), (1, 128), (2, 128), (4, 128), (8, 128), (1, 256), (1, 512))
+"""The batches and rows of the programs. Sequences of 128 are the fastest, because attention is quadratic in their length."""
+TOKENS_PER_TEXT = 8
+"""A call holds at most one text for so many of its tokens."""
+
+
+@dataclass(frozen=True)
+class EncoderPlan:
+    """A lowered encoder and its variants; nothing is compiled yet.
+
+    ``longest``: the most tokens of a text. ``vocab_size``: the number of token ids; None if it is unknown.
+    """
+
+    lowered: LoweredEncoder
+    variants: tuple[EncoderVariant, ...]
+    longest: int
+    vocab_size: int | None
+    weights: MappedWeights
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of the largest call, idle ones included."""
+        return max(variant.batch * variant.rows for variant in self.variants)
+
+
+@dataclass(frozen=True)
+class EncoderPrograms:
+    """Compiled programs of any origin, and what the host must know to run them. ``costs``: seconds per call, as far as known."""
+
+    shape: EncoderShape
+    compiled: Mapping[EncoderVariant, ov.CompiledModel]
+    longest: int
+    vocab_size: int | None
+    costs: Mapping[EncoderVariant, float] = field(default_factory=dict)
+
+
+def plan_encoder(job: EncoderJob, for_blobs: bool = False) -> EncoderPlan:
+    """Read and lower the model. ``for_blobs``: whether its programs will be exported.
+
+    Raises:
+        ModelError: the model cannot be read, or is no encoder.
+        UnsupportedModelError: a pass cannot lower the model.
+        ConfigError: ``max_length`` is more than the model can have.
+    """
+    load, begin = job.load, time.perf_counter()
+    model = read_model(get_core(), load.directory, load.config.weights_path, load.config.weights_decryption_callback)
+    check_kind(model, load.directory, "encoder", job.can_embed)
+    if for_blobs:
+        keep_small_constants(model)
+    weights, vocab_size, read = MappedWeights(model), _vocab_size(model), time.perf_counter()
+    load.on_progress(ProgressEvent("read", 1, 1, read - begin))
+    lowered = lower_encoder(
+        model, EncoderOptions(job.max_length, job.files.dense, job.choices.is_normalised, job.choices.score_tokens)
+    )
+    longest = _longest(job.max_length, job.choices.max_length, lowered.shape.max_rows)
+    unsafe = () if job.mode == "shared" else lowered.shape.unsafe_rows
+    longest -= longest in unsafe
+    variants = variants_for(longest, [size for size in job.choices.sizes or SIZES if size[1] not in unsafe])
+    load.on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - read))
+    return EncoderPlan(lowered, variants, longest, vocab_size, weights)
+
+
+def variants_for(longest: int, sizes: Sequence[tuple[int, int]] = SIZES) -> tuple[EncoderVariant, ...]:
+    """Return a variant for each of ``sizes`` that is useful for texts of up to ``longest`` tokens, and one that holds these."""
+    useful = {(batch, rows) for batch, rows in sizes if rows <= longest}
+    if all(rows < longest for _, rows in useful):
+        useful.add((1, longest))
+    return tuple(sorted(EncoderVariant(b, rows, max(b, b * rows // TOKENS_PER_TEXT)) for b, rows in useful))
+
+
+def compile_encoder(job: EncoderJob, plan: EncoderPlan, extra: Mapping[str, object] | None = None) -> EncoderPrograms:
+    """Compile the program of each variant: one for all where sizes may be dynamic, else one each.
+
+    ``extra``: properties beside those of the job.
+
+    Raises:
+        DeviceError: the device refused a program.
+    """
+    properties = {**job.properties, **(extra or {})}
+    compiled: dict[EncoderVariant, ov.CompiledModel] = {}
+    with plan.weights.released():
+        groups = [plan.variants] if job.mode == "shared" else [(variant,) for variant in plan.variants]
+        for index, group in enumerate(groups, 1):
+            compiled |= dict.fromkeys(group, _compile(job, plan, group, properties, (index, len(groups))))
+    return EncoderPrograms(plan.lowered.shape, compiled, plan.longest, plan.vocab_size)
+
+
+def _compile(
+    job: EncoderJob,
+    plan: EncoderPlan,
+    group: tuple[EncoderVariant, ...],
+    properties: Mapping[str, object],
+    number: tuple[int, int],
+) -> ov.CompiledModel:
+    load, start = job.load, time.perf_counter()
+    load.on_progress(ProgressEvent("compile", *number, 0.0, group[0], is_done=False))
+    model = plan.lowered.share(group) if job.mode == "shared" else plan.lowered.specialise(group[0])
+    try:
+        compiled = get_core().compile_model(model, load.device, dict(properties))
+    except RuntimeError as error:
+        raise DeviceError(f"{load.device} cannot compile the encoder: {last_line(error)}") from error
+    load.on_progress(ProgressEvent("compile", *number, time.perf_counter() - start, group[0]))
+    return compiled
+
+
+def _longest(asked: int, given: int | None, possible: int) -> int:
+    """Return the most tokens of a text.
+
+    Raises:
+        ConfigError: the user gave more than the model can have.
+    """
+    if given is not None and given > possible:
+        raise ConfigError(f"max_length={given}: the model was made for texts of at most {possible} tokens; lower it")
+    return min(asked, possible)
+
+
+def _vocab_size(model: ov.Model) -> int | None:
+    """Return the number of rows of the table of token vectors; None if it is not found."""
+    ids = next((port for port in model.inputs if INPUT_IDS in port.get_names()), None)
+    if ids is None:
+        return None
+    consumers = [target.get_node() for target in ids.get_target_inputs()]
+    while consumers:
+        node = consumers.pop()
+        if node.get_type_name() == "Gather":
+            dim = node.input_value(0).get_partial_shape()[0]
+            return dim.get_length() if dim.is_static else None
+        if node.get_type_name() == "Convert":
+            consumers += [target.get_node() for target in node.output(0).get_target_inputs()]
+    return None
