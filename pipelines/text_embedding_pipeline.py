@@ -21,6 +21,9 @@ from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.embedding_engine import EmbeddingEngine
 from staticllm.pipelines.embedding.embedding_queue import EmbeddingRequest
 from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
+from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
+from staticllm.pipelines.embedding.pool.instances import EncoderInfo
+from staticllm.pipelines.embedding.pool.pool_loader import load_pool, needs_pool, take_options
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
 
 PoolingType: TypeAlias = genai.TextEmbeddingPipeline.PoolingType
@@ -117,11 +120,12 @@ class StaticEmbeddingPipeline:
 
         Args:
             models_path: The folder of an OpenVINO model (feature-extraction) with its tokenizer.
-            device: The OpenVINO device.
+            device: The OpenVINO device, or several: ``NPU,CPU``, or groups of cores, ``CPU#0-3,CPU#4-7``.
             config: Options as for GenAI; fields of it can also be given as keywords.
             overflow: Whether texts of more than ``max_length`` tokens are truncated or refused.
             max_waiting: The most texts that may wait.
-            properties: OpenVINO's properties of the device, and fields of ``Config``.
+            properties: OpenVINO's properties of the device, fields of ``Config``, and those of several devices (docs/windve.md):
+                ``HETEROGENEOUS``, ``LATENCY_MS``, ``QUEUE_POLICY``, ``QUEUE_DEPTHS`` and ``DEVICE_PROPERTIES``.
 
         Raises:
             ModelError: a file of the model is missing or damaged, or it cannot be lowered.
@@ -133,23 +137,28 @@ class StaticEmbeddingPipeline:
         names = {item.name for item in fields(EmbeddingConfig)}
         own = {name: properties.pop(name) for name in list(properties) if name in names}
         self._config = _resolved(config, own)
+        options = take_options(properties)
         directory = check_model_dir(models_path)
         pooling = None if self._config.pooling_type is None else _POOLINGS[self._config.pooling_type]
         choices = EncoderChoices(
             pooling, self._config.normalize, self._config.max_length, properties=properties or None
         )
-        self._loaded = load_encoder(directory, device, choices)
-        self._tokenizer = TextTokenizer(
-            self._loaded.tokenizer, self._loaded.max_length, self._loaded.vocab_size, overflow
-        )
-        self._engine = EmbeddingEngine(self._loaded.runner, max_waiting)
-
+        self._engine: EmbeddingEngine | EmbeddingPool
+        if needs_pool(device, options):
+            pool = load_pool(directory, device, choices, max_waiting, options)
+            info, tokenizer, self._files, self._engine = pool.info, pool.tokenizer, pool.files, pool.pool
+        else:
+            loaded = load_encoder(directory, device, choices)
+            info, tokenizer, self._files = EncoderInfo.of(loaded), loaded.tokenizer, loaded.files
+            self._engine = EmbeddingEngine(loaded.runner, max_waiting)
+        self._width = info.width
+        self._tokenizer = TextTokenizer(tokenizer, info.max_length, info.vocab_size, overflow)
         self._started: dict[str, Future[Vectors]] = {}
 
     @property
     def width(self) -> int:
         """The number of values of a vector."""
-        return self._loaded.runner.shape.width
+        return self._width
 
     @overload
     def embed_documents(self, texts: Sequence[str], *, as_array: Literal[False] = False) -> list[list[float]]: ...
@@ -303,7 +312,7 @@ class StaticEmbeddingPipeline:
         given = self._config.query_instruction if kind == "query" else self._config.embed_instruction
         if given is not None:
             return given
-        prompts: Mapping[str, str] = self._loaded.files.prompts
+        prompts: Mapping[str, str] = self._files.prompts
         return prompts.get(kind) or (prompts.get("passage", "") if kind == "document" else "")
 
     def _check_dimensions(self, dimensions: int | None) -> None:

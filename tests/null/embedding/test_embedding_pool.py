@@ -1,0 +1,435 @@
+"""Tests a pool of devices that only add up ids: death, hanging, cancelling, deadlines, and no text lost or run for nobody."""
+
+import io
+import threading
+import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from staticllm.core import EncoderVariant
+from staticllm.errors import (
+    BusyError,
+    ClosedError,
+    ConfigError,
+    DeviceError,
+    NumericalError,
+    PromptError,
+    StaticLLMError,
+)
+from staticllm.pipelines.embedding.embedding_queue import EmbeddingRequest
+from staticllm.pipelines.embedding.encoder_runner import TokenizedText
+from staticllm.pipelines.embedding.pool import pool_state
+from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
+from staticllm.pipelines.embedding.pool.frames import MAX_HEADER_BYTES, FrameError, read_frame, write_frame
+from staticllm.pipelines.embedding.pool.instances import EncoderInfo, WorkerLostError, decode_texts, encode_texts
+from staticllm.pipelines.embedding.pool.pool_loader import devices_of, make_state, needs_pool, take_options
+
+COSTS = {EncoderVariant(1, 16, 2): 1e-3, EncoderVariant(4, 64, 32): 8e-3}
+POISON, NAN = 13, 17
+SECONDS = 20
+
+
+class Adder:
+    """Stands for an instance: a text's vector is the sum and the number of its ids. ``gate`` holds its calls back."""
+
+    def __init__(self, name, can_be_killed=True):
+        self.name, self.info = name, EncoderInfo(2, 64, 100, True)
+        self.can_be_killed = can_be_killed
+        self.calls, self.failure, self.num_recovered, self.is_closed = [], None, 0, False
+        self.heals = False
+        self.costs = COSTS
+        self.gate, self.began, self.killed = threading.Event(), threading.Event(), threading.Event()
+        self.gate.set()
+
+    def embed(self, texts):
+        assert not self.is_closed
+        self.calls.append([int(text.ids[0]) for text in texts])
+        self.began.set()
+        if any(POISON in text.ids for text in texts):
+            raise WorkerLostError("poisoned")
+        while not (self.gate.wait(0.01) or self.killed.is_set()):
+            pass
+        if self.killed.is_set():
+            self.killed.clear()
+            raise WorkerLostError(f"{self.name} was killed")
+        if self.failure:
+            raise self.failure
+        found = np.array([[text.ids.sum(), len(text)] for text in texts], np.float32)
+        found[[index for index, text in enumerate(texts) if NAN in text.ids]] = np.nan
+        return found
+
+    def interrupt(self):
+        if self.can_be_killed:
+            self.killed.set()
+        return self.can_be_killed
+
+    def recover(self):
+        self.num_recovered += 1
+        if self.heals:
+            self.failure = None
+
+    def close(self):
+        self.is_closed = True
+
+
+def request(*ids, length=8, **options):
+    return EmbeddingRequest([TokenizedText(np.full(length, i, np.int64)) for i in ids], 2, **options)
+
+
+def sums(*ids, length=8):
+    return [[i * length, length] for i in ids]
+
+
+@pytest.fixture
+def make(request):
+    """Make a pool of fakes, and close it at the end."""
+
+    def make(*devices, policy="plain", limit_s=None, max_waiting=1000, hang_seconds=30.0):
+        state = make_state(devices, policy, limit_s, max_waiting)
+        state._hang_seconds = hang_seconds
+        pool = EmbeddingPool(state)
+
+        def close():
+            for device in devices:
+                device.gate.set()
+            pool.close()
+
+        request.addfinalizer(close)
+        return pool
+
+    return make
+
+
+def submit(pool, *ids, **options):
+    found = request(*ids, **options)
+    pool.queue.submit(found)
+    return found.future
+
+
+def results(*futures):
+    return [future.result(SECONDS).tolist() for future in futures]
+
+
+def test_texts_of_many_threads_get_their_own_vectors_from_all_devices(make):
+    devices = Adder("A"), Adder("B")
+    pool = make(*devices)
+
+    def embed(number):
+        return submit(pool, number, number + 1, number + 2, priority=number % 2).result(SECONDS).tolist()
+
+    with ThreadPoolExecutor(200) as threads:
+        found = list(threads.map(embed, range(20, 620)))
+    assert found == [sums(n, n + 1, n + 2) for n in range(20, 620)]
+    assert all(device.calls for device in devices)
+    assert sum(len(call) for device in devices for call in device.calls) == 1800
+    assert pool.num_waiting == 0
+
+
+def test_queries_go_before_documents_and_long_texts_to_the_fast_device(make):
+    fast, slow = Adder("fast"), Adder("slow")
+    slow.costs = {variant: 4 * cost for variant, cost in COSTS.items()}
+    pool = make(fast, slow, policy="predicted", limit_s=0.1)
+    fast.gate.clear()
+    slow.gate.clear()
+    first = submit(pool, 1, 2, length=60)  # both documents begin, one on each device or both on the fast one
+    assert fast.began.wait(SECONDS)
+    documents = submit(pool, *range(20, 60))
+    query = submit(pool, 70, priority=1)
+    fast.gate.set()
+    slow.gate.set()
+    results(first, documents, query)
+    order = [ids for call in fast.calls + slow.calls for ids in call]
+    calls = fast.calls if any(70 in call for call in fast.calls) else slow.calls
+    assert next(n for n, call in enumerate(calls) if 70 in call) <= 1, f"a query waits for one batch at most: {order}"
+
+
+def test_a_killed_worker_loses_nothing(make):
+    devices = Adder("A"), Adder("B")
+    pool = make(*devices)
+    for device in devices:
+        device.gate.clear()
+    futures = [submit(pool, number) for number in range(20, 60)]
+    assert devices[0].began.wait(SECONDS)
+    devices[0].killed.set()
+    while not devices[0].num_recovered:
+        time.sleep(0.01)
+    for device in devices:
+        device.gate.set()
+    assert results(*futures) == [sums(number) for number in range(20, 60)]
+    assert pool.alive == ("A", "B")
+
+
+def test_queries_of_the_only_worker_run_after_its_restart_although_they_are_late(make):
+    device = Adder("A")
+    pool = make(device, policy="predicted", limit_s=0.05)
+    device.gate.clear()
+    running = submit(pool, 30, priority=1)
+    assert device.began.wait(SECONDS)
+    waiting = submit(pool, 31, priority=1)
+    time.sleep(0.06)
+    device.killed.set()
+    device.gate.set()
+    assert results(running, waiting) == [sums(30), sums(31)]
+
+
+def test_a_device_that_fails_in_every_call_is_left_out_and_the_others_serve(make):
+    dead, alive = Adder("dead"), Adder("alive")
+    dead.failure = RuntimeError("Exception from core.cpp:1\n[GPU] out of resources")
+    pool = make(dead, alive)
+    until = time.monotonic() + SECONDS
+    while pool.alive != ("alive",) or len(dead.calls) < pool_state.MAX_FAILURES:
+        assert time.monotonic() < until
+        futures = [submit(pool, number) for number in range(20, 60)]
+        assert results(*futures) == [sums(number) for number in range(20, 60)]
+    assert len(dead.calls) == pool_state.MAX_FAILURES
+
+
+def test_without_a_device_that_works_texts_get_one_line(make):
+    device = Adder("A")
+    pool = make(device)
+    device.failure = RuntimeError("Exception from core.cpp:1\n[GPU] out of resources")
+    with pytest.raises(DeviceError, match="out of resources") as raised:
+        submit(pool, 1, 2).result(SECONDS)
+    assert "\n" not in str(raised.value)
+    for _ in range(5):
+        with pytest.raises(DeviceError):
+            submit(pool, 3).result(SECONDS)
+    with pytest.raises(DeviceError, match=r"no device works any more \(A: .*load the pipeline again"):
+        submit(pool, 3)
+
+
+def test_a_device_that_fails_once_is_used_again(make):
+    device = Adder("A")
+    pool = make(device)
+    device.failure = RuntimeError("once")
+    device.heals = True
+    assert results(submit(pool, 1)) == [sums(1)]
+    assert pool.alive == ("A",)
+
+
+def test_a_text_that_kills_its_workers_fails_alone(make):
+    devices = Adder("A"), Adder("B")
+    pool = make(*devices)
+    for device in devices:
+        device.gate.clear()
+    blocked = [submit(pool, 20), submit(pool, 21)]
+    poison, others = submit(pool, POISON), [submit(pool, number) for number in range(30, 60)]
+    for device in devices:
+        device.gate.set()
+    assert results(*blocked, *others) == [sums(number) for number in [20, 21, *range(30, 60)]]
+    with pytest.raises(WorkerLostError, match="poisoned"):
+        poison.result(SECONDS)
+    assert sum(POISON in call for device in devices for call in device.calls) == pool_state.MAX_RUNS
+
+
+def test_a_worker_that_hangs_is_killed_and_its_texts_run_elsewhere(make):
+    hanging, other = Adder("hanging"), Adder("other")
+    hanging.gate.clear()
+    pool = make(hanging, other, hang_seconds=0.1)
+    futures = [submit(pool, number) for number in range(20, 40)]
+    assert results(*futures) == [sums(number) for number in range(20, 40)]
+    assert hanging.num_recovered
+
+
+def test_a_device_of_this_process_that_hangs_is_used_again_when_it_returns(make):
+    hanging, other = Adder("hanging", can_be_killed=False), Adder("other")
+    hanging.gate.clear()
+    pool = make(hanging, other, hang_seconds=0.1)
+    futures = [submit(pool, number) for number in range(20, 40)]
+    assert results(*futures) == [sums(number) for number in range(20, 40)]
+    assert pool.alive == ("other",)
+    hanging.gate.set()
+    until = time.monotonic() + SECONDS
+    while pool.alive != ("hanging", "other"):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_the_only_device_hangs(make):
+    device = Adder("A", can_be_killed=False)
+    device.gate.clear()
+    pool = make(device, hang_seconds=0.1)
+    future = submit(pool, 1)
+    with pytest.raises(DeviceError, match=r"A has not answered for 0\.1 s"):
+        future.result(SECONDS)
+    with pytest.raises(DeviceError, match="not answered"):
+        submit(pool, 2)
+    device.gate.set()
+
+
+def test_deadlines_pass_without_any_other_event(make):
+    device = Adder("A")
+    device.gate.clear()
+    pool = make(device)
+    running = submit(pool, 1)
+    assert device.began.wait(SECONDS)
+    late = submit(pool, 2, 3, deadline=time.perf_counter() + 0.5)
+    with pytest.raises(StaticLLMError, match="deadline"):
+        late.result(SECONDS)
+    assert pool.num_waiting == 0
+    device.gate.set()
+    assert results(running) == [sums(1)]
+    assert device.calls == [[1]]
+
+
+def test_cancelled_texts_do_not_run(make):
+    device = Adder("A")
+    device.gate.clear()
+    pool = make(device)
+    running = submit(pool, 1)
+    assert device.began.wait(SECONDS)
+    waiting = submit(pool, 2, 3)
+    assert waiting.cancel()
+    assert running.cancel()
+    assert pool.num_waiting == 0
+    device.gate.set()
+    assert results(submit(pool, 4)) == [sums(4)]
+    assert device.calls == [[1], [4]]
+    with pytest.raises(CancelledError):
+        running.result(0)
+
+
+def test_a_request_is_admitted_whole_or_not_at_all(make):
+    device = Adder("A")
+    pool = make(device, policy="predicted", limit_s=0.01)
+    device.gate.clear()
+    blocking = submit(pool, 1, priority=1)
+    assert device.began.wait(SECONDS)
+    with pytest.raises(BusyError) as raised:
+        submit(pool, *range(20, 60), priority=1)
+    assert raised.value.retry_after > 0
+    assert pool.num_waiting == 0
+    device.gate.set()
+    assert results(blocking) == [sums(1)]
+
+
+def test_too_many_documents_are_refused_unless_none_waits(make):
+    device = Adder("A")
+    device.gate.clear()
+    pool = make(device, max_waiting=10)
+    running = submit(pool, 1)
+    assert device.began.wait(SECONDS)
+    waiting = submit(pool, *range(20, 29))
+    assert pool.num_waiting == 9
+    with pytest.raises(BusyError, match="MAX_WAITING 10") as raised:
+        submit(pool, 2, 3)
+    assert raised.value.retry_after > 0
+    device.gate.set()
+    assert results(running, waiting) == [sums(1), sums(*range(20, 29))]
+    assert results(submit(pool, *range(20, 60))) == [sums(*range(20, 60))]
+
+
+def test_a_vector_that_is_not_finite_fails_only_its_own_text(make):
+    pool = make(Adder("A"), Adder("B"))
+    futures = [submit(pool, number) for number in (20, NAN, 21)]
+    assert results(futures[0], futures[2]) == [sums(20), sums(21)]
+    with pytest.raises(NumericalError, match="text 0"):
+        futures[1].result(SECONDS)
+
+
+def test_close_ends_everything(make):
+    device = Adder("A")
+    device.gate.clear()
+    pool = make(device)
+    running, waiting = submit(pool, 1), submit(pool, 2)
+    assert device.began.wait(SECONDS)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    device.gate.set()
+    closing.join(SECONDS)
+    assert results(running) == [sums(1)]
+    with pytest.raises(ClosedError):
+        waiting.result(SECONDS)
+    assert device.is_closed
+    with pytest.raises(ClosedError):
+        submit(pool, 3)
+    pool.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("staticllm-embedding-")]
+
+
+def test_costs_follow_the_measured_seconds(make):
+    device = Adder("A")
+    pool = make(device)
+    assert results(submit(pool, 1)) == [sums(1)]
+    before = pool._state.devices[0].queue.alone(8)
+    for _ in range(20):
+        device.gate.clear()
+        future = submit(pool, 1)
+        threading.Timer(0.02, device.gate.set).start()
+        results(future)
+    assert pool._state.devices[0].queue.alone(8) > 2 * before
+
+
+def test_a_text_of_too_many_tokens_is_refused(make):
+    with pytest.raises(PromptError, match="65 tokens, the limit is 64"):
+        submit(make(Adder("A")), 1, length=65)
+
+
+@pytest.mark.parametrize(
+    ("properties", "text"),
+    [
+        ({"HETEROGENEOUS": "yes"}, "HETEROGENEOUS='yes'"),
+        ({"LATENCY_MS": 0}, "LATENCY_MS=0"),
+        ({"LATENCY_MS": True}, "LATENCY_MS=True"),
+        ({"QUEUE_POLICY": "windve"}, "needs a latency limit"),
+        ({"QUEUE_POLICY": "fifo", "LATENCY_MS": 5}, "'plain', 'predicted'"),
+        ({"QUEUE_DEPTHS": 3}, "path of a file"),
+        ({"DEVICE_PROPERTIES": {"CPU": 3}}, "one dict of properties per device"),
+    ],
+)
+def test_impossible_properties_get_one_line(properties, text):
+    with pytest.raises(ConfigError, match=text):
+        take_options(properties)
+
+
+def test_properties_are_read_and_taken():
+    properties = {"HETEROGENEOUS": True, "LATENCY_MS": 250, "CACHE_DIR": "cache", "NUM_STREAMS": 1}
+    options = take_options(properties)
+    assert properties == {"CACHE_DIR": "cache", "NUM_STREAMS": 1}
+    assert (options.limit_s, options.policy_name, options.depths.as_posix()) == (
+        0.25,
+        "predicted",
+        "cache/queue_depths.json",
+    )
+    assert needs_pool("NPU", options)
+    assert not needs_pool("NPU", take_options({}))
+    assert needs_pool("CPU#0,CPU#1", take_options({}))
+
+
+def test_a_cpu_beside_other_devices_keeps_cores_for_the_service():
+    found = devices_of("NPU", True, ["CPU", "NPU"])
+    assert [used.device for used in found.devices] == ["NPU", "CPU"]
+    assert [used.name for used in devices_of("CPU", True, ["CPU"]).devices] == ["CPU"]
+    assert not devices_of("CPU", True, ["CPU"]).devices[0].cores, "one device keeps all of its cores"
+
+
+def test_frames_and_texts_come_back_as_they_were():
+    stream = io.BytesIO()
+    texts = [TokenizedText(np.arange(1, n)) for n in (2, 9, 4)]
+    typed = [TokenizedText(np.arange(3), np.array([0, 1, 1])), TokenizedText(np.arange(2))]
+    for group in (texts, typed):
+        write_frame(stream, *encode_texts(group))
+    stream.seek(0)
+    for group in (texts, typed):
+        frame = read_frame(stream)
+        for text, found in zip(group, decode_texts(frame.header, frame.body), strict=True):
+            np.testing.assert_array_equal(text.ids, found.ids)
+            assert text.types is None or text.types.tolist() == found.types.tolist()
+    assert read_frame(stream) is None
+
+
+def test_damaged_frames_are_refused():
+    stream = io.BytesIO()
+    write_frame(stream, {"a": 1}, b"body")
+    whole = stream.getvalue()
+    for cut in range(1, len(whole)):
+        with pytest.raises(FrameError, match="ended within"):
+            read_frame(io.BytesIO(whole[:cut]))
+    with pytest.raises(FrameError, match="not the start"):
+        read_frame(io.BytesIO(b"print(1) \n" * 3))
+    with pytest.raises(FrameError, match="at most"):
+        read_frame(io.BytesIO(whole[:4] + (MAX_HEADER_BYTES + 1).to_bytes(4, "little") + bytes(4)))
+    with pytest.raises(ValueError, match="message of"):
+        list(decode_texts({"num_texts": 1, "has_types": False}, b"\1\0\0\0abc"))
