@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from staticllm.errors import ConfigError, ModelError, as_ours
 from staticllm.pipelines.embedding.pool.frames import Frame, FrameError, read_frame, write_frame
-from staticllm.pipelines.embedding.windve.affinity import bind
+from staticllm.pipelines.embedding.windve.affinity import bind_process
 
 if TYPE_CHECKING:
     from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
@@ -32,13 +32,18 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     _keep_to_itself(answers)
+    spec = read_frame(sys.stdin.buffer)
+    if spec is None:
+        return
     frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(sys.stdin.buffer, frames), name="frames", daemon=True).start()
     try:
-        loaded = _load(frames.get().header)
+        if spec.header["cores"]:
+            bind_process(spec.header["cores"])
+        threading.Thread(target=_read, args=(sys.stdin.buffer, frames), name="frames", daemon=True).start()
+        loaded = _load(spec.header)
     except Exception as error:
         write_frame(answers, _problem(error))
-        return
+        os._exit(1)  # the thread that reads would keep the interpreter from its end
     from staticllm.pipelines.embedding.pool.instances import costs_of, encode_costs
 
     write_frame(
@@ -77,9 +82,10 @@ def _read(stream: BinaryIO, frames: queue.SimpleQueue[Frame]) -> None:
 
 
 def _load(spec: Mapping[str, Any]) -> LoadedEncoder:
-    if spec["cores"]:
-        bind(spec["cores"])
-    from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder  # loads OpenVINO: after ``bind``
+    from staticllm.pipelines.embedding.load import (
+        EncoderChoices,
+        load_encoder,
+    )  # loads OpenVINO: after ``bind_process``
 
     choices = dict(spec["choices"])
     if choices["sizes"] is not None:
