@@ -90,6 +90,16 @@ class EmbeddingPool:
 
     def close(self) -> None:
         """End the threads after their current batches, then the instances; texts that wait end with a ``ClosedError``."""
+        try:
+            self.detach()
+        finally:
+            running = [thread.is_alive() for thread in self._threads] or [False] * len(self._state.devices)
+            for device in self._state.devices:
+                if os.getpid() == self._pid and not running[device.number]:
+                    device.instance.close()
+
+    def detach(self) -> None:
+        """End the threads like ``close``, but leave the instances open, for another pool."""
         if os.getpid() != self._pid:  # a forked child: threads, locks and worker processes belong to the parent
             return
         with self._lock:
@@ -106,10 +116,6 @@ class EmbeddingPool:
                 requests = self._state.requests()
             for request in requests:
                 request.fail(ClosedError("the pipeline was closed before these texts were embedded"))
-            running = dict(enumerate(thread.is_alive() for thread in self._threads))
-            for device in self._state.devices:
-                if not running.get(device.number):
-                    device.instance.close()
 
     def _join(self) -> None:
         """Wait for the threads; calls that hang are interrupted."""
@@ -238,8 +244,8 @@ def _carry_out(ends: Sequence[Ending]) -> None:
 
 
 def _hand_out(texts: Sequence[PoolText], vectors: Vectors) -> None:
-    for text, vector, is_finite in zip(texts, vectors, np.isfinite(vectors).all(axis=1), strict=True):
-        if is_finite:
+    for text, vector in zip(texts, vectors, strict=True):
+        if np.isfinite(vector).all():
             text.request.put(text.index, vector)
         else:
             text.request.fail(

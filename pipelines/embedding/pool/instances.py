@@ -128,7 +128,7 @@ def embed_texts(runner: EncoderRunner, texts: Sequence[TokenizedText]) -> Vector
         found = runner.run(call.variant, [[texts[index] for index in sequence] for sequence in call.sequences])
         vectors[list(call.texts)] = found
     if len(texts) > 1:
-        for index in np.flatnonzero(~np.isfinite(vectors).all(axis=1)):
+        for index in np.flatnonzero(~np.isfinite(vectors).all(axis=1)).tolist():
             vectors[index] = embed_texts(runner, [texts[index]])[0]
     return vectors
 

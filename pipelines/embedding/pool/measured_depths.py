@@ -95,9 +95,11 @@ def measure_depths(
     limit_s: float,
     on_stage: OnStage = lambda _: None,
     length: int = LENGTH,
-    step: int = STEP,
+    step: int | Sequence[int] = STEP,
 ) -> list[MeasuredDepth]:
     """Return the queue depths of the instances for texts of ``length`` tokens. Nothing else should run meanwhile.
+
+    ``step`` is that of the stress tests, or one per instance.
 
     Raises:
         ConfigError: the limit is not positive.
@@ -108,9 +110,10 @@ def measure_depths(
     for instance, run in zip(instances, runs, strict=True):
         on_stage(f"profiling {instance.name}")
         estimates.append(estimate(instance.name, run, limit_s))
-    for instance, run in zip(instances, runs, strict=True):
+    steps = [step] * len(instances) if isinstance(step, int) else step
+    for instance, run, each in zip(instances, runs, steps, strict=True):
         on_stage(f"stress test of {instance.name}")
-        stress.append(stress_test(run, limit_s, step))
+        stress.append(stress_test(run, limit_s, each))
     on_stage("fine-tuning with all devices running")
     tuned = fine_tune(lambda depths: run_together(runs, depths), estimates)
     return [

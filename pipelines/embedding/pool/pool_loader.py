@@ -67,7 +67,7 @@ def take_options(properties: dict[str, object]) -> PoolOptions:
     if not isinstance(together, bool):
         raise ConfigError(f"HETEROGENEOUS={together!r}: must be True or False")
     is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-    if limit is not None and not (is_number and 0 < limit < math.inf):  # type: ignore[operator]
+    if limit is not None and not (is_number and 0 < limit < math.inf):
         raise ConfigError(f"LATENCY_MS={limit!r}: must be a number of ms above 0, or None for no limit")
     if policy not in (None, "plain", "predicted", "windve", "windve_q"):
         raise ConfigError(f"QUEUE_POLICY={policy!r}: must be 'plain', 'predicted', 'windve' or 'windve_q'")
@@ -212,13 +212,13 @@ def load_pool(
     loaded = load_instances(directory, found.devices, choices_of)
     try:
         found = _without_slow(found, loaded, options.limit_s)
-        names = {used.name for used in found.devices}
-        used = [instance for instance in loaded.instances if instance.name in names]
+        used_names = {used.name for used in found.devices}
+        kept = [instance for instance in loaded.instances if instance.name in used_names]
         for instance in loaded.instances:
-            if instance.name not in names:
+            if instance.name not in used_names:
                 instance.close()
-        estimates = _estimates(directory, used, choices, options)
-        state = make_state(used, options.policy_name, options.limit_s, max_waiting, estimates)
+        estimates = _estimates(directory, kept, choices, options)
+        state = make_state(kept, options.policy_name, options.limit_s, max_waiting, estimates)
     except BaseException:
         loaded.close()
         raise

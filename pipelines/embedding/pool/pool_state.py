@@ -106,7 +106,7 @@ class PoolState:
         ]
         for device, recalibration in zip(self.devices, recalibrations, strict=False):
             device.recalibration = recalibration
-        self._manager, self._max_waiting, self._hang_seconds = manager, max_waiting, hang_seconds
+        self.manager, self._max_waiting, self._hang_seconds = manager, max_waiting, hang_seconds
         self._texts: dict[int, PoolText] = {}
         self._ids: dict[int, range] = {}  # request -> its queries
         self._held: dict[int, Query] = {}  # admitted, but no device works at the moment
@@ -115,7 +115,7 @@ class PoolState:
     @property
     def num_waiting(self) -> int:
         """The number of texts that wait."""
-        return self._manager.num_waiting + len(self._held)
+        return self.manager.num_waiting + len(self._held)
 
     def requests(self) -> list[EmbeddingRequest]:
         """Return the requests with texts that wait or run."""
@@ -147,17 +147,24 @@ class PoolState:
         return ids
 
     def admit(self, request: EmbeddingRequest, ids: range, now: float) -> None:
-        """Admit some texts of a request that has its ids.
+        """Admit some texts of a request that has its ids. If one is refused, all texts of the request are removed.
 
         Raises:
             BusyError: no device takes a text in time.
             DeviceError: no device works, nor will.
         """
+        try:
+            self._admit(request, ids, now)
+        except StaticLLMError:
+            self.drop(request)
+            raise
+
+    def _admit(self, request: EmbeddingRequest, ids: range, now: float) -> None:
         first = self._ids[request.id][0]
         for query_id in ids:
             num_tokens = len(request.texts[query_id - first])
             query = Query(query_id, request.arrival, num_tokens, request.priority, request.deadline)
-            place = self._manager.admit(query, now)
+            place = self.manager.admit(query, now)
             if isinstance(place, Busy):
                 self._check_works()
                 if any(device.queue.is_alive for device in self.devices):
@@ -175,18 +182,18 @@ class PoolState:
         """Forget the texts of a request, and remove those that have not begun."""
         for query_id in self._ids.pop(request.id, ()):
             if self._texts.pop(query_id, None) is not None and self._held.pop(query_id, None) is None:
-                self._manager.cancel(query_id)
+                self.manager.cancel(query_id)
 
     def begin(self, device: PoolDevice, now: float) -> Batch | None:
         """Return the next batch of a device, without texts that nobody waits for any more; None if there is no work."""
-        while queries := self._manager.begin(device.number, now):
+        while queries := self.manager.begin(device.number, now):
             texts = {query.id: self._texts[query.id] for query in queries if query.id in self._texts}
             if texts:
                 device.call += 1
                 predicted = device.queue.left(now)
                 device.ends_by = now + max(self._hang_seconds, HANG_RATIO * predicted)
                 return Batch(device.call, texts, now, predicted)
-            self._manager.finish(device.number)
+            self.manager.finish(device.number)
         return None
 
     def take(self, device: PoolDevice, batch: Batch, ids: Sequence[int]) -> bool:
@@ -202,7 +209,7 @@ class PoolState:
         if device.call != batch.call:  # the device was thought to hang
             self.revive(device, now)
             return
-        self._manager.finish(device.number)
+        self.manager.finish(device.number)
         device.ends_by, device.num_failures = math.inf, 0
         self._follow(device, len(batch.texts), now - batch.begin, batch.predicted)
         self._admit_held(now)
@@ -246,12 +253,12 @@ class PoolState:
         device.call += 1
         device.ends_by = math.inf
         device.num_failures += 1
-        for moved in self._manager.fail(device.number, now):
+        for moved in self.manager.fail(device.number, now):
             text, query = self._texts.get(moved.query.id), moved.query
             if text is None or text.request.is_over:
-                self._manager.cancel(query.id)
+                self.manager.cancel(query.id)
             elif text.num_failures >= MAX_RUNS:
-                self._manager.cancel(query.id)
+                self.manager.cancel(query.id)
                 yield Ending(text.request, error)
             elif isinstance(moved.place, Busy):
                 yield from self._move_late(query, text, moved.place, error, now)
@@ -265,14 +272,14 @@ class PoolState:
             yield Ending(text.request, busy.error())
             return
         late = _without_limit(query)
-        if isinstance(self._manager.admit(late, now), Busy):
+        if isinstance(self.manager.admit(late, now), Busy):
             self._held[query.id] = late
 
     def revive(self, device: PoolDevice, now: float) -> None:
         """Use a device again that failed or was thought to hang."""
         device.is_recovering = False
         device.error = None
-        self._manager.revive(device.number)
+        self.manager.revive(device.number)
         self._admit_held(now)
 
     def recovered(self, device: PoolDevice, problem: Exception | None, now: float) -> list[Ending]:
@@ -292,16 +299,16 @@ class PoolState:
     def _admit_held(self, now: float) -> None:
         """Admit the texts for which no device worked, without a limit if it cannot be met any more."""
         for query in list(self._held.values()):
-            place = self._manager.admit(query, now)
+            place = self.manager.admit(query, now)
             if isinstance(place, Busy):
-                place = self._manager.admit(_without_limit(query), now)
+                place = self.manager.admit(_without_limit(query), now)
             if not isinstance(place, Busy):
                 del self._held[query.id]
 
     def expire(self, now: float) -> list[Ending]:
         """Remove the texts whose deadlines have passed before they began."""
         late = [query.id for query in self._held.values() if query.deadline is not None and query.deadline <= now]
-        found = [*(query.id for query in self._manager.expire(now)), *late]
+        found = [*(query.id for query in self.manager.expire(now)), *late]
         for query_id in found:
             self._held.pop(query_id, None)
         texts = [self._texts.pop(query_id) for query_id in found if query_id in self._texts]
@@ -311,7 +318,7 @@ class PoolState:
     def next_event(self) -> float:
         """Return the moment of the next deadline or limit of a batch; infinite if there is none."""
         deadlines = [query.deadline for query in self._held.values() if query.deadline is not None]
-        waiting = self._manager.next_deadline()
+        waiting = self.manager.next_deadline()
         limits = [device.ends_by for device in self.devices]
         return min([*limits, *deadlines, math.inf if waiting is None else waiting])
 

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -68,7 +69,9 @@ def _keep_to_itself(answers: BinaryIO) -> None:
     """
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=lambda: (os.close(answers.fileno()), os.close(0)))
+        pipes = answers.fileno(), 0
+        for pipe in pipes:
+            os.register_at_fork(after_in_child=partial(os.close, pipe))
 
 
 def _read(stream: BinaryIO, frames: queue.SimpleQueue[Frame]) -> None:
@@ -82,6 +85,7 @@ def _read(stream: BinaryIO, frames: queue.SimpleQueue[Frame]) -> None:
 
 
 def _load(spec: Mapping[str, Any]) -> LoadedEncoder:
+    """Load the encoder. The import loads OpenVINO, which takes over the cores to which the process is bound by now."""
     from staticllm.pipelines.embedding.load import (
         EncoderChoices,
         load_encoder,

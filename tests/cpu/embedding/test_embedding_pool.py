@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import openvino as ov
@@ -88,8 +89,8 @@ def test_instances_embed_as_an_encoder_alone(directory, loaded):
 
 def test_workers_are_bound_to_their_cores(loaded):
     for instance, used in zip(loaded.instances, devices(), strict=True):
-        for thread in os.listdir(f"/proc/{instance.pid}/task"):
-            assert os.sched_getaffinity(int(thread)) == set(used.cores), f"{used.name}, thread {thread}"
+        for thread in Path(f"/proc/{instance.pid}/task").iterdir():
+            assert os.sched_getaffinity(int(thread.name)) == set(used.cores), f"{used.name}, thread {thread}"
 
 
 def test_a_killed_worker_is_started_again(loaded):

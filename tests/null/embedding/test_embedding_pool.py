@@ -1,6 +1,5 @@
 """Tests a pool of devices that only add up ids: death, hanging, cancelling, deadlines, and no text lost or run for nobody."""
 
-import io
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -12,7 +11,6 @@ from staticllm.core import EncoderVariant
 from staticllm.errors import (
     BusyError,
     ClosedError,
-    ConfigError,
     DeviceError,
     NumericalError,
     PromptError,
@@ -22,9 +20,8 @@ from staticllm.pipelines.embedding.embedding_queue import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import TokenizedText
 from staticllm.pipelines.embedding.pool import pool_state
 from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
-from staticllm.pipelines.embedding.pool.frames import MAX_HEADER_BYTES, FrameError, read_frame, write_frame
-from staticllm.pipelines.embedding.pool.instances import EncoderInfo, WorkerLostError, decode_texts, encode_texts
-from staticllm.pipelines.embedding.pool.pool_loader import devices_of, make_state, needs_pool, take_options
+from staticllm.pipelines.embedding.pool.instances import EncoderInfo, WorkerLostError
+from staticllm.pipelines.embedding.pool.pool_loader import make_state
 
 COSTS = {EncoderVariant(1, 16, 2): 1e-3, EncoderVariant(4, 64, 32): 8e-3}
 POISON, NAN = 13, 17
@@ -108,6 +105,13 @@ def submit(pool, *ids, **options):
     return found.future
 
 
+def wait_until(is_true):
+    until = time.monotonic() + SECONDS
+    while not is_true():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
 def results(*futures):
     return [future.result(SECONDS).tolist() for future in futures]
 
@@ -153,8 +157,7 @@ def test_a_killed_worker_loses_nothing(make):
     futures = [submit(pool, number) for number in range(20, 60)]
     assert devices[0].began.wait(SECONDS)
     devices[0].killed.set()
-    while not devices[0].num_recovered:
-        time.sleep(0.01)
+    wait_until(lambda: devices[0].num_recovered)
     for device in devices:
         device.gate.set()
     assert results(*futures) == [sums(number) for number in range(20, 60)]
@@ -230,7 +233,7 @@ def test_a_worker_that_hangs_is_killed_and_its_texts_run_elsewhere(make):
     pool = make(hanging, other, hang_seconds=0.1)
     futures = [submit(pool, number) for number in range(20, 40)]
     assert results(*futures) == [sums(number) for number in range(20, 40)]
-    assert hanging.num_recovered
+    wait_until(lambda: hanging.num_recovered)
 
 
 def test_a_device_of_this_process_that_hangs_is_used_again_when_it_returns(make):
@@ -241,10 +244,7 @@ def test_a_device_of_this_process_that_hangs_is_used_again_when_it_returns(make)
     assert results(*futures) == [sums(number) for number in range(20, 40)]
     assert pool.alive == ("other",)
     hanging.gate.set()
-    until = time.monotonic() + SECONDS
-    while pool.alive != ("hanging", "other"):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: pool.alive == ("hanging", "other"))
 
 
 def test_the_only_device_hangs(make):
@@ -333,10 +333,12 @@ def test_close_ends_everything(make):
     device = Adder("A")
     device.gate.clear()
     pool = make(device)
-    running, waiting = submit(pool, 1), submit(pool, 2)
+    running = submit(pool, 1)
     assert device.began.wait(SECONDS)
+    waiting = submit(pool, 2)
     closing = threading.Thread(target=pool.close)
     closing.start()
+    wait_until(lambda: pool._is_closing)
     device.gate.set()
     closing.join(SECONDS)
     assert results(running) == [sums(1)]
@@ -365,71 +367,3 @@ def test_costs_follow_the_measured_seconds(make):
 def test_a_text_of_too_many_tokens_is_refused(make):
     with pytest.raises(PromptError, match="65 tokens, the limit is 64"):
         submit(make(Adder("A")), 1, length=65)
-
-
-@pytest.mark.parametrize(
-    ("properties", "text"),
-    [
-        ({"HETEROGENEOUS": "yes"}, "HETEROGENEOUS='yes'"),
-        ({"LATENCY_MS": 0}, "LATENCY_MS=0"),
-        ({"LATENCY_MS": True}, "LATENCY_MS=True"),
-        ({"QUEUE_POLICY": "windve"}, "needs a latency limit"),
-        ({"QUEUE_POLICY": "fifo", "LATENCY_MS": 5}, "'plain', 'predicted'"),
-        ({"QUEUE_DEPTHS": 3}, "path of a file"),
-        ({"DEVICE_PROPERTIES": {"CPU": 3}}, "one dict of properties per device"),
-    ],
-)
-def test_impossible_properties_get_one_line(properties, text):
-    with pytest.raises(ConfigError, match=text):
-        take_options(properties)
-
-
-def test_properties_are_read_and_taken():
-    properties = {"HETEROGENEOUS": True, "LATENCY_MS": 250, "CACHE_DIR": "cache", "NUM_STREAMS": 1}
-    options = take_options(properties)
-    assert properties == {"CACHE_DIR": "cache", "NUM_STREAMS": 1}
-    assert (options.limit_s, options.policy_name, options.depths.as_posix()) == (
-        0.25,
-        "predicted",
-        "cache/queue_depths.json",
-    )
-    assert needs_pool("NPU", options)
-    assert not needs_pool("NPU", take_options({}))
-    assert needs_pool("CPU#0,CPU#1", take_options({}))
-
-
-def test_a_cpu_beside_other_devices_keeps_cores_for_the_service():
-    found = devices_of("NPU", True, ["CPU", "NPU"])
-    assert [used.device for used in found.devices] == ["NPU", "CPU"]
-    assert [used.name for used in devices_of("CPU", True, ["CPU"]).devices] == ["CPU"]
-    assert not devices_of("CPU", True, ["CPU"]).devices[0].cores, "one device keeps all of its cores"
-
-
-def test_frames_and_texts_come_back_as_they_were():
-    stream = io.BytesIO()
-    texts = [TokenizedText(np.arange(1, n)) for n in (2, 9, 4)]
-    typed = [TokenizedText(np.arange(3), np.array([0, 1, 1])), TokenizedText(np.arange(2))]
-    for group in (texts, typed):
-        write_frame(stream, *encode_texts(group))
-    stream.seek(0)
-    for group in (texts, typed):
-        frame = read_frame(stream)
-        for text, found in zip(group, decode_texts(frame.header, frame.body), strict=True):
-            np.testing.assert_array_equal(text.ids, found.ids)
-            assert text.types is None or text.types.tolist() == found.types.tolist()
-    assert read_frame(stream) is None
-
-
-def test_damaged_frames_are_refused():
-    stream = io.BytesIO()
-    write_frame(stream, {"a": 1}, b"body")
-    whole = stream.getvalue()
-    for cut in range(1, len(whole)):
-        with pytest.raises(FrameError, match="ended within"):
-            read_frame(io.BytesIO(whole[:cut]))
-    with pytest.raises(FrameError, match="not the start"):
-        read_frame(io.BytesIO(b"print(1) \n" * 3))
-    with pytest.raises(FrameError, match="at most"):
-        read_frame(io.BytesIO(whole[:4] + (MAX_HEADER_BYTES + 1).to_bytes(4, "little") + bytes(4)))
-    with pytest.raises(ValueError, match="message of"):
-        list(decode_texts({"num_texts": 1, "has_types": False}, b"\1\0\0\0abc"))
