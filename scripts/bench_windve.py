@@ -4,9 +4,10 @@
     python scripts/bench_windve.py MODEL_DIR --quick --json out.json
 
 A is the last core and B the first. With AMX or AVX-512 bf16, A computes in bf16 and B in f32, with the same programs. Elsewhere
-both compute in f32, and B is slower because of its programs: a row of A holds two texts of 75 tokens (150), a row of B only one (149),
-so about half of what B computes is padding. The depths are those of the paper: lockstep, 75 tokens, limit T. Poisson: queries of 75
-tokens at 1.5 times the rate that A embeds at its peak; a query is late if its vector comes more than T after it was due.
+both compute in f32, and B is slower because of its programs: a row of A holds two texts of 75 tokens (150), a row of B only one
+(149), so about half of what B computes is padding. The depths are those of the paper: lockstep, 75 tokens, limit T. Poisson:
+queries of 75 tokens at 1.5 times the rate that A embeds at its peak; a query is late if its vector comes more than T after it was
+due.
 """
 
 from __future__ import annotations

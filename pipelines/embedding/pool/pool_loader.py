@@ -15,12 +15,12 @@ import openvino_genai as genai
 
 from staticllm.devices import get_core, kind
 from staticllm.errors import ConfigError, as_ours
-from staticllm.model_dir import MODEL_XML
+from staticllm.model_dir import MODEL_XML, check_model_dir
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
 from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
 from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo, Instance, LocalInstance, load_of
-from staticllm.pipelines.embedding.pool.measured_depths import regress
+from staticllm.pipelines.embedding.pool.measured_depths import MeasuredDepth, OnStage, measure_depths, regress
 from staticllm.pipelines.embedding.pool.pool_state import PoolState
 from staticllm.pipelines.embedding.pool.worker_instance import WorkerInstance, WorkerSpec, can_start_workers
 from staticllm.pipelines.embedding.windve.affinity import instance_cores, read_topology, unsupported
@@ -280,6 +280,33 @@ def _estimates(
     if options.depths is not None:
         options.depths.parent.mkdir(parents=True, exist_ok=True)
         write_estimates(options.depths, key, found)
+    return found
+
+
+def measure_model(
+    directory: Path,
+    device: str,
+    properties: Mapping[str, object],
+    limit_s: float,
+    path: Path | None = None,
+    on_stage: OnStage = lambda _: None,
+) -> list[MeasuredDepth]:
+    """Return the queue depths of a model on one or more devices, and write them to ``path``, which ``QUEUE_DEPTHS`` reads.
+
+    Raises:
+        ModelError, ConfigError, DeviceError: as for ``load_pool``.
+    """
+    check_model_dir(directory)
+    choices = EncoderChoices(properties=dict(properties) or None)
+    devices = devices_of(device, False, get_core().available_devices).devices
+    loaded = load_instances(directory, devices, lambda _: choices)
+    try:
+        found = measure_depths(loaded.instances, limit_s, on_stage)
+    finally:
+        loaded.close()
+    if path is not None:
+        key = depths_key(directory, [used.name for used in devices], choices)
+        write_estimates(path, key, [each.estimate for each in found])
     return found
 
 

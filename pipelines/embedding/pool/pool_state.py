@@ -125,7 +125,8 @@ class PoolState:
         """Return whether the device could begin a batch: of its own queue, or with bulk documents of another one."""
         if device.queue.running or not device.queue.is_alive:
             return False
-        return device.queue.num_waiting > 0 or any(other.queue.num_bulk for other in self.devices)
+        takes_bulk = not device.num_failures and any(other.queue.num_bulk for other in self.devices)
+        return device.queue.num_waiting > 0 or takes_bulk
 
     def number(self, request: EmbeddingRequest, now: float) -> range:
         """Give the texts of a new request their ids.
@@ -186,7 +187,8 @@ class PoolState:
 
     def begin(self, device: PoolDevice, now: float) -> Batch | None:
         """Return the next batch of a device, without texts that nobody waits for any more; None if there is no work."""
-        while queries := self.manager.begin(device.number, now):
+        # a device that failed does not take back the documents that it left to others
+        while self.has_work(device) and (queries := self.manager.begin(device.number, now)):
             texts = {query.id: self._texts[query.id] for query in queries if query.id in self._texts}
             if texts:
                 device.call += 1

@@ -13,9 +13,11 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
+from click.testing import CliRunner
 from encoder_models import TinyEncoder, by_distance, symmetric_alibi, unpack
 
 from staticllm import demo_model_path
+from staticllm.cli import main
 from staticllm.core import EncoderVariant
 from staticllm.errors import BusyError, ConfigError, DeviceError, ModelError
 from staticllm.pipelines.embedding.load import EncoderChoices
@@ -23,6 +25,7 @@ from staticllm.pipelines.embedding.pool.instances import WorkerLostError
 from staticllm.pipelines.embedding.pool.measured_depths import measure_depths, run_alone, run_together
 from staticllm.pipelines.embedding.pool.pool_loader import load_instances
 from staticllm.pipelines.embedding.windve.affinity import unsupported
+from staticllm.pipelines.embedding.windve.depth_file import read_estimates
 from staticllm.pipelines.embedding.windve.detector import UsedDevice
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
@@ -217,3 +220,19 @@ def test_workers_end_with_their_parent(texts_directory):
     while not all(map(is_gone, pids)):
         assert time.monotonic() < until, "a worker goes on without its parent"
         time.sleep(0.05)
+
+
+def test_plan_measures_queue_depths_which_a_pipeline_reads(texts_directory, tmp_path):
+    path = tmp_path / "depths.json"
+    options = ["--embed", "--measured", "--device", groups(), "--precision", "f32", "--limit-s", "0.02"]
+    found = CliRunner().invoke(main, ["plan", str(texts_directory), *options, "--estimates", str(path)])
+    assert found.exit_code == 0, found.output
+    assert [line.split()[0] for line in found.output.splitlines()[1:]] == groups().split(",")
+    assert [e.name for e in read_estimates(path)] == groups().split(",")
+    written = path.read_bytes()
+    with StaticEmbeddingPipeline(
+        texts_directory, groups(), LATENCY_MS=20.0, QUEUE_POLICY="windve", QUEUE_DEPTHS=path, **F32
+    ):
+        assert path.read_bytes() == written, "the same model, devices and options"
+    refused = CliRunner().invoke(main, ["plan", "--embed", "--measured", "--depths", "1,2"])
+    assert "--depths has no meaning with --measured" in refused.output

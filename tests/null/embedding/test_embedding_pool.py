@@ -149,6 +149,19 @@ def test_queries_go_before_documents_and_long_texts_to_the_fast_device(make):
     assert next(n for n, call in enumerate(calls) if 70 in call) <= 1, f"a query waits for one batch at most: {order}"
 
 
+def test_documents_that_end_sooner_where_they_are_stay_there(make):
+    fast, slow = Adder("fast"), Adder("slow")
+    slow.costs = {variant: 1000 * cost for variant, cost in COSTS.items()}
+    pool = make(fast, slow)
+    fast.gate.clear()
+    futures = [submit(pool, number) for number in range(20, 40)]
+    assert fast.began.wait(SECONDS)
+    assert pool.num_waiting > 0, "no thread holds the lock while there is nothing to take"
+    fast.gate.set()
+    assert results(*futures) == [sums(number) for number in range(20, 40)]
+    assert not slow.calls
+
+
 def test_a_killed_worker_loses_nothing(make):
     devices = Adder("A"), Adder("B")
     pool = make(*devices)
@@ -230,7 +243,7 @@ def test_a_text_that_kills_its_workers_fails_alone(make):
 def test_a_worker_that_hangs_is_killed_and_its_texts_run_elsewhere(make):
     hanging, other = Adder("hanging"), Adder("other")
     hanging.gate.clear()
-    pool = make(hanging, other, hang_seconds=0.1)
+    pool = make(hanging, other, hang_seconds=0.5)
     futures = [submit(pool, number) for number in range(20, 40)]
     assert results(*futures) == [sums(number) for number in range(20, 40)]
     wait_until(lambda: hanging.num_recovered)
@@ -239,7 +252,7 @@ def test_a_worker_that_hangs_is_killed_and_its_texts_run_elsewhere(make):
 def test_a_device_of_this_process_that_hangs_is_used_again_when_it_returns(make):
     hanging, other = Adder("hanging", can_be_killed=False), Adder("other")
     hanging.gate.clear()
-    pool = make(hanging, other, hang_seconds=0.1)
+    pool = make(hanging, other, hang_seconds=0.5)
     futures = [submit(pool, number) for number in range(20, 40)]
     assert results(*futures) == [sums(number) for number in range(20, 40)]
     assert pool.alive == ("other",)
@@ -250,9 +263,9 @@ def test_a_device_of_this_process_that_hangs_is_used_again_when_it_returns(make)
 def test_the_only_device_hangs(make):
     device = Adder("A", can_be_killed=False)
     device.gate.clear()
-    pool = make(device, hang_seconds=0.1)
+    pool = make(device, hang_seconds=0.5)
     future = submit(pool, 1)
-    with pytest.raises(DeviceError, match=r"A has not answered for 0\.1 s"):
+    with pytest.raises(DeviceError, match=r"A has not answered for 0\.5 s"):
         future.result(SECONDS)
     with pytest.raises(DeviceError, match="not answered"):
         submit(pool, 2)
