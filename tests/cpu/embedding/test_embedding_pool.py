@@ -13,11 +13,10 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
-from click.testing import CliRunner
+from command_line import in_here
 from encoder_models import TinyEncoder, by_distance, symmetric_alibi, unpack
 
 from staticllm import demo_model_path
-from staticllm.cli import main
 from staticllm.core import EncoderVariant
 from staticllm.errors import BusyError, ConfigError, DeviceError, ModelError
 from staticllm.pipelines.embedding.load import EncoderChoices
@@ -225,14 +224,14 @@ def test_workers_end_with_their_parent(texts_directory):
 def test_plan_measures_queue_depths_which_a_pipeline_reads(texts_directory, tmp_path):
     path = tmp_path / "depths.json"
     options = ["--embed", "--measured", "--device", groups(), "--precision", "f32", "--limit-s", "0.02"]
-    found = CliRunner().invoke(main, ["plan", str(texts_directory), *options, "--estimates", str(path)])
-    assert found.exit_code == 0, found.output
-    assert [line.split()[0] for line in found.output.splitlines()[1:]] == groups().split(",")
+    found = in_here("plan", texts_directory, *options, "--estimates", path)
+    assert found.returncode == 0, found.stderr
+    assert [line.split()[0] for line in found.stdout.splitlines()[1:]] == groups().split(",")
     assert [e.name for e in read_estimates(path)] == groups().split(",")
     written = path.read_bytes()
     with StaticEmbeddingPipeline(
         texts_directory, groups(), LATENCY_MS=20.0, QUEUE_POLICY="windve", QUEUE_DEPTHS=path, **F32
     ):
         assert path.read_bytes() == written, "the same model, devices and options"
-    refused = CliRunner().invoke(main, ["plan", "--embed", "--measured", "--depths", "1,2"])
-    assert "--depths has no meaning with --measured" in refused.output
+    refused = in_here("plan", "--embed", "--measured", "--depths", "1,2")
+    assert "--depths has no meaning with --measured" in refused.stderr
