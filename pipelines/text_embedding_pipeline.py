@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 from staticllm.core import Pooling
 from staticllm.errors import ConfigError
 from staticllm.model_dir import check_model_dir
-from staticllm.pipelines.embedding.embedding_engine import EmbeddingEngine
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingRequest
+from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue, EmbeddingRequest
 from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
 from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo
 from staticllm.pipelines.embedding.pool.pool_loader import load_pool, needs_pool, take_options
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
+from staticllm.pipelines.engine.job_engine import JobEngine
+from staticllm.pipelines.engine.jobs import JobHost
 
 PoolingType: TypeAlias = genai.TextEmbeddingPipeline.PoolingType
 Vectors = NDArray[np.float32]
@@ -112,6 +113,7 @@ class StaticEmbeddingPipeline:
         device: str = "CPU",
         config: EmbeddingConfig | genai.TextEmbeddingPipeline.Config | None = None,
         *,
+        engine: JobHost | None = None,
         overflow: Overflow = "truncate",
         max_waiting: int = 1 << 20,
         **properties: object,
@@ -122,6 +124,8 @@ class StaticEmbeddingPipeline:
             models_path: The folder of an OpenVINO model (feature-extraction) with its tokenizer.
             device: The OpenVINO device, or several: ``NPU,CPU``, or groups of cores, ``CPU#0-3,CPU#4-7``.
             config: Options as for GenAI; fields of it can also be given as keywords.
+            engine: The engine of another pipeline on the same device: ``engine=llm.engine``. Its scheduler then decides which
+                pipeline uses the device next. None: the device is this pipeline's alone.
             overflow: Whether texts of more than ``max_length`` tokens are truncated or refused.
             max_waiting: The most texts that may wait.
             properties: OpenVINO's properties of the device, fields of ``Config``, and those of several devices (docs/windve.md):
@@ -143,14 +147,21 @@ class StaticEmbeddingPipeline:
         choices = EncoderChoices(
             pooling, self._config.normalize, self._config.max_length, properties=properties or None
         )
-        self._engine: EmbeddingEngine | EmbeddingPool
+        self._own_engine: JobEngine | EmbeddingPool | None = None
+        self._engine: JobHost | None = None
+        self._queue: EmbeddingQueue | EmbeddingPool
         if needs_pool(device, options):
+            if engine is not None:
+                raise ConfigError(f"device {device!r} with engine=: a shared engine has one device without LATENCY_MS")
             pool = load_pool(directory, device, choices, max_waiting, options)
-            info, tokenizer, self._files, self._engine = pool.info, pool.tokenizer, pool.files, pool.pool
+            info, tokenizer, self._files = pool.info, pool.tokenizer, pool.files
+            self._queue = self._own_engine = pool.pool
         else:
             loaded = load_encoder(directory, device, choices)
             info, tokenizer, self._files = EncoderInfo.of(loaded), loaded.tokenizer, loaded.files
-            self._engine = EmbeddingEngine(loaded.runner, max_waiting)
+            self._queue = EmbeddingQueue(loaded.runner, max_waiting)
+            self._engine, self._own_engine = _host(engine)
+            self._engine.add_jobs(self._queue)
         self._width = info.width
         self._tokenizer = TextTokenizer(tokenizer, info.max_length, info.vocab_size, overflow)
         self._started: dict[str, Future[Vectors]] = {}
@@ -218,7 +229,7 @@ class StaticEmbeddingPipeline:
         self._check_dimensions(dimensions)
         if not request.texts:
             return np.zeros((0, dimensions or self.width), np.float32)
-        self._engine.queue.submit(request)
+        self._queue.submit(request)
         try:
             while on_progress is not None and not request.future.done():
                 request.has_progressed.wait()
@@ -272,12 +283,28 @@ class StaticEmbeddingPipeline:
             BusyError: too many texts wait.
         """
         request = self._request([text], prompt, priority, deadline_ms)
-        self._engine.queue.submit(request)
+        self._queue.submit(request)
         return EmbeddingHandle(request)
 
     def close(self) -> None:
-        """End the thread and release the device; texts that wait get a ``ClosedError``."""
-        self._engine.close()
+        """Release the device; texts that wait get a ``ClosedError``. An engine that was given goes on."""
+        if self._engine is not None and isinstance(self._queue, EmbeddingQueue):
+            self._engine.remove_jobs(self._queue)
+        if self._own_engine is not None:
+            self._own_engine.close()
+
+    @property
+    def engine(self) -> JobHost:
+        """The engine that owns the device, for other pipelines on the same device.
+
+        Raises:
+            ConfigError: the pipeline has several devices, or a latency limit.
+        """
+        if self._engine is None:
+            raise ConfigError(
+                "a pipeline on several devices or with LATENCY_MS has no engine to share: load it without"
+            )
+        return self._engine
 
     def __enter__(self) -> StaticEmbeddingPipeline:
         return self
@@ -290,7 +317,7 @@ class StaticEmbeddingPipeline:
     def _start(self, kind: str, texts: Sequence[str], prompt: str, priority: int) -> None:
         request = self._request(texts, prompt, priority, None)
         if request.texts:
-            self._engine.queue.submit(request)
+            self._queue.submit(request)
         else:
             request.future.set_result(request.vectors)
         self._started[kind] = request.future
@@ -324,6 +351,27 @@ class StaticEmbeddingPipeline:
         if not self._config.normalize:
             return cut
         return np.asarray(cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12), np.float32)
+
+
+def _host(engine: JobHost | None) -> tuple[JobHost, JobEngine | None]:
+    """Return the engine that runs the texts, and the same if it is the pipeline's own."""
+    if engine is not None:
+        return _checked(engine), None
+    own = JobEngine()
+    return own, own
+
+
+def _checked(engine: object) -> JobHost:
+    """Return the engine.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    if not callable(getattr(engine, "add_jobs", None)):
+        raise ConfigError(
+            f"engine is a {type(engine).__name__}: must be the engine of a pipeline, such as engine=llm.engine"
+        )
+    return engine  # type: ignore[return-value]
 
 
 def _as_lists(vectors: Vectors) -> list[list[float]]:

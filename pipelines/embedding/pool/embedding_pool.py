@@ -25,7 +25,7 @@ SLICE = 512
 
 
 class EmbeddingPool:
-    """Owns instances of an encoder and embeds texts with them. It has the interface of ``EmbeddingEngine``.
+    """Owns instances of an encoder and embeds texts with them. Texts are submitted as to an ``EmbeddingQueue``.
 
     Nothing polls: the thread of a device waits for texts, and one more thread waits for deadlines and for batches that hang.
     All threads start with the first text.
@@ -42,11 +42,6 @@ class EmbeddingPool:
         self._max_tokens = min(device.instance.info.max_length for device in state.devices)
         self._is_closing = False
         self._pid = os.getpid()
-
-    @property
-    def queue(self) -> EmbeddingPool:
-        """The pool itself: ``queue.submit`` is the interface of ``EmbeddingEngine``."""
-        return self
 
     @property
     def num_waiting(self) -> int:

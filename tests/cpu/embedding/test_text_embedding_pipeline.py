@@ -1,18 +1,15 @@
 """Tests the embedding pipeline against the original model, one text per call in f32, and GenAI's class as far as it is right."""
 
 import asyncio
-import json
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import openvino as ov
 import openvino_genai as genai
 import pytest
-from encoder_models import Alone, TinyEncoder, by_distance, symmetric_alibi
+from encoder_models import Alone, encoder_directory, write
 
-from staticllm import demo_model_path
 from staticllm.devices import get_core
 from staticllm.errors import ConfigError, ModelError, PromptError
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
@@ -24,18 +21,7 @@ TEXTS = ["a", "What is an NPU?", "Tell me a story about a fox. " * 6, "", "the",
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """An encoder with the demo model's tokenizer, and pooling and prompts in the files of sentence-transformers."""
-    folder = tmp_path_factory.mktemp("encoder")
-    for name in ("openvino_tokenizer", "openvino_detokenizer"):
-        for suffix in ("xml", "bin"):
-            shutil.copy(demo_model_path() / f"{name}.{suffix}", folder)
-    vocabulary = genai.Tokenizer(demo_model_path()).get_vocab()
-    model = TinyEncoder(by_distance(symmetric_alibi), vocabulary=max(vocabulary.values()) + 1).model()
-    ov.save_model(model, folder / "openvino_model.xml", compress_to_fp16=False)
-    (folder / "1_Pooling").mkdir()
-    write(folder / "1_Pooling" / "config.json", {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False})
-    write(folder / "config_sentence_transformers.json", {"prompts": {"query": "query: ", "document": ""}})
-    write(folder / "sentence_bert_config.json", {"max_seq_length": 128})
-    return folder
+    return encoder_directory(tmp_path_factory.mktemp("encoder"))
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +39,6 @@ def alone(directory):
         return program(tokenizer.encode(text).input_ids.data[0], pooling)
 
     return embed
-
-
-def write(path, content):
-    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def some_texts(count):

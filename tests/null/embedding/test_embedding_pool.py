@@ -101,7 +101,7 @@ def make(request):
 
 def submit(pool, *ids, **options):
     found = request(*ids, **options)
-    pool.queue.submit(found)
+    pool.submit(found)
     return found.future
 
 
