@@ -160,7 +160,8 @@ class StaticEmbeddingPipeline:
             loaded = load_encoder(directory, device, choices)
             info, tokenizer, self._files = EncoderInfo.of(loaded), loaded.tokenizer, loaded.files
             self._queue = EmbeddingQueue(loaded.runner, max_waiting)
-            self._engine, self._own_engine = _host(engine)
+            own_engine = self._own_engine = JobEngine() if engine is None else None
+            self._engine = own_engine or _checked(engine)
             self._engine.add_jobs(self._queue)
         self._width = info.width
         self._tokenizer = TextTokenizer(tokenizer, info.max_length, info.vocab_size, overflow)
@@ -351,14 +352,6 @@ class StaticEmbeddingPipeline:
         if not self._config.normalize:
             return cut
         return np.asarray(cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12), np.float32)
-
-
-def _host(engine: JobHost | None) -> tuple[JobHost, JobEngine | None]:
-    """Return the engine that runs the texts, and the same if it is the pipeline's own."""
-    if engine is not None:
-        return _checked(engine), None
-    own = JobEngine()
-    return own, own
 
 
 def _checked(engine: object) -> JobHost:

@@ -66,8 +66,8 @@ def take_options(properties: dict[str, object]) -> PoolOptions:
     policy, depths = properties.pop("QUEUE_POLICY", None), properties.pop("QUEUE_DEPTHS", None)
     if not isinstance(together, bool):
         raise ConfigError(f"HETEROGENEOUS={together!r}: must be True or False")
-    is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-    if limit is not None and not (is_number and 0 < limit < math.inf):
+    is_limit = isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit < math.inf
+    if limit is not None and not is_limit:
         raise ConfigError(f"LATENCY_MS={limit!r}: must be a number of ms above 0, or None for no limit")
     if policy not in (None, "plain", "predicted", "windve", "windve_q"):
         raise ConfigError(f"QUEUE_POLICY={policy!r}: must be 'plain', 'predicted', 'windve' or 'windve_q'")
@@ -80,7 +80,7 @@ def take_options(properties: dict[str, object]) -> PoolOptions:
     own = properties.pop("DEVICE_PROPERTIES", None)
     if own is not None and not (isinstance(own, Mapping) and all(isinstance(each, Mapping) for each in own.values())):
         raise ConfigError(f"DEVICE_PROPERTIES={own!r}: must be a dict of one dict of properties per device")
-    limit_s = None if limit is None else float(limit) / 1e3  # type: ignore[arg-type]
+    limit_s = float(limit) / 1e3 if isinstance(limit, (int, float)) else None
     return PoolOptions(together, limit_s, policy, None if depths is None else Path(depths), own)  # type: ignore[arg-type]
 
 
