@@ -81,7 +81,7 @@ def take_options(properties: dict[str, object]) -> PoolOptions:
     if own is not None and not (isinstance(own, Mapping) and all(isinstance(each, Mapping) for each in own.values())):
         raise ConfigError(f"DEVICE_PROPERTIES={own!r}: must be a dict of one dict of properties per device")
     limit_s = float(limit) / 1e3 if isinstance(limit, (int, float)) else None
-    return PoolOptions(together, limit_s, policy, None if depths is None else Path(depths), own)  # type: ignore[arg-type]
+    return PoolOptions(together, limit_s, policy, None if depths is None else Path(depths), own)
 
 
 def needs_pool(device: str, options: PoolOptions) -> bool:
