@@ -25,7 +25,7 @@ from staticllm.pipelines.embedding.pool.instances import EncoderInfo
 from staticllm.pipelines.embedding.pool.pool_loader import load_pool, needs_pool, take_options
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
 from staticllm.pipelines.engine.job_engine import JobEngine
-from staticllm.pipelines.engine.jobs import JobHost
+from staticllm.pipelines.engine.jobs import JobHost, checked_host
 
 PoolingType: TypeAlias = genai.TextEmbeddingPipeline.PoolingType
 Vectors = NDArray[np.float32]
@@ -147,6 +147,7 @@ class StaticEmbeddingPipeline:
         choices = EncoderChoices(
             pooling, self._config.normalize, self._config.max_length, properties=properties or None
         )
+<<<<<<< HEAD
         self._own_engine: JobEngine | EmbeddingPool | None = None
         self._engine: JobHost | None = None
         self._queue: EmbeddingQueue | EmbeddingPool
@@ -165,6 +166,16 @@ class StaticEmbeddingPipeline:
             self._engine.add_jobs(self._queue)
         self._width = info.width
         self._tokenizer = TextTokenizer(tokenizer, info.max_length, info.vocab_size, overflow)
+=======
+        self._loaded = load_encoder(directory, device, choices)
+        self._tokenizer = TextTokenizer(
+            self._loaded.tokenizer, self._loaded.max_length, self._loaded.vocab_size, overflow
+        )
+        self._queue = EmbeddingQueue(self._loaded.runner, max_waiting)
+        self._own_engine = JobEngine() if engine is None else None
+        self._engine: JobHost = self._own_engine or checked_host(engine)
+        self._engine.add_jobs(self._queue)
+>>>>>>> main
         self._started: dict[str, Future[Vectors]] = {}
 
     @property
@@ -231,15 +242,7 @@ class StaticEmbeddingPipeline:
         if not request.texts:
             return np.zeros((0, dimensions or self.width), np.float32)
         self._queue.submit(request)
-        try:
-            while on_progress is not None and not request.future.done():
-                request.has_progressed.wait()
-                request.has_progressed.clear()
-                on_progress(request.num_done, len(request.texts))
-            vectors = request.future.result()
-        except BaseException:
-            request.future.cancel()
-            raise
+        vectors = request.wait(on_progress)
         return vectors if dimensions is None else self._cut(vectors, dimensions)
 
     def start_embed_documents_async(self, texts: Sequence[str]) -> None:
@@ -352,19 +355,6 @@ class StaticEmbeddingPipeline:
         if not self._config.normalize:
             return cut
         return np.asarray(cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12), np.float32)
-
-
-def _checked(engine: object) -> JobHost:
-    """Return the engine.
-
-    Raises:
-        ConfigError: it is not one.
-    """
-    if not callable(getattr(engine, "add_jobs", None)):
-        raise ConfigError(
-            f"engine is a {type(engine).__name__}: must be the engine of a pipeline, such as engine=llm.engine"
-        )
-    return engine  # type: ignore[return-value]
 
 
 def _as_lists(vectors: Vectors) -> list[list[float]]:

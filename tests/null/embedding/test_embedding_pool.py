@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 
 from staticllm.core import EncoderVariant
-from staticllm.errors import (
-    BusyError,
-    ClosedError,
-    DeviceError,
-    NumericalError,
-    PromptError,
-    StaticLLMError,
-)
+from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, PromptError, StaticLLMError
 from staticllm.pipelines.embedding.embedding_queue import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import TokenizedText
 from staticllm.pipelines.embedding.pool import pool_state
@@ -381,3 +374,26 @@ def test_costs_follow_the_measured_seconds(make):
 def test_a_text_of_too_many_tokens_is_refused(make):
     with pytest.raises(PromptError, match="65 tokens, the limit is 64"):
         submit(make(Adder("A")), 1, length=65)
+
+
+def test_a_refused_request_leaves_nothing_before_the_lock_is_given_back():
+    state = make_state([Adder("A")], "predicted", 0.01, 1000)
+    refused, now = request(*range(20, 60), priority=1), time.perf_counter()
+    with pytest.raises(BusyError):
+        state.admit(refused, state.number(refused, now), now)
+    assert state.num_waiting == 0
+    assert not state.has_work(state.devices[0])
+
+
+def test_a_device_that_failed_does_not_take_back_what_it_left_to_others():
+    state = make_state([Adder("A"), Adder("B")], "plain", None, 1000)
+    first, other = state.devices
+    now = time.perf_counter()
+    texts = request(*range(20, 40))
+    state.admit(texts, state.number(texts, now), now)
+    batch = state.begin(first, now)
+    state.fail(first, batch, list(batch.texts), DeviceError("it failed"), now)
+    state.recovered(first, None, now)
+    assert first.queue.is_alive
+    assert state.begin(first, now) is None
+    assert state.has_work(other)
