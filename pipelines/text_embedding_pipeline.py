@@ -147,7 +147,6 @@ class StaticEmbeddingPipeline:
         choices = EncoderChoices(
             pooling, self._config.normalize, self._config.max_length, properties=properties or None
         )
-<<<<<<< HEAD
         self._own_engine: JobEngine | EmbeddingPool | None = None
         self._engine: JobHost | None = None
         self._queue: EmbeddingQueue | EmbeddingPool
@@ -162,20 +161,10 @@ class StaticEmbeddingPipeline:
             info, tokenizer, self._files = EncoderInfo.of(loaded), loaded.tokenizer, loaded.files
             self._queue = EmbeddingQueue(loaded.runner, max_waiting)
             own_engine = self._own_engine = JobEngine() if engine is None else None
-            self._engine = own_engine or _checked(engine)
+            self._engine = own_engine or checked_host(engine)
             self._engine.add_jobs(self._queue)
         self._width = info.width
         self._tokenizer = TextTokenizer(tokenizer, info.max_length, info.vocab_size, overflow)
-=======
-        self._loaded = load_encoder(directory, device, choices)
-        self._tokenizer = TextTokenizer(
-            self._loaded.tokenizer, self._loaded.max_length, self._loaded.vocab_size, overflow
-        )
-        self._queue = EmbeddingQueue(self._loaded.runner, max_waiting)
-        self._own_engine = JobEngine() if engine is None else None
-        self._engine: JobHost = self._own_engine or checked_host(engine)
-        self._engine.add_jobs(self._queue)
->>>>>>> main
         self._started: dict[str, Future[Vectors]] = {}
 
     @property

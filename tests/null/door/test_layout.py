@@ -37,12 +37,8 @@ LEVELS = (
     "pipelines.text pipelines.model_loader",
     "pipelines.embedding",
     "pipelines.embedding.windve",
-<<<<<<< HEAD
     "pipelines.embedding.pool",
-    "pipelines.chat_session pipelines.text_embedding_pipeline",
-=======
     "pipelines.chat_session pipelines.text_embedding_pipeline pipelines.text_rerank_pipeline",
->>>>>>> main
     "pipelines.llm_pipeline",
     "pipelines.simulator pipelines.diagnostics",
     "pipelines.simulator.papers",
