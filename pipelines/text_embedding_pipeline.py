@@ -17,8 +17,12 @@ from numpy.typing import NDArray
 
 from staticllm.core import OnProgress, Pooling
 from staticllm.errors import ConfigError
+from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue, EmbeddingRequest
 from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
+from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
+from staticllm.pipelines.embedding.pool.instances import EncoderInfo
+from staticllm.pipelines.embedding.pool.pool_loader import load_pool, needs_pool, take_options
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
 from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.engine.jobs import JobHost, checked_host
@@ -119,15 +123,16 @@ class StaticEmbeddingPipeline:
 
         Args:
             models_path: The folder of an OpenVINO model (feature-extraction) with its tokenizer.
-            device: The OpenVINO device.
+            device: The OpenVINO device, or several: ``NPU,CPU``, or groups of cores, ``CPU#0-3,CPU#4-7``.
             config: Options as for GenAI; fields of it can also be given as keywords.
             engine: The engine of another pipeline on the same device: ``engine=llm.engine``. Its scheduler then decides which
                 pipeline uses the device next. None: the device is this pipeline's alone.
             overflow: Whether texts of more than ``max_length`` tokens are truncated or refused.
             max_waiting: The most texts that may wait.
             on_progress: Is called with each part of loading.
-            properties: OpenVINO's properties of the device, fields of ``Config``, and those of ``StaticLLMPipeline`` about
-                blobs (``CACHE_DIR``, ``BLOB_PATH`` …), ``PROGRAMS`` and ``WEIGHTS_PATH``.
+            properties: OpenVINO's properties of the device, fields of ``Config``, those of ``StaticLLMPipeline`` about blobs
+                (``CACHE_DIR``, ``BLOB_PATH`` …), ``PROGRAMS`` and ``WEIGHTS_PATH``, and those of several devices
+                (docs/windve.md): ``HETEROGENEOUS``, ``LATENCY_MS``, ``QUEUE_POLICY``, ``QUEUE_DEPTHS``, ``DEVICE_PROPERTIES``.
 
         Raises:
             ModelError: a file of the model is missing or damaged, or it cannot be lowered.
@@ -140,6 +145,7 @@ class StaticEmbeddingPipeline:
         names = {item.name for item in fields(EmbeddingConfig)}
         own = {name: properties.pop(name) for name in list(properties) if name in names}
         self._config = _resolved(config, own)
+        options = take_options(properties)
         pooling = None if self._config.pooling_type is None else _POOLINGS[self._config.pooling_type]
         choices = EncoderChoices(
             pooling,
@@ -148,20 +154,30 @@ class StaticEmbeddingPipeline:
             properties=properties or None,
             output="embeddings",
         )
-        self._loaded = load_encoder(models_path, device, choices, on_progress or (lambda event: None))
-        self._tokenizer = TextTokenizer(
-            self._loaded.tokenizer, self._loaded.max_length, self._loaded.vocab_size, overflow
-        )
-        self._queue = EmbeddingQueue(self._loaded.runner, max_waiting)
-        self._own_engine = JobEngine() if engine is None else None
-        self._engine: JobHost = self._own_engine or checked_host(engine)
-        self._engine.add_jobs(self._queue)
+        self._own_engine: JobEngine | EmbeddingPool | None = None
+        self._engine: JobHost | None = None
+        self._queue: EmbeddingQueue | EmbeddingPool
+        if needs_pool(device, options):
+            if engine is not None:
+                raise ConfigError(f"device {device!r} with engine=: a shared engine has one device without LATENCY_MS")
+            pool = load_pool(check_model_dir(models_path), device, choices, max_waiting, options)
+            info, tokenizer, self._files = pool.info, pool.tokenizer, pool.files
+            self._queue = self._own_engine = pool.pool
+        else:
+            loaded = load_encoder(models_path, device, choices, on_progress or (lambda event: None))
+            info, tokenizer, self._files = EncoderInfo.of(loaded), loaded.tokenizer, loaded.files
+            self._queue = EmbeddingQueue(loaded.runner, max_waiting)
+            own_engine = self._own_engine = JobEngine() if engine is None else None
+            self._engine = own_engine or checked_host(engine)
+            self._engine.add_jobs(self._queue)
+        self._width = info.width
+        self._tokenizer = TextTokenizer(tokenizer, info.max_length, info.vocab_size, overflow)
         self._started: dict[str, Future[Vectors]] = {}
 
     @property
     def width(self) -> int:
         """The number of values of a vector."""
-        return self._loaded.runner.shape.width
+        return self._width
 
     @overload
     def embed_documents(self, texts: Sequence[str], *, as_array: Literal[False] = False) -> list[list[float]]: ...
@@ -272,13 +288,22 @@ class StaticEmbeddingPipeline:
 
     def close(self) -> None:
         """Release the device; texts that wait get a ``ClosedError``. An engine that was given goes on."""
-        self._engine.remove_jobs(self._queue)
+        if self._engine is not None and isinstance(self._queue, EmbeddingQueue):
+            self._engine.remove_jobs(self._queue)
         if self._own_engine is not None:
             self._own_engine.close()
 
     @property
     def engine(self) -> JobHost:
-        """The engine that owns the device, for other pipelines on the same device."""
+        """The engine that owns the device, for other pipelines on the same device.
+
+        Raises:
+            ConfigError: the pipeline has several devices, or a latency limit.
+        """
+        if self._engine is None:
+            raise ConfigError(
+                "a pipeline on several devices or with LATENCY_MS has no engine to share: load it without"
+            )
         return self._engine
 
     def __enter__(self) -> StaticEmbeddingPipeline:
@@ -314,7 +339,7 @@ class StaticEmbeddingPipeline:
         given = self._config.query_instruction if kind == "query" else self._config.embed_instruction
         if given is not None:
             return given
-        prompts: Mapping[str, str] = self._loaded.files.prompts
+        prompts: Mapping[str, str] = self._files.prompts
         return prompts.get(kind) or (prompts.get("passage", "") if kind == "document" else "")
 
     def _check_dimensions(self, dimensions: int | None) -> None:

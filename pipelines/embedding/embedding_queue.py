@@ -45,6 +45,8 @@ class EmbeddingRequest:
         self.vectors: Vectors = np.zeros((len(self.texts), self.width), np.float32)
         self.num_done = 0
         self.has_progressed = threading.Event()
+        self._lock = threading.Lock()  # the texts of one request may run on several devices
+        self._is_ending = False
 
     @property
     def is_over(self) -> bool:
@@ -58,8 +60,10 @@ class EmbeddingRequest:
     def put(self, index: int, vector: Vectors) -> None:
         """Take the vector of one text; after the last one, hand all of them out."""
         self.vectors[index] = vector
-        self.num_done += 1
-        if self.num_done == len(self.texts) and self._may_end():
+        with self._lock:
+            self.num_done += 1
+            is_last = self.num_done == len(self.texts)
+        if is_last and self._may_end():
             self.future.set_result(self.vectors)
         self.has_progressed.set()
 
@@ -88,7 +92,11 @@ class EmbeddingRequest:
             raise
 
     def _may_end(self) -> bool:
-        return not self.future.done() and self.future.set_running_or_notify_cancel()
+        with self._lock:
+            if self._is_ending or self.future.done():
+                return False
+            self._is_ending = True
+        return self.future.set_running_or_notify_cancel()
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ def command(model: str, measured: bool, as_json: bool, **options: Any) -> None:
     Exit with code 1 if they do not fit. With --measured, load MODEL in a process of its own instead, run its longest prompt and
     some decode steps, and print the private memory of each part and after each stage. Of an encoder, the milliseconds of each
     call are printed too: those that CACHE_DIR keeps, or measured ones.
-    --embed estimates by WINDVE's cost model how many machines embed a load, without and with their CPUs.
+    --embed estimates by WINDVE's cost model how many machines embed a load, without and with their CPUs. With --measured, it
+    measures how many queries at once MODEL embeds within --limit-s on each of several devices, for example --device NPU,CPU.
     """
     if encoders.is_encoder(model, options):
         if not encoders.plan(model, measured, as_json, options):

@@ -1,4 +1,7 @@
-"""``staticllm plan --embed`` estimates how many machines embed a load within a latency limit, and what their CPUs save."""
+"""``staticllm plan --embed`` estimates how many machines embed a load within a latency limit, and what their CPUs save.
+
+With ``--measured`` it measures the queue depths of a model instead, by which it estimates.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import click
 from click.core import ParameterSource
 
 from staticllm.cli.options import Number
+from staticllm.cli.progress import progress
 from staticllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +32,9 @@ def embed_options(command: Command) -> Command:
     @wraps(command)
     def with_embed(*arguments: Any, **options: Any) -> Any:
         own = {name: options.pop(name) for name in _NAMES}
+        if own["embed"] and options["measured"]:
+            _check_alone("model", "named", "measured", "device", "precision", "properties")
+            return _measure(own, options)
         if own["embed"]:
             _check_alone()
             return _plan(own, options["as_json"])
@@ -48,7 +55,9 @@ def embed_options(command: Command) -> Command:
                 help="With --embed: queries at once within the limit, without and by the CPU.",
             ),
             click.option(
-                "--estimates", type=click.Path(), help="With --embed: a file of queue depths, the main device first."
+                "--estimates",
+                type=click.Path(),
+                help="With --embed: a file of queue depths, the main device first; --measured writes it.",
             ),
             click.option("--limit-s", type=Number(0, 1e6, min_open=True), help="With --embed: latency limit, s.  [1]"),
             click.option(
@@ -64,14 +73,42 @@ def embed_options(command: Command) -> Command:
     return cast(Command, decorated)
 
 
-def _check_alone() -> None:
-    """Refuse options that were given with ``--embed`` but would be ignored."""
+def _check_alone(*known: str) -> None:
+    """Refuse options that were given with ``--embed`` but would be ignored; ``known`` are not."""
     context = click.get_current_context()
     for parameter in context.command.params:
         is_given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
-        if is_given and parameter.name not in (*_NAMES, "as_json"):
+        if is_given and parameter.name not in (*_NAMES, "as_json", *known):
             named = parameter.opts[-1] if isinstance(parameter, click.Option) else "MODEL"
             raise click.UsageError(f"{named} has no meaning with --embed: leave one of them out")
+
+
+def _measure(own: dict[str, Any], options: dict[str, Any]) -> None:
+    """Measure the queue depths of a model on ``--device``, such as ``NPU,CPU``, and write them to ``--estimates``, if given."""
+    from pathlib import Path
+
+    from staticllm.pipelines.embedding.pool.pool_loader import measure_model
+
+    if own["depths"] is not None:
+        raise click.UsageError("--depths has no meaning with --measured: leave one of them out")
+    properties: dict[str, object] = dict(options["properties"])
+    if options["precision"]:
+        properties["INFERENCE_PRECISION_HINT"] = options["precision"]
+    path = None if own["estimates"] is None else Path(own["estimates"])
+    with progress("loading the model") as shown:
+        found = measure_model(
+            Path(options["model"]), options["device"], properties, own["limit_s"] or 1.0, path, shown.show
+        )
+    if options["as_json"]:
+        click.echo(json.dumps([asdict(device) for device in found], indent=2))
+        return
+    click.echo(f"queue depths within {own['limit_s'] or 1.0:g} s")
+    for device in found:
+        line = device.estimate.line
+        click.echo(
+            f"{device.estimate.name:<10} regression {device.regression:>5}, stress test {device.stress:>5}, fine-tuned "
+            f"{device.tuned:>5}   alpha {line.alpha * 1e3:.2f} ms, beta {line.beta * 1e3:.2f} ms, r2 {device.estimate.r2:.4f}"
+        )
 
 
 def _plan(options: dict[str, Any], as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -142,6 +143,20 @@ def bind(processors: Iterable[int]) -> None:
             raise ConfigError(
                 f"processors {wanted} cannot be used here; there are {sorted(current_processors())}"
             ) from None
+
+
+def bind_process(processors: Iterable[int]) -> None:
+    """Bind all threads of this process, also those that run already, such as numpy's. Call it before OpenVINO is loaded.
+
+    Raises:
+        ConfigError, DeviceError: as for ``bind``.
+    """
+    wanted = set(processors)
+    bind(wanted)
+    if sys.platform == "linux":
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                os.sched_setaffinity(int(task.name), wanted)
 
 
 def _cores(processors: set[int], system: Path) -> tuple[tuple[int, ...], ...]:

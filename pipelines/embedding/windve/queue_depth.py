@@ -166,13 +166,13 @@ class _Tuning:
         self._num_runs = 0
 
     def lower(self, depths: list[int]) -> list[int]:
-        """Return depths that are in time: those of late devices are lowered until they are."""
+        """Return depths that are in time: those of late devices are lowered until they are, by at most half in one step."""
         while any(depths) and self._num_runs < MAX_TUNING_RUNS:
             spare = self._spare(depths)
             if min(spare) >= 0:
                 return depths
             depths = [
-                max(0, found - self._step(device, spare[device])) if spare[device] < 0 else found
+                found - min(self._step(device, spare[device]), (found + 1) // 2) if spare[device] < 0 else found
                 for device, found in enumerate(depths)
             ]
         return depths if not any(depths) else [0] * len(depths)

@@ -37,6 +37,7 @@ LEVELS = (
     "pipelines.text pipelines.model_loader",
     "pipelines.embedding",
     "pipelines.embedding.windve",
+    "pipelines.embedding.pool",
     "pipelines.chat_session pipelines.text_embedding_pipeline pipelines.text_rerank_pipeline",
     "pipelines.llm_pipeline",
     "pipelines.simulator pipelines.diagnostics",

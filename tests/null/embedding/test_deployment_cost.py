@@ -78,7 +78,7 @@ def test_plan_embed_reads_measured_queue_depths(tmp_path):
         (["--embed", "--peak", "3", "--depths", "0,4"], 1, "the main device embeds 0 queries at once"),
         (["--embed", "--peak", "3", "--estimates", "nowhere"], 1, "nowhere: there is no such file"),
         (["--embed", "--peak", "nan", "--depths", "0,4"], 2, "is not a number"),
-        (["--embed", "--peak", "3", "--depths", "9,4", "--measured"], 2, "--measured has no meaning with --embed"),
+        (["--embed", "--peak", "3", "--depths", "9,4", "--measured"], 2, "--depths has no meaning with --measured"),
         (["--embed", "--peak", "3", "--depths", "9,4", "model"], 2, "MODEL has no meaning with --embed"),
         (["--peak", "3"], 2, "--peak is an option of --embed: add --embed"),
     ],

@@ -1,0 +1,201 @@
+"""Instances of one encoder: each embeds texts on its own device, in this process or in a worker process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from staticllm.core import EncoderVariant
+from staticllm.errors import DeviceError, as_ours
+from staticllm.pipelines.embedding.encoder_runner import EncoderRunner, TokenizedText, Vectors
+from staticllm.pipelines.embedding.load import LoadedEncoder
+from staticllm.pipelines.embedding.packing import plan_calls
+from staticllm.pipelines.embedding.windve.device_load import NewLoad, ShapeCosts
+
+MAX_TEXTS = 1024
+"""The most texts in one message to a worker process. Larger batches are divided."""
+Costs = Mapping[EncoderVariant, float]
+"""Seconds per call of each variant."""
+
+
+class WorkerLostError(DeviceError):
+    """A worker process ended, or was ended because a call took too long. It can be started again."""
+
+
+@dataclass(frozen=True)
+class EncoderInfo:
+    """What all instances of one encoder have in common: the numbers of values of a vector, tokens of a text, and tokens known."""
+
+    width: int
+    max_length: int
+    vocab_size: int | None
+    is_packable: bool
+
+    @classmethod
+    def of(cls, loaded: LoadedEncoder) -> EncoderInfo:
+        """Return the info of an encoder that was loaded in this process."""
+        shape = loaded.runner.shape
+        return cls(shape.width, loaded.max_length, loaded.vocab_size, shape.is_packable)
+
+
+class Instance(Protocol):
+    """One copy of the model on one device. One thread calls ``embed`` and ``recover``; any may call ``interrupt``."""
+
+    name: str
+    info: EncoderInfo
+
+    @property
+    def costs(self) -> Costs:
+        """Seconds per call of each variant, measured in the warm-up and followed since."""
+        ...
+
+    def embed(self, texts: Sequence[TokenizedText]) -> Vectors:
+        """Return the vectors ``[n, width]`` of the texts. One that is not finite belongs to a text that fails alone, too.
+
+        Raises:
+            WorkerLostError: the worker process ended.
+            Exception: the device failed.
+        """
+        ...
+
+    def interrupt(self) -> bool:
+        """End a call that takes too long, with a ``WorkerLostError`` in its thread. Return False if that is not possible."""
+        ...
+
+    def recover(self) -> None:
+        """Make the instance usable after ``embed`` failed, or find out that it is.
+
+        Raises:
+            StaticLLMError: it is not usable.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the device. A second call does nothing."""
+        ...
+
+
+class LocalInstance:
+    """An instance in this process."""
+
+    def __init__(self, name: str, runner: EncoderRunner, info: EncoderInfo) -> None:
+        self.name, self.info = name, info
+        self._runner = runner
+
+    @property
+    def costs(self) -> Costs:
+        """Seconds per call of each variant."""
+        return costs_of(self._runner)
+
+    def embed(self, texts: Sequence[TokenizedText]) -> Vectors:
+        """Return the vectors ``[n, width]`` of the texts."""
+        return embed_texts(self._runner, texts)
+
+    def interrupt(self) -> bool:
+        """Return False: a call in this process cannot be ended."""
+        return False
+
+    def recover(self) -> None:
+        """Embed a text of one token.
+
+        Raises:
+            DeviceError: the device fails for it, too.
+        """
+        try:
+            self.embed([TokenizedText(np.zeros(1, np.int64))])
+        except Exception as error:
+            raise as_ours(error) from error
+
+    def close(self) -> None:
+        """Do nothing: the programs are released with the instance."""
+
+
+def costs_of(runner: EncoderRunner) -> dict[EncoderVariant, float]:
+    """Return the seconds per call of each variant."""
+    return {variant: runner.cost(variant) for variant in runner.variants}
+
+
+def embed_texts(runner: EncoderRunner, texts: Sequence[TokenizedText]) -> Vectors:
+    """Return the vectors ``[n, width]`` of texts in packed calls.
+
+    A text whose vector is not finite runs again without others, because one of those may be the cause.
+    """
+    vectors = np.zeros((len(texts), runner.shape.width), np.float32)
+    for call in plan_calls([len(text) for text in texts], runner.variants, runner.cost, runner.shape.is_packable):
+        found = runner.run(call.variant, [[texts[index] for index in sequence] for sequence in call.sequences])
+        vectors[list(call.texts)] = found
+    if len(texts) > 1:
+        for index in np.flatnonzero(~np.isfinite(vectors).all(axis=1)).tolist():
+            vectors[index] = embed_texts(runner, [texts[index]])[0]
+    return vectors
+
+
+def load_of(costs: Costs, is_packable: bool, ratio: float = 1.0) -> NewLoad:
+    """Return what predicts the seconds of texts on an instance whose calls take ``ratio`` times ``costs``.
+
+    The cheapest variant of each batch and length counts. Without ``is_packable`` a text takes a whole row.
+    """
+    seconds: dict[tuple[int, int], float] = {}
+    for variant, cost in costs.items():
+        size = variant.batch, variant.rows
+        seconds[size] = min(seconds.get(size, float("inf")), cost * ratio)
+    shapes = ShapeCosts(seconds)
+    return shapes.new_load if is_packable else lambda: _WholeRows(shapes)
+
+
+class _WholeRows:
+    """The load of a model that holds one text per row."""
+
+    def __init__(self, shapes: ShapeCosts) -> None:
+        self._shapes, self._load = shapes, shapes.new_load()
+
+    @property
+    def seconds(self) -> float:
+        return self._load.seconds
+
+    def seconds_with(self, num_tokens: int) -> float:
+        return self._load.seconds_with(self._shapes.row_len_of(num_tokens))
+
+    def add(self, num_tokens: int) -> None:
+        self._load.add(self._shapes.row_len_of(num_tokens))
+
+
+def encode_texts(texts: Sequence[TokenizedText]) -> tuple[dict[str, Any], bytes]:
+    """Return texts as the header and the body of a frame."""
+    typed = any(text.types is not None for text in texts)
+    columns = [np.array([len(text) for text in texts], "<i4"), *(text.ids.astype("<i8") for text in texts)]
+    if typed:
+        columns += [np.zeros(len(t), "<i8") if t.types is None else t.types.astype("<i8") for t in texts]
+    return {"num_texts": len(texts), "has_types": typed}, b"".join(column.tobytes() for column in columns)
+
+
+def decode_texts(header: Mapping[str, Any], body: bytes) -> Iterator[TokenizedText]:
+    """Yield the texts of a frame.
+
+    Raises:
+        ValueError: the sizes do not fit together.
+    """
+    num_texts, num_types = int(header["num_texts"]), int(bool(header["has_types"]))
+    lengths = np.frombuffer(body, "<i4", num_texts)
+    num_tokens = int(lengths.sum())
+    if lengths.min(initial=1) < 1 or len(body) != 4 * num_texts + 8 * num_tokens * (1 + num_types):
+        raise ValueError(f"a message of {len(body)} bytes with {num_texts} texts")
+    values = np.frombuffer(body, "<i8", num_tokens * (1 + num_types), 4 * num_texts)
+    start = 0
+    for length in map(int, lengths):
+        types = values[num_tokens + start : num_tokens + start + length] if num_types else None
+        yield TokenizedText(values[start : start + length], types)
+        start += length
+
+
+def encode_costs(costs: Costs) -> list[list[float]]:
+    """Return costs as JSON has them."""
+    return [[variant.batch, variant.rows, variant.texts, seconds] for variant, seconds in costs.items()]
+
+
+def decode_costs(rows: Sequence[Sequence[float]]) -> dict[EncoderVariant, float]:
+    """Return the costs of ``encode_costs``."""
+    return {EncoderVariant(int(b), int(r), int(t)): float(seconds) for b, r, t, seconds in rows}

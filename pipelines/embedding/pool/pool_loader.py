@@ -1,0 +1,319 @@
+"""Loads a pool: chooses devices and processor cores, loads an instance on each, and makes the queues and their policy."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import openvino as ov
+import openvino_genai as genai
+
+from staticllm.devices import get_core, kind
+from staticllm.errors import ConfigError, as_ours
+from staticllm.model_dir import MODEL_XML, check_model_dir
+from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
+from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
+from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
+from staticllm.pipelines.embedding.pool.instances import EncoderInfo, Instance, LocalInstance, load_of
+from staticllm.pipelines.embedding.pool.measured_depths import MeasuredDepth, OnStage, measure_depths, regress
+from staticllm.pipelines.embedding.pool.pool_state import PoolState
+from staticllm.pipelines.embedding.pool.worker_instance import WorkerInstance, WorkerSpec, can_start_workers
+from staticllm.pipelines.embedding.windve.affinity import instance_cores, read_topology, unsupported
+from staticllm.pipelines.embedding.windve.depth_file import read_estimates, write_estimates
+from staticllm.pipelines.embedding.windve.detector import Detection, UsedDevice, detect, named, without_slow_cpu
+from staticllm.pipelines.embedding.windve.device_load import LENGTH
+from staticllm.pipelines.embedding.windve.device_queue import DeviceQueue
+from staticllm.pipelines.embedding.windve.queue_depth import Estimate, Recalibration
+from staticllm.pipelines.embedding.windve.queue_manager import QueueManager
+from staticllm.pipelines.embedding.windve.queue_policies import Plain, Predicted, QueuePolicy, Windve, WindveQueued
+
+PolicyName = Literal["plain", "predicted", "windve", "windve_q"]
+DEPTHS_NAME = "queue_depths.json"
+"""The file of queue depths in ``CACHE_DIR``."""
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """The properties of a pipeline on several devices; docs/windve.md describes them.
+
+    ``policy`` is None for ``predicted`` with a latency limit (seconds), and for ``plain`` without.
+    """
+
+    is_heterogeneous: bool = False
+    limit_s: float | None = None
+    policy: PolicyName | None = None
+    depths: Path | None = None
+    device_properties: Mapping[str, Mapping[str, object]] | None = None
+
+    @property
+    def policy_name(self) -> PolicyName:
+        """The name of the policy."""
+        return self.policy or ("plain" if self.limit_s is None else "predicted")
+
+
+def take_options(properties: dict[str, object]) -> PoolOptions:
+    """Remove the properties of a pool from ``properties``, and return them.
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
+    together, limit = properties.pop("HETEROGENEOUS", False), properties.pop("LATENCY_MS", None)
+    policy, depths = properties.pop("QUEUE_POLICY", None), properties.pop("QUEUE_DEPTHS", None)
+    if not isinstance(together, bool):
+        raise ConfigError(f"HETEROGENEOUS={together!r}: must be True or False")
+    is_limit = isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit < math.inf
+    if limit is not None and not is_limit:
+        raise ConfigError(f"LATENCY_MS={limit!r}: must be a number of ms above 0, or None for no limit")
+    if policy not in (None, "plain", "predicted", "windve", "windve_q"):
+        raise ConfigError(f"QUEUE_POLICY={policy!r}: must be 'plain', 'predicted', 'windve' or 'windve_q'")
+    if policy not in (None, "plain") and limit is None:
+        raise ConfigError(f"QUEUE_POLICY={policy!r} needs a latency limit: give LATENCY_MS")
+    if depths is not None and not isinstance(depths, (str, Path)):
+        raise ConfigError(f"QUEUE_DEPTHS={depths!r}: must be the path of a file")
+    if depths is None and isinstance(folder := properties.get("CACHE_DIR"), (str, Path)) and folder:
+        depths = Path(folder) / DEPTHS_NAME
+    own = properties.pop("DEVICE_PROPERTIES", None)
+    if own is not None and not (isinstance(own, Mapping) and all(isinstance(each, Mapping) for each in own.values())):
+        raise ConfigError(f"DEVICE_PROPERTIES={own!r}: must be a dict of one dict of properties per device")
+    limit_s = float(limit) / 1e3 if isinstance(limit, (int, float)) else None
+    return PoolOptions(together, limit_s, policy, None if depths is None else Path(depths), own)
+
+
+def needs_pool(device: str, options: PoolOptions) -> bool:
+    """Return whether texts are embedded by a pool: on several devices or core groups, or with a latency limit."""
+    return options.is_heterogeneous or options.limit_s is not None or any(mark in device for mark in ",#")
+
+
+def devices_of(device: str, is_heterogeneous: bool, available: Sequence[str]) -> Detection:
+    """Return the devices that embed together: the named ones, and with ``is_heterogeneous`` those of other kinds after them.
+
+    A CPU beside other devices gets the cores that WINDVE's rules leave to it, where threads can be bound to cores.
+
+    Raises:
+        ConfigError, DeviceError: as for ``named``.
+    """
+    found = named(device, available)
+    if is_heterogeneous:
+        kinds = {kind(used.device) for used in found.devices}
+        more = tuple(used for used in detect(available).devices if kind(used.device) not in kinds)
+        found = replace(found, devices=found.devices + more)
+    if found.is_heterogeneous and not unsupported():
+        found = replace(found, devices=tuple(map(_with_cores, found.devices)))
+    return found
+
+
+def _with_cores(used: UsedDevice) -> UsedDevice:
+    if kind(used.device) != "CPU" or used.cores:
+        return used
+    groups = instance_cores(read_topology())
+    return replace(used, cores=tuple(groups[0])) if groups else used
+
+
+@dataclass(frozen=True)
+class LoadedInstances:
+    """Instances that are ready to run, in order of preference; the tokenizer, and what the model's files say."""
+
+    instances: tuple[Instance, ...]
+    tokenizer: genai.Tokenizer
+    files: EncoderFiles
+    info: EncoderInfo
+
+    def close(self) -> None:
+        """Close the instances."""
+        for instance in self.instances:
+            instance.close()
+
+
+@dataclass(frozen=True)
+class LoadedPool:
+    """A pool that serves, its tokenizer, what the model's files say, and a line for each device that is not used."""
+
+    pool: EmbeddingPool
+    tokenizer: genai.Tokenizer
+    files: EncoderFiles
+    info: EncoderInfo
+    left_out: tuple[str, ...]
+
+
+def load_instances(
+    directory: Path, devices: Sequence[UsedDevice], choices: Callable[[UsedDevice], EncoderChoices]
+) -> LoadedInstances:
+    """Load an instance on each device. Processor cores get a worker process each, and so does a CPU beside other devices.
+
+    Raises:
+        ModelError, ConfigError, DeviceError: as for ``load_encoder``.
+    """
+    found: dict[str, Instance] = {}
+    workers: list[WorkerInstance] = []
+    tokenizer: genai.Tokenizer | None = None
+    try:
+        for used in devices:
+            if _runs_apart(used, len(devices)):
+                spec = WorkerSpec(used.name, directory, used.device, used.cores, _with_threads(used, choices(used)))
+                workers.append(WorkerInstance(spec))
+                found[used.name] = workers[-1]
+        for used in devices:
+            if used.name not in found:
+                loaded = load_encoder(directory, used.device, choices(used))
+                found[used.name] = LocalInstance(used.name, loaded.runner, EncoderInfo.of(loaded))
+                tokenizer = loaded.tokenizer
+        for worker in workers:
+            worker.wait_ready()
+        instances = tuple(found[used.name] for used in devices)
+        shortest = min(instance.info.max_length for instance in instances)
+        info = replace(instances[0].info, max_length=shortest)
+        return LoadedInstances(instances, tokenizer or genai.Tokenizer(directory), read_encoder_files(directory), info)
+    except BaseException as error:
+        for worker in workers:
+            worker.close()
+        if isinstance(error, Exception):
+            raise as_ours(error) from error
+        raise
+
+
+def _runs_apart(used: UsedDevice, num_devices: int) -> bool:
+    is_apart = bool(used.cores) or (kind(used.device) == "CPU" and num_devices > 1)
+    if is_apart and used.cores and not can_start_workers():
+        warnings.warn(f"{used.name}: no worker process can be started here, its cores are not kept apart", stacklevel=4)
+    return is_apart and can_start_workers()
+
+
+def _with_threads(used: UsedDevice, choices: EncoderChoices) -> EncoderChoices:
+    """Return the choices with one thread per core of a group, unless the user chose another number."""
+    if not used.cores:
+        return choices
+    return replace(choices, properties={"INFERENCE_NUM_THREADS": len(used.cores), **(choices.properties or {})})
+
+
+def load_pool(
+    directory: Path, device: str, choices: EncoderChoices, max_waiting: int, options: PoolOptions
+) -> LoadedPool:
+    """Load an instance on each device, and put a queue manager before them.
+
+    Raises:
+        ModelError, ConfigError, DeviceError: as for ``load_encoder`` and ``devices_of``.
+    """
+    found = devices_of(device, options.is_heterogeneous, get_core().available_devices)
+    own = options.device_properties or {}
+    unknown = set(own) - {used.name for used in found.devices}
+    if unknown:
+        names = ", ".join(used.name for used in found.devices)
+        raise ConfigError(f"DEVICE_PROPERTIES for {min(unknown)!r}: there is no such device here; there are: {names}")
+
+    def choices_of(used: UsedDevice) -> EncoderChoices:
+        properties = {**(choices.properties or {}), **own.get(used.name, {})}
+        return replace(choices, properties=properties or None)
+
+    loaded = load_instances(directory, found.devices, choices_of)
+    try:
+        found = _without_slow(found, loaded, options.limit_s)
+        used_names = {used.name for used in found.devices}
+        kept = [instance for instance in loaded.instances if instance.name in used_names]
+        for instance in loaded.instances:
+            if instance.name not in used_names:
+                instance.close()
+        estimates = _estimates(directory, kept, choices, options)
+        state = make_state(kept, options.policy_name, options.limit_s, max_waiting, estimates)
+    except BaseException:
+        loaded.close()
+        raise
+    for line in found.left_out:
+        warnings.warn(line, stacklevel=3)
+    return LoadedPool(EmbeddingPool(state), loaded.tokenizer, loaded.files, loaded.info, found.left_out)
+
+
+def _without_slow(found: Detection, loaded: LoadedInstances, limit_s: float | None) -> Detection:
+    if limit_s is None:
+        return found
+    instances = {instance.name: instance for instance in loaded.instances}
+
+    def seconds_of_one(used: UsedDevice) -> float:
+        instance = instances[used.name]
+        load = load_of(instance.costs, instance.info.is_packable)()
+        return load.seconds_with(min(LENGTH, instance.info.max_length))
+
+    return without_slow_cpu(found, limit_s, seconds_of_one)
+
+
+def make_state(
+    instances: Sequence[Instance],
+    policy: PolicyName,
+    limit_s: float | None,
+    max_waiting: int,
+    estimates: Sequence[Estimate] = (),
+    new_manager: Callable[[Sequence[DeviceQueue], QueuePolicy], QueueManager] = QueueManager,
+) -> PoolState:
+    """Return the state of a pool of these instances. ``estimates`` give the queue depths that ``windve`` needs."""
+    depths = [found.depth for found in estimates] or [0] * len(instances)
+    queues = [
+        DeviceQueue(instance.name, load_of(instance.costs, instance.info.is_packable), depth)
+        for instance, depth in zip(instances, depths, strict=True)
+    ]
+    chosen: QueuePolicy
+    if policy in ("windve", "windve_q"):
+        chosen = Windve() if policy == "windve" else WindveQueued()
+    elif policy == "plain" or limit_s is None:
+        chosen = Plain(1 << 62)  # the state compares the waiting texts of whole requests
+    else:
+        chosen = Predicted(limit_s, 1 << 62)
+    return PoolState(
+        instances, new_manager(queues, chosen), max_waiting, recalibrations=[Recalibration(e) for e in estimates]
+    )
+
+
+def _estimates(
+    directory: Path, instances: Sequence[Instance], choices: EncoderChoices, options: PoolOptions
+) -> tuple[Estimate, ...]:
+    """Return the queue depths of ``windve``: those of the file, or measured ones, which are then written to it."""
+    if options.policy_name not in ("windve", "windve_q") or options.limit_s is None:
+        return ()
+    key = depths_key(directory, [instance.name for instance in instances], choices)
+    known = {found.name: found for found in read_estimates(options.depths, key)} if options.depths else {}
+    if all(instance.name in known and known[instance.name].limit_s == options.limit_s for instance in instances):
+        return tuple(known[instance.name] for instance in instances)
+    found = tuple(regress(instance, options.limit_s) for instance in instances)
+    if options.depths is not None:
+        options.depths.parent.mkdir(parents=True, exist_ok=True)
+        write_estimates(options.depths, key, found)
+    return found
+
+
+def measure_model(
+    directory: Path,
+    device: str,
+    properties: Mapping[str, object],
+    limit_s: float,
+    path: Path | None = None,
+    on_stage: OnStage = lambda _: None,
+) -> list[MeasuredDepth]:
+    """Return the queue depths of a model on one or more devices, and write them to ``path``, which ``QUEUE_DEPTHS`` reads.
+
+    Raises:
+        ModelError, ConfigError, DeviceError: as for ``load_pool``.
+    """
+    check_model_dir(directory)
+    choices = EncoderChoices(properties=dict(properties) or None)
+    devices = devices_of(device, False, get_core().available_devices).devices
+    loaded = load_instances(directory, devices, lambda _: choices)
+    try:
+        found = measure_depths(loaded.instances, limit_s, on_stage)
+    finally:
+        loaded.close()
+    if path is not None:
+        key = depths_key(directory, [used.name for used in devices], choices)
+        write_estimates(path, key, [each.estimate for each in found])
+    return found
+
+
+def depths_key(directory: Path, names: Sequence[str], choices: EncoderChoices) -> str:
+    """Return what queue depths depend on, as a digest: the model, the devices and the options."""
+    core = get_core()
+    graph = (directory / MODEL_XML).read_bytes()
+    devices = [str(core.get_property("CPU", "FULL_DEVICE_NAME")) if "CPU" in core.available_devices else "", *names]
+    values = [*devices, ov.__version__, str(sorted((choices.properties or {}).items())), str(choices.sizes)]
+    return hashlib.sha256(graph + "\n".join(values).encode()).hexdigest()[:32]

@@ -1,0 +1,399 @@
+"""Tests a pool of devices that only add up ids: death, hanging, cancelling, deadlines, and no text lost or run for nobody."""
+
+import threading
+import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from staticllm.core import EncoderVariant
+from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, PromptError, StaticLLMError
+from staticllm.pipelines.embedding.embedding_queue import EmbeddingRequest
+from staticllm.pipelines.embedding.encoder_runner import TokenizedText
+from staticllm.pipelines.embedding.pool import pool_state
+from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
+from staticllm.pipelines.embedding.pool.instances import EncoderInfo, WorkerLostError
+from staticllm.pipelines.embedding.pool.pool_loader import make_state
+
+COSTS = {EncoderVariant(1, 16, 2): 1e-3, EncoderVariant(4, 64, 32): 8e-3}
+POISON, NAN = 13, 17
+SECONDS = 20
+
+
+class Adder:
+    """Stands for an instance: a text's vector is the sum and the number of its ids. ``gate`` holds its calls back."""
+
+    def __init__(self, name, can_be_killed=True):
+        self.name, self.info = name, EncoderInfo(2, 64, 100, True)
+        self.can_be_killed = can_be_killed
+        self.calls, self.failure, self.num_recovered, self.is_closed = [], None, 0, False
+        self.heals = False
+        self.costs = COSTS
+        self.gate, self.began, self.killed = threading.Event(), threading.Event(), threading.Event()
+        self.gate.set()
+
+    def embed(self, texts):
+        assert not self.is_closed
+        self.calls.append([int(text.ids[0]) for text in texts])
+        self.began.set()
+        if any(POISON in text.ids for text in texts):
+            raise WorkerLostError("poisoned")
+        while not (self.gate.wait(0.01) or self.killed.is_set()):
+            pass
+        if self.killed.is_set():
+            self.killed.clear()
+            raise WorkerLostError(f"{self.name} was killed")
+        if self.failure:
+            raise self.failure
+        found = np.array([[text.ids.sum(), len(text)] for text in texts], np.float32)
+        found[[index for index, text in enumerate(texts) if NAN in text.ids]] = np.nan
+        return found
+
+    def interrupt(self):
+        if self.can_be_killed:
+            self.killed.set()
+        return self.can_be_killed
+
+    def recover(self):
+        self.num_recovered += 1
+        if self.heals:
+            self.failure = None
+
+    def close(self):
+        self.is_closed = True
+
+
+def request(*ids, length=8, **options):
+    return EmbeddingRequest([TokenizedText(np.full(length, i, np.int64)) for i in ids], 2, **options)
+
+
+def sums(*ids, length=8):
+    return [[i * length, length] for i in ids]
+
+
+@pytest.fixture
+def make(request):
+    """Make a pool of fakes, and close it at the end."""
+
+    def make(*devices, policy="plain", limit_s=None, max_waiting=1000, hang_seconds=30.0):
+        state = make_state(devices, policy, limit_s, max_waiting)
+        state._hang_seconds = hang_seconds
+        pool = EmbeddingPool(state)
+
+        def close():
+            for device in devices:
+                device.gate.set()
+            pool.close()
+
+        request.addfinalizer(close)
+        return pool
+
+    return make
+
+
+def submit(pool, *ids, **options):
+    found = request(*ids, **options)
+    pool.submit(found)
+    return found.future
+
+
+def wait_until(is_true):
+    until = time.monotonic() + SECONDS
+    while not is_true():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def results(*futures):
+    return [future.result(SECONDS).tolist() for future in futures]
+
+
+def test_texts_of_many_threads_get_their_own_vectors_from_all_devices(make):
+    devices = Adder("A"), Adder("B")
+    pool = make(*devices)
+
+    def embed(number):
+        return submit(pool, number, number + 1, number + 2, priority=number % 2).result(SECONDS).tolist()
+
+    with ThreadPoolExecutor(200) as threads:
+        found = list(threads.map(embed, range(20, 620)))
+    assert found == [sums(n, n + 1, n + 2) for n in range(20, 620)]
+    assert all(device.calls for device in devices)
+    assert sum(len(call) for device in devices for call in device.calls) == 1800
+    assert pool.num_waiting == 0
+
+
+def test_queries_go_before_documents_and_long_texts_to_the_fast_device(make):
+    fast, slow = Adder("fast"), Adder("slow")
+    slow.costs = {variant: 4 * cost for variant, cost in COSTS.items()}
+    pool = make(fast, slow, policy="predicted", limit_s=0.1)
+    fast.gate.clear()
+    slow.gate.clear()
+    first = submit(pool, 1, 2, length=60)  # both documents begin, one on each device or both on the fast one
+    assert fast.began.wait(SECONDS)
+    documents = submit(pool, *range(20, 60))
+    query = submit(pool, 70, priority=1)
+    fast.gate.set()
+    slow.gate.set()
+    results(first, documents, query)
+    order = [ids for call in fast.calls + slow.calls for ids in call]
+    calls = fast.calls if any(70 in call for call in fast.calls) else slow.calls
+    assert next(n for n, call in enumerate(calls) if 70 in call) <= 1, f"a query waits for one batch at most: {order}"
+
+
+def test_documents_that_end_sooner_where_they_are_stay_there(make):
+    fast, slow = Adder("fast"), Adder("slow")
+    slow.costs = {variant: 1000 * cost for variant, cost in COSTS.items()}
+    pool = make(fast, slow)
+    fast.gate.clear()
+    futures = [submit(pool, 20)]
+    assert fast.began.wait(SECONDS)
+    futures += [submit(pool, number) for number in range(21, 40)]
+    assert pool.num_waiting == 19, "no thread holds the lock while there is nothing to take"
+    fast.gate.set()
+    assert results(*futures) == [sums(number) for number in range(20, 40)]
+    assert not slow.calls
+
+
+def test_a_killed_worker_loses_nothing(make):
+    devices = Adder("A"), Adder("B")
+    pool = make(*devices)
+    for device in devices:
+        device.gate.clear()
+    futures = [submit(pool, number) for number in range(20, 60)]
+    assert devices[0].began.wait(SECONDS)
+    devices[0].killed.set()
+    wait_until(lambda: devices[0].num_recovered)
+    for device in devices:
+        device.gate.set()
+    assert results(*futures) == [sums(number) for number in range(20, 60)]
+    assert pool.alive == ("A", "B")
+
+
+def test_queries_of_the_only_worker_run_after_its_restart_although_they_are_late(make):
+    device = Adder("A")
+    pool = make(device, policy="predicted", limit_s=0.05)
+    device.gate.clear()
+    running = submit(pool, 30, priority=1)
+    assert device.began.wait(SECONDS)
+    waiting = submit(pool, 31, priority=1)
+    time.sleep(0.06)
+    device.killed.set()
+    device.gate.set()
+    assert results(running, waiting) == [sums(30), sums(31)]
+
+
+def test_a_device_that_fails_in_every_call_is_left_out_and_the_others_serve(make):
+    dead, alive = Adder("dead"), Adder("alive")
+    dead.failure = RuntimeError("Exception from core.cpp:1\n[GPU] out of resources")
+    pool = make(dead, alive)
+    until = time.monotonic() + SECONDS
+    while pool.alive != ("alive",) or len(dead.calls) < pool_state.MAX_FAILURES:
+        assert time.monotonic() < until
+        futures = [submit(pool, number) for number in range(20, 60)]
+        assert results(*futures) == [sums(number) for number in range(20, 60)]
+    assert len(dead.calls) == pool_state.MAX_FAILURES
+
+
+def test_without_a_device_that_works_texts_get_one_line(make):
+    device = Adder("A")
+    pool = make(device)
+    device.failure = RuntimeError("Exception from core.cpp:1\n[GPU] out of resources")
+    with pytest.raises(DeviceError, match="out of resources") as raised:
+        submit(pool, 1, 2).result(SECONDS)
+    assert "\n" not in str(raised.value)
+    for _ in range(5):
+        with pytest.raises(DeviceError):
+            submit(pool, 3).result(SECONDS)
+    with pytest.raises(DeviceError, match=r"no device works any more \(A: .*load the pipeline again"):
+        submit(pool, 3)
+
+
+def test_a_device_that_fails_once_is_used_again(make):
+    device = Adder("A")
+    pool = make(device)
+    device.failure = RuntimeError("once")
+    device.heals = True
+    assert results(submit(pool, 1)) == [sums(1)]
+    assert pool.alive == ("A",)
+
+
+def test_a_text_that_kills_its_workers_fails_alone(make):
+    devices = Adder("A"), Adder("B")
+    pool = make(*devices)
+    for device in devices:
+        device.gate.clear()
+    blocked = [submit(pool, 20), submit(pool, 21)]
+    poison, others = submit(pool, POISON), [submit(pool, number) for number in range(30, 60)]
+    for device in devices:
+        device.gate.set()
+    assert results(*blocked, *others) == [sums(number) for number in [20, 21, *range(30, 60)]]
+    with pytest.raises(WorkerLostError, match="poisoned"):
+        poison.result(SECONDS)
+    assert sum(POISON in call for device in devices for call in device.calls) == pool_state.MAX_RUNS
+
+
+def test_a_worker_that_hangs_is_killed_and_its_texts_run_elsewhere(make):
+    hanging, other = Adder("hanging"), Adder("other")
+    hanging.gate.clear()
+    pool = make(hanging, other, hang_seconds=0.5)
+    futures = [submit(pool, number) for number in range(20, 40)]
+    assert results(*futures) == [sums(number) for number in range(20, 40)]
+    wait_until(lambda: hanging.num_recovered)
+
+
+def test_a_device_of_this_process_that_hangs_is_used_again_when_it_returns(make):
+    hanging, other = Adder("hanging", can_be_killed=False), Adder("other")
+    hanging.gate.clear()
+    pool = make(hanging, other, hang_seconds=0.5)
+    futures = [submit(pool, number) for number in range(20, 40)]
+    assert results(*futures) == [sums(number) for number in range(20, 40)]
+    assert pool.alive == ("other",)
+    hanging.gate.set()
+    wait_until(lambda: pool.alive == ("hanging", "other"))
+
+
+def test_the_only_device_hangs(make):
+    device = Adder("A", can_be_killed=False)
+    device.gate.clear()
+    pool = make(device, hang_seconds=0.5)
+    future = submit(pool, 1)
+    with pytest.raises(DeviceError, match=r"A has not answered for 0\.5 s"):
+        future.result(SECONDS)
+    with pytest.raises(DeviceError, match="not answered"):
+        submit(pool, 2)
+    device.gate.set()
+
+
+def test_deadlines_pass_without_any_other_event(make):
+    device = Adder("A")
+    device.gate.clear()
+    pool = make(device)
+    running = submit(pool, 1)
+    assert device.began.wait(SECONDS)
+    late = submit(pool, 2, 3, deadline=time.perf_counter() + 0.5)
+    with pytest.raises(StaticLLMError, match="deadline"):
+        late.result(SECONDS)
+    assert pool.num_waiting == 0
+    device.gate.set()
+    assert results(running) == [sums(1)]
+    assert device.calls == [[1]]
+
+
+def test_cancelled_texts_do_not_run(make):
+    device = Adder("A")
+    device.gate.clear()
+    pool = make(device)
+    running = submit(pool, 1)
+    assert device.began.wait(SECONDS)
+    waiting = submit(pool, 2, 3)
+    assert waiting.cancel()
+    assert running.cancel()
+    assert pool.num_waiting == 0
+    device.gate.set()
+    assert results(submit(pool, 4)) == [sums(4)]
+    assert device.calls == [[1], [4]]
+    with pytest.raises(CancelledError):
+        running.result(0)
+
+
+def test_a_request_is_admitted_whole_or_not_at_all(make):
+    device = Adder("A")
+    pool = make(device, policy="predicted", limit_s=0.01)
+    device.gate.clear()
+    blocking = submit(pool, 1, priority=1)
+    assert device.began.wait(SECONDS)
+    with pytest.raises(BusyError) as raised:
+        submit(pool, *range(20, 60), priority=1)
+    assert raised.value.retry_after > 0
+    assert pool.num_waiting == 0
+    device.gate.set()
+    assert results(blocking) == [sums(1)]
+
+
+def test_too_many_documents_are_refused_unless_none_waits(make):
+    device = Adder("A")
+    device.gate.clear()
+    pool = make(device, max_waiting=10)
+    running = submit(pool, 1)
+    assert device.began.wait(SECONDS)
+    waiting = submit(pool, *range(20, 29))
+    assert pool.num_waiting == 9
+    with pytest.raises(BusyError, match="MAX_WAITING 10") as raised:
+        submit(pool, 2, 3)
+    assert raised.value.retry_after > 0
+    device.gate.set()
+    assert results(running, waiting) == [sums(1), sums(*range(20, 29))]
+    assert results(submit(pool, *range(20, 60))) == [sums(*range(20, 60))]
+
+
+def test_a_vector_that_is_not_finite_fails_only_its_own_text(make):
+    pool = make(Adder("A"), Adder("B"))
+    futures = [submit(pool, number) for number in (20, NAN, 21)]
+    assert results(futures[0], futures[2]) == [sums(20), sums(21)]
+    with pytest.raises(NumericalError, match="text 0"):
+        futures[1].result(SECONDS)
+
+
+def test_close_ends_everything(make):
+    device = Adder("A")
+    device.gate.clear()
+    pool = make(device)
+    running = submit(pool, 1)
+    assert device.began.wait(SECONDS)
+    waiting = submit(pool, 2)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    wait_until(lambda: pool._is_closing)
+    device.gate.set()
+    closing.join(SECONDS)
+    assert results(running) == [sums(1)]
+    with pytest.raises(ClosedError):
+        waiting.result(SECONDS)
+    assert device.is_closed
+    with pytest.raises(ClosedError):
+        submit(pool, 3)
+    pool.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("staticllm-embedding-")]
+
+
+def test_costs_follow_the_measured_seconds(make):
+    device = Adder("A")
+    pool = make(device)
+    assert results(submit(pool, 1)) == [sums(1)]
+    before = pool._state.devices[0].queue.alone(8)
+    for _ in range(20):
+        device.gate.clear()
+        future = submit(pool, 1)
+        threading.Timer(0.02, device.gate.set).start()
+        results(future)
+    assert pool._state.devices[0].queue.alone(8) > 2 * before
+
+
+def test_a_text_of_too_many_tokens_is_refused(make):
+    with pytest.raises(PromptError, match="65 tokens, the limit is 64"):
+        submit(make(Adder("A")), 1, length=65)
+
+
+def test_a_refused_request_leaves_nothing_before_the_lock_is_given_back():
+    state = make_state([Adder("A")], "predicted", 0.01, 1000)
+    refused, now = request(*range(20, 60), priority=1), time.perf_counter()
+    with pytest.raises(BusyError):
+        state.admit(refused, state.number(refused, now), now)
+    assert state.num_waiting == 0
+    assert not state.has_work(state.devices[0])
+
+
+def test_a_device_that_failed_does_not_take_back_what_it_left_to_others():
+    state = make_state([Adder("A"), Adder("B")], "plain", None, 1000)
+    first, other = state.devices
+    now = time.perf_counter()
+    texts = request(*range(20, 40))
+    state.admit(texts, state.number(texts, now), now)
+    batch = state.begin(first, now)
+    state.fail(first, batch, list(batch.texts), DeviceError("it failed"), now)
+    state.recovered(first, None, now)
+    assert first.queue.is_alive
+    assert state.begin(first, now) is None
+    assert state.has_work(other)

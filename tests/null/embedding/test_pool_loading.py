@@ -1,0 +1,80 @@
+"""Tests what a pool is made of: its properties, its devices, and the frames between it and its worker processes."""
+
+import io
+
+import numpy as np
+import pytest
+
+from staticllm.errors import ConfigError
+from staticllm.pipelines.embedding.encoder_runner import TokenizedText
+from staticllm.pipelines.embedding.pool.frames import MAX_HEADER_BYTES, FrameError, read_frame, write_frame
+from staticllm.pipelines.embedding.pool.instances import decode_texts, encode_texts
+from staticllm.pipelines.embedding.pool.pool_loader import devices_of, needs_pool, take_options
+
+
+@pytest.mark.parametrize(
+    ("properties", "text"),
+    [
+        ({"HETEROGENEOUS": "yes"}, "HETEROGENEOUS='yes'"),
+        ({"LATENCY_MS": 0}, "LATENCY_MS=0"),
+        ({"LATENCY_MS": True}, "LATENCY_MS=True"),
+        ({"QUEUE_POLICY": "windve"}, "needs a latency limit"),
+        ({"QUEUE_POLICY": "fifo", "LATENCY_MS": 5}, "'plain', 'predicted'"),
+        ({"QUEUE_DEPTHS": 3}, "path of a file"),
+        ({"DEVICE_PROPERTIES": {"CPU": 3}}, "one dict of properties per device"),
+    ],
+)
+def test_impossible_properties_get_one_line(properties, text):
+    with pytest.raises(ConfigError, match=text):
+        take_options(properties)
+
+
+def test_properties_are_read_and_taken():
+    properties = {"HETEROGENEOUS": True, "LATENCY_MS": 250, "CACHE_DIR": "cache", "NUM_STREAMS": 1}
+    options = take_options(properties)
+    assert properties == {"CACHE_DIR": "cache", "NUM_STREAMS": 1}
+    assert (options.limit_s, options.policy_name, options.depths.as_posix()) == (
+        0.25,
+        "predicted",
+        "cache/queue_depths.json",
+    )
+    assert needs_pool("NPU", options)
+    assert not needs_pool("NPU", take_options({}))
+    assert needs_pool("CPU#0,CPU#1", take_options({}))
+
+
+def test_a_cpu_beside_other_devices_keeps_cores_for_the_service():
+    found = devices_of("NPU", True, ["CPU", "NPU"])
+    assert [used.device for used in found.devices] == ["NPU", "CPU"]
+    assert [used.name for used in devices_of("CPU", True, ["CPU"]).devices] == ["CPU"]
+    assert not devices_of("CPU", True, ["CPU"]).devices[0].cores, "one device keeps all of its cores"
+
+
+def test_frames_and_texts_come_back_as_they_were():
+    stream = io.BytesIO()
+    texts = [TokenizedText(np.arange(1, n)) for n in (2, 9, 4)]
+    typed = [TokenizedText(np.arange(3), np.array([0, 1, 1])), TokenizedText(np.arange(2))]
+    for group in (texts, typed):
+        write_frame(stream, *encode_texts(group))
+    stream.seek(0)
+    for group in (texts, typed):
+        frame = read_frame(stream)
+        for text, found in zip(group, decode_texts(frame.header, frame.body), strict=True):
+            np.testing.assert_array_equal(text.ids, found.ids)
+            assert text.types is None or text.types.tolist() == found.types.tolist()
+    assert read_frame(stream) is None
+
+
+def test_damaged_frames_are_refused():
+    stream = io.BytesIO()
+    write_frame(stream, {"a": 1}, b"body")
+    whole = stream.getvalue()
+    for cut in range(1, len(whole)):
+        with pytest.raises(FrameError, match="ended within"):
+            read_frame(io.BytesIO(whole[:cut]))
+    with pytest.raises(FrameError, match="not the start"):
+        read_frame(io.BytesIO(b"print(1) \n" * 3))
+    with pytest.raises(FrameError, match="at most"):
+        read_frame(io.BytesIO(whole[:4] + (MAX_HEADER_BYTES + 1).to_bytes(4, "little") + bytes(4)))
+    with pytest.raises(ValueError, match="message of"):
+        list(decode_texts({"num_texts": 1, "has_types": False}, b"\1\0\0\0abc"))
