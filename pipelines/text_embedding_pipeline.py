@@ -21,6 +21,7 @@ from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.embedding_engine import EmbeddingEngine
 from staticllm.pipelines.embedding.embedding_queue import EmbeddingRequest
 from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
+from staticllm.pipelines.embedding.output_types import Embeddings, OutputType, check_output_type, convert, ranges_of
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
 
 PoolingType: TypeAlias = genai.TextEmbeddingPipeline.PoolingType
@@ -151,6 +152,15 @@ class StaticEmbeddingPipeline:
         """The number of values of a vector."""
         return self._loaded.runner.shape.width
 
+    @property
+    def prompts(self) -> dict[str, str]:
+        """The text that is put before each kind of text: ``query``, ``document``, and others that the model's files name."""
+        return {
+            **self._loaded.files.prompts,
+            "query": self._instruction("query"),
+            "document": self._instruction("document"),
+        }
+
     @overload
     def embed_documents(self, texts: Sequence[str], *, as_array: Literal[False] = False) -> list[list[float]]: ...
     @overload
@@ -190,7 +200,9 @@ class StaticEmbeddingPipeline:
         priority: int = 0,
         deadline_ms: float | None = None,
         on_progress: Callable[[int, int], None] | None = None,
-    ) -> Vectors:
+        output_type: OutputType = "float32",
+        calibration: Embeddings | None = None,
+    ) -> Embeddings:
         """Return the vectors ``[n, width]`` of texts.
 
         Args:
@@ -201,25 +213,34 @@ class StaticEmbeddingPipeline:
             priority: Texts of a higher priority are run first.
             deadline_ms: The time from now after which texts are given up.
             on_progress: A function that gets the number of texts that are done, and of all texts, on the caller's thread.
+            output_type: ``float32``, ``int8``, ``uint8``, ``binary`` or ``ubinary``, as sentence-transformers computes them.
+                The last two are bits, ``[n, ceil(width / 8)]``.
+            calibration: Vectors ``[n, width]`` of float32 whose ranges divide the values of ``int8`` and ``uint8``; two
+                vectors may be the least and the greatest values themselves. Without it, the ranges are those of these texts.
 
         Raises:
             StaticLLMError: a text cannot be embedded, or the deadline passed.
+            ConfigError: an option is impossible.
         """
-        request = self._request(texts, prompt, priority, deadline_ms)
         self._check_dimensions(dimensions)
+        check_output_type(output_type, calibration, dimensions or self.width)
+        ranges = None if calibration is None else ranges_of(calibration)
+        vectors = self._run(self._request(texts, prompt, priority, deadline_ms), on_progress)
+        return convert(vectors if dimensions is None else self._cut(vectors, dimensions), output_type, ranges)
+
+    def _run(self, request: EmbeddingRequest, on_progress: Callable[[int, int], None] | None) -> Vectors:
         if not request.texts:
-            return np.zeros((0, dimensions or self.width), np.float32)
+            return request.vectors
         self._engine.queue.submit(request)
         try:
             while on_progress is not None and not request.future.done():
                 request.has_progressed.wait()
                 request.has_progressed.clear()
                 on_progress(request.num_done, len(request.texts))
-            vectors = request.future.result()
+            return request.future.result()
         except BaseException:
             request.future.cancel()
             raise
-        return vectors if dimensions is None else self._cut(vectors, dimensions)
 
     def start_embed_documents_async(self, texts: Sequence[str]) -> None:
         """Begin to embed documents; ``wait_embed_documents`` returns their vectors.
