@@ -27,6 +27,7 @@ _COMMANDS = {
     "bench": "bench",
     "verify": "verify",
     "plan": "plan",
+    "embed": "embedding.embed",
     "cache": "cache",
     "doctor": "doctor",
 }  # name → module, imported when used

@@ -1,18 +1,16 @@
 """Tests the embedding pipeline against the original model, one text per call in f32, and GenAI's class as far as it is right."""
 
 import asyncio
-import json
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import openvino as ov
 import openvino_genai as genai
 import pytest
-from encoder_models import Alone, TinyEncoder, by_distance, symmetric_alibi
+from encoder_models import Alone
+from text_encoders import make_text_encoder, write
 
-from staticllm import demo_model_path
 from staticllm.devices import get_core
 from staticllm.errors import ConfigError, ModelError, PromptError
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
@@ -24,18 +22,7 @@ TEXTS = ["a", "What is an NPU?", "Tell me a story about a fox. " * 6, "", "the",
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """An encoder with the demo model's tokenizer, and pooling and prompts in the files of sentence-transformers."""
-    folder = tmp_path_factory.mktemp("encoder")
-    for name in ("openvino_tokenizer", "openvino_detokenizer"):
-        for suffix in ("xml", "bin"):
-            shutil.copy(demo_model_path() / f"{name}.{suffix}", folder)
-    vocabulary = genai.Tokenizer(demo_model_path()).get_vocab()
-    model = TinyEncoder(by_distance(symmetric_alibi), vocabulary=max(vocabulary.values()) + 1).model()
-    ov.save_model(model, folder / "openvino_model.xml", compress_to_fp16=False)
-    (folder / "1_Pooling").mkdir()
-    write(folder / "1_Pooling" / "config.json", {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False})
-    write(folder / "config_sentence_transformers.json", {"prompts": {"query": "query: ", "document": ""}})
-    write(folder / "sentence_bert_config.json", {"max_seq_length": 128})
-    return folder
+    return make_text_encoder(tmp_path_factory.mktemp("encoder"))
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +40,6 @@ def alone(directory):
         return program(tokenizer.encode(text).input_ids.data[0], pooling)
 
     return embed
-
-
-def write(path, content):
-    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def some_texts(count):
@@ -109,6 +92,26 @@ def test_leading_dimensions_are_normalised_again(pipe):
     np.testing.assert_allclose(cut / cut[:, :1], whole[:, :8] / whole[:, :1], rtol=1e-4)
     with pytest.raises(ConfigError, match="dimensions=33: must be from 1 to 32"):
         pipe.encode(TEXTS[:1], dimensions=33)
+
+
+@pytest.mark.filterwarnings("ignore:the ranges of int8")
+def test_output_types_convert_the_vectors(pipe):
+    vectors = pipe.encode(TEXTS, dimensions=20)
+    bits = pipe.encode(TEXTS, dimensions=20, output_type="ubinary")
+    np.testing.assert_array_equal(np.unpackbits(bits, axis=1)[:, :20], vectors > 0)
+    ranges = np.stack((vectors.min(axis=0), vectors.max(axis=0)))
+    steps = pipe.encode(TEXTS, dimensions=20, output_type="uint8")
+    assert np.abs(ranges[0] + (steps + 0.5) * (ranges[1] - ranges[0]) / 255 - vectors).max() < 0.01
+    np.testing.assert_array_equal(steps, pipe.encode(TEXTS, dimensions=20, output_type="uint8", calibration=ranges))
+    with pytest.raises(ConfigError, match=r"calibration has the shape \[2, 20\]: must be \[n, 32\]"):
+        pipe.encode(TEXTS, output_type="int8", calibration=ranges)
+    assert pipe.encode([], dimensions=20, output_type="binary").shape == (0, 3)
+
+
+def test_prompts_are_those_of_the_files_and_of_the_config(directory, pipe):
+    assert pipe.prompts == {"query": "query: ", "document": ""}
+    with StaticEmbeddingPipeline(directory, "CPU", query_instruction="find: ", **F32) as other:
+        assert other.prompts["query"] == "find: "
 
 
 def test_many_threads_and_handles_get_their_own_vectors(pipe, alone):
