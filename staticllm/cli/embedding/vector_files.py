@@ -7,7 +7,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -27,13 +27,16 @@ ROW_GROUP = 16 * BATCH_TEXTS
 
 
 class VectorWriter(Protocol):
-    """Writes the vectors of batches, one after another. ``close`` writes what belongs at the end."""
+    """Writes the vectors of batches, one after another. Either ``close`` or ``abandon`` is called at the end."""
 
     def write(self, entries: Sequence[Entry], vectors: NDArray[Any]) -> None:
         """Write ``vectors [n, width]`` of ``n`` texts."""
 
     def close(self) -> None:
         """Write the end; the file itself stays open."""
+
+    def abandon(self) -> None:
+        """Release what is held; the file is dropped."""
 
 
 def chosen_format(output: str | None, named: str | None) -> str:
@@ -77,8 +80,8 @@ def vector_writer(output: str | None, form: str) -> Iterator[VectorWriter]:
         try:
             file = stack.enter_context(_target(output, is_stream=form == "jsonl"))
             writer: VectorWriter = {"npy": NpyWriter, "jsonl": JsonLinesWriter, "parquet": ParquetWriter}[form](file)
+            stack.push(lambda kind, error, trace: writer.close() if kind is None else writer.abandon())
             yield writer
-            writer.close()
             stack.close()
         except OSError as error:
             if output is None or (error.filename is None and isinstance(error, BrokenPipeError)):
@@ -124,6 +127,9 @@ class JsonLinesWriter:
     def close(self) -> None:
         """Do nothing: the last line is the end."""
 
+    def abandon(self) -> None:
+        """Do nothing: nothing is held."""
+
 
 class NpyWriter:
     """An array ``[n, width]``. The header, which holds n, is written again at the end; numpy leaves room for it."""
@@ -146,6 +152,9 @@ class NpyWriter:
         self._file.seek(0)
         self._file.write(header)
         self._file.seek(0, io.SEEK_END)
+
+    def abandon(self) -> None:
+        """Do nothing: nothing is held."""
 
     def _header(self) -> bytes:
         assert self._type is not None
@@ -181,6 +190,12 @@ class ParquetWriter:
         """Write the last row group and the index of the file."""
         self._flush()
         self._writer.close()
+
+    def abandon(self) -> None:
+        """Close pyarrow's writer, which would otherwise write to the closed file when it is collected."""
+        if self._writer is not None:
+            with suppress(OSError):
+                self._writer.close()
 
     def _flush(self) -> None:
         import pyarrow as pa
