@@ -288,7 +288,10 @@ class StaticLLMPipeline:
 
     @property
     def engine(self) -> Engine:
-        """The engine of this process, for measurements; not part of the stable API."""
+        """The engine that owns the device, for other models on it: ``StaticEmbeddingPipeline(path, engine=llm.engine)``.
+
+        Its own methods are not part of the stable API.
+        """
         return self._launched.engine
 
     def close(self, drain: bool = False) -> None:

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from staticllm.core import Pooling
 from staticllm.errors import ConfigError
 from staticllm.model_dir import check_model_dir
-from staticllm.pipelines.embedding.embedding_engine import EmbeddingEngine
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingRequest
+from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue, EmbeddingRequest
 from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
 from staticllm.pipelines.embedding.output_types import Embeddings, OutputType, check_output_type, convert, ranges_of
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
+from staticllm.pipelines.engine.job_engine import JobEngine
+from staticllm.pipelines.engine.jobs import JobHost
 
 PoolingType: TypeAlias = genai.TextEmbeddingPipeline.PoolingType
 Vectors = NDArray[np.float32]
@@ -110,6 +111,7 @@ class StaticEmbeddingPipeline:
         device: str = "CPU",
         config: EmbeddingConfig | genai.TextEmbeddingPipeline.Config | None = None,
         *,
+        engine: JobHost | None = None,
         overflow: Overflow = "truncate",
         max_waiting: int = 1 << 20,
         **properties: object,
@@ -120,6 +122,8 @@ class StaticEmbeddingPipeline:
             models_path: The folder of an OpenVINO model (feature-extraction) with its tokenizer.
             device: The OpenVINO device.
             config: Options as for GenAI; fields of it can also be given as keywords.
+            engine: The engine of another pipeline on the same device: ``engine=llm.engine``. Its scheduler then decides which
+                pipeline uses the device next. None: the device is this pipeline's alone.
             overflow: Whether texts of more than ``max_length`` tokens are truncated or refused.
             max_waiting: The most texts that may wait.
             properties: OpenVINO's properties of the device, and fields of ``Config``.
@@ -143,8 +147,10 @@ class StaticEmbeddingPipeline:
         self._tokenizer = TextTokenizer(
             self._loaded.tokenizer, self._loaded.max_length, self._loaded.vocab_size, overflow
         )
-        self._engine = EmbeddingEngine(self._loaded.runner, max_waiting)
-
+        self._queue = EmbeddingQueue(self._loaded.runner, max_waiting)
+        self._own_engine = JobEngine() if engine is None else None
+        self._engine: JobHost = self._own_engine or _checked(engine)
+        self._engine.add_jobs(self._queue)
         self._started: dict[str, Future[Vectors]] = {}
 
     @property
@@ -231,7 +237,7 @@ class StaticEmbeddingPipeline:
     def _run(self, request: EmbeddingRequest, on_progress: Callable[[int, int], None] | None) -> Vectors:
         if not request.texts:
             return request.vectors
-        self._engine.queue.submit(request)
+        self._queue.submit(request)
         try:
             while on_progress is not None and not request.future.done():
                 request.has_progressed.wait()
@@ -284,12 +290,19 @@ class StaticEmbeddingPipeline:
             BusyError: too many texts wait.
         """
         request = self._request([text], prompt, priority, deadline_ms)
-        self._engine.queue.submit(request)
+        self._queue.submit(request)
         return EmbeddingHandle(request)
 
     def close(self) -> None:
-        """End the thread and release the device; texts that wait get a ``ClosedError``."""
-        self._engine.close()
+        """Release the device; texts that wait get a ``ClosedError``. An engine that was given goes on."""
+        self._engine.remove_jobs(self._queue)
+        if self._own_engine is not None:
+            self._own_engine.close()
+
+    @property
+    def engine(self) -> JobHost:
+        """The engine that owns the device, for other pipelines on the same device."""
+        return self._engine
 
     def __enter__(self) -> StaticEmbeddingPipeline:
         return self
@@ -302,7 +315,7 @@ class StaticEmbeddingPipeline:
     def _start(self, kind: str, texts: Sequence[str], prompt: str, priority: int) -> None:
         request = self._request(texts, prompt, priority, None)
         if request.texts:
-            self._engine.queue.submit(request)
+            self._queue.submit(request)
         else:
             request.future.set_result(request.vectors)
         self._started[kind] = request.future
@@ -336,6 +349,19 @@ class StaticEmbeddingPipeline:
         if not self._config.normalize:
             return cut
         return np.asarray(cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12), np.float32)
+
+
+def _checked(engine: object) -> JobHost:
+    """Return the engine.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    if not callable(getattr(engine, "add_jobs", None)):
+        raise ConfigError(
+            f"engine is a {type(engine).__name__}: must be the engine of a pipeline, such as engine=llm.engine"
+        )
+    return engine  # type: ignore[return-value]
 
 
 def _as_lists(vectors: Vectors) -> list[list[float]]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import openvino as ov
+import openvino_genai as genai
 from openvino import opset13 as ops
 
+from staticllm import demo_model_path
 from staticllm.core import EncoderVariant
 from staticllm.devices import get_core
 from staticllm.pipelines.diagnostics.reference import EXACT
@@ -247,3 +251,22 @@ def symmetric_alibi(distance):
 def alibi_of_keys(scores, rows):
     """The bias as BLOOM writes it: by the key's place alone, which differs from the distance by a number per query."""
     return ops.add(scores, ops.multiply(a_range(rows), slopes(0.25)))
+
+
+def encoder_directory(folder):
+    """Write an encoder with the demo model's tokenizer into a folder, and its pooling and prompts. Return the folder."""
+    for name in ("openvino_tokenizer", "openvino_detokenizer"):
+        for suffix in ("xml", "bin"):
+            shutil.copy(demo_model_path() / f"{name}.{suffix}", folder)
+    vocabulary = genai.Tokenizer(demo_model_path()).get_vocab()
+    model = TinyEncoder(by_distance(symmetric_alibi), vocabulary=max(vocabulary.values()) + 1).model()
+    ov.save_model(model, folder / "openvino_model.xml", compress_to_fp16=False)
+    (folder / "1_Pooling").mkdir()
+    write(folder / "1_Pooling" / "config.json", {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False})
+    write(folder / "config_sentence_transformers.json", {"prompts": {"query": "query: ", "document": ""}})
+    write(folder / "sentence_bert_config.json", {"max_seq_length": 128})
+    return folder
+
+
+def write(path, content):
+    path.write_text(json.dumps(content), encoding="utf-8")

@@ -12,9 +12,12 @@ from itertools import count
 
 import numpy as np
 
+from staticllm.core import EncoderVariant
 from staticllm.errors import BusyError, ClosedError, NumericalError, StaticLLMError, as_ours
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner, TokenizedText, Vectors
 from staticllm.pipelines.embedding.packing import PackedCall, plan_calls
+from staticllm.pipelines.engine.jobs import new_source_id
+from staticllm.pipelines.scheduling.interface import JobView
 
 WINDOW = 512
 """The number of texts that are packed together. More would fill the calls hardly better."""
@@ -48,6 +51,10 @@ class EmbeddingRequest:
         """Whether nobody waits for the texts any more: the request was cancelled, or has failed."""
         return self.future.done()
 
+    def is_late(self, now: float) -> bool:
+        """Whether the deadline has passed at the moment ``now``."""
+        return self.deadline is not None and now >= self.deadline
+
     def put(self, index: int, vector: Vectors) -> None:
         """Take the vector of one text; after the last one, hand all of them out."""
         self.vectors[index] = vector
@@ -79,22 +86,31 @@ class _Text:
 
 
 class EmbeddingQueue:
-    """The texts that wait for one device. Any thread submits; the thread that owns the device calls ``run_next``.
+    """The texts that wait for one device: the ``JobSource`` of an encoder. Any thread submits and closes.
 
-    Texts of a higher priority come first, then those that arrived first. ``on_submit`` is called, without a lock, after a
-    request was added. ``max_waiting`` is the most texts that may wait.
+    Texts of a higher priority come first, then those that arrived first. ``max_waiting`` is the most texts that may wait.
     """
 
-    def __init__(self, runner: EncoderRunner, max_waiting: int, on_submit: Callable[[], None] = lambda: None) -> None:
-        self.runner, self.on_submit = runner, on_submit
+    def __init__(self, runner: EncoderRunner, max_waiting: int) -> None:
+        self.runner, self.id = runner, new_source_id()
         self._max_waiting = max_waiting
+        self._wake: Callable[[], None] = lambda: None
+        self._max_seconds: float | None = None
         self._lock = threading.Lock()
+        self._is_running = threading.RLock()  # held during a call; a callback at its end may close the queue
         self._waiting: dict[int, deque[_Text]] = {}  # priority -> texts in the order of arrival
         self._num_waiting = 0
         self._is_closed = False
         self._plan: list[tuple[PackedCall, list[_Text]]] = []
         self._planned_priority: int | None = None
         self._is_stale = True
+
+    def attach(self, wake: Callable[[], None], max_seconds: float | None) -> None:
+        """Take the function that wakes the device's thread; it is called, without a lock, after a request was added.
+
+        ``max_seconds``: no call with fewer texts than that would take longer; None for no limit.
+        """
+        self._wake, self._max_seconds = wake, max_seconds
 
     def submit(self, request: EmbeddingRequest) -> None:
         """Add a request.
@@ -116,39 +132,48 @@ class EmbeddingQueue:
             texts.extend(_Text(request, index) for index in range(len(request.texts)))
             self._num_waiting += len(request.texts)
             self._is_stale = True
-        self.on_submit()
+        self._wake()
 
     @property
     def num_waiting(self) -> int:
         """The number of texts that wait."""
         return self._num_waiting
 
-    def next_call(self) -> tuple[float, int, float] | None:
-        """Return the next call's seconds, priority and the arrival of its oldest text; None if no text waits."""
+    @property
+    def has_jobs(self) -> bool:
+        """Whether texts wait."""
+        return self._num_waiting > 0
+
+    def next_job(self) -> JobView | None:
+        """Return the next call as a policy sees it; None if no text waits."""
         with self._lock:
             self._replan()
             if not self._plan:
                 return None
             call, texts = self._plan[0]
-            return self.runner.cost(call.variant), texts[0].request.priority, min(t.request.arrival for t in texts)
+            requests = [text.request for text in texts]
+            arrival = min(request.arrival for request in requests)
+            deadline = min((r.deadline for r in requests if r.deadline is not None), default=None)
+            return JobView(self.id, self.runner.cost(call.variant), arrival, requests[0].priority, deadline)
 
-    def run_next(self, meanwhile: Callable[[], None] | None = None) -> bool:
-        """Run one call, if texts wait, and hand their vectors out. Return whether one ran."""
-        with self._lock:
-            self._replan()
-            if not self._plan:
-                return False
-            call, texts = self._plan.pop(0)
-            self._num_waiting -= len(texts)
-        try:
-            self._run(call, texts, meanwhile)
-        except BaseException as error:  # the texts of this call must end, or their readers would wait for ever
-            for text in texts:
-                text.request.fail(as_ours(error))
-        return True
+    def run_next(self, meanwhile: Callable[[], None] | None = None) -> int:
+        """Run one call, if texts wait, and hand their vectors out. Return its number of texts."""
+        with self._is_running:
+            with self._lock:
+                self._replan()
+                if not self._plan:
+                    return 0
+                call, texts = self._plan.pop(0)
+                self._num_waiting -= len(texts)
+            try:
+                self._run(call, texts, meanwhile)
+            except BaseException as error:  # the texts of this call must end, or their readers would wait for ever
+                for text in texts:
+                    text.request.fail(as_ours(error))
+            return len(texts)
 
     def close(self) -> None:
-        """End all requests; later ones are refused."""
+        """End all requests, and return after the call that runs now; later requests are refused."""
         with self._lock:
             self._is_closed = True
             left = [text for texts in self._waiting.values() for text in texts]
@@ -158,11 +183,18 @@ class EmbeddingQueue:
             self._num_waiting = 0
         for request in {text.request.id: text.request for text in left}.values():
             request.fail(ClosedError("the pipeline was closed before these texts were embedded"))
+        with self._is_running:
+            pass
 
     def _replan(self) -> None:
-        """Plan the calls of the next texts, if texts were added since the last plan or it is used up. The lock is held."""
-        if not self._is_stale and self._plan:
-            return
+        """Plan the calls of the next texts, if texts were added since the last plan or it is used up. The lock is held.
+
+        Texts of the next call that nobody waits for any more are a reason too.
+        """
+        if self._plan and not self._is_stale:
+            now = time.perf_counter()
+            if not any(text.request.is_over or text.request.is_late(now) for text in self._plan[0][1]):
+                return
         for _, texts in self._plan:
             assert self._planned_priority is not None
             self._waiting.setdefault(self._planned_priority, deque()).extendleft(reversed(texts))
@@ -183,7 +215,7 @@ class EmbeddingQueue:
         while waiting and len(chosen) < WINDOW:
             text = waiting.popleft()
             request = text.request
-            if request.deadline is not None and now >= request.deadline:
+            if request.is_late(now):
                 request.fail(StaticLLMError("the deadline passed before all texts were embedded"))
             if request.is_over:
                 self._num_waiting -= 1
@@ -195,9 +227,17 @@ class EmbeddingQueue:
         """Return the calls of these texts, the one with the oldest text first."""
         runner = self.runner
         lengths = [len(text.tokens) for text in texts]
-        calls = plan_calls(lengths, runner.variants, runner.cost, runner.shape.is_packable)
+        calls = plan_calls(lengths, self._variants(max(lengths, default=0)), runner.cost, runner.shape.is_packable)
         calls.sort(key=lambda call: min(call.texts))
         return [(call, [texts[index] for index in call.texts]) for call in calls]
+
+    def _variants(self, longest: int) -> Sequence[EncoderVariant]:
+        """Return the variants that keep ``max_seconds``, and the cheapest one that holds the longest text."""
+        runner, limit = self.runner, self._max_seconds
+        if limit is None:
+            return runner.variants
+        least = min((v for v in runner.variants if v.rows >= longest), key=runner.cost)
+        return [v for v in runner.variants if v == least or runner.cost(v) <= limit]
 
     def _run(self, call: PackedCall, texts: list[_Text], meanwhile: Callable[[], None] | None) -> None:
         places = iter(texts)

@@ -15,6 +15,7 @@ from staticllm.errors import BusyError, ClosedError, as_ours
 from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.callbacks import Callbacks
 from staticllm.pipelines.engine.engine_core import EngineCore
+from staticllm.pipelines.engine.jobs import MAX_JOB_SECONDS, JobSource
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
 from staticllm.pipelines.engine.options import EngineOptions
@@ -168,8 +169,23 @@ class Engine:
             future = self._callbacks.add(function)
         return future.result()
 
+    def add_jobs(self, source: JobSource) -> None:
+        """Run the jobs of a source beside the requests from now on; the policies decide when.
+
+        Raises:
+            ClosedError: the engine was closed, or belongs to another process.
+        """
+        self.check_process()
+        self._core.jobs.add(source)
+        source.attach(self._notify, MAX_JOB_SECONDS)
+
+    def remove_jobs(self, source: JobSource) -> None:
+        """Close a source after its current job. Nothing happens if the engine has closed it already."""
+        if os.getpid() == self._pid:
+            self._core.jobs.remove(source)
+
     def close(self, drain: bool = False) -> None:
-        """End the thread: with ``drain`` after all requests have ended, else at once, and cancel them.
+        """End the thread: with ``drain`` after all requests and jobs have ended, else at once, and cancel them.
 
         A second call does nothing, and neither does a call in a forked child: the thread and the lock belong to the parent.
         """
@@ -185,8 +201,8 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the engine has no requests."""
-        return not self._inbox and not self._core.requests
+        """Whether the engine has neither requests nor jobs."""
+        return not self._inbox and not self._core.requests and not self._core.jobs.has_jobs
 
     @property
     def profiler(self) -> Profiler:
@@ -211,6 +227,12 @@ class Engine:
             self._core.step()
         except BaseException as error:  # a bug of ours: every request must end, or its reader would wait for ever
             self._core.end_all(FinishReason.ERROR, as_ours(error))
+
+    def _notify(self) -> None:
+        """Wake the thread, because a job was added."""
+        self.check_process()
+        with self._wake:
+            self._start()
 
     def _start(self) -> None:
         """Start the thread if necessary, and wake it. The caller holds the lock."""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from staticllm.core import FinishReason
 from staticllm.errors import DeviceError, as_ours
-from staticllm.pipelines.engine.batch import Batch, BatchBuilder, Unrunnable
+from staticllm.pipelines.engine.batch import Batch, BatchBuilder
+from staticllm.pipelines.engine.jobs import JobSources
 from staticllm.pipelines.engine.kv_manager import KVCacheManager, make_kv_manager
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.quarantine import Quarantine
 from staticllm.pipelines.engine.recording import CallContext, call_context, request_record, step_record
 from staticllm.pipelines.engine.request import RequestState, SequenceState
-from staticllm.pipelines.profiling.records import HostTimes, StepRecord
+from staticllm.pipelines.profiling.records import HostTimes, JobRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
 from staticllm.pipelines.programs.model_runner import Logits, ModelRunner, SegmentResult, StepResult, not_finite
-from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus
+from staticllm.pipelines.scheduling.interface import Device, JobView, Plan, Policy, RequestStatus
 from staticllm.pipelines.scheduling.planner import NoPlanError, Planner
 from staticllm.pipelines.scheduling.request_table import RequestTable
 
@@ -24,12 +26,13 @@ from staticllm.pipelines.scheduling.request_table import RequestTable
 class EngineCore:
     """The requests of one device and the steps that serve them. One thread at a time; in an ``Engine`` the engine's thread.
 
-    ``requests`` holds the requests that were admitted and have not ended, by id.
+    ``requests`` holds the requests that were admitted and have not ended, by id, and ``jobs`` the calls of other models.
     """
 
     def __init__(self, runner: ModelRunner, policy: Policy, options: EngineOptions) -> None:
         self.profiler = Profiler()
         self.requests: dict[int, RequestState] = {}
+        self.jobs = JobSources()
         self._planner = Planner(policy)
         self._unposted: list[SequenceState] = []  # the last call chose tokens for them that are not posted yet
         self._unrecorded: list[StepRecord] = []
@@ -70,13 +73,14 @@ class EngineCore:
         self.kv_manager.add(request.sequences[0])
 
     def step(self) -> None:
-        """End requests that were cancelled or are past their deadline, then run one device call if requests are left.
+        """End requests that were cancelled or are past their deadline, then run one device call if requests or jobs are left.
 
         Any exception leaves requests that only ``end_all`` can end.
         """
         self._end_expired()
-        if self.requests:
-            self._execute()
+        jobs = self.jobs.views()
+        if self.requests or jobs:
+            self._execute(jobs)
         if not self.requests:
             self._post()
             self.kv_manager.run_idle_work()
@@ -95,7 +99,8 @@ class EngineCore:
         request.finish_from(0, reason)
 
     def close(self) -> None:
-        """End the thread of a user's policy, if it has one."""
+        """Close the sources of jobs, and end the thread of a user's policy, if it has one."""
+        self.jobs.close()
         self._planner.close()
 
     def _end_expired(self) -> None:
@@ -104,10 +109,18 @@ class EngineCore:
             if (reason := state.finish_reason_at(now)) is not None:
                 self._end(state, reason)
 
-    def _execute(self) -> None:
+    def _execute(self, jobs: tuple[JobView, ...]) -> None:
         """Plan, run and choose. The chosen tokens are posted, and the call is recorded, while the next call runs."""
         begin = time.perf_counter()
-        batch = self._prepare()
+        try:
+            plan = self._plan(jobs)
+        except NoPlanError as error:
+            self._end_unrunnable(self.kv_manager.states[error.request])
+            return
+        if plan.job is not None:
+            self._run_job(plan.job)
+            return
+        batch = self._prepare(plan)
         if batch is None:
             return
         ready = time.perf_counter()
@@ -122,29 +135,36 @@ class EngineCore:
         self._unposted += [entry.state for entry in batch.entries]
         self._unrecorded.append(step_record(batch, result.start, result.device_seconds, context, host))
 
-    def _prepare(self) -> Batch | None:
-        """Plan and build the next batch. None if the first request cannot run at all; it is ended."""
-        try:
-            batch = self._batches.prepare(self._plan())
-        except NoPlanError as error:
-            batch = Unrunnable(self.kv_manager.states[error.request])
+    def _prepare(self, plan: Plan) -> Batch | None:
+        """Build the planned batch. None if its first request cannot run at all; it is ended."""
+        batch = self._batches.prepare(plan)
         self._preempted += batch.preempted
         if isinstance(batch, Batch):
             return batch
-        reason = DeviceError(
-            f"no program or not enough slots for this request of {len(batch.state.tokens)} tokens: load with more "
-            "KV_SLOTS, or with larger PREFILL_ROWS or GENERATE_KV_LENS"
-        )
-        self._end(batch.state, FinishReason.ERROR, reason)
+        self._end_unrunnable(batch.state)
         return None
 
-    def _plan(self) -> Plan:
+    def _end_unrunnable(self, state: SequenceState) -> None:
+        reason = DeviceError(
+            f"no program or not enough slots for this request of {len(state.tokens)} tokens: load with more "
+            "KV_SLOTS, or with larger PREFILL_ROWS or GENERATE_KV_LENS"
+        )
+        self._end(state, FinishReason.ERROR, reason)
+
+    def _run_job(self, job: int) -> None:
+        """Run a call of another model. Tokens that are not posted yet are posted while it runs."""
+        start = time.perf_counter()
+        num_parts = self.jobs.run(job, lambda: self._meanwhile(is_decoding=bool(self.requests)))
+        self._post()
+        if num_parts:
+            self.profiler.record(JobRecord(start, time.perf_counter() - start, job, num_parts))
+
+    def _plan(self, jobs: tuple[JobView, ...]) -> Plan:
         runner, manager = self.runner, self.kv_manager
         high_slot = runner.cache.slots.high_slot
         device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds)
-        return self._planner.plan(
-            self._table.view(time.perf_counter(), manager.free_slots, manager.host_pool.free_slots, device)
-        )
+        view = self._table.view(time.perf_counter(), manager.free_slots, manager.host_pool.free_slots, device)
+        return self._planner.plan(replace(view, jobs=jobs) if jobs else view)
 
     def _run(self, batch: Batch) -> StepResult | None:
         """Run the call. If it fails, end its requests but no others, and return None."""

@@ -1,7 +1,7 @@
 """Converts records to Chrome trace events and back (the "Trace Event Format" that Perfetto and chrome://tracing read).
 
 Process 1 is the device: one slice per call, counters, and the host's work around each call. Process 2 has one track per request.
-``from_chrome`` reads only the ``args`` of slices of the categories ``call`` and ``request``; all other events are for viewers.
+``from_chrome`` reads only slices of the categories ``call``, ``job`` and ``request``; all other events are for viewers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 from staticllm.core import FinishReason, Variant
-from staticllm.pipelines.profiling.records import HostTimes, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import HostTimes, JobRecord, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.request_spans import spans_of
 
 Event: TypeAlias = dict[str, Any]
@@ -25,16 +25,23 @@ RENAMED_HOST_TIMES = {"masks": "prepare", "rows": "commit"}
 
 @dataclass(frozen=True)
 class Recorded:
-    """The content of a document: device calls, requests that have ended, and the number of older records that are missing."""
+    """The content of a document: device calls, requests that have ended, the number of missing older records, and jobs."""
 
     steps: list[StepRecord]
     requests: list[RequestRecord]
     num_dropped: int
+    jobs: list[JobRecord]
 
 
-def to_chrome(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], num_dropped: int = 0) -> dict[str, Any]:
+def to_chrome(
+    steps: Sequence[StepRecord],
+    requests: Sequence[RequestRecord],
+    num_dropped: int = 0,
+    jobs: Sequence[JobRecord] = (),
+) -> dict[str, Any]:
     """Return the document of these records. ``ts`` and ``dur`` are microseconds; the earliest moment of all records is 0."""
-    zero = min([*(step.start for step in steps), *(request.arrival for request in requests)], default=0.0)
+    begins = [*(step.start for step in steps), *(job.start for job in jobs), *(request.arrival for request in requests)]
+    zero = min(begins, default=0.0)
 
     def clock(seconds: float) -> int:
         return round((seconds - zero) * 1e9)
@@ -42,6 +49,7 @@ def to_chrome(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], nu
     events = [
         *_names(),
         *(event for step in steps for event in _step_events(step, clock)),
+        *(_job_event(job, clock) for job in jobs),
         *(event for request in requests for event in _request_events(request, clock)),
         # spans come last, because viewers draw the first of several slices that begin together outermost
         *_span_events(steps, requests, clock),
@@ -62,7 +70,8 @@ def from_chrome(document: Any) -> Recorded:
     calls = [event for event in document["traceEvents"] if event.get("cat") == "call"]
     ends = [event for event in document["traceEvents"] if event.get("cat") == "request"]
     num_dropped = int(document.get("otherData", {}).get("dropped_records", 0))
-    return Recorded([_step(event) for event in calls], [_request(event) for event in ends], num_dropped)
+    jobs = [_job(event) for event in document["traceEvents"] if event.get("cat") == "job"]
+    return Recorded([_step(event) for event in calls], [_request(event) for event in ends], num_dropped, jobs)
 
 
 def _names() -> Iterator[Event]:
@@ -103,6 +112,11 @@ def _step_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
     }
     for name, value in counters.items():
         yield {"ph": "C", "name": name, "pid": DEVICE, "ts": start / 1e3, "args": value}
+
+
+def _job_event(job: JobRecord, clock: Clock) -> Event:
+    args = {"source": job.source, "parts": job.num_parts}
+    return _slice(f"job of model {job.source}", "job", DEVICE, 0, clock(job.start), clock(job.end), args)
 
 
 def _host_ns(host: HostTimes) -> dict[str, int]:
@@ -174,6 +188,11 @@ def _step(event: Event) -> StepRecord:
         has_failed=args.get("failed", False),
         host=_host(args.get("host_ns")),
     )
+
+
+def _job(event: Event) -> JobRecord:
+    args = event["args"]
+    return JobRecord(event["ts"] / 1e6, event["dur"] / 1e6, args["source"], args["parts"])
 
 
 def _host(parts: dict[str, int] | None) -> HostTimes | None:

@@ -1,4 +1,4 @@
-"""The records of the engine and the simulator: one per device call, and one per request that has ended."""
+"""The records of the engine and the simulator: one per device call, per job, and per request that has ended."""
 
 from __future__ import annotations
 
@@ -88,4 +88,23 @@ class RequestRecord:
     ended: float | None = None
 
 
-Record: TypeAlias = StepRecord | RequestRecord
+@dataclass(frozen=True)
+class JobRecord:
+    """One call of another model, such as packed texts to embed.
+
+    ``start`` and ``seconds`` are as in ``StepRecord``. ``source`` is the number of the source that composed it, and
+    ``num_parts`` its number of texts.
+    """
+
+    start: float
+    seconds: float
+    source: int
+    num_parts: int
+
+    @property
+    def end(self) -> float:
+        """The moment at which the call returned."""
+        return self.start + self.seconds
+
+
+Record: TypeAlias = StepRecord | RequestRecord | JobRecord

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
-from staticllm.pipelines.profiling.records import Record, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import JobRecord, Record, RequestRecord, StepRecord
 
 KEPT_REQUESTS = 4096
 """The number of last requests over which means, maxima and percentiles are taken."""
@@ -34,7 +34,8 @@ class Stats:
     ``prefill_share`` and ``decode_share`` are shares of ``device_seconds``; a mixed call is divided by its rows, and a failed
     call is not counted. ``padding`` is the share of computed rows that processed no token. Of ``prompt_tokens`` prompt tokens
     ``prefix_hit_tokens`` were found in the prefix cache. ``slots_in_use`` counts KV slots of the arena after the last call, and
-    ``finish_reasons`` counts requests by reason.
+    ``finish_reasons`` counts requests by reason. ``num_jobs`` calls of other models, such as embeddings, took ``job_seconds`` of
+    device time, which is not in ``device_seconds``.
     """
 
     num_requests: int
@@ -58,6 +59,8 @@ class Stats:
     slots_in_use: int
     peak_slots_in_use: int
     finish_reasons: dict[str, int]
+    num_jobs: int = 0
+    job_seconds: float = 0.0
 
 
 @dataclass
@@ -72,6 +75,8 @@ class _Totals:
     computed_rows: int = 0
     slots_in_use: int = 0
     peak_slots: int = 0
+    jobs: int = 0
+    job_seconds: float = 0.0
     requests: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
@@ -119,6 +124,9 @@ class Profiler:
                 record = self._pending.popleft()
                 if isinstance(record, StepRecord):
                     _add_step(self._totals, record)
+                elif isinstance(record, JobRecord):
+                    self._totals.jobs += 1
+                    self._totals.job_seconds += record.seconds
                 else:
                     _add_request(self._totals, record)
 
@@ -179,6 +187,8 @@ def _stats_of(totals: _Totals) -> Stats:
         slots_in_use=totals.slots_in_use,
         peak_slots_in_use=totals.peak_slots,
         finish_reasons=dict(totals.reasons),
+        num_jobs=totals.jobs,
+        job_seconds=totals.job_seconds,
     )
 
 

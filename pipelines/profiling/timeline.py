@@ -14,7 +14,7 @@ import numpy as np
 
 from staticllm.errors import ConfigError
 from staticllm.files import write_whole
-from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import JobRecord, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.request_spans import Kind, Span, spans_of
 from staticllm.pipelines.profiling.trace import Trace
 
@@ -22,7 +22,7 @@ Box: TypeAlias = tuple[float, float, float, float]  # left, right, bottom, top
 Clock: TypeAlias = Callable[[float], float]  # from seconds to the unit of the time axis
 
 COLOURS: dict[Kind, str] = {"queued": "#e3cf94", "prefill": "#d1603d", "decode": "#2f6f9f", "swapped": "#a592c4"}
-PADDING, SLOTS, WAITING, INK = "#dcdcdc", "#5d9c7b", "#b8901f", "#333333"
+PADDING, JOBS, SLOTS, WAITING, INK = "#dcdcdc", "#c9b8e0", "#5d9c7b", "#b8901f", "#333333"
 END_MARKS = {"stop": "o", "length": "D", "cancelled": "x", "deadline": "s", "error": "X"}
 TRACK = 0.76
 """The height of a track, as a share of the distance between two."""
@@ -58,9 +58,9 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> None:
     heights = [2.4, min(8.0, 0.8 + 0.17 * max(len(spans), 6)), 1.9]
     figure = figure_module.Figure(figsize=(13, sum(heights) + 1.0), layout="constrained")
     calls, middle, counts = figure.subplots(3, 1, sharex=True, height_ratios=heights)
-    axis = _time_axis(trace.steps, spans)
+    axis = _time_axis([*trace.steps, *trace.jobs], spans)
     clock = axis.place
-    _draw_calls(calls, trace.steps, clock)
+    _draw_calls(calls, trace.steps, trace.jobs, clock)
     _draw_spans(middle, spans, clock)
     _mark_preemptions(middle, list(spans), trace.steps, clock)
     _mark_ends(middle, list(spans), trace.requests, clock)
@@ -102,11 +102,11 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
         ) from None
 
 
-def _time_axis(steps: Sequence[StepRecord], spans: Mapping[int, list[Span]]) -> TimeAxis:
+def _time_axis(calls: Sequence[StepRecord | JobRecord], spans: Mapping[int, list[Span]]) -> TimeAxis:
     """Return the axis from the first to the last moment of the trace, in ms, or in seconds if the trace takes 10 s or more."""
     every = [span for own in spans.values() for span in own]
-    first = min(*(step.start for step in steps), *(span.start for span in every))
-    last = max(*(step.end for step in steps), *(span.end for span in every))
+    first = min(*(call.start for call in calls), *(span.start for span in every))
+    last = max(*(call.end for call in calls), *(span.end for span in every))
     factor, unit = (1e3, "ms") if last - first < 10 else (1.0, "s")
     return TimeAxis(first, factor, unit, (last - first) * factor)
 
@@ -117,8 +117,8 @@ def _title(trace: Trace) -> str:
     return f"{len(trace.steps)} device calls, {len(trace.requests)} requests ended, {tokens} tokens{dropped}"
 
 
-def _draw_calls(axes: Any, steps: Sequence[StepRecord], clock: Clock) -> None:
-    """Draw one bar per call: decode rows at the bottom, prefill rows above them, padding on top."""
+def _draw_calls(axes: Any, steps: Sequence[StepRecord], jobs: Sequence[JobRecord], clock: Clock) -> None:
+    """Draw one bar per call: decode rows at the bottom, prefill rows above them, padding on top. Jobs have their full height."""
     boxes: dict[str, list[Box]] = {"decode": [], "prefill": [], "padding": []}
     for step in steps:
         left, right, bottom = clock(step.start), clock(step.end), 0
@@ -131,6 +131,7 @@ def _draw_calls(axes: Any, steps: Sequence[StepRecord], clock: Clock) -> None:
     for name, colour in colours.items():
         _fill(axes, boxes[name], colour, f"{name} rows" if name != "padding" else name)
     tallest = max(step.variant.rows for step in steps)
+    _fill(axes, [(clock(job.start), clock(job.end), 0, tallest * 1.05) for job in jobs], JOBS, "other models")
     if tallest > LINEAR_ROWS:
         axes.set_yscale("function", functions=(lambda rows: np.sqrt(np.maximum(rows, 0)), np.square))
         axes.set_yticks([0, *(4**power for power in range(10) if 4**power < tallest / 1.5), tallest])

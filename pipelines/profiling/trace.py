@@ -13,7 +13,7 @@ from pathlib import Path
 from staticllm.errors import ConfigError, StaticLLMError
 from staticllm.files import write_whole
 from staticllm.pipelines.profiling.chrome_trace import from_chrome, to_chrome
-from staticllm.pipelines.profiling.records import Record, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import JobRecord, Record, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
 
 MAX_RECORDS = 100_000
@@ -44,6 +44,11 @@ class Trace:
         return [record for record in tuple(self._records) if isinstance(record, StepRecord)]
 
     @property
+    def jobs(self) -> list[JobRecord]:
+        """The calls of other models, in the order in which they ran."""
+        return [record for record in tuple(self._records) if isinstance(record, JobRecord)]
+
+    @property
     def requests(self) -> list[RequestRecord]:
         """The requests that have ended, in the order in which they did."""
         return [record for record in tuple(self._records) if isinstance(record, RequestRecord)]
@@ -54,7 +59,7 @@ class Trace:
         Raises:
             ConfigError: the file cannot be written.
         """
-        text = json.dumps(to_chrome(self.steps, self.requests, self.num_dropped), separators=(",", ":"))
+        text = json.dumps(to_chrome(self.steps, self.requests, self.num_dropped, self.jobs), separators=(",", ":"))
         try:
             write_whole(path, f"{text}\n".encode())
         except OSError as error:
@@ -80,7 +85,7 @@ class Trace:
             raise ConfigError(f"{str(path)!r} is not a trace of staticllm ({error!r}): {remedy}") from error
         if not recorded.steps:
             raise ConfigError(f"{str(path)!r} holds no device calls of staticllm: {remedy}")
-        records: list[Record] = [*recorded.steps, *recorded.requests]
+        records: list[Record] = [*recorded.steps, *recorded.requests, *recorded.jobs]
         trace = cls(records, len(records))
         trace.num_dropped = recorded.num_dropped
         return trace

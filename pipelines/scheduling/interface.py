@@ -9,6 +9,10 @@ Every request has one of four statuses:
 - *swapped*: its prompt has run, but it does not decode. Its KV slots are in the host pool, or still in the arena while the host
   pool has no room.
 
+Beside requests there may be *jobs*: device calls of other models, such as the packed texts of an embedding pipeline. A policy
+whose attribute ``plans_jobs`` is True gets them in ``View.jobs`` and runs one with ``Plan.job``. For every other policy
+``JobTurns`` decides whether a job runs, before the policy is asked.
+
 When its last prompt token has run, a prefilling request gets its first token. From then on it is running if fewer than
 ``max_num_seqs`` requests run and none is swapped; otherwise it is swapped, until a plan swaps it in.
 """
@@ -110,6 +114,25 @@ class Device:
 
 
 @dataclass(frozen=True)
+class JobView:
+    """The next device call of another model that shares the device: it runs alone, in one piece, and holds no KV slots.
+
+    Attributes:
+        id: The number that identifies the source of such calls in plans; at most one call of each source is in a view.
+        seconds: The expected duration of the call.
+        arrival: The moment at which the oldest part of it was submitted, on the clock of ``View.now``.
+        priority: Jobs and requests with a higher priority go first.
+        deadline: The moment at which the first part of it is given up; None without one.
+    """
+
+    id: int
+    seconds: float
+    arrival: float
+    priority: int = 0
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
 class View:
     """The state of the engine at the moment at which it needs a plan.
 
@@ -123,6 +146,7 @@ class View:
         ttft_ms: Target for the time to first token in ms (``TTFT_MS``); None without one.
         tpot_ms: Target for the time between two tokens of a request in ms (``TPOT_MS``); None without one.
         gap_ms: The longest time in ms that a swapped request should wait for its next token (``GAP_MS``); None for no bound.
+        jobs: The jobs that wait; empty for policies without ``plans_jobs``.
     """
 
     now: float
@@ -137,6 +161,7 @@ class View:
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     gap_ms: float | None = None
+    jobs: tuple[JobView, ...] = ()
 
     @property
     def requests(self) -> tuple[RequestView, ...]:
@@ -159,6 +184,7 @@ class Plan:
         swap_in: Swapped requests that become running; their KV slots are copied into the arena if they are not there.
         swap_out: Running requests that become swapped; their KV slots are copied to the host pool.
         preempt: Requests that lose their KV slots and wait again; all their tokens are recomputed later.
+        job: The id of the job that runs; such a plan has nothing else. None for a call of requests.
     """
 
     decode: tuple[int, ...] = ()
@@ -166,6 +192,7 @@ class Plan:
     swap_in: tuple[int, ...] = ()
     swap_out: tuple[int, ...] = ()
     preempt: tuple[int, ...] = ()
+    job: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -185,9 +212,9 @@ class Policy(Protocol):
     """
 
     def plan(self, view: View) -> Plan:
-        """Return the next call, with at least one token in it.
+        """Return the next call, with at least one token in it, or with a job.
 
-        It is called before every device call, with at least one request in ``view``. It must return quickly, because the device
-        idles meanwhile.
+        It is called before every device call, with at least one request or job in ``view``. It must return quickly, because the
+        device idles meanwhile.
         """
         ...

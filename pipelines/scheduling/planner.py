@@ -12,6 +12,7 @@ from staticllm.core import Variant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Plan, Policy, RequestStatus, View
+from staticllm.pipelines.scheduling.job_turns import JobTurns, urgency
 from staticllm.pipelines.scheduling.policies.chunked import Chunked
 from staticllm.pipelines.scheduling.policies.common import alone
 from staticllm.pipelines.scheduling.policies.decode_first import DecodeFirst
@@ -61,9 +62,12 @@ class Planner:
         self._thread = None if self._is_shipped else _PolicyThread(policy)
         self._retry_after: VariantIndex | None = None  # the programs for which a replaced policy had no legal plan
         self._has_warned = False
+        self._turns = JobTurns()
 
     def plan(self, view: View) -> Plan:
         """Return a plan that breaks no rule.
+
+        Unless the policy plans jobs itself, ``JobTurns`` decides whether one runs, and the policy gets a view without them.
 
         A user's policy that raises, stalls or breaks a rule is replaced by ``fcfs``, with one warning. While programs are still
         compiled in the background, the reason may be a missing program; the policy is then used again as soon as the next one
@@ -73,6 +77,10 @@ class Planner:
             NoPlanError: no request can run at all; the error has the id of the first one.
         """
         self._restore_policy(view)
+        if not getattr(self.policy, "plans_jobs", False):
+            if (job := self._turns.choose(view)) is not None:
+                return Plan(job=job.id)
+            view = self._turns.view_for_policy(view)
         try:
             return check(self._asked(view), view)
         except Exception as error:
@@ -121,9 +129,13 @@ class NoPlanError(Exception):
 def _fallback(view: View) -> Plan:
     """Return the plan of ``fcfs``; if it is illegal too, run the first request that can run alone, and preempt all others.
 
+    Without requests, the most urgent job runs.
+
     Raises:
         NoPlanError: no request can run.
     """
+    if not view.requests:
+        return Plan(job=min(view.jobs, key=urgency).id)
     try:
         return check(Fcfs().plan(view), view)
     except Exception:  # a bug in fcfs must not end the requests
@@ -192,7 +204,10 @@ class _PolicyThread:
         waiting, prefilling, running, swapped = (
             tuple(map(replace, group)) for group in (view.waiting, view.prefilling, view.running, view.swapped)
         )
-        return replace(view, device=device, waiting=waiting, prefilling=prefilling, running=running, swapped=swapped)
+        jobs = tuple(map(replace, view.jobs))
+        return replace(
+            view, device=device, waiting=waiting, prefilling=prefilling, running=running, swapped=swapped, jobs=jobs
+        )
 
 
 class _Costs:
@@ -215,12 +230,14 @@ def _plain(plan: object, num_requests: int) -> object:
     """
     if not isinstance(plan, Plan):
         return plan
-    entries = {field.name: tuple(islice(getattr(plan, field.name), num_requests + 1)) for field in fields(Plan)}
+    names = [field.name for field in fields(Plan) if field.name != "job"]
+    entries = {name: tuple(islice(getattr(plan, name), num_requests + 1)) for name in names}
     for name, values in entries.items():
         if len(values) > num_requests:
             raise IllegalPlanError("named-once", f"{name} names more entries than there are requests ({num_requests})")
     plain = {name: tuple(map(_whole, values)) for name, values in entries.items() if name != "prefill"}
-    return Plan(**plain, prefill=tuple(tuple(map(_whole, islice(pair, 3))) for pair in entries["prefill"]))  # type: ignore[misc]
+    prefill = tuple(tuple(map(_whole, islice(pair, 3))) for pair in entries["prefill"])
+    return Plan(**plain, prefill=prefill, job=None if plan.job is None else _whole(plan.job))  # type: ignore[arg-type]
 
 
 def _whole(value: object) -> int:

@@ -21,6 +21,8 @@ def check(plan: object, view: View) -> Plan:
     """
     if not isinstance(plan, Plan):
         raise IllegalPlanError("is-a-plan", f"plan() returned a {type(plan).__name__}, not a Plan")
+    if plan.job is not None:
+        return _check_job(plan, view)
     try:
         known = {request.id: request for request in view.requests}
         _check_requests(plan, known)
@@ -29,6 +31,14 @@ def check(plan: object, view: View) -> Plan:
         raise IllegalPlanError(
             "is-a-plan", f"the plan holds something other than request ids and counts: {error}"
         ) from None
+    return plan
+
+
+def _check_job(plan: Plan, view: View) -> Plan:
+    if plan != Plan(job=plan.job):
+        raise IllegalPlanError("one-model-a-call", f"the plan has job {plan.job!r} and requests in one call")
+    if plan.job not in {job.id for job in view.jobs}:
+        raise IllegalPlanError("known-jobs", f"the plan names job {plan.job!r}, which does not wait")
     return plan
 
 

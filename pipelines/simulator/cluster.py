@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
-from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import JobRecord, RequestRecord, StepRecord
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.simulator.simulated_device import DeviceModel, SimulatedDevice, SimulatedRequest
 from staticllm.pipelines.simulator.workload import Arrival
@@ -21,10 +21,11 @@ ARRIVE, FINISH, BEGIN = range(3)
 
 @dataclass(frozen=True)
 class Run:
-    """The records of a simulation: one per request, in the order of arrival, and the calls of each device."""
+    """The records of a simulation: one per request, in the order of arrival, and the calls and jobs of each device."""
 
     requests: tuple[RequestRecord, ...]
     steps: tuple[tuple[StepRecord, ...], ...]
+    jobs: tuple[tuple[JobRecord, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,9 @@ class Cluster:
         for device in devices:
             device.planner.close()
         records = sorted(self._records.values(), key=lambda record: (record.arrival, record.id))
-        return Run(tuple(records), tuple(tuple(device.steps) for device in devices))
+        steps = tuple(tuple(device.steps) for device in devices)
+        jobs = tuple(tuple(device.jobs) for device in devices)
+        return Run(tuple(records), steps, jobs)
 
     def _at(self, time: float, rank: int, action: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time, rank, next(self._numbers), action))

@@ -15,7 +15,7 @@ from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.simulator.cluster import Cluster, Dispatch, Link, Pool, Run
 from staticllm.pipelines.simulator.cost_model import Cost, HostCost
-from staticllm.pipelines.simulator.simulated_device import DeviceModel
+from staticllm.pipelines.simulator.simulated_device import BulkJobs, DeviceModel
 from staticllm.pipelines.simulator.summary import summarize
 from staticllm.pipelines.simulator.workload import Arrival
 
@@ -39,6 +39,11 @@ class Scenario:
     link: Link = field(default_factory=Link)
     dispatch: Dispatch = "least_loaded"
     concurrency: int | None = None
+
+    def with_jobs(self, seconds: float) -> Scenario:
+        """Return the same scenario with calls of another model, of ``seconds`` each, that always wait until the last arrival."""
+        jobs = BulkJobs(seconds, max(arrival.time for arrival in self.arrivals))
+        return replace(self, model=replace(self.model, jobs=jobs))
 
     def run(self, policy: str) -> Run:
         """Simulate every request from its arrival to its end, under the policy with this name.

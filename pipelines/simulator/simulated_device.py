@@ -4,18 +4,32 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import JobRecord, RequestRecord, StepRecord
 from staticllm.pipelines.programs.cost_model import CostModel
 from staticllm.pipelines.programs.variant_index import VariantIndex
-from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus, View
+from staticllm.pipelines.scheduling.interface import Device, JobView, Plan, Policy, RequestStatus, View
 from staticllm.pipelines.scheduling.planner import Planner
 from staticllm.pipelines.scheduling.request_table import Limits, RequestInfo, RequestTable
 from staticllm.pipelines.simulator.cost_model import Cost, HostCost
 from staticllm.pipelines.simulator.workload import Arrival
+
+JOBS = 1
+"""The number of the source of jobs; a device has one at most."""
+
+
+@dataclass(frozen=True)
+class BulkJobs:
+    """Calls of another model, such as packed documents, of which one always waits until the moment ``end``.
+
+    ``seconds`` is the duration of one call.
+    """
+
+    seconds: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -24,6 +38,7 @@ class DeviceModel:
 
     ``kv_slots`` is the size of the arena, ``host_kv_slots`` that of the host pool, and ``max_seq_len`` the largest number of
     slots of one sequence. The policy sees the exact costs; with ``known`` it begins with these measurements and updates them.
+    ``jobs`` are calls of another model on the same device.
     """
 
     index: VariantIndex
@@ -34,6 +49,7 @@ class DeviceModel:
     max_seq_len: int
     host: HostCost = field(default_factory=HostCost)
     known: Mapping[Variant, float] | None = None
+    jobs: BulkJobs | None = None
 
 
 @dataclass
@@ -83,12 +99,14 @@ class SimulatedDevice:
         self.model = model
         self.planner = Planner(policy)
         self.steps: list[StepRecord] = []
+        self.jobs: list[JobRecord] = []
         self.table = RequestTable(model.limits)
         self.slots_used = self.host_slots_used = 0
         self._learned = None if model.known is None else CostModel(model.known)
         self._requests: dict[int, SimulatedRequest] = {}
         self._inbox: deque[SimulatedRequest] = deque()
         self._parts: list[ScheduledRows] = []
+        self._runs_job = False
         self._idle_since = float("-inf")
         self._num_swapped = 0  # KV slots copied between arena and host pool since the last call began
 
@@ -100,7 +118,7 @@ class SimulatedDevice:
     @property
     def is_running(self) -> bool:
         """Whether a call has begun and not finished."""
-        return bool(self._parts)
+        return bool(self._parts) or self._runs_job
 
     def submit(self, request: SimulatedRequest) -> None:
         """Add a request, which the next plan can use.
@@ -122,13 +140,18 @@ class SimulatedDevice:
     def begin(self, now: float) -> float | None:
         """Start a call at the moment ``now``. Return the moment of its end; None if there is nothing to do."""
         self._admit()
-        if not len(self.table):
-            return None
         model = self.model
+        bulk = model.jobs if model.jobs is not None and now < model.jobs.end else None
+        if not len(self.table) and bulk is None:
+            return None
         free, free_host_slots = model.kv_slots - self.slots_used, model.host_kv_slots - self.host_slots_used
         device = Device(model.index, self._learned or model.cost, self.slots_used, swap_seconds=model.host.swap)
         view = self.table.view(now, free, free_host_slots, device)
+        if bulk is not None:
+            view = replace(view, jobs=(JobView(JOBS, bulk.seconds, 0.0),))
         plan = self.planner.plan(view)
+        if plan.job is not None and bulk is not None:
+            return self._begin_job(now, bulk.seconds)
         self._parts = self._fitting(self._prepare(plan))
         variant = self._variant(self._parts)
         assert variant is not None
@@ -145,9 +168,15 @@ class SimulatedDevice:
         self._record(start, seconds, variant, view, plan.preempt)
         return start + seconds
 
+    def _begin_job(self, now: float, seconds: float) -> float:
+        self._runs_job = True
+        self.jobs.append(JobRecord(now, seconds, JOBS, 1))
+        return now + seconds
+
     def finish(self, now: float) -> list[SimulatedRequest]:
         """End the call at the moment ``now``: count its slots and add its tokens. Return the requests that leave the device."""
         parts, self._parts, self._idle_since = self._parts, [], now
+        self._runs_job = False
         out = now + self.model.host.answer
         gone: list[SimulatedRequest] = []
         for part in parts:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import JobRecord, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import percentile
 from staticllm.pipelines.simulator.cluster import Run
 
@@ -45,9 +45,14 @@ class Summary:
 
 @dataclass(frozen=True)
 class RunSummary(Summary):
-    """The figures of one simulated run. ``busy`` is the share of ``seconds`` in which a device was running, their mean."""
+    """The figures of one simulated run.
+
+    ``busy`` is the share of ``seconds`` in which a device was running, and ``job_share`` that in which it ran jobs of another
+    model; both are means over the devices.
+    """
 
     busy: float
+    job_share: float = 0.0
 
     def as_dict(self) -> dict[str, float]:
         """Return the figures of one policy that ``staticllm simulate --json`` prints."""
@@ -88,8 +93,9 @@ def summarize(requests: Sequence[RequestRecord]) -> Summary:
 def summarize_run(run: Run) -> RunSummary:
     """Return the figures of a simulated run: those of its requests, and the mean share of time in which its devices ran."""
     summary = summarize(run.requests)
+    jobs = [busy_share(jobs, summary.seconds) for jobs in run.jobs]
     shares = [busy_share(steps, summary.seconds) for steps in run.steps]
-    return RunSummary(**asdict(summary), busy=_mean(shares))
+    return RunSummary(**asdict(summary), busy=_mean(shares) + _mean(jobs), job_share=_mean(jobs))
 
 
 def jain(values: Sequence[float]) -> float:
@@ -111,9 +117,9 @@ def steady_rate(requests: Sequence[RequestRecord], skip: float = 0.2) -> float:
     return float(np.polyfit(window - window[0], np.arange(len(window)), 1)[0])
 
 
-def busy_share(steps: Sequence[StepRecord], seconds: float) -> float:
-    """Return the share of ``seconds`` in which a device was running."""
-    return sum(step.seconds for step in steps) / seconds if seconds else 0.0
+def busy_share(calls: Sequence[StepRecord | JobRecord], seconds: float) -> float:
+    """Return the share of ``seconds`` in which a device ran these calls."""
+    return sum(call.seconds for call in calls) / seconds if seconds else 0.0
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import StaticLLMError
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import Record, RequestRecord, StepRecord
 from staticllm.pipelines.programs.cost_model import CostModel
 from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.simulator.cost_model import HostCost
@@ -33,7 +33,7 @@ FIGURES = ("tokens_per_second", "ttft_ms", "tpot_ms")
 POLL_SECONDS = 0.02
 MANY_WAITING = 1 << 20
 
-Records = list[StepRecord | RequestRecord]
+Records = list[Record]
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def serve(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int) -> Re
         StaticLLMError: a request failed.
     """
     rng = np.random.default_rng(seed)
-    profiler, records = pipe.engine.profiler, list[StepRecord | RequestRecord]()
+    profiler, records = pipe.engine.profiler, list[Record]()
     prompts = [rng.integers(0, 100, (1, arrival.num_prompt)) for arrival in arrivals]  # ids in every vocabulary
     handles: list[GenerationHandle] = []
     profiler.trace = records

@@ -27,7 +27,7 @@ LOAD = 0.6
 """The default rate as a share of the maximum rate. Near the maximum, the queue depends more on arrivals than on the policy."""
 HEADER = (
     f"{'policy':<14}{'requests/s':>11}{'tokens/s':>10}{'TTFT ms':>11}{'p95':>11}{'TPOT ms':>10}{'decoding':>10}"
-    f"{'longest gap':>13}{'p95':>9}{'latency ms':>12}{'fairness':>10}{'busy':>7}"
+    f"{'longest gap':>13}{'p95':>9}{'latency ms':>12}{'fairness':>10}{'busy':>7}{'jobs':>7}"
 )
 
 
@@ -93,6 +93,11 @@ HEADER = (
 )
 @click.option("--host-ms", type=float, default=0.0, show_default=True, help="Host time between two calls.")
 @click.option("--swap-us", type=float, default=0.0, show_default=True, help="Host time per KV slot that is swapped.")
+@click.option(
+    "--job-ms",
+    type=Number(0, 1e6, min_open=True),
+    help="Calls of another model, such as documents to embed, that always wait on each device: ms per call.",
+)
 @click.option("--save-costs", type=click.Path(), help="Write the costs to a file; with --validate, the measured ones.")
 @click.option("--validate", is_flag=True, help="Compare with the engine, on this machine.")
 @model_option
@@ -138,6 +143,8 @@ def _simulate(options: dict[str, Any]) -> None:
     if not options["as_json"]:
         click.echo(HEADER)
     with progress("simulating") as shown:
+        if options["job_ms"] is not None:
+            scenario = scenario.with_jobs(options["job_ms"] / 1e3)
         for number, policy in enumerate(options["policies"]):
             shown.show(f"simulating {policy}", number, len(options["policies"]))
             runs[policy] = scenario.run(policy)
@@ -154,7 +161,7 @@ def _line(policy: str, s: RunSummary) -> str:
     return (
         f"{policy:<14}{s.requests_per_second:>11.3f}{s.tokens_per_second:>10.1f}{s.ttft_ms:>11.1f}"
         f"{s.ttft_p95_ms:>11.1f}{s.tpot_ms:>10.2f}{s.decode_tpot_ms:>10.2f}{s.longest_gap_ms:>13.1f}{s.gap_p95_ms:>9.1f}"
-        f"{s.latency_ms:>12.1f}{s.fairness:>10.3f}{s.busy:>7.1%}"
+        f"{s.latency_ms:>12.1f}{s.fairness:>10.3f}{s.busy:>7.1%}{s.job_share:>7.1%}"
     )
 
 

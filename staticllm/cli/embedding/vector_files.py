@@ -27,7 +27,7 @@ ROW_GROUP = 16 * BATCH_TEXTS
 
 
 class VectorWriter(Protocol):
-    """Writes the vectors of batches, one after another. Either ``close`` or ``abandon`` is called at the end."""
+    """Writes the vectors of batches, one after another. Either ``close`` or ``discard`` is called at the end."""
 
     def write(self, entries: Sequence[Entry], vectors: NDArray[Any]) -> None:
         """Write ``vectors [n, width]`` of ``n`` texts."""
@@ -35,7 +35,7 @@ class VectorWriter(Protocol):
     def close(self) -> None:
         """Write the end; the file itself stays open."""
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Release what is held; the file is dropped."""
 
 
@@ -80,7 +80,7 @@ def vector_writer(output: str | None, form: str) -> Iterator[VectorWriter]:
         try:
             file = stack.enter_context(_target(output, is_stream=form == "jsonl"))
             writer: VectorWriter = {"npy": NpyWriter, "jsonl": JsonLinesWriter, "parquet": ParquetWriter}[form](file)
-            stack.push(lambda kind, error, trace: writer.close() if kind is None else writer.abandon())
+            stack.push(lambda kind, error, trace: writer.close() if kind is None else writer.discard())
             yield writer
             stack.close()
         except OSError as error:
@@ -127,7 +127,7 @@ class JsonLinesWriter:
     def close(self) -> None:
         """Do nothing: the last line is the end."""
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Do nothing: nothing is held."""
 
 
@@ -153,7 +153,7 @@ class NpyWriter:
         self._file.write(header)
         self._file.seek(0, io.SEEK_END)
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Do nothing: nothing is held."""
 
     def _header(self) -> bytes:
@@ -191,7 +191,7 @@ class ParquetWriter:
         self._flush()
         self._writer.close()
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Close pyarrow's writer, which would otherwise write to the closed file when it is collected."""
         if self._writer is not None:
             with suppress(OSError):

@@ -17,7 +17,7 @@ from pathlib import Path
 import command_line
 import numpy as np
 import pytest
-from text_encoders import make_text_encoder
+from encoder_models import encoder_directory
 
 from staticllm.cli.embedding import embed, texts, vector_files
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
@@ -28,7 +28,7 @@ LINES = ["a fox", "", "What is an NPU?", "äöü 狐"]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return make_text_encoder(tmp_path_factory.mktemp("encoder"))
+    return encoder_directory(tmp_path_factory.mktemp("encoder"))
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import openvino_genai as genai
 import pytest
-from encoder_models import Alone
-from text_encoders import make_text_encoder, write
+from encoder_models import Alone, encoder_directory, write
 
 from staticllm.devices import get_core
 from staticllm.errors import ConfigError, ModelError, PromptError
@@ -22,7 +21,7 @@ TEXTS = ["a", "What is an NPU?", "Tell me a story about a fox. " * 6, "", "the",
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """An encoder with the demo model's tokenizer, and pooling and prompts in the files of sentence-transformers."""
-    return make_text_encoder(tmp_path_factory.mktemp("encoder"))
+    return encoder_directory(tmp_path_factory.mktemp("encoder"))
 
 
 @pytest.fixture(scope="module")

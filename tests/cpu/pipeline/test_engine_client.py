@@ -62,6 +62,10 @@ class JSONClient:
         self._engine.close(drain)
 
 
+OPTIONS = {"MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 64, "INFERENCE_PRECISION_HINT": "f32"}
+"""Only f32 gives the same tokens whichever settings the probes of a load have chosen."""
+
+
 @pytest.fixture
 def pipe(monkeypatch):
     """The demo pipeline with a ``JSONClient`` between it and its engine."""
@@ -72,16 +76,17 @@ def pipe(monkeypatch):
         return replace(result, engine=client)
 
     monkeypatch.setattr(StaticLLMPipeline, "_launch", staticmethod(launched))
-    with StaticLLMPipeline(demo_model_path(), "CPU", MAX_PROMPT_LEN=64, MIN_RESPONSE_LEN=64) as pipe:
+    with StaticLLMPipeline(demo_model_path(), "CPU", **OPTIONS) as pipe:
         yield pipe
 
 
 PROMPTS = [np.array([[i + 5, i + 6, i + 7]]) for i in range(4)]
-SAMPLED = {"do_sample": True, "rng_seed": 3, "num_return_sequences": 2}
+# with seeds 3 and 4 a draw lies so near to the border of two tokens that a reused prefix, 1e-5 in the logits, changes the token
+SAMPLED = {"do_sample": True, "rng_seed": 10, "num_return_sequences": 2}
 
 
 def test_answers_are_those_of_the_engine_without_a_wire(pipe):
-    with StaticLLMPipeline(demo_model_path(), "CPU", MAX_PROMPT_LEN=64, MIN_RESPONSE_LEN=64) as plain:
+    with StaticLLMPipeline(demo_model_path(), "CPU", **OPTIONS) as plain:
         expected = [plain.generate(prompt, max_new_tokens=12).tokens for prompt in PROMPTS]
         several = plain.generate(PROMPTS[0], max_new_tokens=12, **SAMPLED).tokens
         stopped = str(plain.generate("Once upon a time", max_new_tokens=40, stop_strings={"."}))

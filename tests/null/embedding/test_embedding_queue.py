@@ -9,9 +9,10 @@ import pytest
 
 from staticllm.core import EncoderShape, EncoderVariant
 from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, StaticLLMError
-from staticllm.pipelines.embedding.embedding_engine import EmbeddingEngine
 from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue, EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import TokenizedText
+from staticllm.pipelines.engine.job_engine import JobEngine
+from staticllm.pipelines.scheduling.interface import JobView
 
 POISON = 13
 """A text with this id gets a vector that is not finite, and spoils the other texts of its call."""
@@ -53,7 +54,7 @@ def run_all(queue):
     while queue.run_next():
         pass
     assert queue.num_waiting == 0
-    assert queue.next_call() is None
+    assert queue.next_job() is None
 
 
 def test_requests_share_calls_and_get_their_own_vectors():
@@ -74,8 +75,7 @@ def test_a_higher_priority_overtakes_what_was_planned():
     assert queue.run_next()
     query = request(7, priority=1)
     queue.submit(query)
-    seconds, priority, arrival = queue.next_call()
-    assert (seconds, priority, arrival) == (pytest.approx(0.216), 1, query.arrival)
+    assert queue.next_job() == JobView(queue.id, pytest.approx(0.216), query.arrival, 1)
     assert queue.run_next()
     assert query.future.result().tolist() == [[56, 8]]
     assert not bulk.future.done()
@@ -142,7 +142,7 @@ def test_closing_ends_what_waits():
     queue = EmbeddingQueue(Adder(), 100)
     waiting = request(1, 2)
     queue.submit(waiting)
-    queue.next_call()
+    queue.next_job()
     queue.close()
     with pytest.raises(ClosedError):
         waiting.future.result()
@@ -150,14 +150,72 @@ def test_closing_ends_what_waits():
         queue.submit(request(3))
 
 
+def test_a_text_that_is_late_or_cancelled_after_planning_does_not_run():
+    queue = EmbeddingQueue(Adder(), 100)
+    late, cancelled, kept = request(1, deadline=time.perf_counter() + 0.05), request(2), request(3)
+    for each in (late, cancelled, kept):
+        queue.submit(each)
+    assert queue.next_job().deadline == late.deadline
+    time.sleep(0.06)
+    cancelled.future.cancel()
+    assert queue.next_job().deadline is None
+    run_all(queue)
+    assert queue.runner.calls == [[3]]
+    with pytest.raises(StaticLLMError, match="deadline"):
+        late.future.result()
+
+
+def test_a_host_limits_the_time_of_a_call_except_for_long_texts():
+    queue = EmbeddingQueue(Adder(), 1000)
+    queue.attach(lambda: None, 0.25)
+    queue.submit(request(*range(20, 40), length=12))
+    assert queue.next_job().seconds == pytest.approx(0.216)
+    run_all(queue)
+    queue.submit(request(1, length=60))
+    assert queue.next_job().seconds == pytest.approx(0.328)
+    run_all(queue)
+    assert queue.runner.calls[-1] == [1]
+
+
+def test_closing_returns_after_the_running_call():
+    queue = EmbeddingQueue(Adder(), 100)
+    begun, may_end = threading.Event(), threading.Event()
+    original = queue.runner.run
+
+    def slow(*given):
+        begun.set()
+        may_end.wait(10)
+        return original(*given)
+
+    queue.runner.run = slow
+    running, waiting = request(1), request(2)
+    queue.submit(running)
+    device = threading.Thread(target=queue.run_next)
+    device.start()
+    assert begun.wait(10)
+    queue.submit(waiting)
+    closing = threading.Thread(target=queue.close)
+    closing.start()
+    with pytest.raises(ClosedError):
+        waiting.future.result(10)
+    closing.join(0.05)
+    assert closing.is_alive()
+    may_end.set()
+    closing.join(10)
+    assert not closing.is_alive()
+    assert running.future.result(0).tolist() == [[8, 8]]
+    device.join()
+
+
 def test_many_threads_get_their_own_vectors():
-    engine = EmbeddingEngine(Adder(), 10_000)
+    engine, queue = JobEngine(), EmbeddingQueue(Adder(), 10_000)
+    engine.add_jobs(queue)
     wrong = []
 
     def serve(number):
         for count in range(20):
             mine = request(number + 20, length=1 + (number + count) % 60)
-            engine.queue.submit(mine)
+            queue.submit(mine)
             ids = mine.texts[0].ids
             if mine.future.result(20).tolist() != [[ids.sum(), len(ids)]]:
                 wrong.append(number)
@@ -170,4 +228,4 @@ def test_many_threads_get_their_own_vectors():
     engine.close()
     engine.close()
     assert not wrong
-    assert max(map(len, engine.queue.runner.calls)) > 1
+    assert max(map(len, queue.runner.calls)) > 1

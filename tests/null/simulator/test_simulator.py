@@ -21,7 +21,7 @@ from staticllm.pipelines.simulator.cluster import Cluster, Link, Pool
 from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost, read_costs, write_costs
 from staticllm.pipelines.simulator.scenario import Scenario, configured_model, tabled_model
 from staticllm.pipelines.simulator.simulated_device import DeviceModel
-from staticllm.pipelines.simulator.summary import jain, steady_rate, summarize
+from staticllm.pipelines.simulator.summary import jain, steady_rate, summarize, summarize_run
 from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst, poisson, read_trace, uniform
 
 COSTS = AnalyticCosts(weights=0.020, row=0.0005, attention=1e-8, fixed=0.001)
@@ -204,3 +204,21 @@ def test_bad_costs_are_refused(tmp_path, entries):
     path.write_text(json.dumps(entries))
     with pytest.raises(ConfigError, match=r"costs\.json"):
         read_costs(path)
+
+
+def test_jobs_of_another_model_fill_the_device_and_requests_keep_their_bound():
+    costs = AnalyticCosts(20e-3, 0.5e-3, 5e-8)
+    config = StaticLLMConfig(max_prompt_len=64, min_response_len=100, max_num_seqs=2)
+    arrivals = (Arrival(0, 0.0, 64, 100), Arrival(1, 60.0, 8, 1))
+    alone = Scenario(configured_model(config, "shared", costs, HostCost()), arrivals)
+    runs = {policy: alone.with_jobs(0.02).run(policy) for policy in POLICIES}
+    for run in runs.values():
+        calls = sorted([*run.steps[0], *run.jobs[0]], key=lambda call: call.start)
+        assert all(first.end <= second.start + 1e-9 for first, second in pairwise(calls)), "one call at a time"
+        summary = summarize_run(run)
+        assert summary.num_tokens == 101
+        assert summary.longest_gap_ms <= 100
+        assert summary.job_share > 0.6
+        assert summary.busy == pytest.approx(1, abs=0.01)
+    assert summarize_run(alone.run("dynamic")).job_share == 0
+    assert runs["dynamic"].requests[0].token_times[0] < 1.3 * alone.run("dynamic").requests[0].token_times[0]

@@ -1,0 +1,67 @@
+"""Runs jobs on a device that has no requests, with a thread of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from staticllm.errors import ClosedError
+from staticllm.pipelines.engine.jobs import JobSource, JobSources
+from staticllm.pipelines.scheduling.job_turns import urgency
+from staticllm.threads import check_process, start_thread
+
+
+class JobEngine:
+    """The ``JobHost`` of a device without a language model. Its thread starts with the first job."""
+
+    def __init__(self) -> None:
+        self._jobs = JobSources()
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+        self._pid = os.getpid()
+
+    def add_jobs(self, source: JobSource) -> None:
+        """Run the jobs of a source from now on.
+
+        Raises:
+            ClosedError: the engine was closed, or belongs to another process.
+        """
+        check_process(self._pid)
+        self._jobs.add(source)
+        source.attach(self._notify, None)
+
+    def remove_jobs(self, source: JobSource) -> None:
+        """Close a source after its current job. Nothing happens if the engine has closed it already."""
+        if os.getpid() == self._pid:
+            self._jobs.remove(source)
+
+    def close(self) -> None:
+        """End the thread after its current job, and close all sources. A second call does nothing."""
+        if os.getpid() != self._pid:  # a forked child: thread and locks belong to the parent
+            return
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._jobs.close()
+
+    def _notify(self) -> None:
+        check_process(self._pid)
+        with self._wake:
+            if self._is_closing:
+                raise ClosedError("the pipeline is closed: load the model again")
+            if self._thread is None:
+                self._thread = start_thread(self._loop, "staticllm-jobs")
+            self._wake.notify()
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                while not self._is_closing and not self._jobs.has_jobs:
+                    self._wake.wait()
+                if self._is_closing:
+                    break
+            if jobs := self._jobs.views():
+                self._jobs.run(min(jobs, key=urgency).id)

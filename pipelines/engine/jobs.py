@@ -1,0 +1,144 @@
+"""The jobs of a device: calls of other models that run between the calls of requests."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from itertools import count
+from typing import Protocol
+
+from staticllm.errors import ClosedError
+from staticllm.pipelines.scheduling.interface import JobView
+
+MAX_JOB_SECONDS = 0.03
+"""The longest job beside requests, as far as it can be chosen: a prompt or a token that comes during a job waits for its end."""
+
+_source_ids = count(1)
+
+
+def new_source_id() -> int:
+    """Return a number that no other source of this process has."""
+    return next(_source_ids)
+
+
+class JobSource(Protocol):
+    """Composes jobs, such as calls with packed texts, and runs them on the thread that owns the device.
+
+    ``id`` is its number in plans. Any thread may call ``has_jobs`` and ``close``.
+    """
+
+    @property
+    def id(self) -> int:
+        """The number of the source in plans; ``new_source_id`` gives one."""
+        ...
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether something may wait; found without composing a job."""
+        ...
+
+    def attach(self, wake: Callable[[], None], max_seconds: float | None) -> None:
+        """Take the function that wakes the device's thread, to be called after a job was added.
+
+        ``max_seconds``: the longest time that one job should take, as far as possible; None for no limit.
+        """
+        ...
+
+    def next_job(self) -> JobView | None:
+        """Return the job that ``run_next`` would run; None if there is none. It must return quickly."""
+        ...
+
+    def run_next(self, meanwhile: Callable[[], None] | None = None) -> int:
+        """Run one job, and return its number of texts or other parts; 0 if there was none. It keeps errors for itself.
+
+        ``meanwhile`` is called once the device has begun.
+        """
+        ...
+
+    def close(self) -> None:
+        """End everything that waits, with a ``ClosedError``, and return after the job that runs now."""
+        ...
+
+
+class JobHost(Protocol):
+    """Owns a device whose thread runs jobs. Any thread may call the methods."""
+
+    def add_jobs(self, source: JobSource) -> None:
+        """Run the jobs of a source from now on, until the host is closed or ``remove_jobs`` is called.
+
+        Raises:
+            ClosedError: the host was closed, or belongs to another process.
+        """
+        ...
+
+    def remove_jobs(self, source: JobSource) -> None:
+        """Close a source after its current job. Nothing happens if the host has closed it already."""
+        ...
+
+    def close(self) -> None:
+        """Close every source, and end the thread."""
+        ...
+
+
+class JobSources:
+    """The sources of one host. Any thread may call the methods, but ``views`` and ``run`` are for the thread of the device."""
+
+    def __init__(self) -> None:
+        self._sources: dict[int, JobSource] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def add(self, source: JobSource) -> None:
+        """Add a source.
+
+        Raises:
+            ClosedError: the sources were closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError("the pipeline that owns the device is closed: load it again")
+            self._sources[source.id] = source
+
+    def views(self) -> tuple[JobView, ...]:
+        """Return the next job of each source that has one."""
+        if not self._sources:
+            return ()
+        with self._lock:
+            sources = tuple(self._sources.values())
+        return tuple(job for source in sources if (job := source.next_job()) is not None)
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether a source may have a job."""
+        if not self._sources:
+            return False
+        with self._lock:
+            return any(source.has_jobs for source in self._sources.values())
+
+    def run(self, id: int, meanwhile: Callable[[], None] | None = None) -> int:
+        """Run the next job of a source, and return its number of parts. A source that fails is closed, with a warning."""
+        source = self._sources.get(id)
+        if source is None:
+            return 0
+        try:
+            return source.run_next(meanwhile)
+        except Exception as error:  # a bug of the source, which must not end the requests of the device
+            warnings.warn(f"a source of jobs is closed, because it raised {error!r}", RuntimeWarning, stacklevel=2)
+            self.remove(source)
+            return 0
+
+    def remove(self, source: JobSource) -> None:
+        """Close a source."""
+        with self._lock:
+            self._sources.pop(source.id, None)
+        source.close()
+
+    def close(self) -> None:
+        """Close all sources; a second call does nothing."""
+        with self._lock:
+            self._is_closed = True
+            sources = tuple(self._sources.values())
+            self._sources.clear()
+        for source in sources:
+            source.close()

@@ -1,0 +1,123 @@
+"""Tests embeddings on the engine of a language model: both give what they give alone, and each may end before the other."""
+
+import threading
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from encoder_models import encoder_directory
+from helpers import one_line
+
+from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, Trace, demo_model_path
+from staticllm.errors import ClosedError, ConfigError
+
+F32 = {"INFERENCE_PRECISION_HINT": "f32"}
+TEXTS = [f"This is paragraph {i} of a document " * (1 + i % 7) for i in range(300)]
+PROMPTS = ["Tell me a story", "Once upon a time there was a fox", "The sun"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return encoder_directory(tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with StaticLLMPipeline(demo_model_path(), "CPU", **F32) as found:
+        yield found
+
+
+@pytest.fixture
+def embedder(directory, llm):
+    with StaticEmbeddingPipeline(directory, "CPU", engine=llm.engine, **F32) as found:
+        yield found
+
+
+def test_chats_and_embeddings_give_what_they_give_alone(directory, llm, embedder, tmp_path):
+    with StaticEmbeddingPipeline(directory, "CPU", **F32) as alone:
+        vectors = alone.encode(TEXTS)
+    answers = [str(llm.generate(prompt, max_new_tokens=40)) for prompt in PROMPTS]
+    found = {}
+
+    def chat(prompt):
+        found[prompt] = str(llm.generate(prompt, max_new_tokens=40))
+
+    threads = [threading.Thread(target=chat, args=(prompt,)) for prompt in PROMPTS]
+    before = llm.stats().num_jobs
+    with llm.record() as trace:
+        for thread in threads:
+            thread.start()
+        shared = embedder.encode(TEXTS)
+        for thread in threads:
+            thread.join()
+    assert np.abs(shared - vectors).max() < 1e-6
+    assert [found[prompt] for prompt in PROMPTS] == answers
+    calls = sorted([*trace.steps, *trace.jobs], key=lambda call: call.start)
+    assert sum(job.num_parts for job in trace.jobs) == len(TEXTS)
+    assert llm.stats().num_jobs - before == len(trace.jobs)
+    trace.save(tmp_path / "trace.json")
+    loaded = Trace.load(tmp_path / "trace.json").jobs
+    assert [(job.source, job.num_parts) for job in loaded] == [(job.source, job.num_parts) for job in trace.jobs]
+    assert [job.seconds for job in loaded] == pytest.approx([job.seconds for job in trace.jobs], abs=1e-8)
+    assert all(first.end <= second.start for first, second in pairwise(calls)), "two calls at once"
+
+
+def test_a_query_goes_before_waiting_documents(llm, embedder):
+    order, all_wait = [], threading.Event()
+    holding = threading.Thread(target=llm.engine.run_between_steps, args=(lambda: all_wait.wait(30),))
+    holding.start()
+    handles = [embedder.submit(text) for text in TEXTS] + [embedder.submit("a query", priority=1)]
+    for number, handle in enumerate(handles):
+        handle.future.add_done_callback(lambda _, number=number: order.append(number))
+    all_wait.set()
+    for handle in handles:
+        handle.result(30)
+    holding.join()
+    assert order[0] == len(TEXTS)
+
+
+def test_closing_the_embeddings_leaves_the_chat(directory, llm):
+    embedder = StaticEmbeddingPipeline(directory, "CPU", engine=llm.engine, **F32)
+    all_wait = threading.Event()
+    holding = threading.Thread(target=llm.engine.run_between_steps, args=(lambda: all_wait.wait(30),))
+    holding.start()
+    waiting = [embedder.submit(text) for text in TEXTS]
+    embedder.close()
+    embedder.close()
+    all_wait.set()
+    holding.join()
+    ends = [handle.future.exception(10) for handle in waiting]
+    assert all(isinstance(end, ClosedError) for end in ends)
+    with pytest.raises(ClosedError):
+        embedder.embed_query("late")
+    assert str(llm.generate(PROMPTS[0], max_new_tokens=5))
+
+
+def test_closing_the_chat_ends_the_embeddings(directory):
+    llm = StaticLLMPipeline(demo_model_path(), "CPU", **F32)
+    embedder = StaticEmbeddingPipeline(directory, "CPU", engine=llm.engine, **F32)
+    assert len(embedder.embed_query("first")) == embedder.width
+    llm.close()
+    with pytest.raises(ClosedError) as caught:
+        embedder.embed_query("late")
+    assert one_line(caught)
+    embedder.close()
+    with pytest.raises(ClosedError):
+        StaticEmbeddingPipeline(directory, "CPU", engine=llm.engine, **F32)
+
+
+def test_two_embedding_pipelines_share_a_device(directory):
+    with (
+        StaticEmbeddingPipeline(directory, "CPU", **F32) as first,
+        StaticEmbeddingPipeline(directory, "CPU", engine=first.engine, **F32) as second,
+    ):
+        handles = [pipe.submit(text) for text in TEXTS[:50] for pipe in (first, second)]
+        vectors = [handle.result(30) for handle in handles]
+        assert np.abs(np.array(vectors[::2]) - np.array(vectors[1::2])).max() < 1e-6
+
+
+@pytest.mark.parametrize("engine", ["llm", object()])
+def test_what_is_no_engine_is_refused_in_one_line(directory, engine):
+    with pytest.raises(ConfigError, match=r"engine=llm\.engine") as caught:
+        StaticEmbeddingPipeline(directory, "CPU", engine=engine, **F32)
+    assert one_line(caught)
