@@ -100,4 +100,5 @@ def convert(vectors: NDArray[np.float32], output_type: OutputType, ranges: Range
     least, greatest = own_ranges(vectors) if ranges is None else ranges
     steps = (greatest - least) / 255
     values = np.clip(np.floor((vectors - least) / np.where(steps == 0, 1, steps)), 0, 255)
-    return (values if output_type == "uint8" else values - 128).astype(output_type)
+    shifted: Embeddings = (values if output_type == "uint8" else values - 128).astype(output_type)
+    return shifted

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.cli.embedding.texts import Entry
-from staticllm.cli.embedding.vector_files import VectorWriter
+from staticllm.cli.embedding.vector_files import BatchWriter
 from staticllm.errors import ConfigError
 from staticllm.pipelines.embedding.output_types import (
     OutputType,
@@ -53,8 +53,8 @@ def read_calibration(path: str) -> NDArray[Any]:
 
 @contextmanager
 def converting(
-    writer: VectorWriter, output_type: OutputType, calibration: str | None, width: int
-) -> Iterator[VectorWriter]:
+    writer: BatchWriter, output_type: OutputType, calibration: str | None, width: int
+) -> Iterator[BatchWriter]:
     """Give a writer of float32 vectors that hands them to ``writer`` in another type.
 
     Raises:
@@ -75,20 +75,17 @@ def converting(
 class Converter:
     """Converts each batch by itself."""
 
-    def __init__(self, writer: VectorWriter, output_type: OutputType, ranges: Ranges | None) -> None:
+    def __init__(self, writer: BatchWriter, output_type: OutputType, ranges: Ranges | None) -> None:
         self._writer, self._output_type, self._ranges = writer, output_type, ranges
 
     def write(self, entries: Sequence[Entry], vectors: NDArray[Any]) -> None:
         self._writer.write(entries, convert(vectors, self._output_type, self._ranges))
 
-    def close(self) -> None:
-        """Do nothing: each batch was written."""
-
 
 class Spool:
     """Keeps all batches in two temporary files until the ranges of all vectors are known."""
 
-    def __init__(self, writer: VectorWriter, output_type: OutputType, texts: BinaryIO, vectors: BinaryIO) -> None:
+    def __init__(self, writer: BatchWriter, output_type: OutputType, texts: BinaryIO, vectors: BinaryIO) -> None:
         self._writer, self._output_type = writer, output_type
         self._texts, self._vectors = texts, vectors
         self._num_rows, self._ranges = 0, np.zeros((0, 0), np.float32)

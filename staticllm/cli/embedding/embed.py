@@ -22,7 +22,7 @@ from staticllm.errors import ConfigError, StaticLLMError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from staticllm.cli.embedding.vector_files import VectorWriter
+    from staticllm.cli.embedding.vector_files import BatchWriter
     from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
 POOLINGS = {"cls": "CLS", "mean": "MEAN", "last": "LAST_TOKEN"}
@@ -150,7 +150,7 @@ class Embedder:
         self._lock = threading.Lock()
         self._is_stopped = False
 
-    def run(self, batches: Iterator[Batch], writer: VectorWriter) -> None:
+    def run(self, batches: Iterator[Batch], writer: BatchWriter) -> None:
         """Embed all batches. After an exception, also Ctrl-C, no thread is left.
 
         Raises:
@@ -170,7 +170,7 @@ class Embedder:
                 for _, future in running:
                     future.cancel()
 
-    def _write(self, writer: VectorWriter, batch: Batch, future: Future[NDArray[Any]]) -> None:
+    def _write(self, writer: BatchWriter, batch: Batch, future: Future[NDArray[Any]]) -> None:
         writer.write(batch.entries, future.result())
         self._share = batch.share or 0.0
 

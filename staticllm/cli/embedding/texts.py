@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar
 
 import click
 
@@ -74,7 +74,7 @@ class TextSource:
         if not arguments and path is None and (sys.stdin is None or sys.stdin.isatty()):
             raise click.UsageError("there is no text: give TEXTS, --file, or pipe lines into standard input")
         self._arguments = [as_text(text, f"text {number}") for number, text in enumerate(arguments, 1)]
-        self._path = None if path in (None, "-") else Path(cast(str, path))
+        self._path = None if path is None or path == "-" else Path(path)
         if self._path is not None and self._path.is_dir():
             raise PromptError(f"{path}: is a folder: give a file with one text per line, or JSON lines")
         is_json = self._path is not None and self._path.suffix.lower() in JSON_LINES
@@ -92,8 +92,9 @@ class TextSource:
         if self._arguments:
             yield _batches((Entry(text, i, {}) for i, text in enumerate(self._arguments, 1)), lambda: 1.0)
         elif self._path is None:
-            stream = click.get_binary_stream("stdin")
-            yield self._checked(_batches(self._entries(stream), lambda: None))
+            if sys.stdin is None:
+                raise click.UsageError("standard input is closed: give TEXTS or --file")
+            yield self._checked(_batches(self._entries(sys.stdin.buffer), lambda: None))
         else:
             with self._path.open("rb") as file:
                 size = self._path.stat().st_size if self._path.is_file() else 0

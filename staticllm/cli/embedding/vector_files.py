@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,11 +27,15 @@ EMBEDDING = "embedding"
 ROW_GROUP = 16 * BATCH_TEXTS
 
 
-class VectorWriter(Protocol):
-    """Writes the vectors of batches, one after another. Either ``close`` or ``discard`` is called at the end."""
+class BatchWriter(Protocol):
+    """Writes the vectors of batches, one after another."""
 
     def write(self, entries: Sequence[Entry], vectors: NDArray[Any]) -> None:
         """Write ``vectors [n, width]`` of ``n`` texts."""
+
+
+class VectorWriter(BatchWriter, Protocol):
+    """Writes a file. Either ``close`` or ``discard`` is called at the end."""
 
     def close(self) -> None:
         """Write the end; the file itself stays open."""
@@ -79,7 +84,7 @@ def vector_writer(output: str | None, form: str) -> Iterator[VectorWriter]:
     with ExitStack() as stack:
         try:
             file = stack.enter_context(_target(output, is_stream=form == "jsonl"))
-            writer: VectorWriter = {"npy": NpyWriter, "jsonl": JsonLinesWriter, "parquet": ParquetWriter}[form](file)
+            writer = _writer(file, form)
             stack.push(lambda kind, error, trace: writer.close() if kind is None else writer.discard())
             yield writer
             stack.close()
@@ -87,6 +92,12 @@ def vector_writer(output: str | None, form: str) -> Iterator[VectorWriter]:
             if output is None or (error.filename is None and isinstance(error, BrokenPipeError)):
                 raise
             raise ConfigError(f"{output!r} cannot be written: {error.strerror or error}") from error
+
+
+def _writer(file: BinaryIO, form: str) -> VectorWriter:
+    if form == "parquet":
+        return ParquetWriter(file)
+    return NpyWriter(file) if form == "npy" else JsonLinesWriter(file)
 
 
 @contextmanager
@@ -97,7 +108,7 @@ def _target(output: str | None, is_stream: bool) -> Iterator[BinaryIO]:
             yield file
         return
     with ExitStack() as stack:
-        stream = click.get_binary_stream("stdout") if path is None else stack.enter_context(path.open("wb"))
+        stream: BinaryIO = stack.enter_context(path.open("wb")) if path is not None else sys.stdout.buffer
         if is_stream:
             yield stream
         else:
