@@ -76,7 +76,8 @@ class Converter:
     """Converts each batch by itself."""
 
     def __init__(self, writer: BatchWriter, output_type: OutputType, ranges: Ranges | None) -> None:
-        self._writer, self._output_type, self._ranges = writer, output_type, ranges
+        self._writer, self._ranges = writer, ranges
+        self._output_type: OutputType = output_type
 
     def write(self, entries: Sequence[Entry], vectors: NDArray[Any]) -> None:
         self._writer.write(entries, convert(vectors, self._output_type, self._ranges))
@@ -86,8 +87,8 @@ class Spool:
     """Keeps all batches in two temporary files until the ranges of all vectors are known."""
 
     def __init__(self, writer: BatchWriter, output_type: OutputType, texts: BinaryIO, vectors: BinaryIO) -> None:
-        self._writer, self._output_type = writer, output_type
-        self._texts, self._vectors = texts, vectors
+        self._writer, self._texts, self._vectors = writer, texts, vectors
+        self._output_type: OutputType = output_type
         self._num_rows, self._ranges = 0, np.zeros((0, 0), np.float32)
 
     def write(self, entries: Sequence[Entry], vectors: NDArray[Any]) -> None:
