@@ -44,7 +44,7 @@ def test_without_requests_the_most_urgent_job_runs():
 @pytest.mark.parametrize(("targets", "num_jobs"), [({}, 3), ({"tpot_ms": 65}, 1), ({"tpot_ms": 180}, 7)])
 def test_jobs_fill_the_time_between_two_tokens_and_no_more(targets, num_jobs):
     turns, now, last, count = JobTurns(), 100.0, 100.0, 0
-    while chosen(turns, view_of(now, streams=(running(last), running(last + 0.005, 3)), **targets)):
+    while now < 101 and chosen(turns, view_of(now, streams=(running(last), running(last + 0.005, 3)), **targets)):
         now, count = now + BULK.seconds, count + 1
     assert count == num_jobs
     bound = targets.get("tpot_ms", max(4 * STEP * 1e3, 100)) / 1e3
