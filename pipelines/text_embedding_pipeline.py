@@ -16,7 +16,7 @@ import openvino_genai as genai
 from numpy.typing import NDArray
 
 from staticllm.core import Pooling
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, ModelError
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue, EmbeddingRequest
 from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
@@ -144,6 +144,8 @@ class StaticEmbeddingPipeline:
             pooling, self._config.normalize, self._config.max_length, properties=properties or None
         )
         self._loaded = load_encoder(directory, device, choices)
+        if self._loaded.runner.shape.output == "scores":
+            raise ModelError(f"{directory}: is a cross-encoder, which scores pairs: give a model that embeds texts")
         self._tokenizer = TextTokenizer(
             self._loaded.tokenizer, self._loaded.max_length, self._loaded.vocab_size, overflow
         )

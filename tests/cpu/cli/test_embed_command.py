@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from pathlib import Path
 import command_line
 import numpy as np
 import pytest
-from encoder_models import encoder_directory
+from encoder_models import encoder_directory, unpack
 
+from staticllm import demo_model_path
 from staticllm.cli.embedding import embed, texts, vector_files
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
@@ -235,15 +237,18 @@ def test_a_mistake_is_one_line_and_leaves_no_file(directory, tmp_path, arguments
 
 
 def test_a_model_that_is_missing_or_no_encoder_is_one_line(staticllm, tmp_path):
-    from staticllm import demo_model_path
-
-    for model, code, said in (
-        (tmp_path / "none", 1, "no model directory"),
-        (tmp_path, 1, "openvino_model.xml"),
-        (demo_model_path(), 1, "state"),
+    empty, scores = tmp_path / "empty", tmp_path / "scores"
+    empty.mkdir()
+    unpack("bert_scores", scores)
+    for path in demo_model_path().glob("openvino_*tokenizer.*"):
+        shutil.copy(path, scores)
+    for model, said in (
+        (tmp_path / "none", "no model directory"),
+        (empty, "openvino_model.xml"),
+        (scores, "is a cross-encoder, which scores pairs"),
     ):
         done = staticllm("embed", model, "a text")
-        assert done.returncode == code
+        assert done.returncode == 1
         assert said in done.stderr
         assert len(done.stderr.splitlines()) == 1
     assert "give the directory of an encoder" in staticllm("embed").stderr
