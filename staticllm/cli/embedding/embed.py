@@ -125,6 +125,8 @@ def _embed(
     dimensions = options["dimensions"]
     if dimensions is not None and dimensions > pipe.width:
         raise ConfigError(f"--dimensions {dimensions}: the model's vectors have {pipe.width} values")
+    if options["output"] is None and sys.stdout.isatty():
+        shown.close()  # the lines of output would be written over the bar
     prompt = options["prompt"]
     prompt = pipe.prompts[options["kind"] or "document"] if prompt is None else as_text(prompt, "--prompt")
     with (
