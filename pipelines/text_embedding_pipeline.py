@@ -23,7 +23,7 @@ from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
 from staticllm.pipelines.embedding.output_types import Embeddings, OutputType, check_output_type, convert, ranges_of
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
 from staticllm.pipelines.engine.job_engine import JobEngine
-from staticllm.pipelines.engine.jobs import JobHost
+from staticllm.pipelines.engine.jobs import JobHost, checked_host
 
 PoolingType: TypeAlias = genai.TextEmbeddingPipeline.PoolingType
 Vectors = NDArray[np.float32]
@@ -151,7 +151,7 @@ class StaticEmbeddingPipeline:
         )
         self._queue = EmbeddingQueue(self._loaded.runner, max_waiting)
         self._own_engine = JobEngine() if engine is None else None
-        self._engine: JobHost = self._own_engine or _checked(engine)
+        self._engine: JobHost = self._own_engine or checked_host(engine)
         self._engine.add_jobs(self._queue)
         self._started: dict[str, Future[Vectors]] = {}
 
@@ -240,15 +240,7 @@ class StaticEmbeddingPipeline:
         if not request.texts:
             return request.vectors
         self._queue.submit(request)
-        try:
-            while on_progress is not None and not request.future.done():
-                request.has_progressed.wait()
-                request.has_progressed.clear()
-                on_progress(request.num_done, len(request.texts))
-            return request.future.result()
-        except BaseException:
-            request.future.cancel()
-            raise
+        return request.wait(on_progress)
 
     def start_embed_documents_async(self, texts: Sequence[str]) -> None:
         """Begin to embed documents; ``wait_embed_documents`` returns their vectors.
@@ -351,19 +343,6 @@ class StaticEmbeddingPipeline:
         if not self._config.normalize:
             return cut
         return np.asarray(cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12), np.float32)
-
-
-def _checked(engine: object) -> JobHost:
-    """Return the engine.
-
-    Raises:
-        ConfigError: it is not one.
-    """
-    if not callable(getattr(engine, "add_jobs", None)):
-        raise ConfigError(
-            f"engine is a {type(engine).__name__}: must be the engine of a pipeline, such as engine=llm.engine"
-        )
-    return engine  # type: ignore[return-value]
 
 
 def _as_lists(vectors: Vectors) -> list[list[float]]:

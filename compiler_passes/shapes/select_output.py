@@ -60,10 +60,12 @@ def _take_from_head(graph: EncoderGraph, result: ov.Node, score_tokens: tuple[in
         axis = np.int64(0 if head.get_attributes()["transpose_b"] else 1)
         chosen = ops.gather(head.input_value(1), np.array(score_tokens, np.int64), axis)
         head.input(1).replace_source_output(chosen.output(0))
+        graph.head, graph.pooling = "tokens", "last"
         graph.note(STAGE, f"the logits of the tokens {', '.join(map(str, score_tokens))}")
     else:
         graph.model.remove_result(result)
         graph.model.add_results([named_result(HIDDEN_STATES[0], head.input_value(0))])
+        graph.head = "cut"
         graph.note(STAGE, f"cut before {head.get_friendly_name()!r}")
     try:
         graph.model.validate_nodes_and_infer_types()

@@ -69,6 +69,24 @@ class EmbeddingRequest:
             self.future.set_exception(error)
         self.has_progressed.set()
 
+    def wait(self, on_progress: Callable[[int, int], None] | None = None) -> Vectors:
+        """Return the vectors when all are there; an exception, also of ``on_progress`` and Ctrl-C, cancels the request.
+
+        ``on_progress`` gets the number of texts that are done, and of all texts, on this thread.
+
+        Raises:
+            StaticLLMError: a text failed, or the deadline passed.
+        """
+        try:
+            while on_progress is not None and not self.future.done():
+                self.has_progressed.wait()
+                self.has_progressed.clear()
+                on_progress(self.num_done, len(self.texts))
+            return self.future.result()
+        except BaseException:
+            self.future.cancel()
+            raise
+
     def _may_end(self) -> bool:
         return not self.future.done() and self.future.set_running_or_notify_cancel()
 

@@ -28,6 +28,7 @@ _COMMANDS = {
     "verify": "verify",
     "plan": "plan",
     "embed": "embedding.embed",
+    "rerank": "embedding.rerank",
     "cache": "cache",
     "doctor": "doctor",
 }  # name → module, imported when used
