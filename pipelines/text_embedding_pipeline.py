@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from types import TracebackType
-from typing import Literal, TypeAlias, overload
+from typing import Literal, overload
 
 import numpy as np
 import openvino_genai as genai
 from numpy.typing import NDArray
 
-from staticllm.core import OnProgress, Pooling
+from staticllm.core import OnProgress
 from staticllm.errors import ConfigError
 from staticllm.model_dir import check_model_dir
+from staticllm.pipelines.embedding.embedding_config import (
+    POOLINGS,
+    EmbeddingConfig,
+    PoolingType,
+    resolved_config,
+)
 from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue, EmbeddingRequest
 from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
+from staticllm.pipelines.embedding.output_types import Embeddings, OutputType, check_output_type, convert, ranges_of
 from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo
 from staticllm.pipelines.embedding.pool.pool_loader import load_pool, needs_pool, take_options
@@ -27,51 +33,9 @@ from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
 from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.engine.jobs import JobHost, checked_host
 
-PoolingType: TypeAlias = genai.TextEmbeddingPipeline.PoolingType
 Vectors = NDArray[np.float32]
 QUERY_PRIORITY = 1
 """The default priority of queries; that of documents is 0."""
-_POOLINGS: dict[object, Pooling] = {
-    PoolingType.CLS: "first",
-    PoolingType.MEAN: "mean",
-    PoolingType.LAST_TOKEN: "last",
-}
-
-
-@dataclass
-class EmbeddingConfig:
-    """The options of ``openvino_genai.TextEmbeddingPipeline.Config``; None for what the model's files say.
-
-    Attributes:
-        max_length: The most tokens of a text; longer ones are truncated.
-        pad_to_max_length, batch_size, padding_side: Accepted and ignored: texts are packed, not padded, in any number.
-        pooling_type: How the vectors of tokens become one.
-        normalize: Whether vectors have length 1.
-        query_instruction: The text before each query.
-        embed_instruction: The text before each document.
-    """
-
-    max_length: int | None = None
-    pad_to_max_length: bool | None = None
-    batch_size: int | None = None
-    pooling_type: PoolingType | None = None
-    normalize: bool = True
-    query_instruction: str | None = None
-    embed_instruction: str | None = None
-    padding_side: str | None = None
-
-    def validate(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: a value is impossible.
-        """
-        for name in ("max_length", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name}={value!r}: must be a whole number from 1, or None")
-        if self.pooling_type is not None and self.pooling_type not in _POOLINGS:
-            raise ConfigError(f"pooling_type={self.pooling_type!r}: must be a PoolingType: CLS, MEAN or LAST_TOKEN")
 
 
 class EmbeddingHandle:
@@ -144,9 +108,9 @@ class StaticEmbeddingPipeline:
             raise ConfigError(f"overflow={overflow!r}: must be 'truncate' or 'refuse'")
         names = {item.name for item in fields(EmbeddingConfig)}
         own = {name: properties.pop(name) for name in list(properties) if name in names}
-        self._config = _resolved(config, own)
+        self._config = resolved_config(config, own)
         options = take_options(properties)
-        pooling = None if self._config.pooling_type is None else _POOLINGS[self._config.pooling_type]
+        pooling = None if self._config.pooling_type is None else POOLINGS[self._config.pooling_type]
         choices = EncoderChoices(
             pooling,
             self._config.normalize,
@@ -178,6 +142,15 @@ class StaticEmbeddingPipeline:
     def width(self) -> int:
         """The number of values of a vector."""
         return self._width
+
+    @property
+    def prompts(self) -> dict[str, str]:
+        """The text that is put before each kind of text: ``query``, ``document``, and others that the model's files name."""
+        return {
+            **self._files.prompts,
+            "query": self._instruction("query"),
+            "document": self._instruction("document"),
+        }
 
     @overload
     def embed_documents(self, texts: Sequence[str], *, as_array: Literal[False] = False) -> list[list[float]]: ...
@@ -218,7 +191,9 @@ class StaticEmbeddingPipeline:
         priority: int = 0,
         deadline_ms: float | None = None,
         on_progress: Callable[[int, int], None] | None = None,
-    ) -> Vectors:
+        output_type: OutputType = "float32",
+        calibration: Embeddings | None = None,
+    ) -> Embeddings:
         """Return the vectors ``[n, width]`` of texts.
 
         Args:
@@ -229,17 +204,26 @@ class StaticEmbeddingPipeline:
             priority: Texts of a higher priority are run first.
             deadline_ms: The time from now after which texts are given up.
             on_progress: A function that gets the number of texts that are done, and of all texts, on the caller's thread.
+            output_type: ``float32``, ``int8``, ``uint8``, ``binary`` or ``ubinary``, as sentence-transformers computes them.
+                The last two are bits, ``[n, ceil(width / 8)]``.
+            calibration: Vectors ``[n, width]`` of float32 whose ranges divide the values of ``int8`` and ``uint8``; two
+                vectors may be the least and the greatest values themselves. Without it, the ranges are those of these texts.
 
         Raises:
             StaticLLMError: a text cannot be embedded, or the deadline passed.
+            ConfigError: an option is impossible.
         """
-        request = self._request(texts, prompt, priority, deadline_ms)
         self._check_dimensions(dimensions)
+        check_output_type(output_type, calibration, dimensions or self.width)
+        ranges = None if calibration is None else ranges_of(calibration)
+        vectors = self._run(self._request(texts, prompt, priority, deadline_ms), on_progress)
+        return convert(vectors if dimensions is None else self._cut(vectors, dimensions), output_type, ranges)
+
+    def _run(self, request: EmbeddingRequest, on_progress: Callable[[int, int], None] | None) -> Vectors:
         if not request.texts:
-            return np.zeros((0, dimensions or self.width), np.float32)
+            return request.vectors
         self._queue.submit(request)
-        vectors = request.wait(on_progress)
-        return vectors if dimensions is None else self._cut(vectors, dimensions)
+        return request.wait(on_progress)
 
     def start_embed_documents_async(self, texts: Sequence[str]) -> None:
         """Begin to embed documents; ``wait_embed_documents`` returns their vectors.
@@ -355,29 +339,4 @@ class StaticEmbeddingPipeline:
 
 def _as_lists(vectors: Vectors) -> list[list[float]]:
     found: list[list[float]] = vectors.tolist()
-    return found
-
-
-def _resolved(config: object, own: Mapping[str, object]) -> EmbeddingConfig:
-    """Return the config with the keywords in it.
-
-    Raises:
-        ConfigError: a value is impossible.
-    """
-    if isinstance(config, genai.TextEmbeddingPipeline.Config):
-        values = {item.name: getattr(config, item.name) for item in fields(EmbeddingConfig)}
-        if values["pooling_type"] == PoolingType.CLS:  # its default: GenAI cannot say whether it was given
-            values["pooling_type"] = None
-            warnings.warn(
-                "pooling_type CLS of GenAI's Config is its default: the model's own pooling is used; give "
-                "pooling_type=PoolingType.CLS as a keyword if CLS is meant",
-                stacklevel=3,
-            )
-        config = EmbeddingConfig(**values)
-    elif config is None:
-        config = EmbeddingConfig()
-    elif not isinstance(config, EmbeddingConfig):
-        raise ConfigError(f"config is a {type(config).__name__}: must be a StaticEmbeddingPipeline.Config")
-    found = EmbeddingConfig(**{**vars(config), **own})
-    found.validate()
     return found

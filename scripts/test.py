@@ -1,7 +1,7 @@
 """Sets up a fresh machine and runs the tests. Arguments are passed to pytest.
 
 python scripts/test.py                # the quick tests, on several cores
-python scripts/test.py --all          # all tests
+python scripts/test.py --all          # all tests, also those of optional packages
 python scripts/test.py tests/null -x
 """
 
@@ -12,13 +12,16 @@ import sys
 
 from _setup import ensure_environment, run
 
+OPTIONAL = ("parquet", "examples", "adapters")
+"""The extras whose tests run with ``--all``; without them these tests are skipped."""
+
 MAX_WORKERS = 4
 """Each worker has its own programs in memory. One process for all tests would come near the limit of memory maps, because the
 plugin's kernels leave some behind."""
 
 
 def main() -> None:
-    python = ensure_environment("test")
+    python = ensure_environment("test", *(OPTIONAL if "--all" in sys.argv else ()))
     workers = min(os.cpu_count() or 1, MAX_WORKERS)
     in_parallel = [] if workers == 1 else ["-n", str(workers), "--dist", "loadfile"]
     run(python, "-m", "pytest", "--durations=10", *in_parallel, *sys.argv[1:])

@@ -28,13 +28,14 @@ from staticllm.model_dir import demo_model_path
 from staticllm.results import DecodedResults, EncodedResults, GeneratedText
 
 if TYPE_CHECKING:
+    from staticllm.pipelines.embedding.embedding_config import EmbeddingConfig
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
     from staticllm.pipelines.profiling.stats import Stats
     from staticllm.pipelines.profiling.trace import Trace
     from staticllm.pipelines.programs.variant_index import VariantIndex
     from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus, RequestView, View
     from staticllm.pipelines.text.handle import GenerationHandle
-    from staticllm.pipelines.text_embedding_pipeline import EmbeddingConfig, EmbeddingHandle, StaticEmbeddingPipeline
+    from staticllm.pipelines.text_embedding_pipeline import EmbeddingHandle, StaticEmbeddingPipeline
     from staticllm.pipelines.text_rerank_pipeline import RerankConfig, RerankHandle, StaticRerankPipeline
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
@@ -95,7 +96,8 @@ _LAZY = {
     "Trace": "profiling.trace",
     "VariantIndex": "programs.variant_index",
     **dict.fromkeys(("RerankConfig", "RerankHandle", "StaticRerankPipeline"), "text_rerank_pipeline"),
-    **dict.fromkeys(("EmbeddingConfig", "EmbeddingHandle", "StaticEmbeddingPipeline"), "text_embedding_pipeline"),
+    "EmbeddingConfig": "embedding.embedding_config",
+    **dict.fromkeys(("EmbeddingHandle", "StaticEmbeddingPipeline"), "text_embedding_pipeline"),
     **dict.fromkeys(("Device", "Plan", "Policy", "RequestStatus", "RequestView", "View"), "scheduling.interface"),
 }
 """Names that are imported only when they are used, and their modules."""

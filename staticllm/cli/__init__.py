@@ -27,6 +27,8 @@ _COMMANDS = {
     "bench": "bench",
     "verify": "verify",
     "plan": "plan",
+    "embed": "embedding.embed",
+    "rerank": "embedding.rerank",
     "cache": "cache",
     "doctor": "doctor",
 }  # name → module, imported when used

@@ -112,19 +112,25 @@ def layout_options(command: Command) -> Command:
                 type=click.Choice(["f32", "f16", "bf16", "u8"]),
                 help="Store keys and values in this type.",
             ),
-            click.option(
-                "-p",
-                "--property",
-                "properties",
-                multiple=True,
-                metavar="NAME=VALUE",
-                callback=_pairs,
-                help="Any other property.",
-            ),
+            property_option,
         ]
     ):
         command = option(command)
     return command
+
+
+def property_option(command: Command) -> Command:
+    """Add ``-p NAME=VALUE``, which may be given several times."""
+    option = click.option(
+        "-p",
+        "--property",
+        "properties",
+        multiple=True,
+        metavar="NAME=VALUE",
+        callback=_pairs,
+        help="Any other property.",
+    )
+    return option(command)
 
 
 def _pairs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -148,7 +154,12 @@ def read_properties(options: dict[str, Any]) -> dict[str, Any]:
         "kv_precision": "KV_CACHE_PRECISION",
     }
     properties = {name: options[key] for key, name in names.items() if options[key] is not None}
-    return {**properties, **{name: _value(text) for name, text in options["properties"]}}
+    return {**properties, **property_values(options["properties"])}
+
+
+def property_values(pairs: list[tuple[str, str]]) -> dict[str, Any]:
+    """Return the values of ``-p`` options as numbers, truth values, lists or texts."""
+    return {name: _value(text) for name, text in pairs}
 
 
 def read_config(options: dict[str, Any], needs_device: bool = True) -> StaticLLMConfig:

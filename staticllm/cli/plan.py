@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from staticllm.cli import encoders
+from staticllm.cli.embedding.plan_embed import embed_options
 from staticllm.cli.options import layout_options, model_argument, read_config
-from staticllm.cli.plan_embed import embed_options
 from staticllm.cli.progress import progress
 
 if TYPE_CHECKING:

@@ -93,6 +93,26 @@ def test_leading_dimensions_are_normalised_again(pipe):
         pipe.encode(TEXTS[:1], dimensions=33)
 
 
+@pytest.mark.filterwarnings("ignore:the ranges of int8")
+def test_output_types_convert_the_vectors(pipe):
+    vectors = pipe.encode(TEXTS, dimensions=20)
+    bits = pipe.encode(TEXTS, dimensions=20, output_type="ubinary")
+    np.testing.assert_array_equal(np.unpackbits(bits, axis=1)[:, :20], vectors > 0)
+    ranges = np.stack((vectors.min(axis=0), vectors.max(axis=0)))
+    steps = pipe.encode(TEXTS, dimensions=20, output_type="uint8")
+    assert np.abs(ranges[0] + (steps + 0.5) * (ranges[1] - ranges[0]) / 255 - vectors).max() < 0.01
+    np.testing.assert_array_equal(steps, pipe.encode(TEXTS, dimensions=20, output_type="uint8", calibration=ranges))
+    with pytest.raises(ConfigError, match=r"calibration has the shape \[2, 20\]: must be \[n, 32\]"):
+        pipe.encode(TEXTS, output_type="int8", calibration=ranges)
+    assert pipe.encode([], dimensions=20, output_type="binary").shape == (0, 3)
+
+
+def test_prompts_are_those_of_the_files_and_of_the_config(directory, pipe):
+    assert pipe.prompts == {"query": "query: ", "document": ""}
+    with StaticEmbeddingPipeline(directory, "CPU", query_instruction="find: ", **F32) as other:
+        assert other.prompts["query"] == "find: "
+
+
 def test_many_threads_and_handles_get_their_own_vectors(pipe, alone):
     texts = some_texts(24)
     expected = [alone(text) for text in texts]

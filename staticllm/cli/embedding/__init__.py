@@ -1,0 +1,1 @@
+"""The commands for encoders: they embed texts, rank them for a query, and plan machines."""

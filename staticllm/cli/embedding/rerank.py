@@ -1,0 +1,42 @@
+"""``staticllm rerank`` sorts texts by how well they answer a query."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from staticllm.cli.embedding.encoder_options import encoder_arguments, encoder_model, encoder_options
+from staticllm.cli.embedding.texts import TextSource, text_options
+from staticllm.cli.options import Whole, as_text
+from staticllm.cli.progress import progress
+
+
+@click.command("rerank", short_help="Sort texts by a query.")
+@text_options
+@encoder_model
+@click.option("--query", required=True, help="What the texts are sorted by.")
+@click.option("--top-n", type=Whole(1), help="Texts to print, the best ones.  [all]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per text.")
+@encoder_options
+def command(model: str, texts: tuple[str, ...], query: str, top_n: int | None, as_json: bool, **options: Any) -> None:
+    """Sort TEXTS, the lines of a file, or lines from stdin by the QUERY, with the reranker in MODEL.
+
+    MODEL is the first argument, unless -m names it. Print the index of each text, from 0, its score and the text, the
+    best first. Texts are read as by `staticllm embed`.
+    """
+    query = as_text(query, "--query")
+    source = TextSource(texts, options["file"], options["field"])
+    with source.batches() as batches:
+        found = [text for batch in batches for text in batch.texts]
+    with progress("loading and scoring"):
+        from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
+
+        with StaticRerankPipeline(model, top_n=top_n or len(found), **encoder_arguments(options)) as pipe:
+            ranking = pipe.rerank(query, found)
+    for index, score in ranking:
+        if as_json:
+            click.echo(json.dumps({"index": index, "score": score, "text": found[index]}, ensure_ascii=False))
+        else:
+            click.echo(f"{index}\t{score:.6f}\t{found[index]}")

@@ -1,0 +1,169 @@
+"""Reads the texts of a command in parts: its arguments, or plain or JSON lines of a file or of stdin."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import click
+
+from staticllm.cli.options import as_text
+from staticllm.errors import PromptError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+FIELD = "text"
+"""The field of JSON lines that holds the text, unless ``--field`` names another."""
+JSON_LINES = (".jsonl", ".ndjson")
+MAX_LINE_BYTES = 1 << 26
+BATCH_TEXTS, BATCH_CHARS = 1024, 1 << 22
+"""So many texts or characters are read before they are handed on: more fill a device's calls hardly better."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One text, the number of its line from 1, and the fields of the JSON object that it came in."""
+
+    text: str
+    line: int
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts that follow one another, and the share of the whole input that ends with them; None if its size is unknown."""
+
+    entries: Sequence[Entry]
+    share: float | None
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts alone."""
+        return [entry.text for entry in self.entries]
+
+
+def text_options(command: Command) -> Command:
+    """Add ``[TEXTS]...``, ``--file`` and ``--field``."""
+    for option in (
+        click.option("--field", metavar="NAME", help=f"Read JSON lines; the text is in this field.  [{FIELD}]"),
+        click.option("-f", "--file", type=click.Path(), help="A file with one text per line; - is stdin."),
+        click.argument("texts", nargs=-1),
+    ):
+        command = option(command)
+    return command
+
+
+class TextSource:
+    """Where texts come from: arguments, or the lines of a file or of stdin. ``name`` is for messages."""
+
+    def __init__(self, arguments: Sequence[str], path: str | None, field: str | None) -> None:
+        """Choose the source.
+
+        Raises:
+            UsageError: there is none, or there are two.
+            PromptError: an argument is not text, or the file is a folder.
+        """
+        if arguments and path is not None:
+            raise click.UsageError("texts are given twice, as arguments and with --file: leave one out")
+        if arguments and field is not None:
+            raise click.UsageError("--field is for JSON lines from --file or stdin: leave it or the arguments out")
+        if not arguments and path is None and (sys.stdin is None or sys.stdin.isatty()):
+            raise click.UsageError("there is no text: give TEXTS, --file, or pipe lines into standard input")
+        self._arguments = [as_text(text, f"text {number}") for number, text in enumerate(arguments, 1)]
+        self._path = None if path is None or path == "-" else Path(path)
+        if self._path is not None and self._path.is_dir():
+            raise PromptError(f"{path}: is a folder: give a file with one text per line, or JSON lines")
+        is_json = self._path is not None and self._path.suffix.lower() in JSON_LINES
+        self._field = field if field is not None else FIELD if is_json else None
+        self.name = "the arguments" if arguments else "standard input" if self._path is None else str(path)
+
+    @contextmanager
+    def batches(self) -> Iterator[Iterator[Batch]]:
+        """Open the source while a block runs, and give its texts in order, in batches.
+
+        Raises:
+            PromptError: there is no text at all, or a line is not what it must be.
+            OSError: the file cannot be read.
+        """
+        if self._arguments:
+            yield _batches((Entry(text, i, {}) for i, text in enumerate(self._arguments, 1)), lambda: 1.0)
+        elif self._path is None:
+            if sys.stdin is None:
+                raise click.UsageError("standard input is closed: give TEXTS or --file")
+            yield self._checked(_batches(self._entries(sys.stdin.buffer), lambda: None))
+        else:
+            with self._path.open("rb") as file:
+                size = self._path.stat().st_size if self._path.is_file() else 0
+                yield self._checked(_batches(self._entries(file), lambda: file.tell() / size if size else None))
+
+    def _checked(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        first = next(batches, None)
+        if first is None:
+            raise PromptError(f"{self.name} is empty: give one text per line, or JSON lines")
+        yield first
+        yield from batches
+
+    def _entries(self, stream: BinaryIO) -> Iterator[Entry]:
+        number = 0
+        while data := self._line(stream, number + 1):
+            number += 1
+            if len(data) > MAX_LINE_BYTES:
+                raise self._error(number, f"has more than {MAX_LINE_BYTES} bytes: break it into several")
+            line = self._decoded(data, number)
+            if self._field is None:
+                yield Entry(line, number, {})
+            elif line.strip():
+                yield self._entry(line, number, self._field)
+
+    def _line(self, stream: BinaryIO, number: int) -> bytes:
+        try:
+            return stream.readline(MAX_LINE_BYTES + 1)
+        except OSError as error:
+            raise self._error(number, f"cannot be read: {error.strerror or error}") from error
+
+    def _decoded(self, data: bytes, number: int) -> str:
+        try:
+            line = data.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            place = f"byte 0x{data[error.start]:02x} at {error.start}"
+            raise self._error(number, f"is not text in UTF-8 ({place}): convert it first") from None
+        if "\0" in line:
+            raise self._error(number, "is binary (it has a zero byte): give text in UTF-8")
+        return line.rstrip("\n").removesuffix("\r")
+
+    def _entry(self, line: str, number: int, field: str) -> Entry:
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise self._error(number, f"is not JSON ({error}): leave out --field for plain lines") from None
+        if not isinstance(found, dict):
+            raise self._error(number, f"holds a {type(found).__name__}: must be an object with the field {field!r}")
+        if field not in found:
+            names = ", ".join(map(repr, list(found)[:5])) or "none"
+            raise self._error(number, f"has no field {field!r} (it has {names}): name the text's with --field")
+        text = found[field]
+        if not isinstance(text, str):
+            raise self._error(number, f"field {field!r} holds a {type(text).__name__}: must be a string")
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise self._error(number, f"field {field!r} holds half a character (a lone surrogate): write it whole")
+        return Entry(text, number, found)
+
+    def _error(self, number: int, text: str) -> PromptError:
+        return PromptError(f"{self.name}, line {number}: {text}")
+
+
+def _batches(entries: Iterator[Entry], share: Callable[[], float | None]) -> Iterator[Batch]:
+    held: list[Entry] = []
+    num_chars = 0
+    for entry in entries:
+        held.append(entry)
+        num_chars += len(entry.text)
+        if len(held) == BATCH_TEXTS or num_chars >= BATCH_CHARS:
+            yield Batch(held, share())
+            held, num_chars = [], 0
+    if held:
+        yield Batch(held, share())
