@@ -45,6 +45,7 @@ class EmbeddingRequest:
         self.vectors: Vectors = np.zeros((len(self.texts), self.width), np.float32)
         self.num_done = 0
         self.has_progressed = threading.Event()
+        self._ending, self._has_ended = threading.Lock(), False
 
     @property
     def is_over(self) -> bool:
@@ -70,7 +71,10 @@ class EmbeddingRequest:
         self.has_progressed.set()
 
     def _may_end(self) -> bool:
-        return not self.future.done() and self.future.set_running_or_notify_cancel()
+        """Return True for the first end of a request that was not cancelled; tell waiting threads of one that was."""
+        with self._ending:  # the device and a thread that closes the queue may end a request at the same time
+            is_first, self._has_ended = not self._has_ended, True
+        return is_first and self.future.set_running_or_notify_cancel()
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class EmbeddingQueue:
         self._plan: list[tuple[PackedCall, list[_Text]]] = []
         self._planned_priority: int | None = None
         self._is_stale = True
+        self._dropped: list[EmbeddingRequest] = []  # late or cancelled; they end without the lock
 
     def attach(self, wake: Callable[[], None], max_seconds: float | None) -> None:
         """Take the function that wakes the device's thread; it is called, without a lock, after a request was added.
@@ -146,8 +151,8 @@ class EmbeddingQueue:
 
     def next_job(self) -> JobView | None:
         """Return the next call as a policy sees it; None if no text waits."""
+        self._prepare()
         with self._lock:
-            self._replan()
             if not self._plan:
                 return None
             call, texts = self._plan[0]
@@ -159,8 +164,8 @@ class EmbeddingQueue:
     def run_next(self, meanwhile: Callable[[], None] | None = None) -> int:
         """Run one call, if texts wait, and hand their vectors out. Return its number of texts."""
         with self._is_running:
+            self._prepare()
             with self._lock:
-                self._replan()
                 if not self._plan:
                     return 0
                 call, texts = self._plan.pop(0)
@@ -185,6 +190,14 @@ class EmbeddingQueue:
             request.fail(ClosedError("the pipeline was closed before these texts were embedded"))
         with self._is_running:
             pass
+
+    def _prepare(self) -> None:
+        """Plan, and end late requests without the lock, because their callbacks may submit texts or close the queue."""
+        with self._lock:
+            self._replan()
+            dropped, self._dropped = self._dropped, []
+        for request in dropped:
+            request.fail(StaticLLMError("the deadline passed before all texts were embedded"))
 
     def _replan(self) -> None:
         """Plan the calls of the next texts, if texts were added since the last plan or it is used up. The lock is held.
@@ -215,10 +228,9 @@ class EmbeddingQueue:
         while waiting and len(chosen) < WINDOW:
             text = waiting.popleft()
             request = text.request
-            if request.is_late(now):
-                request.fail(StaticLLMError("the deadline passed before all texts were embedded"))
-            if request.is_over:
+            if request.is_over or request.is_late(now):
                 self._num_waiting -= 1
+                self._dropped.append(request)
                 continue
             chosen.append(text)
         return chosen
