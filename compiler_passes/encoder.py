@@ -13,10 +13,12 @@ from staticllm.compiler_passes.rewrites.decompose_attention import decompose_att
 from staticllm.compiler_passes.shapes.add_pooling import add_pooling
 from staticllm.compiler_passes.shapes.pool_scores import pool_scores
 from staticllm.compiler_passes.shapes.select_output import select_output
+from staticllm.compiler_passes.states.drop_past import drop_past
 
 ENCODER: PassPipeline[EncoderGraph, EncoderOptions] = PassPipeline(
     (
-        Pass("select_output", lambda graph, options: select_output(graph)),
+        Pass("drop_past", lambda graph, options: drop_past(graph)),
+        Pass("select_output", lambda graph, options: select_output(graph, options.score_tokens)),
         Pass("fix_encoder_inputs", lambda graph, options: fix_encoder_inputs(graph)),
         Pass("expose_encoder_mask", lambda graph, options: expose_encoder_mask(graph)),
         Pass("expose_encoder_positions", lambda graph, options: expose_encoder_positions(graph)),
@@ -27,4 +29,4 @@ ENCODER: PassPipeline[EncoderGraph, EncoderOptions] = PassPipeline(
         Pass("add_pooling", lambda graph, options: add_pooling(graph, options.dense, options.is_normalised)),
     )
 )
-"""Lowers a stateless encoder to a pure function of packed texts. ``LoweredEncoder`` sets the sizes of a variant afterwards."""
+"""Lowers an encoder to a pure function of packed texts. ``LoweredEncoder`` sets the sizes of a variant afterwards."""

@@ -103,6 +103,7 @@ def _shape_of(graph: EncoderGraph) -> EncoderShape:
         has_token_types=graph.parameter(TOKEN_TYPE_IDS) is not None,
         is_packable=graph.is_packable,
         unsafe_rows=tuple(sorted({*graph.query_heads} - {0})),
+        head=graph.head,
     )
     known = encoder_input_names(shape)
     for port in graph.model.inputs:

@@ -34,12 +34,14 @@ class EncoderOptions:
     """The options of the passes of an encoder.
 
     ``max_rows``: the most rows of any variant. ``dense``: Dense modules after pooling. ``is_normalised``: whether embeddings have
-    length 1. The last two do not concern cross-encoders.
+    length 1. These two do not concern cross-encoders. ``score_tokens``: the tokens whose logits are the scores, for a causal
+    language model that ranks texts.
     """
 
     max_rows: int = 512
     dense: tuple[Dense, ...] = ()
     is_normalised: bool = True
+    score_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue, Embedd
 from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
 from staticllm.pipelines.engine.job_engine import JobEngine
-from staticllm.pipelines.engine.jobs import JobHost
+from staticllm.pipelines.engine.jobs import JobHost, checked_host
 from staticllm.threads import check_process
 
 PoolingType: TypeAlias = genai.TextEmbeddingPipeline.PoolingType
@@ -154,7 +154,7 @@ class StaticEmbeddingPipeline:
         )
         self._queue = EmbeddingQueue(self._loaded.runner, max_waiting)
         self._own_engine = JobEngine() if engine is None else None
-        self._engine: JobHost = self._own_engine or _checked(engine)
+        self._engine: JobHost = self._own_engine or checked_host(engine)
         self._engine.add_jobs(self._queue)
         self._finalizer = weakref.finalize(self, _close, self._engine, self._queue, self._own_engine)
         self._started: dict[str, Future[Vectors]] = {}
@@ -223,19 +223,7 @@ class StaticEmbeddingPipeline:
         if not request.texts:
             return np.zeros((0, dimensions or self.width), np.float32)
         self._queue.submit(request)
-        num_told = 0
-        try:
-            while on_progress is not None and not request.future.done():
-                request.has_progressed.wait()
-                request.has_progressed.clear()
-                num_told = request.num_done
-                on_progress(num_told, len(request.texts))
-            vectors = request.future.result()
-            if on_progress is not None and num_told < len(request.texts):
-                on_progress(len(request.texts), len(request.texts))
-        except BaseException:
-            request.future.cancel()
-            raise
+        vectors = request.wait(on_progress)
         return vectors if dimensions is None else self._cut(vectors, dimensions)
 
     def start_embed_documents_async(self, texts: Sequence[str]) -> None:
@@ -354,19 +342,6 @@ def _close(engine: JobHost, queue: EmbeddingQueue, own_engine: JobEngine | None)
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _checked(engine: object) -> JobHost:
-    """Return the engine.
-
-    Raises:
-        ConfigError: it is not one.
-    """
-    if not callable(getattr(engine, "add_jobs", None)):
-        raise ConfigError(
-            f"engine is a {type(engine).__name__}: must be the engine of a pipeline, such as engine=llm.engine"
-        )
-    return engine  # type: ignore[return-value]
 
 
 def _as_lists(vectors: Vectors) -> list[list[float]]:

@@ -12,8 +12,11 @@ import staticllm
 from staticllm.errors import StaticLLMError
 from staticllm.pipelines.text.handle import GenerationHandle
 
-FIRST = ("StaticLLMPipeline", "GenerationHandle", "StaticLLMConfig", "StaticEmbeddingPipeline", "EmbeddingHandle")
-RETURNED = ("GenerationHandle", "EmbeddingHandle")
+FIRST = (
+    "StaticLLMPipeline", "GenerationHandle", "StaticLLMConfig",
+    "StaticEmbeddingPipeline", "EmbeddingHandle", "StaticRerankPipeline", "RerankHandle",
+)  # fmt: skip
+RETURNED = ("GenerationHandle", "EmbeddingHandle", "RerankHandle")
 """Classes that users receive and do not construct; the page leaves out their constructors."""
 SECTIONS = ("Args", "Returns", "Raises")
 Member = tuple[str, Any]

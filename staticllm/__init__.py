@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus, RequestView, View
     from staticllm.pipelines.text.handle import GenerationHandle
     from staticllm.pipelines.text_embedding_pipeline import EmbeddingConfig, EmbeddingHandle, StaticEmbeddingPipeline
+    from staticllm.pipelines.text_rerank_pipeline import RerankConfig, RerankHandle, StaticRerankPipeline
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 if __name__ != "staticllm":
@@ -69,11 +70,14 @@ __all__ = [
     "PromptTooLongError",
     "RequestStatus",
     "RequestView",
+    "RerankConfig",
+    "RerankHandle",
     "SnapshotError",
     "StaticEmbeddingPipeline",
     "StaticLLMConfig",
     "StaticLLMError",
     "StaticLLMPipeline",
+    "StaticRerankPipeline",
     "Stats",
     "Trace",
     "UnsupportedModelError",
@@ -90,6 +94,7 @@ _LAZY = {
     "Stats": "profiling.stats",
     "Trace": "profiling.trace",
     "VariantIndex": "programs.variant_index",
+    **dict.fromkeys(("RerankConfig", "RerankHandle", "StaticRerankPipeline"), "text_rerank_pipeline"),
     **dict.fromkeys(("EmbeddingConfig", "EmbeddingHandle", "StaticEmbeddingPipeline"), "text_embedding_pipeline"),
     **dict.fromkeys(("Device", "Plan", "Policy", "RequestStatus", "RequestView", "View"), "scheduling.interface"),
 }

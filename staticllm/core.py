@@ -232,7 +232,8 @@ class EncoderShape:
     ``pooling``: the only pooling that is right for the model; None if the host may choose. ``first_position``: the position of a
     text's first token. ``max_rows``: the most rows of any program. If the model is not packable, each sequence of a call holds
     one text, which begins at its first row. ``unsafe_rows``: numbers of rows for which no static program is made, because
-    they are also the number of heads.
+    they are also the number of heads. ``head``: what became of the head of a causal language model: it was ``cut``, or it
+    computes the logits of a few ``tokens``; ``none`` for models that have no such head.
     """
 
     output: Literal["embeddings", "scores"]
@@ -245,6 +246,7 @@ class EncoderShape:
     has_token_types: bool = False
     is_packable: bool = True
     unsafe_rows: tuple[int, ...] = ()
+    head: Literal["none", "cut", "tokens"] = "none"
 
 
 class FinishReason(str, Enum):

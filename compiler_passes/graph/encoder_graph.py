@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import openvino as ov
 
@@ -22,6 +23,7 @@ class EncoderGraph(StepGraph):
     first_position: int = 0
     has_scores: bool = False  # whether the model has one vector of scores per text, else one hidden state per token
     pooling: Pooling | None = None
+    head: Literal["none", "cut", "tokens"] = "none"  # what became of the head of a causal language model
     reasons: list[str] = field(default_factory=list)  # why texts cannot share a sequence
 
     @property

@@ -1,10 +1,18 @@
-"""Keeps one output of an encoder: the hidden states of its tokens, or the scores of a cross-encoder."""
+"""Keeps one output of an encoder: the hidden states of its tokens, or the scores of a cross-encoder.
+
+A causal language model has ``logits`` for every token. An embedder takes what their head reads. A reranker takes the logits of a
+few tokens, such as those of "no" and "yes": the head then computes only these.
+"""
 
 from __future__ import annotations
 
+import numpy as np
 import openvino as ov
+from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
+from staticllm.compiler_passes.graph.step_graph import named_result
+from staticllm.compiler_passes.shapes.select_logits import find_head
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import LOGITS
 
@@ -13,14 +21,14 @@ HIDDEN_STATES = ("last_hidden_state", "token_embeddings")
 """The names that transformers and sentence-transformers give to hidden states."""
 
 
-def select_output(graph: EncoderGraph) -> None:
+def select_output(graph: EncoderGraph, score_tokens: tuple[int, ...] = ()) -> None:
     """Remove all outputs but the hidden states, or but ``logits`` of one vector per text.
 
+    ``score_tokens``: the tokens whose logits are the output of a causal language model, ``[B, S, len(score_tokens)]``.
+
     Raises:
-        UnsupportedModelError: the model has states, logits for every token, or neither output.
+        UnsupportedModelError: the model has neither output, or logits for every token without a head that is recognised.
     """
-    if graph.model.get_sinks() or graph.model.get_variables():
-        raise UnsupportedModelError(STAGE, "the model has states: it is not an encoder, lower it as a decoder")
     ports = list(graph.model.outputs)
     chosen = _hidden_states(ports)
     if chosen is None:
@@ -29,16 +37,43 @@ def select_output(graph: EncoderGraph) -> None:
     if chosen is None:
         names = sorted(name for port in ports for name in port.get_names())
         raise UnsupportedModelError(STAGE, f"the model has no output 'last_hidden_state' or 'logits' (it has {names})")
-    if graph.has_scores and chosen.get_partial_shape().rank != ov.Dimension(2):
-        shape = chosen.get_partial_shape()
-        raise UnsupportedModelError(
-            STAGE, f"'logits' has the shape {shape}, not [batch, labels]: export the model for feature-extraction"
-        )
     name = chosen.get_any_name()
     for port in ports:
         if port != chosen:
             graph.model.remove_result(port.get_node())
     graph.note(STAGE, f"{name!r} of {len(ports)} outputs")
+    if graph.has_scores and chosen.get_partial_shape().rank != ov.Dimension(2):
+        graph.has_scores = False
+        _take_from_head(graph, chosen.get_node(), score_tokens)
+
+
+def _take_from_head(graph: EncoderGraph, result: ov.Node, score_tokens: tuple[int, ...]) -> None:
+    """Let the output be what the head reads, or the logits of ``score_tokens``."""
+    head = find_head(result)
+    if head is None:
+        raise UnsupportedModelError(
+            STAGE,
+            f"'logits' has the shape {result.get_output_partial_shape(0)} and is not the product of hidden states and a matrix: "
+            "export the model for feature-extraction",
+        )
+    if score_tokens:
+        axis = np.int64(0 if head.get_attributes()["transpose_b"] else 1)
+        chosen = ops.gather(head.input_value(1), np.array(score_tokens, np.int64), axis)
+        head.input(1).replace_source_output(chosen.output(0))
+        graph.head, graph.pooling = "tokens", "last"
+        graph.note(STAGE, f"the logits of the tokens {', '.join(map(str, score_tokens))}")
+    else:
+        graph.model.remove_result(result)
+        graph.model.add_results([named_result(HIDDEN_STATES[0], head.input_value(0))])
+        graph.head = "cut"
+        graph.note(STAGE, f"cut before {head.get_friendly_name()!r}")
+    try:
+        graph.model.validate_nodes_and_infer_types()
+    except RuntimeError:
+        raise UnsupportedModelError(
+            STAGE, f"the head {head.get_friendly_name()!r} has a bias or a scale per token: it cannot compute a part"
+        ) from None
+    graph.original = graph.model.clone()
 
 
 def _hidden_states(ports: list[ov.Output]) -> ov.Output | None:

@@ -70,6 +70,29 @@ class EmbeddingRequest:
             self.future.set_exception(error)
         self.has_progressed.set()
 
+    def wait(self, on_progress: Callable[[int, int], None] | None = None) -> Vectors:
+        """Return the vectors when all are there; an exception, also of ``on_progress`` and Ctrl-C, cancels the request.
+
+        ``on_progress`` gets the number of texts that are done, and of all texts, on this thread.
+
+        Raises:
+            StaticLLMError: a text failed, or the deadline passed.
+        """
+        num_told = 0
+        try:
+            while on_progress is not None and not self.future.done():
+                self.has_progressed.wait()
+                self.has_progressed.clear()
+                num_told = self.num_done
+                on_progress(num_told, len(self.texts))
+            vectors = self.future.result()
+            if on_progress is not None and num_told < len(self.texts):
+                on_progress(len(self.texts), len(self.texts))
+            return vectors
+        except BaseException:
+            self.future.cancel()
+            raise
+
     def _may_end(self) -> bool:
         """Return True for the first end of a request that was not cancelled; tell waiting threads of one that was."""
         with self._ending:  # the device and a thread that closes the queue may end a request at the same time

@@ -44,6 +44,7 @@ class EncoderChoices:
     """What the user chose; None for what the model's files say.
 
     ``max_length`` is in tokens, ``sizes`` are the batches and rows of the programs, ``properties`` are OpenVINO's.
+    ``score_tokens`` are the tokens whose logits a causal language model returns, in place of hidden states.
     """
 
     pooling: Pooling | None = None
@@ -51,6 +52,7 @@ class EncoderChoices:
     max_length: int | None = None
     sizes: Sequence[tuple[int, int]] | None = None
     properties: Mapping[str, object] | None = None
+    score_tokens: tuple[int, ...] = ()
 
 
 def load_encoder(directory: Path, device: str, choices: EncoderChoices) -> LoadedEncoder:
@@ -71,7 +73,7 @@ def load_encoder(directory: Path, device: str, choices: EncoderChoices) -> Loade
         raise ModelError(f"{directory / MODEL_XML}: {last_line(error)}") from error
     vocab_size = _vocab_size(model)
     longest = choices.max_length or files.max_length or min(limit or MAX_LENGTH, MAX_LENGTH)
-    options = EncoderOptions(max_rows=longest, dense=files.dense, is_normalised=choices.is_normalised)
+    options = EncoderOptions(longest, files.dense, choices.is_normalised, choices.score_tokens)
     lowered = lower_encoder(model, options)
     longest = _longest(longest, choices.max_length, lowered.shape.max_rows)
     unsafe = () if default_mode(device) == "shared" else lowered.shape.unsafe_rows
@@ -79,6 +81,11 @@ def load_encoder(directory: Path, device: str, choices: EncoderChoices) -> Loade
     variants = variants_for(longest, [size for size in choices.sizes or SIZES if size[1] not in unsafe])
     compiled = _compile(core, lowered, variants, device, dict(choices.properties or {}))
     pooling = choices.pooling or files.pooling or _default_pooling(lowered)
+    if lowered.shape.head == "cut" and not (choices.pooling or files.pooling):
+        raise ModelError(
+            "the model gives logits, as a chat model does, and its folder has no 1_Pooling/config.json: if it is an embedder, "
+            "give pooling_type=PoolingType.LAST_TOKEN"
+        )
     tokenizer = genai.Tokenizer(directory)
     runner = EncoderRunner(lowered.shape, compiled, pooling, max(tokenizer.get_pad_token_id(), 0))
     try:

@@ -6,9 +6,9 @@ import threading
 import warnings
 from collections.abc import Callable
 from itertools import count
-from typing import Protocol
+from typing import Protocol, cast
 
-from staticllm.errors import ClosedError
+from staticllm.errors import ClosedError, ConfigError
 from staticllm.pipelines.scheduling.interface import JobView
 
 MAX_JOB_SECONDS = 0.03
@@ -79,6 +79,19 @@ class JobHost(Protocol):
     def close(self) -> None:
         """Close every source, and end the thread."""
         ...
+
+
+def checked_host(engine: object) -> JobHost:
+    """Return an engine that a user gave.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    if not callable(getattr(engine, "add_jobs", None)):
+        raise ConfigError(
+            f"engine is a {type(engine).__name__}: must be the engine of a pipeline, such as engine=llm.engine"
+        )
+    return cast("JobHost", engine)
 
 
 class JobSources:

@@ -1,0 +1,52 @@
+"""Makes a stateful causal language model stateless: every call begins with empty states, and keeps none.
+
+An embedder or a reranker that was exported with past key values then is an encoder: its texts run whole, several in a sequence.
+"""
+
+from __future__ import annotations
+
+from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
+from staticllm.compiler_passes.graph.exported_inputs import BEAM_IDX
+from staticllm.compiler_passes.graph.step_graph import consumers, redirect
+from staticllm.errors import UnsupportedModelError
+
+STAGE = "drop_past"
+
+
+def drop_past(graph: EncoderGraph) -> None:
+    """Replace every state by its initial value, and remove ``beam_idx``. A model without states is left alone.
+
+    Raises:
+        UnsupportedModelError: a state has no initial value in the graph, or ``beam_idx`` does more than reorder states.
+    """
+    model = graph.model
+    reads = [node for node in model.get_ordered_ops() if node.get_type_name() == "ReadValue"]
+    if not reads and not model.get_sinks():
+        return
+    for read in reads:
+        if not read.get_input_size():
+            name = read.get_attributes()["variable_id"]
+            raise UnsupportedModelError(STAGE, f"state {name!r} has no initial value: export the model without past")
+        redirect(read.output(0), read.input_value(0))
+    for sink in list(model.get_sinks()):
+        model.remove_sink(sink)
+    for variable in list(model.get_variables()):
+        model.remove_variable(variable)
+    _drop_beams(graph)
+    model.validate_nodes_and_infer_types()
+    graph.original = model.clone()
+    graph.note(STAGE, f"{len(reads)} states are empty")
+
+
+def _drop_beams(graph: EncoderGraph) -> None:
+    beams = graph.parameter(BEAM_IDX)
+    if beams is None:
+        return
+    for reader in consumers(beams.output(0)):
+        is_order = reader.get_type_name() == "Gather" and reader.input_value(1).get_node() == beams
+        if not is_order:
+            raise UnsupportedModelError(
+                STAGE, f"{reader.get_type_name()} {reader.get_friendly_name()!r} reads {BEAM_IDX}: only states may"
+            )
+        redirect(reader.output(0), reader.input_value(0))
+    graph.model.remove_parameter(beams)

@@ -1,0 +1,100 @@
+"""Tests causal language models as encoders: embedders and rerankers that were exported with past key values or logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import openvino as ov
+import pytest
+from encoder_models import Alone, Packed, Placed, unpack
+from openvino import opset13 as ops
+from openvino.op.util import Variable, VariableInfo
+
+from staticllm.compiler_passes.lower_encoder import lower_encoder
+from staticllm.compiler_passes.pass_pipeline import EncoderOptions
+from staticllm.core import EncoderMask, EncoderVariant
+from staticllm.devices import get_core
+from staticllm.errors import UnsupportedModelError
+from staticllm.pipelines.diagnostics.reference import EXACT
+
+LENGTHS = (9, 5, 1, 8)
+CAUSAL = EncoderMask(None, 0)
+NO, YES = 7, 9
+
+
+def read(name, folder):
+    return get_core().read_model(unpack(name, folder / name))
+
+
+def texts():
+    rng, start = np.random.default_rng(3), 0
+    for length in LENGTHS:
+        yield Placed(rng.integers(5, 99, length), 0, start, np.zeros(length, np.int64))
+        start += length
+
+
+def test_an_embedder_with_past_is_packed_like_the_same_one_without(tmp_path):
+    lowered = lower_encoder(read("qwen3_with_past", tmp_path))
+    assert (lowered.shape.output, lowered.shape.masks, lowered.shape.is_packable) == ("embeddings", (CAUSAL,), True)
+    alone = Alone(read("qwen3", tmp_path))
+    placed = list(texts())
+    vectors = Packed(lowered, EncoderVariant(1, 24, 4))(placed, "last")
+    for text, vector in zip(placed, vectors, strict=True):
+        assert np.abs(vector - alone(text.ids, "last")).max() <= 1e-6
+
+
+@pytest.mark.parametrize("tokens", [(NO, YES), (YES,), (4, 5, 6)])
+def test_a_reranker_gives_the_logits_of_its_tokens(tokens, tmp_path):
+    options = EncoderOptions(score_tokens=tokens, is_normalised=False)
+    lowered = lower_encoder(read("qwen3_with_past", tmp_path), options)
+    assert lowered.shape.width == len(tokens)
+    placed = list(texts())
+    scores = Packed(lowered, EncoderVariant(1, 24, 4))(placed, "last")
+    original = get_core().compile_model(read("qwen3_with_past", tmp_path), "CPU", EXACT)
+    for text, found in zip(placed, scores, strict=True):
+        assert found == pytest.approx(logits_of(original, text.ids)[list(tokens)], abs=5e-6)
+
+
+def logits_of(program, ids):
+    """Return the logits of the stateful original after the last of ``ids``."""
+    request, count = program.create_infer_request(), len(ids)
+    feeds = {
+        "input_ids": ids[None],
+        "attention_mask": np.ones((1, count), np.int64),
+        "position_ids": np.arange(count)[None],
+        "beam_idx": np.zeros(1, np.int32),
+    }
+    request.infer({name: feeds[name] for port in program.inputs for name in port.get_names()})
+    return request.get_tensor("logits").data[0, -1]
+
+
+def test_logits_without_a_head_are_refused(tmp_path):
+    model = read("qwen3_with_past", tmp_path)
+    (result,) = model.get_results()
+    result.input(0).replace_source_output(ops.softmax(result.input_value(0), -1).output(0))
+    with pytest.raises(UnsupportedModelError, match=r"select_output: 'logits' has the shape .* export the model"):
+        lower_encoder(model)
+
+
+def test_a_head_with_a_bias_cannot_compute_a_part(tmp_path):
+    model = read("qwen3_with_past", tmp_path)
+    (result,) = model.get_results()
+    vocabulary = result.get_output_partial_shape(0)[2].get_length()
+    bias = ops.constant(np.arange(vocabulary, dtype=np.float32)[None, None])
+    result.input(0).replace_source_output(ops.add(result.input_value(0), bias).output(0))
+    with pytest.raises(UnsupportedModelError, match="has a bias or a scale per token"):
+        lower_encoder(model, EncoderOptions(score_tokens=(NO, YES)))
+
+
+def test_a_state_without_an_initial_value_is_refused():
+    tokens = ops.parameter(ov.PartialShape([-1, -1]), np.int64, name="input_ids")
+    tokens.output(0).set_names({"input_ids"})
+    info = VariableInfo()
+    info.data_shape, info.data_type, info.variable_id = ov.PartialShape([1]), ov.Type.i64, "kept"
+    variable = Variable(info)
+    kept = ops.read_value(variable)
+    states = ops.unsqueeze(ops.convert(ops.add(tokens, kept), "f32"), np.int64(2))
+    result = ops.result(states)
+    result.output(0).set_names({"last_hidden_state"})
+    model = ov.Model([result], [ops.assign(kept, variable)], [tokens], "kept")
+    with pytest.raises(UnsupportedModelError, match="drop_past: state 'kept' has no initial value"):
+        lower_encoder(model)
