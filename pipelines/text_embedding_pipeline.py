@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
 from types import TracebackType
@@ -32,6 +34,7 @@ from staticllm.pipelines.embedding.pool.pool_loader import load_pool, needs_pool
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
 from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.engine.jobs import JobHost, checked_host
+from staticllm.threads import check_process
 
 Vectors = NDArray[np.float32]
 QUERY_PRIORITY = 1
@@ -41,8 +44,8 @@ QUERY_PRIORITY = 1
 class EmbeddingHandle:
     """The vector of a text that was submitted: ``result`` waits for it, ``await`` too, and ``cancel`` gives it up."""
 
-    def __init__(self, request: EmbeddingRequest) -> None:
-        self._request = request
+    def __init__(self, request: EmbeddingRequest, pipeline: StaticEmbeddingPipeline) -> None:
+        self._request, self._pipeline = request, pipeline  # a pipeline that is deleted closes
 
     def result(self, timeout: float | None = None) -> Vectors:
         """Return the vector ``[width]``.
@@ -106,6 +109,9 @@ class StaticEmbeddingPipeline:
         """
         if overflow not in ("truncate", "refuse"):
             raise ConfigError(f"overflow={overflow!r}: must be 'truncate' or 'refuse'")
+        if not _is_whole(max_waiting) or max_waiting < 1:
+            raise ConfigError(f"max_waiting={max_waiting!r}: must be a whole number from 1")
+        self._pid = os.getpid()
         names = {item.name for item in fields(EmbeddingConfig)}
         own = {name: properties.pop(name) for name in list(properties) if name in names}
         self._config = resolved_config(config, own)
@@ -136,6 +142,7 @@ class StaticEmbeddingPipeline:
             self._engine.add_jobs(self._queue)
         self._width = info.width
         self._tokenizer = TextTokenizer(tokenizer, info.max_length, info.vocab_size, overflow)
+        self._finalizer = weakref.finalize(self, _close, self._engine, self._queue, self._own_engine)
         self._started: dict[str, Future[Vectors]] = {}
 
     @property
@@ -268,14 +275,11 @@ class StaticEmbeddingPipeline:
         """
         request = self._request([text], prompt, priority, deadline_ms)
         self._queue.submit(request)
-        return EmbeddingHandle(request)
+        return EmbeddingHandle(request, self)
 
     def close(self) -> None:
         """Release the device; texts that wait get a ``ClosedError``. An engine that was given goes on."""
-        if self._engine is not None and isinstance(self._queue, EmbeddingQueue):
-            self._engine.remove_jobs(self._queue)
-        if self._own_engine is not None:
-            self._own_engine.close()
+        _close(self._engine, self._queue, self._own_engine)
 
     @property
     def engine(self) -> JobHost:
@@ -313,8 +317,13 @@ class StaticEmbeddingPipeline:
         return _as_lists(future.result())
 
     def _request(self, texts: Sequence[str], prompt: str, priority: int, deadline_ms: float | None) -> EmbeddingRequest:
-        if isinstance(texts, str):
-            raise ConfigError("texts is a str: must be a list of str")
+        check_process(self._pid)
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            raise ConfigError(f"texts is a {type(texts).__name__}: must be a list of str")
+        if not _is_whole(priority):
+            raise ConfigError(f"priority={priority!r}: must be a whole number")
+        if deadline_ms is not None and not (isinstance(deadline_ms, (int, float)) and not math.isnan(deadline_ms)):
+            raise ConfigError(f"deadline_ms={deadline_ms!r}: must be a number of milliseconds, or None")
         prompted = [prompt + text if isinstance(text, str) else text for text in texts] if prompt else list(texts)
         deadline = None if deadline_ms is None else time.perf_counter() + deadline_ms / 1e3
         return EmbeddingRequest(self._tokenizer.encode(prompted), self.width, priority, deadline)
@@ -327,14 +336,29 @@ class StaticEmbeddingPipeline:
         return prompts.get(kind) or (prompts.get("passage", "") if kind == "document" else "")
 
     def _check_dimensions(self, dimensions: int | None) -> None:
-        if dimensions is not None and not 1 <= dimensions <= self.width:
-            raise ConfigError(f"dimensions={dimensions}: must be from 1 to {self.width}")
+        if dimensions is None:
+            return
+        if not _is_whole(dimensions) or not 1 <= dimensions <= self.width:
+            raise ConfigError(f"dimensions={dimensions!r}: must be a whole number from 1 to {self.width}")
 
     def _cut(self, vectors: Vectors, dimensions: int) -> Vectors:
         cut = vectors[:, :dimensions]
         if not self._config.normalize:
             return cut
         return np.asarray(cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12), np.float32)
+
+
+def _close(
+    engine: JobHost | None, queue: EmbeddingQueue | EmbeddingPool, own_engine: JobEngine | EmbeddingPool | None
+) -> None:
+    if engine is not None and isinstance(queue, EmbeddingQueue):
+        engine.remove_jobs(queue)
+    if own_engine is not None:
+        own_engine.close()
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _as_lists(vectors: Vectors) -> list[list[float]]:

@@ -81,22 +81,26 @@ class EmbeddingRequest:
         Raises:
             StaticLLMError: a text failed, or the deadline passed.
         """
+        num_told = 0
         try:
             while on_progress is not None and not self.future.done():
                 self.has_progressed.wait()
                 self.has_progressed.clear()
-                on_progress(self.num_done, len(self.texts))
-            return self.future.result()
+                num_told = self.num_done
+                on_progress(num_told, len(self.texts))
+            vectors = self.future.result()
+            if on_progress is not None and num_told < len(self.texts):
+                on_progress(len(self.texts), len(self.texts))
+            return vectors
         except BaseException:
             self.future.cancel()
             raise
 
     def _may_end(self) -> bool:
-        with self._lock:
-            if self._is_ending or self.future.done():
-                return False
-            self._is_ending = True
-        return self.future.set_running_or_notify_cancel()
+        """Return True for the first end of a request that was not cancelled; tell waiting threads of one that was."""
+        with self._lock:  # devices, and a thread that closes the queue, may end a request at the same time
+            is_first, self._is_ending = not self._is_ending, True
+        return is_first and self.future.set_running_or_notify_cancel()
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ class EmbeddingQueue:
         self._plan: list[tuple[PackedCall, list[_Text]]] = []
         self._planned_priority: int | None = None
         self._is_stale = True
+        self._dropped: list[EmbeddingRequest] = []  # late or cancelled; they end without the lock
 
     def attach(self, wake: Callable[[], None], max_seconds: float | None) -> None:
         """Take the function that wakes the device's thread; it is called, without a lock, after a request was added.
@@ -172,8 +177,8 @@ class EmbeddingQueue:
 
     def next_job(self) -> JobView | None:
         """Return the next call as a policy sees it; None if no text waits."""
+        self._prepare()
         with self._lock:
-            self._replan()
             if not self._plan:
                 return None
             call, texts = self._plan[0]
@@ -185,8 +190,8 @@ class EmbeddingQueue:
     def run_next(self, meanwhile: Callable[[], None] | None = None) -> int:
         """Run one call, if texts wait, and hand their vectors out. Return its number of texts."""
         with self._is_running:
+            self._prepare()
             with self._lock:
-                self._replan()
                 if not self._plan:
                     return 0
                 call, texts = self._plan.pop(0)
@@ -211,6 +216,14 @@ class EmbeddingQueue:
             request.fail(ClosedError("the pipeline was closed before these texts were embedded"))
         with self._is_running:
             pass
+
+    def _prepare(self) -> None:
+        """Plan, and end late requests without the lock, because their callbacks may submit texts or close the queue."""
+        with self._lock:
+            self._replan()
+            dropped, self._dropped = self._dropped, []
+        for request in dropped:
+            request.fail(StaticLLMError("the deadline passed before all texts were embedded"))
 
     def _replan(self) -> None:
         """Plan the calls of the next texts, if texts were added since the last plan or it is used up. The lock is held.
@@ -241,10 +254,9 @@ class EmbeddingQueue:
         while waiting and len(chosen) < WINDOW:
             text = waiting.popleft()
             request = text.request
-            if request.is_late(now):
-                request.fail(StaticLLMError("the deadline passed before all texts were embedded"))
-            if request.is_over:
+            if request.is_over or request.is_late(now):
                 self._num_waiting -= 1
+                self._dropped.append(request)
                 continue
             chosen.append(text)
         return chosen

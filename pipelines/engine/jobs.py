@@ -114,12 +114,12 @@ class JobSources:
             self._sources[source.id] = source
 
     def views(self) -> tuple[JobView, ...]:
-        """Return the next job of each source that has one."""
+        """Return the next job of each source that has one. A source that fails is closed, with a warning."""
         if not self._sources:
             return ()
         with self._lock:
             sources = tuple(self._sources.values())
-        return tuple(job for source in sources if (job := source.next_job()) is not None)
+        return tuple(job for source in sources if (job := self._next_job(source)) is not None)
 
     @property
     def has_jobs(self) -> bool:
@@ -137,9 +137,19 @@ class JobSources:
         try:
             return source.run_next(meanwhile)
         except Exception as error:  # a bug of the source, which must not end the requests of the device
-            warnings.warn(f"a source of jobs is closed, because it raised {error!r}", RuntimeWarning, stacklevel=2)
-            self.remove(source)
+            self._close_failed(source, error)
             return 0
+
+    def _next_job(self, source: JobSource) -> JobView | None:
+        try:
+            return source.next_job()
+        except Exception as error:  # a bug of the source, as above
+            self._close_failed(source, error)
+            return None
+
+    def _close_failed(self, source: JobSource, error: Exception) -> None:
+        warnings.warn(f"a source of jobs is closed, because it raised {error!r}", RuntimeWarning, stacklevel=3)
+        self.remove(source)
 
     def remove(self, source: JobSource) -> None:
         """Close a source."""

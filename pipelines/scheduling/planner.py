@@ -59,6 +59,7 @@ class Planner:
         self.policy = policy
         self._own = policy
         self._is_shipped = type(policy) in POLICIES.values()
+        self._plans_jobs = _plans_jobs(policy)
         self._thread = None if self._is_shipped else _PolicyThread(policy)
         self._retry_after: VariantIndex | None = None  # the programs for which a replaced policy had no legal plan
         self._has_warned = False
@@ -77,7 +78,7 @@ class Planner:
             NoPlanError: no request can run at all; the error has the id of the first one.
         """
         self._restore_policy(view)
-        if not getattr(self.policy, "plans_jobs", False):
+        if not (self._plans_jobs and self.policy is self._own):
             if (job := self._turns.choose(view)) is not None:
                 return Plan(job=job.id)
             view = self._turns.view_for_policy(view)
@@ -116,6 +117,24 @@ class Planner:
         if self._retry_after is not None and view.device.index is not self._retry_after:
             self._retry_after, self.policy = None, self._own
             self._thread = _PolicyThread(self._own)
+
+
+def _plans_jobs(policy: Policy) -> bool:
+    """Return the policy's ``plans_jobs``. It is read once, so that a property of a user cannot end requests later.
+
+    Raises:
+        ConfigError: it is not a bool, or reading it raises.
+    """
+    try:
+        found = getattr(policy, "plans_jobs", False)
+    except Exception as error:
+        raise ConfigError(
+            f"plans_jobs of the scheduler {type(policy).__name__} raised {error!r}: must be a bool"
+        ) from error
+    if not isinstance(found, bool):
+        name = type(policy).__name__
+        raise ConfigError(f"plans_jobs of the scheduler {name} is a {type(found).__name__}: must be a bool")
+    return found
 
 
 class NoPlanError(Exception):

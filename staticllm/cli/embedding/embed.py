@@ -98,7 +98,8 @@ def _check(options: dict[str, Any]) -> str:
 
 
 def _load(model: str, options: dict[str, Any]) -> StaticEmbeddingPipeline:
-    from staticllm.pipelines.embedding.embedding_config import PoolingType, StaticEmbeddingPipeline
+    from staticllm.pipelines.embedding.embedding_config import PoolingType
+    from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
     arguments = encoder_arguments(options)
     if options["pooling"] is not None:

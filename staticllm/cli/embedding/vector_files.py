@@ -67,7 +67,7 @@ def check_parquet() -> None:
         ConfigError: it is not.
     """
     try:
-        import pyarrow.parquet  # noqa: F401 - only whether it can be imported
+        import pyarrow.parquet  # noqa: F401  # pyright: ignore[reportMissingImports] - only whether it can be imported
     except ImportError:
         raise ConfigError("Parquet needs pyarrow: pip install 'staticllm[parquet]', or choose npy or jsonl") from None
 
@@ -184,8 +184,8 @@ class ParquetWriter:
         self._held: list[Any] = []
 
     def write(self, entries: Sequence[Entry], vectors: NDArray[Any]) -> None:
-        import pyarrow as pa
-        from pyarrow.parquet import ParquetWriter as FileWriter
+        import pyarrow as pa  # pyright: ignore[reportMissingImports] - of an extra
+        from pyarrow.parquet import ParquetWriter as FileWriter  # pyright: ignore[reportMissingImports]
 
         flat = pa.array(np.ascontiguousarray(vectors).reshape(-1))
         columns = [pa.array([e.text for e in entries], pa.string()),
@@ -209,7 +209,7 @@ class ParquetWriter:
                 self._writer.close()
 
     def _flush(self) -> None:
-        import pyarrow as pa
+        import pyarrow as pa  # pyright: ignore[reportMissingImports] - of an extra
 
         if self._held:
             self._writer.write_table(pa.concat_tables(self._held))

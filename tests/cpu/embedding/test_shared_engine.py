@@ -1,6 +1,8 @@
 """Tests embeddings on the engine of a language model: both give what they give alone, and each may end before the other."""
 
+import gc
 import threading
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +12,7 @@ from helpers import one_line
 
 from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, Trace, demo_model_path
 from staticllm.errors import ClosedError, ConfigError
+from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
 
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 TEXTS = [f"This is paragraph {i} of a document " * (1 + i % 7) for i in range(300)]
@@ -121,3 +124,68 @@ def test_what_is_no_engine_is_refused_in_one_line(directory, engine):
     with pytest.raises(ConfigError, match=r"engine=llm\.engine") as caught:
         StaticEmbeddingPipeline(directory, "CPU", engine=engine, **F32)
     assert one_line(caught)
+
+
+BAD_OPTIONS = [
+    {"priority": "high"},
+    {"priority": None},
+    {"priority": 0.5},
+    {"deadline_ms": "soon"},
+    {"deadline_ms": float("nan")},
+    {"dimensions": 1.5},
+    {"dimensions": "8"},
+    {"dimensions": True},
+]
+
+
+@pytest.mark.parametrize("options", BAD_OPTIONS)
+def test_an_impossible_option_is_refused_in_one_line_and_the_chat_goes_on(llm, embedder, options):
+    (name,) = options
+    with pytest.raises(ConfigError, match=name) as caught:
+        embedder.encode(["a text"], **options)
+    assert one_line(caught)
+    assert len(embedder.embed_query("next")) == embedder.width
+    assert str(llm.generate(PROMPTS[0], max_new_tokens=5))
+
+
+@pytest.mark.parametrize("value", ["many", 0, -1, None, True])
+def test_an_impossible_number_of_waiting_texts_is_refused(directory, value):
+    with pytest.raises(ConfigError, match="max_waiting"):
+        StaticEmbeddingPipeline(directory, "CPU", max_waiting=value, **F32)
+
+
+@pytest.mark.parametrize("texts", [None, 5, "a text"])
+def test_what_is_no_list_of_texts_is_refused(embedder, texts):
+    with pytest.raises(ConfigError, match="list of str"):
+        embedder.encode(texts)
+
+
+def test_a_deleted_pipeline_ends_its_thread_and_leaves_a_shared_engine(directory, llm):
+    threads = set(threading.enumerate())
+    owned = StaticEmbeddingPipeline(directory, "CPU", **F32)
+    handle = owned.submit("a text")
+    (thread,) = [each for each in set(threading.enumerate()) - threads if each.name == "staticllm-jobs"]
+    del owned
+    assert handle.result(10).shape
+    del handle
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+    shared = StaticEmbeddingPipeline(directory, "CPU", engine=llm.engine, **F32)
+    assert len(shared.embed_query("a text")) == shared.width
+    queues = sum(type(each) is EmbeddingQueue for each in gc.get_objects())
+    del shared
+    gc.collect()
+    assert sum(type(each) is EmbeddingQueue for each in gc.get_objects()) == queues - 1, "the engine keeps the model"
+
+
+def test_the_last_call_of_on_progress_has_all_texts(embedder):
+    told = []
+
+    def slow(done, total):
+        told.append((done, total))
+        if len(told) == 1:
+            time.sleep(1)  # the other texts end meanwhile
+
+    embedder.encode(TEXTS, on_progress=slow)
+    assert told[-1] == (len(TEXTS), len(TEXTS))

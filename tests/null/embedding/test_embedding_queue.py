@@ -2,7 +2,7 @@
 
 import threading
 import time
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, wait
 
 import numpy as np
 import pytest
@@ -229,3 +229,52 @@ def test_many_threads_get_their_own_vectors():
     engine.close()
     assert not wrong
     assert max(map(len, queue.runner.calls)) > 1
+
+
+def test_waiting_for_a_cancelled_future_ends():
+    queue = EmbeddingQueue(Adder(), 100)
+    cancelled = request(1)
+    queue.submit(cancelled)
+    assert cancelled.future.cancel()
+    run_all(queue)
+    assert cancelled.future in wait([cancelled.future], 5).done
+
+
+@pytest.mark.parametrize("ends_in", ["next_job", "run_next"])
+def test_the_callback_of_a_late_text_may_submit_again(ends_in):
+    queue = EmbeddingQueue(Adder(), 100)
+    late, again = request(1, deadline=time.perf_counter() - 1), request(2)
+    late.future.add_done_callback(lambda _: queue.submit(again))
+    queue.submit(late)
+    thread = threading.Thread(target=getattr(queue, ends_in), daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
+    run_all(queue)
+    assert again.future.result(0).tolist() == [[16, 8]]
+
+
+def test_a_request_that_two_threads_end_at_once_ends_once():
+    ended, may_go_on = threading.Event(), threading.Event()
+    mine, errors = request(1, 2), []
+    original = mine.future.set_running_or_notify_cancel
+
+    def slow():
+        found = original()
+        ended.set()
+        may_go_on.wait(5)
+        return found
+
+    mine.future.set_running_or_notify_cancel = slow
+    first = threading.Thread(target=mine.fail, args=(DeviceError("first"),))
+    first.start()
+    assert ended.wait(5)
+    try:
+        mine.fail(ClosedError("second"))
+    except RuntimeError as error:
+        errors.append(error)
+    may_go_on.set()
+    first.join()
+    assert not errors
+    with pytest.raises(DeviceError, match="first"):
+        mine.future.result(0)

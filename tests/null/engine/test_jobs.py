@@ -140,6 +140,20 @@ def test_a_source_that_raises_is_closed_and_requests_go_on():
     engine.close()
 
 
+def test_a_source_that_cannot_say_its_job_is_closed_and_requests_go_on():
+    engine, source, other = fake_engine(make_policy("dynamic"), starts_thread=False), Counter(3), Counter(4)
+    source.next_job = lambda: 1 / 0
+    engine.add_jobs(source)
+    engine.add_jobs(other)
+    request = fake_request(PROMPT, 8)
+    with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
+        run_to_end(engine, [request])
+    assert request.tokens == fake_answer(PROMPT, 8)
+    assert source.is_closed
+    assert len(other.ran) == 4
+    engine.close()
+
+
 def test_a_source_that_is_removed_while_it_is_planned_does_nothing():
     sources, source = JobSources(), Counter(2)
     sources.add(source)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from staticllm.core import Variant
+from staticllm.errors import ConfigError
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Device, JobView, Plan, RequestView, View
 from staticllm.pipelines.scheduling.job_turns import MIN_JOB_SHARE, JobTurns
@@ -167,3 +168,17 @@ def test_every_shipped_policy_shares_the_device_with_jobs(name):
     plans = [planner.plan(view_of(100 + i, waiting=(WAITING,))) for i in range(4)]
     assert {plan.job for plan in plans} == {BULK.id} or Plan(job=BULK.id) in plans
     assert planner.plan(view_of(103.001, waiting=(WAITING,))).prefill
+
+
+class Raising(Recorder):
+    """A policy whose property ``plans_jobs`` raises."""
+
+    @property
+    def plans_jobs(self):
+        raise OSError("no answer")
+
+
+@pytest.mark.parametrize("policy", [Raising(), Recorder(plans_jobs="no"), Recorder(plans_jobs=1)])
+def test_a_policy_whose_plans_jobs_is_no_bool_is_refused(policy):
+    with pytest.raises(ConfigError, match="must be a bool"):
+        Planner(policy)
