@@ -5,7 +5,8 @@
     python scripts/make_bench_encoder.py bge-large     # bge-large's shape, random weights from a seed, MiniLM's tokenizer
 
 The script prints the model's directory. It holds the OpenVINO model in f32 with its tokenizer and the files of
-sentence-transformers, the same model for torch in ``torch``, and for ONNX Runtime in ``onnx``. A complete model is not made again.
+sentence-transformers, the same model for torch in ``torch``, and MiniLM for ONNX Runtime in ``onnx``. A complete model is not
+made again.
 """
 
 from __future__ import annotations
@@ -100,13 +101,28 @@ def export_onnx(source: Path, target: Path) -> None:
 
     target.mkdir()
     loaded: Any = AutoModel.from_pretrained(source, attn_implementation="eager").eval()
+
+    class Hidden(torch.nn.Module):  # the exporter adds arguments to a model of transformers
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = loaded
+
+        def forward(self, ids: Any, mask: Any, types: Any) -> Any:
+            return self.model(input_ids=ids, attention_mask=mask, token_type_ids=types).last_hidden_state
+
     names = ["input_ids", "attention_mask", "token_type_ids"]
-    axes = {name: {0: "batch", 1: "tokens"} for name in [*names, "last_hidden_state"]}
     example = tuple(torch.ones((2, 9), dtype=torch.int64) for _ in names)
+    batch, tokens = torch.export.Dim("batch", min=1, max=1024), torch.export.Dim("tokens", min=2, max=512)
     torch.onnx.export(
-        loaded, example, str(target / "model.onnx"), input_names=names, output_names=["last_hidden_state"],
-        dynamic_axes=axes, dynamo=False,
-    )  # fmt: skip
+        Hidden().eval(),
+        example,
+        str(target / "model.onnx"),
+        input_names=names,
+        output_names=["last_hidden_state"],
+        dynamic_shapes=({0: batch, 1: tokens},) * len(names),
+        dynamo=True,
+        external_data=False,
+    )
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         if (source / name).is_file():
             shutil.copy(source / name, target)
