@@ -1,6 +1,6 @@
 """Compares StaticEmbeddingPipeline with other engines on real texts: prints tables, and writes JSON and a picture.
 
-    pip install ".[embed-test,plot,train]" fastembed onnx onnxruntime psutil
+    pip install ".[embed-test,plot,train]" fastembed onnx onnxruntime onnxscript psutil
     python scripts/bench_embedding.py             # all engines, 1 to 256 clients, 5 rounds
     python scripts/bench_embedding.py --quick     # fewer engines, clients and rounds
     python scripts/bench_embedding.py --docs      # writes the section of this kind of processor in docs/benchmarks.md as well

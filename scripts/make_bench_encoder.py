@@ -6,12 +6,13 @@
 
 The script prints the model's directory. It holds the OpenVINO model in f32 with its tokenizer and the files of
 sentence-transformers, the same model for torch in ``torch``, and MiniLM for ONNX Runtime in ``onnx``. A complete model is not
-made again.
+made again. The ONNX file needs the package onnxscript.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shutil
 import sys
@@ -91,7 +92,8 @@ def export(target: Path) -> None:
     for name in ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"):
         if (source / name).is_file():
             shutil.copy(source / name, target)
-    if (target / "openvino_model.bin").stat().st_size <= LARGEST_ONNX_BYTES:
+    is_small = (target / "openvino_model.bin").stat().st_size <= LARGEST_ONNX_BYTES
+    if is_small and importlib.util.find_spec("onnxscript"):
         export_onnx(source, target / "onnx")
 
 
