@@ -1,348 +1,217 @@
-"""Measures embeddings: texts per second of ours and of other engines, in turns, for several numbers of clients.
+"""Compares StaticEmbeddingPipeline with other engines on real texts: prints tables, and writes JSON and a picture.
 
-python scripts/bench_embedding.py path/to/all-MiniLM-L6-v2-ov --sentence-transformers path/to/all-MiniLM-L6-v2
-python scripts/bench_embedding.py MODEL --engines ours genai --clients 1 16 --rounds 3 --json result.json
-python scripts/bench_embedding.py MODEL --beside path/to/llm      # a chat that decodes while documents are embedded
+    pip install ".[embed-test,plot,train]" fastembed onnx onnxruntime onnxscript psutil
+    python scripts/bench_embedding.py             # all engines, 1 to 256 clients, 5 rounds
+    python scripts/bench_embedding.py --quick     # fewer engines, clients and rounds
+    python scripts/bench_embedding.py --docs      # writes the section of this kind of processor in docs/benchmarks.md as well
 
-The texts are the paragraphs of docs/. With C clients each has one text in flight: C requests for ours, and a list of C texts for
-an engine that takes lists. Every engine runs in a process of its own, and its vectors are compared with the first engine's. An
-engine that is not installed is left out.
+Each engine is a process of its own, and engines take turns. Clients send one text each, all at once; the next texts are sent
+after all answers. Figures are medians over the rounds, ratios are medians of the ratios of each round. Before that, the vectors
+of every engine are compared with those of sentence-transformers in f32. Engines whose packages are missing are left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
-import statistics
-import subprocess
+import shlex
 import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import cycle, islice, pairwise
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import bench_docs
+import bench_embedding_report as report
+import bench_report
+from bench_embedding_workers import Worker, is_installed
+from bench_figures import Figures
+from bench_machine import KINDS, num_cores, this_machine
+from make_bench_encoder import MODELS, make_encoder
 
 ROOT = Path(__file__).resolve().parent.parent
-CLIENTS = (1, 4, 16, 64, 256)
-SECONDS = 2.5
-"""The least time of one measurement; short ones repeat."""
-TOKEN_BUDGET = 512
-"""The tokens of one padded batch of the engine that sorts."""
+CLIENTS = {1: 24, 4: 10, 16: 5, 64: 2, 256: 1}
+"""The numbers of clients, and the batches that each round has."""
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
-Embed = Callable[[list[str]], np.ndarray]
+BULK, REFERENCE = 512, "st torch"
+CHATS = ("chat shared", "chat separate")
 
 
-def texts_of_docs() -> list[str]:
-    """Return the paragraphs of the documentation, without tables, code and headings, in an order that mixes their lengths."""
-    found = []
-    for page in sorted((ROOT / "docs").glob("*.md")):
-        text = re.sub(r"```.*?```|<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-        for part in text.split("\n\n"):
-            line = " ".join(part.split())
-            if len(line) > 30 and not line.startswith(("#", "|", "<")):
-                found.append(line[:1500])
-    return [found[index] for index in np.random.default_rng(0).permutation(len(found))]
+@dataclass(frozen=True)
+class Engine:
+    """A kind of ``bench_embedding_workers``, its properties, and the packages that it needs."""
+
+    kind: str
+    properties: dict[str, Any] = field(default_factory=dict)
+    packages: tuple[str, ...] = ()
 
 
-class Ours:
-    """``StaticEmbeddingPipeline``; every text of a list is a request of its own, as clients of a server send them."""
-
-    def __init__(self, path: str, options: dict[str, Any]) -> None:
-        from staticllm import StaticEmbeddingPipeline
-
-        self.pipe = StaticEmbeddingPipeline(path, "CPU", **options)
-
-    def __call__(self, texts: list[str]) -> np.ndarray:
-        if len(texts) == 1:
-            return self.pipe.encode(texts)
-        return np.array([handle.result() for handle in [self.pipe.submit(text) for text in texts]])
-
-    def encode(self, texts: list[str]) -> np.ndarray:
-        return self.pipe.encode(texts)
-
-
-def genai(path: str, options: dict[str, Any], is_sorted: bool = False) -> Embed:
-    """GenAI's pipeline with the pooling of the model, which it does not read; lists as they are, or sorted in batches of 16."""
-    import openvino_genai
-
-    config = openvino_genai.TextEmbeddingPipeline.Config(
-        pooling_type=openvino_genai.TextEmbeddingPipeline.PoolingType.MEAN, normalize=True
-    )
-    pipe = openvino_genai.TextEmbeddingPipeline(path, "CPU", config, **options)
-
-    def embed(texts: list[str]) -> np.ndarray:
-        if not is_sorted:
-            return np.array(pipe.embed_documents(texts), np.float32)
-        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
-        vectors: dict[int, Any] = {}
-        for start in range(0, len(order), 16):
-            part = order[start : start + 16]
-            vectors.update(zip(part, pipe.embed_documents([texts[index] for index in part]), strict=True))
-        return np.array([vectors[index] for index in range(len(texts))], np.float32)
-
-    return embed
-
-
-def sentence_transformers(path: str, backend: str) -> Embed:
-    from sentence_transformers import SentenceTransformer
-
-    options = (
-        {"backend": "openvino", "model_kwargs": {"file_name": "openvino_model.xml"}} if backend == "openvino" else {}
-    )
-    model = SentenceTransformer(path, device="cpu", **options)
-    return lambda texts: model.encode(texts, normalize_embeddings=True, show_progress_bar=False)
-
-
-def dynamic(path: str, options: dict[str, Any]) -> Embed:
-    """Plain OpenVINO: sorted texts in padded batches of at most ``TOKEN_BUDGET`` tokens, pooled by the mean."""
-    import openvino
-    import openvino_genai
-
-    program = openvino.Core().compile_model(Path(path) / "openvino_model.xml", "CPU", options)
-    tokenizer = openvino_genai.Tokenizer(path)
-
-    def run(ids: list[np.ndarray]) -> np.ndarray:
-        longest = max(map(len, ids))
-        mask = np.array([[1] * len(one) + [0] * (longest - len(one)) for one in ids])
-        padded = np.array([np.pad(one, (0, longest - len(one))) for one in ids])
-        feeds = {"input_ids": padded, "attention_mask": mask, "token_type_ids": np.zeros_like(mask)}
-        states = program({name: feeds[name] for port in program.inputs for name in port.get_names() & set(feeds)})[0]
-        vectors = (states * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
-        return np.asarray(vectors / np.linalg.norm(vectors, axis=1, keepdims=True), np.float32)
-
-    def embed(texts: list[str]) -> np.ndarray:
-        found = tokenizer.encode(texts)
-        ids = [
-            row[mask.astype(bool)][:256]
-            for row, mask in zip(found.input_ids.data, found.attention_mask.data, strict=True)
-        ]
-        order = sorted(range(len(ids)), key=lambda index: len(ids[index]))
-        vectors, start = {}, 0
-        while start < len(order):
-            end = start + 1
-            while end < len(order) and (end + 1 - start) * len(ids[order[end]]) <= TOKEN_BUDGET:
-                end += 1
-            part = order[start:end]
-            vectors.update(zip(part, run([ids[index] for index in part]), strict=True))
-            start = end
-        return np.array([vectors[index] for index in range(len(ids))])
-
-    return embed
-
-
-ENGINES: dict[str, Callable[[argparse.Namespace], Any]] = {
-    "ours": lambda given: Ours(given.model, {}),
-    "ours f32": lambda given: Ours(given.model, F32),
-    "genai": lambda given: genai(given.model, {}),
-    "genai f32": lambda given: genai(given.model, F32),
-    "genai sorted": lambda given: genai(given.model, {}, is_sorted=True),
-    "dynamic sorted": lambda given: dynamic(given.model, {}),
-    "st torch": lambda given: sentence_transformers(given.sentence_transformers or given.model, "torch"),
-    "st openvino": lambda given: sentence_transformers(given.model, "openvino"),
+TORCH = ("sentence-transformers", "torch")
+ENGINES = {
+    "ours": Engine("ours"),
+    "ours f32": Engine("ours", F32),
+    "ours list": Engine("ours list"),
+    "genai": Engine("genai"),
+    "genai f32": Engine("genai", F32),
+    "genai sorted": Engine("genai", {"sorted": True}),
+    "st torch": Engine("st", {"backend": "torch"}, TORCH),
+    "st openvino": Engine("st", {"backend": "openvino"}, (*TORCH, "optimum-intel")),
+    "fastembed": Engine("fastembed", {}, ("fastembed", "onnxruntime")),
+    "openvino sorted": Engine("raw", {}, ("tokenizers",)),
 }
-
-
-def serve(given: argparse.Namespace) -> None:
-    """Be one engine: answer each line of JSON, a number of clients or of texts to embed at once, by its figures."""
-    begin = time.perf_counter()
-    engine = ENGINES[given.serve](given)
-    texts = texts_of_docs()
-    sample = engine(texts[:64])
-    print(
-        json.dumps({"load": time.perf_counter() - begin, "vectors": np.asarray(sample, np.float64).tolist()}),
-        flush=True,
-    )
-    for line in sys.stdin:
-        job = json.loads(line)
-        if job["at_once"]:
-            begin, cpu = time.perf_counter(), time.process_time()
-            getattr(engine, "encode", engine)(texts)
-            seconds = time.perf_counter() - begin
-            print(json.dumps({"rate": len(texts) / seconds, "cpu": time.process_time() - cpu}), flush=True)
-        else:
-            print(json.dumps(lockstep(engine, texts, job["clients"], job["offset"])), flush=True)
-
-
-def lockstep(engine: Embed, texts: Sequence[str], clients: int, offset: int) -> dict[str, float]:
-    """Embed lists of ``clients`` texts for ``SECONDS``, the next list after the answer to the last one."""
-    source = islice(cycle(texts), offset, None)
-    times: list[float] = []
-    while sum(times) < SECONDS or len(times) < 3:
-        batch = list(islice(source, clients))
-        begin = time.perf_counter()
-        engine(batch)
-        times.append(time.perf_counter() - begin)
-    ordered = sorted(times)
-    return {
-        "rate": clients * len(times) / sum(times),
-        "p50": statistics.median(times) * 1e3,
-        "p99": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))] * 1e3,
-    }
-
-
-class Process:
-    """An engine in a process of its own."""
-
-    def __init__(self, name: str, given: argparse.Namespace) -> None:
-        more = ["--sentence-transformers", given.sentence_transformers] if given.sentence_transformers else []
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, given.model, *more, "--serve", name],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-        self.first = self._answer()
-
-    def ask(self, **job: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        print(json.dumps(job), file=self.process.stdin, flush=True)
-        found = self._answer()
-        if found is None:
-            sys.exit("an engine has died")
-        return found
-
-    def _answer(self) -> dict[str, Any] | None:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else None
-
-    def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(60)
-        self.process.stdout.close()
-
-
-def compare(given: argparse.Namespace) -> dict[str, Any]:
-    """Run all engines in turns, and return the figures of each."""
-    with ExitStack() as stack:
-        engines: dict[str, Process] = {}
-        for name in given.engines:
-            process = Process(name, given)
-            stack.callback(process.close)
-            if process.first is None:
-                print(f"{name}: not installed, or it cannot run this model: left out")
-            else:
-                engines[name] = process
-        reference = np.array(next(iter(engines.values())).first["vectors"])  # type: ignore[index]
-        result: dict[str, Any] = {}
-        for name, process in engines.items():
-            vectors = np.array(process.first["vectors"])  # type: ignore[index]
-            cosine = float((reference * vectors).sum(1).min())
-            result[name] = {"load": process.first["load"], "cosine": cosine, "rounds": []}  # type: ignore[index]
-        for turn in range(given.rounds):
-            for name, process in list(engines.items())[:: 1 if turn % 2 == 0 else -1]:
-                found = {str(c): process.ask(at_once=False, clients=c, offset=turn * 7) for c in given.clients}
-                found["all"] = process.ask(at_once=True)
-                result[name]["rounds"].append(found)
-    return result
-
-
-def show(result: dict[str, Any], clients: Sequence[int]) -> None:
-    """Print texts per second, with p50 in ms, and the median of the paired ratios of ours to each engine."""
-    columns = [*map(str, clients), "all"]
-    print("| engine | least cosine | load, s | " + " | ".join(f"{c} at once" for c in columns) + " |")
-    print("|---" * (3 + len(columns)) + "|")
-    for name, figures in result.items():
-        cells = []
-        for column in columns:
-            rate = statistics.median(turn[column]["rate"] for turn in figures["rounds"])
-            p50 = statistics.median(turn[column].get("p50", 0.0) for turn in figures["rounds"])
-            ratio = statistics.median(
-                own[column]["rate"] / turn[column]["rate"]
-                for own, turn in zip(result["ours"]["rounds"], figures["rounds"], strict=True)
-            )
-            cells.append(f"{rate:.0f} ({p50:.1f} ms), ours {ratio:.2f} x" if p50 else f"{rate:.0f}, ours {ratio:.2f} x")
-        print(f"| {name} | {figures['cosine']:.6f} | {figures['load']:.1f} | " + " | ".join(cells) + " |")
-
-
-def beside(given: argparse.Namespace) -> dict[str, Any]:
-    """Embed documents while one client decodes: on one engine, and as two pipelines that know nothing of each other."""
-    from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline
-
-    texts = texts_of_docs()
-    prompt = np.random.default_rng(1).integers(100, 1000, (1, 128))
-    found: dict[str, Any] = {}
-    with StaticLLMPipeline(given.beside, "CPU", PREFIX_CACHING=False) as llm:
-        llm.wait_until_complete()
-        for _ in range(3):
-            llm.generate(prompt, max_new_tokens=32, ignore_eos=True)
-        for name, engine in (("shared", llm.engine), ("separate", None)):
-            with StaticEmbeddingPipeline(given.model, "CPU", engine=engine) as embedder:
-                embedder.encode(texts[:200])
-                found[name] = [beside_once(llm, embedder, texts, prompt) for _ in range(given.rounds)]
-    return found
-
-
-def beside_once(llm: Any, embedder: Any, texts: list[str], prompt: np.ndarray) -> dict[str, float]:
-    """Return rates, gaps and first tokens alone and together."""
-    begin = time.perf_counter()
-    embedder.encode(texts[:300])
-    alone = 300 / (time.perf_counter() - begin)
-    ttft, tpot, _ = stream(llm, prompt, 32)
-    done, stop = [0], threading.Event()
-
-    def bulk() -> None:
-        for start in cycle(range(0, len(texts) - 64, 64)):
-            if stop.is_set():
-                return
-            embedder.encode(texts[start : start + 64])
-            done[0] += 64
-
-    with ThreadPoolExecutor(3) as pool:
-        running = [pool.submit(bulk) for _ in range(3)]
-        time.sleep(0.5)
-        ttft_beside, _, _ = stream(llm, prompt, 2)
-        first, begin = done[0], time.perf_counter()
-        _, tpot_beside, gap = stream(llm, prompt, 100)
-        rate = (done[0] - first) / (time.perf_counter() - begin)
-        query = time.perf_counter()
-        embedder.embed_query("what is a KV slot?")
-        query = time.perf_counter() - query
-        stop.set()
-        for each in running:
-            each.result()
-    return {
-        "embedding share": rate / alone, "texts/s alone": alone, "TTFT ratio": ttft_beside / ttft, "TPOT alone, ms": tpot * 1e3,
-        "TPOT beside, ms": tpot_beside * 1e3, "longest gap, ms": gap * 1e3, "query, ms": query * 1e3,
-    }  # fmt: skip
-
-
-def stream(llm: Any, prompt: np.ndarray, count: int) -> tuple[float, float, float]:
-    """Return the time to the first token, the mean time per later token and the longest, in seconds."""
-    begin = time.perf_counter()
-    moments = [time.perf_counter() for _ in llm.submit(prompt, max_new_tokens=count, ignore_eos=True).tokens()]
-    gaps = [after - before for before, after in pairwise(moments)]
-    return moments[0] - begin, statistics.mean(gaps), max(gaps)
+QUICK = ("ours", "genai", "genai sorted", "st torch", "openvino sorted")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder of an OpenVINO embedding model with mean pooling and its tokenizer")
-    parser.add_argument("--sentence-transformers", help="folder of the same model for sentence-transformers")
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--clients", nargs="+", type=int, default=list(CLIENTS))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--beside", help="folder of a language model: measure a chat beside documents")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.serve:
-        serve(given)
+    options = read_options()
+    path = str(make_encoder(options.model))
+    names, left_out = available(options.engines or (QUICK if options.quick else list(ENGINES)), path)
+    for line in left_out:
+        print(line)
+    figures, cosines = Figures(), dict[str, float]()
+    with ExitStack() as stack:
+        workers = {name: start(name, stack, path, options.threads) for name in names}
+        compare(workers, cosines)
+        for number in range(options.rounds + 1):  # the first one is a warm-up
+            print(f"round {number} of {options.rounds}", file=sys.stderr)
+            measure(workers, Figures() if number == 0 else figures, options, number)
+        for name, worker in workers.items():
+            figures.add("mb", name, worker.do("memory")["mb"])
+    result = save(figures, cosines, names, left_out, options)
+    if not options.no_chat:
+        beside_chat(figures, path, options)
+        result = save(figures, cosines, names, left_out, options)
+    show(result)
+    draw(result, options.output / "bench_embedding.png")
+    if options.docs:
+        write_docs(result)
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer engines, clients and rounds")
+    parser.add_argument("--rounds", type=int, help="[5; 2 with --quick]")
+    parser.add_argument("--model", choices=MODELS, default="minilm", help="[minilm]")
+    parser.add_argument("--clients", nargs="+", type=int, choices=list(CLIENTS), help="[all; 1 16 64 with --quick]")
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), help="[all]")
+    parser.add_argument("--threads", type=int, default=num_cores(), help="of every engine  [the cores]")
+    parser.add_argument("--no-chat", action="store_true", help="skip the chat beside documents")
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "bench", help="where JSON and picture go")
+    parser.add_argument("--docs", action="store_true", help="replace this processor's section of docs/benchmarks.md")
+    parser.add_argument("--kind", choices=list(KINDS), help="kind of processor  [found by its flags on Linux]")
+    options = parser.parse_args()
+    options.rounds = options.rounds or (2 if options.quick else 5)
+    options.clients = options.clients or ([1, 16, 64] if options.quick else list(CLIENTS))
+    return options
+
+
+def available(names: Sequence[str], path: str) -> tuple[list[str], list[str]]:
+    """Return the engines that can run, and a line for each that cannot."""
+    found, lines = [], []
+    for name in names:
+        missing = [package for package in ENGINES[name].packages if not is_installed(package)]
+        if missing:
+            lines.append(f"{name} is left out: {', '.join(missing)} not installed")
+        elif ENGINES[name].kind == "fastembed" and not (Path(path) / "onnx").is_dir():
+            lines.append(f"{name} is left out: this model has no ONNX file")
+        else:
+            found.append(name)
+    return found, lines
+
+
+def start(name: str, stack: ExitStack, path: str, threads: int) -> Worker:
+    print(f"loading {name} …", file=sys.stderr)
+    engine = ENGINES.get(name, Engine(name))
+    return stack.enter_context(Worker(engine.kind, path, threads=threads, **engine.properties))
+
+
+def compare(workers: dict[str, Worker], cosines: dict[str, float]) -> None:
+    """Add the least cosine of every engine to sentence-transformers; nothing if that did not run."""
+    if REFERENCE not in workers:
+        print(f"{REFERENCE} does not run: vectors are not compared")
         return
-    result = beside(given) if given.beside else compare(given)
-    if given.beside:
-        for name, rounds in result.items():
-            medians = {key: statistics.median(turn[key] for turn in rounds) for key in rounds[0]}
-            print(name, "  ".join(f"{key} {value:.2f}" for key, value in medians.items()))
-    else:
-        show(result, given.clients)
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    reference = workers[REFERENCE].do("vectors")["vectors"]
+    for name, worker in workers.items():
+        cosines[name] = report.cosine(worker.do("vectors")["vectors"], reference)
+        wrong = "  WRONG" if cosines[name] < report.WRONG else ""
+        print(f"{name}: least cosine to {REFERENCE} {cosines[name]:.6f}{wrong}")
+
+
+def measure(workers: dict[str, Worker], figures: Figures, options: argparse.Namespace, number: int) -> None:
+    """Run one round. Each time, another engine is the first."""
+    for place, count in enumerate(options.clients):
+        batches = max(1, CLIENTS[count] // (2 if options.quick or not number else 1))
+        for name, worker in in_turn(workers, number + place):
+            found = worker.do("clients", count=count, batches=batches, seed=number)
+            figures.add(f"clients_{count}", name, found["texts_per_second"])
+            for ms in found["ms"]:
+                figures.add(f"ms_{count}", name, ms)
+    for name, worker in workers.items():
+        if ENGINES[name].kind == "ours":
+            for job in (worker.do("bulk", count=BULK, seed=number), worker.do("peak")):
+                for measure_name in ("fill", "host", "gflops", "peak"):
+                    if measure_name in job:
+                        figures.add(measure_name, name, job[measure_name])
+
+
+def in_turn(workers: dict[str, Worker], first: int) -> list[tuple[str, Worker]]:
+    items = list(workers.items())
+    first %= len(items)
+    return [*items[first:], *items[:first]]
+
+
+def beside_chat(figures: Figures, path: str, options: argparse.Namespace) -> None:
+    """Measure chats and documents alone and together, on one engine and on two pipelines, in turns."""
+    with ExitStack() as stack:
+        workers = {name: start(name, stack, path, options.threads) for name in CHATS}
+        for number in range(options.rounds + 1):
+            for name, worker in in_turn(workers, number):
+                stream, bulk = worker.do("stream", seed=number), worker.do("bulk", seed=number)
+                both = worker.do("both", seed=number + 1000)
+                if number:
+                    for kind, found in (("alone", {**stream, **bulk}), ("both", both)):
+                        figures.add(f"gap_ms_{kind}", name, found["gap_ms"])
+                        figures.add(f"ttft_ms_{kind}", name, found["ttft_ms"])
+                        figures.add(f"texts_{kind}", name, found["texts_per_second"])
+
+
+def save(
+    figures: Figures, cosines: dict[str, float], names: list[str], left_out: list[str], options: argparse.Namespace
+) -> dict[str, Any]:
+    command = shlex.join(["python", "scripts/bench_embedding.py", *sys.argv[1:]])
+    result = {"machine": this_machine(options.kind).as_dict(), "command": command, "model": options.model,
+              "engines": names, "clients": options.clients, "rounds": options.rounds, "cosines": cosines,
+              "left_out": left_out, "figures": figures.values}  # fmt: skip
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / "bench_embedding.json"
+    path.write_text(json.dumps(result, indent=1))
+    print(f"wrote {path}")
+    return result
+
+
+def show(result: dict[str, Any]) -> None:
+    figures, names, clients = Figures(result["figures"]), result["engines"], result["clients"]
+    for part in (bench_report.text(report.throughput(figures, names, clients, result["cosines"])),
+                 bench_report.text(report.ratios(figures, names, clients)),
+                 "\n".join(report.alone(figures, names)), bench_report.text(report.chat(figures))):  # fmt: skip
+        if part:
+            print(f"\n{part}")
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    try:
+        report.plot(result, path)
+        print(f"wrote {path}")
+    except ImportError:
+        print("no picture: pip install matplotlib", file=sys.stderr)
+
+
+def write_docs(result: dict[str, Any], page: Path = bench_docs.PAGE) -> None:
+    key = f"{result['machine']['kind']} embeddings {result['model']}"
+    text = bench_docs.replaced(page.read_text(encoding="utf-8"), key, report.section(result))
+    page.write_text(text, encoding="utf-8", newline="\n")
+    print(f"wrote the section {key!r} of docs/benchmarks.md")
 
 
 if __name__ == "__main__":

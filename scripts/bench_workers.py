@@ -30,10 +30,13 @@ class Worker:
     disturbs no measurement. With ``is_watched``, private memory is sampled from before loading, which costs a little speed.
     """
 
+    script = __file__
+    """The file that the process runs."""
+
     def __init__(self, kind: str, path: str, is_watched: bool = False, **properties: Any) -> None:
         what = {"kind": kind, "path": path, "is_watched": is_watched, "properties": properties}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(what)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, self.script, json.dumps(what)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.load = self._answer()
 
