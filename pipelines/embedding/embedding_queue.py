@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,8 @@ from staticllm.pipelines.scheduling.interface import JobView
 
 WINDOW = 512
 """The number of texts that are packed together. More would fill the calls hardly better."""
+SMALL_PLAN = 64
+"""A plan of fewer texts is made again when others arrive: they fill its calls, and packing so few takes little time."""
 
 _numbers = count(1)
 
@@ -114,6 +117,17 @@ class _Text:
     def tokens(self) -> TokenizedText:
         return self.request.texts[self.index]
 
+    def is_over(self, now: float) -> bool:
+        """Whether nobody waits for the text any more at the moment ``now``."""
+        return self.request.is_over or self.request.is_late(now)
+
+
+class _Planned(NamedTuple):
+    """A call and its texts, in the order of the call."""
+
+    call: PackedCall
+    texts: list[_Text]
+
 
 class EmbeddingQueue:
     """The texts that wait for one device: the ``JobSource`` of an encoder. Any thread submits and closes.
@@ -131,9 +145,11 @@ class EmbeddingQueue:
         self._waiting: dict[int, deque[_Text]] = {}  # priority -> texts in the order of arrival
         self._num_waiting = 0
         self._is_closed = False
-        self._plan: list[tuple[PackedCall, list[_Text]]] = []
-        self._planned_priority: int | None = None
-        self._is_stale = True
+        self._plans: dict[int, list[_Planned]] = {}  # priority -> calls, none of them empty
+        self._stale: set[int] = set()  # priorities whose plan is made again
+        self._alone: deque[_Planned] = (
+            deque()
+        )  # texts whose vectors were not finite beside others; these calls come first
         self._dropped: list[EmbeddingRequest] = []  # late or cancelled; they end without the lock
 
     def attach(self, wake: Callable[[], None], max_seconds: float | None) -> None:
@@ -162,7 +178,8 @@ class EmbeddingQueue:
             texts = self._waiting.setdefault(request.priority, deque())
             texts.extend(_Text(request, index) for index in range(len(request.texts)))
             self._num_waiting += len(request.texts)
-            self._is_stale = True
+            if sum(len(planned.texts) for planned in self._plans.get(request.priority, ())) < SMALL_PLAN:
+                self._stale.add(request.priority)
         self._wake()
 
     @property
@@ -179,9 +196,9 @@ class EmbeddingQueue:
         """Return the next call as a policy sees it; None if no text waits."""
         self._prepare()
         with self._lock:
-            if not self._plan:
+            if not self._alone and not self._plans:
                 return None
-            call, texts = self._plan[0]
+            call, texts = self._alone[0] if self._alone else self._plans[max(self._plans)][0]
             requests = [text.request for text in texts]
             arrival = min(request.arrival for request in requests)
             deadline = min((r.deadline for r in requests if r.deadline is not None), default=None)
@@ -192,10 +209,9 @@ class EmbeddingQueue:
         with self._is_running:
             self._prepare()
             with self._lock:
-                if not self._plan:
+                if not self._alone and not self._plans:
                     return 0
-                call, texts = self._plan.pop(0)
-                self._num_waiting -= len(texts)
+                call, texts = self._pop()
             try:
                 self._run(call, texts, meanwhile)
             except BaseException as error:  # the texts of this call must end, or their readers would wait for ever
@@ -208,9 +224,11 @@ class EmbeddingQueue:
         with self._lock:
             self._is_closed = True
             left = [text for texts in self._waiting.values() for text in texts]
-            left += [text for _, texts in self._plan for text in texts]
+            plans = [self._alone, *self._plans.values()]
+            left += [text for plan in plans for planned in plan for text in planned.texts]
             self._waiting.clear()
-            self._plan.clear()
+            self._plans.clear()
+            self._alone.clear()
             self._num_waiting = 0
         for request in {text.request.id: text.request for text in left}.values():
             request.fail(ClosedError("the pipeline was closed before these texts were embedded"))
@@ -226,48 +244,72 @@ class EmbeddingQueue:
             request.fail(StaticLLMError("the deadline passed before all texts were embedded"))
 
     def _replan(self) -> None:
-        """Plan the calls of the next texts, if texts were added since the last plan or it is used up. The lock is held.
-
-        Texts of the next call that nobody waits for any more are a reason too.
-        """
-        if self._plan and not self._is_stale:
-            now = time.perf_counter()
-            if not any(text.request.is_over or text.request.is_late(now) for text in self._plan[0][1]):
-                return
-        for _, texts in self._plan:
-            assert self._planned_priority is not None
-            self._waiting.setdefault(self._planned_priority, deque()).extendleft(reversed(texts))
-        self._plan.clear()
-        self._is_stale = False
-        while self._waiting and not self._plan:
-            priority = max(self._waiting)
-            chosen = self._take(self._waiting[priority])
-            if not self._waiting[priority]:
-                del self._waiting[priority]
-            self._planned_priority = priority
-            self._plan = self._packed(chosen)
-
-    def _take(self, waiting: deque[_Text]) -> list[_Text]:
-        """Remove the next texts, and drop those that nobody waits for or whose deadline has passed."""
-        chosen: list[_Text] = []
+        """Plan the calls of the next texts of the highest priority, unless its plan is still good. The lock is held."""
         now = time.perf_counter()
+        while self._alone:
+            if self._living(self._alone[0].texts, now):
+                return
+            self._alone.popleft()
+        while priorities := self._plans.keys() | self._waiting.keys():
+            priority = max(priorities)
+            if priority in self._stale:
+                self._stale.discard(priority)
+                texts = [text for planned in self._plans.pop(priority, ()) for text in planned.texts]
+                self._waiting.setdefault(priority, deque()).extendleft(reversed(texts))
+            if priority in self._plans:
+                if self._has_living_call(priority):
+                    return
+            elif chosen := self._take(priority):
+                self._plans[priority] = self._packed(chosen)
+                return
+
+    def _has_living_call(self, priority: int) -> bool:
+        """Return whether the next call of a plan has no text that nobody waits for; such a call is planned without them."""
+        plan, now = self._plans[priority], time.perf_counter()
+        if not any(text.is_over(now) for text in plan[0].texts):
+            return True
+        texts = self._living(plan.pop(0).texts, now)
+        plan[:0] = self._packed(texts) if texts else []
+        if not plan:
+            del self._plans[priority]
+        return bool(texts)
+
+    def _pop(self) -> _Planned:
+        """Remove the next call. The lock is held."""
+        if self._alone:
+            planned = self._alone.popleft()
+        else:
+            priority = max(self._plans)
+            planned = self._plans[priority].pop(0)
+            if not self._plans[priority]:
+                del self._plans[priority]
+        self._num_waiting -= len(planned.texts)
+        return planned
+
+    def _take(self, priority: int) -> list[_Text]:
+        """Remove the next texts of a priority, and drop those that nobody waits for or whose deadline has passed."""
+        chosen: list[_Text] = []
+        waiting, now = self._waiting[priority], time.perf_counter()
         while waiting and len(chosen) < WINDOW:
-            text = waiting.popleft()
-            request = text.request
-            if request.is_over or request.is_late(now):
-                self._num_waiting -= 1
-                self._dropped.append(request)
-                continue
-            chosen.append(text)
+            chosen += self._living([waiting.popleft()], now)
+        if not waiting:
+            del self._waiting[priority]
         return chosen
 
-    def _packed(self, texts: list[_Text]) -> list[tuple[PackedCall, list[_Text]]]:
+    def _living(self, texts: Sequence[_Text], now: float) -> list[_Text]:
+        """Return the texts that somebody waits for; the others are no longer counted, and end later without the lock."""
+        living = [text for text in texts if not text.is_over(now)]
+        self._num_waiting -= len(texts) - len(living)
+        self._dropped += [text.request for text in texts if text.is_over(now)]
+        return living
+
+    def _packed(self, texts: list[_Text]) -> list[_Planned]:
         """Return the calls of these texts, the one with the oldest text first."""
         runner = self.runner
         lengths = [len(text.tokens) for text in texts]
         calls = plan_calls(lengths, self._variants(max(lengths, default=0)), runner.cost, runner.shape.is_packable)
         calls.sort(key=lambda call: min(call.texts))
-        return [(call, [texts[index] for index in call.texts]) for call in calls]
+        return [_Planned(call, [texts[index] for index in call.texts]) for call in calls]
 
     def _variants(self, longest: int) -> Sequence[EncoderVariant]:
         """Return the variants that keep ``max_seconds``, and the cheapest one that holds the longest text."""
@@ -281,21 +323,28 @@ class EmbeddingQueue:
         places = iter(texts)
         sequences = [[next(places).tokens for _ in sequence] for sequence in call.sequences]
         vectors = self.runner.run(call.variant, sequences, meanwhile)
+        suspects = []
         for text, vector in zip(texts, vectors, strict=True):
             if np.isfinite(vector).all():
                 text.request.put(text.index, vector)
+            elif len(texts) > 1:
+                suspects.append(text)
             else:
-                self._run_alone(text)
+                text.request.fail(_not_finite(text.index))
+        self._run_alone_later(suspects)
 
-    def _run_alone(self, text: _Text) -> None:
-        """Run a text whose vector was not finite again without others, because one of those may be the cause."""
-        call = plan_calls([len(text.tokens)], self.runner.variants, self.runner.cost)[0]
-        (vector,) = self.runner.run(call.variant, [[text.tokens]])
-        if np.isfinite(vector).all():
-            text.request.put(text.index, vector)
-        else:
-            text.request.fail(
-                NumericalError(
-                    f"text {text.index}: its embedding is not finite: try INFERENCE_PRECISION_HINT='f32', or check the weights"
-                )
-            )
+    def _run_alone_later(self, texts: list[_Text]) -> None:
+        """Plan texts whose vectors were not finite as calls of their own, because another text of the call may be the cause."""
+        with self._lock:
+            closed = texts if self._is_closed else []
+            for text in [] if self._is_closed else texts:
+                self._alone.extend(self._packed([text]))
+                self._num_waiting += 1
+        for text in closed:
+            text.request.fail(ClosedError("the pipeline was closed before these texts were embedded"))
+
+
+def _not_finite(index: int) -> NumericalError:
+    return NumericalError(
+        f"text {index}: its embedding is not finite: try INFERENCE_PRECISION_HINT='f32', or check the weights"
+    )

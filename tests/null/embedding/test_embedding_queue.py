@@ -9,6 +9,7 @@ import pytest
 
 from staticllm.core import EncoderShape, EncoderVariant
 from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, StaticLLMError
+from staticllm.pipelines.embedding import embedding_queue
 from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue, EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import TokenizedText
 from staticllm.pipelines.engine.job_engine import JobEngine
@@ -278,3 +279,44 @@ def test_a_request_that_two_threads_end_at_once_ends_once():
     assert not errors
     with pytest.raises(DeviceError, match="first"):
         mine.future.result(0)
+
+
+def test_texts_that_were_spoiled_run_as_calls_of_their_own():
+    queue = EmbeddingQueue(Adder(), 100)
+    good, bad = request(1, 2, 3), request(POISON)
+    queue.submit(good)
+    queue.submit(bad)
+    sizes = []
+    for number in range(5):
+        sizes.append(queue.run_next())
+        queue.submit(request(20 + number))  # what comes meanwhile does not share a call with them
+    run_all(queue)
+    assert sizes == [4, 1, 1, 1, 1]
+    assert good.future.result().tolist() == [[8, 8], [16, 8], [24, 8]]
+    with pytest.raises(NumericalError):
+        bad.future.result()
+    assert all(len(call) == 1 for call in queue.runner.calls[1:5])
+
+
+def test_a_large_plan_is_not_made_again_for_every_text_that_comes(monkeypatch):
+    planned = []
+    original = embedding_queue.plan_calls
+    monkeypatch.setattr(
+        embedding_queue, "plan_calls", lambda lengths, *given: planned.append(len(lengths)) or original(lengths, *given)
+    )
+    queue = EmbeddingQueue(Adder(), 10_000)
+    bulk = request(*range(20, 420), length=60)
+    queue.submit(bulk)
+    requests = []
+    for number in range(20):
+        assert queue.run_next()
+        requests += [request(500 + number), request(600 + number, priority=1)]
+        for each in requests[-2:]:
+            queue.submit(each)
+        assert queue.next_job().priority == 1
+        assert queue.run_next()
+        assert requests[-1].future.done()
+    assert planned == [400] + 20 * [1]
+    run_all(queue)
+    assert bulk.future.result()[:, 0].tolist() == [60.0 * i for i in range(20, 420)]
+    assert all(each.future.done() for each in requests)
