@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import openvino as ov
 
@@ -46,20 +46,31 @@ class LoweredEncoder:
         """
         if variant.rows in self.shape.unsafe_rows:
             raise ValueError(f"{variant} has as many rows as the model has heads: choose another number of rows")
-        model = self.share((variant,))
+        model = self._sized((variant,), EncoderSizes.of(variant))
         check_static(model, f"fix_shapes{variant}")
         return model
 
     def share(self, variants: tuple[EncoderVariant, ...]) -> ov.Model:
         """Return the model of one program for all ``variants``, with bounded dynamic sizes.
 
+        If all variants have the same number of rows, and as many heads, the rows stay dynamic (see ``specialise``).
+
         Raises:
             ValueError: a variant has more rows than the model allows.
         """
+        sizes = EncoderSizes.of(*variants)
+        least, most = sizes.rows
+        if least == most and most in self.shape.unsafe_rows:
+            sizes = replace(
+                sizes, rows=(least, most + 1), tokens=(sizes.tokens[0], sizes.tokens[1] // most * (most + 1))
+            )
+        return self._sized(variants, sizes)
+
+    def _sized(self, variants: tuple[EncoderVariant, ...], sizes: EncoderSizes) -> ov.Model:
         longest = max(variants, key=lambda variant: variant.rows)
         if longest.rows > self.shape.max_rows:
             raise ValueError(f"{longest} has more rows than the {self.shape.max_rows} that the model was lowered for")
-        model, sizes = self.model.clone(), EncoderSizes.of(*variants)
+        model = self.model.clone()
         shapes = {}
         for port in model.inputs:
             contract = find_encoder_port(port.get_any_name())

@@ -21,10 +21,18 @@ class EncoderGraph(StepGraph):
     original: ov.Model = field(kw_only=True)
     encoder_masks: list[EncoderMask] = field(default_factory=list)
     first_position: int = 0
-    has_scores: bool = False  # whether the model has one vector of scores per text, else one hidden state per token
+    has_scores: bool = False  # whether the model has one vector of scores per text
+    is_pooled: bool = (
+        False  # whether the model has one embedding per text; else, without scores, a hidden state per token
+    )
     pooling: Pooling | None = None
     head: Literal["none", "cut", "tokens"] = "none"  # what became of the head of a causal language model
     reasons: list[str] = field(default_factory=list)  # why texts cannot share a sequence
+
+    @property
+    def is_per_text(self) -> bool:
+        """Whether the model has one vector per text, of scores or an embedding, else one per token."""
+        return self.has_scores or self.is_pooled
 
     @property
     def num_rows(self) -> int:

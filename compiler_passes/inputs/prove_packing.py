@@ -89,7 +89,7 @@ def _placed(graph: EncoderGraph, layout: Sequence[Sequence[int]]) -> list[Text]:
 
 def _distinct_parts(graph: EncoderGraph) -> tuple[ov.Model, ov.Model]:
     """Return the same part of the original and of the lowered graph, or both as a whole."""
-    end = None if graph.has_scores else distinct_end(graph.model)
+    end = None if graph.is_per_text else distinct_end(graph.model)
     same = [] if end is None else [node for node in graph.original.get_ops() if _is_same(node, end)]
     if end is None or len(same) != 1:
         return graph.original, graph.model
@@ -151,7 +151,7 @@ def _together(graph: EncoderGraph, program: ov.CompiledModel, texts: Sequence[Te
     }
     known = {**feeds, **masks, POOL: pool}
     values = program({name: known[name] for port in program.inputs for name in port.get_names() & known.keys()})[0]
-    if graph.has_scores:
+    if graph.is_per_text:
         return [np.array(value).reshape(1, -1) for value in values]
     return [np.array(values[text.sequence, text.rows]) for text in texts]
 

@@ -43,13 +43,18 @@ class Dense:
 def add_pooling(graph: EncoderGraph, dense: tuple[Dense, ...] = (), is_normalised: bool = True) -> None:
     """Replace the hidden states by the output ``embeddings [R, width]``. Scores are left alone.
 
+    A model that pools by itself has its Dense modules in the graph, too: its vectors are only normalised.
+
     Raises:
         UnsupportedModelError: a Dense module does not fit to the vectors that it gets, or its activation is unknown.
     """
     if graph.has_scores:
         return
     (result,) = graph.model.get_results()
-    pooled = pooled_rows(graph, result.input_value(0))
+    if graph.is_pooled:
+        pooled, dense = result.input_value(0), ()
+    else:
+        pooled = pooled_rows(graph, result.input_value(0))
     for index, layer in enumerate(dense):
         pooled = _with_dense(pooled, layer, index)
     graph.model.remove_result(result)

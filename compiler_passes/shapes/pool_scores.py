@@ -1,4 +1,4 @@
-"""Lets the host pick the rows from which a cross-encoder computes its scores.
+"""Lets the host pick the rows from which a cross-encoder computes its scores, or a model that pools by itself its embeddings.
 
 A classifier reads one vector per sequence: of the first token, of the last, or a mean. Where the axis of rows disappears, the
 vectors of all texts are computed instead, by a product with the input ``pool [R, B*S]``. Which of the poolings the model does is
@@ -25,7 +25,7 @@ from staticllm.compiler_passes.graph.step_graph import consumers, redirect
 from staticllm.core import Pooling
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
-from staticllm.ports import POOL, SCORES
+from staticllm.ports import EMBEDDINGS, POOL, SCORES
 
 STAGE = "pool_scores"
 _STEPS = 4
@@ -33,12 +33,12 @@ _STEPS = 4
 
 
 def pool_scores(graph: EncoderGraph) -> None:
-    """Replace the pooling of a cross-encoder. A model with hidden states is left alone.
+    """Replace the pooling of a model with one vector per text. A model with hidden states is left alone.
 
     Raises:
         UnsupportedModelError: the pooling is not the first token, the last token or the mean.
     """
-    if not graph.has_scores:
+    if not graph.is_per_text:
         return
     node, hidden = _pooling_node(graph.model)
     for _ in range(_STEPS):
@@ -49,7 +49,7 @@ def pool_scores(graph: EncoderGraph) -> None:
             graph.note(STAGE, f"{node.get_friendly_name()!r} pools by {pooling!r}")
             return
         readers = consumers(node.output(0))
-        if len(readers) != 1:
+        if len(readers) != 1 or readers[0].get_type_name() == "Result":
             break
         node = readers[0]
     raise UnsupportedModelError(
@@ -107,8 +107,9 @@ def _replace(graph: EncoderGraph, node: ov.Node, hidden: ov.Output) -> None:
         pooled = ops.unsqueeze(pooled, ops.constant(1)).output(0)
     redirect(node.output(0), pooled)
     (result,) = graph.model.get_results()
-    result.set_friendly_name(SCORES)
-    result.output(0).set_names({SCORES})
+    name = SCORES if graph.has_scores else EMBEDDINGS
+    result.set_friendly_name(name)
+    result.output(0).set_names({name})
     graph.model.validate_nodes_and_infer_types()
 
 

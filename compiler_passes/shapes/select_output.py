@@ -1,4 +1,4 @@
-"""Keeps one output of an encoder: the hidden states of its tokens, or the scores of a cross-encoder.
+"""Keeps one output of an encoder: the hidden states of its tokens, the scores of a cross-encoder, or the vector of each text.
 
 A causal language model has ``logits`` for every token. An embedder takes what their head reads. A reranker takes the logits of a
 few tokens, such as those of "no" and "yes": the head then computes only these.
@@ -19,10 +19,12 @@ from staticllm.ports import LOGITS
 STAGE = "select_output"
 HIDDEN_STATES = ("last_hidden_state", "token_embeddings")
 """The names that transformers and sentence-transformers give to hidden states."""
+POOLED = "sentence_embedding"
+"""The name that sentence-transformers gives to the vector of a text."""
 
 
 def select_output(graph: EncoderGraph, score_tokens: tuple[int, ...] = ()) -> None:
-    """Remove all outputs but the hidden states, or but ``logits`` of one vector per text.
+    """Remove all outputs but the hidden states, else ``logits``, else the only output with one vector per text.
 
     ``score_tokens``: the tokens whose logits are the output of a causal language model, ``[B, S, len(score_tokens)]``.
 
@@ -34,6 +36,9 @@ def select_output(graph: EncoderGraph, score_tokens: tuple[int, ...] = ()) -> No
     if chosen is None:
         chosen = next((port for port in ports if LOGITS in port.get_names()), None)
         graph.has_scores = chosen is not None
+    if chosen is None:
+        chosen = _pooled(ports)
+        graph.is_pooled = chosen is not None
     if chosen is None:
         names = sorted(name for port in ports for name in port.get_names())
         raise UnsupportedModelError(STAGE, f"the model has no output 'last_hidden_state' or 'logits' (it has {names})")
@@ -85,3 +90,11 @@ def _hidden_states(ports: list[ov.Output]) -> ov.Output | None:
     others = [port for port in ports if LOGITS not in port.get_names()]
     found = [port for port in others if port.get_partial_shape().rank == ov.Dimension(3)]
     return found[0] if len(found) == 1 else None
+
+
+def _pooled(ports: list[ov.Output]) -> ov.Output | None:
+    """Return the output with one vector per text, by name or because there is no other."""
+    found = [port for port in ports if port.get_partial_shape().rank == ov.Dimension(2)]
+    named = [port for port in found if POOLED in port.get_names()]
+    chosen = named or found
+    return chosen[0] if len(chosen) == 1 else None
