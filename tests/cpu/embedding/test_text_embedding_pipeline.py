@@ -89,7 +89,7 @@ def test_leading_dimensions_are_normalised_again(pipe):
     assert cut.shape == (2, 8)
     np.testing.assert_allclose(np.linalg.norm(cut, axis=1), 1, rtol=1e-5)
     np.testing.assert_allclose(cut / cut[:, :1], whole[:, :8] / whole[:, :1], rtol=1e-4)
-    with pytest.raises(ConfigError, match="dimensions=33: must be from 1 to 32"):
+    with pytest.raises(ConfigError, match="dimensions=33: must be a whole number from 1 to 32"):
         pipe.encode(TEXTS[:1], dimensions=33)
 
 
