@@ -75,7 +75,8 @@ class Ours(Engine):
 
         self._pipe = StaticEmbeddingPipeline(path, "CPU", INFERENCE_NUM_THREADS=self.threads, **properties)
         self._calls: list[tuple[float, int, int]] = []  # seconds, tokens of texts, rows
-        run, runner, calls = EncoderProgram.run, self._pipe._loaded.runner, self._calls
+        self._path = Path(path)
+        run, runner, calls = EncoderProgram.run, self._pipe._queue.runner, self._calls
         run_texts, last = runner.run, [0.0]
 
         def timed(program: Any, meanwhile: Any = None) -> float:
@@ -116,9 +117,11 @@ class Ours(Engine):
 
     def peak(self) -> dict[str, Any]:
         """Return the GFLOP/s of a call of the most rows of 128, and of the plugin's products of these matrices alone."""
-        runner = self._pipe._loaded.runner
+        runner = self._pipe._queue.runner
         variant = max((v for v in runner.variants if v.rows == 128), key=lambda v: v.batch)
         ids = [np.full(128, 1000, np.int64)]
+        from staticllm.compiler_passes.lower_encoder import lower_encoder
+        from staticllm.devices import get_core
         from staticllm.pipelines.embedding.encoder_runner import TokenizedText
 
         sequences = [[TokenizedText(ids[0])] for _ in range(variant.batch)]
@@ -126,12 +129,12 @@ class Ours(Engine):
         for _ in range(8):
             runner.run(variant, sequences)
         seconds = min(call[0] for call in self._calls[1:])
-        model = self._pipe._loaded.lowered.specialise(variant)
+        model = lower_encoder(get_core().read_model(self._path / "openvino_model.xml")).specialise(variant)
         return {"gflops": flops_of(model) / seconds / 1e9, "peak": product_gflops(self._pipe.width, self._precision(),
                 self.threads), "shape": f"[{variant.batch},128]"}  # fmt: skip
 
     def _precision(self) -> str:
-        compiled = next(iter(self._pipe._loaded.runner._compiled.values()))
+        compiled = next(iter(self._pipe._queue.runner._compiled.values()))
         return str(compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name())
 
 
