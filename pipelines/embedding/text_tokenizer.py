@@ -26,7 +26,7 @@ class TextTokenizer:
     ) -> None:
         self.max_length, self.overflow = max_length, overflow
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._num_last = self._count_last()
+        self._num_before, self._num_last = self._count_special()
 
     def encode(self, texts: Sequence[str]) -> list[TokenizedText]:
         """Return the ids of each text.
@@ -45,23 +45,53 @@ class TextTokenizer:
     def encode_pairs(self, query: str, texts: Sequence[str]) -> list[TokenizedText]:
         """Return the ids of the query with each text, and their types: 0 for the query, 1 for the text.
 
-        A pair that is too long loses tokens of its text.
+        Of a pair that is too long, the longer of the two loses tokens first, as in GenAI.
 
         Raises:
-            PromptError, ModelError: as for ``encode``.
+            PromptError, ModelError: as for ``encode``, or ``max_length`` leaves no token beside the special ones.
         """
         _check(query, 0)
         for index, text in enumerate(texts):
             _check(text, index)
-        num_first = len(self._fitting(next(self._encoded([query])), 0))
+        before, middle, after = self._pair_template()
+        num_special = len(before) + len(middle) + len(after)
+        if self.max_length < num_special + 2:
+            raise PromptError(
+                f"max_length={self.max_length}: a query and a text need {num_special} special tokens and 2 of their own; raise it"
+            )
+        first = self._plain(next(self._encoded([query])))
         found: list[TokenizedText] = []
-        for start in range(0, len(texts), TEXTS_PER_CALL):
-            for ids in self._call(list(texts[start : start + TEXTS_PER_CALL]), query):
-                kept = self._fitting(ids, len(found))
-                types = np.zeros(len(kept), np.int64)
-                types[min(num_first, len(kept)) :] = 1
-                found.append(TokenizedText(kept, types))
+        for second in map(self._plain, self._encoded(texts)):
+            kept = first, second
+            if self.overflow == "truncate":
+                kept = longest_first(first, second, self.max_length - num_special)
+            ids = self._fitting(np.concatenate((before, kept[0], middle, kept[1], after)), len(found))
+            types = np.zeros(len(ids), np.int64)
+            types[len(before) + len(kept[0]) + min(self._num_last, len(middle)) :] = 1
+            found.append(TokenizedText(ids, types))
         return found
+
+    def _pair_template(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the special tokens before, between and after the texts of a pair.
+
+        Only two letters are encoded as a pair: openvino-tokenizers 2026.4 overwrites memory when it truncates long pairs.
+
+        Raises:
+            ModelError: the tokenizer changes the texts of a pair.
+        """
+        (plain,), (pair,) = self._call_without_special("a"), self._call(["a"], "a")
+        size = len(plain)
+        places = [at for at in range(len(pair) - size + 1) if np.array_equal(pair[at : at + size], plain)]
+        if len(places) < 2 or places[0] + size > places[-1]:
+            raise ModelError(
+                "the tokenizer does not put a query and a text one after the other: it cannot encode pairs"
+            )
+        start, end = places[0], places[-1]
+        return pair[:start], pair[start + size : end], pair[end + size :]
+
+    def _plain(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tokens of a text alone without special ones."""
+        return ids[self._num_before : len(ids) - self._num_last]
 
     def _encoded(self, texts: Sequence[str]) -> Iterator[NDArray[np.int64]]:
         for start in range(0, len(texts), TEXTS_PER_CALL):
@@ -93,18 +123,30 @@ class TextTokenizer:
         last = min(self._num_last, self.max_length - 1)
         return np.concatenate((ids[: self.max_length - last], ids[len(ids) - last :]))
 
-    def _count_last(self) -> int:
-        """Return the number of special tokens after a text."""
+    def _count_special(self) -> tuple[int, int]:
+        """Return the numbers of special tokens before and after a text."""
         (plain,) = self._call_without_special("a")
         (whole,) = list(self._call(["a"]))
         for start in range(len(whole) - len(plain), -1, -1):
             if np.array_equal(whole[start : start + len(plain)], plain):
-                return len(whole) - start - len(plain)
-        return 0
+                return start, len(whole) - start - len(plain)
+        return 0, 0
 
     def _call_without_special(self, text: str) -> list[NDArray[np.int64]]:
         found = self._tokenizer.encode([text], add_special_tokens=False)
         return [np.asarray(ids, np.int64) for ids in found.input_ids.data]
+
+
+def longest_first(
+    first: NDArray[np.int64], second: NDArray[np.int64], room: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the first ids of both, at most ``room`` together: the longer loses ids until both are equally long."""
+    if len(first) + len(second) <= room:
+        return first, second
+    shorter = min(len(first), len(second), room // 2)
+    if len(first) <= len(second):
+        return first[:shorter], second[: room - shorter]
+    return first[: room - shorter], second[:shorter]
 
 
 def _check(text: object, index: int) -> None:
