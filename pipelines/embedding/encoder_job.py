@@ -27,6 +27,8 @@ from staticllm.properties import resolve
 
 MAX_LENGTH = 512
 """The most tokens of a text, unless the model or the user says less or more."""
+MOST_TOKENS = 8192
+"""The most tokens that a text can have at all: a mask has a number for each pair of them, 256 MB for so many."""
 OPTIONS = frozenset(
     ["cache_dir", "cache_mode", "cache_limit_gb", "cache_encryption_callbacks", "weights_decryption_callback", "blob_path",
      "export_blob", "integrity_key", "weights_path", "programs", "device_properties"]
@@ -135,7 +137,11 @@ def encoder_job(
     is_encrypted = config.weights_decryption_callback is not None
     directory = check_model_dir(models_path, False, config.weights_path, is_encrypted)
     files, limit = read_encoder_files(directory), max_positions(directory)
-    longest = choices.max_length or files.max_length or min(limit or MAX_LENGTH, MAX_LENGTH)
+    if choices.max_length is not None and choices.max_length > MOST_TOKENS:
+        raise ConfigError(
+            f"max_length={choices.max_length}: must be at most {MOST_TOKENS}, because masks grow with its square; split the texts"
+        )
+    longest = choices.max_length or min(files.max_length or min(limit or MAX_LENGTH, MAX_LENGTH), MOST_TOKENS)
     return EncoderJob(LoadJob(directory, name, config, on_progress), choices, files, longest)
 
 

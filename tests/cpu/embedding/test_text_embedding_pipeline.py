@@ -214,3 +214,8 @@ def test_closing_ends_the_thread(directory):
     pipe.close()
     pipe.close()
     assert not thread.is_alive()
+
+
+def test_texts_longer_than_any_mask_are_refused_before_the_model_is_read(directory):
+    with pytest.raises(ConfigError, match="max_length=100000: must be at most 8192"):
+        StaticEmbeddingPipeline(directory, "CPU", max_length=100_000)
