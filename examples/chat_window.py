@@ -21,6 +21,7 @@ class ChatWindow:
         self.prompts: queue.Queue[str | None] = queue.Queue()  # to the worker; None ends it
         self.events: queue.Queue[tuple[str, str]] = queue.Queue()  # from the worker: kind and text
         self.stopping = threading.Event()
+        self.is_loading = True
         self._build()
         self.worker = threading.Thread(target=self._work, args=(model_dir,), name="chat-worker")
         self.worker.start()
@@ -95,6 +96,7 @@ class ChatWindow:
             return
         pipe.start_chat()
         self.events.put(("hint", HINT))
+        self.is_loading = False
         self.events.put(("ready", "Ready"))
         for prompt in iter(self.prompts.get, None):
             try:
@@ -111,7 +113,8 @@ class ChatWindow:
         return self.stopping.is_set()  # True stops the answer
 
     def _on_progress(self, event: staticllm.ProgressEvent) -> None:
-        self.events.put(("status", f"Loading the model: {event.stage} {event.index} of {event.total}"))
+        if self.is_loading:  # later events are of programs that are compiled while the model serves
+            self.events.put(("status", f"Loading the model: {event.stage} {event.index} of {event.total}"))
         if self.stopping.is_set():  # the window was closed
             raise SystemExit
 
