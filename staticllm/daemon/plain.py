@@ -6,7 +6,7 @@ Models without states are stateless calls. A model with states keeps them in the
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -104,7 +104,7 @@ def compile_plain(source: ModelSource, id: int, devices: Devices) -> PlainModel:
         RuntimeError: OpenVINO or the device refuses it.
     """
     core = get_core()
-    weights: Sequence[str] = [str(source.weights)] if source.weights.is_file() else []
-    model = core.read_model(str(source.xml), *weights)
+    weights = source.weights if source.weights.is_file() else ""
+    model = core.read_model(source.xml, weights)
     compiled = core.compile_model(model, source.device, dict(source.config))
     return PlainModel(id, compiled, source.device, devices)
