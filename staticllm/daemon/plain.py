@@ -13,6 +13,7 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
+from staticllm.daemon.compiling import compile_model
 from staticllm.daemon.devices import Call, CallCosts, Devices
 from staticllm.daemon.model_source import ModelSource
 from staticllm.devices import check_device, get_core
@@ -110,7 +111,5 @@ def compile_plain(source: ModelSource, id: int, devices: Devices) -> PlainModel:
     core = get_core()
     if source.device.split(":")[0].upper() not in VIRTUAL_DEVICES:
         check_device(core, source.device)
-    weights = source.weights if source.weights.is_file() else ""
-    model = core.read_model(source.xml, weights)
-    compiled = core.compile_model(model, source.device, dict(source.config))
+    compiled = compile_model(source)
     return PlainModel(id, compiled, source.device, devices)
