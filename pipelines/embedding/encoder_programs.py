@@ -23,8 +23,7 @@ from staticllm.ports import INPUT_IDS
 SIZES = ((1, 16), (1, 32), (1, 64), (1, 128), (2, 128), (4, 128), (8, 128), (1, 256), (1, 512))
 """The batches and rows of the programs. Sequences of 128 are the fastest, because attention is quadratic in their length."""
 SHARED_SIZES = (*SIZES, (1, 24), (1, 40), (1, 48), (1, 80), (1, 96), (1, 192))
-"""The same where one program runs all sizes, so that another one costs no memory. In f32 a call takes as long as it has rows, so a
-text alone should have few idle ones (docs/embeddings.md)."""
+"""The same where one program runs all sizes, so that another one costs no memory: a text alone has fewer idle rows."""
 TOKENS_PER_TEXT = 8
 """A call holds at most one text for so many of its tokens."""
 

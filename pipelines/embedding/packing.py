@@ -12,9 +12,9 @@ from staticllm.core import EncoderVariant
 Cost = Callable[[EncoderVariant], float]
 """Returns the seconds that one call of a variant takes."""
 FEW_TEXTS = 16
-"""Up to so many texts, every size of sequences is tried; for more, the sizes with the cheapest tokens."""
+"""Up to so many texts, every size of sequences is tried."""
 BULK_SIZES = 3
-"""The sizes that are tried for many texts: the cheapest tokens are worth nothing in sequences that texts do not fill."""
+"""For more texts, so many sizes are tried: those with the cheapest tokens, because cheap tokens do not help if more stay idle."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,10 @@ def plan_calls(
 ) -> list[PackedCall]:
     """Return calls that hold texts of ``lengths`` tokens, each once; the calls with the longest texts come first.
 
-    Texts are put into sequences by best fit decreasing (Johnson: Near-optimal bin packing algorithms, 1973). Their size is given,
-    or the smallest that holds the text. Then the sequences, by their used rows, are divided among calls so that the sum of costs
-    is least. This is done for each size in question (``_sizes_to_try``), and the cheapest calls are taken. Without ``is_packable``, each sequence holds one text.
+    Texts are put into sequences by best fit decreasing (Johnson: Near-optimal bin packing algorithms, 1973), of a given size or
+    the smallest that holds the text. Then the sequences, by their used rows, are divided among calls so that the sum of costs is
+    least. This is done for each size in question, and the cheapest calls are taken. Without ``is_packable``, each sequence holds
+    one text.
 
     Raises:
         ValueError: a text has no tokens, or more than any variant has rows.

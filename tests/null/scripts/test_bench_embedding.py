@@ -58,7 +58,7 @@ def test_fill_products_and_chats_have_lines(figures):
     from bench_embedding_report import alone, chat
 
     assert alone(figures, ["ours", "genai"]) == [
-        "ours, 512 texts in one call: fill 96.0%, host 5.0% of the time",
+        "ours, all texts in one call: fill 96.0%, host 5.0% of the time",
         "ours, call of the most rows of 128: 45 GFLOP/s, 50% of 90",
     ]
     assert chat(figures)[1:] == [["longest gap, ms", "shared", "10.0", "20.0", "2.00"]]
