@@ -64,6 +64,11 @@ class DeviceTurns:
         self._last_late = float("-inf")  # the expected end of the last call that was allowed in spite of ``due``
 
     @property
+    def is_busy(self) -> bool:
+        """Whether an ask has the device, or waits for it."""
+        return bool(self._running or self._waiting)
+
+    @property
     def is_wanted(self) -> bool:
         """Whether an ask waits."""
         return bool(self._waiting)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import socket
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from staticllm.core import FinishReason
+from staticllm.daemon.language_models import LanguageModel, language_source_of
 from staticllm.daemon.model_source import source_of
 from staticllm.daemon.session import Session
+from staticllm.daemon.streams import OutputStream
 from staticllm.errors import BusyError, ConfigError, StaticLLMError, last_line
 from staticllm.wire import tensors
 from staticllm.wire.blocks import block_size
@@ -53,12 +56,15 @@ class ClientConnection:
         self._is_first = False
         self._request: Any = None  # an infer request, if the connection belongs to one
         self._model_id = 0
+        self._stream: OutputStream | None = None
+        self._send_lock = threading.Lock()  # the stream's thread sends too
         self.started = time.monotonic()
         self._handlers: dict[Kind, Callable[[Message], Message | None]] = {
             Kind.MODEL: self._hold, Kind.RELEASE: self._release, Kind.REQUEST: self._open, Kind.INFER: self._infer,
             Kind.RESET: self._reset, Kind.STATES: self._states, Kind.GET_STATE: self._get_state,
             Kind.SET_STATE: self._set_state, Kind.RESET_STATE: self._reset_state, Kind.PROFILE: self._profile,
             Kind.GET_PROPERTY: self._get_property, Kind.SET_PROPERTY: self._set_property, Kind.EXPORT: self._export,
+            Kind.SUBMIT: self._submit, Kind.CANCEL: self._cancel, Kind.SNAPSHOT: self._snapshot,
             Kind.HINT: self._hint, Kind.STATS: self._stats, Kind.STOP: self._stop, Kind.PING: lambda _: Message(Kind.OK),
         }  # fmt: skip
 
@@ -78,8 +84,7 @@ class ClientConnection:
 
     def shut(self) -> None:
         """Let ``run`` return soon, from another thread."""
-        with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(self._channel.fileno())) as peer:
-            peer.shutdown(socket.SHUT_RDWR)
+        self._channel.shut()
 
     def _answer(self, message: Message) -> bool:
         """Answer one message. Return False if the connection ends with it."""
@@ -97,7 +102,8 @@ class ClientConnection:
         except Exception as error:
             answer = _failed(error)
         if answer is not None:
-            self._channel.send(answer)
+            with self._send_lock:
+                self._channel.send(replace(answer, number=message.number))
         return True
 
     def _greet(self, message: Message) -> bool:
@@ -113,6 +119,8 @@ class ClientConnection:
 
     def _end(self) -> None:
         session = self.session
+        if self._stream is not None:
+            self._stream.close()
         if self._request is not None:
             self._drop_request()
         if session is not None:
@@ -126,14 +134,16 @@ class ClientConnection:
     def _hold(self, message: Message) -> Message:
         assert self.session is not None
         try:
-            handle, model = self.session.hold(source_of(message))
+            is_language = "directory" in message.body
+            handle, model = self.session.hold(language_source_of(message) if is_language else source_of(message))
         except ProtocolError:
             raise
         except BusyError:
             raise
         except Exception as error:
             return Message(Kind.REFUSED, body={"reason": last_line(error)})
-        return Message(Kind.OK, body={"model": handle, "mode": model.mode})
+        more = model.describe() if isinstance(model, LanguageModel) else {}
+        return Message(Kind.OK, body={"model": handle, "mode": model.mode, **more})
 
     def _release(self, message: Message) -> Message:
         assert self.session is not None
@@ -238,6 +248,38 @@ class ClientConnection:
     def _profile(self, _: Message) -> Message:
         return Message(Kind.OK, body={"nodes": self._own().profile()})
 
+    # requests to language models
+
+    def _language_model(self, handle: int) -> LanguageModel:
+        assert self.session is not None
+        model = self.session.model(handle)
+        if not isinstance(model, LanguageModel):
+            raise ConfigError(f"model {handle} takes no requests: it was not loaded as a language model")
+        return model
+
+    def _submit(self, message: Message) -> Message:
+        values = message.body.get("request")
+        if not isinstance(values, dict):
+            raise ProtocolError("SUBMIT: request must be an object")
+        model = self._language_model(message.handle)
+        assert self.session is not None
+        if self._stream is None:
+            self._stream = OutputStream(self._channel, self._send_lock, self.session.usage)
+        self._stream.submit(model, message.number, values)
+        return Message(Kind.OK)
+
+    def _cancel(self, message: Message) -> Message:
+        index, reason = message.body.get("index"), text_of(message, "reason", 16)
+        if reason not in {str(each) for each in FinishReason} or not (index is None or type(index) is int):
+            raise ProtocolError(f"CANCEL: index {index!r}, reason {reason!r}")
+        if self._stream is not None:
+            self._stream.cancel(whole_of(message, "request", 1 << 62), index, FinishReason(reason))
+        return Message(Kind.OK)
+
+    def _snapshot(self, message: Message) -> Message:
+        model = self._language_model(message.handle)
+        return Message(Kind.OK, body={"tokens": model.snapshot(message)})
+
     # the client and the daemon
 
     def _hint(self, message: Message) -> Message:
@@ -245,7 +287,9 @@ class ClientConnection:
         self.session.priority = whole_of(message, "priority", 2 * MAX_PRIORITY) - MAX_PRIORITY
         return Message(Kind.OK)
 
-    def _stats(self, _: Message) -> Message:
+    def _stats(self, message: Message) -> Message:
+        if message.body.get("of") == "engine":
+            return Message(Kind.OK, body=asdict(self._language_model(message.handle).engine.stats()))
         return Message(Kind.OK, body=self._host.stats())
 
     def _stop(self, _: Message) -> Message:
@@ -254,6 +298,8 @@ class ClientConnection:
 
 
 def _failed(error: Exception) -> Message:
+    if isinstance(error, StaticLLMError):
+        return Message(Kind.FAILED, body={"type": type(error).__name__, "text": str(error)[:8192]})
     kinds = (ValueError, TypeError, KeyError, IndexError, NotImplementedError, MemoryError)
     kind = next((kind.__name__ for kind in kinds if type(error) is kind), "RuntimeError")
     return Message(Kind.FAILED, body={"type": kind, "text": str(error)[:8192]})

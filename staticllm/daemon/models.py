@@ -8,13 +8,30 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from staticllm.daemon.limits import Limits
-from staticllm.daemon.model_source import ModelSource
 from staticllm.errors import BusyError
 
 log = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """What a client wants compiled: ``ModelSource`` or ``LanguageSource``."""
+
+    @property
+    def xml(self) -> Path: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def identity(self) -> tuple[object, ...]:
+        """Return a value that is equal for two sources of which one compiled model serves both."""
+        ...
 
 
 class ServedModel(Protocol):
@@ -32,14 +49,14 @@ class ServedModel(Protocol):
 class ModelSlot:
     """A model in the table, and how many clients hold it."""
 
-    def __init__(self, source: ModelSource) -> None:
+    def __init__(self, source: Source) -> None:
         self.source, self.num_bytes = source, source.num_bytes
         self.num_users = 0
         self.free_since = time.monotonic()
         self.compiled: Future[ServedModel] = Future()
 
 
-Compile = Callable[[ModelSource, int], ServedModel]
+Compile = Callable[[Any, int], ServedModel]
 
 
 class ModelTable:
@@ -52,7 +69,7 @@ class ModelTable:
         self._compiling = threading.Lock()  # two compilers at once crash some devices
         self._ids = count(1)
 
-    def acquire(self, source: ModelSource) -> tuple[tuple[object, ...], ServedModel]:
+    def acquire(self, source: Source) -> tuple[tuple[object, ...], ServedModel]:
         """Return the key and the compiled model of a source; it stays until ``release`` is called with the key.
 
         Raises:
@@ -117,7 +134,7 @@ class ModelTable:
             log.info("model %s on %s: %s, %.1f s", slot.source.xml, slot.source.device, model.mode, seconds)
             slot.compiled.set_result(model)
 
-    def _make_room(self, source: ModelSource) -> None:
+    def _make_room(self, source: Source) -> None:
         """Drop idle models, the oldest first, until the weights fit. The caller holds the lock.
 
         Raises:

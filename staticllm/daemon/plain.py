@@ -6,7 +6,7 @@ Models without states are stateless calls. A model with states keeps them in the
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 
 from staticllm.daemon.devices import Call, CallCosts, Devices
 from staticllm.daemon.model_source import ModelSource
-from staticllm.devices import get_core
+from staticllm.devices import check_device, get_core
 from staticllm.pipelines.scheduling.device_turns import Ask
 
 Array = NDArray[Any]
+VIRTUAL_DEVICES = ("AUTO", "HETERO", "MULTI", "BATCH")
+"""Devices of OpenVINO that stand for others."""
 
 
 class PlainModel:
@@ -101,10 +103,13 @@ def compile_plain(source: ModelSource, id: int, devices: Devices) -> PlainModel:
     """Compile a model as it is.
 
     Raises:
+        DeviceError: the device is not on this machine.
         RuntimeError: OpenVINO or the device refuses it.
     """
     core = get_core()
-    weights: Sequence[str] = [str(source.weights)] if source.weights.is_file() else []
-    model = core.read_model(str(source.xml), *weights)
+    if source.device.split(":")[0].upper() not in VIRTUAL_DEVICES:
+        check_device(core, source.device)
+    weights = source.weights if source.weights.is_file() else ""
+    model = core.read_model(source.xml, weights)
     compiled = core.compile_model(model, source.device, dict(source.config))
     return PlainModel(id, compiled, source.device, devices)

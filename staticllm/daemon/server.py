@@ -17,8 +17,10 @@ import psutil
 
 from staticllm.daemon.connection import MAX_PRIORITY, ClientConnection
 from staticllm.daemon.devices import Devices
+from staticllm.daemon.language_models import LanguageSource, compile_language_model
 from staticllm.daemon.limits import Limits, default_limits
-from staticllm.daemon.models import Compile, ModelTable
+from staticllm.daemon.model_source import ModelSource
+from staticllm.daemon.models import Compile, ModelTable, ServedModel
 from staticllm.daemon.plain import compile_plain
 from staticllm.daemon.session import Session
 from staticllm.errors import BusyError, ConfigError
@@ -42,9 +44,7 @@ class Daemon:
     def __init__(self, folder: Path, limits: Limits | None = None, compile_model: Compile | None = None) -> None:
         self.limits = limits or default_limits()
         self.devices = Devices()
-        self.models = ModelTable(
-            compile_model or (lambda source, id: compile_plain(source, id, self.devices)), self.limits
-        )
+        self.models = ModelTable(compile_model or self._compile, self.limits)
         self._folder = folder
         self._sessions: dict[str, Session] = {}
         self._connections: dict[ClientConnection, threading.Thread | None] = {}
@@ -123,6 +123,11 @@ class Daemon:
             "pid": os.getpid(), "since": self._since, "openvino": ov.get_version(), "models": models,
             "clients": clients, "memory": psutil.Process().memory_info().rss,
         }  # fmt: skip
+
+    def _compile(self, source: ModelSource | LanguageSource, id: int) -> ServedModel:
+        if isinstance(source, LanguageSource):
+            return compile_language_model(source, id, self.devices)
+        return compile_plain(source, id, self.devices)
 
     def _find(self, hello: Message) -> Session | None:
         if "session" not in hello.body:

@@ -11,8 +11,7 @@ from typing import Any
 
 from staticllm.daemon.devices import Call, Devices
 from staticllm.daemon.limits import Limits
-from staticllm.daemon.model_source import ModelSource
-from staticllm.daemon.models import ModelTable, ServedModel
+from staticllm.daemon.models import ModelTable, ServedModel, Source
 from staticllm.errors import BusyError, ConfigError
 
 _owners = count(1)
@@ -62,7 +61,7 @@ class Session:
         self._is_closed = False
         self.watches = False  # it only asks for statistics, and is no program that uses a device
 
-    def hold(self, source: ModelSource) -> tuple[int, ServedModel]:
+    def hold(self, source: Source) -> tuple[int, ServedModel]:
         """Compile a model, or share one that is compiled, and return its handle and the model.
 
         Raises:

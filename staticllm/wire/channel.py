@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -97,6 +100,14 @@ class Channel:
             ProtocolError: a description is wrong.
         """
         return tensors.read(message, None if self._block is None else self._block.memory)
+
+    def shut(self) -> None:
+        """End the connection for both sides; a thread that waits in ``receive`` returns. Any thread may call."""
+        if sys.platform == "win32":
+            self._connection.close()
+            return
+        with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(self._connection.fileno())) as peer:
+            peer.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection and the block. A second call does nothing."""

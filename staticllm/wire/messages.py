@@ -34,7 +34,7 @@ class Kind(IntEnum):
     OK = 3  # the result, by names that depend on the question
     FAILED = 4  # type, text: the exception that the call raised
     REFUSED = 5  # reason: the daemon does not take this client or model; it may run natively
-    MODEL = 6  # path or spool, weights, device, config, mode -> OK: model, mode, properties
+    MODEL = 6  # path or spool, weights, device, config, mode; or directory, candidates -> OK: model, mode, …
     REQUEST = 7  # handle: model -> OK: request
     INFER = 8  # handle: request; tensors, block -> DONE
     DONE = 9  # tensors, device_us, queued_us
@@ -49,12 +49,13 @@ class Kind(IntEnum):
     PROFILE = 18  # handle: request -> OK: nodes
     EXPORT = 19  # handle: model -> OK: path
     HINT = 20  # priority -> OK
-    SUBMIT = 21  # handle: model; request -> OUTPUT, OUTPUT, …
-    OUTPUT = 22  # outputs; flags LAST when the request has ended
-    CANCEL = 23  # number: that of SUBMIT; index, reason
+    SUBMIT = 21  # handle: model; number of the request; request -> OK, and then OUTPUT, OUTPUT, …
+    OUTPUT = 22  # number of the request; outputs; flag LAST when the request has ended
+    CANCEL = 23  # request, index, reason -> OK
     STATS = 24  # -> OK: the daemon's statistics
     STOP = 25  # -> OK; the daemon ends
     PING = 26  # -> OK
+    SNAPSHOT = 27  # handle: model; action, path, identity, key, tokens -> OK: tokens
 
 
 LAST = 1

@@ -35,7 +35,7 @@ LEVELS = (
     "pipelines.scheduling",
     "pipelines.engine",
     "pipelines.text pipelines.model_loader",
-    "pipelines.embedding",
+    "pipelines.embedding pipelines.remote",
     "pipelines.embedding.windve",
     "pipelines.embedding.pool",
     "pipelines.chat_session pipelines.text_embedding_pipeline pipelines.text_rerank_pipeline",
