@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from staticllm.core import FinishReason
 from staticllm.errors import DeviceError, as_ours
@@ -35,7 +36,7 @@ class EngineCore:
         self.jobs = JobSources()
         self._planner = Planner(policy)
         self._unposted: list[SequenceState] = []  # the last call chose tokens for them that are not posted yet
-        self._unrecorded: list[StepRecord] = []
+        self._unrecorded: list[Callable[[], StepRecord]] = []  # make the records of calls that have ended
         self._preempted: list[int] = []  # since the last call
         self.install(runner, options)
 
@@ -143,7 +144,7 @@ class EngineCore:
             self._take_result(entry.state, segment, result)
         host = HostTimes(ready - begin, result.prepare_seconds, result.commit_seconds, time.perf_counter() - chosen)
         self._unposted += [entry.state for entry in batch.entries]
-        self._unrecorded.append(step_record(batch, result.start, result.device_seconds, context, host))
+        self._unrecorded.append(partial(step_record, batch, result.start, result.device_seconds, context, host))
 
     def _prepare(self, plan: Plan) -> Batch | None:
         """Build the planned batch. None if its first request cannot run at all; it is ended."""
@@ -172,6 +173,10 @@ class EngineCore:
     def _plan(self, jobs: tuple[JobView, ...]) -> Plan:
         runner, manager = self.runner, self.kv_manager
         high_slot = runner.cache.slots.high_slot
+        if not jobs:
+            plan = self._planner.repeated(self._table, manager.free_slots, runner.index.max_decoding(high_slot))
+            if plan is not None:
+                return plan
         device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds)
         view = self._table.view(time.perf_counter(), manager.free_slots, manager.host_pool.free_slots, device)
         return self._planner.plan(replace(view, jobs=jobs) if jobs else view)
@@ -186,7 +191,7 @@ class EngineCore:
             result = self.runner.run(batch.variant, segments, lambda: self._meanwhile(batch.is_decoding))
         except Exception as error:
             seconds = time.perf_counter() - start
-            self._unrecorded.append(step_record(batch, start, seconds, self._count_call(batch, seconds)))
+            self._unrecorded.append(partial(step_record, batch, start, seconds, self._count_call(batch, seconds)))
             if self.runner.cache.is_void:
                 self._preempted += self.kv_manager.discard_slots()
             for entry in batch.entries:
@@ -208,7 +213,7 @@ class EngineCore:
     def post(self) -> None:
         """Hand the chosen tokens to their readers, and the last call to the profiler."""
         for record in self._unrecorded:
-            self.profiler.record(record)
+            self.profiler.record(record())
         for state in self._unposted:
             state.post()
         self._unrecorded.clear()
