@@ -25,7 +25,8 @@ from staticllm.pipelines.embedding.embedding_config import (
     PoolingType,
     resolved_config,
 )
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue, EmbeddingRequest
+from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
+from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
 from staticllm.pipelines.embedding.output_types import Embeddings, OutputType, check_output_type, convert, ranges_of
 from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool

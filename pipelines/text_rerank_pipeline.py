@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from staticllm.errors import ConfigError, ModelError, PromptError
 from staticllm.model_dir import check_model_dir
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue, EmbeddingRequest
+from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
+from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.load import EncoderChoices, LoadedEncoder, load_encoder
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
 from staticllm.pipelines.engine.job_engine import JobEngine

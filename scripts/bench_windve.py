@@ -27,7 +27,7 @@ import numpy as np
 
 from staticllm.devices import get_core
 from staticllm.errors import BusyError
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingRequest
+from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import TokenizedText
 from staticllm.pipelines.embedding.load import EncoderChoices
 from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool

@@ -15,7 +15,7 @@ from staticllm.errors import BusyError, ClosedError, as_ours
 from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.callbacks import Callbacks
 from staticllm.pipelines.engine.engine_core import EngineCore
-from staticllm.pipelines.engine.jobs import MAX_JOB_SECONDS, JobSource
+from staticllm.pipelines.engine.jobs import JobSource
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
 from staticllm.pipelines.engine.options import EngineOptions
@@ -25,7 +25,7 @@ from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.threads import check_process, start_thread
+from staticllm.threads import check_process, own_device, start_thread
 
 Result = TypeVar("Result")
 
@@ -177,7 +177,7 @@ class Engine:
         """
         self.check_process()
         self._core.jobs.add(source)
-        source.attach(self._notify, MAX_JOB_SECONDS)
+        source.attach(self._notify)
 
     def remove_jobs(self, source: JobSource) -> None:
         """Close a source after its current job. Nothing happens if the engine has closed it already."""
@@ -195,7 +195,9 @@ class Engine:
             self._is_closing = True
             self._is_draining = drain and self._thread is not None
             self._wake.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is threading.current_thread():
+            return  # it ends when everything has ended, and then closes the core
+        if self._thread is not None:
             self._thread.join()
         self._core.close()
 
@@ -243,6 +245,7 @@ class Engine:
         self._wake.notify()
 
     def _loop(self) -> None:
+        own_device()
         has_rested = False
         while True:
             with self._wake:
@@ -263,6 +266,7 @@ class Engine:
             self._core.refuse(state, FinishReason.CANCELLED)
         self._core.end_all(FinishReason.CANCELLED)
         self._callbacks.run()
+        self._core.close()
 
     @property
     def _is_needed(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from staticllm.errors import ClosedError, NumericalError, PromptError, StaticLLMError, as_ours
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingRequest
+from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import Vectors
 from staticllm.pipelines.embedding.pool.pool_state import Batch, Ending, PoolDevice, PoolState, PoolText
 from staticllm.threads import check_process, start_thread
@@ -81,7 +81,7 @@ class EmbeddingPool:
         except StaticLLMError:
             self._forget(request)
             raise
-        request.future.add_done_callback(lambda _: self._forget(request))
+        request.future.add_quick_callback(lambda: self._forget(request))
 
     def close(self) -> None:
         """End the threads after their current batches, then the instances; texts that wait end with a ``ClosedError``."""
