@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
+from functools import partial
 from types import TracebackType
 from typing import Literal, overload
 
@@ -35,7 +35,7 @@ from staticllm.pipelines.embedding.pool.pool_loader import load_pool, needs_pool
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
 from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.engine.jobs import JobHost, checked_host
-from staticllm.threads import check_process
+from staticllm.threads import check_process, close_when_collected
 
 Vectors = NDArray[np.float32]
 QUERY_PRIORITY = 1
@@ -143,7 +143,7 @@ class StaticEmbeddingPipeline:
             self._engine.add_jobs(self._queue)
         self._width = info.width
         self._tokenizer = TextTokenizer(tokenizer, info.max_length, info.vocab_size, overflow)
-        self._finalizer = weakref.finalize(self, _close, self._engine, self._queue, self._own_engine)
+        close_when_collected(self, partial(_close, self._engine, self._queue, self._own_engine))
         self._started: dict[str, Future[Vectors]] = {}
 
     @property

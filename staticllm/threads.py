@@ -10,6 +10,9 @@ from collections.abc import Callable
 
 from staticllm.errors import ClosedError, StaticLLMError
 
+CLOSE_SECONDS = 2.0
+"""The longest time for which deleting a pipeline waits until it is closed."""
+
 _here = threading.local()
 _closing: set[threading.Thread] = set()  # threads that close what was garbage-collected
 _is_exiting = threading.Event()
@@ -51,9 +54,10 @@ def check_may_wait() -> None:
 
 
 def close_when_collected(owner: object, close: Callable[[], None]) -> weakref.finalize:  # type: ignore[type-arg]
-    """Call ``close`` when ``owner`` has been garbage-collected, on a thread of its own, or at the end of the interpreter.
+    """Call ``close`` when ``owner`` is deleted, on a thread of its own, or at the end of the interpreter.
 
-    The collector runs at any moment on any thread, also on one that holds a lock which ``close`` or a thread that it joins needs.
+    The garbage collector runs at any moment on any thread, also on one that holds a lock which ``close`` or a thread that it joins
+    needs. So the deleting thread waits for ``close``, but not longer than ``CLOSE_SECONDS``.
     """
     return weakref.finalize(owner, _close_elsewhere, close)
 
@@ -75,6 +79,8 @@ def _close_elsewhere(close: Callable[[], None]) -> None:
         thread.start()
     except RuntimeError:  # the interpreter ends, or the system has no more threads
         run()
+    else:
+        thread.join(CLOSE_SECONDS)
 
 
 @atexit.register

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from fake_encoders import Adder, request
 
+from staticllm import threads
 from staticllm.errors import StaticLLMError
 from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
 from staticllm.pipelines.engine.job_engine import JobEngine
@@ -127,7 +128,9 @@ def test_waiting_on_the_thread_of_a_device_is_refused_in_one_line(queue, adder):
     assert "'staticllm-jobs'" in str(errors[0]) and "\n" not in str(errors[0])
 
 
-def test_what_is_garbage_collected_is_closed_on_another_thread():
+def test_what_is_garbage_collected_is_closed_on_another_thread(monkeypatch):
+    monkeypatch.setattr(threads, "CLOSE_SECONDS", 0.05)
+
     class Owner:
         pass
 
