@@ -6,7 +6,8 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from staticllm.errors import ClosedError, StaticLLMError
 
@@ -35,9 +36,14 @@ def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
     return thread
 
 
-def own_device() -> None:
-    """Say that the calling thread is the one of a device: it must never wait for the device."""
+@contextmanager
+def owned_device() -> Iterator[None]:
+    """Say that the calling thread is the one of a device: in this block it must never wait for the device."""
     _here.owns_device = True
+    try:
+        yield
+    finally:
+        _here.owns_device = False
 
 
 def check_may_wait() -> None:

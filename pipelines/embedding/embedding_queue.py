@@ -26,8 +26,8 @@ SMALL_PLAN = 64
 """A plan of fewer texts is made again when others arrive: they fill its calls, and packing so few takes little time."""
 NEARLY = 1.1
 """A variant stays in use until its cost exceeds the limit by this factor: costs fluctuate, and planning takes time."""
-TOO_LONG = 4.0
-"""A variant above the limit, for a text that no other holds, counts this many times its cost, so that others do not join it."""
+TOO_LONG = 1e6
+"""A variant above the limit, for a text that no other holds, counts this many times its cost, so that no other text uses it."""
 
 
 class EmbeddingQueue:

@@ -25,7 +25,7 @@ from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.threads import check_process, own_device, start_thread
+from staticllm.threads import check_process, owned_device, start_thread
 
 Result = TypeVar("Result")
 
@@ -224,9 +224,10 @@ class Engine:
     def step(self) -> None:
         """Admit requests, run callbacks, and let the core make one step. Runs on the engine's thread."""
         try:
-            self._admit()
-            self._callbacks.run()
-            self._core.step()
+            with owned_device():
+                self._admit()
+                self._callbacks.run()
+                self._core.step()
         except BaseException as error:  # a bug of ours: every request must end, or its reader would wait for ever
             self._core.end_all(FinishReason.ERROR, as_ours(error))
 
@@ -245,7 +246,6 @@ class Engine:
         self._wake.notify()
 
     def _loop(self) -> None:
-        own_device()
         has_rested = False
         while True:
             with self._wake:

@@ -8,7 +8,7 @@ import threading
 from staticllm.errors import ClosedError
 from staticllm.pipelines.engine.jobs import JobSource, JobSources
 from staticllm.pipelines.scheduling.job_turns import UrgentFirst
-from staticllm.threads import check_process, own_device, start_thread
+from staticllm.threads import check_process, owned_device, start_thread
 
 
 class JobEngine:
@@ -60,15 +60,17 @@ class JobEngine:
             self._wake.notify()
 
     def _loop(self) -> None:
-        own_device()
-        while True:
-            with self._wake:
-                while not self._is_closing and not self._jobs.has_jobs:
-                    self._wake.wait()
-                if self._is_closing:
-                    break
-            jobs = self._jobs.views()
-            if (job := self._turns.next(jobs)) is not None:
-                self._turns.begin(job, jobs)
-                self._jobs.run(job.id)
+        while self._waits_for_jobs():
+            with owned_device():
+                jobs = self._jobs.views()
+                if (job := self._turns.next(jobs)) is not None:
+                    self._turns.begin(job, jobs)
+                    self._jobs.run(job.id)
         self._jobs.close()
+
+    def _waits_for_jobs(self) -> bool:
+        """Wait until there may be a job, and return True; False at the end."""
+        with self._wake:
+            while not self._is_closing and not self._jobs.has_jobs:
+                self._wake.wait()
+            return not self._is_closing
