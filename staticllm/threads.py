@@ -62,8 +62,8 @@ def check_may_wait() -> None:
 def close_when_collected(owner: object, close: Callable[[], None]) -> weakref.finalize:  # type: ignore[type-arg]
     """Call ``close`` when ``owner`` is deleted, on a thread of its own, or at the end of the interpreter.
 
-    The garbage collector runs at any moment on any thread, also on one that holds a lock which ``close`` or a thread that it joins
-    needs. So the deleting thread waits for ``close``, but not longer than ``CLOSE_SECONDS``.
+    The garbage collector runs at any moment on any thread, also on one that holds a lock which ``close`` or a thread that it
+    joins needs. So the deleting thread waits for ``close``, but not longer than ``CLOSE_SECONDS``.
     """
     return weakref.finalize(owner, _close_elsewhere, close)
 
