@@ -130,7 +130,9 @@ class StaticEmbeddingPipeline:
         self._queue: EmbeddingQueue | EmbeddingPool
         if needs_pool(device, options):
             if engine is not None:
-                raise ConfigError(f"device {device!r} with engine=: a shared engine has one device without LATENCY_MS")
+                raise ConfigError(
+                    f"device {device!r} with engine=: a shared engine has one device, without HETEROGENEOUS and LATENCY_MS"
+                )
             pool = load_pool(check_model_dir(models_path), device, choices, max_waiting, options)
             info, tokenizer, self._files = pool.info, pool.tokenizer, pool.files
             self._queue = self._own_engine = pool.pool

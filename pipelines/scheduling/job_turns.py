@@ -9,9 +9,12 @@ from math import ceil
 from staticllm.pipelines.scheduling.interface import JobView, RequestView, View
 from staticllm.pipelines.scheduling.policies.dynamic import GAP_SECONDS, GAP_STEPS
 
-MAX_JOB_SECONDS, MAX_JOB_STEPS = 0.03, 2
-"""The longest job on a device that serves requests, in seconds or decode steps, whichever is longer, as far as it can be chosen:
-a prompt that comes during a job waits for its end."""
+MAX_JOB_SECONDS, JOBS_PER_TOKEN = 0.03, 4
+"""The longest job on a device that serves requests, as far as it can be chosen: a prompt that comes during it waits for its end.
+Where tokens take long, it is the time that one of so many jobs has between two tokens. Fewer and longer jobs fill the time worse,
+and calls of 64 tokens take hardly longer per token than calls of 1024."""
+JOB_FILL = 0.95
+"""The share of the time between two tokens that jobs of the longest duration fill, because calls do not take equally long."""
 MIN_JOB_SHARE = 0.15
 """The least share of device time that jobs get while requests that go first want all of it."""
 LATE = 3.0
@@ -154,8 +157,8 @@ def longest_job(view: View) -> float:
     if not view.running:
         return MAX_JOB_SECONDS
     slack, num_prompts = slack_of(view), len(view.waiting) + len(view.prefilling)
-    longest = MAX_JOB_SECONDS if num_prompts else max(MAX_JOB_SECONDS, MAX_JOB_STEPS * step_of(view))
-    return slack / ceil(slack / longest) if slack > 0 else longest
+    longest = MAX_JOB_SECONDS if num_prompts else max(MAX_JOB_SECONDS, slack / JOBS_PER_TOKEN)
+    return JOB_FILL * slack / ceil(slack / longest) if slack > 0 else longest
 
 
 def step_of(view: View) -> float:

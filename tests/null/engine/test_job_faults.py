@@ -234,9 +234,25 @@ def test_a_device_that_fails_for_a_while_loses_only_the_texts_of_its_calls():
 def test_removing_and_closing_in_a_done_callback():
     engine = JobEngine()
     queue, ended = queue_on(engine), threading.Event()
-    first, waiting = request(1), [request(i, length=60) for i in range(20, 30)]
+    first, waiting = request(1, priority=1), [request(i, length=60) for i in range(20, 30)]
     first.future.add_done_callback(lambda _: (engine.remove_jobs(queue), engine.close(), ended.set()))
-    for each in (first, *waiting):
+    for each in (*waiting, first):
         queue.submit(each)
     assert ended.wait(SECONDS)
     assert all(each.future.done() for each in waiting)
+
+
+def test_jobs_go_on_while_the_engine_changes_its_runner():
+    engine, switched = fake_engine(make_policy("dynamic")), threading.Event()
+    queue = queue_on(engine)
+    texts = [submitted(queue, i, length=60) for i in range(20, 60)]
+    chat = fake_request(PROMPT, 30)
+    engine.submit_state(chat)
+    engine.switch(engine.runner, engine._core.options, switched.set)
+    texts += [submitted(queue, i, length=60) for i in range(60, 100)]
+    late = fake_request(PROMPT, 12)
+    engine.submit_state(late)
+    assert switched.wait(SECONDS)
+    assert all(each.wait().shape == (1, 2) for each in texts)
+    engine.close(drain=True)
+    assert (chat.tokens, late.tokens) == (fake_answer(PROMPT, 30), fake_answer(PROMPT, 12))

@@ -12,6 +12,8 @@ from staticllm.pipelines.scheduling.interface import Device, JobView, Plan, Requ
 from staticllm.pipelines.scheduling.job_turns import (
     AHEAD_SECONDS,
     BEHIND_SHARE,
+    JOB_FILL,
+    JOBS_PER_TOKEN,
     LATE,
     MAX_JOB_SECONDS,
     MIN_JOB_SHARE,
@@ -175,7 +177,11 @@ def test_every_source_and_every_request_goes_on(sources, policy, tpot_ms, num_ru
 def test_jobs_of_equal_length_fill_the_time_between_two_tokens():
     view = view_of(100.0, streams=(running(100.0),))
     slack = slack_of(view)
-    assert longest_job(view) == pytest.approx(slack / 2)
-    assert longest_job(view_of(100.0, waiting=(PROMPT,), streams=(running(100.0),))) == pytest.approx(slack / 3)
+    assert longest_job(view) == pytest.approx(JOB_FILL * slack / 3)
+    slow = replace(DEVICE, seconds=lambda variant: 0.2)
+    view = view_of(100.0, streams=(running(100.0),), device=slow)
+    assert longest_job(view) == pytest.approx(JOB_FILL * slack_of(view) / JOBS_PER_TOKEN)
+    with_prompt = view_of(100.0, waiting=(PROMPT,), streams=(running(100.0),), device=slow)
+    assert JOB_FILL * 0.9 * MAX_JOB_SECONDS < longest_job(with_prompt) < MAX_JOB_SECONDS
     assert longest_job(view_of(100.0)) == longest_job(view_of(100.0, waiting=(PROMPT,))) == MAX_JOB_SECONDS
     assert longest_job(view_of(100.0, streams=(running(100.0),), tpot_ms=10.0)) > 0
