@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from staticllm.errors import ClosedError, StaticLLMError
 
@@ -59,13 +60,13 @@ def check_may_wait() -> None:
         )
 
 
-def close_when_collected(owner: object, close: Callable[[], None]) -> weakref.finalize:  # type: ignore[type-arg]
+def close_when_collected(owner: object, close: Callable[..., None], *arguments: object) -> weakref.finalize:  # type: ignore[type-arg]
     """Call ``close`` when ``owner`` is deleted, on a thread of its own, or at the end of the interpreter.
 
     The garbage collector runs at any moment on any thread, also on one that holds a lock which ``close`` or a thread that it
     joins needs. So the deleting thread waits for ``close``, but not longer than ``CLOSE_SECONDS``.
     """
-    return weakref.finalize(owner, _close_elsewhere, close)
+    return weakref.finalize(owner, _close_elsewhere, partial(close, *arguments))
 
 
 def _close_elsewhere(close: Callable[[], None]) -> None:
