@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
+from functools import partial
 from types import TracebackType
 from typing import Literal, overload
 
@@ -25,7 +25,8 @@ from staticllm.pipelines.embedding.embedding_config import (
     PoolingType,
     resolved_config,
 )
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue, EmbeddingRequest
+from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
+from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
 from staticllm.pipelines.embedding.output_types import Embeddings, OutputType, check_output_type, convert, ranges_of
 from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
@@ -34,7 +35,7 @@ from staticllm.pipelines.embedding.pool.pool_loader import load_pool, needs_pool
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
 from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.engine.jobs import JobHost, checked_host
-from staticllm.threads import check_process
+from staticllm.threads import check_process, close_when_collected
 
 Vectors = NDArray[np.float32]
 QUERY_PRIORITY = 1
@@ -129,7 +130,9 @@ class StaticEmbeddingPipeline:
         self._queue: EmbeddingQueue | EmbeddingPool
         if needs_pool(device, options):
             if engine is not None:
-                raise ConfigError(f"device {device!r} with engine=: a shared engine has one device without LATENCY_MS")
+                raise ConfigError(
+                    f"device {device!r} with engine=: a shared engine has one device, without HETEROGENEOUS and LATENCY_MS"
+                )
             pool = load_pool(check_model_dir(models_path), device, choices, max_waiting, options)
             info, tokenizer, self._files = pool.info, pool.tokenizer, pool.files
             self._queue = self._own_engine = pool.pool
@@ -142,7 +145,7 @@ class StaticEmbeddingPipeline:
             self._engine.add_jobs(self._queue)
         self._width = info.width
         self._tokenizer = TextTokenizer(tokenizer, info.max_length, info.vocab_size, overflow)
-        self._finalizer = weakref.finalize(self, _close, self._engine, self._queue, self._own_engine)
+        close_when_collected(self, partial(_close, self._engine, self._queue, self._own_engine))
         self._started: dict[str, Future[Vectors]] = {}
 
     @property

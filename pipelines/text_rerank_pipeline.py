@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -16,11 +17,13 @@ from numpy.typing import NDArray
 
 from staticllm.errors import ConfigError, ModelError, PromptError
 from staticllm.model_dir import check_model_dir
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue, EmbeddingRequest
+from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
+from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.load import EncoderChoices, LoadedEncoder, load_encoder
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
 from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.engine.jobs import JobHost, checked_host
+from staticllm.threads import close_when_collected
 
 Scores = NDArray[np.float32]
 Ranking = list[tuple[int, float]]
@@ -136,6 +139,8 @@ class StaticRerankPipeline:
         self._own_engine = JobEngine() if host is None else None
         self._engine: JobHost = self._own_engine or checked_host(host)
         self._engine.add_jobs(self._queue)
+        self._close = partial(_close, self._engine, self._queue, self._own_engine)
+        close_when_collected(self, self._close)
         self._started: EmbeddingRequest | None = None
 
     def rerank(self, query: str, texts: Sequence[str]) -> Ranking:
@@ -211,9 +216,7 @@ class StaticRerankPipeline:
 
     def close(self) -> None:
         """Release the device; texts that wait get a ``ClosedError``. An engine that was given goes on."""
-        self._engine.remove_jobs(self._queue)
-        if self._own_engine is not None:
-            self._own_engine.close()
+        self._close()
 
     def __enter__(self) -> StaticRerankPipeline:
         return self
@@ -242,6 +245,12 @@ class StaticRerankPipeline:
             tokens = self._tokenizer.encode([query + text if isinstance(text, str) else text for text in given])
         deadline = None if deadline_ms is None else time.perf_counter() + deadline_ms / 1e3
         return EmbeddingRequest(tokens, self._queue.runner.shape.width, priority, deadline)
+
+
+def _close(engine: JobHost, queue: EmbeddingQueue, own_engine: JobEngine | None) -> None:
+    engine.remove_jobs(queue)
+    if own_engine is not None:
+        own_engine.close()
 
 
 def _is_count(value: object) -> bool:

@@ -19,7 +19,8 @@ from staticllm.pipelines.engine.request import RequestState, SequenceState
 from staticllm.pipelines.profiling.records import HostTimes, JobRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
 from staticllm.pipelines.programs.model_runner import Logits, ModelRunner, SegmentResult, StepResult, not_finite
-from staticllm.pipelines.scheduling.interface import Device, JobView, Plan, Policy, RequestStatus
+from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus, View
+from staticllm.pipelines.scheduling.job_turns import longest_job
 from staticllm.pipelines.scheduling.planner import NoPlanError, Planner
 from staticllm.pipelines.scheduling.request_table import RequestTable
 
@@ -89,9 +90,8 @@ class EngineCore:
         Any exception leaves requests that only ``end_all`` can end.
         """
         self._end_expired()
-        jobs = self.jobs.views()
-        if self.requests or jobs:
-            self._execute(jobs)
+        if self.requests or self.jobs.has_jobs:
+            self._execute()
         if not self.requests:
             self.post()
             self.kv_manager.run_idle_work()
@@ -120,11 +120,14 @@ class EngineCore:
             if (reason := state.finish_reason_at(now)) is not None:
                 self._end(state, reason)
 
-    def _execute(self, jobs: tuple[JobView, ...]) -> None:
+    def _execute(self) -> None:
         """Plan, run and choose. The chosen tokens are posted, and the call is recorded, while the next call runs."""
         begin = time.perf_counter()
+        view = self._view()
+        if not (view.requests or view.jobs):
+            return
         try:
-            plan = self._plan(jobs)
+            plan = self._planner.plan(view)
         except NoPlanError as error:
             self._end_unrunnable(self.kv_manager.states[error.request])
             return
@@ -170,7 +173,7 @@ class EngineCore:
         if num_parts:
             self.profiler.record(JobRecord(start, time.perf_counter() - start, job, num_parts))
 
-    def _plan(self, jobs: tuple[JobView, ...]) -> Plan:
+    def _view(self) -> View:
         runner, manager = self.runner, self.kv_manager
         high_slot = runner.cache.slots.high_slot
         if not jobs:
@@ -179,7 +182,8 @@ class EngineCore:
                 return plan
         device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds)
         view = self._table.view(time.perf_counter(), manager.free_slots, manager.host_pool.free_slots, device)
-        return self._planner.plan(replace(view, jobs=jobs) if jobs else view)
+        jobs = self.jobs.views(longest_job(view)) if self.jobs.has_jobs else ()
+        return replace(view, jobs=jobs) if jobs else view
 
     def _run(self, batch: Batch) -> StepResult | None:
         """Run the call. If it fails, end its requests but no others, and return None."""
