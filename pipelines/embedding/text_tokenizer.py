@@ -36,7 +36,7 @@ class TextTokenizer:
             ModelError: the tokenizer cannot encode a text.
         """
         for index, text in enumerate(texts):
-            _check(text, index)
+            _check(text, f"text {index}")
         found: list[TokenizedText] = []
         for ids in self._encoded(texts):
             found.append(TokenizedText(self._fitting(ids, len(found))))
@@ -50,9 +50,9 @@ class TextTokenizer:
         Raises:
             PromptError, ModelError: as for ``encode``, or ``max_length`` leaves no token beside the special ones.
         """
-        _check(query, 0)
+        _check(query, "the query")
         for index, text in enumerate(texts):
-            _check(text, index)
+            _check(text, f"text {index}")
         before, middle, after = self._pair_template()
         num_special = len(before) + len(middle) + len(after)
         if self.max_length < num_special + 2:
@@ -149,10 +149,10 @@ def longest_first(
     return first[: room - shorter], second[:shorter]
 
 
-def _check(text: object, index: int) -> None:
+def _check(text: object, name: str) -> None:
     if not isinstance(text, str):
-        raise PromptError(f"text {index} is a {type(text).__name__}: must be a str")
+        raise PromptError(f"{name} is a {type(text).__name__}: must be a str")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise PromptError(f"text {index} is not valid text: {error.reason} at character {error.start}") from None
+        raise PromptError(f"{name} is not valid text: {error.reason} at character {error.start}") from None
