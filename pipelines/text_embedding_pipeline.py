@@ -236,7 +236,8 @@ class StaticEmbeddingPipeline(EncoderPipeline):
         given = self._check_call(texts, priority, deadline_ms)
         if prompt:  # the tokenizer refuses what is no str
             given = [prompt + text if isinstance(text, str) else text for text in given]
-        return self._request(self._tokenizer.encode(given), priority, deadline_ms)
+        num_prompt = 0 if self._served.files.is_prompt_pooled else self._tokenizer.count_prompt(prompt)
+        return self._request(self._tokenizer.encode(given, num_prompt), priority, deadline_ms)
 
     def _instruction(self, kind: Literal["query", "document"]) -> str:
         given = self._config.query_instruction if kind == "query" else self._config.embed_instruction

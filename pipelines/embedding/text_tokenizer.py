@@ -28,8 +28,17 @@ class TextTokenizer:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._num_before, self._num_last = self._count_special()
 
-    def encode(self, texts: Sequence[str]) -> list[TokenizedText]:
-        """Return the ids of each text.
+    def count_prompt(self, prompt: str) -> int:
+        """Return the tokens of a prompt before a text, with the special ones before it, as sentence-transformers counts them.
+
+        Raises:
+            PromptError, ModelError: as for ``encode``.
+        """
+        _check(prompt, "the prompt")
+        return len(next(self._encoded([prompt]))) - self._num_last if prompt else 0
+
+    def encode(self, texts: Sequence[str], num_prompt: int = 0) -> list[TokenizedText]:
+        """Return the ids of each text, of which the first ``num_prompt`` do not count in its vector.
 
         Raises:
             PromptError: a text is not a str, not valid text, or has more than ``max_length`` tokens and those are refused.
@@ -39,7 +48,7 @@ class TextTokenizer:
             _check(text, f"text {index}")
         found: list[TokenizedText] = []
         for ids in self._encoded(texts):
-            found.append(TokenizedText(self._fitting(ids, len(found))))
+            found.append(TokenizedText(self._fitting(ids, len(found)), num_prompt=num_prompt))
         return found
 
     def encode_pairs(self, query: str, texts: Sequence[str]) -> list[TokenizedText]:

@@ -114,6 +114,18 @@ def test_a_causal_language_model_ranks_by_yes_and_no(tmp_path):
         assert np.linalg.norm(embedder.embed_query("fox")) == pytest.approx(1, abs=1e-6)
 
 
+def test_a_decoder_with_one_label_ranks_prompts_by_its_sigmoid(tmp_path):
+    folder = directory_of("qwen3_scores", tmp_path)
+    original, tokenizer = Alone(get_core().read_model(folder / "openvino_model.xml")), genai.Tokenizer(folder)
+    prompts = [QUERY + " " + text for text in TEXTS]
+    logits = np.array([float(original(tokenizer.encode(text).input_ids.data[0], "last")[0]) for text in prompts])
+    with StaticRerankPipeline(folder, "CPU", top_n=100, **F32) as pipe:
+        pipe._is_paired = False  # the tokenizer is BERT's; that of a decoder encodes no pairs
+        found = pipe.scores(QUERY + " ", TEXTS)
+    np.testing.assert_allclose(found, 1 / (1 + np.exp(-logits)), atol=2e-6)
+    assert len(set(np.round(found, 3))) > 3
+
+
 def test_activations_are_those_of_torch():
     logits = np.array([[1.0, 3.0, 0.5], [800.0, 0.0, -800.0]], np.float32)
     weights = np.exp(logits[0].astype(np.float64))
@@ -166,15 +178,16 @@ def test_logits_are_scores_if_the_files_say_identity(directory, expected, tmp_pa
 
 
 def test_of_several_labels_the_second_counts(tmp_path):
-    folder = directory_of("modernbert_scores", tmp_path)
+    folder = directory_of("xlm_roberta_scores", tmp_path)
     with StaticRerankPipeline(folder, "CPU", top_n=100, activation="identity", **F32) as pipe:
         logits = pipe.label_scores(QUERY, TEXTS)
-        assert np.array_equal(pipe.scores(QUERY, TEXTS), logits[:, 1 if logits.shape[1] > 1 else 0])
+        assert logits.shape == (len(TEXTS), 2)
+        assert np.array_equal(pipe.scores(QUERY, TEXTS), logits[:, 1])
     with StaticRerankPipeline(folder, "CPU", top_n=100, **F32) as pipe:
         found = pipe.label_scores(QUERY, TEXTS)
-        if logits.shape[1] > 1:
-            weights = np.exp(logits.astype(np.float64))
-            np.testing.assert_allclose(found, weights / weights.sum(axis=1, keepdims=True), atol=1e-6)
+        weights = np.exp(logits.astype(np.float64))
+        np.testing.assert_allclose(found, weights / weights.sum(axis=1, keepdims=True), atol=1e-6)
+        assert np.array_equal(pipe.scores(QUERY, TEXTS), found[:, 1])
 
 
 def test_many_threads_and_ways_to_wait(pipe, expected):
