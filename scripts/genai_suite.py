@@ -80,7 +80,8 @@ def demo_model() -> Path:
 def environment(options: argparse.Namespace, side: str, log: str = "") -> dict[str, str]:
     paths = [str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     encoder = "" if options.encoder is None else str(options.encoder.resolve())
-    own = {"GENAI_SUITE_ENCODER": encoder, "GENAI_SUITE_CLASS": side, "GENAI_SUITE_MODEL": str(options.model), "GENAI_SUITE_LOG": log}
+    own = {"GENAI_SUITE_CLASS": side, "GENAI_SUITE_MODEL": str(options.model), "GENAI_SUITE_LOG": log}
+    own["GENAI_SUITE_ENCODER"] = encoder
     return {**os.environ, **own, "GENAI_SUITE_SECONDS": str(options.seconds), "PYTHONPATH": os.pathsep.join(paths)}
 
 

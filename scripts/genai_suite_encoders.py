@@ -7,6 +7,7 @@ the pooling of the test.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import types
 import zipfile
@@ -21,6 +22,7 @@ import openvino as ov
 import openvino_genai as genai
 import pytest
 from numpy.typing import NDArray
+from openvino import opset13 as ops
 
 ARCHIVES = Path(__file__).resolve().parent.parent / "tests" / "_encoders"
 ENCODER = os.environ.get("GENAI_SUITE_ENCODER", "")
@@ -78,13 +80,42 @@ def converted(model_id: str, *rest: Any, **named: Any) -> Converted:
     if model_id not in MODELS:
         pytest.skip(f"there is no local model for {model_id}")
     name = MODELS[model_id]
-    folder = Path(ENCODER) if ENCODER and name == "bert" else Path(KEPT.name) / name
+    folder = Path(KEPT.name) / name
     if not folder.exists():
         folder.mkdir()
-        for part in (name, "bert_tokenizer"):
-            with zipfile.ZipFile(ARCHIVES / f"{part}.zip") as archive:
-                archive.extractall(folder)
-    return Converted(model_id, Original(folder), genai.Tokenizer(folder), folder)
+        if ENCODER and name.startswith("bert"):
+            for path in Path(ENCODER).glob("openvino_*"):  # as exported: without the pooling of sentence-transformers
+                shutil.copy(path, folder)
+            if name == "bert_scores":
+                add_score(folder)
+        else:
+            for part in (name, "bert_tokenizer"):
+                with zipfile.ZipFile(ARCHIVES / f"{part}.zip") as archive:
+                    archive.extractall(folder)
+    return Converted(model_id, original_of(folder), genai.Tokenizer(folder), folder)
+
+
+def add_score(folder: Path) -> None:
+    """Make a cross-encoder of an embedding model: the logit of one label, by random weights on the first token."""
+    model = ov.Core().read_model(
+        (folder / "openvino_model.xml").read_bytes(), (folder / "openvino_model.bin").read_bytes()
+    )
+    (result,) = model.get_results()
+    first = ops.gather(result.input_value(0), ops.constant(np.int64(0)), ops.constant(np.int64(1)))
+    width = first.get_output_partial_shape(0)[1].get_length()
+    weights = np.random.default_rng(0).normal(size=(1, width)).astype(np.float32) * 0.3
+    logits = ops.result(ops.matmul(first, ops.constant(weights), False, True))
+    logits.output(0).set_names({"logits"})
+    model.remove_result(result)
+    model.add_results([logits])
+    model.validate_nodes_and_infer_types()
+    ov.save_model(model, folder / "openvino_model.xml", compress_to_fp16=False)
+
+
+@cache
+def original_of(folder: Path) -> Original:
+    """Return the original in a directory, compiled once."""
+    return Original(folder)
 
 
 def token_ids(tokenizer: genai.Tokenizer, text: str, limit: int | None) -> Array:
@@ -99,7 +130,7 @@ class Embeddings:
 
     def __init__(self, model_name_or_path: str, model_kwargs: Any, encode_kwargs: dict[str, Any]) -> None:
         folder = Path(model_name_or_path)
-        self._original, self._tokenizer, self._options = Original(folder), genai.Tokenizer(folder), encode_kwargs
+        self._original, self._tokenizer, self._options = original_of(folder), genai.Tokenizer(folder), encode_kwargs
 
     def embed_documents(self, texts: Sequence[str]) -> list[list[float]]:
         return [self._vector(self.embed_instruction + text) for text in texts]
@@ -119,7 +150,7 @@ class Reranker:
 
     def __init__(self, model_name_or_path: str, top_n: int) -> None:
         folder = Path(model_name_or_path)
-        self._original, self._tokenizer, self._top_n = Original(folder), genai.Tokenizer(folder), top_n
+        self._original, self._tokenizer, self._top_n = original_of(folder), genai.Tokenizer(folder), top_n
 
     def compress_documents(self, documents: Sequence[Any], query: str) -> list[Any]:
         first = token_ids(self._tokenizer, query, None)
