@@ -1,0 +1,5 @@
+"""Messages and shared memory between the daemon and its clients; only the standard library and NumPy.
+
+Programs of strangers load this package under another name, from a Python environment without staticllm. Therefore its imports
+are relative, and it imports no other package of ours.
+"""

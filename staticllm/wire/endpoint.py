@@ -1,0 +1,185 @@
+"""Where the daemon of a user listens, and how both sides make sure that the other one belongs to the same user."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import stat
+import struct
+import sys
+import tempfile
+from multiprocessing import AuthenticationError
+from multiprocessing import connection as mp
+from pathlib import Path
+from typing import Any
+
+KEY_BYTES = 32
+MAX_UNIX_PATH = 100  # sockets allow 104 to 108
+
+
+class EndpointError(RuntimeError):
+    """The runtime folder, the key or the peer is not one of this user."""
+
+
+def runtime_folder(create: bool = True) -> Path:
+    """Return the folder of the daemon's socket, key and log: only this user may enter it.
+
+    ``STATICLLM_RUNTIME_DIR`` names another one.
+
+    Raises:
+        EndpointError: it cannot be made, or others own it or may enter it.
+    """
+    folder = _folder_path()
+    try:
+        if create:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise EndpointError(
+            f"the runtime folder {folder} cannot be used ({error.strerror}): set STATICLLM_RUNTIME_DIR to a folder of yours"
+        ) from error
+    if hasattr(os, "getuid"):
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise EndpointError(f"the runtime folder {folder} is not a folder of this user: set STATICLLM_RUNTIME_DIR")
+        if found.st_mode & 0o077:
+            raise EndpointError(
+                f"others may enter the runtime folder {folder} (mode {stat.S_IMODE(found.st_mode):o}): chmod 700 it"
+            )
+    return folder
+
+
+def _folder_path() -> Path:
+    given = os.environ.get("STATICLLM_RUNTIME_DIR")
+    if given:
+        return Path(given)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", tempfile.gettempdir())) / "staticllm" / "run"
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "staticllm" if base else Path(tempfile.gettempdir()) / f"staticllm-{os.getuid()}"
+
+
+def address(folder: Path) -> str:
+    """Return the address of the daemon of this folder.
+
+    Raises:
+        EndpointError: the path is too long for a socket, or no daemon has written its pipe's name yet.
+    """
+    if sys.platform == "win32":
+        try:
+            return (folder / "pipe").read_text("ascii")
+        except OSError:
+            raise EndpointError(f"no daemon listens in {folder}") from None
+    path = str(folder / "socket")
+    if len(os.fsencode(path)) > MAX_UNIX_PATH:
+        raise EndpointError(
+            f"the path of the socket {path} is longer than {MAX_UNIX_PATH} bytes: set STATICLLM_RUNTIME_DIR to a shorter one"
+        )
+    return path
+
+
+def read_key(folder: Path) -> bytes:
+    """Return the key that both sides must know.
+
+    Raises:
+        EndpointError: there is none yet, or it is damaged.
+    """
+    try:
+        key = (folder / "key").read_bytes()
+    except OSError as error:
+        raise EndpointError(f"the daemon's key in {folder} cannot be read: {error.strerror}") from None
+    if len(key) != KEY_BYTES:
+        raise EndpointError(f"the daemon's key in {folder} has {len(key)} bytes instead of {KEY_BYTES}: delete it")
+    return key
+
+
+def make_key(folder: Path) -> bytes:
+    """Write a new key, which only this user may read, and return it. Called by a daemon when it starts."""
+    key, path = secrets.token_bytes(KEY_BYTES), folder / "key"
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.write(descriptor, key)
+    finally:
+        os.close(descriptor)
+    return key
+
+
+def listen(folder: Path) -> mp.Listener:
+    """Return the daemon's listener, which does not check keys yet; the lock of the only daemon must be held.
+
+    Raises:
+        EndpointError, OSError: the address cannot be used.
+    """
+    if sys.platform == "win32":
+        listener = mp.Listener(rf"\\.\pipe\staticllm-{secrets.token_hex(16)}", "AF_PIPE")
+        (folder / "pipe").write_text(str(listener.address), "ascii")
+        return listener
+    path = address(folder)
+    Path(path).unlink(missing_ok=True)
+    old = os.umask(0o177)
+    try:
+        return mp.Listener(path, "AF_UNIX", backlog=64)
+    finally:
+        os.umask(old)
+
+
+def connect(folder: Path) -> Any:
+    """Return a connection to the daemon of this folder; both sides have proved that they know the key.
+
+    Raises:
+        EndpointError: no daemon listens there, it does not know the key, or it belongs to another user.
+    """
+    where, key = address(folder), read_key(folder)
+    try:
+        connection = mp.Client(where)
+    except OSError as error:
+        raise EndpointError(f"no daemon listens at {where}: {error.strerror or error}") from None
+    try:
+        check_peer(connection)
+        mp.answer_challenge(connection, key)
+        mp.deliver_challenge(connection, key)
+    except (AuthenticationError, EOFError, OSError) as error:
+        connection.close()
+        raise EndpointError(f"the daemon at {where} does not accept the key in {folder}: {error}") from None
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def knock(folder: Path) -> None:
+    """Connect and leave at once, so that a listener wakes.
+
+    Raises:
+        EndpointError, OSError: nobody listens.
+    """
+    mp.Client(address(folder)).close()
+
+
+def welcome(connection: Any, key: bytes) -> None:
+    """Check on the daemon's side that the peer belongs to this user and knows the key.
+
+    Raises:
+        EndpointError: it does not.
+    """
+    check_peer(connection)
+    try:
+        mp.deliver_challenge(connection, key)
+        mp.answer_challenge(connection, key)
+    except (AuthenticationError, EOFError, OSError, ValueError, AssertionError) as error:
+        raise EndpointError(f"a peer does not know the key: {error}") from None
+
+
+def check_peer(connection: Any) -> None:
+    """Check that the peer of a socket belongs to this user, where the system tells.
+
+    Raises:
+        EndpointError: it does not.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    with socket.socket(fileno=os.dup(connection.fileno())) as peer:
+        _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if uid != os.getuid():
+        raise EndpointError(f"the peer belongs to the user {uid}, not to {os.getuid()}")

@@ -1,0 +1,152 @@
+"""The messages between the daemon and its clients: a header of fixed size, a JSON object, and raw bytes.
+
+Nothing is unpickled or evaluated. Whatever a peer sends either decodes to plain values within the limits of this module or
+raises ``ProtocolError``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+PROTOCOL = 1
+"""The version of the messages; client and daemon must have the same."""
+MAX_FRAME = 1 << 20
+"""The most bytes of one message; larger tensors lie in shared memory."""
+MAX_INLINE = 1 << 16
+"""The most bytes of tensors inside a message."""
+_HEADER = struct.Struct("<HHIQQd")  # kind, flags, bytes of JSON, handle, number, seconds
+
+
+class ProtocolError(RuntimeError):
+    """A message that is damaged, too long, or not allowed at this place."""
+
+
+class Kind(IntEnum):
+    """What a message asks or answers; the comments name the fields of its body."""
+
+    HELLO = 1  # protocol, openvino, pid, program, priority, session (to add a connection to a client)
+    WELCOME = 2  # session, openvino, limits
+    OK = 3  # the result, by names that depend on the question
+    FAILED = 4  # type, text: the exception that the call raised
+    REFUSED = 5  # reason: the daemon does not take this client or model; it may run natively
+    MODEL = 6  # path or spool, weights, device, config, mode; or directory, candidates -> OK: model, mode, …
+    REQUEST = 7  # handle: model -> OK: request
+    INFER = 8  # handle: request; tensors, block -> DONE
+    DONE = 9  # tensors, device_us, queued_us
+    RESET = 10  # handle: request -> OK
+    RELEASE = 11  # handle: a model or a request -> OK
+    GET_PROPERTY = 12  # handle: model; name -> OK: value
+    SET_PROPERTY = 13  # handle: model; values -> OK
+    STATES = 14  # handle: request -> OK: names
+    GET_STATE = 15  # handle: request; index -> DONE
+    SET_STATE = 16  # handle: request; index, tensors -> OK
+    RESET_STATE = 17  # handle: request; index -> OK
+    PROFILE = 18  # handle: request -> OK: nodes
+    EXPORT = 19  # handle: model -> OK: path
+    HINT = 20  # priority -> OK
+    SUBMIT = 21  # handle: model; number of the request; request -> OK, and then OUTPUT, OUTPUT, …
+    OUTPUT = 22  # number of the request; outputs; flag LAST when the request has ended
+    CANCEL = 23  # request, index, reason -> OK
+    STATS = 24  # -> OK: the daemon's statistics
+    STOP = 25  # -> OK; the daemon ends
+    PING = 26  # -> OK
+    SNAPSHOT = 27  # handle: model; action, path, identity, key, tokens -> OK: tokens
+
+
+LAST = 1
+"""Flag of the last ``OUTPUT`` of a request."""
+BLOCK = 2
+"""Flag of a message that is followed by a handle of shared memory; its body has ``block_size`` in bytes."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message.
+
+    ``handle`` names the object that it concerns, ``number`` the call that it belongs to, and ``time`` is a duration in seconds
+    whose meaning depends on the kind. ``payload`` holds raw bytes, such as small tensors.
+    """
+
+    kind: Kind
+    handle: int = 0
+    number: int = 0
+    time: float = 0.0
+    flags: int = 0
+    body: dict[str, Any] = field(default_factory=dict)
+    payload: bytes | memoryview = b""
+
+
+def encode(message: Message) -> bytes:
+    """Return the bytes of a message.
+
+    Raises:
+        ProtocolError: they are more than ``MAX_FRAME``.
+    """
+    text = json.dumps(message.body, separators=(",", ":")).encode() if message.body else b""
+    size = _HEADER.size + len(text) + len(message.payload)
+    if size > MAX_FRAME:
+        raise ProtocolError(f"a message of {size} bytes, the limit is {MAX_FRAME}: put its tensors into shared memory")
+    header = _HEADER.pack(message.kind, message.flags, len(text), message.handle, message.number, message.time)
+    return b"".join((header, text, message.payload))
+
+
+def decode(data: bytes) -> Message:
+    """Return the message of these bytes.
+
+    Raises:
+        ProtocolError: they are not one.
+    """
+    if len(data) < _HEADER.size:
+        raise ProtocolError(f"a message of {len(data)} bytes is shorter than its header")
+    kind, flags, length, handle, number, time = _HEADER.unpack_from(data)
+    end = _HEADER.size + length
+    if end > len(data):
+        raise ProtocolError(f"a message of {len(data)} bytes says that its text has {length}")
+    if not math.isfinite(time):
+        raise ProtocolError("a message whose time is not a finite number")
+    try:
+        known = Kind(kind)
+    except ValueError:
+        raise ProtocolError(f"a message of the unknown kind {kind}") from None
+    return Message(known, handle, number, time, flags, _body(data[_HEADER.size : end]), memoryview(data)[end:])
+
+
+def _body(text: bytes) -> dict[str, Any]:
+    if not text:
+        return {}
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"the text of a message is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ProtocolError(f"the text of a message is a {type(body).__name__}, not a JSON object")
+    return body
+
+
+def text_of(message: Message, name: str, limit: int = 4096) -> str:
+    """Return a text of at most ``limit`` characters from a message's body.
+
+    Raises:
+        ProtocolError: it is missing or something else.
+    """
+    value = message.body.get(name)
+    if not isinstance(value, str) or len(value) > limit or "\0" in value:
+        raise ProtocolError(f"{message.kind.name}: {name} must be a text of at most {limit} characters")
+    return value
+
+
+def whole_of(message: Message, name: str, most: int, default: int | None = None) -> int:
+    """Return a whole number from 0 to ``most`` from a message's body.
+
+    Raises:
+        ProtocolError: it is missing, and there is no default, or it is something else.
+    """
+    value = message.body.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise ProtocolError(f"{message.kind.name}: {name} must be a whole number from 0 to {most}")
+    return value
