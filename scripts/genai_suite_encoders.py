@@ -199,16 +199,19 @@ def replace_references(module: types.ModuleType) -> None:
 
 
 def put_our_classes() -> None:
-    """Replace GenAI's classes by ours, which run tests for the NPU on the CPU."""
+    """Replace GenAI's classes by ours, which run tests for the NPU on the CPU and compile each model once (``CACHE_DIR``)."""
     from staticllm import StaticEmbeddingPipeline, StaticRerankPipeline
+
+    cache = str(Path(KEPT.name) / "cache")
 
     class TextEmbeddingPipeline(StaticEmbeddingPipeline):
         def __init__(self, path: Any, device: str = "CPU", *arguments: Any, **named: Any) -> None:
             own = {name: value for name, value in named.items() if not name.startswith("NPU")}
-            super().__init__(path, "CPU", *arguments, **own)
+            super().__init__(path, "CPU", *arguments, CACHE_DIR=cache, **own)
 
     class TextRerankPipeline(StaticRerankPipeline):
-        pass
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, CACHE_DIR=cache, **named)
 
     genai.TextEmbeddingPipeline = TextEmbeddingPipeline  # type: ignore[misc,assignment]
     genai.TextRerankPipeline = TextRerankPipeline  # type: ignore[misc,assignment]
