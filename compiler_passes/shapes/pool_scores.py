@@ -95,7 +95,9 @@ def _pooling_of(model: ov.Model, node: ov.Node, hidden: ov.Output) -> Pooling | 
     result = ops.result(nodes[places[node.get_instance_id()]].output(0))
     part = ov.Model([result], [parameter, *copy.get_parameters()])  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
     program = get_core().compile_model(part, "CPU", EXACT)
-    votes = Counter(_named(_pooled(program, values, copy.get_parameters(), ids), values) for ids in PROBE_IDS)
+    votes: Counter[Pooling | None] = Counter(
+        _named(_pooled(program, values, copy.get_parameters(), ids), values) for ids in PROBE_IDS
+    )
     found, count = votes.most_common(1)[0]
     return found if count > len(PROBE_IDS) / 2 else None
 
@@ -104,7 +106,7 @@ def _pooled(program: ov.CompiledModel, values: Value, parameters: Sequence[ov.No
     """Return what the part computes from the hidden states ``values`` of texts in which every token is ``ids``."""
     feeds = {0: values} | {
         1 + index: np.full(
-            other.get_output_partial_shape(0).to_shape(),
+            list(other.get_output_partial_shape(0).to_shape()),
             ids if INPUT_IDS in other.output(0).get_names() else 0,
             other.get_output_element_type(0).to_dtype(),
         )

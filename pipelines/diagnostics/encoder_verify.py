@@ -63,7 +63,8 @@ class EncoderReference:
     """
 
     def __init__(self, job: EncoderJob, shape: EncoderShape, pooling: Pooling) -> None:
-        self._job, self._shape, self._pooling = job, shape, pooling
+        self._job, self._shape = job, shape
+        self._pooling: Pooling = pooling
         config = job.load.config
         self._model = read_model(
             get_core(), job.load.directory, config.weights_path, config.weights_decryption_callback
