@@ -123,13 +123,12 @@ class EngineCore:
     def _execute(self) -> None:
         """Plan, run and choose. The chosen tokens are posted, and the call is recorded, while the next call runs."""
         begin = time.perf_counter()
-        view = self._view()
-        if not (view.requests or view.jobs):
-            return
         try:
-            plan = self._planner.plan(view)
+            plan = self._plan()
         except NoPlanError as error:
             self._end_unrunnable(self.kv_manager.states[error.request])
+            return
+        if plan is None:
             return
         if plan.job is not None:
             self._run_job(plan.job)
@@ -173,13 +172,23 @@ class EngineCore:
         if num_parts:
             self.profiler.record(JobRecord(start, time.perf_counter() - start, job, num_parts))
 
+    def _plan(self) -> Plan | None:
+        """Return the next plan; None if there is nothing to do.
+
+        Raises:
+            NoPlanError: a request cannot run at all.
+        """
+        if not self.jobs.has_jobs:
+            index, high_slot = self.runner.index, self.runner.cache.slots.high_slot
+            plan = self._planner.repeated(self._table, self.kv_manager.free_slots, index.max_decoding(high_slot))
+            if plan is not None:
+                return plan
+        view = self._view()
+        return self._planner.plan(view) if view.requests or view.jobs else None
+
     def _view(self) -> View:
         runner, manager = self.runner, self.kv_manager
         high_slot = runner.cache.slots.high_slot
-        if not jobs:
-            plan = self._planner.repeated(self._table, manager.free_slots, runner.index.max_decoding(high_slot))
-            if plan is not None:
-                return plan
         device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds)
         view = self._table.view(time.perf_counter(), manager.free_slots, manager.host_pool.free_slots, device)
         jobs = self.jobs.views(longest_job(view)) if self.jobs.has_jobs else ()
