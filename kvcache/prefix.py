@@ -37,7 +37,7 @@ class PrefixCache:
     @property
     def idle_slots(self) -> int:
         """The number of slots that only the cached sequence and the sequences being offloaded hold."""
-        return self._cache.slots.count_only([sequence.slots for sequence in self._idle()])
+        return self._cache.slots.count_only([sequence.slots for sequence in self.idle_sequences()])
 
     @property
     def is_offloading(self) -> bool:
@@ -134,13 +134,14 @@ class PrefixCache:
 
     def _longest_in_arena(self, tokens: Sequence[int], running: Iterable[KVSequence]) -> tuple[KVSequence | None, int]:
         best, length = None, 0
-        for sequence in (*self._idle(), *running):
+        for sequence in (*self.idle_sequences(), *running):
             common = common_prefix(sequence.tokens, tokens)
             if common > length and (common == len(sequence) or not self._is_whole):
                 best, length = sequence, common
         return best, length
 
-    def _idle(self) -> list[KVSequence]:
+    def idle_sequences(self) -> list[KVSequence]:
+        """Return the cached sequence and those that are being offloaded."""
         return [*([self._cached] if self._cached else []), *(copy.sequence for copy in self._offloading)]
 
     def _offload(self, sequence: KVSequence) -> None:

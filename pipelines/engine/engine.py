@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,6 +15,7 @@ from staticllm.errors import BusyError, ClosedError, as_ours
 from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.callbacks import Callbacks
 from staticllm.pipelines.engine.engine_core import EngineCore
+from staticllm.pipelines.engine.fed_sequence import Feed, FedSequence, begin_feeds
 from staticllm.pipelines.engine.jobs import MAX_JOB_SECONDS, JobSource
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
@@ -169,6 +170,36 @@ class Engine:
             future = self._callbacks.add(function)
         return future.result()
 
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Call ``function``, which must not raise, on the engine's thread between two device calls; do not wait for it.
+
+        Raises:
+            ClosedError: the engine was closed.
+        """
+        self.check_process()
+        with self._wake:
+            self._start()
+            self._callbacks.add(function)
+
+    def open_fed(self, priority: int = 0) -> FedSequence:
+        """Return a new sequence whose tokens the caller chooses; ``feed`` runs them.
+
+        Raises:
+            ClosedError: the engine was closed, or belongs to another process.
+        """
+        self.check_process()
+        return FedSequence(self, self._core, priority)
+
+    def feed(self, feeds: Sequence[Feed]) -> None:
+        """Run tokens of several sequences, in shared calls where possible, and return at once.
+
+        Raises:
+            PromptError: a feed has no token, or one outside the vocabulary.
+            BusyError: a sequence has a feed in progress.
+            ClosedError: a sequence or the engine was closed.
+        """
+        begin_feeds(self, feeds)
+
     def add_jobs(self, source: JobSource) -> None:
         """Run the jobs of a source beside the requests from now on; the policies decide when.
 
@@ -261,8 +292,8 @@ class Engine:
             self._inbox.clear()
         for state in left:
             self._core.refuse(state, FinishReason.CANCELLED)
-        self._core.end_all(FinishReason.CANCELLED)
         self._callbacks.run()
+        self._core.end_all(FinishReason.CANCELLED)
 
     @property
     def _is_needed(self) -> bool:
@@ -276,10 +307,13 @@ class Engine:
                 switch, self._next = self._next, None
                 self._core.install(switch.runner, switch.options)
                 switch.on_switch()
+            self._core.is_switching = self._next is not None
             while self._inbox and not self._next:
                 self._core.admit(self._inbox.pop(next(iter(self._inbox))))
             states = list(self._inbox.values())
             self._num_waiting = self._core.num_waiting
+        if not self._core.is_switching:
+            self._core.begin_held()
         now = time.perf_counter()
         for state in states:
             if (reason := state.sequences[0].finish_reason_at(now)) is not None:
