@@ -95,7 +95,8 @@ class FedState(SequenceState):
     def forked(self) -> FedState:
         """Return another sequence of the same client with the same tokens, and without slots."""
         other = FedState(self._vocab_size, self.request.priority, self.think)
-        other.tokens, other.request, other.is_suspect = list(self.tokens), self.request, self.is_suspect
+        other.tokens, other.is_suspect = list(self.tokens), self.is_suspect
+        other.request = replace(self.request, id=other.id)
         other.token_times = list(self.token_times)
         return other
 
