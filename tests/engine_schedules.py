@@ -88,5 +88,5 @@ class Schedule:
             answer = fake_answer(prompt, request.request.max_new_tokens, MASKS, is_recurrent)[len(prompt) :]
             assert [token.id for token in tokens] == answer[: len(tokens)]
             is_whole = len(tokens) == request.request.max_new_tokens and end.reason == "length"
-            assert end.error is None
+            assert end.error is None, end.error
             assert is_whole or was_cancelled

@@ -84,7 +84,7 @@ class BatchBuilder:
         assert state.sequence is not None
         start = len(state.sequence)
         tokens = np.asarray(state.tokens[start : start + count], np.int64)
-        return BatchEntry(state, Segment(state.sequence, tokens, state.num_logits(start, count)), is_prefill)
+        return BatchEntry(state, Segment(state.sequence, tokens, state.num_logits(start, len(tokens))), is_prefill)
 
     def _fitting(self, entries: list[BatchEntry], preempted: list[int]) -> tuple[list[BatchEntry], Variant | None]:
         """Return the longest head of ``entries`` that has slots and a variant, and the variant; None if not even one can run.

@@ -94,6 +94,9 @@ class EngineCore:
             )
             order.on_done(FeedResult(None, error))
             return
+        if state.is_closed:  # while the feed waited
+            order.on_done(FeedResult(None, closed_error(FinishReason.CANCELLED)))
+            return
         if self.is_switching:
             self._held.append((state, order))
             return

@@ -83,7 +83,8 @@ class PackedModel:
         self._lock = threading.Lock()  # of the original model, if there is no engine
         core, xml = get_core(), Path(xml)
         weights = Path(weights) if weights is not None else xml.with_suffix(".bin")
-        directory = _directory_of(xml, weights)
+        self._weights = None if xml.name == MODEL_XML else np.memmap(weights, np.uint8, "c")
+        directory = _directory_of(xml, self._weights)
         try:
             model = read_model(core, directory, str(weights))
             native = {name: value for name, value in config.items() if name in supported_properties(core, device)}
@@ -118,6 +119,7 @@ class PackedModel:
         if self.engine is not None:
             self.engine.close()
         self._original.close()
+        self._weights = None
 
     def _start(self, directory: Path, device: str, config: StaticLLMConfig, policy: Policy | None) -> None:
         core, plan = prepare(directory, device, config)
@@ -157,6 +159,7 @@ class PackedRequest:
         self.times = CallTimes()
         self._sequences: list[FedSequence] = []
         self._logs: list[LaneLog] = []
+        self._apart: dict[int, int] = {}  # the columns of calls with hidden tokens
         self._replay: Replay | None = None
         self._is_running = threading.Lock()
 
@@ -187,7 +190,7 @@ class PackedRequest:
         """Forget all tokens. The sequences stay cached for later ones that begin alike."""
         with self._is_running:
             self._close_sequences(self._sequences, is_reusable=True)
-            self._sequences, self._logs = [], []
+            self._sequences, self._logs, self._apart = [], [], {}
             if self._replay is not None and self._model.reason is None:
                 self._replay = None
             elif self._replay is not None:
@@ -244,6 +247,9 @@ class PackedRequest:
             self._sequences = []
             raise UnusualCallError(f"the engine failed: {failed}") from failed
         self._close_sequences(unused, is_reusable=False)
+        if any(not all(row.mask) for row in call.rows):
+            first = len(self._logs[0].ids) if self._logs else 0
+            self._apart[first] = first + len(call.rows[0].ids)
         self._sequences, self._logs = sequences, lanes_of(call, self._logs)
         done = [result for result in results if result is not None]
         self.times = CallTimes(
@@ -279,7 +285,7 @@ class PackedRequest:
         def run() -> Result:
             if self._replay is None:
                 replay = self._model.replay()
-                replay.repeat(self._logs)
+                replay.repeat(self._logs, self._apart)
                 self._replay = replay
             return function(self._replay)
 
@@ -338,11 +344,13 @@ def _reason_against(model: ov.Model) -> str | None:
     return None if model.get_variables() else "it has no states"
 
 
-def _directory_of(xml: Path, weights: Path) -> Path:
-    """Return a model directory for an IR of any name: its own folder, or a name for the model in memory."""
-    if xml.name == MODEL_XML:
+def _directory_of(xml: Path, data: Array | None) -> Path:
+    """Return a model directory for an IR of any name: its own folder, or a name for the model in memory.
+
+    ``data [n]`` u8 are its weights; whoever compiles the model must keep them, because the graph refers to them.
+    """
+    if data is None:
         return xml.parent
-    data = np.memmap(weights, np.uint8, "c")
     return keep_in_memory(xml.read_text(encoding="utf-8"), ov.Tensor(data, shared_memory=True))
 
 

@@ -63,19 +63,26 @@ class Replay:
         self._request = original.open()
         self._names = {name for port in self._request.model_inputs for name in port.get_names()}
 
-    def repeat(self, lanes: Sequence[LaneLog]) -> None:
-        """Give the states what they would be after the calls that ``lanes`` log: one row of the batch for each of them."""
+    def repeat(self, lanes: Sequence[LaneLog], apart: Mapping[int, int]) -> None:
+        """Give the states what they would be after the calls that ``lanes`` log: one row of the batch for each of them.
+
+        Calls are joined where that changes nothing. ``apart`` has the others, with hidden tokens, whose keys depend on the columns
+        of their call: the first column of each, and the one after its last.
+        """
         num_columns = len(lanes[0].ids) if lanes else 0
         if not num_columns:
             return
         ids = np.array([lane.ids for lane in lanes], np.int64)
         mask = np.array([lane.mask for lane in lanes], np.int64)
         positions = positions_of(mask)
-        for start in range(0, num_columns, REPLAY_COLUMNS):
-            end = min(start + REPLAY_COLUMNS, num_columns)
+        start = 0
+        while start < num_columns:
+            next_apart = min((first for first in apart if first > start), default=num_columns)
+            end = apart.get(start, min(start + REPLAY_COLUMNS, next_apart))
             beams = np.arange(len(lanes), dtype=np.int32)
             feeds = {INPUT_IDS: ids[:, start:end], ATTENTION_MASK: mask[:, :end], BEAM_IDX: beams}
             self.infer({**feeds, POSITION_IDS: positions[:, start:end]})
+            start = end
 
     def infer(self, inputs: Mapping[str, Array]) -> Array:
         """Run a call as the original model does, and return its logits ``[B, S, V]``.

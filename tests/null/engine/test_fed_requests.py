@@ -6,7 +6,7 @@ from collections import deque
 import numpy as np
 import pytest
 from engine_schedules import HOSTILE, MASKS, Disturbed, Schedule
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quick import examples
 
@@ -129,7 +129,7 @@ schedules = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=examples(400), deadline=None, phases=(Phase.generate,), suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(400), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules)
 def test_any_schedule_gives_each_client_the_logits_of_its_tokens(schedule):
     """Schedules include forks, closes at any moment, evictions, NaN, other runners, and ordinary requests with swaps."""
