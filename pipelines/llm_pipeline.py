@@ -14,7 +14,7 @@ import openvino_genai as genai
 
 from staticllm.config import Scheduler, StaticLLMConfig
 from staticllm.core import ProgressEvent
-from staticllm.errors import GenerationConfigError
+from staticllm.errors import ConfigError, GenerationConfigError
 from staticllm.model_dir import forget_in_memory, weights_of
 from staticllm.pipelines.blobs.fingerprint import fingerprint_model
 from staticllm.pipelines.chat_session import ChatSession
@@ -33,6 +33,7 @@ from staticllm.pipelines.model_loader.text_reader import TextReader
 from staticllm.pipelines.model_loader.weights_watch import watch_of
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
+from staticllm.pipelines.remote.remote_launch import RemoteLaunched, launch_remote
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.text.handle import GenerationHandle
@@ -63,6 +64,8 @@ class StaticLLMPipeline:
         on_progress: Called with a ``ProgressEvent`` after each part of loading; an exception in it aborts the loading.
         scheduler: Scheduling policy: a name, or an object with a method ``plan(view)`` (docs/scheduling.md). Defaults to
             ``config.scheduler``.
+        daemon: Load the model in the daemon, a process that owns the devices for all programs of this user, and is started if
+            it does not run. Programs with the same model and properties share its weights (docs/daemon.md).
         properties: GenAI's and OpenVINO's properties: ``MAX_PROMPT_LEN``, ``INFERENCE_PRECISION_HINT`` …
 
     Raises:
@@ -76,6 +79,7 @@ class StaticLLMPipeline:
     """
 
     _launch = staticmethod(launch)  # staticllm.testing replaces it
+    _launch_in_daemon = staticmethod(launch_remote)
 
     def __init__(
         self,
@@ -86,16 +90,20 @@ class StaticLLMPipeline:
         tokenizer: genai.Tokenizer | None = None,
         on_progress: Callable[[ProgressEvent], None] | None = None,
         scheduler: Scheduler | Policy | None = None,
+        daemon: bool = False,
         **properties: object,
     ) -> None:
         start = time.perf_counter()
         given = named_in_memory(positional(args, device, config, tokenizer), properties)
         candidates = resolve_candidates(given.device, given.config, properties)
         policy = make_policy(candidates[0].config.scheduler if scheduler is None else scheduler)
+        if daemon and not (scheduler is None or isinstance(scheduler, str)):
+            raise ConfigError("scheduler is an object of this program: the daemon takes a name, such as 'dynamic'")
         source, candidates = source_of(models_path, given, candidates)
         self._source = weakref.finalize(self, forget_in_memory, source)
         with TextReader(source, given, on_progress) as reader:
-            self._launched = self._launch(source, candidates, policy, reader.on_progress)
+            start_engine = self._launch_in_daemon if daemon else self._launch
+            self._launched: Launched | RemoteLaunched = start_engine(source, candidates, policy, reader.on_progress)
             text = reader.files()
         self._input_processor = InputProcessor(text.tokenizer, text.generation_config)
         self._chat = ChatSession(text.tokenizer)
@@ -103,15 +111,14 @@ class StaticLLMPipeline:
         self._background = self._launched.background
         self._stop_checker = StopChecker(self._engine, self._input_processor.decode)
         self._directory = source
-        self._shape = self._launched.loaded.programs.shape
-        self._model_identity, self._watch = "", watch_of(source, self.config, self._launched.loaded.has_mapped_weights)
+        self._model_identity, self._watch = "", watch_of(source, self.config, self._launched.has_mapped_weights)
         self._finalizer = weakref.finalize(self, _close, self._launched, self._stop_checker)
         self._load_ms = (time.perf_counter() - start) * 1e3
 
     @property
     def config(self) -> StaticLLMConfig:
         """The resolved configuration that is in use now; with ``SERVE_FROM_CPU`` first the CPU's, then the device's."""
-        return self._launched.loaded.config
+        return self._launched.config
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # pyright: ignore[reportOverlappingOverload] - a str is a Sequence[str]
@@ -292,6 +299,8 @@ class StaticLLMPipeline:
 
         Its own methods are not part of the stable API.
         """
+        if not isinstance(self._launched.engine, Engine):
+            raise ConfigError("the engine is in the daemon: other models of this program do not run on it")
         return self._launched.engine
 
     def close(self, drain: bool = False) -> None:
@@ -364,12 +373,12 @@ class StaticLLMPipeline:
         if not self._model_identity:
             weights = weights_of(self._directory, self.config.weights_path)
             self._model_identity = " ".join(asdict(fingerprint_model(self._directory, weights)).values())
-        return {"model": self._model_identity, "KV type": self._launched.loaded.programs.options.kv_type}
+        return {"model": self._model_identity, "KV type": self._launched.kv_type}
 
     def _begin(self, prompt: Prompt, call: CallOptions) -> GenerationHandle:
         """Check a prompt, submit it to the engine, and return the handle."""
         config = self.config
-        limits = PromptLimits(config.max_prompt_len, config.max_seq_len, self._shape.vocab_size)
+        limits = PromptLimits(config.max_prompt_len, config.max_seq_len, self._launched.vocab_size)
         prepared = self._input_processor.prepare(prompt, call, limits)
         queue, request = OutputQueue(), prepared.request
         decode = self._input_processor.decode
@@ -385,6 +394,6 @@ class StaticLLMPipeline:
         return handle
 
 
-def _close(launched: Launched, stop_checker: StopChecker, drain: bool = False) -> None:
+def _close(launched: Launched | RemoteLaunched, stop_checker: StopChecker, drain: bool = False) -> None:
     launched.close(drain)
     stop_checker.close()

@@ -55,7 +55,7 @@ def check_model_dir(
         raise ModelError(f"no model directory at {str(directory)!r}")
     for name in (MODEL_XML, *(TOKENIZER_XML if needs_tokenizer else ())):
         is_model = name == MODEL_XML
-        ir = _check_ir(directory / name, Path(weights) if weights and is_model else None, is_encrypted and is_model)
+        ir = check_ir(directory / name, Path(weights) if weights and is_model else None, is_encrypted and is_model)
         if not is_model:
             _check_texts(directory / name, ir)
     return directory
@@ -164,7 +164,12 @@ def _read_ir(xml: bytes, name: str) -> IrFile:
         raise ModelError(f"{name} {error}: export or copy it again") from None
 
 
-def _check_ir(xml: Path, weights: Path | None = None, is_encrypted: bool = False) -> IrFile:
+def check_ir(xml: Path, weights: Path | None = None, is_encrypted: bool = False) -> IrFile:
+    """Return the structure of an IR file whose weights file is complete; ``weights`` defaults to the ``.bin`` beside it.
+
+    Raises:
+        ModelError: a file is missing, damaged or too short.
+    """
     if not xml.is_file():
         raise ModelError(
             f"{xml.name} is missing in {str(xml.parent)!r}: export the model with optimum-cli export openvino"

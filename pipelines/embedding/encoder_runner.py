@@ -26,6 +26,8 @@ from staticllm.ports import (
 
 HIDDEN = -65504.0
 """The value of a mask where a token does not see another, as in step programs."""
+SLOW_RUN = 0.1
+"""A call of more seconds is measured once at loading: noise is small beside it, and loading should not take minutes."""
 NEW_SHARE = 0.1
 """The weight of a new measurement in the cost of a variant."""
 
@@ -145,14 +147,20 @@ class EncoderRunner:
         return max(variant.rows for variant in self._compiled)
 
     def cost(self, variant: EncoderVariant) -> float:
-        """Return the seconds of a call of this variant: measured, or in proportion to the nearest one that was measured."""
+        """Return the seconds of a call of this variant: measured, or on a line through its neighbours that were measured."""
         if variant in self._seconds:
             return self._seconds[variant]
-        size = variant.batch * variant.rows
+        size = _size(variant)
         if not self._seconds:
             return 1e-3 + 1e-4 * size
-        near = min(self._seconds, key=lambda known: abs(known.batch * known.rows - size))
-        return self._seconds[near] * size / (near.batch * near.rows)
+        below = max((known for known in self._seconds if _size(known) <= size), key=_size, default=None)
+        above = min((known for known in self._seconds if _size(known) >= size), key=_size, default=None)
+        if below is None or above is None or _size(below) == _size(above):
+            near = below or above
+            assert near is not None
+            return self._seconds[near] * size / _size(near)
+        share = (size - _size(below)) / (_size(above) - _size(below))
+        return self._seconds[below] + share * (self._seconds[above] - self._seconds[below])
 
     def warm_up(self, num_runs: int = 3, known: Mapping[EncoderVariant, float] | None = None) -> None:
         """Run every variant, so that its cost is known; the least of ``num_runs`` runs counts.
@@ -161,9 +169,10 @@ class EncoderRunner:
         """
         for variant in self.variants:
             program = self._program(variant)
-            program.run()  # the first run prepares
+            slowest = program.run()  # the first run prepares
             seconds = (known or {}).get(variant)
-            self._seconds[variant] = min(program.run() for _ in range(num_runs)) if seconds is None else seconds
+            count = num_runs if slowest < SLOW_RUN else 1
+            self._seconds[variant] = min(program.run() for _ in range(count)) if seconds is None else seconds
 
     @property
     def costs(self) -> dict[EncoderVariant, float]:
@@ -189,3 +198,8 @@ class EncoderRunner:
             buffers = EncoderBuffers(self.shape, variant, self._pad_id)
             self._bound[variant] = EncoderProgram(self._compiled[variant], buffers)
         return self._bound[variant]
+
+
+def _size(variant: EncoderVariant) -> int:
+    """Return the rows of all sequences of a call."""
+    return variant.batch * variant.rows

@@ -14,6 +14,7 @@ from staticllm.core import FinishReason
 from staticllm.errors import BusyError, ClosedError, as_ours
 from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.callbacks import Callbacks
+from staticllm.pipelines.engine.device_use import DeviceUse
 from staticllm.pipelines.engine.engine_core import EngineCore
 from staticllm.pipelines.engine.fed_sequence import Feed, FedSequence, begin_feeds
 from staticllm.pipelines.engine.jobs import MAX_JOB_SECONDS, JobSource
@@ -60,6 +61,7 @@ class Engine:
         self._num_waiting = 0  # waiting requests that were admitted
         self._is_closing = self._is_draining = False
         self._pid = os.getpid()
+        self.device_use: DeviceUse | None = None  # set before the first request if others use the device too
 
     def submit(self, request: EngineRequest, queue: OutputQueue | None = None) -> OutputQueue:
         """Submit a request. Its outputs arrive in ``queue``, which is returned; None creates a new one.
@@ -228,6 +230,8 @@ class Engine:
             self._wake.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        if self.device_use is not None:
+            self.device_use.close()
         self._core.close()
 
     @property
@@ -255,9 +259,26 @@ class Engine:
         try:
             self._admit()
             self._callbacks.run()
-            self._core.step()
+            if self.device_use is None or not self._core.has_calls:
+                self._core.step()
+            else:
+                self._step_in_turn(self.device_use)
         except BaseException as error:  # a bug of ours: every request must end, or its reader would wait for ever
             self._core.end_all(FinishReason.ERROR, as_ours(error))
+
+    def _step_in_turn(self, device_use: DeviceUse) -> None:
+        core = self._core
+        with device_use.turn(core.post, core.last_token_times, core.options.limits.tpot_ms):
+            core.step()
+
+    def _measure_next(self) -> None:
+        """Measure one cost, unless others use the device."""
+        if self.device_use is None:
+            self._core.measure_next(lambda: self._is_needed)
+            return
+        use = self.device_use
+        with use.turn(lambda: None, tuple, None):
+            self._core.measure_next(lambda: self._is_needed or use.is_wanted)
 
     def _notify(self) -> None:
         """Wake the thread, because a job was added."""
@@ -284,7 +305,7 @@ class Engine:
                 if self._is_closing and not (self._is_draining and not self.is_idle):
                     break
             if has_rested:
-                self._core.measure_next(lambda: self._is_needed)
+                self._measure_next()
             else:
                 self.step()
         with self._wake:  # nothing is added after this: the engine is closing

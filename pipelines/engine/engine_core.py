@@ -60,6 +60,16 @@ class EngineCore:
         return self._table.count(RequestStatus.WAITING)
 
     @property
+    def has_calls(self) -> bool:
+        """Whether ``step`` would use the device."""
+        return bool(self.requests) or self.jobs.has_jobs
+
+    def last_token_times(self) -> list[float]:
+        """Return the moment of the last token of each running request (``time.perf_counter``)."""
+        infos = (info for info in self._table if info.status is RequestStatus.RUNNING)
+        return [info.last_token_time for info in infos if info.last_token_time is not None]
+
+    @property
     def is_offloading(self) -> bool:
         """Whether cached slots are on their way to the host pool; ``step`` moves them even without requests."""
         return self.kv_manager.prefix.is_offloading
@@ -131,7 +141,7 @@ class EngineCore:
         if self.requests or jobs:
             self._execute(jobs)
         if not self.requests:
-            self._post()
+            self.post()
             self.kv_manager.run_idle_work()
 
     def end_all(self, reason: FinishReason, error: Exception | None = None) -> None:
@@ -207,7 +217,7 @@ class EngineCore:
         """Run a call of another model. Tokens that are not posted yet are posted while it runs."""
         start = time.perf_counter()
         num_parts = self.jobs.run(job, lambda: self._meanwhile(is_decoding=bool(self.requests)))
-        self._post()
+        self.post()
         if num_parts:
             self.profiler.record(JobRecord(start, time.perf_counter() - start, job, num_parts))
 
@@ -241,13 +251,13 @@ class EngineCore:
 
     def _meanwhile(self, is_decoding: bool) -> None:
         """Work while the device runs: post tokens, and offload in chunks while requests decode, so that no stream stalls."""
-        self._post()
+        self.post()
         if is_decoding:
             self.kv_manager.prefix.advance()
         else:
             self.kv_manager.prefix.finish_offloading()
 
-    def _post(self) -> None:
+    def post(self) -> None:
         """Hand the chosen tokens to their readers, and the last call to the profiler."""
         for record in self._unrecorded:
             self.profiler.record(record)

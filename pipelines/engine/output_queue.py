@@ -8,7 +8,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from staticllm.core import FinishReason
-from staticllm.errors import ClosedError, DeviceError, GenerationConfigError, NumericalError, StaticLLMError
+from staticllm.errors import (
+    BusyError,
+    ClosedError,
+    ConfigError,
+    DeviceError,
+    GenerationConfigError,
+    NumericalError,
+    PromptError,
+    SnapshotError,
+    StaticLLMError,
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,17 @@ class Finished:
 
 Output = TokenOutput | Finished
 KNOWN_ERRORS: dict[str, type[StaticLLMError]] = {
-    kind.__name__: kind for kind in (ClosedError, DeviceError, GenerationConfigError, NumericalError)
+    kind.__name__: kind
+    for kind in (
+        BusyError,
+        ClosedError,
+        ConfigError,
+        DeviceError,
+        GenerationConfigError,
+        NumericalError,
+        PromptError,
+        SnapshotError,
+    )
 }
 """Errors of an engine that keep their class when they cross a process."""
 

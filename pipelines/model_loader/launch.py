@@ -39,6 +39,26 @@ class Launched:
     device: str
     background: BackgroundLoader | None = None
 
+    @property
+    def config(self) -> StaticLLMConfig:
+        """The config in force."""
+        return self.loaded.config
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids."""
+        return self.loaded.programs.shape.vocab_size
+
+    @property
+    def kv_type(self) -> str:
+        """The element type of keys and values."""
+        return self.loaded.programs.options.kv_type
+
+    @property
+    def has_mapped_weights(self) -> bool:
+        """Whether weights are read from their file as long as the model runs."""
+        return self.loaded.has_mapped_weights
+
     def close(self, drain: bool = False) -> None:
         """End the background work and the engine, and keep the costs that were measured. A second call does nothing."""
         if self.background is not None:

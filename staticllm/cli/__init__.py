@@ -29,6 +29,7 @@ _COMMANDS = {
     "plan": "plan",
     "embed": "embedding.embed",
     "rerank": "embedding.rerank",
+    "daemon": "daemon",
     "cache": "cache",
     "doctor": "doctor",
 }  # name → module, imported when used

@@ -97,7 +97,7 @@ class FakePipeline(StaticLLMPipeline):
     @property
     def vocab_size(self) -> int:
         """The number of token ids, for ``fake_answer``."""
-        return self._shape.vocab_size
+        return self._launched.vocab_size
 
 
 class _Replies:

@@ -6,12 +6,13 @@ one), and it is gone when both sides have closed it, also after a crash.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
 import sys
 import tempfile
-
+from pathlib import Path
 from typing import Any
 
 MIN_BLOCK = 1 << 16
@@ -85,11 +86,9 @@ class Block:
         source, self._source = self._source, ""
         if isinstance(source, int):
             os.close(source)
-        self.memory.release()
-        try:
+        with contextlib.suppress(BufferError):  # an array of a caller lies over it; the mapping ends with that array
+            self.memory.release()
             self._mapping.close()
-        except BufferError:  # an array of a caller lies over it; the mapping ends with that array
-            pass
 
 
 def _sealed_file(size: int) -> int:
@@ -109,11 +108,9 @@ def _sealed_file(size: int) -> int:
 def _unlinked_file(size: int) -> int:
     descriptor, path = tempfile.mkstemp("staticllm")
     try:
-        os.unlink(path)
+        Path(path).unlink()
         os.ftruncate(descriptor, size)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
-
-

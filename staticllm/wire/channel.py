@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +22,7 @@ class Channel:
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._block: Block | None = None
+        self._is_unsent = False  # the peer has not got the block yet
 
     @property
     def block_bytes(self) -> int:
@@ -31,13 +35,19 @@ class Channel:
         return number
 
     def send(self, message: Message) -> None:
-        """Send a message.
+        """Send a message, and after it the block if it is new.
 
         Raises:
             ProtocolError: it is longer than ``MAX_FRAME``.
             OSError: the peer has gone.
         """
-        self._connection.send_bytes(encode(message))
+        if not self._is_unsent or self._block is None:
+            self._connection.send_bytes(encode(message))
+            return
+        body = {**message.body, "block_size": len(self._block)}
+        self._connection.send_bytes(encode(replace(message, flags=message.flags | BLOCK, body=body)))
+        self._block.send(self._connection)
+        self._is_unsent = False
 
     def receive(self) -> Message:
         """Wait for the next message; a block that follows it replaces the current one.
@@ -59,16 +69,14 @@ class Channel:
         found: bool = self._connection.poll(seconds)
         return found
 
-    def send_block(self, message: Message, size: int) -> None:
-        """Create a block of at least ``size`` bytes, and send the message and the block.
+    def grow(self, size: int) -> None:
+        """Create a block of at least ``size`` bytes in place of the current one; the next message carries it to the peer.
 
         Raises:
-            OSError: there is no memory for it, or the peer has gone.
+            OSError: there is no memory for it.
         """
-        block = Block.create(size)
-        self._replace(block)
-        self.send(replace(message, flags=message.flags | BLOCK, body={**message.body, "block_size": len(block)}))
-        block.send(self._connection)
+        self._replace(Block.create(size))
+        self._is_unsent = True
 
     def send_tensors(self, message: Message, arrays: Sequence[Array], names: Sequence[int | str]) -> None:
         """Send a message with tensors; large ones go into the block, which must have room for them.
@@ -92,6 +100,14 @@ class Channel:
             ProtocolError: a description is wrong.
         """
         return tensors.read(message, None if self._block is None else self._block.memory)
+
+    def shut(self) -> None:
+        """End the connection for both sides; a thread that waits in ``receive`` returns. Any thread may call."""
+        if sys.platform == "win32":
+            self._connection.close()
+            return
+        with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(self._connection.fileno())) as peer:
+            peer.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection and the block. A second call does nothing."""

@@ -9,10 +9,10 @@ import stat
 import struct
 import sys
 import tempfile
+from multiprocessing import AuthenticationError
 from multiprocessing import connection as mp
 from pathlib import Path
 from typing import Any
-
 
 KEY_BYTES = 32
 MAX_UNIX_PATH = 100  # sockets allow 104 to 108
@@ -137,15 +137,24 @@ def connect(folder: Path) -> Any:
         raise EndpointError(f"no daemon listens at {where}: {error.strerror or error}") from None
     try:
         check_peer(connection)
-        mp.answer_challenge(connection, key)  # type: ignore[attr-defined]
-        mp.deliver_challenge(connection, key)  # type: ignore[attr-defined]
-    except (mp.AuthenticationError, EOFError, OSError) as error:
+        mp.answer_challenge(connection, key)
+        mp.deliver_challenge(connection, key)
+    except (AuthenticationError, EOFError, OSError) as error:
         connection.close()
         raise EndpointError(f"the daemon at {where} does not accept the key in {folder}: {error}") from None
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def knock(folder: Path) -> None:
+    """Connect and leave at once, so that a listener wakes.
+
+    Raises:
+        EndpointError, OSError: nobody listens.
+    """
+    mp.Client(address(folder)).close()
 
 
 def welcome(connection: Any, key: bytes) -> None:
@@ -156,9 +165,9 @@ def welcome(connection: Any, key: bytes) -> None:
     """
     check_peer(connection)
     try:
-        mp.deliver_challenge(connection, key)  # type: ignore[attr-defined]
-        mp.answer_challenge(connection, key)  # type: ignore[attr-defined]
-    except (mp.AuthenticationError, EOFError, OSError, ValueError, AssertionError) as error:
+        mp.deliver_challenge(connection, key)
+        mp.answer_challenge(connection, key)
+    except (AuthenticationError, EOFError, OSError, ValueError, AssertionError) as error:
         raise EndpointError(f"a peer does not know the key: {error}") from None
 
 
@@ -174,5 +183,3 @@ def check_peer(connection: Any) -> None:
         _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if uid != os.getuid():
         raise EndpointError(f"the peer belongs to the user {uid}, not to {os.getuid()}")
-
-

@@ -19,6 +19,7 @@ MAX_FRAME = 1 << 20
 """The most bytes of one message; larger tensors lie in shared memory."""
 MAX_INLINE = 1 << 16
 """The most bytes of tensors inside a message."""
+_to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _HEADER = struct.Struct("<HHIQQd")  # kind, flags, bytes of JSON, handle, number, seconds
 
 
@@ -34,7 +35,7 @@ class Kind(IntEnum):
     OK = 3  # the result, by names that depend on the question
     FAILED = 4  # type, text: the exception that the call raised
     REFUSED = 5  # reason: the daemon does not take this client or model; it may run natively
-    MODEL = 6  # path or spool, weights, device, config, mode -> OK: model, mode, properties
+    MODEL = 6  # path or spool, weights, device, config, mode; or directory, candidates -> OK: model, mode, …
     REQUEST = 7  # handle: model -> OK: request
     INFER = 8  # handle: request; tensors, block -> DONE
     DONE = 9  # tensors, device_us, queued_us
@@ -49,12 +50,13 @@ class Kind(IntEnum):
     PROFILE = 18  # handle: request -> OK: nodes
     EXPORT = 19  # handle: model -> OK: path
     HINT = 20  # priority -> OK
-    SUBMIT = 21  # handle: model; request -> OUTPUT, OUTPUT, …
-    OUTPUT = 22  # outputs; flags LAST when the request has ended
-    CANCEL = 23  # number: that of SUBMIT; index, reason
+    SUBMIT = 21  # handle: model; number of the request; request -> OK, and then OUTPUT, OUTPUT, …
+    OUTPUT = 22  # number of the request; outputs; flag LAST when the request has ended
+    CANCEL = 23  # request, index, reason -> OK
     STATS = 24  # -> OK: the daemon's statistics
     STOP = 25  # -> OK; the daemon ends
     PING = 26  # -> OK
+    SNAPSHOT = 27  # handle: model; action, path, identity, key, tokens -> OK: tokens
 
 
 LAST = 1
@@ -86,7 +88,7 @@ def encode(message: Message) -> bytes:
     Raises:
         ProtocolError: they are more than ``MAX_FRAME``.
     """
-    text = json.dumps(message.body, separators=(",", ":")).encode() if message.body else b""
+    text = _to_json(message.body).encode() if message.body else b""
     size = _HEADER.size + len(text) + len(message.payload)
     if size > MAX_FRAME:
         raise ProtocolError(f"a message of {size} bytes, the limit is {MAX_FRAME}: put its tensors into shared memory")

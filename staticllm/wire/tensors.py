@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from .messages import MAX_INLINE, Message, ProtocolError
 
 Array = NDArray[Any]
-ELEMENT_TYPES = frozenset("|b1 |i1 |u1 <i2 <u2 <f2 <i4 <u4 <f4 <i8 <u8 <f8".split())
+ELEMENT_TYPES = frozenset(["|b1", "|i1", "|u1", "<i2", "<u2", "<f2", "<i4", "<u4", "<f4", "<i8", "<u8", "<f8"])
 """NumPy's names of the element types that a tensor in a message may have."""
 MAX_TENSORS = 256
 MAX_RANK = 16

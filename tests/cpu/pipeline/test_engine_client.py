@@ -106,7 +106,7 @@ def test_a_request_is_cancelled_by_its_own_id(pipe):
 
 
 def test_an_error_of_sampling_keeps_its_class(pipe):
-    everything = set(range(pipe._shape.vocab_size))
+    everything = set(range(pipe._launched.vocab_size))
     with pytest.raises(GenerationConfigError, match="no token can be chosen"):
         pipe.generate(PROMPTS[0], max_new_tokens=4, min_new_tokens=4, stop_token_ids=everything)
     assert len(pipe.generate(PROMPTS[0], max_new_tokens=2, ignore_eos=True).tokens[0]) == 2

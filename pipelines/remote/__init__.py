@@ -1,0 +1,1 @@
+"""The client's side of the daemon: an engine that runs in another process."""

@@ -1,0 +1,137 @@
+"""Connects to the daemon of this user, and starts it if it does not run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import openvino as ov
+
+from staticllm.errors import BusyError, ClosedError, DeviceError, StaticLLMError
+from staticllm.pipelines.engine.output_queue import KNOWN_ERRORS
+from staticllm.wire import endpoint
+from staticllm.wire.channel import Channel
+from staticllm.wire.endpoint import EndpointError
+from staticllm.wire.messages import PROTOCOL, Kind, Message, ProtocolError
+
+START_SECONDS = 20.0
+"""Seconds in which a daemon that is started must listen."""
+
+
+class DaemonLink:
+    """This program as a client of the daemon: its first connection, which keeps the client alive, and those added to it.
+
+    One thread at a time may call ``ask``.
+
+    Raises:
+        DeviceError: no daemon can be reached or started.
+        StaticLLMError: it refused this program.
+    """
+
+    def __init__(self, priority: int = 0) -> None:
+        self._hello: dict[str, Any] = {
+            "protocol": PROTOCOL,
+            "openvino": ov.get_version(),
+            "pid": os.getpid(),
+            "program": Path(sys.argv[0] or "python").name[:256],
+            "priority": priority + 100,
+        }
+        try:
+            self._folder = endpoint.runtime_folder()
+            self._first = self._open()
+        except EndpointError as error:
+            raise DeviceError(f"the daemon cannot be reached: {error}") from error
+        try:
+            self._hello["session"] = ask(self._first, Message(Kind.HELLO, body=self._hello)).body["session"]
+        except BaseException:
+            self._first.close()
+            raise
+
+    def ask(self, message: Message) -> Message:
+        """Send a message on the first connection, and return the answer.
+
+        Raises:
+            StaticLLMError: the daemon refused it, or it has gone.
+        """
+        return ask(self._first, message)
+
+    def connect(self) -> Channel:
+        """Return a further connection of this client.
+
+        Raises:
+            StaticLLMError: the daemon refused it, or it has gone.
+        """
+        try:
+            channel = Channel(endpoint.connect(self._folder))
+        except EndpointError as error:
+            raise DeviceError(f"the daemon cannot be reached: {error}") from error
+        try:
+            ask(channel, Message(Kind.HELLO, body=self._hello))
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def close(self) -> None:
+        """End this client; the daemon frees all that it had. A second call does nothing."""
+        self._first.close()
+
+    def _open(self) -> Channel:
+        """Connect, and start the daemon if nobody listens.
+
+        Raises:
+            EndpointError: it does not listen in time.
+        """
+        try:
+            return Channel(endpoint.connect(self._folder))
+        except EndpointError:
+            start_daemon()
+        return Channel(endpoint.connect(self._folder))
+
+
+def start_daemon() -> None:
+    """Start the daemon of this user in the background, and return when it listens.
+
+    Raises:
+        EndpointError: it does not listen within ``START_SECONDS``.
+    """
+    command = [sys.executable, "-m", "staticllm", "daemon", "start"]
+    start = time.monotonic()
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EndpointError(f"it could not be started after {time.monotonic() - start:.1f} s: {error}") from error
+    if result.returncode:
+        raise EndpointError(f"it could not be started: {result.stderr.strip()[-500:]}")
+
+
+def ask(channel: Channel, message: Message) -> Message:
+    """Send a message and return the answer.
+
+    Raises:
+        StaticLLMError: the daemon refused it (``BusyError``), it failed, or it has gone (``ClosedError``).
+    """
+    try:
+        channel.send(message)
+        answer = channel.receive()
+    except (EOFError, OSError, ProtocolError) as error:
+        raise ClosedError("the daemon has gone: load the model again, which starts another one") from error
+    check(answer)
+    return answer
+
+
+def check(answer: Message) -> None:
+    """Raise the error that an answer reports, if it does.
+
+    Raises:
+        StaticLLMError: it was refused or failed.
+    """
+    if answer.kind is Kind.REFUSED:
+        raise BusyError(str(answer.body.get("reason", "the daemon refused")))
+    if answer.kind is Kind.FAILED:
+        kind = KNOWN_ERRORS.get(str(answer.body.get("type")), StaticLLMError)
+        raise kind(str(answer.body.get("text", "the daemon failed")))

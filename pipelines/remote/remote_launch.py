@@ -1,0 +1,102 @@
+"""Loads a model in the daemon, in place of this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from staticllm.config import StaticLLMConfig
+from staticllm.core import OnProgress, ProgressEvent
+from staticllm.errors import ConfigError
+from staticllm.pipelines.model_loader.arguments import Candidate
+from staticllm.pipelines.remote.daemon_link import DaemonLink
+from staticllm.pipelines.remote.remote_engine import RemoteEngine
+from staticllm.pipelines.scheduling.interface import Policy
+from staticllm.wire.messages import Kind, Message
+
+SECRETS = ("cache_encryption_callbacks", "weights_decryption_callback", "integrity_key")
+"""Fields of the config that do not leave this process."""
+
+
+@dataclass(frozen=True)
+class RemoteLaunched:
+    """A model that the daemon serves on ``device``; the counterpart of ``Launched``."""
+
+    engine: RemoteEngine
+    config: StaticLLMConfig
+    device: str
+    vocab_size: int
+    kv_type: str
+    has_mapped_weights: bool
+    background: None = None
+
+    def close(self, drain: bool = False) -> None:
+        """End this program's requests and give the model back. A second call does nothing."""
+        self.engine.close(drain)
+
+
+def launch_remote(
+    directory: Path, candidates: Sequence[Candidate], policy: Policy, on_progress: OnProgress
+) -> RemoteLaunched:
+    """Load a model in the daemon, which is started if it does not run; a model that it has is shared.
+
+    Raises:
+        ConfigError: a property cannot be sent to another process.
+        DeviceError: no daemon can be reached.
+        StaticLLMError: the daemon refused the model; the message says why.
+    """
+    del policy  # its name is in the config; an object of this process is refused before
+    begin = time.perf_counter()
+    body = {
+        "directory": str(directory.absolute()),
+        "candidates": [
+            {"device": each.device, "config": _plain(each.config), "explicit": sorted(each.explicit)}
+            for each in candidates
+        ],
+    }
+    on_progress(ProgressEvent("compile", 1, 1, 0.0, is_done=False, message="in the daemon"))
+    link = DaemonLink()
+    try:
+        answer = link.ask(Message(Kind.MODEL, body=body)).body
+        engine = RemoteEngine(link, answer["model"])
+    except BaseException:
+        link.close()
+        raise
+    config = replace(
+        next(each.config for each in candidates if each.device == answer["device"]),
+        max_prompt_len=answer["max_prompt_len"],
+        min_response_len=answer["min_response_len"],
+    )
+    on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
+    return RemoteLaunched(
+        engine, config, answer["device"], answer["vocab_size"], answer["kv_type"], answer["has_mapped_weights"]
+    )
+
+
+def _plain(config: StaticLLMConfig) -> dict[str, Any]:
+    """Return the fields of a config as JSON types, with absolute paths.
+
+    Raises:
+        ConfigError: one is a secret or a function of this process.
+    """
+    values = asdict(config)
+    for name in SECRETS:
+        if values.pop(name) is not None:
+            raise ConfigError(f"{name.upper()} cannot be sent to the daemon: load the model without daemon=True")
+    for name in ("cache_dir", "blob_path", "weights_path"):
+        values[name] = None if values[name] is None else str(Path(values[name]).absolute())
+    for name in ("device_properties", "prefill_config", "generate_config"):
+        values[name] = {key: _value(key, value) for key, value in values[name].items()}
+    return values
+
+
+def _value(name: str, value: object) -> object:
+    if isinstance(value, (str, int, float, bool)):
+        return value
+    text = getattr(value, "get_type_name", lambda: str(value))()
+    if not isinstance(text, str):
+        raise ConfigError(f"{name}={value!r} cannot be sent to the daemon")
+    return text

@@ -1,0 +1,115 @@
+"""`staticllm daemon` starts, stops and watches the daemon that owns the devices for all programs of a user."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from staticllm.daemon import lifetime
+from staticllm.daemon.limits import default_limits
+from staticllm.errors import StaticLLMError
+from staticllm.wire import endpoint
+
+
+@click.group("daemon")
+def command() -> None:
+    """Share the devices of this machine among programs: one process owns them."""
+
+
+@command.command()
+@click.option("--foreground", is_flag=True, help="Be the daemon, instead of starting it in the background.")
+@click.option(
+    "--idle-seconds", type=click.FloatRange(min=0.1), help="Seconds without a program after which it ends (600)."
+)
+def start(foreground: bool, idle_seconds: float | None) -> None:
+    """Start the daemon; programs under `staticllm attach` also start it when they need it."""
+    folder = _folder()
+    if not foreground:
+        click.echo(f"daemon {lifetime.start(folder, idle_seconds)} serves {folder}")
+        return
+    limits = default_limits()
+    if idle_seconds is not None:
+        limits = replace(limits, idle_seconds=idle_seconds)
+    lifetime.serve(folder, limits)
+
+
+@command.command()
+def stop() -> None:
+    """End the daemon. Programs that use it start another one, or go on natively."""
+    pid = lifetime.stop(_folder())
+    click.echo("no daemon runs" if pid is None else f"daemon {pid} has ended")
+
+
+@command.command("status")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show_status(as_json: bool) -> None:
+    """Say whether the daemon runs, which models it has, and which programs use it. Exit code 1 if it does not run."""
+    found = lifetime.status(_folder())
+    if as_json:
+        click.echo(json.dumps(found or {"pid": None}, indent=2))
+    elif found is None:
+        click.echo("no daemon runs")
+    else:
+        click.echo("\n".join(_lines(found, None, 0.0)))
+    if found is None:
+        raise click.exceptions.Exit(1)
+
+
+@command.command()
+@click.option(
+    "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between two looks."
+)
+@click.option("--count", type=click.IntRange(min=1), help="End after this number of looks.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per look.")
+def top(interval: float, count: int | None, as_json: bool) -> None:
+    """Show again and again who uses the devices."""
+    folder, before, number = _folder(), None, 0
+    while count is None or number < count:
+        if number:
+            time.sleep(interval)
+        found = lifetime.status(folder)
+        if found is None:
+            raise StaticLLMError("no daemon runs: staticllm daemon start starts it")
+        if as_json:
+            click.echo(json.dumps(found))
+        else:
+            if number and sys.stdout.isatty():
+                click.clear()
+            click.echo("\n".join(_lines(found, before, interval)))
+        before, number = found, number + 1
+
+
+def _folder() -> Any:
+    try:
+        return endpoint.runtime_folder()
+    except endpoint.EndpointError as error:
+        raise StaticLLMError(str(error)) from error
+
+
+def _lines(found: dict[str, Any], before: dict[str, Any] | None, seconds: float) -> list[str]:
+    """Return what a person reads: the daemon, its models, and its clients with their share of the device since ``before``."""
+    minutes = (time.time() - found["since"]) / 60
+    lines = [f"daemon {found['pid']}, up {minutes:.0f} min, {found['memory'] >> 20} MiB, OpenVINO {found['openvino']}"]
+    for model in found["models"]:
+        size = f"{model['bytes'] / 2**20:.0f} MiB"
+        lines.append(
+            f"  model {model['id']}: {model['path']} on {model['device']}, {model['mode']}, {size}, used by {model['users']}"
+        )
+    old = {client["pid"]: client for client in (before or {"clients": []})["clients"]}
+    lines.append(
+        f"{'pid':>8}  {'program':<24} {'priority':>8} {'calls':>8} {'device s':>9} {'queued s':>9} {'share':>6}"
+    )
+    for client in found["clients"]:
+        share = ""
+        if before is not None and client["pid"] in old:
+            share = f"{(client['device_seconds'] - old[client['pid']]['device_seconds']) / seconds:.0%}"
+        lines.append(
+            f"{client['pid']:>8}  {client['program'][:24]:<24} {client['priority']:>8} {client['calls']:>8} "
+            f"{client['device_seconds']:>9.2f} {client['queued_seconds']:>9.2f} {share:>6}"
+        )
+    return lines

@@ -1,0 +1,39 @@
+"""What one client, and all clients together, may have at most."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of the daemon.
+
+    Attributes:
+        clients: Programs that are connected at a time.
+        models: Models of one client.
+        requests: Infer requests of one client, each of which has at most one call in flight.
+        block_bytes: Bytes of shared memory of one client.
+        model_bytes: Bytes of the weights of all models together.
+        idle_model_seconds: Seconds after which a model that no client holds is dropped.
+        idle_seconds: Seconds without a client after which the daemon ends.
+    """
+
+    clients: int = 32
+    models: int = 16
+    requests: int = 64
+    block_bytes: int = 512 << 20
+    model_bytes: int = 0
+    idle_model_seconds: float = 300.0
+    idle_seconds: float = 600.0
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the limits as a dict of JSON types."""
+        return asdict(self)
+
+
+def default_limits() -> Limits:
+    """Return the limits of this machine: models may take half of its memory."""
+    return Limits(model_bytes=psutil.virtual_memory().total // 2)

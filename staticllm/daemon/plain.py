@@ -1,0 +1,115 @@
+"""Serves a model as it is: each infer request of a client is one of OpenVINO's own, and its calls take turns on the device.
+
+Models without states are stateless calls. A model with states keeps them in the client's own infer request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from numpy.typing import NDArray
+
+from staticllm.daemon.compiling import compile_model
+from staticllm.daemon.devices import Call, CallCosts, Devices
+from staticllm.daemon.model_source import ModelSource
+from staticllm.devices import check_device, get_core
+from staticllm.pipelines.scheduling.device_turns import Ask
+
+Array = NDArray[Any]
+VIRTUAL_DEVICES = ("AUTO", "HETERO", "MULTI", "BATCH")
+"""Devices of OpenVINO that stand for others."""
+
+
+class PlainModel:
+    """A model that OpenVINO compiled as it is; the clients share its weights."""
+
+    def __init__(self, id: int, compiled: ov.CompiledModel, device: str, devices: Devices) -> None:
+        self.id, self.device, self.compiled, self.devices = id, device, compiled, devices
+        self.costs = CallCosts()
+        self.num_outputs = len(compiled.outputs)  # ``output_tensors`` takes 40 us
+        self.width = max(1, int(compiled.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS")))
+        self.mode = "stateful" if compiled.create_infer_request().query_state() else "plain"
+
+    def open(self, owner: int) -> PlainRequest:
+        """Return a new infer request of the client ``owner``."""
+        return PlainRequest(self, self.compiled.create_infer_request(), owner)
+
+    def close(self) -> None:
+        """Release the compiled model."""
+        del self.compiled
+
+
+class PlainRequest:
+    """An infer request of one client. One thread at a time may call the methods."""
+
+    def __init__(self, model: PlainModel, request: ov.InferRequest, owner: int) -> None:
+        self._model, self._request, self._owner = model, request, owner
+
+    def infer(self, inputs: Mapping[int, Array], priority: int = 0) -> tuple[list[Array], Call]:
+        """Run a call on ``inputs`` by index, and return the outputs: views, valid until the next call.
+
+        Raises:
+            RuntimeError: OpenVINO refused the inputs.
+        """
+        model, request = self._model, self._request
+        for index, array in inputs.items():
+            request.set_input_tensor(index, ov.Tensor(np.array(array)))  # a copy: clients may write to theirs meanwhile
+        shapes = tuple(array.shape for array in inputs.values())
+        ask = Ask(self._owner, model.costs.expected(shapes), priority, model.id, model.width)
+        with model.devices.turn(model.device, ask) as call:
+            start = time.perf_counter()
+            request.infer(share_inputs=True, share_outputs=True)
+            call.taken = time.perf_counter() - start
+        model.costs.add(shapes, call.taken)
+        return [request.get_output_tensor(index).data for index in range(model.num_outputs)], call
+
+    def reset(self) -> None:
+        """Set all states back."""
+        self._request.reset_state()
+
+    def state_names(self) -> list[str]:
+        """Return the names of the states."""
+        return [state.name for state in self._request.query_state()]
+
+    def get_state(self, index: int) -> Array:
+        """Return the value of a state."""
+        values: Array = self._request.query_state()[index].state.data
+        return values
+
+    def set_state(self, index: int, values: Array) -> None:
+        """Set the value of a state."""
+        self._request.query_state()[index].state = ov.Tensor(np.array(values))
+
+    def reset_state(self, index: int) -> None:
+        """Set one state back."""
+        self._request.query_state()[index].reset()
+
+    def profile(self) -> list[dict[str, object]]:
+        """Return the times of the nodes in the last call; the model must be compiled with ``PERF_COUNT``."""
+        return [
+            {"node_name": node.node_name, "node_type": node.node_type, "exec_type": node.exec_type,
+             "status": node.status.name, "real_us": node.real_time.microseconds, "cpu_us": node.cpu_time.microseconds}
+            for node in self._request.profiling_info
+        ]  # fmt: skip
+
+    def close(self) -> None:
+        """Release the infer request and its memory."""
+        del self._request
+
+
+def compile_plain(source: ModelSource, id: int, devices: Devices) -> PlainModel:
+    """Compile a model as it is.
+
+    Raises:
+        DeviceError: the device is not on this machine.
+        RuntimeError: OpenVINO or the device refuses it.
+    """
+    core = get_core()
+    if source.device.split(":")[0].upper() not in VIRTUAL_DEVICES:
+        check_device(core, source.device)
+    compiled = compile_model(source)
+    return PlainModel(id, compiled, source.device, devices)

@@ -1,0 +1,216 @@
+"""The daemon's process: it listens, joins connections to clients, and ends when nobody needs it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openvino as ov
+import psutil
+
+from staticllm.daemon.connection import MAX_PRIORITY, ClientConnection
+from staticllm.daemon.devices import Devices
+from staticllm.daemon.language_models import LanguageSource, compile_language_model
+from staticllm.daemon.limits import Limits, default_limits
+from staticllm.daemon.model_source import ModelSource
+from staticllm.daemon.models import Compile, ModelTable, ServedModel
+from staticllm.daemon.plain import compile_plain
+from staticllm.daemon.session import Session
+from staticllm.errors import BusyError, ConfigError
+from staticllm.threads import start_thread
+from staticllm.wire import endpoint
+from staticllm.wire.channel import Channel
+from staticllm.wire.endpoint import EndpointError
+from staticllm.wire.messages import PROTOCOL, Message, text_of, whole_of
+
+log = logging.getLogger(__name__)
+HELLO_SECONDS = 5.0
+"""Seconds in which a new connection must say who it is."""
+TICK_SECONDS = 1.0
+SWITCH_SECONDS = 0.0005
+"""Python's default of 5 ms between two threads would be added to calls that take microseconds."""
+
+
+class Daemon:
+    """Serves the clients of one user. ``run`` serves on the calling thread; any thread may call the other methods."""
+
+    def __init__(self, folder: Path, limits: Limits | None = None, compile_model: Compile | None = None) -> None:
+        self.limits = limits or default_limits()
+        self.devices = Devices()
+        self.models = ModelTable(compile_model or self._compile, self.limits)
+        self._folder = folder
+        self._sessions: dict[str, Session] = {}
+        self._connections: dict[ClientConnection, threading.Thread | None] = {}
+        self._lock = threading.Lock()
+        self._is_stopping = threading.Event()
+        self._since, self._idle_since = time.time(), time.monotonic()
+        self._key = endpoint.make_key(folder)
+        self._listener = endpoint.listen(folder)
+
+    def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
+        """Accept connections until ``stop`` is called or nobody has been connected for ``Limits.idle_seconds``."""
+        old = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_SECONDS)
+        keeper = start_thread(self._keep_house, "staticllm-housekeeper")
+        on_ready()
+        try:
+            while not self._is_stopping.is_set():
+                self._accept()
+        finally:
+            self.stop()
+            keeper.join()
+            self._close()
+            sys.setswitchinterval(old)
+
+    def stop(self) -> None:
+        """Let ``run`` return."""
+        if not self._is_stopping.is_set():
+            self._is_stopping.set()
+            with contextlib.suppress(EndpointError, OSError):  # accept() wakes for a connection only
+                endpoint.knock(self._folder)
+
+    def join(self, hello: Message) -> tuple[Session, bool, dict[str, Any]]:
+        """Return the client of a ``HELLO``, whether it is a new one, and the body of the answer.
+
+        Raises:
+            BusyError: too many clients.
+            ConfigError: the client has another protocol or another OpenVINO, or names a client that has gone.
+        """
+        theirs, ours = text_of(hello, "openvino", 128), ov.get_version()
+        if whole_of(hello, "protocol", 1 << 16) != PROTOCOL:
+            raise ConfigError(
+                f"this program speaks protocol {hello.body['protocol']}, the daemon {PROTOCOL}: restart the older one"
+            )
+        if theirs.split(".")[:2] != ours.split(".")[:2]:
+            raise ConfigError(f"this program has OpenVINO {theirs[:40]}, the daemon has {ours}: use the same release")
+        with self._lock:
+            session, is_new = self._find(hello), False
+            if session is None:
+                session, is_new = self._new_session(hello), True
+        body = {"session": session.token, "openvino": ours, "limits": self.limits.to_dict(), "pid": os.getpid()}
+        return session, is_new, body
+
+    def leave(self, session: Session) -> None:
+        """End a client, and its other connections."""
+        with self._lock:
+            self._sessions.pop(session.token, None)
+            others = [connection for connection in self._connections if connection.session is session]
+            self._idle_since = time.monotonic()
+        for connection in others:
+            connection.shut()
+        session.close()
+        if not session.watches:
+            log.info("program %d (%s) has left", session.pid, session.program)
+
+    def stats(self) -> dict[str, Any]:
+        """Return statistics as JSON types."""
+        with self._lock:
+            sessions = list(self._sessions.values())
+        models = [
+            {"id": model.id, "path": str(slot.source.xml), "device": model.device, "mode": model.mode,
+             "bytes": slot.num_bytes, "users": slot.num_users}
+            for slot, model in self.models.served()
+        ]  # fmt: skip
+        clients = [session.describe() for session in sessions if not session.watches]
+        return {
+            "pid": os.getpid(), "since": self._since, "openvino": ov.get_version(), "models": models,
+            "clients": clients, "memory": psutil.Process().memory_info().rss,
+        }  # fmt: skip
+
+    def _compile(self, source: ModelSource | LanguageSource, id: int) -> ServedModel:
+        if isinstance(source, LanguageSource):
+            return compile_language_model(source, id, self.devices)
+        return compile_plain(source, id, self.devices)
+
+    def _find(self, hello: Message) -> Session | None:
+        if "session" not in hello.body:
+            return None
+        session = self._sessions.get(text_of(hello, "session", 64))
+        if session is None:
+            raise ConfigError("the program's first connection has ended: connect again")
+        return session
+
+    def _new_session(self, hello: Message) -> Session:
+        watches = hello.body.get("watches") is True
+        count = sum(not session.watches for session in self._sessions.values())
+        if count >= self.limits.clients and not watches:
+            raise BusyError(f"{count} programs use the daemon, the limit is {self.limits.clients}: end one")
+        priority = whole_of(hello, "priority", 2 * MAX_PRIORITY, MAX_PRIORITY) - MAX_PRIORITY
+        pid, program = whole_of(hello, "pid", 1 << 31), text_of(hello, "program", 256)
+        session = Session(pid, program, priority, self.models, self.devices, self.limits)
+        session.watches = watches
+        self._sessions[session.token] = session
+        if not watches:
+            log.info("program %d (%s) has come", pid, program)
+        return session
+
+    def _accept(self) -> None:
+        try:
+            raw = self._listener.accept()
+        except OSError as error:
+            log.warning("a connection could not be accepted: %s", error)
+            time.sleep(0.05)  # out of descriptors: the others must go on
+            return
+        with self._lock:
+            is_full = len(self._connections) > self.limits.clients * (self.limits.requests + 1)
+        if self._is_stopping.is_set() or is_full:
+            raw.close()
+            return
+        connection = ClientConnection(Channel(raw), self)
+        with self._lock:
+            self._connections[connection] = None
+        try:
+            start_thread(lambda: self._serve(raw, connection), "staticllm-client")
+        except Exception as error:
+            log.warning("%s", error)
+            self._drop(connection)
+            raw.close()
+
+    def _serve(self, raw: Any, connection: ClientConnection) -> None:
+        try:
+            endpoint.welcome(raw, self._key)
+        except (EndpointError, OSError) as error:
+            log.warning("a connection is refused: %s", error)
+            raw.close()
+        else:
+            connection.run()
+        finally:
+            self._drop(connection)
+
+    def _drop(self, connection: ClientConnection) -> None:
+        with self._lock:
+            self._connections.pop(connection, None)
+
+    def _keep_house(self) -> None:
+        """Drop models that nobody holds and connections that say nothing, and stop the daemon when nobody needs it."""
+        while not self._is_stopping.wait(TICK_SECONDS):
+            now = time.monotonic()
+            self.models.drop_idle(self.limits.idle_model_seconds)
+            with self._lock:
+                silent = [
+                    each for each in self._connections if each.session is None and now - each.started > HELLO_SECONDS
+                ]
+                is_idle = not self._sessions and now - self._idle_since > self.limits.idle_seconds
+            for connection in silent:
+                connection.shut()
+            if is_idle:
+                log.info("no program has been connected for %g s: the daemon ends", self.limits.idle_seconds)
+                self.stop()
+
+    def _close(self) -> None:
+        self._listener.close()
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            connection.shut()
+        moment = time.monotonic() + HELLO_SECONDS
+        while self._connections and time.monotonic() < moment:
+            time.sleep(0.01)
+        self.models.close()

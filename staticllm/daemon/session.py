@@ -1,0 +1,150 @@
+"""One client of the daemon: the objects that it has, by handles that mean nothing to others, and what it used."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from staticllm.daemon.devices import Call, Devices
+from staticllm.daemon.limits import Limits
+from staticllm.daemon.models import ModelTable, ServedModel, Source
+from staticllm.errors import BusyError, ConfigError
+
+_owners = count(1)
+
+
+@dataclass
+class Usage:
+    """What a client used since it came: calls, device seconds, seconds in the queue, bytes of tensors."""
+
+    calls: int = 0
+    device_seconds: float = 0.0
+    queued_seconds: float = 0.0
+    tensor_bytes: int = 0
+    by_model: dict[int, float] = field(default_factory=dict)
+
+    def add(self, model: int, call: Call, num_bytes: int) -> None:
+        """Count one call."""
+        self.calls += 1
+        self.device_seconds += call.taken
+        self.queued_seconds += call.queued
+        self.tensor_bytes += num_bytes
+        self.by_model[model] = self.by_model.get(model, 0.0) + call.taken
+
+
+@dataclass(frozen=True)
+class HeldModel:
+    """A model that a client holds: its key in the table of models, and the model."""
+
+    key: tuple[object, ...]
+    model: ServedModel
+
+
+class Session:
+    """A client: a program with one or more connections. Any of their threads may call the methods."""
+
+    def __init__(
+        self, pid: int, program: str, priority: int, table: ModelTable, devices: Devices, limits: Limits
+    ) -> None:
+        self.owner, self.token = next(_owners), secrets.token_hex(16)
+        self.pid, self.program, self.priority = pid, program, priority
+        self.since, self.usage = time.time(), Usage()
+        self._table, self._devices, self._limits = table, devices, limits
+        self._models: dict[int, HeldModel] = {}
+        self._handles = count(1)
+        self._num_requests = self._block_bytes = 0
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self.watches = False  # it only asks for statistics, and is no program that uses a device
+
+    def hold(self, source: Source) -> tuple[int, ServedModel]:
+        """Compile a model, or share one that is compiled, and return its handle and the model.
+
+        Raises:
+            BusyError: the client, or all clients together, have too many models.
+        """
+        with self._lock:
+            if len(self._models) >= self._limits.models:
+                raise BusyError(
+                    f"this program has {len(self._models)} models, the limit is {self._limits.models}: drop one"
+                )
+        key, model = self._table.acquire(source)
+        with self._lock:
+            if not self._is_closed:
+                handle = next(self._handles)
+                self._models[handle] = HeldModel(key, model)
+                return handle, model
+        self._table.release(key)
+        raise BusyError("the program has gone while its model was compiled")
+
+    def model(self, handle: int) -> Any:
+        """Return one of the client's models.
+
+        Raises:
+            ConfigError: it has none with this handle.
+        """
+        with self._lock:
+            held = self._models.get(handle)
+        if held is None:
+            raise ConfigError(f"this program has no model {handle}")
+        return held.model
+
+    def release(self, handle: int) -> None:
+        """Give a model back; an unknown handle is ignored."""
+        with self._lock:
+            held = self._models.pop(handle, None)
+        if held is not None:
+            self._table.release(held.key)
+
+    def count_request(self, change: int) -> None:
+        """Count an infer request that is opened (1) or closed (-1).
+
+        Raises:
+            BusyError: the client has too many.
+        """
+        with self._lock:
+            if self._num_requests + change > self._limits.requests:
+                raise BusyError(
+                    f"this program has {self._num_requests} infer requests, the limit is {self._limits.requests}: drop some"
+                )
+            self._num_requests += change
+
+    def count_block(self, change: int) -> None:
+        """Count the bytes of shared memory that are added or, if negative, freed.
+
+        Raises:
+            BusyError: the client has too many.
+        """
+        with self._lock:
+            if self._block_bytes + change > self._limits.block_bytes:
+                raise BusyError(
+                    f"this program needs {(self._block_bytes + change) >> 20} MiB of shared memory for tensors, the limit is "
+                    f"{self._limits.block_bytes >> 20} MiB: use smaller tensors or fewer requests"
+                )
+            self._block_bytes += change
+
+    def close(self) -> None:
+        """Give everything back. A second call does nothing."""
+        with self._lock:
+            self._is_closed = True
+            held = list(self._models.values())
+            self._models.clear()
+        for each in held:
+            self._table.release(each.key)
+        self._devices.forget(self.owner)
+
+    def describe(self) -> dict[str, object]:
+        """Return what ``staticllm daemon top`` shows of the client, as JSON types."""
+        with self._lock:
+            models = [held.model.id for held in self._models.values()]
+        usage = self.usage
+        return {
+            "pid": self.pid, "program": self.program, "priority": self.priority, "since": self.since, "models": models,
+            "requests": self._num_requests, "block_bytes": self._block_bytes, "calls": usage.calls,
+            "device_seconds": usage.device_seconds, "queued_seconds": usage.queued_seconds,
+            "tensor_bytes": usage.tensor_bytes, "by_model": {str(key): value for key, value in usage.by_model.items()},
+        }  # fmt: skip

@@ -1,0 +1,141 @@
+"""Tests pipelines whose engine is in the daemon: the same tokens, shared weights, cancelled and lost requests."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+import staticllm
+from staticllm import StaticLLMPipeline
+from staticllm.errors import ClosedError, ConfigError, PromptTooLongError, StaticLLMError
+from tests.daemons import daemon_process, daemon_thread, wait_for
+from tests.helpers import EXACT
+
+PROMPT = "What is an NPU?"
+OPTIONS = {**EXACT, "MAX_PROMPT_LEN": 256, "PROGRAMS": "shared"}
+
+
+def load(**more):
+    return StaticLLMPipeline(staticllm.demo_model_path(), "CPU", **OPTIONS, **more)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with load() as pipe:
+        yield {
+            "greedy": str(pipe.generate(PROMPT, max_new_tokens=24)),
+            "sampled": str(pipe.generate(PROMPT, max_new_tokens=24, do_sample=True, rng_seed=7, temperature=1.5)),
+            "stop": str(pipe.generate(PROMPT, max_new_tokens=24, stop_strings={"unit"})),
+        }
+
+
+@pytest.fixture
+def daemon(monkeypatch, tmp_path):
+    with daemon_thread(monkeypatch, tmp_path / "run") as daemon:
+        yield daemon
+
+
+def test_a_pipeline_in_the_daemon_says_the_same(daemon, expected):
+    with load(daemon=True) as pipe:
+        assert pipe.generate(PROMPT, max_new_tokens=24) == expected["greedy"]
+        sampled = pipe.generate(PROMPT, max_new_tokens=24, do_sample=True, rng_seed=7, temperature=1.5)
+        assert sampled == expected["sampled"]
+        assert pipe.generate(PROMPT, max_new_tokens=24, stop_strings={"unit"}) == expected["stop"]
+        parts = []
+        assert pipe.generate(PROMPT, max_new_tokens=24, streamer=parts.append) == "".join(parts) == expected["greedy"]
+        many = pipe.generate([PROMPT] * 3, max_new_tokens=24)
+        assert many.texts == [expected["greedy"]] * 3
+        assert pipe.stats().num_requests == 7
+
+
+def test_two_programs_share_one_engine_and_its_calls(daemon, expected):
+    with load(daemon=True) as first, load(daemon=True) as second:
+        ((slot, model),) = daemon.models.served()
+        assert slot.num_users == 2
+        results = []
+        barrier = threading.Barrier(4)
+
+        def ask(pipe):
+            barrier.wait()
+            results.append(str(pipe.generate(PROMPT, max_new_tokens=24)))
+
+        threads = [threading.Thread(target=ask, args=(pipe,)) for pipe in (first, second) * 2]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == [expected["greedy"]] * 4
+        stats = model.engine.stats()
+        assert stats.num_tokens > 1.5 * stats.num_steps  # calls were shared
+        used = [client["calls"] for client in daemon.stats()["clients"]]
+        assert sum(used) == stats.num_tokens
+        assert used[0] == used[1]
+
+
+def test_other_properties_are_another_engine(daemon):
+    with load(daemon=True), load(daemon=True, KV_SLOTS=2048):
+        assert len(daemon.models.served()) == 2
+
+
+def test_a_program_that_leaves_frees_its_requests_and_its_model(daemon):
+    pipe = load(daemon=True)
+    handle = pipe.submit(PROMPT, max_new_tokens=200, ignore_eos=True)
+    next(iter(handle))
+    ((slot, model),) = daemon.models.served()
+    pipe.close()
+    wait_for(lambda: slot.num_users == 0 and model.engine.is_idle)
+    with pytest.raises(ClosedError, match="load the model again"):
+        pipe.generate(PROMPT)
+    assert daemon.stats()["clients"] == []
+
+
+def test_a_streamer_that_raises_ends_the_request_in_the_daemon(daemon, expected):
+    with load(daemon=True) as pipe:
+        ((_, model),) = daemon.models.served()
+        with pytest.raises(KeyError):
+            pipe.generate(PROMPT, max_new_tokens=200, ignore_eos=True, streamer=lambda _: {}["no"])
+        wait_for(lambda: model.engine.is_idle)
+        assert pipe.generate(PROMPT, max_new_tokens=24) == expected["greedy"]
+
+
+def test_errors_of_a_request_keep_their_class(daemon):
+    with load(daemon=True) as pipe:
+        with pytest.raises(PromptTooLongError, match="MAX_PROMPT_LEN is 256"):
+            pipe.generate("word " * 300)
+        with pytest.raises(StaticLLMError, match="records its calls"), pipe.record():
+            pass
+        with pytest.raises(ConfigError, match="in the daemon"):
+            _ = pipe.engine
+
+
+def test_secrets_and_policy_objects_do_not_leave_the_program(daemon):
+    with pytest.raises(ConfigError, match="INTEGRITY_KEY cannot be sent"):
+        load(daemon=True, INTEGRITY_KEY=b"0123456789abcdef0123456789abcdef")
+    with pytest.raises(ConfigError, match="the daemon takes a name"):
+        load(daemon=True, scheduler=type("Mine", (), {"plan": lambda self, view: None})())
+
+
+def test_a_snapshot_is_written_and_read_by_the_daemon(daemon, tmp_path):
+    with load(daemon=True) as pipe:
+        pipe.generate(PROMPT * 8, max_new_tokens=8)
+        count = pipe.save_snapshot(tmp_path / "snapshot", PROMPT * 8)
+        assert count > 16
+    daemon.models.drop_idle(0.0)
+    with load(daemon=True) as pipe:
+        assert pipe.load_snapshot(tmp_path / "snapshot") == count
+
+
+def test_a_killed_daemon_ends_requests_with_an_error_and_another_one_serves(monkeypatch, tmp_path, expected):
+    with daemon_process(monkeypatch, tmp_path / "run") as process:
+        pipe = load(daemon=True)
+        handle = pipe.submit(PROMPT, max_new_tokens=200, ignore_eos=True)
+        next(iter(handle))
+        process.kill()
+        with pytest.raises(ClosedError, match="the daemon has gone"):
+            handle.result()
+        with pytest.raises(ClosedError, match="the daemon has gone"):
+            pipe.generate(PROMPT)
+        pipe.close()
+    with daemon_process(monkeypatch, tmp_path / "run"), load(daemon=True) as pipe:
+        assert pipe.generate(PROMPT, max_new_tokens=24) == expected["greedy"]
