@@ -95,7 +95,7 @@ class EngineCore:
         return state
 
     def feed(self, state: FedState, order: FeedOrder) -> None:
-        """Begin a feed of an away sequence; ``step`` serves it from now on. One that can never run ends at once, with an error."""
+        """Begin a feed of an away sequence; ``step`` serves it from now on. One that can never run ends with an error."""
         length, limit = len(state.tokens) + len(order.tokens), self.options.max_seq_len
         if length > limit:
             error = PromptError(

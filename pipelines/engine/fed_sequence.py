@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from staticllm.errors import BusyError, ClosedError, PromptError, as_ours
 from staticllm.pipelines.engine.engine_core import EngineCore
-from staticllm.pipelines.engine.fed_state import FeedOrder, FeedResult, FedState, Wanted
+from staticllm.pipelines.engine.fed_state import FedState, FeedOrder, FeedResult, Wanted
 
 
 class EngineThread(Protocol):
@@ -25,7 +26,9 @@ class FedSequence:
     ``length`` is the number of tokens that were fed. While a feed is in progress, only ``close`` may be called.
     """
 
-    def __init__(self, engine: EngineThread, core: EngineCore, priority: int = 0, source: FedSequence | None = None) -> None:
+    def __init__(
+        self, engine: EngineThread, core: EngineCore, priority: int = 0, source: FedSequence | None = None
+    ) -> None:
         self._engine, self._core, self._priority = engine, core, priority
         self._vocab_size = core.runner.cache.layout.vocab_size
         self._state: FedState | None = None  # made on the engine's thread
@@ -51,10 +54,8 @@ class FedSequence:
         if self._is_closed:
             return
         self._is_closed = True
-        try:
+        with suppress(ClosedError):  # the engine has released everything
             self._engine.call_soon(lambda: self._core.close_fed(self._opened, is_reusable))
-        except ClosedError:  # the engine has released everything
-            pass
 
     def check_free(self) -> None:
         """Check that a feed or a fork may begin.

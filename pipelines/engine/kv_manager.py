@@ -39,7 +39,7 @@ class KVCacheManager:
 
     @property
     def free_slots(self) -> int:
-        """The number of slots that a plan may use: free ones, and those of cached and away sequences, which are evicted for it."""
+        """The number of slots that a plan may use: free ones, and those of cached and away sequences, which it evicts."""
         if not self.away.sequences:
             return self.cache.slots.num_free + self.prefix.idle_slots
         evictable = [*self.prefix.idle_sequences(), *self.away.sequences]
@@ -80,6 +80,8 @@ class KVCacheManager:
     def allocate(self, state: SequenceState) -> None:
         """Give a request a sequence that begins with the longest cached prefix of its tokens; called before each chunk."""
         if state.sequence is None:
+            if self.away.sequences:  # their slots are free for a prefix of the host pool, too
+                self.make_room(min(len(state.tokens) + 1, self.cache.num_slots))
             state.sequence = self.prefix.attach(state.reusable_tokens, self.sequences())
             if not state.num_generated:
                 state.num_cached = len(state.sequence)

@@ -21,7 +21,7 @@ from staticllm.devices import get_core, supported_properties
 from staticllm.errors import UnsupportedModelError
 from staticllm.model_dir import MODEL_XML, forget_in_memory, keep_in_memory, max_positions, read_model
 from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.engine.fed_sequence import Feed, FedSequence
+from staticllm.pipelines.engine.fed_sequence import FedSequence, Feed
 from staticllm.pipelines.engine.fed_state import FeedResult, Wanted
 from staticllm.pipelines.engine.options import options_of
 from staticllm.pipelines.programs.build import compile_all, make_runner

@@ -66,8 +66,8 @@ class Replay:
     def repeat(self, lanes: Sequence[LaneLog], apart: Mapping[int, int]) -> None:
         """Give the states what they would be after the calls that ``lanes`` log: one row of the batch for each of them.
 
-        Calls are joined where that changes nothing. ``apart`` has the others, with hidden tokens, whose keys depend on the columns
-        of their call: the first column of each, and the one after its last.
+        Calls are joined where that changes nothing. ``apart`` has the others, with hidden tokens, whose keys depend on the
+        columns of their call: the first column of each, and the one after its last.
         """
         num_columns = len(lanes[0].ids) if lanes else 0
         if not num_columns:

@@ -164,7 +164,9 @@ def changed(inputs, name, change):
 UNUSUAL = {
     "earlier tokens": lambda inputs: changed(inputs, "attention_mask", lambda mask: mask.__setitem__((0, 6), 0)),
     "position_ids are not": lambda inputs: changed(inputs, "position_ids", lambda positions: positions.__iadd__(3)),
-    "outside the vocabulary": lambda inputs: changed(inputs, "input_ids", lambda ids: ids.__setitem__((0, -1), 1 << 30)),
+    "outside the vocabulary": lambda inputs: changed(
+        inputs, "input_ids", lambda ids: ids.__setitem__((0, -1), 1 << 30)
+    ),
     "shape": lambda inputs: inputs | {"attention_mask": np.ones((2, 40), np.int64)},
     "values other": lambda inputs: changed(inputs, "attention_mask", lambda mask: mask.__setitem__((1, -1), 2)),
 }

@@ -14,7 +14,15 @@ from staticllm.core import Variant
 from staticllm.errors import BusyError, ClosedError, PromptError
 from staticllm.pipelines.engine.fed_sequence import Feed
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
-from staticllm.testing import FAKE_VARIANTS, POISON, assert_empty, fake_engine, fake_runner
+from staticllm.testing import (
+    FAKE_VARIANTS,
+    POISON,
+    assert_empty,
+    fake_engine,
+    fake_request,
+    fake_runner,
+    run_to_end,
+)
 from staticllm.testing.device import fake_next_token
 
 MAX_SEQ_LEN = 64
@@ -165,3 +173,154 @@ def test_any_schedule_gives_each_client_the_logits_of_its_tokens(schedule):
     assert_empty(engine)
     engine.close()
     run.check(is_recurrent=False)
+
+
+class Fed:
+    """An engine without a thread whose feeds are run to their ends."""
+
+    def __init__(self, policy="dynamic", **options):
+        self.engine = fake_engine(make_policy(policy), variants=VARIANTS, starts_thread=False, **options)
+
+    def run(self, *feeds, wanted="all"):
+        """Feed ``(sequence, tokens)`` pairs, and return their results."""
+        results = self.begin(*feeds, wanted=wanted)
+        for _ in range(200):
+            if len(results) == len(feeds):
+                return [results[index] for index in range(len(feeds))]
+            self.engine.step()
+        raise AssertionError("feeds without a result")
+
+    def begin(self, *feeds, wanted="all"):
+        results = {}
+        self.engine.feed(
+            [
+                Feed(sequence, tokens, lambda result, index=index: results.update({index: result}), wanted)
+                for index, (sequence, tokens) in enumerate(feeds)
+            ]
+        )
+        return results
+
+
+def argmaxes(result):
+    return [int(line.argmax()) for line in result.logits]
+
+
+def expected(tokens, num=1):
+    return [fake_next_token(tokens[: end + 1]) for end in range(len(tokens) - num, len(tokens))]
+
+
+def test_decode_steps_of_several_clients_share_calls():
+    fed = Fed()
+    first, second = fed.engine.open_fed(), fed.engine.open_fed()
+    fed.run((first, [1, 2, 3]), (second, [4, 5]))
+    with fed.engine.record() as trace:
+        for token in range(5):
+            results = fed.run((first, [token]), (second, [token + 9]))
+            assert all(len(result.logits) == 1 for result in results)
+    assert [len(step.decode) for step in trace.steps] == [2] * 5
+
+
+def test_the_sequence_away_longest_is_evicted_and_comes_back():
+    fed = Fed(host_kv_slots=0)
+    sequences = [fed.engine.open_fed() for _ in range(4)]
+    tokens = [[100 * index + i for i in range(45)] for index in range(4)]
+    for sequence, prompt in zip(sequences, tokens, strict=True):
+        fed.run((sequence, prompt), wanted="last")
+    manager = fed.engine.kv_manager
+    assert [view.num_computed for view in manager.away.views] == [0, 0, 45, 45]
+    assert manager.free_slots == manager.cache.num_slots
+    for sequence, prompt in zip(sequences, tokens, strict=True):
+        (result,) = fed.run((sequence, [7]))
+        assert argmaxes(result) == expected([*prompt, 7])
+
+
+def test_an_evicted_sequence_is_copied_back_from_the_host_pool():
+    fed = Fed()
+    sequence, others = fed.engine.open_fed(), [fed.engine.open_fed() for _ in range(3)]
+    fed.run((sequence, range(45)))
+    for index, other in enumerate(others):
+        fed.run((other, range(100 * index + 100, 100 * index + 145)), wanted="last")
+    with fed.engine.record() as trace:
+        (result,) = fed.run((sequence, [7]))
+    assert argmaxes(result) == expected([*range(45), 7])
+    assert (
+        sum(count for step in trace.steps for _, count in step.prefill) + sum(len(s.decode) for s in trace.steps) == 1
+    )
+
+
+def test_logits_that_are_not_finite_are_returned_and_spoil_nobody():
+    fed = Fed()
+    bad, good = fed.engine.open_fed(), fed.engine.open_fed()
+    bad._vocab_size += 1
+    spoilt, fine = fed.run((bad, [1, POISON, 2]), (good, [3, 4]))
+    assert not spoilt.is_finite
+    assert np.isnan(spoilt.logits).all()
+    assert argmaxes(fine) == expected([3, 4], 2)
+    spoilt, fine = fed.run((bad, [5]), (good, [6]))
+    assert np.isnan(spoilt.logits).all()
+    assert argmaxes(fine) == expected([3, 4, 6])
+
+
+@pytest.mark.parametrize("is_void", [False, True])
+def test_a_failed_call_ends_the_feed_and_leaves_the_sequence_as_it_was(is_void):
+    fed = Fed()
+    sequence, other = fed.engine.open_fed(), fed.engine.open_fed()
+    fed.run((sequence, [1, 2, 3]), (other, [8, 9]))
+    runner = fed.engine.runner
+    run = runner.run
+
+    def fail(*args):
+        runner.run = run
+        runner.cache.is_void = is_void
+        raise RuntimeError("a device failure")
+
+    runner.run = fail
+    (failed,) = fed.run((sequence, [4]))
+    assert "a device failure" in str(failed.error)
+    assert sequence.length == 3
+    results = fed.run((sequence, [5]), (other, [10]))
+    assert [argmaxes(result) for result in results] == [expected([1, 2, 3, 5]), expected([8, 9, 10])]
+
+
+def test_a_feed_that_cannot_run_ends_with_one_line():
+    fed = Fed()
+    sequence = fed.engine.open_fed()
+    with pytest.raises(PromptError, match="token id 997 is outside the vocabulary: ids go from 0 to 996"):
+        fed.run((sequence, [1, POISON]))
+    with pytest.raises(PromptError, match="a feed has no token"):
+        fed.run((sequence, []))
+    with pytest.raises(BusyError, match="two feeds of one sequence"):
+        fed.run((sequence, [1]), (sequence, [2]))
+    (result,) = fed.run((sequence, range(65)))
+    assert "a sequence of 65 tokens, it can have MAX_PROMPT_LEN" in str(result.error)
+    fed.begin((sequence, [1, 2]))
+    for call in (sequence.fork, lambda: fed.run((sequence, [3]))):
+        with pytest.raises(BusyError, match="in progress"):
+            call()
+    sequence.close()
+    with pytest.raises(ClosedError, match="the sequence is closed"):
+        sequence.fork()
+
+
+def test_close_ends_feeds_in_progress():
+    fed = Fed()
+    sequence, held, away = (fed.engine.open_fed() for _ in range(3))
+    results = fed.begin((sequence, range(40)), (held, range(9)))
+    fed.engine.step()
+    fed.engine.close()
+    assert {type(result.error) for result in results.values()} == {ClosedError}
+    assert len(results) == 2
+    with pytest.raises(ClosedError):
+        fed.run((away, [1]))
+    away.close()
+
+
+def test_a_closed_sequence_is_a_prefix_for_a_prompt():
+    fed = Fed("fcfs")
+    sequence = fed.engine.open_fed()
+    fed.run((sequence, range(30)))
+    sequence.close()
+    request = fake_request([*range(30), 7, 8], 3)
+    run_to_end(fed.engine, [request])
+    assert request.num_cached == 30
+    assert_empty(fed.engine)
