@@ -60,6 +60,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._num_waiting = 0  # waiting requests that were admitted
         self._is_closing = self._is_draining = False
+        self._has_news = False  # something arrived since the last step began
         self._pid = os.getpid()
         self.device_use: DeviceUse | None = None  # set before the first request if others use the device too
 
@@ -292,6 +293,7 @@ class Engine:
             raise ClosedError("the pipeline is closed: load the model again")
         if self._thread is None:
             self._thread = start_thread(self._loop, "staticllm-engine")
+        self._has_news = True
         self._wake.notify()
 
     def _loop(self) -> None:
@@ -301,6 +303,8 @@ class Engine:
                 is_free = not self._is_needed and not self._core.is_offloading
                 if is_free and not (has_rested and self._core.has_unknown_costs):
                     has_rested = not self._wake.wait(IDLE_SECONDS if self._core.has_unknown_costs else None)
+                if not is_free and self._core.wait_until is not None and not (self._has_news or self._is_closing):
+                    self._wake.wait(max(0.0, self._core.wait_until - time.perf_counter()))
                 has_rested = has_rested and not self._is_needed
                 if self._is_closing and not (self._is_draining and not self.is_idle):
                     break
@@ -324,6 +328,7 @@ class Engine:
     def _admit(self) -> None:
         """Pass submitted requests to the core; before a switch they stay in the inbox, and may end there."""
         with self._wake:
+            self._has_news = False
             if self._next and not self._core.requests:
                 switch, self._next = self._next, None
                 self._core.install(switch.runner, switch.options)

@@ -28,13 +28,15 @@ class EngineCore:
     """The requests of one device and the steps that serve them. One thread at a time; in an ``Engine`` the engine's thread.
 
     ``requests`` holds the requests that were admitted and have not ended, by id, and ``jobs`` the calls of other models.
+    ``wait_until`` is the ``time.perf_counter`` moment until which the next step may wait; None if it should follow at once.
     """
 
     def __init__(self, runner: ModelRunner, policy: Policy, options: EngineOptions) -> None:
         self.profiler = Profiler()
         self.requests: dict[int, RequestState] = {}
         self.jobs = JobSources()
-        self._planner = Planner(policy)
+        self.wait_until: float | None = None
+        self._planner = Planner(policy, options.lingers)
         self._unposted: list[SequenceState] = []  # the last call chose tokens for them that are not posted yet
         self._unrecorded: list[StepRecord] = []
         self._preempted: list[int] = []  # since the last call
@@ -173,7 +175,7 @@ class EngineCore:
 
     def _execute(self, jobs: tuple[JobView, ...]) -> None:
         """Plan, run and choose. The chosen tokens are posted, and the call is recorded, while the next call runs."""
-        begin = time.perf_counter()
+        begin, self.wait_until = time.perf_counter(), None
         try:
             plan = self._plan(jobs)
         except NoPlanError as error:
@@ -181,6 +183,10 @@ class EngineCore:
             return
         if plan.job is not None:
             self._run_job(plan.job)
+            return
+        if plan.wait_until is not None:
+            self.post()
+            self.wait_until = plan.wait_until
             return
         batch = self._prepare(plan)
         if batch is None:
@@ -226,7 +232,9 @@ class EngineCore:
         high_slot = runner.cache.slots.high_slot
         device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds)
         view = self._table.view(time.perf_counter(), manager.free_slots, manager.host_pool.free_slots, device)
-        return self._planner.plan(replace(view, jobs=jobs) if jobs else view)
+        if jobs or len(manager.away):
+            view = replace(view, jobs=jobs, away=manager.away.views)
+        return self._planner.plan(view)
 
     def _run(self, batch: Batch) -> StepResult | None:
         """Run the call. If it fails, end its requests but no others, and return None."""

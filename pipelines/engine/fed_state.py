@@ -161,7 +161,8 @@ class FedState(SequenceState):
         assert self._logits is not None, "no feed"
         self._logits[self._num_rows :] = np.nan
         self.is_suspect = not is_finite
-        self.token_times.append(time.perf_counter())
+        self.away_since = time.perf_counter()
+        self.token_times.append(self.away_since)
         self._is_answering = True
         self._result = self._finished(self._logits, is_finite=is_finite)
 

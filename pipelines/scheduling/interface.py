@@ -210,6 +210,8 @@ class Plan:
         swap_out: Running requests that become swapped; their KV slots are copied to the host pool.
         preempt: Requests that lose their KV slots and wait again; all their tokens are recomputed later.
         job: The id of the job that runs; such a plan has nothing else. None for a call of requests.
+        wait_until: The moment until which the device waits for away requests; such a plan has nothing else. The policy is asked
+            again then, or when a request or a job arrives. ``Linger`` decides about it for the shipped policies.
     """
 
     decode: tuple[int, ...] = ()
@@ -218,6 +220,7 @@ class Plan:
     swap_out: tuple[int, ...] = ()
     preempt: tuple[int, ...] = ()
     job: int | None = None
+    wait_until: float | None = None
 
     @property
     def num_rows(self) -> int:
@@ -237,7 +240,7 @@ class Policy(Protocol):
     """
 
     def plan(self, view: View) -> Plan:
-        """Return the next call, with at least one token in it, or with a job.
+        """Return the next call, with at least one token in it, or with a job; or a moment until which the device waits.
 
         It is called before every device call, with at least one request or job in ``view``. It must return quickly, because the
         device idles meanwhile.
