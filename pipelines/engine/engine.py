@@ -16,7 +16,7 @@ from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.callbacks import Callbacks
 from staticllm.pipelines.engine.device_use import DeviceUse
 from staticllm.pipelines.engine.engine_core import EngineCore
-from staticllm.pipelines.engine.fed_sequence import FedSequence, Feed, begin_feeds
+from staticllm.pipelines.engine.fed.sequence import FedSequence, Feed, begin_feeds
 from staticllm.pipelines.engine.jobs import MAX_JOB_SECONDS, JobSource
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot

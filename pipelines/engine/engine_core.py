@@ -9,7 +9,7 @@ from dataclasses import replace
 from staticllm.core import FinishReason
 from staticllm.errors import DeviceError, PromptError, as_ours
 from staticllm.pipelines.engine.batch import Batch, BatchBuilder, BatchEntry
-from staticllm.pipelines.engine.fed_state import FedRequest, FedState, FeedOrder, FeedResult, closed_error
+from staticllm.pipelines.engine.fed.state import FedRequest, FedState, FeedOrder, FeedResult, closed_error
 from staticllm.pipelines.engine.jobs import JobSources
 from staticllm.pipelines.engine.kv_manager import KVCacheManager, make_kv_manager
 from staticllm.pipelines.engine.options import EngineOptions

@@ -9,8 +9,8 @@ from staticllm.kvcache.host_pool import HostPool
 from staticllm.kvcache.prefix import PrefixCache
 from staticllm.kvcache.sequence import KVSequence
 from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.engine.away import AwaySequences
-from staticllm.pipelines.engine.fed_state import FedState
+from staticllm.pipelines.engine.fed.away import AwaySequences
+from staticllm.pipelines.engine.fed.state import FedState
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.overflow import shorten
 from staticllm.pipelines.engine.request import SequenceState

@@ -12,8 +12,8 @@ class Linger:
     """Lets the device wait for away requests that are due, if that saves more device time than the running requests lose.
 
     A step of k + n requests takes less time than a step of k and one of n. The difference is what a wait of w seconds saves if n
-    requests come back within it; it costs k · w, because k running requests get their tokens later (``delay it briefly``: FlexNPU,
-    section 3.2). Without it, two clients that choose their tokens themselves take turns and never share a call.
+    requests come back within it; it costs k · w, because k running requests get their tokens later. FlexNPU (3.2) calls it
+    a brief delay for coordination. Without it, two clients that choose their tokens themselves never share a call.
 
     The device does not wait while prompts, swapped requests or jobs could use it.
     """
@@ -37,7 +37,9 @@ class Linger:
         room = min(view.free_seqs, view.device.max_decoding - num_running)
         step = _seconds(view, num_running)
         end = (view.now if self._start is None else self._start) + MAX_LINGER_SHARE * step
-        due = sorted(each.ready_at for each in view.away if each.ready_at is not None and view.now < each.ready_at <= end)
+        due = sorted(
+            each.ready_at for each in view.away if each.ready_at is not None and view.now < each.ready_at <= end
+        )
         best, most = None, 0.0
         for count, moment in enumerate(due[: max(room, 0)], 1):
             saved = step + _seconds(view, count) - _seconds(view, num_running + count)

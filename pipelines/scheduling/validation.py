@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from staticllm.pipelines.scheduling.interface import Plan, RequestStatus, RequestView, View
 
-
 MAX_WAIT_SECONDS = 1.0
 """The longest time for which a policy may let the device wait before one call."""
 
@@ -48,7 +47,9 @@ def check_wait_so_far(plan: Plan, start: float) -> None:
     """
     if plan.wait_until is not None and plan.wait_until > start + MAX_WAIT_SECONDS:
         waited = plan.wait_until - start
-        raise IllegalPlanError("waits-briefly", f"{waited:g} s of waiting before one call, at most {MAX_WAIT_SECONDS:g} s")
+        raise IllegalPlanError(
+            "waits-briefly", f"{waited:g} s of waiting before one call, at most {MAX_WAIT_SECONDS:g} s"
+        )
 
 
 def _check_wait(plan: Plan, view: View) -> Plan:
@@ -56,8 +57,14 @@ def _check_wait(plan: Plan, view: View) -> Plan:
         raise IllegalPlanError("waits-alone", "the plan waits and has requests or a job")
     if not view.away:
         raise IllegalPlanError("waits-for-away", "the plan waits although no request is away")
-    if isinstance(plan.wait_until, bool) or not isinstance(plan.wait_until, (int, float)) or not plan.wait_until > view.now:
-        raise IllegalPlanError("waits-ahead", f"the plan waits until {plan.wait_until!r}, which is not after {view.now}")
+    if (
+        isinstance(plan.wait_until, bool)
+        or not isinstance(plan.wait_until, (int, float))
+        or not plan.wait_until > view.now
+    ):
+        raise IllegalPlanError(
+            "waits-ahead", f"the plan waits until {plan.wait_until!r}, which is not after {view.now}"
+        )
     return plan
 
 

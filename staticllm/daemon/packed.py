@@ -15,14 +15,14 @@ import openvino as ov
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
-from staticllm.daemon.packed_call import PackedCall, UnusualCallError, lanes_of, read_call
-from staticllm.daemon.replay import Array, LaneLog, OriginalModel, Replay
+from staticllm.daemon.packed_call import PackedCall, UnusualCallError, logs_of, read_call
+from staticllm.daemon.replay import Array, OriginalModel, Replay, RowLog
 from staticllm.devices import get_core, supported_properties
 from staticllm.errors import UnsupportedModelError
 from staticllm.model_dir import MODEL_XML, forget_in_memory, keep_in_memory, max_positions, read_model
 from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.engine.fed_sequence import FedSequence, Feed
-from staticllm.pipelines.engine.fed_state import FeedResult, Wanted
+from staticllm.pipelines.engine.fed.sequence import FedSequence, Feed
+from staticllm.pipelines.engine.fed.state import FeedResult, Wanted
 from staticllm.pipelines.engine.options import options_of
 from staticllm.pipelines.programs.build import compile_all, make_runner
 from staticllm.pipelines.programs.compile_plan import prepare
@@ -158,7 +158,7 @@ class PackedRequest:
         self.fallback = model.reason
         self.times = CallTimes()
         self._sequences: list[FedSequence] = []
-        self._logs: list[LaneLog] = []
+        self._logs: list[RowLog] = []
         self._apart: dict[int, int] = {}  # the columns of calls with hidden tokens
         self._replay: Replay | None = None
         self._is_running = threading.Lock()
@@ -250,7 +250,7 @@ class PackedRequest:
         if any(not all(row.mask) for row in call.rows):
             first = len(self._logs[0].ids) if self._logs else 0
             self._apart[first] = first + len(call.rows[0].ids)
-        self._sequences, self._logs = sequences, lanes_of(call, self._logs)
+        self._sequences, self._logs = sequences, logs_of(call, self._logs)
         done = [result for result in results if result is not None]
         self.times = CallTimes(
             max((result.device_seconds for result in done), default=0.0),

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
-from staticllm.daemon.replay import Array, LaneLog
+from staticllm.daemon.replay import Array, RowLog
 from staticllm.errors import PromptError
-from staticllm.pipelines.engine.fed_state import Wanted
+from staticllm.pipelines.engine.fed.state import Wanted
 from staticllm.ports import INPUT_IDS, POSITION_IDS
 
 
@@ -39,9 +39,9 @@ class PackedCall:
 
 
 def read_call(
-    inputs: Mapping[str, Array], lanes: Sequence[LaneLog], max_len: int, vocab_size: int, wanted: Wanted
+    inputs: Mapping[str, Array], logs: Sequence[RowLog], max_len: int, vocab_size: int, wanted: Wanted
 ) -> PackedCall:
-    """Return what a call means for the sequences that ``lanes`` log; none after a reset.
+    """Return what a call means for the sequences with these ``logs``; there are none after a reset.
 
     Tokens that the mask hides, such as those of left padding, are dropped: no other token sees them, and positions do not count
     them.
@@ -54,8 +54,8 @@ def read_call(
     if missing:
         raise UnusualCallError(f"it has no {' and no '.join(sorted(missing))}")
     ids, mask, beams = inputs[INPUT_IDS], inputs[ATTENTION_MASK], inputs[BEAM_IDX]
-    sources = _sources(beams, ids, len(lanes))
-    past = _past_mask(lanes, sources)
+    sources = _sources(beams, ids, len(logs))
+    past = _past_mask(logs, sources)
     if mask.shape != (ids.shape[0], past.shape[1] + ids.shape[1]):
         expected = [ids.shape[0], past.shape[1] + ids.shape[1]]
         raise UnusualCallError(f"the mask has the shape {list(mask.shape)} instead of {expected}")
@@ -76,20 +76,20 @@ def read_call(
     return PackedCall(rows, 1 if wanted == "last" else ids.shape[1], wanted)
 
 
-def lanes_of(call: PackedCall, lanes: Sequence[LaneLog]) -> list[LaneLog]:
+def logs_of(call: PackedCall, logs: Sequence[RowLog]) -> list[RowLog]:
     """Return the logs of the rows after a call."""
-    logs = [lanes[row.source].copy() if lanes else LaneLog() for row in call.rows]
-    for lane, row in zip(logs, call.rows, strict=True):
-        lane.ids.extend(row.ids)
-        lane.mask.extend(row.mask)
-    return logs
+    continued = [logs[row.source].copy() if logs else RowLog() for row in call.rows]
+    for log, row in zip(continued, call.rows, strict=True):
+        log.ids.extend(row.ids)
+        log.mask.extend(row.mask)
+    return continued
 
 
-def _sources(beams: Array, ids: Array, num_lanes: int) -> list[int]:
+def _sources(beams: Array, ids: Array, num_logs: int) -> list[int]:
     """Return the row of the last call that each row continues; its own after a reset."""
     if ids.ndim != 2 or not ids.size or beams.shape != (ids.shape[0],) or ids.dtype.kind not in "iu":
         raise UnusualCallError(f"input_ids {list(ids.shape)} {ids.dtype} with beam_idx {list(beams.shape)}")
-    limit = num_lanes or ids.shape[0]
+    limit = num_logs or ids.shape[0]
     sources = [int(beam) for beam in beams]
     bad = next((source for source in sources if not 0 <= source < limit), None)
     if bad is not None:
@@ -97,11 +97,11 @@ def _sources(beams: Array, ids: Array, num_lanes: int) -> list[int]:
     return sources
 
 
-def _past_mask(lanes: Sequence[LaneLog], sources: Sequence[int]) -> Array:
+def _past_mask(logs: Sequence[RowLog], sources: Sequence[int]) -> Array:
     """Return the mask ``[B, P]`` of the tokens before the call."""
-    if not lanes:
+    if not logs:
         return np.zeros((len(sources), 0), np.bool_)
-    return np.array([lanes[source].mask for source in sources], np.bool_)
+    return np.array([logs[source].mask for source in sources], np.bool_)
 
 
 def _check_positions(positions: Array | None, shown: Array, num_columns: int) -> None:

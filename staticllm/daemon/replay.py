@@ -20,15 +20,15 @@ REPLAY_COLUMNS = 512
 
 
 @dataclass
-class LaneLog:
+class RowLog:
     """One row of a request's batch: all ids that it was given since the last reset, and the mask of each."""
 
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
 
-    def copy(self) -> LaneLog:
+    def copy(self) -> RowLog:
         """Return a copy that can go on by itself."""
-        return LaneLog(list(self.ids), list(self.mask))
+        return RowLog(list(self.ids), list(self.mask))
 
 
 class OriginalModel:
@@ -63,23 +63,23 @@ class Replay:
         self._request = original.open()
         self._names = {name for port in self._request.model_inputs for name in port.get_names()}
 
-    def repeat(self, lanes: Sequence[LaneLog], apart: Mapping[int, int]) -> None:
-        """Give the states what they would be after the calls that ``lanes`` log: one row of the batch for each of them.
+    def repeat(self, logs: Sequence[RowLog], apart: Mapping[int, int]) -> None:
+        """Give the states what they would be after the calls in ``logs``: one row of the batch for each of them.
 
         Calls are joined where that changes nothing. ``apart`` has the others, with hidden tokens, whose keys depend on the
         columns of their call: the first column of each, and the one after its last.
         """
-        num_columns = len(lanes[0].ids) if lanes else 0
+        num_columns = len(logs[0].ids) if logs else 0
         if not num_columns:
             return
-        ids = np.array([lane.ids for lane in lanes], np.int64)
-        mask = np.array([lane.mask for lane in lanes], np.int64)
+        ids = np.array([log.ids for log in logs], np.int64)
+        mask = np.array([log.mask for log in logs], np.int64)
         positions = positions_of(mask)
         start = 0
         while start < num_columns:
             next_apart = min((first for first in apart if first > start), default=num_columns)
             end = apart.get(start, min(start + REPLAY_COLUMNS, next_apart))
-            beams = np.arange(len(lanes), dtype=np.int32)
+            beams = np.arange(len(logs), dtype=np.int32)
             feeds = {INPUT_IDS: ids[:, start:end], ATTENTION_MASK: mask[:, :end], BEAM_IDX: beams}
             self.infer({**feeds, POSITION_IDS: positions[:, start:end]})
             start = end

@@ -12,7 +12,7 @@ from quick import examples
 
 from staticllm.core import Variant
 from staticllm.errors import BusyError, ClosedError, PromptError
-from staticllm.pipelines.engine.fed_sequence import Feed
+from staticllm.pipelines.engine.fed.sequence import Feed
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import (
     FAKE_VARIANTS,
@@ -34,7 +34,7 @@ ALL_LOGITS = tuple(
 VARIANTS = (*FAKE_VARIANTS, *ALL_LOGITS)
 
 
-class Lane:
+class Branch:
     """A fed sequence, the tokens that it was fed, and the feed in progress."""
 
     def __init__(self, sequence, tokens=()):
@@ -61,29 +61,29 @@ class Lane:
 
 
 class Client:
-    """Acts by a script: waits some steps, then feeds all of its lanes, or forks or closes one."""
+    """Acts by a script: waits some steps, then feeds all of its branches, or forks or closes one."""
 
     def __init__(self, engine, number, script):
         self.engine, self.number, self.script = engine, number, deque(script)
-        self.lanes = [Lane(engine.open_fed())]
+        self.branches = [Branch(engine.open_fed())]
         self.wait = 0
 
     @property
     def is_done(self):
-        return not self.script and not any(lane.new for lane in self.lanes)
+        return not self.script and not any(branch.new for branch in self.branches)
 
     def act(self):
         if self.wait or not self.script:
             self.wait -= self.wait > 0
             return
-        if any(lane.new for lane in self.lanes):
+        if any(branch.new for branch in self.branches):
             if self.script[0][1] == "close busy":
                 self._close(len(self.script))
             return
         self.wait, what, count = self.script.popleft()
-        if what == "fork" and self.lanes:
-            lane = self.lanes[count % len(self.lanes)]
-            self.lanes.append(Lane(lane.sequence.fork(), lane.tokens))
+        if what == "fork" and self.branches:
+            branch = self.branches[count % len(self.branches)]
+            self.branches.append(Branch(branch.sequence.fork(), branch.tokens))
         elif what == "close":
             self._close(count)
         elif what in ("one", "last", "all", "poison"):
@@ -91,26 +91,28 @@ class Client:
 
     def _feed(self, what, count):
         feeds = []
-        for index, lane in enumerate(self.lanes):
-            if len(lane.tokens) + count > MAX_SEQ_LEN:
+        for index, branch in enumerate(self.branches):
+            if len(branch.tokens) + count > MAX_SEQ_LEN:
                 continue
-            start = 40 * self.number + len(lane.tokens)
-            lane.new = [start + i + 7 * index * (start > 10) for i in range(count)]
+            start = 40 * self.number + len(branch.tokens)
+            branch.new = [start + i + 7 * index * (start > 10) for i in range(count)]
             if what == "poison" and not index:
-                lane.new[count // 2] = POISON
+                branch.new[count // 2] = POISON
             wanted = "last" if what == "last" else "all"
-            feeds.append(Feed(lane.sequence, lane.new, lambda r, lane=lane, w=wanted: lane.done(r, w), wanted))
+            feeds.append(
+                Feed(branch.sequence, branch.new, lambda r, branch=branch, w=wanted: branch.done(r, w), wanted)
+            )
         if feeds:
             self.engine.feed(feeds)
 
     def _close(self, index):
-        if self.lanes:
-            lane = self.lanes.pop(index % len(self.lanes))
-            lane.is_closed = True
-            lane.sequence.close(is_reusable=bool(index % 2))
+        if self.branches:
+            branch = self.branches.pop(index % len(self.branches))
+            branch.is_closed = True
+            branch.sequence.close(is_reusable=bool(index % 2))
 
     def close(self):
-        while self.lanes:
+        while self.branches:
             self._close(0)
 
 

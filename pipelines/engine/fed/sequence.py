@@ -9,7 +9,7 @@ from typing import Protocol
 
 from staticllm.errors import BusyError, ClosedError, PromptError, as_ours
 from staticllm.pipelines.engine.engine_core import EngineCore
-from staticllm.pipelines.engine.fed_state import FedState, FeedOrder, FeedResult, Wanted
+from staticllm.pipelines.engine.fed.state import FedState, FeedOrder, FeedResult, Wanted
 
 
 class EngineThread(Protocol):

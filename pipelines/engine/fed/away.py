@@ -5,7 +5,7 @@ from __future__ import annotations
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.prefix import PrefixCache
 from staticllm.kvcache.sequence import KVSequence
-from staticllm.pipelines.engine.fed_state import FedState
+from staticllm.pipelines.engine.fed.state import FedState
 from staticllm.pipelines.scheduling.interface import AwayView
 
 
