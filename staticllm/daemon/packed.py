@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -209,7 +210,7 @@ class PackedRequest:
     def set_state(self, index: int, values: Array) -> None:
         """Set the value of a state of the original."""
 
-        def change(states: list[ov.VariableState]) -> None:
+        def change(states: list[Any]) -> None:
             states[index].state = ov.Tensor(np.array(values))
 
         self._on_states(change)
@@ -291,7 +292,7 @@ class PackedRequest:
 
         return self._model.run_alone(run)
 
-    def _on_states(self, function: Callable[[list[ov.VariableState]], Result]) -> Result:
+    def _on_states(self, function: Callable[[list[Any]], Result]) -> Result:
         with self._is_running:
             if self.fallback is None:
                 self._fall_back("the program reads its states")
@@ -312,10 +313,9 @@ def _feed(engine: Engine, sequences: Sequence[FedSequence], call: PackedCall) ->
         results[index] = result
         is_done.release()
 
-    engine.feed([
-        Feed(sequences[index], call.rows[index].tokens, lambda result, index=index: on_done(index, result), call.wanted)
-        for index in fed
-    ])  # fmt: skip
+    engine.feed(
+        [Feed(sequences[index], call.rows[index].tokens, partial(on_done, index), call.wanted) for index in fed]
+    )
     for _ in fed:
         is_done.acquire()
     return results

@@ -80,7 +80,7 @@ class Replay:
             next_apart = min((first for first in apart if first > start), default=num_columns)
             end = apart.get(start, min(start + REPLAY_COLUMNS, next_apart))
             beams = np.arange(len(logs), dtype=np.int32)
-            feeds = {INPUT_IDS: ids[:, start:end], ATTENTION_MASK: mask[:, :end], BEAM_IDX: beams}
+            feeds: dict[str, Array] = {INPUT_IDS: ids[:, start:end], ATTENTION_MASK: mask[:, :end], BEAM_IDX: beams}
             self.infer({**feeds, POSITION_IDS: positions[:, start:end]})
             start = end
 
@@ -100,7 +100,7 @@ class Replay:
         self._request.reset_state()
 
     @property
-    def states(self) -> list[ov.VariableState]:
+    def states(self) -> list[Any]:
         """The states of the original model."""
         return list(self._request.query_state())
 

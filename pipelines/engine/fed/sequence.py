@@ -33,7 +33,7 @@ class FedSequence:
         self._vocab_size = core.runner.cache.layout.vocab_size
         self._state: FedState | None = None  # made on the engine's thread
         self._is_busy = self._is_closed = False
-        self.length = 0 if source is None else source.length
+        self.length: int = 0 if source is None else source.length
         engine.call_soon(lambda: self._open(source))
 
     def fork(self) -> FedSequence:

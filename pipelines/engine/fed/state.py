@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -41,11 +41,15 @@ class FeedResult:
 
 @dataclass(frozen=True)
 class FeedOrder:
-    """Tokens for a sequence. ``on_done`` is called once, on the engine's thread, and must return quickly."""
+    """Tokens for a sequence, sent at the ``time.perf_counter`` moment ``sent_at``.
+
+    ``on_done`` is called once, on the engine's thread, and must return quickly.
+    """
 
     tokens: tuple[int, ...]
     wanted: Wanted
     on_done: Callable[[FeedResult], None]
+    sent_at: float = field(default_factory=time.perf_counter)
 
 
 class ThinkTime:
@@ -118,7 +122,7 @@ class FedState(SequenceState):
 
     def begin(self, order: FeedOrder) -> None:
         """Begin a feed: its tokens follow those of earlier feeds."""
-        now = time.perf_counter()
+        now = order.sent_at  # the engine may have been busy since
         if self._is_answering:
             self.think.add(now - self.away_since)
         if not self.tokens:

@@ -1,5 +1,7 @@
 """Tests when the device waits for a client that is about to send tokens: only if sharing saves more than the wait costs."""
 
+import threading
+import time
 import warnings
 from dataclasses import replace
 
@@ -183,3 +185,33 @@ def test_simulated_clients_share_too_few_slots():
     model = configured_model(config, "shared", AnalyticCosts(20e-3, 0.5e-3, 5e-8), HostCost())
     run = Scenario(model, tuple(Arrival(index, 0.0, 64, 60, think=0.01) for index in range(4))).run("dynamic")
     assert all(len(record.token_times) == 60 for record in run.requests)
+
+
+def test_clients_on_threads_share_calls(monkeypatch):
+    """Each client waits for its logits and for 2 ms; without linger, hardly any call has tokens of both."""
+    run = FakeProgram.run
+
+    def slow(program, meanwhile=None):
+        start = time.perf_counter()
+        run(program, meanwhile)
+        time.sleep(0.05)
+        return time.perf_counter() - start
+
+    monkeypatch.setattr(FakeProgram, "run", slow)
+    engine = fake_engine(make_policy("dynamic"))
+
+    def serve(sequence):
+        for token in range(16):
+            done = threading.Event()
+            engine.feed([Feed(sequence, [token], lambda result, done=done: done.set())])
+            assert done.wait(30)
+            time.sleep(0.002)
+
+    with engine.record() as trace:
+        threads = [threading.Thread(target=serve, args=(engine.open_fed(),)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    engine.close()
+    assert len(trace.steps) <= 26
