@@ -36,10 +36,14 @@ Vectors = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """The token ids of one text, and the type of each token for models that know several; None: all 0."""
+    """The token ids of one text, and the type of each token for models that know several; None: all 0.
+
+    ``num_prompt``: the tokens at its start that are seen by the others but do not count in its vector.
+    """
 
     ids: NDArray[np.int64]
     types: NDArray[np.int64] | None = None
+    num_prompt: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -75,7 +79,7 @@ class EncoderBuffers:
             start = 0
             for text in texts:
                 self._place(line, start, text)
-                self._pool(number, line, start, len(text), pooling)
+                self._pool(number, line, start, text, pooling)
                 start, number = start + len(text), number + 1
 
     def _place(self, line: int, start: int, text: TokenizedText) -> None:
@@ -90,13 +94,27 @@ class EncoderBuffers:
         for mask, pattern in self._patterns:
             mask[line, 0, rows, rows] = pattern[:length, :length]
 
-    def _pool(self, number: int, line: int, start: int, length: int, pooling: Pooling) -> None:
-        begin = line * self.variant.rows + start
-        weights = self.arrays[POOL][number]
-        if pooling == "mean":
-            weights[begin : begin + length] = 1 / length
-        else:
-            weights[begin if pooling == "first" else begin + length - 1] = 1
+    def _pool(self, number: int, line: int, start: int, text: TokenizedText, pooling: Pooling) -> None:
+        begin, length = line * self.variant.rows + start, len(text)
+        self.arrays[POOL][number, begin : begin + length] = pooling_weights(pooling, length, text.num_prompt)
+
+
+def pooling_weights(pooling: Pooling, length: int, num_prompt: int = 0) -> NDArray[np.float32]:
+    """Return the weights ``[length]`` of a text's tokens, of which the first ``num_prompt`` have none.
+
+    They are those of sentence-transformers' Pooling module. If there is nothing beside the prompt, it counts.
+    """
+    first = num_prompt if num_prompt < length else 0
+    weights = np.zeros(length, np.float32)
+    if pooling in ("first", "last"):
+        weights[first if pooling == "first" else -1] = 1
+    elif pooling == "weighted_mean":
+        places = np.arange(first + 1, length + 1, dtype=np.float64)
+        weights[first:] = places / places.sum()
+    else:
+        count = length - first
+        weights[first:] = 1 / (count if pooling == "mean" else count**0.5)
+    return weights
 
 
 def _pattern(kind: EncoderMask, rows: int) -> NDArray[np.float32]:

@@ -199,9 +199,10 @@ class KVCacheManager:
         """Update the number of slots that each request would free. Without shared slots the table's numbers are right."""
         if not self._is_sharing():
             return
+        away = self.away.sequences
         for state in self.states.values():
             if state.sequence is not None:
-                state.info.set_own_slots(self.cache.slots.count_own(state.sequence.slots))
+                state.info.set_own_slots(self.prefix.count_freed(state.sequence, away))
 
     def _count_swap(self, num_slots: int, seconds: float) -> None:
         """Let a copy of ``num_slots`` slots change ``swap_seconds``."""
