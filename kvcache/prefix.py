@@ -37,14 +37,14 @@ class PrefixCache:
     @property
     def idle_slots(self) -> int:
         """The number of slots that only the cached sequence and the sequences being offloaded hold."""
-        return self._cache.slots.count_only([sequence.slots for sequence in self._idle()])
+        return self._cache.slots.count_only([sequence.slots for sequence in self.idle_sequences()])
 
-    def count_freed(self, sequence: KVSequence) -> int:
-        """Return by how many slots ``num_free + idle_slots`` would grow without ``sequence``.
+    def count_freed(self, sequence: KVSequence, away: Iterable[KVSequence] = ()) -> int:
+        """Return by how many slots those that are free or can be evicted would grow without ``sequence``.
 
-        Slots that it shares only with cached sequences count, because these are evicted when slots are needed.
+        Slots that it shares only with cached sequences, or with those in ``away``, count: they are evicted when slots are needed.
         """
-        idle = [cached.slots for cached in self._idle()]
+        idle = [cached.slots for cached in (*self.idle_sequences(), *away)]
         return self._cache.slots.count_only([sequence.slots, *idle]) - self._cache.slots.count_only(idle)
 
     @property
@@ -142,13 +142,14 @@ class PrefixCache:
 
     def _longest_in_arena(self, tokens: Sequence[int], running: Iterable[KVSequence]) -> tuple[KVSequence | None, int]:
         best, length = None, 0
-        for sequence in (*self._idle(), *running):
+        for sequence in (*self.idle_sequences(), *running):
             common = common_prefix(sequence.tokens, tokens)
             if common > length and (common == len(sequence) or not self._is_whole):
                 best, length = sequence, common
         return best, length
 
-    def _idle(self) -> list[KVSequence]:
+    def idle_sequences(self) -> list[KVSequence]:
+        """Return the cached sequence and those that are being offloaded."""
         return [*([self._cached] if self._cached else []), *(copy.sequence for copy in self._offloading)]
 
     def _offload(self, sequence: KVSequence) -> None:

@@ -84,7 +84,7 @@ class BatchBuilder:
         assert state.sequence is not None
         start = len(state.sequence)
         tokens = np.asarray(state.tokens[start : start + count], np.int64)
-        return BatchEntry(state, Segment(state.sequence, tokens), is_prefill)
+        return BatchEntry(state, Segment(state.sequence, tokens, state.num_logits(start, len(tokens))), is_prefill)
 
     def _fitting(self, entries: list[BatchEntry], preempted: list[int]) -> tuple[list[BatchEntry], Variant | None]:
         """Return the longest head of ``entries`` that has slots and a variant, and the variant; None if not even one can run.
@@ -94,7 +94,9 @@ class BatchBuilder:
         """
         first = entries[0].state
         while (variant := self._variant_for(entries)) is None:
-            if len(entries) > 1:
+            if (fewer := self._with_fewer_logits(entries)) is not None:
+                entries = fewer
+            elif len(entries) > 1:
                 entries = entries[:-1]
             elif (shorter := self._shortened(entries[0])) is not None:
                 entries = [shorter]
@@ -127,6 +129,19 @@ class BatchBuilder:
                     return shorter
         return None
 
+    def _with_fewer_logits(self, entries: list[BatchEntry]) -> list[BatchEntry] | None:
+        """Return the entries with fewer tokens in the last one, so that a program has all of their logits; None without one."""
+        *others, last = entries
+        if last.segment.num_logits == 1:
+            return None
+        num_others = sum(len(entry.segment.tokens) for entry in others)
+        for rows in self._runner.index.rows_with_logits:
+            if 0 < rows - num_others < len(last.segment.tokens):
+                shorter = [*others, self._entry(last.state, rows - num_others, last.is_prefill)]
+                if self._variant_for(shorter) is not None:
+                    return shorter
+        return None
+
     def _to_host(self, entries: list[BatchEntry]) -> list[BatchEntry]:
         """Mark whole prompts that cannot decode yet: their keys and values bypass the arena and go to the host pool."""
         if not any(entry.is_prefill for entry in entries) or self._table.has_free_seq:
@@ -135,7 +150,7 @@ class BatchBuilder:
         for entry in entries:
             segment, count = entry.segment, len(entry.segment.tokens)
             is_whole = entry.is_prefill and count == len(entry.state.tokens) and not len(segment.sequence)
-            if is_whole and count <= room and entry.state.request.num_sequences == 1:
+            if is_whole and count <= room and entry.state.can_bypass_arena:
                 room -= count
                 marked.append(replace(entry, segment=replace(segment, to_host=True)))
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,6 +16,7 @@ from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.callbacks import Callbacks
 from staticllm.pipelines.engine.device_use import DeviceUse
 from staticllm.pipelines.engine.engine_core import EngineCore
+from staticllm.pipelines.engine.fed.sequence import FedSequence, Feed, begin_feeds
 from staticllm.pipelines.engine.jobs import JobSource
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
@@ -59,6 +60,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._num_waiting = 0  # waiting requests that were admitted
         self._is_closing = self._is_draining = False
+        self._has_news = False  # something arrived since the last step began
         self._pid = os.getpid()
         self.device_use: DeviceUse | None = None  # set before the first request if others use the device too
 
@@ -171,6 +173,36 @@ class Engine:
             future = self._callbacks.add(function)
         return future.result()
 
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Call ``function``, which must not raise, on the engine's thread between two device calls; do not wait for it.
+
+        Raises:
+            ClosedError: the engine was closed.
+        """
+        self.check_process()
+        with self._wake:
+            self._start()
+            self._callbacks.add(function)
+
+    def open_fed(self, priority: int = 0) -> FedSequence:
+        """Return a new sequence whose tokens the caller chooses; ``feed`` runs them.
+
+        Raises:
+            ClosedError: the engine was closed, or belongs to another process.
+        """
+        self.check_process()
+        return FedSequence(self, self._core, priority)
+
+    def feed(self, feeds: Sequence[Feed]) -> None:
+        """Run tokens of several sequences, in shared calls where possible, and return at once.
+
+        Raises:
+            PromptError: a feed has no token, or one outside the vocabulary.
+            BusyError: a sequence has a feed in progress.
+            ClosedError: a sequence or the engine was closed.
+        """
+        begin_feeds(self, feeds)
+
     def add_jobs(self, source: JobSource) -> None:
         """Run the jobs of a source beside the requests from now on; the policies decide when.
 
@@ -267,6 +299,7 @@ class Engine:
             raise ClosedError("the pipeline is closed: load the model again")
         if self._thread is None:
             self._thread = start_thread(self._loop, "staticllm-engine")
+        self._has_news = True
         self._wake.notify()
 
     def _loop(self) -> None:
@@ -276,6 +309,8 @@ class Engine:
                 is_free = not self._is_needed and not self._core.is_offloading
                 if is_free and not (has_rested and self._core.has_unknown_costs):
                     has_rested = not self._wake.wait(IDLE_SECONDS if self._core.has_unknown_costs else None)
+                if not is_free and self._core.wait_until is not None and not (self._has_news or self._is_closing):
+                    self._wake.wait(max(0.0, self._core.wait_until - time.perf_counter()))
                 has_rested = has_rested and not self._is_needed
                 if self._is_closing and not (self._is_draining and not self.is_idle):
                     break
@@ -288,8 +323,8 @@ class Engine:
             self._inbox.clear()
         for state in left:
             self._core.refuse(state, FinishReason.CANCELLED)
-        self._core.end_all(FinishReason.CANCELLED)
         self._callbacks.run()
+        self._core.end_all(FinishReason.CANCELLED)
         self._close_parts()
 
     @property
@@ -300,14 +335,18 @@ class Engine:
     def _admit(self) -> None:
         """Pass submitted requests to the core; before a switch they stay in the inbox, and may end there."""
         with self._wake:
+            self._has_news = False
             if self._next and not self._core.requests:
                 switch, self._next = self._next, None
                 self._core.install(switch.runner, switch.options)
                 switch.on_switch()
+            self._core.is_switching = self._next is not None
             while self._inbox and not self._next:
                 self._core.admit(self._inbox.pop(next(iter(self._inbox))))
             states = list(self._inbox.values())
             self._num_waiting = self._core.num_waiting
+        if not self._core.is_switching:
+            self._core.begin_held()
         now = time.perf_counter()
         for state in states:
             if (reason := state.sequences[0].finish_reason_at(now)) is not None:

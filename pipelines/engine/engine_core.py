@@ -8,8 +8,9 @@ from dataclasses import replace
 from functools import partial
 
 from staticllm.core import FinishReason
-from staticllm.errors import DeviceError, as_ours
-from staticllm.pipelines.engine.batch import Batch, BatchBuilder
+from staticllm.errors import DeviceError, PromptError, as_ours
+from staticllm.pipelines.engine.batch import Batch, BatchBuilder, BatchEntry
+from staticllm.pipelines.engine.fed.state import FedRequest, FedState, FeedOrder, FeedResult, closed_error
 from staticllm.pipelines.engine.jobs import JobSources
 from staticllm.pipelines.engine.kv_manager import KVCacheManager, make_kv_manager
 from staticllm.pipelines.engine.options import EngineOptions
@@ -29,16 +30,20 @@ class EngineCore:
     """The requests of one device and the steps that serve them. One thread at a time; in an ``Engine`` the engine's thread.
 
     ``requests`` holds the requests that were admitted and have not ended, by id, and ``jobs`` the calls of other models.
+    ``wait_until`` is the ``time.perf_counter`` moment until which the next step may wait; None if it should follow at once.
     """
 
     def __init__(self, runner: ModelRunner, policy: Policy, options: EngineOptions) -> None:
         self.profiler = Profiler()
         self.requests: dict[int, RequestState] = {}
         self.jobs = JobSources()
-        self._planner = Planner(policy)
+        self.wait_until: float | None = None
+        self._planner = Planner(policy, options.lingers)
         self._unposted: list[SequenceState] = []  # the last call chose tokens for them that are not posted yet
         self._unrecorded: list[Callable[[], StepRecord]] = []  # make the records of calls that have ended
         self._preempted: list[int] = []  # since the last call
+        self.is_switching = False  # whether new feeds wait until another runner was installed
+        self._held: list[tuple[FedState, FeedOrder]] = []
         self.install(runner, options)
 
     def install(self, runner: ModelRunner, options: EngineOptions) -> None:
@@ -46,7 +51,10 @@ class EngineCore:
         assert not self.requests
         self.runner, self.options = runner, options
         self._table = RequestTable(options.limits)
+        previous: KVCacheManager | None = getattr(self, "kv_manager", None)
         self.kv_manager: KVCacheManager = make_kv_manager(runner.cache, self._table, options)
+        if previous is not None:
+            self.kv_manager.away.take_over(previous.away)
         self._quarantine = Quarantine()
         self._batches = BatchBuilder(runner, self._table, self.kv_manager, self._quarantine)
 
@@ -84,6 +92,49 @@ class EngineCore:
         self.requests[request.request.id] = request
         self.kv_manager.add(request.sequences[0])
 
+    def open_fed(self, priority: int = 0) -> FedState:
+        """Return a new fed sequence, which is away."""
+        state = FedState(self.runner.cache.layout.vocab_size, priority)
+        self.kv_manager.away.add(state)
+        return state
+
+    def feed(self, state: FedState, order: FeedOrder) -> None:
+        """Begin a feed of an away sequence; ``step`` serves it from now on. One that can never run ends with an error."""
+        length, limit = len(state.tokens) + len(order.tokens), self.options.max_seq_len
+        if length > limit:
+            error = PromptError(
+                f"a sequence of {length} tokens, it can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {limit}: begin a new one, "
+                "or load the model with a larger length"
+            )
+            order.on_done(FeedResult(None, error))
+            return
+        if state.is_closed:  # while the feed waited
+            order.on_done(FeedResult(None, closed_error(FinishReason.CANCELLED)))
+            return
+        if self.is_switching:
+            self._held.append((state, order))
+            return
+        state.begin(order)
+        self.requests[state.id] = FedRequest(state)
+        self.kv_manager.come_back(state)
+        if state.is_suspect:
+            self._quarantine.add(state.id)
+
+    def begin_held(self) -> None:
+        """Begin the feeds that waited for another runner."""
+        held, self._held = self._held, []
+        for state, order in held:
+            self.feed(state, order)
+
+    def close_fed(self, state: FedState, is_reusable: bool) -> None:
+        """Close a fed sequence; a feed in progress ends before the next device call."""
+        state.is_closed = True
+        if state in self.kv_manager.away:
+            self.kv_manager.away.close(state, is_reusable)
+            self.profiler.record(request_record(state, FinishReason.STOP))
+        elif state.id in self.requests:
+            self.requests[state.id].cancel()
+
     def step(self) -> None:
         """End requests that were cancelled or are past their deadline, then run one device call if requests or jobs are left.
 
@@ -103,6 +154,9 @@ class EngineCore:
         for request in self.requests.values():  # after an exception in the middle of ending one
             request.finish_from(0, reason, error)
         self.requests.clear()
+        held, self._held = self._held, []
+        for _, order in held:
+            order.on_done(FeedResult(None, error or closed_error(reason)))
 
     def refuse(self, request: RequestState, reason: FinishReason) -> None:
         """End a request that was not admitted."""
@@ -122,7 +176,7 @@ class EngineCore:
 
     def _execute(self) -> None:
         """Plan, run and choose. The chosen tokens are posted, and the call is recorded, while the next call runs."""
-        begin = time.perf_counter()
+        begin, self.wait_until = time.perf_counter(), None
         try:
             plan = self._plan()
         except NoPlanError as error:
@@ -132,6 +186,10 @@ class EngineCore:
             return
         if plan.job is not None:
             self._run_job(plan.job)
+            return
+        if plan.wait_until is not None:
+            self.post()
+            self.wait_until = plan.wait_until
             return
         batch = self._prepare(plan)
         if batch is None:
@@ -143,7 +201,7 @@ class EngineCore:
         context = self._count_call(batch, result.device_seconds)
         chosen = time.perf_counter()
         for entry, segment in zip(batch.entries, result.segments, strict=True):
-            self._take_result(entry.state, segment, result)
+            self._take_result(entry, segment, result)
         host = HostTimes(ready - begin, result.prepare_seconds, result.commit_seconds, time.perf_counter() - chosen)
         self._unposted += [entry.state for entry in batch.entries]
         self._unrecorded.append(partial(step_record, batch, result.start, result.device_seconds, context, host))
@@ -178,7 +236,7 @@ class EngineCore:
         Raises:
             NoPlanError: a request cannot run at all.
         """
-        if not self.jobs.has_jobs:
+        if not self.jobs.has_jobs and not len(self.kv_manager.away):
             index, high_slot = self.runner.index, self.runner.cache.slots.high_slot
             plan = self._planner.repeated(self._table, self.kv_manager.free_slots, index.max_decoding(high_slot))
             if plan is not None:
@@ -192,7 +250,7 @@ class EngineCore:
         device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds)
         view = self._table.view(time.perf_counter(), manager.free_slots, manager.host_pool.free_slots, device)
         jobs = self.jobs.views(longest_job(view)) if self.jobs.has_jobs else ()
-        return replace(view, jobs=jobs) if jobs else view
+        return replace(view, jobs=jobs, away=manager.away.views) if jobs or len(manager.away) else view
 
     def _run(self, batch: Batch) -> StepResult | None:
         """Run the call. If it fails, end its requests but no others, and return None."""
@@ -232,16 +290,29 @@ class EngineCore:
         self._unrecorded.clear()
         self._unposted.clear()
 
-    def _take_result(self, state: SequenceState, result: SegmentResult, step: StepResult) -> None:
+    def _take_result(self, entry: BatchEntry, result: SegmentResult, step: StepResult) -> None:
         """Count the tokens that a call computed for an answer, and choose its next token if all have run."""
+        state = entry.state
         if result.argmax is None and len(step.segments) > 1:
             self._quarantine.add(state.id)  # another request may be the cause; it runs again
+        elif isinstance(state, FedState):
+            self._take_fed(state, len(entry.segment.tokens), result)
         elif result.argmax is None:
             self._end(state, FinishReason.ERROR, not_finite(step.variant), is_trusted=False)
         else:
             self._quarantine.discard(state.id)
             if state.info.add_computed(result.num_accepted):
                 self._choose_first_or_next(state, result.logits[-1], result.argmax)
+
+    def _take_fed(self, state: FedState, count: int, result: SegmentResult) -> None:
+        """Keep the logits of ``count`` tokens that a client sent. After the last ones, or NaN, its sequence is away."""
+        is_finite = result.argmax is not None
+        state.take(result.logits, state.info.num_computed + count)
+        self._quarantine.discard(state.id)
+        if state.info.add_computed(result.num_accepted) or not is_finite:
+            state.complete(is_finite)
+            self.kv_manager.leave(state)
+            del self.requests[state.id]
 
     def _choose_first_or_next(self, state: SequenceState, logits: Logits, argmax: int) -> None:
         """Choose the next token; after a prompt, choose one for each of its answers."""
@@ -286,7 +357,10 @@ class EngineCore:
         self._report(state, reason, error)
 
     def _report(self, state: SequenceState, reason: FinishReason, error: Exception | None = None) -> None:
-        self.profiler.record(request_record(state, reason))
+        if isinstance(state, FedState) and not state.is_closed:  # only its feed ends
+            self.kv_manager.away.add(state)
+        else:
+            self.profiler.record(request_record(state, reason))
         if self.requests[state.request.id].finish(state, reason, error):
             del self.requests[state.request.id]
 

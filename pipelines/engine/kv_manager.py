@@ -9,6 +9,8 @@ from staticllm.kvcache.host_pool import HostPool
 from staticllm.kvcache.prefix import PrefixCache
 from staticllm.kvcache.sequence import KVSequence
 from staticllm.kvcache.stored import StoredSequence
+from staticllm.pipelines.engine.fed.away import AwaySequences
+from staticllm.pipelines.engine.fed.state import FedState
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.overflow import shorten
 from staticllm.pipelines.engine.request import SequenceState
@@ -31,22 +33,40 @@ class KVCacheManager:
     def __init__(self, cache: KVCache, table: RequestTable, host_pool: HostPool, prefix: PrefixCache) -> None:
         self.cache, self.table, self.host_pool, self.prefix = cache, table, host_pool, prefix
         self.states: dict[int, SequenceState] = {}
+        self.away = AwaySequences(cache, prefix)
         self.swap_seconds = 0.0
         self._was_sharing = False
 
     @property
     def free_slots(self) -> int:
-        """The number of slots that a plan may use: free ones, and those of cached sequences, which are evicted for it."""
-        return self.cache.slots.num_free + self.prefix.idle_slots
+        """The number of slots that a plan may use: free ones, and those of cached and away sequences, which it evicts."""
+        if not self.away.sequences:
+            return self.cache.slots.num_free + self.prefix.idle_slots
+        evictable = [*self.prefix.idle_sequences(), *self.away.sequences]
+        return self.cache.slots.num_free + self.cache.slots.count_only([sequence.slots for sequence in evictable])
 
     def sequences(self) -> list[KVSequence]:
-        """Return the requests' sequences in the arena."""
-        return [state.sequence for state in self.states.values() if state.sequence is not None]
+        """Return the requests' sequences in the arena, and those of away requests."""
+        found = [state.sequence for state in self.states.values() if state.sequence is not None]
+        return [*found, *self.away.sequences]
 
     def add(self, state: SequenceState) -> None:
         """Add a request, without slots, to the table."""
         self.states[state.id] = state
         self.table.add(state.info)
+
+    def leave(self, state: FedState) -> None:
+        """Remove a fed request whose tokens have run from the table; it is away, and keeps its slots."""
+        self._remove(state)
+        self.away.add(state)
+
+    def come_back(self, state: FedState) -> None:
+        """Add an away request to the table: its client sent tokens."""
+        self.away.remove(state)
+        num_computed = len(state.sequence or ())
+        state.info.come_back(num_computed, time.perf_counter(), self.table.has_free_seq)
+        self.add(state)
+        self.count_own_slots()
 
     def fork(self, source: SequenceState, sibling: SequenceState) -> None:
         """Add another answer to a prompt that has just run. It shares the slots of the first answer, which exist once."""
@@ -60,7 +80,9 @@ class KVCacheManager:
     def allocate(self, state: SequenceState) -> None:
         """Give a request a sequence that begins with the longest cached prefix of its tokens; called before each chunk."""
         if state.sequence is None:
-            state.sequence = self.prefix.attach(state.tokens, self.sequences())
+            if self.away.sequences:  # their slots are free for a prefix of the host pool, too
+                self.make_room(min(len(state.tokens) + 1, self.cache.num_slots))
+            state.sequence = self.prefix.attach(state.reusable_tokens, self.sequences())
             if not state.num_generated:
                 state.num_cached = len(state.sequence)
             state.info.begin(len(state.sequence))
@@ -91,7 +113,7 @@ class KVCacheManager:
         if state.sequence is None:
             stored = self.host_pool.take(state.id)
             own_slots = len(stored.tokens)
-            self.prefix.offload_for(own_slots)
+            self.make_room(own_slots)
             start = time.perf_counter()
             state.sequence = self.cache.bring_back(stored, own_slots)
             self._count_swap(own_slots, time.perf_counter() - start)
@@ -136,8 +158,10 @@ class KVCacheManager:
         return True
 
     def make_room(self, num_slots: int) -> bool:
-        """Evict cached sequences as needed, and return whether ``num_slots`` slots are free now."""
+        """Evict cached and away sequences as needed, and return whether ``num_slots`` slots are free now."""
         self.prefix.offload_for(num_slots)
+        while self.cache.slots.num_free < num_slots and self.away.evict_oldest():
+            self.prefix.offload_for(num_slots)
         return self.cache.slots.num_free >= num_slots
 
     def run_idle_work(self) -> None:
@@ -153,6 +177,7 @@ class KVCacheManager:
         """
         self.cache.reset()
         self.prefix.forget()
+        self.away.forget_slots()
         preempted = [state.id for state in self.states.values() if state.sequence is not None]
         for request in preempted:
             self.states[request].sequence = None
@@ -166,6 +191,7 @@ class KVCacheManager:
         self.table.clear()
         self.cache.reset()
         self.prefix.forget()
+        self.away.forget_slots()
         self.host_pool.clear()
         return states
 
@@ -173,9 +199,10 @@ class KVCacheManager:
         """Update the number of slots that each request would free. Without shared slots the table's numbers are right."""
         if not self._is_sharing():
             return
+        away = self.away.sequences
         for state in self.states.values():
             if state.sequence is not None:
-                state.info.set_own_slots(self.prefix.count_freed(state.sequence))
+                state.info.set_own_slots(self.prefix.count_freed(state.sequence, away))
 
     def _count_swap(self, num_slots: int, seconds: float) -> None:
         """Let a copy of ``num_slots`` slots change ``swap_seconds``."""

@@ -15,7 +15,7 @@ class EngineOptions:
 
     ``max_seq_len``: the largest number of KV slots of one sequence. ``max_waiting``: the largest number of waiting requests.
     ``host_kv_slots``: the size of the host pool in slots. ``state_slots``: the number of these slots that the recurrent states
-    of one sequence occupy.
+    of one sequence occupy. ``lingers``: whether shipped policies let the device wait a moment for a fed request that is due.
     """
 
     limits: Limits
@@ -25,6 +25,7 @@ class EngineOptions:
     prefix_caching: bool = True
     measure_costs: bool = True
     state_slots: int = 0
+    lingers: bool = True
 
 
 def options_of(config: StaticLLMConfig, shape: ModelShape, mode: ProgramMode) -> EngineOptions:

@@ -112,6 +112,20 @@ class SequenceState:
         """The number of tokens of the answer so far."""
         return len(self.token_times)
 
+    @property
+    def reusable_tokens(self) -> list[int]:
+        """The tokens that may have keys and values of other requests, except the last of them, which must run."""
+        return self.tokens
+
+    @property
+    def can_bypass_arena(self) -> bool:
+        """Whether the keys and values of its prompt may go to the host pool at once."""
+        return self.request.num_sequences == 1
+
+    def num_logits(self, start: int, count: int) -> int:
+        """Return how many logits a call needs that runs the tokens ``[start, start + count)``."""
+        return 1
+
     def choose(self, logits: Logits, argmax: int) -> FinishReason | None:
         """Choose the next token from ``logits [vocab]``. Return why the answer ends with it, None if it continues.
 

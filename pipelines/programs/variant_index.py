@@ -14,7 +14,8 @@ class VariantIndex:
 
     ``needs_real_rows``: no row of a call may be idle. All look-ups except ``with_logits`` are for calls with logits after the
     last token of each sequence, and find only variants for these. ``sizes`` are their ``(rows, sequences)``, ascending.
-    ``widest`` maps a number of rows to the largest number of sequences of its variants.
+    ``widest`` maps a number of rows to the largest number of sequences of its variants. ``rows_with_logits`` are the numbers of
+    rows of variants with logits after more rows than the last one of each sequence, descending.
     """
 
     def __init__(self, variants: Iterable[Variant], needs_real_rows: bool = False) -> None:
@@ -27,6 +28,8 @@ class VariantIndex:
             buckets[size] = (*buckets.get(size, ()), variant.kv_len)
             self._of_size.setdefault(size, []).append(variant)
         self._buckets = buckets
+        self.rows_with_logits = tuple(sorted({v.rows for v in self.variants if v.extra_logits}, reverse=True))
+        self._by_logits = sorted(self.variants, key=lambda found: (found.rows, found.num_logits, found))
         self.sizes = tuple(sorted(buckets))
         widest = {rows: max(s for r, s in self.sizes if r == rows) for rows, _ in self.sizes}
         self.widest: Mapping[int, int] = MappingProxyType(widest)
@@ -83,7 +86,7 @@ class VariantIndex:
         self, num_rows: int, num_sequences: int, num_logits: int, num_past: int, is_fresh: bool = False
     ) -> Variant | None:
         """Return the smallest of all variants that holds a call with logits after ``num_logits`` of its rows, or None."""
-        for variant in sorted(self.variants, key=lambda found: (found.rows, found.num_logits, found)):
+        for variant in self._by_logits:
             is_held = variant.rows == num_rows if self.needs_real_rows else variant.rows >= num_rows
             has_room = variant.sequences >= num_sequences and variant.num_logits >= num_logits
             if is_held and has_room and _shows(variant.kv_len, num_past, is_fresh):

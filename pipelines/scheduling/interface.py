@@ -13,6 +13,10 @@ Beside requests there may be *jobs*: device calls of other models, such as the p
 whose attribute ``plans_jobs`` is True gets them in ``View.jobs`` and runs one with ``Plan.job``. For every other policy
 ``JobTurns`` decides whether a job runs, before the policy is asked.
 
+The tokens of *fed* requests are chosen by a client outside the engine. Such a request is in the view while tokens that the client
+sent have to run: as running if it is one token and a place is free. Then it is *away*, until the client sends more. An away
+request keeps its KV slots, which count as free: they are taken from the one that has been away longest.
+
 When its last prompt token has run, a prefilling request gets its first token. From then on it is running if fewer than
 ``max_num_seqs`` requests run and none is swapped; otherwise it is swapped, until a plan swaps it in.
 """
@@ -133,6 +137,25 @@ class JobView:
 
 
 @dataclass(frozen=True)
+class AwayView:
+    """A fed request whose client chooses the next tokens. Moments are seconds on the clock of ``View.now``.
+
+    Attributes:
+        id: The number that it has in plans when it comes back.
+        since: The moment at which the client got the logits.
+        ready_at: The moment by which its next tokens are expected; None if it cannot be known.
+        num_computed: The number of its tokens that have KV slots in the arena.
+        priority: As in ``RequestView``.
+    """
+
+    id: int
+    since: float
+    ready_at: float | None
+    num_computed: int = 0
+    priority: int = 0
+
+
+@dataclass(frozen=True)
 class View:
     """The state of the engine at the moment at which it needs a plan.
 
@@ -147,6 +170,7 @@ class View:
         tpot_ms: Target for the time between two tokens of a request in ms (``TPOT_MS``); None without one.
         gap_ms: The longest time in ms that a swapped request should wait for its next token (``GAP_MS``); None for no bound.
         jobs: The jobs that wait; empty for policies without ``plans_jobs``.
+        away: The fed requests whose clients choose the next tokens, those that have been away longest first.
     """
 
     now: float
@@ -162,6 +186,7 @@ class View:
     tpot_ms: float | None = None
     gap_ms: float | None = None
     jobs: tuple[JobView, ...] = ()
+    away: tuple[AwayView, ...] = ()
 
     @property
     def requests(self) -> tuple[RequestView, ...]:
@@ -185,6 +210,8 @@ class Plan:
         swap_out: Running requests that become swapped; their KV slots are copied to the host pool.
         preempt: Requests that lose their KV slots and wait again; all their tokens are recomputed later.
         job: The id of the job that runs; such a plan has nothing else. None for a call of requests.
+        wait_until: The moment until which the device waits for away requests; such a plan has nothing else. The policy is asked
+            again then, or when a request or a job arrives. ``Linger`` decides about it for the shipped policies.
     """
 
     decode: tuple[int, ...] = ()
@@ -193,6 +220,7 @@ class Plan:
     swap_out: tuple[int, ...] = ()
     preempt: tuple[int, ...] = ()
     job: int | None = None
+    wait_until: float | None = None
 
     @property
     def num_rows(self) -> int:
@@ -212,7 +240,7 @@ class Policy(Protocol):
     """
 
     def plan(self, view: View) -> Plan:
-        """Return the next call, with at least one token in it, or with a job.
+        """Return the next call, with at least one token in it, or with a job; or a moment until which the device waits.
 
         It is called before every device call, with at least one request or job in ``view``. It must return quickly, because the
         device idles meanwhile.

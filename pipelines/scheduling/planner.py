@@ -13,6 +13,7 @@ from staticllm.errors import ConfigError
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Plan, Policy, RequestStatus, View
 from staticllm.pipelines.scheduling.job_turns import JobTurns, urgency
+from staticllm.pipelines.scheduling.linger import Linger
 from staticllm.pipelines.scheduling.policies.chunked import Chunked
 from staticllm.pipelines.scheduling.policies.common import alone
 from staticllm.pipelines.scheduling.policies.decode_first import DecodeFirst
@@ -20,7 +21,7 @@ from staticllm.pipelines.scheduling.policies.dynamic import Dynamic
 from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.policies.prefill_first import PrefillFirst
 from staticllm.pipelines.scheduling.request_table import RequestTable
-from staticllm.pipelines.scheduling.validation import IllegalPlanError, check
+from staticllm.pipelines.scheduling.validation import IllegalPlanError, check, check_wait_so_far
 from staticllm.threads import start_thread
 
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -56,9 +57,11 @@ class Planner:
     so that neither a slow policy nor one that changes the view can harm the engine.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, lingers: bool = True) -> None:
         self.policy = policy
         self._own = policy
+        self._linger = Linger() if lingers else None
+        self._wait_start: float | None = None  # of the waits before the next call
         self._is_shipped = type(policy) in POLICIES.values()
         self._plans_jobs = _plans_jobs(policy)
         self._thread = None if self._is_shipped else _PolicyThread(policy)
@@ -85,8 +88,10 @@ class Planner:
                 return Plan(job=job.id)
             view = self._turns.view_for_policy(view)
         self._last = Plan()
+        if self._is_shipped and self._linger is not None and (moment := self._linger.until(view)) is not None:
+            return Plan(wait_until=moment)
         try:
-            plan = check(self._asked(view), view)
+            plan = self._checked(self._asked(view), view)
             self._last = plan if self._is_shipped else Plan()
             return plan
         except Exception as error:
@@ -113,6 +118,18 @@ class Planner:
         if self._thread:
             self._thread.close()
             self._thread = None
+
+    def _checked(self, plan: object, view: View) -> Plan:
+        """Return ``plan`` if it breaks no rule.
+
+        Raises:
+            IllegalPlanError: it breaks one.
+        """
+        found = check(plan, view)
+        start = view.now if self._wait_start is None else self._wait_start
+        check_wait_so_far(found, start)
+        self._wait_start = None if found.wait_until is None else start
+        return found
 
     def _asked(self, view: View) -> object:
         return self._thread.plan(view) if self._thread else self.policy.plan(view)
@@ -242,10 +259,11 @@ class _PolicyThread:
         waiting, prefilling, running, swapped = (
             tuple(map(replace, group)) for group in (view.waiting, view.prefilling, view.running, view.swapped)
         )
-        jobs = tuple(map(replace, view.jobs))
+        jobs, away = tuple(map(replace, view.jobs)), tuple(map(replace, view.away))
         return replace(
-            view, device=device, waiting=waiting, prefilling=prefilling, running=running, swapped=swapped, jobs=jobs
-        )
+            view, device=device, waiting=waiting, prefilling=prefilling, running=running, swapped=swapped, jobs=jobs,
+            away=away,
+        )  # fmt: skip
 
 
 class _Costs:
@@ -268,14 +286,16 @@ def _plain(plan: object, num_requests: int) -> object:
     """
     if not isinstance(plan, Plan):
         return plan
-    names = [field.name for field in fields(Plan) if field.name != "job"]
+    names = [field.name for field in fields(Plan) if field.name not in ("job", "wait_until")]
     entries = {name: tuple(islice(getattr(plan, name), num_requests + 1)) for name in names}
     for name, values in entries.items():
         if len(values) > num_requests:
             raise IllegalPlanError("named-once", f"{name} names more entries than there are requests ({num_requests})")
     plain = {name: tuple(map(_whole, values)) for name, values in entries.items() if name != "prefill"}
     prefill = tuple(tuple(map(_whole, islice(pair, 3))) for pair in entries["prefill"])
-    return Plan(**plain, prefill=prefill, job=None if plan.job is None else _whole(plan.job))  # type: ignore[arg-type]
+    job = None if plan.job is None else _whole(plan.job)
+    moment = None if plan.wait_until is None else float(plan.wait_until)
+    return Plan(**plain, prefill=prefill, job=job, wait_until=moment)  # type: ignore[arg-type]
 
 
 def _whole(value: object) -> int:

@@ -51,6 +51,19 @@ class RequestInfo:
             )  # fmt: skip
         return self._view
 
+    def come_back(self, num_computed: int, now: float, can_run: bool) -> None:
+        """Record that a fed request came back with new tokens; ``num_computed`` tokens have slots of the arena.
+
+        With one token to run it is running if ``can_run``, else swapped; with more it is prefilling.
+        """
+        if num_computed:
+            is_single = self.num_tokens - num_computed == 1
+            self._move_to(PREFILLING)
+            self.num_computed = self.own_slots = num_computed
+            self.num_generated, self.last_token_time = int(is_single), now if is_single else None
+            if is_single:
+                self._move_to(RUNNING if can_run else SWAPPED)
+
     def arrive_swapped(self, num_computed: int, num_generated: int, last_token_time: float) -> None:
         """Record that the request was prefilled on another device and that its slots are in the host pool."""
         self.status, self.in_arena = SWAPPED, False

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from staticllm.pipelines.scheduling.interface import Plan, RequestStatus, RequestView, View
 
+MAX_WAIT_SECONDS = 1.0
+"""The longest time for which a policy may let the device wait before one call."""
+
 
 class IllegalPlanError(Exception):
     """A plan that breaks a rule; ``rule`` is its name."""
@@ -21,6 +24,8 @@ def check(plan: object, view: View) -> Plan:
     """
     if not isinstance(plan, Plan):
         raise IllegalPlanError("is-a-plan", f"plan() returned a {type(plan).__name__}, not a Plan")
+    if plan.wait_until is not None:
+        return _check_wait(plan, view)
     if plan.job is not None:
         return _check_job(plan, view)
     try:
@@ -31,6 +36,35 @@ def check(plan: object, view: View) -> Plan:
         raise IllegalPlanError(
             "is-a-plan", f"the plan holds something other than request ids and counts: {error}"
         ) from None
+    return plan
+
+
+def check_wait_so_far(plan: Plan, start: float) -> None:
+    """Check that the waits before one call, the first of which began at ``start``, are short enough in all.
+
+    Raises:
+        IllegalPlanError: they are not.
+    """
+    if plan.wait_until is not None and plan.wait_until > start + MAX_WAIT_SECONDS:
+        waited = plan.wait_until - start
+        raise IllegalPlanError(
+            "waits-briefly", f"{waited:g} s of waiting before one call, at most {MAX_WAIT_SECONDS:g} s"
+        )
+
+
+def _check_wait(plan: Plan, view: View) -> Plan:
+    if plan != Plan(wait_until=plan.wait_until):
+        raise IllegalPlanError("waits-alone", "the plan waits and has requests or a job")
+    if not view.away:
+        raise IllegalPlanError("waits-for-away", "the plan waits although no request is away")
+    if (
+        isinstance(plan.wait_until, bool)
+        or not isinstance(plan.wait_until, (int, float))
+        or not plan.wait_until > view.now
+    ):
+        raise IllegalPlanError(
+            "waits-ahead", f"the plan waits until {plan.wait_until!r}, which is not after {view.now}"
+        )
     return plan
 
 

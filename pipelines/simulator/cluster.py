@@ -132,6 +132,8 @@ class Cluster:
         end = device.begin(now)
         if end is not None:
             self._at(end, FINISH, lambda now: self._finish(device, now))
+        elif (moment := device.wake_at(now)) is not None:
+            self._at(moment, ARRIVE, lambda now: self._wake(device, now))
 
     def _finish(self, device: SimulatedDevice, now: float) -> None:
         for request in device.finish(now):

@@ -15,6 +15,7 @@ from staticllm.pipelines.scheduling.interface import Device, JobView, Plan, Poli
 from staticllm.pipelines.scheduling.job_turns import longest_job
 from staticllm.pipelines.scheduling.planner import Planner
 from staticllm.pipelines.scheduling.request_table import Limits, RequestInfo, RequestTable
+from staticllm.pipelines.simulator.away_requests import AwayRequests
 from staticllm.pipelines.simulator.cost_model import Cost, HostCost
 from staticllm.pipelines.simulator.workload import Arrival
 
@@ -39,7 +40,7 @@ class DeviceModel:
 
     ``kv_slots`` is the size of the arena, ``host_kv_slots`` that of the host pool, and ``max_seq_len`` the largest number of
     slots of one sequence. The policy sees the exact costs; with ``known`` it begins with these measurements and updates them.
-    ``jobs`` are calls of another model on the same device.
+    ``jobs`` are calls of another model on the same device. ``lingers``: whether the device waits for away requests that are due.
     """
 
     index: VariantIndex
@@ -51,6 +52,7 @@ class DeviceModel:
     host: HostCost = field(default_factory=HostCost)
     known: Mapping[Variant, float] | None = None
     jobs: BulkJobs | None = None
+    lingers: bool = True
 
 
 @dataclass
@@ -98,7 +100,7 @@ class SimulatedDevice:
 
     def __init__(self, model: DeviceModel, policy: Policy) -> None:
         self.model = model
-        self.planner = Planner(policy)
+        self.planner = Planner(policy, model.lingers)
         self.steps: list[StepRecord] = []
         self.jobs: list[JobRecord] = []
         self.table = RequestTable(model.limits)
@@ -108,6 +110,8 @@ class SimulatedDevice:
         self._inbox: deque[SimulatedRequest] = deque()
         self._parts: list[ScheduledRows] = []
         self._runs_job = False
+        self._away = AwayRequests()
+        self._wait_until: float | None = None
         self._idle_since = float("-inf")
         self._num_swapped = 0  # KV slots copied between arena and host pool since the last call began
 
@@ -139,20 +143,26 @@ class SimulatedDevice:
         self._inbox.append(request)
 
     def begin(self, now: float) -> float | None:
-        """Start a call at the moment ``now``. Return the moment of its end; None if there is nothing to do."""
+        """Start a call at the moment ``now``. Return the moment of its end; None if there is nothing to do before ``wake_at``."""
         self._admit()
+        self._wait_until = None
+        for away in self._away.back_at(now):
+            self.table.add(away.came_back(now, self.table.has_free_seq))
         model = self.model
         bulk = model.jobs if model.jobs is not None and now < model.jobs.end else None
         if not len(self.table) and bulk is None:
             return None
-        free, free_host_slots = model.kv_slots - self.slots_used, model.host_kv_slots - self.host_slots_used
+        free = model.kv_slots - self.slots_used + self._away.num_slots
+        free_host_slots = model.host_kv_slots - self.host_slots_used
         device = Device(model.index, self._learned or model.cost, self.slots_used, swap_seconds=model.host.swap)
         view = self.table.view(now, free, free_host_slots, device)
-        if bulk is not None:
-            view = replace(view, jobs=(JobView(JOBS, min(bulk.seconds, longest_job(view)), 0.0),))
-        plan = self.planner.plan(view)
+        jobs = () if bulk is None else (JobView(JOBS, min(bulk.seconds, longest_job(view)), 0.0),)
+        plan = self.planner.plan(replace(view, jobs=jobs, away=self._away.views))
+        if plan.wait_until is not None:
+            self._wait_until = plan.wait_until
+            return None
         if plan.job is not None:
-            return self._begin_job(now, view.jobs[0].seconds)
+            return self._begin_job(now, jobs[0].seconds)
         self._parts = self._fitting(self._prepare(plan))
         variant = self._variant(self._parts)
         assert variant is not None
@@ -168,6 +178,11 @@ class SimulatedDevice:
             self._learned.update(variant, seconds)
         self._record(start, seconds, variant, view, plan.preempt)
         return start + seconds
+
+    def wake_at(self, now: float) -> float | None:
+        """Return the moment of the next ``begin`` if nothing arrives before; None if only an arrival can be a reason for one."""
+        moments = [self._away.next_back, self._wait_until]
+        return min((max(moment, now) for moment in moments if moment is not None), default=None)
 
     def _begin_job(self, now: float, seconds: float) -> float:
         self._runs_job = True
@@ -188,8 +203,11 @@ class SimulatedDevice:
                 if request.is_over or request.num_tokens > self.model.max_seq_len:
                     self._end(request)
                     gone.append(request)
-                else:
+                elif request.arrival.think is None:
                     self._chose(part.request_id, out)
+                else:
+                    self._away.add(self.table[part.request_id], request.arrival.think, out)
+                    self.table.remove(part.request_id)
         return gone
 
     def _chose(self, request_id: int, now: float) -> None:
@@ -227,6 +245,9 @@ class SimulatedDevice:
 
     def _fitting(self, parts: list[ScheduledRows]) -> list[ScheduledRows]:
         """Return the head of ``parts`` that has slots and a program; slots that were swapped in may need a larger program."""
+        needed = sum(part.num_rows for part in parts)
+        while needed > self.model.kv_slots - self.slots_used and self._away.num_slots:
+            self.slots_used -= self._away.evict_oldest()
         while len(parts) > 1 and not self._fits(parts):
             parts.pop()
         while not self._fits(parts):

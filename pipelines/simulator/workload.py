@@ -17,13 +17,18 @@ from staticllm.errors import ConfigError
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request: its arrival ``time`` in seconds from the start, and lengths in tokens. A higher ``priority`` goes first."""
+    """One request: its arrival ``time`` in seconds from the start, and lengths in tokens. A higher ``priority`` goes first.
+
+    ``think`` is None for a request whose tokens the engine chooses. Otherwise a client chooses them, and takes ``think`` seconds
+    from the logits to the next token.
+    """
 
     id: int
     time: float
     num_prompt: int
     num_output: int
     priority: int = 0
+    think: float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,85 @@
+"""Holds the fed sequences whose clients choose the next tokens, and the slots that they keep meanwhile."""
+
+from __future__ import annotations
+
+from staticllm.kvcache.cache import KVCache
+from staticllm.kvcache.prefix import PrefixCache
+from staticllm.kvcache.sequence import KVSequence
+from staticllm.pipelines.engine.fed.state import FedState
+from staticllm.pipelines.scheduling.interface import AwayView
+
+
+class AwaySequences:
+    """The fed sequences without a feed in progress, those that have been away longest first.
+
+    Their slots can be evicted. An evicted sequence is cached like that of a request that has ended, so it is often copied back
+    from the host pool when its client sends more tokens; otherwise its tokens are recomputed.
+
+    Runs on the engine's thread.
+    """
+
+    def __init__(self, cache: KVCache, prefix: PrefixCache) -> None:
+        self._cache, self._prefix = cache, prefix
+        self._states: dict[int, FedState] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    @property
+    def sequences(self) -> list[KVSequence]:
+        """The sequences that have slots in the arena."""
+        return [state.sequence for state in self._states.values() if state.sequence is not None]
+
+    @property
+    def views(self) -> tuple[AwayView, ...]:
+        """The sequences as a policy receives them."""
+        return tuple(state.view for state in self._states.values())
+
+    def add(self, state: FedState) -> None:
+        """Add a sequence that is away from now on."""
+        self._states[state.id] = state
+
+    def remove(self, state: FedState) -> None:
+        """Remove a sequence; it keeps its slots."""
+        del self._states[state.id]
+
+    def __contains__(self, state: FedState) -> bool:
+        return state.id in self._states
+
+    def fork(self, source: FedState) -> FedState:
+        """Add a copy of an away sequence; both share the slots."""
+        forked = source.forked()
+        if source.sequence is not None:
+            forked.sequence = self._cache.fork(source.sequence, len(source.sequence))
+        self.add(forked)
+        return forked
+
+    def close(self, state: FedState, is_reusable: bool) -> None:
+        """Remove a sequence. Its slots stay cached for their prefix if that ``is_reusable``; otherwise they are freed."""
+        self.remove(state)
+        self._release(state, is_reusable)
+
+    def evict_oldest(self) -> bool:
+        """Take the slots of the sequence that has been away longest. Return False if none has slots."""
+        for state in self._states.values():
+            if state.sequence is not None:
+                self._release(state, is_reusable=True)
+                return True
+        return False
+
+    def forget_slots(self) -> None:
+        """Forget all slots; called after the KV cache was reset or replaced. The sequences are recomputed."""
+        for state in self._states.values():
+            state.sequence = None
+
+    def take_over(self, other: AwaySequences) -> None:
+        """Add all sequences of another KV cache, without their slots."""
+        other.forget_slots()
+        self._states, other._states = other._states, {}
+
+    def _release(self, state: FedState, is_reusable: bool) -> None:
+        sequence, state.sequence = state.sequence, None
+        if sequence is not None and is_reusable:
+            self._prefix.keep(sequence)
+        elif sequence is not None:
+            self._cache.close(sequence)
