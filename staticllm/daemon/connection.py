@@ -170,7 +170,7 @@ class ClientConnection:
 
     def _get_property(self, message: Message) -> Message:
         assert self.session is not None
-        value = self.session.model(message.handle).compiled.get_property(text_of(message, "name", 128))
+        value = self.session.model(message.handle).get_property(text_of(message, "name", 128))
         return Message(Kind.OK, body={"value": _plain(value)})
 
     def _set_property(self, message: Message) -> Message:
@@ -229,7 +229,7 @@ class ClientConnection:
             if not isinstance(index, int):
                 raise ProtocolError(f"INFER: the input {index!r}, must be a number")
             inputs[index] = array
-        outputs, call = request.infer(inputs, session.priority)
+        outputs, call = request.infer(inputs, session.priority, message.body.get("wanted") == "last")
         session.count_call(self._model_id, call, sum(array.nbytes for array in outputs))
         times = {"device_us": int(call.taken * 1e6), "queued_us": int(call.queued * 1e6)}
         self._send(Message(Kind.DONE, number=message.number, body=times), outputs)
