@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import os
@@ -60,6 +61,7 @@ class ModelSource:
     def close(self) -> None:
         """Delete the copy, in the process that wrote it."""
         if self.is_copy and f"-{os.getpid()}-" in self.xml.name:
+            atexit.unregister(self.close)
             with contextlib.suppress(OSError):
                 self.xml.unlink(missing_ok=True)
                 self.weights.unlink(missing_ok=True)
@@ -89,7 +91,9 @@ def source_of(model: Any, device: str, config: dict[str, Any], is_exact: bool) -
     if origin is not None and origin.is_unchanged() and origin.digest == graph_digest(model):
         return ModelSource(origin.xml, origin.weights, device, config, is_exact, stamps=origin.stamps)
     xml = save_copy(model)
-    return ModelSource(xml, xml.with_suffix(".bin"), device, config, is_exact, is_copy=True)
+    source = ModelSource(xml, xml.with_suffix(".bin"), device, config, is_exact, is_copy=True)
+    atexit.register(source.close)
+    return source
 
 
 def graph_digest(model: Any) -> str:
@@ -122,7 +126,7 @@ def save_copy(model: Any) -> Path:
     _delete_orphans(folder)
     xml = folder / f"model-{os.getpid()}-{next(_numbers)}.xml"
     try:
-        save_model(getattr(model, "_Model__model", model), str(xml), False)
+        save_model(model, str(xml), False)
         for path in (xml, xml.with_suffix(".bin")):
             if path.is_file():
                 path.chmod(0o600)

@@ -19,6 +19,9 @@ class AttachedCompiledModel(CompiledModel):  # type: ignore[misc]
         super().__init__(ghost)
         self._far = far
 
+    def __repr__(self) -> str:
+        return str(super().__repr__()).replace(AttachedCompiledModel.__name__, CompiledModel.__name__, 1)
+
     def create_infer_request(self) -> AttachedInferRequest:
         """Return a new infer request."""
         far = self._far

@@ -50,6 +50,9 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         self._has_run = False
         self.on_end: Callable[[Exception | None], object] | None = None
 
+    def __repr__(self) -> str:
+        return str(super().__repr__()).replace(AttachedInferRequest.__name__, InferRequest.__name__, 1)
+
     # calls
 
     def infer(
@@ -109,7 +112,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         """Let the running call end with an error."""
         self._is_cancelled = self._is_running
 
-    def set_callback(self, callback: Callable[[Any], object], userdata: Any = None) -> None:
+    def set_callback(self, callback: Callable[[Any], object], userdata: Any) -> None:
         """Set the function that is called with ``userdata`` at the end of each ``start_async``."""
         self._check_idle()
         self._callback, self._userdata = callback, userdata
