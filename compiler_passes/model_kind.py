@@ -9,7 +9,7 @@ from typing import Literal
 
 import openvino as ov
 
-from staticllm.compiler_passes.shapes.select_output import HIDDEN_STATES
+from staticllm.compiler_passes.shapes.select_output import HIDDEN_STATES, pooled_output
 from staticllm.devices import get_core
 from staticllm.errors import ModelError
 from staticllm.model_dir import read_model
@@ -58,7 +58,7 @@ def kind_of(model: ov.Model) -> ModelKind | None:
     |---|---|---|
     | any | ``logits`` ``[batch, tokens, vocab]`` | decoder; passes say what a decoder without states lacks |
     | none | ``logits`` ``[batch, labels]`` | encoder: scores |
-    | none | hidden states | encoder: embeddings |
+    | none | hidden states, or one vector per text | encoder: embeddings |
     | some | hidden states | decoder embedder, which runs as an encoder |
     """
     outputs = {name: port for port in model.outputs for name in port.get_names()}
@@ -71,6 +71,7 @@ def kind_of(model: ov.Model) -> ModelKind | None:
         is_per_text = not has_states and outputs[LOGITS].get_partial_shape().rank == ov.Dimension(2)
         return SCORES if is_per_text else DECODER
     has_vectors = any(port.get_partial_shape().rank == ov.Dimension(3) for port in model.outputs)
+    has_vectors = has_vectors or pooled_output(model.outputs) is not None
     return (DECODER_EMBEDDER if has_states else EMBEDDINGS) if has_vectors else None
 
 

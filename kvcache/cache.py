@@ -133,7 +133,7 @@ class KVCache:
     def are_finite(self, step: Step, buffers: StepBuffers) -> list[bool]:
         """Return for each segment of a step that ran whether its new keys, values and states are finite and may be kept."""
         count = sum(len(segment.tokens) for segment in step.segments)
-        if not all(map(is_finite, self.states.present)):
+        if self.states and not all(map(is_finite, self.states.present)):
             return [False] * len(step.segments)
         if all(is_finite(present[:, :, :count]) for present in buffers.presents):
             return [True] * len(step.segments)

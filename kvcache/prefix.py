@@ -39,6 +39,14 @@ class PrefixCache:
         """The number of slots that only the cached sequence and the sequences being offloaded hold."""
         return self._cache.slots.count_only([sequence.slots for sequence in self._idle()])
 
+    def count_freed(self, sequence: KVSequence) -> int:
+        """Return by how many slots ``num_free + idle_slots`` would grow without ``sequence``.
+
+        Slots that it shares only with cached sequences count, because these are evicted when slots are needed.
+        """
+        idle = [cached.slots for cached in self._idle()]
+        return self._cache.slots.count_only([sequence.slots, *idle]) - self._cache.slots.count_only(idle)
+
     @property
     def is_offloading(self) -> bool:
         """Whether a sequence is being offloaded to the host pool."""

@@ -85,6 +85,8 @@ class SequenceCopy:
 
 def as_index(slots: NDArray[np.intp]) -> slice | NDArray[np.intp]:
     """Return ``slots [n]`` as a slice if they are contiguous and ascending, because a slice is copied several times faster."""
+    if slots.size == 1:
+        return slice(int(slots[0]), int(slots[0]) + 1)
     if slots.size and int(slots[-1]) - int(slots[0]) + 1 == slots.size and (slots[1:] > slots[:-1]).all():
         return slice(int(slots[0]), int(slots[-1]) + 1)
     return slots

@@ -44,6 +44,7 @@ from staticllm.pipelines.text.streamers import TokenSink, check_callback, make_s
 from staticllm.pipelines.text.together import run_together
 from staticllm.pipelines.text.tokenization import Inputs, Prompt, TokenInputs, form_of
 from staticllm.results import DecodedResults, EncodedResults, GeneratedText
+from staticllm.threads import close_when_collected
 
 Streamer: TypeAlias = Callable[[str], genai.StreamingStatus | bool | None] | genai.StreamerBase | None
 GenerationConfig: TypeAlias = genai.GenerationConfig | Mapping[str, object] | None
@@ -112,7 +113,7 @@ class StaticLLMPipeline:
         self._stop_checker = StopChecker(self._engine, self._input_processor.decode)
         self._directory = source
         self._model_identity, self._watch = "", watch_of(source, self.config, self._launched.has_mapped_weights)
-        self._finalizer = weakref.finalize(self, _close, self._launched, self._stop_checker)
+        close_when_collected(self, _close, self._launched, self._stop_checker)
         self._load_ms = (time.perf_counter() - start) * 1e3
 
     @property

@@ -2,50 +2,42 @@
 
 from __future__ import annotations
 
-import math
 import os
-import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from types import TracebackType
 from typing import Literal, overload
 
 import numpy as np
 import openvino_genai as genai
-from numpy.typing import NDArray
 
 from staticllm.core import OnProgress
 from staticllm.errors import ConfigError
-from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.embedding_config import (
     POOLINGS,
     EmbeddingConfig,
     PoolingType,
     resolved_config,
 )
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue, EmbeddingRequest
-from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
+from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
+from staticllm.pipelines.embedding.encoder_runner import Vectors
+from staticllm.pipelines.embedding.load import EncoderChoices
 from staticllm.pipelines.embedding.output_types import Embeddings, OutputType, check_output_type, convert, ranges_of
-from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
-from staticllm.pipelines.embedding.pool.instances import EncoderInfo
-from staticllm.pipelines.embedding.pool.pool_loader import load_pool, needs_pool, take_options
-from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
-from staticllm.pipelines.engine.job_engine import JobEngine
-from staticllm.pipelines.engine.jobs import JobHost, checked_host
-from staticllm.threads import check_process
+from staticllm.pipelines.embedding.pool.pool_loader import take_options
+from staticllm.pipelines.embedding.pool.served_encoder import serve_encoder
+from staticllm.pipelines.embedding.text_tokenizer import Overflow
+from staticllm.pipelines.encoder_pipeline import (
+    QUERY_PRIORITY,
+    EncoderHandle,
+    EncoderPipeline,
+    OnTexts,
+    check_serving,
+    is_whole,
+)
+from staticllm.pipelines.engine.jobs import JobHost
 
-Vectors = NDArray[np.float32]
-QUERY_PRIORITY = 1
-"""The default priority of queries; that of documents is 0."""
 
-
-class EmbeddingHandle:
+class EmbeddingHandle(EncoderHandle[Vectors]):
     """The vector of a text that was submitted: ``result`` waits for it, ``await`` too, and ``cancel`` gives it up."""
-
-    def __init__(self, request: EmbeddingRequest, pipeline: StaticEmbeddingPipeline) -> None:
-        self._request, self._pipeline = request, pipeline  # a pipeline that is deleted closes
 
     def result(self, timeout: float | None = None) -> Vectors:
         """Return the vector ``[width]``.
@@ -58,17 +50,8 @@ class EmbeddingHandle:
         vectors = self._request.future.result(timeout)
         return np.asarray(vectors[0], np.float32)
 
-    def cancel(self) -> bool:
-        """Give the text up. Return whether that was possible: False if its vector was there already."""
-        return self._request.future.cancel()
 
-    @property
-    def future(self) -> Future[Vectors]:
-        """The future of the vectors ``[1, width]``, for ``concurrent.futures`` and ``asyncio.wrap_future``."""
-        return self._request.future
-
-
-class StaticEmbeddingPipeline:
+class StaticEmbeddingPipeline(EncoderPipeline):
     """Embeds texts on a device that only executes graphs of fixed shape. Any number of threads may call its methods."""
 
     Config = EmbeddingConfig
@@ -107,54 +90,32 @@ class StaticEmbeddingPipeline:
             DeviceError: the device is missing, or cannot compile or run the model.
             BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else.
         """
-        if overflow not in ("truncate", "refuse"):
-            raise ConfigError(f"overflow={overflow!r}: must be 'truncate' or 'refuse'")
-        if not _is_whole(max_waiting) or max_waiting < 1:
-            raise ConfigError(f"max_waiting={max_waiting!r}: must be a whole number from 1")
-        self._pid = os.getpid()
+        check_serving(overflow, max_waiting, on_progress)
         names = {item.name for item in fields(EmbeddingConfig)}
         own = {name: properties.pop(name) for name in list(properties) if name in names}
         self._config = resolved_config(config, own)
         options = take_options(properties)
-        pooling = None if self._config.pooling_type is None else POOLINGS[self._config.pooling_type]
-        choices = EncoderChoices(
-            pooling,
-            self._config.normalize,
-            self._config.max_length,
-            properties=properties or None,
-            output="embeddings",
+        served = serve_encoder(
+            models_path,
+            device,
+            _choices(self._config, properties),
+            engine=engine,
+            max_waiting=max_waiting,
+            options=options,
+            on_progress=on_progress or (lambda event: None),
         )
-        self._own_engine: JobEngine | EmbeddingPool | None = None
-        self._engine: JobHost | None = None
-        self._queue: EmbeddingQueue | EmbeddingPool
-        if needs_pool(device, options):
-            if engine is not None:
-                raise ConfigError(f"device {device!r} with engine=: a shared engine has one device without LATENCY_MS")
-            pool = load_pool(check_model_dir(models_path), device, choices, max_waiting, options)
-            info, tokenizer, self._files = pool.info, pool.tokenizer, pool.files
-            self._queue = self._own_engine = pool.pool
-        else:
-            loaded = load_encoder(models_path, device, choices, on_progress or (lambda event: None))
-            info, tokenizer, self._files = EncoderInfo.of(loaded), loaded.tokenizer, loaded.files
-            self._queue = EmbeddingQueue(loaded.runner, max_waiting)
-            own_engine = self._own_engine = JobEngine() if engine is None else None
-            self._engine = own_engine or checked_host(engine)
-            self._engine.add_jobs(self._queue)
-        self._width = info.width
-        self._tokenizer = TextTokenizer(tokenizer, info.max_length, info.vocab_size, overflow)
-        self._finalizer = weakref.finalize(self, _close, self._engine, self._queue, self._own_engine)
-        self._started: dict[str, Future[Vectors]] = {}
+        super().__init__(served, served.tokenizer, overflow)
 
     @property
     def width(self) -> int:
         """The number of values of a vector."""
-        return self._width
+        return self._served.info.width
 
     @property
     def prompts(self) -> dict[str, str]:
         """The text that is put before each kind of text: ``query``, ``document``, and others that the model's files name."""
         return {
-            **self._files.prompts,
+            **self._served.files.prompts,
             "query": self._instruction("query"),
             "document": self._instruction("document"),
         }
@@ -197,7 +158,7 @@ class StaticEmbeddingPipeline:
         dimensions: int | None = None,
         priority: int = 0,
         deadline_ms: float | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: OnTexts | None = None,
         output_type: OutputType = "float32",
         calibration: Embeddings | None = None,
     ) -> Embeddings:
@@ -223,14 +184,8 @@ class StaticEmbeddingPipeline:
         self._check_dimensions(dimensions)
         check_output_type(output_type, calibration, dimensions or self.width)
         ranges = None if calibration is None else ranges_of(calibration)
-        vectors = self._run(self._request(texts, prompt, priority, deadline_ms), on_progress)
+        vectors = self._run(self._prompted(texts, prompt, priority, deadline_ms), on_progress)
         return convert(vectors if dimensions is None else self._cut(vectors, dimensions), output_type, ranges)
-
-    def _run(self, request: EmbeddingRequest, on_progress: Callable[[int, int], None] | None) -> Vectors:
-        if not request.texts:
-            return request.vectors
-        self._queue.submit(request)
-        return request.wait(on_progress)
 
     def start_embed_documents_async(self, texts: Sequence[str]) -> None:
         """Begin to embed documents; ``wait_embed_documents`` returns their vectors.
@@ -238,7 +193,7 @@ class StaticEmbeddingPipeline:
         Raises:
             StaticLLMError: a text is not valid, or too many wait.
         """
-        self._start("documents", texts, self._instruction("document"), 0)
+        self._begin("document", self._prompted(texts, self._instruction("document")))
 
     def wait_embed_documents(self) -> list[list[float]]:
         """Return the vectors of the documents that were begun last.
@@ -246,7 +201,7 @@ class StaticEmbeddingPipeline:
         Raises:
             StaticLLMError: a text could not be embedded, or none were begun.
         """
-        return self._wait("documents")
+        return _as_lists(self._end("document", "start_embed_documents_async"))
 
     def start_embed_query_async(self, text: str) -> None:
         """Begin to embed a query; ``wait_embed_query`` returns its vector.
@@ -254,7 +209,7 @@ class StaticEmbeddingPipeline:
         Raises:
             StaticLLMError: the text is not valid, or too many wait.
         """
-        self._start("query", [text], self._instruction("query"), QUERY_PRIORITY)
+        self._begin("query", self._prompted([text], self._instruction("query"), QUERY_PRIORITY))
 
     def wait_embed_query(self) -> list[float]:
         """Return the vector of the query that was begun last.
@@ -262,7 +217,7 @@ class StaticEmbeddingPipeline:
         Raises:
             StaticLLMError: it could not be embedded, or none was begun.
         """
-        return self._wait("query")[0]
+        return _as_lists(self._end("query", "start_embed_query_async"))[0]
 
     def submit(
         self, text: str, *, prompt: str = "", priority: int = 0, deadline_ms: float | None = None
@@ -273,72 +228,28 @@ class StaticEmbeddingPipeline:
             PromptError: the text is not valid.
             BusyError: too many texts wait.
         """
-        request = self._request([text], prompt, priority, deadline_ms)
-        self._queue.submit(request)
-        return EmbeddingHandle(request, self)
+        return EmbeddingHandle(self._submitted(self._prompted([text], prompt, priority, deadline_ms)), self)
 
-    def close(self) -> None:
-        """Release the device; texts that wait get a ``ClosedError``. An engine that was given goes on."""
-        _close(self._engine, self._queue, self._own_engine)
-
-    @property
-    def engine(self) -> JobHost:
-        """The engine that owns the device, for other pipelines on the same device.
-
-        Raises:
-            ConfigError: the pipeline has several devices, or a latency limit.
-        """
-        if self._engine is None:
-            raise ConfigError(
-                "a pipeline on several devices or with LATENCY_MS has no engine to share: load it without"
-            )
-        return self._engine
-
-    def __enter__(self) -> StaticEmbeddingPipeline:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _start(self, kind: str, texts: Sequence[str], prompt: str, priority: int) -> None:
-        request = self._request(texts, prompt, priority, None)
-        if request.texts:
-            self._queue.submit(request)
-        else:
-            request.future.set_result(request.vectors)
-        self._started[kind] = request.future
-
-    def _wait(self, kind: str) -> list[list[float]]:
-        future = self._started.pop(kind, None)
-        if future is None:
-            raise ConfigError(f"no {kind} were begun: call start_embed_{kind}_async first")
-        return _as_lists(future.result())
-
-    def _request(self, texts: Sequence[str], prompt: str, priority: int, deadline_ms: float | None) -> EmbeddingRequest:
-        check_process(self._pid)
-        if isinstance(texts, str) or not isinstance(texts, Iterable):
-            raise ConfigError(f"texts is a {type(texts).__name__}: must be a list of str")
-        if not _is_whole(priority):
-            raise ConfigError(f"priority={priority!r}: must be a whole number")
-        if deadline_ms is not None and not (isinstance(deadline_ms, (int, float)) and not math.isnan(deadline_ms)):
-            raise ConfigError(f"deadline_ms={deadline_ms!r}: must be a number of milliseconds, or None")
-        prompted = [prompt + text if isinstance(text, str) else text for text in texts] if prompt else list(texts)
-        deadline = None if deadline_ms is None else time.perf_counter() + deadline_ms / 1e3
-        return EmbeddingRequest(self._tokenizer.encode(prompted), self.width, priority, deadline)
+    def _prompted(
+        self, texts: Sequence[str], prompt: str, priority: int = 0, deadline_ms: float | None = None
+    ) -> EmbeddingRequest:
+        given = self._check_call(texts, priority, deadline_ms)
+        if prompt:  # the tokenizer refuses what is no str
+            given = [prompt + text if isinstance(text, str) else text for text in given]
+        num_prompt = 0 if self._served.files.is_prompt_pooled else self._tokenizer.count_prompt(prompt)
+        return self._request(self._tokenizer.encode(given, num_prompt), priority, deadline_ms)
 
     def _instruction(self, kind: Literal["query", "document"]) -> str:
         given = self._config.query_instruction if kind == "query" else self._config.embed_instruction
         if given is not None:
             return given
-        prompts: Mapping[str, str] = self._files.prompts
+        prompts: Mapping[str, str] = self._served.files.prompts
         return prompts.get(kind) or (prompts.get("passage", "") if kind == "document" else "")
 
     def _check_dimensions(self, dimensions: int | None) -> None:
         if dimensions is None:
             return
-        if not _is_whole(dimensions) or not 1 <= dimensions <= self.width:
+        if not is_whole(dimensions) or not 1 <= dimensions <= self.width:
             raise ConfigError(f"dimensions={dimensions!r}: must be a whole number from 1 to {self.width}")
 
     def _cut(self, vectors: Vectors, dimensions: int) -> Vectors:
@@ -348,17 +259,11 @@ class StaticEmbeddingPipeline:
         return np.asarray(cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12), np.float32)
 
 
-def _close(
-    engine: JobHost | None, queue: EmbeddingQueue | EmbeddingPool, own_engine: JobEngine | EmbeddingPool | None
-) -> None:
-    if engine is not None and isinstance(queue, EmbeddingQueue):
-        engine.remove_jobs(queue)
-    if own_engine is not None:
-        own_engine.close()
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _choices(config: EmbeddingConfig, properties: Mapping[str, object]) -> EncoderChoices:
+    pooling = None if config.pooling_type is None else POOLINGS[config.pooling_type]
+    return EncoderChoices(
+        pooling, config.normalize, config.max_length, properties=properties or None, output="embeddings"
+    )
 
 
 def _as_lists(vectors: Vectors) -> list[list[float]]:

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from types import TracebackType
-from typing import Any
 
 import numpy as np
 import openvino_genai as genai
 from numpy.typing import NDArray
 
+from staticllm.core import OnProgress
 from staticllm.errors import ConfigError, ModelError, PromptError
 from staticllm.model_dir import check_model_dir
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue, EmbeddingRequest
+from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.load import EncoderChoices, LoadedEncoder, load_encoder
-from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
-from staticllm.pipelines.engine.job_engine import JobEngine
+from staticllm.pipelines.embedding.pool.served_encoder import serve_loaded
+from staticllm.pipelines.embedding.score_activation import ACTIVATIONS, Activation, activated, chosen_activation
+from staticllm.pipelines.embedding.text_tokenizer import Overflow
+from staticllm.pipelines.encoder_pipeline import (
+    QUERY_PRIORITY,
+    EncoderHandle,
+    EncoderPipeline,
+    OnTexts,
+    check_serving,
+    is_whole,
+)
 from staticllm.pipelines.engine.jobs import JobHost, checked_host
 
 Scores = NDArray[np.float32]
 Ranking = list[tuple[int, float]]
-QUERY_PRIORITY = 1
-"""The default priority of a query; that of documents to embed is 0."""
 
 
 @dataclass
@@ -49,17 +53,16 @@ class RerankConfig:
         Raises:
             ConfigError: a value is impossible.
         """
-        if not _is_count(self.top_n):
+        if not is_whole(self.top_n) or self.top_n < 1:
             raise ConfigError(f"top_n={self.top_n!r}: must be a whole number from 1")
-        if self.max_length is not None and not _is_count(self.max_length):
+        if self.max_length is not None and (not is_whole(self.max_length) or self.max_length < 1):
             raise ConfigError(f"max_length={self.max_length!r}: must be a whole number from 1, or None")
 
 
-class RerankHandle:
+class RerankHandle(EncoderHandle[Ranking]):
     """The ranking of texts that were submitted: ``result`` waits for it, ``await`` too, and ``cancel`` gives it up."""
 
-    def __init__(self, request: EmbeddingRequest, top_n: int, num_labels: int) -> None:
-        self._request, self._top_n, self._num_labels = request, top_n, num_labels
+    _pipeline: StaticRerankPipeline
 
     def result(self, timeout: float | None = None) -> Ranking:
         """Return the indices of the best texts and their scores, the best first.
@@ -69,18 +72,10 @@ class RerankHandle:
             TimeoutError: it took longer than ``timeout`` seconds.
             concurrent.futures.CancelledError: it was cancelled.
         """
-        return ranking(probabilities(self._request.future.result(timeout), self._num_labels), self._top_n)
-
-    def cancel(self) -> bool:
-        """Give the ranking up. Return whether that was possible: False if it was there already."""
-        return self._request.future.cancel()
-
-    def __await__(self) -> Generator[Any, None, Ranking]:
-        yield from asyncio.wrap_future(self._request.future).__await__()
-        return self.result(0)
+        return self._pipeline._ranked(self._request.future.result(timeout))
 
 
-class StaticRerankPipeline:
+class StaticRerankPipeline(EncoderPipeline):
     """Sorts texts by a cross-encoder, or by a causal language model that answers "yes" or "no", on a device of fixed shapes.
 
     Any number of threads may call its methods.
@@ -97,7 +92,9 @@ class StaticRerankPipeline:
         engine: JobHost | None = None,
         overflow: Overflow = "truncate",
         max_waiting: int = 1 << 20,
+        activation: Activation | None = None,
         score_words: tuple[str, str] = ("no", "yes"),
+        on_progress: OnProgress | None = None,
         **properties: object,
     ) -> None:
         """Load a reranker with its tokenizer.
@@ -110,16 +107,21 @@ class StaticRerankPipeline:
             engine: The engine of another pipeline on the same device, as for ``StaticEmbeddingPipeline``.
             overflow: Whether texts that do not fit into ``max_length`` with their query are truncated or refused.
             max_waiting: The most texts that may wait.
+            activation: What makes scores of logits: ``sigmoid``, ``identity`` or ``softmax``. None: what ``config.json`` says to
+                sentence-transformers' CrossEncoder; without that the sigmoid of one label, or the softmax of several.
             score_words: The tokens for a bad and for a good text, if the model is a causal language model.
-            properties: OpenVINO's properties of the device, and fields of ``Config``.
+            on_progress: Is called with each part of loading.
+            properties: OpenVINO's properties of the device, fields of ``Config``, and those of ``StaticLLMPipeline`` about blobs
+                (``CACHE_DIR``, ``BLOB_PATH`` …), ``PROGRAMS`` and ``WEIGHTS_PATH``.
 
         Raises:
             ModelError: a file of the model is missing or damaged, it cannot be lowered, or it gives no scores.
-            ConfigError: an option is impossible.
-            DeviceError: the device cannot compile or run the model.
+            ConfigError: an option is unknown or impossible.
+            DeviceError: the device is missing, or cannot compile or run the model.
+            BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else.
         """
-        if overflow not in ("truncate", "refuse"):
-            raise ConfigError(f"overflow={overflow!r}: must be 'truncate' or 'refuse'")
+        check_serving(overflow, max_waiting, on_progress)
+        _check_scoring(activation, score_words)
         host = None if engine is None else checked_host(engine)
         names = {item.name for item in fields(RerankConfig)}
         own = {name: properties.pop(name) for name in list(properties) if name in names}
@@ -128,18 +130,13 @@ class StaticRerankPipeline:
         tokenizer = _paired_tokenizer(directory)
         tokens = _tokens(tokenizer, score_words)
         choices = EncoderChoices("last", False, self._config.max_length, None, properties or None, tokens)
-        loaded = load_encoder(directory, device, choices)
-        self._num_labels = _num_labels(loaded, score_words)
+        loaded = load_encoder(directory, device, choices, on_progress or (lambda event: None))
+        self._activation: Activation = chosen_activation(activation, directory, _num_labels(loaded, score_words))
         self._is_paired = loaded.runner.shape.output == "scores" and tokenizer.supports_paired_input()
-        self._tokenizer = TextTokenizer(tokenizer, loaded.max_length, loaded.vocab_size, overflow)
-        self._queue = EmbeddingQueue(loaded.runner, max_waiting)
-        self._own_engine = JobEngine() if host is None else None
-        self._engine: JobHost = self._own_engine or checked_host(host)
-        self._engine.add_jobs(self._queue)
-        self._started: EmbeddingRequest | None = None
+        super().__init__(serve_loaded(loaded, host, max_waiting), tokenizer, overflow)
 
     def rerank(self, query: str, texts: Sequence[str]) -> Ranking:
-        """Return the indices of the ``top_n`` best texts and their scores from 0 to 1, the best first.
+        """Return the indices of the ``top_n`` best texts and their scores, the best first.
 
         Raises:
             StaticLLMError: a text cannot be scored; the message has its index.
@@ -153,9 +150,11 @@ class StaticRerankPipeline:
         *,
         priority: int = QUERY_PRIORITY,
         deadline_ms: float | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: OnTexts | None = None,
     ) -> Scores:
-        """Return the score of each text, ``[n]``, from 0 to 1.
+        """Return the score of each text, ``[n]``: from 0 to 1, unless the activation is ``identity``.
+
+        A model with several labels gives the score of the second.
 
         Args:
             query: What the texts should answer.
@@ -167,11 +166,15 @@ class StaticRerankPipeline:
         Raises:
             StaticLLMError: a text cannot be scored, or the deadline passed.
         """
-        request = self._request(query, texts, priority, deadline_ms)
-        if not request.texts:
-            return np.zeros(0, np.float32)
-        self._queue.submit(request)
-        return probabilities(request.wait(on_progress), self._num_labels)
+        return self._scored(self._run(self._pairs(query, texts, priority, deadline_ms), on_progress))
+
+    def label_scores(self, query: str, texts: Sequence[str]) -> Scores:
+        """Return the scores of all labels, ``[n, labels]``: their softmax, if there are several and no activation is chosen.
+
+        Raises:
+            StaticLLMError: a text cannot be scored.
+        """
+        return activated(self._run(self._pairs(query, texts)), self._activation)
 
     def submit(
         self, query: str, texts: Sequence[str], *, priority: int = QUERY_PRIORITY, deadline_ms: float | None = None
@@ -182,8 +185,7 @@ class StaticRerankPipeline:
             PromptError: a text is not valid.
             BusyError: too many texts wait.
         """
-        request = self._submitted(self._request(query, texts, priority, deadline_ms))
-        return RerankHandle(request, self._config.top_n, self._num_labels)
+        return RerankHandle(self._submitted(self._pairs(query, texts, priority, deadline_ms)), self)
 
     def start_rerank_async(self, query: str, texts: Sequence[str]) -> None:
         """Begin to rank texts; ``wait_rerank`` returns the ranking.
@@ -191,7 +193,7 @@ class StaticRerankPipeline:
         Raises:
             StaticLLMError: a text is not valid, or too many wait.
         """
-        self._started = self._submitted(self._request(query, texts, QUERY_PRIORITY, None))
+        self._begin("ranking", self._pairs(query, texts))
 
     def wait_rerank(self) -> Ranking:
         """Return the ranking that was begun last.
@@ -199,62 +201,31 @@ class StaticRerankPipeline:
         Raises:
             StaticLLMError: a text could not be scored, or no ranking was begun.
         """
-        request, self._started = self._started, None
-        if request is None:
-            raise ConfigError("no ranking was begun: call start_rerank_async first")
-        return ranking(probabilities(request.wait(), self._num_labels), self._config.top_n)
+        return self._ranked(self._end("ranking", "start_rerank_async"))
 
-    @property
-    def engine(self) -> JobHost:
-        """The engine that owns the device, for other pipelines on the same device."""
-        return self._engine
+    def _ranked(self, logits: Scores) -> Ranking:
+        return ranking(self._scored(logits), self._config.top_n)
 
-    def close(self) -> None:
-        """Release the device; texts that wait get a ``ClosedError``. An engine that was given goes on."""
-        self._engine.remove_jobs(self._queue)
-        if self._own_engine is not None:
-            self._own_engine.close()
+    def _scored(self, logits: Scores) -> Scores:
+        """Return the score ``[n]`` of each row of ``logits [n, labels]``: that of the only label, or of the second."""
+        scores = activated(logits, self._activation)
+        return scores[:, 0 if scores.shape[1] == 1 else 1]
 
-    def __enter__(self) -> StaticRerankPipeline:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _submitted(self, request: EmbeddingRequest) -> EmbeddingRequest:
-        if request.texts:
-            self._queue.submit(request)
-        else:
-            request.future.set_result(request.vectors)
-        return request
-
-    def _request(self, query: str, texts: Sequence[str], priority: int, deadline_ms: float | None) -> EmbeddingRequest:
-        if isinstance(texts, str):
-            raise ConfigError("texts is a str: must be a list of str")
+    def _pairs(
+        self,
+        query: str,
+        texts: Sequence[str],
+        priority: int = QUERY_PRIORITY,
+        deadline_ms: float | None = None,
+    ) -> EmbeddingRequest:
+        given = self._check_call(texts, priority, deadline_ms)
         if not isinstance(query, str):
             raise PromptError(f"the query is a {type(query).__name__}: must be a str")
-        given = list(texts)
         if self._is_paired:
             tokens = self._tokenizer.encode_pairs(query, given)
         else:  # as GenAI: the caller has written a prompt around both
             tokens = self._tokenizer.encode([query + text if isinstance(text, str) else text for text in given])
-        deadline = None if deadline_ms is None else time.perf_counter() + deadline_ms / 1e3
-        return EmbeddingRequest(tokens, self._queue.runner.shape.width, priority, deadline)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def probabilities(logits: Scores, num_labels: int) -> Scores:
-    """Return the score ``[n]`` of each row of ``logits [n, labels]``: the sigmoid of one label, or the share of the second."""
-    values = logits.astype(np.float64)
-    if num_labels == 1:
-        return np.asarray(1 / (1 + np.exp(-values[:, 0])), np.float32)
-    weights = np.exp(values - values.max(axis=1, keepdims=True, initial=-np.inf))
-    return np.asarray(weights[:, 1] / weights.sum(axis=1), np.float32)
+        return self._request(tokens, priority, deadline_ms)
 
 
 def ranking(scores: Scores, top_n: int) -> Ranking:
@@ -299,6 +270,14 @@ def _num_labels(loaded: LoadedEncoder, words: tuple[str, str]) -> int:
         "the model gives hidden states and no scores: export it with --task text-classification, or embed with "
         "StaticEmbeddingPipeline"
     )
+
+
+def _check_scoring(activation: object, words: object) -> None:
+    if activation not in (None, *ACTIVATIONS):
+        raise ConfigError(f"activation={activation!r}: must be one of {', '.join(ACTIVATIONS)}, or None")
+    is_pair = isinstance(words, (tuple, list)) and len(words) == 2 and all(isinstance(word, str) for word in words)
+    if not is_pair:
+        raise ConfigError(f"score_words={words!r}: must be two words, of a bad and of a good text")
 
 
 def _resolved(config: object, own: Mapping[str, object]) -> RerankConfig:

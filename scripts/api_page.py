@@ -64,8 +64,11 @@ def _entry(name: str, thing: Any) -> str:
 
 
 def _members(owner: type) -> list[Member]:
-    """Return the public methods and properties in the order of the source, without names that begin with an underscore."""
-    found = [(name, value) for name, value in vars(owner).items() if not name.startswith("_")]
+    """Return the public methods and properties in the order of the source, and after them those of its bases among ours."""
+    bases = [base for base in owner.__mro__ if base.__module__.startswith("staticllm.")]
+    members = {name: value for base in reversed(bases) for name, value in vars(base).items()}
+    order = dict.fromkeys(name for base in bases for name in vars(base) if not name.startswith("_"))
+    found = [(name, members[name]) for name in order]
     return [(name, value) for name, value in found if isinstance(value, property | classmethod) or callable(value)]
 
 

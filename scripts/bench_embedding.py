@@ -34,7 +34,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = {1: 24, 4: 10, 16: 5, 64: 2, 256: 1}
 """The numbers of clients, and the batches that each round has."""
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
-BULK, REFERENCE = 512, "st torch"
+CELL_SECONDS, MOST_SECONDS = 4.0, 12.0
+"""The seconds that batches of one engine and number of clients should take per round; more than the second are not measured."""
+BULK, REFERENCE = {"minilm": 512, "bge-large": 32}, "st torch"
 CHATS = ("chat shared", "chat separate")
 
 
@@ -69,13 +71,17 @@ def main() -> None:
     names, left_out = available(options.engines or (QUICK if options.quick else list(ENGINES)), path)
     for line in left_out:
         print(line)
-    figures, cosines = Figures(), dict[str, float]()
+    figures, cosines, batches = Figures(), dict[str, float](), dict[tuple[str, int], int]()
     with ExitStack() as stack:
         workers = {name: start(name, stack, path, options.threads) for name in names}
         compare(workers, cosines)
         for number in range(options.rounds + 1):  # the first one is a warm-up
             print(f"round {number} of {options.rounds}", file=sys.stderr)
-            measure(workers, Figures() if number == 0 else figures, options, number)
+            if number == 0:
+                batches, too_slow = warm_up(workers, options)
+                left_out += too_slow
+            else:
+                measure(workers, figures, options, number, batches)
         for name, worker in workers.items():
             figures.add("mb", name, worker.do("memory")["mb"])
     result = save(figures, cosines, names, left_out, options)
@@ -138,18 +144,46 @@ def compare(workers: dict[str, Worker], cosines: dict[str, float]) -> None:
         print(f"{name}: least cosine to {REFERENCE} {cosines[name]:.6f}{wrong}")
 
 
-def measure(workers: dict[str, Worker], figures: Figures, options: argparse.Namespace, number: int) -> None:
+def warm_up(workers: dict[str, Worker], options: argparse.Namespace) -> tuple[dict[tuple[str, int], int], list[str]]:
+    """Return the batches per round of each engine and number of clients, and a line for each pair that takes too long.
+
+    Every pair runs one batch, unless the rate at fewer clients says that it takes more than ``MOST_SECONDS``.
+    """
+    batches, lines = dict[tuple[str, int], int](), list[str]()
+    for name, worker in workers.items():
+        rate = float("inf")
+        for count in sorted(options.clients):
+            if count / rate <= MOST_SECONDS:
+                rate = worker.do("clients", count=count, batches=1, seed=0)["texts_per_second"]
+            if count / rate > MOST_SECONDS:
+                lines.append(f"{name} with {count} clients is left out: one batch takes over {MOST_SECONDS:.0f} s")
+                continue
+            most = max(1, CLIENTS[count] // (2 if options.quick else 1))
+            batches[name, count] = min(most, max(1, int(CELL_SECONDS * rate / count)))
+    for line in lines:
+        print(line)
+    return batches, lines
+
+
+def measure(
+    workers: dict[str, Worker],
+    figures: Figures,
+    options: argparse.Namespace,
+    number: int,
+    batches: dict[tuple[str, int], int],
+) -> None:
     """Run one round. Each time, another engine is the first."""
     for place, count in enumerate(options.clients):
-        batches = max(1, CLIENTS[count] // (2 if options.quick or not number else 1))
         for name, worker in in_turn(workers, number + place):
-            found = worker.do("clients", count=count, batches=batches, seed=number)
+            if (name, count) not in batches:
+                continue
+            found = worker.do("clients", count=count, batches=batches[name, count], seed=number)
             figures.add(f"clients_{count}", name, found["texts_per_second"])
             for ms in found["ms"]:
                 figures.add(f"ms_{count}", name, ms)
     for name, worker in workers.items():
         if ENGINES[name].kind == "ours":
-            for job in (worker.do("bulk", count=BULK, seed=number), worker.do("peak")):
+            for job in (worker.do("bulk", count=BULK[options.model], seed=number), worker.do("peak")):
                 for measure_name in ("fill", "host", "gflops", "peak"):
                     if measure_name in job:
                         figures.add(measure_name, name, job[measure_name])

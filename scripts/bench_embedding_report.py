@@ -65,7 +65,7 @@ def alone(figures: Figures, names: Sequence[str]) -> list[str]:
         fill, host = figures.median("fill", name), figures.median("host", name)
         gflops, peak = figures.median("gflops", name), figures.median("peak", name)
         if fill is not None and host is not None:
-            lines.append(f"{name}, 512 texts in one call: fill {fill:.1%}, host {host:.1%} of the time")
+            lines.append(f"{name}, all texts in one call: fill {fill:.1%}, host {host:.1%} of the time")
         if gflops and peak:
             lines.append(
                 f"{name}, call of the most rows of 128: {gflops:.0f} GFLOP/s, {gflops / peak:.0%} of {peak:.0f}"

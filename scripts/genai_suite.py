@@ -1,10 +1,12 @@
-"""Runs the Python tests and samples of a checkout of openvino.genai with our class in place of LLMPipeline.
+"""Runs the Python tests and samples of a checkout of openvino.genai with our classes in place of GenAI's.
 
 python scripts/genai_suite.py CHECKOUT                       # four test files and the samples, with both classes
 python scripts/genai_suite.py CHECKOUT test_sampling.py samples --model my_model --only ours
+python scripts/genai_suite.py CHECKOUT test_rag.py --encoder my_encoder --seconds 300   # embeddings and rerankers
 
 Nothing is copied from the checkout, and nothing is downloaded. Tests that would take a model from a hub get --model instead,
-and their reference is GenAI's own stateful pipeline. Our class runs tests for the NPU on the CPU.
+and their reference is GenAI's own stateful pipeline. Our class runs tests for the NPU on the CPU. For test_rag.py, the models
+are --encoder and the tiny ones of tests/_encoders, and the reference is the original in f32, one text per call.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ def main() -> None:
     parser.add_argument("checkout", type=Path, help="a checkout of openvino.genai")
     parser.add_argument("what", nargs="*", default=[*TESTS, "samples"], help="test files, or samples")
     parser.add_argument("--model", type=Path, help="model directory (default: the demo model)")
+    parser.add_argument("--encoder", type=Path, help="directory of an embedding model (default: a tiny one)")
     parser.add_argument("--only", choices=("ours", "genai"), help="one class instead of both")
     parser.add_argument("--seconds", type=int, default=60, help="a test or sample that runs longer has failed")
     parser.add_argument("-k", default="", help="as for pytest")
@@ -76,7 +79,9 @@ def demo_model() -> Path:
 
 def environment(options: argparse.Namespace, side: str, log: str = "") -> dict[str, str]:
     paths = [str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    encoder = "" if options.encoder is None else str(options.encoder.resolve())
     own = {"GENAI_SUITE_CLASS": side, "GENAI_SUITE_MODEL": str(options.model), "GENAI_SUITE_LOG": log}
+    own["GENAI_SUITE_ENCODER"] = encoder
     return {**os.environ, **own, "GENAI_SUITE_SECONDS": str(options.seconds), "PYTHONPATH": os.pathsep.join(paths)}
 
 

@@ -72,6 +72,7 @@ RECIPES = {
     "convbert": Recipe("convbert", {"embedding_size": 32}),
     "qwen3": Recipe("qwen3"),
     "qwen3_with_past": Recipe("qwen3", head="AutoModelForCausalLM"),
+    "qwen3_scores": Recipe("qwen3", {"num_labels": 1, "pad_token_id": 0}, SCORES),
     "bert_scores": Recipe("bert", {"num_labels": 1}, SCORES),
     "xlm_roberta_scores": Recipe("xlm-roberta", {"num_labels": 2}, SCORES),
     "modernbert_scores": Recipe(

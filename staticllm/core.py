@@ -220,8 +220,9 @@ class EncoderMask:
         return f"mask.{self.label}"
 
 
-Pooling = Literal["first", "last", "mean"]
-"""How the vectors of a text's tokens become one: that of the first token (CLS), that of the last, or their mean."""
+Pooling = Literal["first", "last", "mean", "mean_sqrt_len", "weighted_mean"]
+"""How the vectors of a text's tokens become one: that of the first token (CLS), that of the last, their mean, their sum by the
+square root of their number, or their mean with weights 1, 2, 3 …"""
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 from staticllm.errors import ClosedError, StaticLLMError
+
+CLOSE_SECONDS = 2.0
+"""The longest time for which deleting a pipeline waits until it is closed."""
+
+_here = threading.local()
+_closing: set[threading.Thread] = set()  # threads that close what was garbage-collected
+_is_exiting = threading.Event()
 
 
 def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
@@ -24,6 +35,66 @@ def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
             "the limit of threads (ulimit -u), and try again"
         ) from error
     return thread
+
+
+@contextmanager
+def owned_device() -> Iterator[None]:
+    """Say that the calling thread is the one of a device: in this block it must never wait for the device."""
+    _here.owns_device = True
+    try:
+        yield
+    finally:
+        _here.owns_device = False
+
+
+def check_may_wait() -> None:
+    """Check that the calling thread may wait for a device.
+
+    Raises:
+        StaticLLMError: it is the thread of a device, which would wait for itself.
+    """
+    if getattr(_here, "owns_device", False):
+        raise StaticLLMError(
+            f"the thread {threading.current_thread().name!r} runs the calls of a device and would wait for itself: call this on "
+            "another thread"
+        )
+
+
+def close_when_collected(owner: object, close: Callable[..., None], *arguments: object) -> weakref.finalize:  # type: ignore[type-arg]
+    """Call ``close`` when ``owner`` is deleted, on a thread of its own, or at the end of the interpreter.
+
+    The garbage collector runs at any moment on any thread, also on one that holds a lock which ``close`` or a thread that it
+    joins needs. So the deleting thread waits for ``close``, but not longer than ``CLOSE_SECONDS``.
+    """
+    return weakref.finalize(owner, _close_elsewhere, partial(close, *arguments))
+
+
+def _close_elsewhere(close: Callable[[], None]) -> None:
+    if _is_exiting.is_set():
+        close()
+        return
+
+    def run() -> None:
+        try:
+            close()
+        finally:
+            _closing.discard(thread)
+
+    thread = threading.Thread(target=run, name="staticllm-close", daemon=True)
+    _closing.add(thread)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter ends, or the system has no more threads
+        run()
+    else:
+        thread.join(CLOSE_SECONDS)
+
+
+@atexit.register
+def _wait_for_closing() -> None:
+    _is_exiting.set()
+    for thread in list(_closing):
+        thread.join()
 
 
 def check_process(pid: int) -> None:

@@ -10,9 +10,13 @@ import threading
 import time
 from dataclasses import replace
 
+import openvino as ov
+
 from staticllm.daemon.limits import default_limits
 from staticllm.daemon.server import Daemon
 from staticllm.wire import endpoint
+from staticllm.wire.channel import Channel
+from staticllm.wire.messages import PROTOCOL, Kind, Message
 
 
 @contextlib.contextmanager
@@ -62,3 +66,46 @@ def _listens(folder):
     except endpoint.EndpointError:
         return False
     return True
+
+
+class RawClient:
+    """A client that says exactly what a test wants."""
+
+    def __init__(self, session=None, **hello):
+        self.channel = Channel(endpoint.connect(endpoint.runtime_folder()))
+        body = {"protocol": PROTOCOL, "openvino": ov.get_version(), "pid": os.getpid(), "program": "test", **hello}
+        self.welcome = self.ask(Kind.HELLO, **(body if session is None else {**body, "session": session}))
+        self.session = self.welcome.body.get("session")
+
+    def ask(self, kind, handle=0, **body):
+        """Send a message and return the answer."""
+        self.channel.send(Message(kind, handle, body=body))
+        return self.channel.receive()
+
+    def model(self, path, /, **more):
+        """Have a model compiled, and return the answer."""
+        return self.ask(Kind.MODEL, **{"path": str(path), "device": "CPU", "config": {}, "mode": "auto", **more})
+
+    def request(self, model):
+        """Return a further connection with an infer request of a model."""
+        other = RawClient(self.session)
+        assert other.ask(Kind.REQUEST, model, block=0).kind is Kind.OK
+        return other
+
+    def infer(self, *arrays):
+        """Run a call, and return copies of the outputs, or the answer if it is an error."""
+        self.channel.send_tensors(Message(Kind.INFER), arrays, range(len(arrays)))
+        answer = self.channel.receive()
+        if answer.kind is not Kind.DONE:
+            return answer
+        return [array.copy() for _, array in self.channel.tensors_of(answer)]
+
+    def close(self):
+        """Close the connection."""
+        self.channel.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()

@@ -7,6 +7,9 @@ found by evaluating that part alone.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
@@ -25,9 +28,11 @@ from staticllm.compiler_passes.graph.step_graph import consumers, redirect
 from staticllm.core import Pooling
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
-from staticllm.ports import EMBEDDINGS, POOL, SCORES
+from staticllm.ports import EMBEDDINGS, INPUT_IDS, POOL, SCORES
 
 STAGE = "pool_scores"
+PROBE_IDS = (0, 1, 2)
+"""The texts of the probes: a graph that looks for the last token by its id takes one of these for padding, not the others."""
 _STEPS = 4
 """The most nodes of a pooling after the one where the axis of rows disappears: a division, squeezes."""
 
@@ -89,11 +94,28 @@ def _pooling_of(model: ov.Model, node: ov.Node, hidden: ov.Output) -> Pooling | 
     redirect(source, parameter.output(0))
     result = ops.result(nodes[places[node.get_instance_id()]].output(0))
     part = ov.Model([result], [parameter, *copy.get_parameters()])  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
+    program = get_core().compile_model(part, "CPU", EXACT)
+    votes: Counter[Pooling | None] = Counter(
+        _named(_pooled(program, values, copy.get_parameters(), ids), values) for ids in PROBE_IDS
+    )
+    found, count = votes.most_common(1)[0]
+    return found if count > len(PROBE_IDS) / 2 else None
+
+
+def _pooled(program: ov.CompiledModel, values: Value, parameters: Sequence[ov.Node], ids: int) -> Value:
+    """Return what the part computes from the hidden states ``values`` of texts in which every token is ``ids``."""
     feeds = {0: values} | {
-        1 + index: np.zeros(other.get_partial_shape().to_shape(), other.get_element_type().to_dtype())
-        for index, other in enumerate(copy.get_parameters())
+        1 + index: np.full(
+            list(other.get_output_partial_shape(0).to_shape()),
+            ids if INPUT_IDS in other.output(0).get_names() else 0,
+            other.get_output_element_type(0).to_dtype(),
+        )
+        for index, other in enumerate(parameters)
     }
-    pooled = np.array(get_core().compile_model(part, "CPU", EXACT)(feeds)[0]).reshape(PROBE_BATCH, -1)
+    return np.array(program(feeds)[0]).reshape(PROBE_BATCH, -1)
+
+
+def _named(pooled: Value, values: Value) -> Pooling | None:
     expected: dict[Pooling, Value] = {"first": values[:, 0], "last": values[:, -1], "mean": values.mean(axis=1)}
     return next(
         (name for name, value in expected.items() if pooled.shape == value.shape and close(pooled, value)), None

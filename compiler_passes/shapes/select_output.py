@@ -6,6 +6,8 @@ few tokens, such as those of "no" and "yes": the head then computes only these.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
@@ -37,7 +39,7 @@ def select_output(graph: EncoderGraph, score_tokens: tuple[int, ...] = ()) -> No
         chosen = next((port for port in ports if LOGITS in port.get_names()), None)
         graph.has_scores = chosen is not None
     if chosen is None:
-        chosen = _pooled(ports)
+        chosen = pooled_output(ports)
         graph.is_pooled = chosen is not None
     if chosen is None:
         names = sorted(name for port in ports for name in port.get_names())
@@ -92,7 +94,7 @@ def _hidden_states(ports: list[ov.Output]) -> ov.Output | None:
     return found[0] if len(found) == 1 else None
 
 
-def _pooled(ports: list[ov.Output]) -> ov.Output | None:
+def pooled_output(ports: Sequence[ov.Output]) -> ov.Output | None:
     """Return the output with one vector per text, by name or because there is no other."""
     found = [port for port in ports if port.get_partial_shape().rank == ov.Dimension(2)]
     named = [port for port in found if POOLED in port.get_names()]

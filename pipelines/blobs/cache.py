@@ -40,7 +40,7 @@ class Entry:
     @property
     def is_unfinished(self) -> bool:
         """Whether the writer of the set ended before it wrote the manifest."""
-        return self.manifest is None and not (self.folder / MANIFEST).exists()
+        return self.manifest is None and not _has_manifest(self.folder)
 
 
 def key_of(fingerprint: Fingerprint) -> str:
@@ -50,6 +50,17 @@ def key_of(fingerprint: Fingerprint) -> str:
 
 def _is_entry(path: Path) -> bool:
     return _NAME.fullmatch(path.name) is not None and path.is_dir() and not path.is_symlink()
+
+
+def _has_manifest(folder: Path) -> bool:
+    """Return whether a folder has a manifest; True also if that cannot be seen, since the folder is then another user's."""
+    try:
+        (folder / MANIFEST).stat()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 class BlobCache:
@@ -123,9 +134,7 @@ class BlobCache:
         limit = self.limit if limit is None else limit
         if limit is None:
             return []
-        if sum(_used(folder)[0] for folder in self._folders()) <= limit and all(
-            (folder / MANIFEST).exists() for folder in self._folders()
-        ):
+        if sum(_used(folder)[0] for folder in self._folders()) <= limit and all(map(_has_manifest, self._folders())):
             return []  # the usual case, in which no manifest need be read
         removed, total = [], 0
         for entry in self.entries():
@@ -159,7 +168,11 @@ class BlobCache:
 def _used(folder: Path) -> tuple[int, float]:
     """Return the bytes of a folder's files, and the time of the last change (seconds since the epoch; 0 if it is empty)."""
     num_bytes, used = 0, 0.0
-    for path in folder.glob("*"):
+    try:
+        paths = list(folder.iterdir())
+    except OSError:  # it was removed, or is another user's
+        return 0, 0.0
+    for path in paths:
         try:
             stat = path.lstat()
         except OSError:  # another process removed it meanwhile

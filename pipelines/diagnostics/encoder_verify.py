@@ -63,7 +63,8 @@ class EncoderReference:
     """
 
     def __init__(self, job: EncoderJob, shape: EncoderShape, pooling: Pooling) -> None:
-        self._job, self._shape, self._pooling = job, shape, pooling
+        self._job, self._shape = job, shape
+        self._pooling: Pooling = pooling
         config = job.load.config
         self._model = read_model(
             get_core(), job.load.directory, config.weights_path, config.weights_decryption_callback
@@ -106,11 +107,24 @@ class EncoderReference:
         return found
 
     def _vector(self, states: NDArray[np.float32]) -> Vectors:
-        pooled = {"mean": states.mean(axis=0), "first": states[0], "last": states[-1]}[self._pooling]
+        pooled = _pooled(states, self._pooling)
         for layer in self._job.files.dense:
             pooled = _dense(layer, pooled)
         length = np.linalg.norm(pooled) if self._job.choices.is_normalised else 1.0
         return np.asarray(pooled / max(float(length), 1e-12), np.float32)
+
+
+def _pooled(states: NDArray[np.float32], pooling: Pooling) -> NDArray[Any]:
+    """Return the vector of hidden states ``[length, width]``, written otherwise than as the product that programs compute."""
+    length = len(states)
+    found: dict[Pooling, NDArray[Any]] = {
+        "mean": states.mean(axis=0),
+        "first": states[0],
+        "last": states[-1],
+        "mean_sqrt_len": states.sum(axis=0) / np.sqrt(length),
+        "weighted_mean": np.average(states, axis=0, weights=np.arange(1, length + 1)),
+    }
+    return found[pooling]
 
 
 def _hidden_port(model: ov.Model | ov.CompiledModel) -> Any:

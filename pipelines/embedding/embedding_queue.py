@@ -2,137 +2,39 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
-from collections import deque
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from itertools import count
-from typing import NamedTuple
 
 import numpy as np
 
 from staticllm.core import EncoderVariant
 from staticllm.errors import BusyError, ClosedError, NumericalError, StaticLLMError, as_ours
-from staticllm.pipelines.embedding.encoder_runner import EncoderRunner, TokenizedText, Vectors
+from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
+from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.embedding.packing import PackedCall, plan_calls
+from staticllm.pipelines.embedding.waiting_texts import Backlog, Plan, PlannedCall, WaitingText
 from staticllm.pipelines.engine.jobs import new_source_id
 from staticllm.pipelines.scheduling.interface import JobView
+from staticllm.pipelines.scheduling.job_turns import Arrears
 
 WINDOW = 512
 """The number of texts that are packed together. More would fill the calls hardly better."""
 SMALL_PLAN = 64
 """A plan of fewer texts is made again when others arrive: they fill its calls, and packing so few takes little time."""
-
-_numbers = count(1)
-
-
-@dataclass
-class EmbeddingRequest:
-    """The texts of one call of a user. ``future`` gets their vectors ``[n, width]``, or the error of the first that failed.
-
-    ``deadline`` is a moment of ``time.perf_counter`` after which texts are not run any more. ``has_progressed`` is set whenever
-    ``num_done`` texts have become more, and at the end.
-    """
-
-    texts: Sequence[TokenizedText]
-    width: int
-    priority: int = 0
-    deadline: float | None = None
-    arrival: float = field(default_factory=time.perf_counter)
-    future: Future[Vectors] = field(default_factory=Future)
-    id: int = field(default_factory=lambda: next(_numbers))
-
-    def __post_init__(self) -> None:
-        self.vectors: Vectors = np.zeros((len(self.texts), self.width), np.float32)
-        self.num_done = 0
-        self.has_progressed = threading.Event()
-        self._lock = threading.Lock()  # the texts of one request may run on several devices
-        self._is_ending = False
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nobody waits for the texts any more: the request was cancelled, or has failed."""
-        return self.future.done()
-
-    def is_late(self, now: float) -> bool:
-        """Whether the deadline has passed at the moment ``now``."""
-        return self.deadline is not None and now >= self.deadline
-
-    def put(self, index: int, vector: Vectors) -> None:
-        """Take the vector of one text; after the last one, hand all of them out."""
-        self.vectors[index] = vector
-        with self._lock:
-            self.num_done += 1
-            is_last = self.num_done == len(self.texts)
-        if is_last and self._may_end():
-            self.future.set_result(self.vectors)
-        self.has_progressed.set()
-
-    def fail(self, error: BaseException) -> None:
-        """End the request with an error, unless it is over."""
-        if self._may_end():
-            self.future.set_exception(error)
-        self.has_progressed.set()
-
-    def wait(self, on_progress: Callable[[int, int], None] | None = None) -> Vectors:
-        """Return the vectors when all are there; an exception, also of ``on_progress`` and Ctrl-C, cancels the request.
-
-        ``on_progress`` gets the number of texts that are done, and of all texts, on this thread.
-
-        Raises:
-            StaticLLMError: a text failed, or the deadline passed.
-        """
-        num_told = 0
-        try:
-            while on_progress is not None and not self.future.done():
-                self.has_progressed.wait()
-                self.has_progressed.clear()
-                num_told = self.num_done
-                on_progress(num_told, len(self.texts))
-            vectors = self.future.result()
-            if on_progress is not None and num_told < len(self.texts):
-                on_progress(len(self.texts), len(self.texts))
-            return vectors
-        except BaseException:
-            self.future.cancel()
-            raise
-
-    def _may_end(self) -> bool:
-        """Return True for the first end of a request that was not cancelled; tell waiting threads of one that was."""
-        with self._lock:  # devices, and a thread that closes the queue, may end a request at the same time
-            is_first, self._is_ending = not self._is_ending, True
-        return is_first and self.future.set_running_or_notify_cancel()
-
-
-@dataclass(frozen=True)
-class _Text:
-    """One text of a request."""
-
-    request: EmbeddingRequest
-    index: int
-
-    @property
-    def tokens(self) -> TokenizedText:
-        return self.request.texts[self.index]
-
-    def is_over(self, now: float) -> bool:
-        """Whether nobody waits for the text any more at the moment ``now``."""
-        return self.request.is_over or self.request.is_late(now)
-
-
-class _Planned(NamedTuple):
-    """A call and its texts, in the order of the call."""
-
-    call: PackedCall
-    texts: list[_Text]
+NEARLY = 1.1
+"""A variant stays in use until its cost exceeds the limit by this factor: costs fluctuate, and planning takes time."""
+TOO_LONG = 1e6
+"""A variant above the limit, for a text that no other holds, counts this many times its cost, so that no other text uses it."""
 
 
 class EmbeddingQueue:
     """The texts that wait for one device: the ``JobSource`` of an encoder. Any thread submits and closes.
 
-    Texts of a higher priority come first, then those that arrived first. ``max_waiting`` is the most texts that may wait.
+    Texts of a higher priority come first, then those that arrived first. While higher priorities always wait, the lower ones get
+    ``BEHIND_SHARE`` of the device time, so that none waits for ever. ``max_waiting`` is the most texts that may wait.
     """
 
     def __init__(self, runner: EncoderRunner, max_waiting: int) -> None:
@@ -140,78 +42,79 @@ class EmbeddingQueue:
         self._max_waiting = max_waiting
         self._wake: Callable[[], None] = lambda: None
         self._max_seconds: float | None = None
-        self._lock = threading.Lock()
-        self._is_running = threading.RLock()  # held during a call; a callback at its end may close the queue
-        self._waiting: dict[int, deque[_Text]] = {}  # priority -> texts in the order of arrival
+        self._lock = threading.RLock()  # the garbage collector may close a pipeline of the user while it is held
+        self._is_running = threading.RLock()  # held during a call; what it ends may close the queue
+        self._backlogs: dict[int, Backlog] = {}  # priority -> texts that are not planned
+        self._plans: dict[int, Plan] = {}
+        self._arrears = Arrears()
         self._num_waiting = 0
         self._is_closed = False
-        self._plans: dict[int, list[_Planned]] = {}  # priority -> calls, none of them empty
-        self._stale: set[int] = set()  # priorities whose plan is made again
-        self._alone: deque[_Planned] = (
-            deque()
-        )  # texts whose vectors were not finite beside others; these calls come first
+        self._deadlines: list[tuple[float, int, weakref.ref[EmbeddingRequest]]] = []  # a heap; also of what has ended
         self._dropped: list[EmbeddingRequest] = []  # late or cancelled; they end without the lock
 
-    def attach(self, wake: Callable[[], None], max_seconds: float | None) -> None:
-        """Take the function that wakes the device's thread; it is called, without a lock, after a request was added.
-
-        ``max_seconds``: no call with fewer texts than that would take longer; None for no limit.
-        """
-        self._wake, self._max_seconds = wake, max_seconds
+    def attach(self, wake: Callable[[], None]) -> None:
+        """Take the function that wakes the device's thread; it is called, without a lock, after a request was added."""
+        self._wake = wake
 
     def submit(self, request: EmbeddingRequest) -> None:
         """Add a request.
 
         Raises:
             BusyError: the queue has no room for its texts.
-            ClosedError: the queue was closed.
+            ClosedError: the queue was closed, or the engine that runs it.
         """
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the pipeline is closed: load the model again")
-            num_waiting = self._num_waiting
-            if num_waiting and num_waiting + len(request.texts) > self._max_waiting:
-                raise BusyError(
-                    f"{num_waiting} texts wait, {len(request.texts)} more would exceed MAX_WAITING {self._max_waiting}: try "
-                    "again later, or load with a larger MAX_WAITING"
-                )
-            texts = self._waiting.setdefault(request.priority, deque())
-            texts.extend(_Text(request, index) for index in range(len(request.texts)))
+            self._check_room(len(request.texts))
+            self._backlogs.setdefault(request.priority, Backlog()).add(request)
             self._num_waiting += len(request.texts)
-            if sum(len(planned.texts) for planned in self._plans.get(request.priority, ())) < SMALL_PLAN:
-                self._stale.add(request.priority)
-        self._wake()
+            if request.deadline is not None:
+                heapq.heappush(self._deadlines, (request.deadline, request.id, weakref.ref(request)))
+            plan = self._plans.get(request.priority)
+            if plan is not None and sum(len(planned.texts) for planned in plan.calls) < SMALL_PLAN:
+                plan.is_stale = True
+        try:
+            self._wake()
+        except BaseException:
+            request.future.cancel()  # its texts must not run: the caller gets an error and no vectors
+            raise
 
     @property
     def num_waiting(self) -> int:
-        """The number of texts that wait."""
+        """The number of texts that wait; some of them may have been cancelled."""
         return self._num_waiting
 
     @property
     def has_jobs(self) -> bool:
-        """Whether texts wait."""
-        return self._num_waiting > 0
+        """Whether texts wait, or ends of requests."""
+        return self._num_waiting > 0 or bool(self._dropped)
 
-    def next_job(self) -> JobView | None:
-        """Return the next call as a policy sees it; None if no text waits."""
+    def next_job(self, max_seconds: float | None = None) -> JobView | None:
+        """Return the next call as a policy sees it; None if no text waits.
+
+        ``max_seconds``: no call with fewer texts than that would take longer; None for no limit. The job has the highest
+        priority of all texts that wait, because they wait for its end.
+        """
+        self._max_seconds = max_seconds
         self._prepare()
         with self._lock:
-            if not self._alone and not self._plans:
+            if (priority := self._turn()) is None:
                 return None
-            call, texts = self._alone[0] if self._alone else self._plans[max(self._plans)][0]
+            call, texts = self._plans[priority].head
             requests = [text.request for text in texts]
             arrival = min(request.arrival for request in requests)
             deadline = min((r.deadline for r in requests if r.deadline is not None), default=None)
-            return JobView(self.id, self.runner.cost(call.variant), arrival, requests[0].priority, deadline)
+            return JobView(self.id, self.runner.cost(call.variant), arrival, max(self._priorities), deadline)
 
     def run_next(self, meanwhile: Callable[[], None] | None = None) -> int:
         """Run one call, if texts wait, and hand their vectors out. Return its number of texts."""
         with self._is_running:
             self._prepare()
             with self._lock:
-                if not self._alone and not self._plans:
+                if (priority := self._turn()) is None:
                     return 0
-                call, texts = self._pop()
+                call, texts = self._pop(priority)
             try:
                 self._run(call, texts, meanwhile)
             except BaseException as error:  # the texts of this call must end, or their readers would wait for ever
@@ -223,103 +126,146 @@ class EmbeddingQueue:
         """End all requests, and return after the call that runs now; later requests are refused."""
         with self._lock:
             self._is_closed = True
-            left = [text for texts in self._waiting.values() for text in texts]
-            plans = [self._alone, *self._plans.values()]
-            left += [text for plan in plans for planned in plan for text in planned.texts]
-            self._waiting.clear()
-            self._plans.clear()
-            self._alone.clear()
+            left = [text.request for plan in self._plans.values() for text in plan.texts]
+            left += [request for backlog in self._backlogs.values() for request in backlog.requests]
+            self._backlogs, self._plans, self._deadlines = {}, {}, []
             self._num_waiting = 0
-        for request in {text.request.id: text.request for text in left}.values():
+        for request in {request.id: request for request in left}.values():
             request.fail(ClosedError("the pipeline was closed before these texts were embedded"))
         with self._is_running:
             pass
 
+    def _check_room(self, num_new: int) -> None:
+        """Raise a ``BusyError`` if so many texts are too many. The lock is held."""
+        if not self._num_waiting or self._num_waiting + num_new <= self._max_waiting:
+            return
+        for backlog in self._backlogs.values():
+            backlog.purge(time.perf_counter(), self._drop)
+        if self._num_waiting and self._num_waiting + num_new > self._max_waiting:
+            raise BusyError(
+                f"{self._num_waiting} texts wait, {num_new} more would exceed MAX_WAITING {self._max_waiting}: try again later, "
+                "or load with a larger MAX_WAITING"
+            )
+
     def _prepare(self) -> None:
-        """Plan, and end late requests without the lock, because their callbacks may submit texts or close the queue."""
+        """Plan, and end late requests without the lock, because what waits for their ends may submit texts or close the queue."""
         with self._lock:
-            self._replan()
+            now = time.perf_counter()
+            while self._deadlines and self._deadlines[0][0] <= now:
+                request = heapq.heappop(self._deadlines)[2]()
+                self._dropped += [request] if request is not None else []
+            self._turn()
             dropped, self._dropped = self._dropped, []
         for request in dropped:
             request.fail(StaticLLMError("the deadline passed before all texts were embedded"))
 
-    def _replan(self) -> None:
-        """Plan the calls of the next texts of the highest priority, unless its plan is still good. The lock is held."""
-        now = time.perf_counter()
-        while self._alone:
-            if self._living(self._alone[0].texts, now):
-                return
-            self._alone.popleft()
-        while priorities := self._plans.keys() | self._waiting.keys():
-            priority = max(priorities)
-            if priority in self._stale:
-                self._stale.discard(priority)
-                texts = [text for planned in self._plans.pop(priority, ()) for text in planned.texts]
-                self._waiting.setdefault(priority, deque()).extendleft(reversed(texts))
-            if priority in self._plans:
-                if self._has_living_call(priority):
-                    return
-            elif chosen := self._take(priority):
-                self._plans[priority] = self._packed(chosen)
-                return
+    @property
+    def _priorities(self) -> set[int]:
+        return self._plans.keys() | self._backlogs.keys()
 
-    def _has_living_call(self, priority: int) -> bool:
-        """Return whether the next call of a plan has no text that nobody waits for; such a call is planned without them."""
-        plan, now = self._plans[priority], time.perf_counter()
-        if not any(text.is_over(now) for text in plan[0].texts):
-            return True
-        texts = self._living(plan.pop(0).texts, now)
-        plan[:0] = self._packed(texts) if texts else []
+    def _turn(self) -> int | None:
+        """Return the priority whose next call runs, after planning it; None if no text waits. The lock is held."""
+        while priorities := self._priorities:
+            first = max(priorities)
+            if not self._plan(first):
+                continue
+            behind = priorities - {first}
+            if not behind:
+                self._arrears.clear()
+                return first
+            if not self._arrears.covers(self.runner.cost(self.runner.variants[0])):
+                return first
+            oldest = min(behind, key=self._arrival)
+            if self._plan(oldest):
+                return oldest if self._arrears.covers(self._seconds(oldest)) else first
+        return None
+
+    def _arrival(self, priority: int) -> float:
+        plan = self._plans.get(priority)
+        return min(text.request.arrival for text in plan.head.texts) if plan else self._backlogs[priority].arrival
+
+    def _seconds(self, priority: int) -> float:
+        return self.runner.cost(self._plans[priority].head.call.variant)
+
+    def _plan(self, priority: int) -> bool:
+        """Plan the next texts of a priority, unless its plan is still good. Return False if nobody waits for any of its texts."""
+        plan = self._plans.setdefault(priority, Plan())
+        backlog = self._backlogs.get(priority, Backlog())
+        variants, now = self._variants(plan.variants), time.perf_counter()
+        if plan.is_stale or variants != plan.variants:
+            backlog.put_back(plan.clear())
+            plan.variants = variants
+        while True:
+            if not plan:
+                plan.calls.extend(self._packed(backlog.take(WINDOW, now, self._drop), variants))
+            if not plan:
+                self._plans.pop(priority, None)
+                self._backlogs.pop(priority, None)
+                return False
+            living = self._living(plan.head.texts, now)
+            if living is plan.head.texts:
+                break
+            plan.pop()
+            plan.calls.extendleft(reversed(self._packed(living, variants)))
+        if backlog:
+            self._backlogs[priority] = backlog
+        else:
+            self._backlogs.pop(priority, None)
+        return True
+
+    def _living(self, texts: list[WaitingText], now: float) -> list[WaitingText]:
+        """Return the texts that somebody waits for, the same list if all are; the others are dropped."""
+        if not any(text.is_over(now) for text in texts):
+            return texts
+        living = [text for text in texts if not text.is_over(now)]
+        for text in texts:
+            if text.is_over(now):
+                self._drop(text.request, 1)
+        return living
+
+    def _drop(self, request: EmbeddingRequest, num_texts: int) -> None:
+        self._num_waiting -= num_texts
+        self._dropped.append(request)
+
+    def _pop(self, priority: int) -> PlannedCall:
+        """Remove the next call of a priority. The lock is held."""
+        plan, seconds = self._plans[priority], self._seconds(priority)
+        if priority < max(self._priorities):
+            self._arrears.pay(seconds)
+        elif len(self._priorities) > 1:
+            self._arrears.add(seconds)
+        planned = plan.pop()
         if not plan:
             del self._plans[priority]
-        return bool(texts)
-
-    def _pop(self) -> _Planned:
-        """Remove the next call. The lock is held."""
-        if self._alone:
-            planned = self._alone.popleft()
-        else:
-            priority = max(self._plans)
-            planned = self._plans[priority].pop(0)
-            if not self._plans[priority]:
-                del self._plans[priority]
         self._num_waiting -= len(planned.texts)
         return planned
 
-    def _take(self, priority: int) -> list[_Text]:
-        """Remove the next texts of a priority, and drop those that nobody waits for or whose deadline has passed."""
-        chosen: list[_Text] = []
-        waiting, now = self._waiting[priority], time.perf_counter()
-        while waiting and len(chosen) < WINDOW:
-            chosen += self._living([waiting.popleft()], now)
-        if not waiting:
-            del self._waiting[priority]
-        return chosen
-
-    def _living(self, texts: Sequence[_Text], now: float) -> list[_Text]:
-        """Return the texts that somebody waits for; the others are no longer counted, and end later without the lock."""
-        living = [text for text in texts if not text.is_over(now)]
-        self._num_waiting -= len(texts) - len(living)
-        self._dropped += [text.request for text in texts if text.is_over(now)]
-        return living
-
-    def _packed(self, texts: list[_Text]) -> list[_Planned]:
+    def _packed(self, texts: list[WaitingText], allowed: Sequence[EncoderVariant]) -> list[PlannedCall]:
         """Return the calls of these texts, the one with the oldest text first."""
         runner = self.runner
         lengths = [len(text.tokens) for text in texts]
-        calls = plan_calls(lengths, self._variants(max(lengths, default=0)), runner.cost, runner.shape.is_packable)
-        calls.sort(key=lambda call: min(call.texts))
-        return [_Planned(call, [texts[index] for index in call.texts]) for call in calls]
+        most = max((variant.rows for variant in allowed), default=0)
+        needed = {self._cheapest(length) for length in set(lengths) if length > most}
 
-    def _variants(self, longest: int) -> Sequence[EncoderVariant]:
-        """Return the variants that keep ``max_seconds``, and the cheapest one that holds the longest text."""
+        def cost(variant: EncoderVariant) -> float:
+            return runner.cost(variant) * (TOO_LONG if variant in needed else 1.0)
+
+        calls = plan_calls(lengths, (*allowed, *needed), cost, runner.shape.is_packable)
+        calls.sort(key=lambda call: min(call.texts))
+        return [PlannedCall(call, [texts[index] for index in call.texts]) for call in calls]
+
+    def _cheapest(self, num_tokens: int) -> EncoderVariant:
+        """Return the cheapest variant that holds a text of so many tokens."""
+        return min((variant for variant in self.runner.variants if variant.rows >= num_tokens), key=self.runner.cost)
+
+    def _variants(self, planned: Sequence[EncoderVariant]) -> Sequence[EncoderVariant]:
+        """Return the variants that keep ``max_seconds``; those of the plan keep it as long as they nearly do."""
         runner, limit = self.runner, self._max_seconds
         if limit is None:
             return runner.variants
-        least = min((v for v in runner.variants if v.rows >= longest), key=runner.cost)
-        return [v for v in runner.variants if v == least or runner.cost(v) <= limit]
+        return tuple(v for v in runner.variants if runner.cost(v) <= limit * (NEARLY if v in planned else 1))
 
-    def _run(self, call: PackedCall, texts: list[_Text], meanwhile: Callable[[], None] | None) -> None:
+    def _run(self, call: PackedCall, texts: list[WaitingText], meanwhile: Callable[[], None] | None) -> None:
         places = iter(texts)
         sequences = [[next(places).tokens for _ in sequence] for sequence in call.sequences]
         vectors = self.runner.run(call.variant, sequences, meanwhile)
@@ -333,12 +279,13 @@ class EmbeddingQueue:
                 text.request.fail(_not_finite(text.index))
         self._run_alone_later(suspects)
 
-    def _run_alone_later(self, texts: list[_Text]) -> None:
+    def _run_alone_later(self, texts: list[WaitingText]) -> None:
         """Plan texts whose vectors were not finite as calls of their own, because another text of the call may be the cause."""
         with self._lock:
             closed = texts if self._is_closed else []
             for text in [] if self._is_closed else texts:
-                self._alone.extend(self._packed([text]))
+                plan = self._plans.setdefault(text.request.priority, Plan())
+                plan.alone.extend(self._packed([text], self._variants(())))
                 self._num_waiting += 1
         for text in closed:
             text.request.fail(ClosedError("the pipeline was closed before these texts were embedded"))

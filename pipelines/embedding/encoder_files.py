@@ -19,10 +19,12 @@ from staticllm.files import read_regular
 
 MAX_JSON = 1 << 20
 MAX_DENSE_BYTES = 1 << 30
-_POOLINGS: dict[str, Pooling] = {
+POOLINGS: dict[str, Pooling] = {
     "cls": "first", "pooling_mode_cls_token": "first",
     "mean": "mean", "pooling_mode_mean_tokens": "mean",
     "lasttoken": "last", "pooling_mode_lasttoken": "last",
+    "mean_sqrt_len_tokens": "mean_sqrt_len", "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "weightedmean": "weighted_mean", "pooling_mode_weightedmean_tokens": "weighted_mean",
 }  # fmt: skip
 """The modes of sentence-transformers that one matrix product computes."""
 
@@ -32,7 +34,8 @@ class EncoderFiles:
     """What the files of sentence-transformers say; None and empty where they say nothing.
 
     ``max_length`` is in tokens. ``prompts``: texts to put before queries (``query``) and documents (``document`` or ``passage``).
-    ``is_normalised`` says whether the model's modules end with a normalisation.
+    ``is_normalised`` says whether the model's modules end with a normalisation, ``is_prompt_pooled`` whether the tokens of a
+    prompt count in the vector of its text.
     """
 
     pooling: Pooling | None = None
@@ -40,6 +43,7 @@ class EncoderFiles:
     max_length: int | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
     is_normalised: bool | None = None
+    is_prompt_pooled: bool = True
 
 
 def read_encoder_files(directory: Path) -> EncoderFiles:
@@ -52,6 +56,7 @@ def read_encoder_files(directory: Path) -> EncoderFiles:
     pooling: Pooling | None = None
     dense: list[Dense] = []
     is_normalised = False if modules else None
+    is_prompt_pooled = True
     for module in modules:
         kind, path = str(_field(module, "type")).rsplit(".", 1)[-1], str(module.get("path", ""))
         folder = directory / path
@@ -59,6 +64,7 @@ def read_encoder_files(directory: Path) -> EncoderFiles:
             raise ModelError(f"{directory / 'modules.json'}: the path {path!r} leaves the model directory")
         if kind == "Pooling":
             pooling = _pooling(folder / "config.json")
+            is_prompt_pooled = _read_json(folder / "config.json", dict).get("include_prompt", True) is not False
         elif kind == "Dense":
             dense.append(_dense(folder))
         elif kind == "Normalize":
@@ -68,7 +74,7 @@ def read_encoder_files(directory: Path) -> EncoderFiles:
     length = _read_json(directory / "sentence_bert_config.json", dict).get("max_seq_length")
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise ModelError(f"sentence_bert_config.json: max_seq_length is {length!r}: must be a whole number from 1")
-    return EncoderFiles(pooling, tuple(dense), length, _prompts(directory), is_normalised)
+    return EncoderFiles(pooling, tuple(dense), length, _prompts(directory), is_normalised, is_prompt_pooled)
 
 
 def _default_modules(directory: Path) -> list[dict[str, str]]:
@@ -78,15 +84,20 @@ def _default_modules(directory: Path) -> list[dict[str, str]]:
 
 
 def _pooling(path: Path) -> Pooling:
+    """Return the pooling of a file as sentence-transformers reads it: ``pooling_mode``, else the older flags."""
     found = _read_json(path, dict)
     named = found.get("pooling_mode")
-    modes = [named] if isinstance(named, str) else [name for name, value in found.items() if value is True]
-    modes = [mode for mode in modes if isinstance(mode, str) and (mode.startswith("pooling_mode") or mode == named)]
-    if len(modes) != 1 or modes[0] not in _POOLINGS:
+    flags = {name: value for name, value in found.items() if name.startswith("pooling_mode_")}
+    modes = [name for name, value in flags.items() if value is True] or ["pooling_mode_mean_tokens"] * bool(flags)
+    if named is not None:
+        modes = named if isinstance(named, list) else [named]
+    if len(modes) != 1 or modes[0] not in POOLINGS:
+        several = "several poolings at once are not supported, " if len(modes) > 1 else ""
         raise ModelError(
-            f"{path}: pooling {', '.join(map(str, modes)) or 'not given'}: must be one of cls, mean, lasttoken"
+            f"{path}: pooling {', '.join(map(str, modes)) or 'not given'}: {several}must be one of cls, mean, lasttoken, "
+            "mean_sqrt_len_tokens, weightedmean"
         )
-    return _POOLINGS[modes[0]]
+    return POOLINGS[modes[0]]
 
 
 def _prompts(directory: Path) -> dict[str, str]:

@@ -22,6 +22,8 @@ from staticllm.ports import INPUT_IDS
 
 SIZES = ((1, 16), (1, 32), (1, 64), (1, 128), (2, 128), (4, 128), (8, 128), (1, 256), (1, 512))
 """The batches and rows of the programs. Sequences of 128 are the fastest, because attention is quadratic in their length."""
+SHARED_SIZES = (*SIZES, (1, 24), (1, 40), (1, 48), (1, 80), (1, 96), (1, 192))
+"""The same where one program runs all sizes, so that another one costs no memory: a text alone has fewer idle rows."""
 TOKENS_PER_TEXT = 8
 """A call holds at most one text for so many of its tokens."""
 
@@ -77,7 +79,8 @@ def plan_encoder(job: EncoderJob, for_blobs: bool = False) -> EncoderPlan:
     longest = _longest(job.max_length, job.choices.max_length, lowered.shape.max_rows)
     unsafe = () if job.mode == "shared" else lowered.shape.unsafe_rows
     longest -= longest in unsafe
-    variants = variants_for(longest, [size for size in job.choices.sizes or SIZES if size[1] not in unsafe])
+    sizes = job.choices.sizes or (SHARED_SIZES if job.mode == "shared" else SIZES)
+    variants = variants_for(longest, [size for size in sizes if size[1] not in unsafe])
     load.on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - read))
     return EncoderPlan(lowered, variants, longest, vocab_size, weights)
 

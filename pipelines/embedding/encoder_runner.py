@@ -26,6 +26,8 @@ from staticllm.ports import (
 
 HIDDEN = -65504.0
 """The value of a mask where a token does not see another, as in step programs."""
+SLOW_RUN = 0.1
+"""A call of more seconds is measured once at loading: noise is small beside it, and loading should not take minutes."""
 NEW_SHARE = 0.1
 """The weight of a new measurement in the cost of a variant."""
 
@@ -34,10 +36,14 @@ Vectors = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """The token ids of one text, and the type of each token for models that know several; None: all 0."""
+    """The token ids of one text, and the type of each token for models that know several; None: all 0.
+
+    ``num_prompt``: the tokens at its start that are seen by the others but do not count in its vector.
+    """
 
     ids: NDArray[np.int64]
     types: NDArray[np.int64] | None = None
+    num_prompt: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -73,7 +79,7 @@ class EncoderBuffers:
             start = 0
             for text in texts:
                 self._place(line, start, text)
-                self._pool(number, line, start, len(text), pooling)
+                self._pool(number, line, start, text, pooling)
                 start, number = start + len(text), number + 1
 
     def _place(self, line: int, start: int, text: TokenizedText) -> None:
@@ -88,13 +94,27 @@ class EncoderBuffers:
         for mask, pattern in self._patterns:
             mask[line, 0, rows, rows] = pattern[:length, :length]
 
-    def _pool(self, number: int, line: int, start: int, length: int, pooling: Pooling) -> None:
-        begin = line * self.variant.rows + start
-        weights = self.arrays[POOL][number]
-        if pooling == "mean":
-            weights[begin : begin + length] = 1 / length
-        else:
-            weights[begin if pooling == "first" else begin + length - 1] = 1
+    def _pool(self, number: int, line: int, start: int, text: TokenizedText, pooling: Pooling) -> None:
+        begin, length = line * self.variant.rows + start, len(text)
+        self.arrays[POOL][number, begin : begin + length] = pooling_weights(pooling, length, text.num_prompt)
+
+
+def pooling_weights(pooling: Pooling, length: int, num_prompt: int = 0) -> NDArray[np.float32]:
+    """Return the weights ``[length]`` of a text's tokens, of which the first ``num_prompt`` have none.
+
+    They are those of sentence-transformers' Pooling module. If there is nothing beside the prompt, it counts.
+    """
+    first = num_prompt if num_prompt < length else 0
+    weights = np.zeros(length, np.float32)
+    if pooling in ("first", "last"):
+        weights[first if pooling == "first" else -1] = 1
+    elif pooling == "weighted_mean":
+        places = np.arange(first + 1, length + 1, dtype=np.float64)
+        weights[first:] = places / places.sum()
+    else:
+        count = length - first
+        weights[first:] = 1 / (count if pooling == "mean" else count**0.5)
+    return weights
 
 
 def _pattern(kind: EncoderMask, rows: int) -> NDArray[np.float32]:
@@ -145,14 +165,20 @@ class EncoderRunner:
         return max(variant.rows for variant in self._compiled)
 
     def cost(self, variant: EncoderVariant) -> float:
-        """Return the seconds of a call of this variant: measured, or in proportion to the nearest one that was measured."""
+        """Return the seconds of a call of this variant: measured, or on a line through its neighbours that were measured."""
         if variant in self._seconds:
             return self._seconds[variant]
-        size = variant.batch * variant.rows
+        size = _size(variant)
         if not self._seconds:
             return 1e-3 + 1e-4 * size
-        near = min(self._seconds, key=lambda known: abs(known.batch * known.rows - size))
-        return self._seconds[near] * size / (near.batch * near.rows)
+        below = max((known for known in self._seconds if _size(known) <= size), key=_size, default=None)
+        above = min((known for known in self._seconds if _size(known) >= size), key=_size, default=None)
+        if below is None or above is None or _size(below) == _size(above):
+            near = below or above
+            assert near is not None
+            return self._seconds[near] * size / _size(near)
+        share = (size - _size(below)) / (_size(above) - _size(below))
+        return self._seconds[below] + share * (self._seconds[above] - self._seconds[below])
 
     def warm_up(self, num_runs: int = 3, known: Mapping[EncoderVariant, float] | None = None) -> None:
         """Run every variant, so that its cost is known; the least of ``num_runs`` runs counts.
@@ -161,9 +187,10 @@ class EncoderRunner:
         """
         for variant in self.variants:
             program = self._program(variant)
-            program.run()  # the first run prepares
+            slowest = program.run()  # the first run prepares
             seconds = (known or {}).get(variant)
-            self._seconds[variant] = min(program.run() for _ in range(num_runs)) if seconds is None else seconds
+            count = num_runs if slowest < SLOW_RUN else 1
+            self._seconds[variant] = min(program.run() for _ in range(count)) if seconds is None else seconds
 
     @property
     def costs(self) -> dict[EncoderVariant, float]:
@@ -189,3 +216,8 @@ class EncoderRunner:
             buffers = EncoderBuffers(self.shape, variant, self._pad_id)
             self._bound[variant] = EncoderProgram(self._compiled[variant], buffers)
         return self._bound[variant]
+
+
+def _size(variant: EncoderVariant) -> int:
+    """Return the rows of all sequences of a call."""
+    return variant.batch * variant.rows

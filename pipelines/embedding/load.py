@@ -10,7 +10,7 @@ import openvino_genai as genai
 
 from staticllm.compiler_passes.model_kind import EMBEDDINGS, SCORES
 from staticllm.core import EncoderShape, OnProgress, Pooling, ProgressEvent
-from staticllm.errors import DeviceError, ModelError, last_line
+from staticllm.errors import ConfigError, DeviceError, ModelError, last_line
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles
 from staticllm.pipelines.embedding.encoder_job import EncoderChoices, EncoderJob, encoder_job
@@ -55,6 +55,7 @@ def load_encoder(
     check_model_dir(directory, True, config.weights_path, config.weights_decryption_callback is not None)
     found = programs_of(job)
     _check_output(job, found)
+    _check_pooling(job, found.programs.shape)
     tokenizer = read_tokenizer(directory)
     runner = make_encoder_runner(job, found, max(tokenizer.get_pad_token_id(), 0))
     on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
@@ -92,6 +93,27 @@ def _check_output(job: EncoderJob, found: EncoderSet) -> None:
     if wanted not in (None, output):
         kind = SCORES if output == "scores" else EMBEDDINGS
         raise ModelError(f"{str(job.load.directory)!r} is {kind.what}: {kind.remedy}")
+
+
+def _check_pooling(job: EncoderJob, shape: EncoderShape) -> None:
+    """Check that a model that pools by itself pools as the user and its files say.
+
+    Raises:
+        ConfigError: the user chose another pooling.
+        ModelError: its files name another one, and the user said nothing.
+    """
+    own, chosen, named = shape.pooling, job.choices.pooling, job.files.pooling
+    if shape.output == "scores" or own is None:
+        return
+    if chosen not in (None, own):
+        raise ConfigError(
+            f"pooling_type {chosen!r}: the graph of the model pools by itself, by {own!r}: leave pooling_type out"
+        )
+    if chosen is None and named not in (None, own):
+        raise ModelError(
+            f"{str(job.load.directory)!r}: its files name the pooling {named!r}, and its graph pools by {own!r}: give "
+            "pooling_type to say that the graph is right"
+        )
 
 
 def default_pooling(shape: EncoderShape) -> Pooling:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from staticllm.core import EncoderVariant
 
@@ -12,6 +13,8 @@ Cost = Callable[[EncoderVariant], float]
 """Returns the seconds that one call of a variant takes."""
 FEW_TEXTS = 16
 """Up to so many texts, every size of sequences is tried."""
+BULK_SIZES = 3
+"""For more texts, so many sizes are tried: those with the cheapest tokens, because cheap tokens do not help if more stay idle."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,10 @@ def plan_calls(
 ) -> list[PackedCall]:
     """Return calls that hold texts of ``lengths`` tokens, each once; the calls with the longest texts come first.
 
-    Texts are put into sequences by best fit decreasing (Johnson: Near-optimal bin packing algorithms, 1973). Their size is that
-    with the cheapest tokens, or the smallest that holds the text. Then the sequences, by their used rows, are divided among
-    calls so that the sum of costs is least. A few texts are packed into sequences of each size, and the cheapest calls are
-    taken. Without ``is_packable``, each sequence holds one text.
+    Texts are put into sequences by best fit decreasing (Johnson: Near-optimal bin packing algorithms, 1973), of a given size or
+    the smallest that holds the text. Then the sequences, by their used rows, are divided among calls so that the sum of costs is
+    least. This is done for each size in question, and the cheapest calls are taken. Without ``is_packable``, each sequence holds
+    one text.
 
     Raises:
         ValueError: a text has no tokens, or more than any variant has rows.
@@ -55,13 +58,29 @@ def plan_calls(
     if min(lengths) < 1 or max(lengths) > sizes[-1]:
         raise ValueError(f"texts of {min(lengths)} to {max(lengths)} tokens, programs of 1 to {sizes[-1]}")
     costs = [(variant, cost(variant)) for variant in variants]
-    best = min(costs, key=lambda known: (known[1] / (known[0].batch * known[0].rows), known[0].rows))[0].rows
     most = {size: min(_most_texts(v) for v in variants if v.rows == size) for size in sizes} if is_packable else {}
     found = [
-        _divide(_fill(lengths, sizes, size, most), costs, is_packable)
-        for size in (sizes if len(lengths) <= FEW_TEXTS else (best,))
+        _divide(_fill(lengths, sizes, size, most), costs, is_packable) for size in _sizes_to_try(lengths, sizes, costs)
     ]
     return min(found, key=lambda plan: plan[0])[1]
+
+
+def _sizes_to_try(
+    lengths: Sequence[int], sizes: Sequence[int], costs: Sequence[tuple[EncoderVariant, float]]
+) -> Sequence[int]:
+    """Return the sizes of sequences that can make a difference, of many texts those with the cheapest tokens.
+
+    Smaller ones than that of the shortest text, and larger ones than that of all texts together, give the same sequences.
+    """
+    first, last = (bisect_left(sizes, tokens) for tokens in (min(lengths), sum(lengths)))
+    useful = sizes[first : last + 1]
+    if len(lengths) <= FEW_TEXTS:
+        return useful
+    per_token: dict[int, float] = {}
+    for variant, seconds in costs:
+        mean = seconds / (variant.batch * variant.rows)
+        per_token[variant.rows] = min(mean, per_token.get(variant.rows, mean))
+    return sorted(useful, key=lambda size: (per_token[size], size))[:BULK_SIZES]
 
 
 def _most_texts(variant: EncoderVariant) -> int:
@@ -97,13 +116,18 @@ def _divide(
     Return this sum in seconds, and the calls.
     """
     bins.sort(key=lambda found: -found.used)
+    num_texts = [0, *accumulate(len(found.texts) for found in bins)]
     least: list[tuple[float, EncoderVariant | None]] = [(0.0, None)]  # from the i-th last sequence on: cost, first call
     for start in range(len(bins) - 1, -1, -1):
         used, left = bins[start].used, len(bins) - start
+
+        def holds(variant: EncoderVariant, start: int = start, left: int = left) -> bool:
+            return not is_packable or num_texts[start + min(left, variant.batch)] - num_texts[start] <= variant.texts
+
         options = [
             (seconds + least[max(0, left - variant.batch)][0], variant)
             for variant, seconds in costs
-            if variant.rows >= used and _holds(variant, bins[start : start + variant.batch], is_packable)
+            if variant.rows >= used and holds(variant)
         ]
         least.append(min(options, key=lambda option: option[0]))
     calls: list[PackedCall] = []
@@ -115,7 +139,3 @@ def _divide(
         calls.append(PackedCall(variant, tuple(tuple(found.texts) for found in taken)))
         start += variant.batch
     return least[-1][0], calls
-
-
-def _holds(variant: EncoderVariant, bins: Sequence[_Bin], is_packable: bool) -> bool:
-    return not is_packable or sum(len(found.texts) for found in bins) <= variant.texts

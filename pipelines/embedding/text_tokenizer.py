@@ -28,18 +28,27 @@ class TextTokenizer:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._num_before, self._num_last = self._count_special()
 
-    def encode(self, texts: Sequence[str]) -> list[TokenizedText]:
-        """Return the ids of each text.
+    def count_prompt(self, prompt: str) -> int:
+        """Return the tokens of a prompt before a text, with the special ones before it, as sentence-transformers counts them.
+
+        Raises:
+            PromptError, ModelError: as for ``encode``.
+        """
+        _check(prompt, "the prompt")
+        return len(next(self._encoded([prompt]))) - self._num_last if prompt else 0
+
+    def encode(self, texts: Sequence[str], num_prompt: int = 0) -> list[TokenizedText]:
+        """Return the ids of each text, of which the first ``num_prompt`` do not count in its vector.
 
         Raises:
             PromptError: a text is not a str, not valid text, or has more than ``max_length`` tokens and those are refused.
             ModelError: the tokenizer cannot encode a text.
         """
         for index, text in enumerate(texts):
-            _check(text, index)
+            _check(text, f"text {index}")
         found: list[TokenizedText] = []
         for ids in self._encoded(texts):
-            found.append(TokenizedText(self._fitting(ids, len(found))))
+            found.append(TokenizedText(self._fitting(ids, len(found)), num_prompt=num_prompt))
         return found
 
     def encode_pairs(self, query: str, texts: Sequence[str]) -> list[TokenizedText]:
@@ -50,9 +59,9 @@ class TextTokenizer:
         Raises:
             PromptError, ModelError: as for ``encode``, or ``max_length`` leaves no token beside the special ones.
         """
-        _check(query, 0)
+        _check(query, "the query")
         for index, text in enumerate(texts):
-            _check(text, index)
+            _check(text, f"text {index}")
         before, middle, after = self._pair_template()
         num_special = len(before) + len(middle) + len(after)
         if self.max_length < num_special + 2:
@@ -149,10 +158,10 @@ def longest_first(
     return first[: room - shorter], second[:shorter]
 
 
-def _check(text: object, index: int) -> None:
+def _check(text: object, name: str) -> None:
     if not isinstance(text, str):
-        raise PromptError(f"text {index} is a {type(text).__name__}: must be a str")
+        raise PromptError(f"{name} is a {type(text).__name__}: must be a str")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise PromptError(f"text {index} is not valid text: {error.reason} at character {error.start}") from None
+        raise PromptError(f"{name} is not valid text: {error.reason} at character {error.start}") from None

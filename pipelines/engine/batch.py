@@ -129,7 +129,7 @@ class BatchBuilder:
 
     def _to_host(self, entries: list[BatchEntry]) -> list[BatchEntry]:
         """Mark whole prompts that cannot decode yet: their keys and values bypass the arena and go to the host pool."""
-        if self._table.has_free_seq:
+        if not any(entry.is_prefill for entry in entries) or self._table.has_free_seq:
             return entries
         marked, room = list[BatchEntry](), self._kv_manager.host_pool.free_slots
         for entry in entries:

@@ -16,7 +16,7 @@ from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.callbacks import Callbacks
 from staticllm.pipelines.engine.device_use import DeviceUse
 from staticllm.pipelines.engine.engine_core import EngineCore
-from staticllm.pipelines.engine.jobs import MAX_JOB_SECONDS, JobSource
+from staticllm.pipelines.engine.jobs import JobSource
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
 from staticllm.pipelines.engine.options import EngineOptions
@@ -26,7 +26,7 @@ from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.threads import check_process, start_thread
+from staticllm.threads import check_process, owned_device, start_thread
 
 Result = TypeVar("Result")
 
@@ -179,7 +179,7 @@ class Engine:
         """
         self.check_process()
         self._core.jobs.add(source)
-        source.attach(self._notify, MAX_JOB_SECONDS)
+        source.attach(self._notify)
 
     def remove_jobs(self, source: JobSource) -> None:
         """Close a source after its current job. Nothing happens if the engine has closed it already."""
@@ -197,8 +197,13 @@ class Engine:
             self._is_closing = True
             self._is_draining = drain and self._thread is not None
             self._wake.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is threading.current_thread():
+            return  # it ends when everything has ended, and then closes the core
+        if self._thread is not None:
             self._thread.join()
+        self._close_parts()
+
+    def _close_parts(self) -> None:
         if self.device_use is not None:
             self.device_use.close()
         self._core.close()
@@ -226,12 +231,13 @@ class Engine:
     def step(self) -> None:
         """Admit requests, run callbacks, and let the core make one step. Runs on the engine's thread."""
         try:
-            self._admit()
-            self._callbacks.run()
-            if self.device_use is None or not self._core.has_calls:
-                self._core.step()
-            else:
-                self._step_in_turn(self.device_use)
+            with owned_device():
+                self._admit()
+                self._callbacks.run()
+                if self.device_use is None or not self._core.has_calls:
+                    self._core.step()
+                else:
+                    self._step_in_turn(self.device_use)
         except BaseException as error:  # a bug of ours: every request must end, or its reader would wait for ever
             self._core.end_all(FinishReason.ERROR, as_ours(error))
 
@@ -284,6 +290,7 @@ class Engine:
             self._core.refuse(state, FinishReason.CANCELLED)
         self._core.end_all(FinishReason.CANCELLED)
         self._callbacks.run()
+        self._close_parts()
 
     @property
     def _is_needed(self) -> bool:

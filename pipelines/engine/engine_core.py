@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from staticllm.core import FinishReason
 from staticllm.errors import DeviceError, as_ours
@@ -18,7 +19,8 @@ from staticllm.pipelines.engine.request import RequestState, SequenceState
 from staticllm.pipelines.profiling.records import HostTimes, JobRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
 from staticllm.pipelines.programs.model_runner import Logits, ModelRunner, SegmentResult, StepResult, not_finite
-from staticllm.pipelines.scheduling.interface import Device, JobView, Plan, Policy, RequestStatus
+from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus, View
+from staticllm.pipelines.scheduling.job_turns import longest_job
 from staticllm.pipelines.scheduling.planner import NoPlanError, Planner
 from staticllm.pipelines.scheduling.request_table import RequestTable
 
@@ -35,7 +37,7 @@ class EngineCore:
         self.jobs = JobSources()
         self._planner = Planner(policy)
         self._unposted: list[SequenceState] = []  # the last call chose tokens for them that are not posted yet
-        self._unrecorded: list[StepRecord] = []
+        self._unrecorded: list[Callable[[], StepRecord]] = []  # make the records of calls that have ended
         self._preempted: list[int] = []  # since the last call
         self.install(runner, options)
 
@@ -88,9 +90,8 @@ class EngineCore:
         Any exception leaves requests that only ``end_all`` can end.
         """
         self._end_expired()
-        jobs = self.jobs.views()
-        if self.requests or jobs:
-            self._execute(jobs)
+        if self.requests or self.jobs.has_jobs:
+            self._execute()
         if not self.requests:
             self.post()
             self.kv_manager.run_idle_work()
@@ -119,13 +120,15 @@ class EngineCore:
             if (reason := state.finish_reason_at(now)) is not None:
                 self._end(state, reason)
 
-    def _execute(self, jobs: tuple[JobView, ...]) -> None:
+    def _execute(self) -> None:
         """Plan, run and choose. The chosen tokens are posted, and the call is recorded, while the next call runs."""
         begin = time.perf_counter()
         try:
-            plan = self._plan(jobs)
+            plan = self._plan()
         except NoPlanError as error:
             self._end_unrunnable(self.kv_manager.states[error.request])
+            return
+        if plan is None:
             return
         if plan.job is not None:
             self._run_job(plan.job)
@@ -143,7 +146,7 @@ class EngineCore:
             self._take_result(entry.state, segment, result)
         host = HostTimes(ready - begin, result.prepare_seconds, result.commit_seconds, time.perf_counter() - chosen)
         self._unposted += [entry.state for entry in batch.entries]
-        self._unrecorded.append(step_record(batch, result.start, result.device_seconds, context, host))
+        self._unrecorded.append(partial(step_record, batch, result.start, result.device_seconds, context, host))
 
     def _prepare(self, plan: Plan) -> Batch | None:
         """Build the planned batch. None if its first request cannot run at all; it is ended."""
@@ -169,12 +172,27 @@ class EngineCore:
         if num_parts:
             self.profiler.record(JobRecord(start, time.perf_counter() - start, job, num_parts))
 
-    def _plan(self, jobs: tuple[JobView, ...]) -> Plan:
+    def _plan(self) -> Plan | None:
+        """Return the next plan; None if there is nothing to do.
+
+        Raises:
+            NoPlanError: a request cannot run at all.
+        """
+        if not self.jobs.has_jobs:
+            index, high_slot = self.runner.index, self.runner.cache.slots.high_slot
+            plan = self._planner.repeated(self._table, self.kv_manager.free_slots, index.max_decoding(high_slot))
+            if plan is not None:
+                return plan
+        view = self._view()
+        return self._planner.plan(view) if view.requests or view.jobs else None
+
+    def _view(self) -> View:
         runner, manager = self.runner, self.kv_manager
         high_slot = runner.cache.slots.high_slot
         device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds)
         view = self._table.view(time.perf_counter(), manager.free_slots, manager.host_pool.free_slots, device)
-        return self._planner.plan(replace(view, jobs=jobs) if jobs else view)
+        jobs = self.jobs.views(longest_job(view)) if self.jobs.has_jobs else ()
+        return replace(view, jobs=jobs) if jobs else view
 
     def _run(self, batch: Batch) -> StepResult | None:
         """Run the call. If it fails, end its requests but no others, and return None."""
@@ -186,7 +204,7 @@ class EngineCore:
             result = self.runner.run(batch.variant, segments, lambda: self._meanwhile(batch.is_decoding))
         except Exception as error:
             seconds = time.perf_counter() - start
-            self._unrecorded.append(step_record(batch, start, seconds, self._count_call(batch, seconds)))
+            self._unrecorded.append(partial(step_record, batch, start, seconds, self._count_call(batch, seconds)))
             if self.runner.cache.is_void:
                 self._preempted += self.kv_manager.discard_slots()
             for entry in batch.entries:
@@ -208,7 +226,7 @@ class EngineCore:
     def post(self) -> None:
         """Hand the chosen tokens to their readers, and the last call to the profiler."""
         for record in self._unrecorded:
-            self.profiler.record(record)
+            self.profiler.record(record())
         for state in self._unposted:
             state.post()
         self._unrecorded.clear()

@@ -7,8 +7,8 @@ import threading
 
 from staticllm.errors import ClosedError
 from staticllm.pipelines.engine.jobs import JobSource, JobSources
-from staticllm.pipelines.scheduling.job_turns import urgency
-from staticllm.threads import check_process, start_thread
+from staticllm.pipelines.scheduling.job_turns import UrgentFirst
+from staticllm.threads import check_process, owned_device, start_thread
 
 
 class JobEngine:
@@ -16,6 +16,7 @@ class JobEngine:
 
     def __init__(self) -> None:
         self._jobs = JobSources()
+        self._turns = UrgentFirst()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closing = False
@@ -29,7 +30,7 @@ class JobEngine:
         """
         check_process(self._pid)
         self._jobs.add(source)
-        source.attach(self._notify, None)
+        source.attach(self._notify)
 
     def remove_jobs(self, source: JobSource) -> None:
         """Close a source after its current job. Nothing happens if the engine has closed it already."""
@@ -43,7 +44,9 @@ class JobEngine:
         with self._wake:
             self._is_closing = True
             self._wake.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is threading.current_thread():
+            return  # it closes the sources when it ends
+        if self._thread is not None:
             self._thread.join()
         self._jobs.close()
 
@@ -57,11 +60,17 @@ class JobEngine:
             self._wake.notify()
 
     def _loop(self) -> None:
-        while True:
-            with self._wake:
-                while not self._is_closing and not self._jobs.has_jobs:
-                    self._wake.wait()
-                if self._is_closing:
-                    break
-            if jobs := self._jobs.views():
-                self._jobs.run(min(jobs, key=urgency).id)
+        while self._waits_for_jobs():
+            with owned_device():
+                jobs = self._jobs.views()
+                if (job := self._turns.next(jobs)) is not None:
+                    self._turns.begin(job, jobs)
+                    self._jobs.run(job.id)
+        self._jobs.close()
+
+    def _waits_for_jobs(self) -> bool:
+        """Wait until there may be a job, and return True; False at the end."""
+        with self._wake:
+            while not self._is_closing and not self._jobs.has_jobs:
+                self._wake.wait()
+            return not self._is_closing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable
@@ -10,9 +11,6 @@ from typing import Protocol, cast
 
 from staticllm.errors import ClosedError, ConfigError
 from staticllm.pipelines.scheduling.interface import JobView
-
-MAX_JOB_SECONDS = 0.03
-"""The longest job beside requests, as far as it can be chosen: a prompt or a token that comes during a job waits for its end."""
 
 _source_ids = count(1)
 
@@ -38,15 +36,15 @@ class JobSource(Protocol):
         """Whether something may wait; found without composing a job."""
         ...
 
-    def attach(self, wake: Callable[[], None], max_seconds: float | None) -> None:
-        """Take the function that wakes the device's thread, to be called after a job was added.
-
-        ``max_seconds``: the longest time that one job should take, as far as possible; None for no limit.
-        """
+    def attach(self, wake: Callable[[], None]) -> None:
+        """Take the function that wakes the device's thread, to be called after a job was added; it may raise our errors."""
         ...
 
-    def next_job(self) -> JobView | None:
-        """Return the job that ``run_next`` would run; None if there is none. It must return quickly."""
+    def next_job(self, max_seconds: float | None = None) -> JobView | None:
+        """Return the job that ``run_next`` would run; None if there is none. It must return quickly.
+
+        ``max_seconds``: the longest time that the job should take, as far as possible; None for no limit.
+        """
         ...
 
     def run_next(self, meanwhile: Callable[[], None] | None = None) -> int:
@@ -98,8 +96,8 @@ class JobSources:
     """The sources of one host. Any thread may call the methods, but ``views`` and ``run`` are for the thread of the device."""
 
     def __init__(self) -> None:
-        self._sources: dict[int, JobSource] = {}
-        self._lock = threading.Lock()
+        self._sources: dict[int, JobSource] = {}  # replaced and never changed, so that reading it needs no lock
+        self._lock = threading.RLock()  # the garbage collector may close a pipeline of the user while it is held
         self._is_closed = False
 
     def add(self, source: JobSource) -> None:
@@ -111,23 +109,20 @@ class JobSources:
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the pipeline that owns the device is closed: load it again")
-            self._sources[source.id] = source
+            self._sources = {**self._sources, source.id: source}
 
-    def views(self) -> tuple[JobView, ...]:
-        """Return the next job of each source that has one. A source that fails is closed, with a warning."""
-        if not self._sources:
-            return ()
-        with self._lock:
-            sources = tuple(self._sources.values())
-        return tuple(job for source in sources if (job := self._next_job(source)) is not None)
+    def views(self, max_seconds: float | None = None) -> tuple[JobView, ...]:
+        """Return the next job of each source that has one. A source that fails is closed, with a warning.
+
+        ``max_seconds``: as for ``next_job``.
+        """
+        sources = self._sources.values()
+        return tuple(job for source in sources if (job := self._next_job(source, max_seconds)) is not None)
 
     @property
     def has_jobs(self) -> bool:
         """Whether a source may have a job."""
-        if not self._sources:
-            return False
-        with self._lock:
-            return any(source.has_jobs for source in self._sources.values())
+        return any(source.has_jobs for source in self._sources.values())
 
     def run(self, id: int, meanwhile: Callable[[], None] | None = None) -> int:
         """Run the next job of a source, and return its number of parts. A source that fails is closed, with a warning."""
@@ -136,32 +131,32 @@ class JobSources:
             return 0
         try:
             return source.run_next(meanwhile)
-        except Exception as error:  # a bug of the source, which must not end the requests of the device
+        except BaseException as error:  # a bug of the source, which must not end the requests of the device
             self._close_failed(source, error)
             return 0
 
-    def _next_job(self, source: JobSource) -> JobView | None:
+    def _next_job(self, source: JobSource, max_seconds: float | None) -> JobView | None:
         try:
-            return source.next_job()
-        except Exception as error:  # a bug of the source, as above
+            return source.next_job(max_seconds)
+        except BaseException as error:  # a bug of the source, as above
             self._close_failed(source, error)
             return None
 
-    def _close_failed(self, source: JobSource, error: Exception) -> None:
-        warnings.warn(f"a source of jobs is closed, because it raised {error!r}", RuntimeWarning, stacklevel=3)
+    def _close_failed(self, source: JobSource, error: BaseException) -> None:
         self.remove(source)
+        with contextlib.suppress(RuntimeWarning):  # where warnings are errors, the thread of the device must go on
+            warnings.warn(f"a source of jobs is closed, because it raised {error!r}", RuntimeWarning, stacklevel=3)
 
     def remove(self, source: JobSource) -> None:
         """Close a source."""
         with self._lock:
-            self._sources.pop(source.id, None)
+            self._sources = {id: other for id, other in self._sources.items() if other is not source}
         source.close()
 
     def close(self) -> None:
         """Close all sources; a second call does nothing."""
         with self._lock:
             self._is_closed = True
-            sources = tuple(self._sources.values())
-            self._sources.clear()
-        for source in sources:
+            sources, self._sources = self._sources, {}
+        for source in sources.values():
             source.close()

@@ -175,7 +175,7 @@ class KVCacheManager:
             return
         for state in self.states.values():
             if state.sequence is not None:
-                state.info.set_own_slots(self.cache.slots.count_own(state.sequence.slots))
+                state.info.set_own_slots(self.prefix.count_freed(state.sequence))
 
     def _count_swap(self, num_slots: int, seconds: float) -> None:
         """Let a copy of ``num_slots`` slots change ``swap_seconds``."""

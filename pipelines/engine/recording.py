@@ -26,13 +26,15 @@ class CallContext:
 
 def call_context(table: RequestTable, slots_in_use: int, preempted: list[int]) -> CallContext:
     """Return the context of a call; to be taken before its tokens are chosen."""
-    return CallContext(
-        table.ids(RequestStatus.WAITING),
-        table.ids(RequestStatus.SWAPPED),
-        table.count(RequestStatus.RUNNING),
-        slots_in_use,
-        tuple(preempted),
-    )
+    waiting, swapped, num_running = list[int](), list[int](), 0
+    for info in table:  # once, because the device idles meanwhile
+        if info.status is RequestStatus.RUNNING:
+            num_running += 1
+        elif info.status is RequestStatus.WAITING:
+            waiting.append(info.id)
+        elif info.status is RequestStatus.SWAPPED:
+            swapped.append(info.id)
+    return CallContext(tuple(waiting), tuple(swapped), num_running, slots_in_use, tuple(preempted))
 
 
 def step_record(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,9 +139,11 @@ class ModelRunner:
         Return None if there is no such variant. A model with recurrent states needs exactly as many rows as tokens, because
         idle rows would change its states. Segments with logits after several tokens need a variant that returns as many.
         """
-        num_rows = sum(len(segment.tokens) for segment in segments)
-        is_fresh = not any(len(segment.sequence) for segment in segments)
-        num_logits, num_past = sum(segment.num_logits for segment in segments), self.cache.slots.high_slot
+        num_rows, num_logits, is_fresh, num_past = 0, 0, True, self.cache.slots.high_slot
+        for segment in segments:
+            num_rows += len(segment.tokens)
+            num_logits += segment.num_logits
+            is_fresh = is_fresh and not len(segment.sequence)
         if num_logits > len(segments):
             return self.index.with_logits(num_rows, len(segments), num_logits, num_past, is_fresh)
         return self.index.smallest(num_rows, len(segments), num_past, is_fresh)
@@ -204,7 +207,7 @@ def _most_likely(logits: Logits) -> int | None:
     best = None
     for line in logits:
         best = int(line.argmax())
-        if not np.isfinite(line[best]):
+        if not math.isfinite(line[best]):
             return None
     return best
 

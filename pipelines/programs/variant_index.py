@@ -20,10 +20,12 @@ class VariantIndex:
     def __init__(self, variants: Iterable[Variant], needs_real_rows: bool = False) -> None:
         self.variants, self.needs_real_rows = tuple(variants), needs_real_rows
         buckets: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._of_size: dict[tuple[int, int], list[Variant]] = {}
         ordinary = sorted(variant for variant in self.variants if not variant.extra_logits)
         for variant in ordinary:
             size = variant.rows, variant.sequences
             buckets[size] = (*buckets.get(size, ()), variant.kv_len)
+            self._of_size.setdefault(size, []).append(variant)
         self._buckets = buckets
         self.sizes = tuple(sorted(buckets))
         widest = {rows: max(s for r, s in self.sizes if r == rows) for rows, _ in self.sizes}
@@ -73,9 +75,9 @@ class VariantIndex:
         """Return the variant of exactly this size with the smallest KV length that shows the past, or None."""
         kv_lens = self._buckets.get((rows, sequences), ())
         if kv_lens and not kv_lens[0] and (is_fresh or not num_past):
-            return Variant(rows, 0, sequences)
+            return self._of_size[rows, sequences][0]
         place = bisect_left(kv_lens, max(num_past, 1))
-        return Variant(rows, kv_lens[place], sequences) if place < len(kv_lens) else None
+        return self._of_size[rows, sequences][place] if place < len(kv_lens) else None
 
     def with_logits(
         self, num_rows: int, num_sequences: int, num_logits: int, num_past: int, is_fresh: bool = False

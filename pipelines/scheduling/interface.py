@@ -53,8 +53,8 @@ class RequestView:
         num_tokens: The number of tokens that must have KV slots before the next token can be chosen. After a preemption these
             are the prompt and all tokens generated so far.
         num_computed: The number of these tokens that have KV slots, in the arena or in the host pool.
-        own_slots: The number of KV slots of the arena that would be free without this request. Slots that it shares with other
-            requests do not count, nor do slots in the host pool.
+        own_slots: The number by which ``free_slots`` would grow without this request. Slots that it shares with other requests do
+            not count, nor do slots in the host pool.
         num_generated: The number of tokens generated so far.
         last_token_time: The moment of the last generated token; None before the first.
         priority: Requests with a higher priority go first.

@@ -2,15 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 
 from staticllm.pipelines.scheduling.interface import JobView, RequestView, View
 from staticllm.pipelines.scheduling.policies.dynamic import GAP_SECONDS, GAP_STEPS
 
+MAX_JOB_SECONDS, JOBS_PER_TOKEN = 0.03, 4
+"""The longest job on a device that serves requests, as far as it can be chosen: a prompt that comes during it waits for its end.
+Where tokens take long, it is the time that one of so many jobs has between two tokens. Fewer and longer jobs fill the time worse,
+and calls of 64 tokens take hardly longer per token than calls of 1024."""
+JOB_FILL = 0.95
+"""The share of the time between two tokens that jobs of the longest duration fill, because calls do not take equally long."""
 MIN_JOB_SHARE = 0.15
 """The least share of device time that jobs get while requests that go first want all of it."""
+LATE = 3.0
+"""A job that has waited this many times as long as for its share runs even if a token is late: the policy does not decode."""
 BOUND_USED = 0.9
 """The share of the bound of two tokens that jobs and the next decode step may fill, because costs are estimates."""
+BEHIND_SHARE = 0.1
+"""The least share of device time that jobs get while others of a higher priority, or with a deadline, always wait."""
+AHEAD_SECONDS = 0.1
+"""Jobs of a higher priority go before prompts until they have taken this much more time than the requests."""
+
+
+class Arrears:
+    """The device time that is owed to work which other work goes before: a share of the time that this takes."""
+
+    def __init__(self, share: float = BEHIND_SHARE) -> None:
+        self._ratio = share / (1 - share)
+        self._seconds = 0.0
+
+    def covers(self, seconds: float) -> bool:
+        """Return whether work of this duration is due."""
+        return self._seconds >= seconds
+
+    def add(self, seconds: float) -> None:
+        """Work of this duration goes before."""
+        self._seconds += self._ratio * seconds
+
+    def pay(self, seconds: float) -> None:
+        """Work that was due runs, for this duration."""
+        self._seconds = max(0.0, self._seconds - seconds)
+
+    def clear(self) -> None:
+        """Nothing waits behind other work."""
+        self._seconds = 0.0
+
+
+class UrgentFirst:
+    """Chooses among jobs: the most urgent first, but the others get ``BEHIND_SHARE`` of the device time, the oldest first."""
+
+    def __init__(self) -> None:
+        self._arrears = Arrears()
+
+    def next(self, jobs: Sequence[JobView]) -> JobView | None:
+        """Return the job whose turn it is; None if there is none."""
+        if len(jobs) < 2:
+            return jobs[0] if jobs else None
+        first = min(jobs, key=urgency)
+        oldest = min((job for job in jobs if job is not first), key=lambda job: job.arrival)
+        return oldest if self._arrears.covers(oldest.seconds) else first
+
+    def begin(self, job: JobView, jobs: Sequence[JobView]) -> None:
+        """Count a job that begins now, and that was chosen among ``jobs``."""
+        if len(jobs) < 2:
+            self._arrears.clear()
+        elif job == min(jobs, key=urgency):
+            self._arrears.add(job.seconds)
+        else:
+            self._arrears.pay(job.seconds)
 
 
 class JobTurns:
@@ -18,37 +80,54 @@ class JobTurns:
 
     A job runs at once if the device has no requests. Beside requests that decode, it runs while every one of them still gets its
     next token within its bound: ``tpot_ms``, or without it as long as ``dynamic`` lets prompts take. A request that waits for its
-    first token, or is swapped, goes before jobs of its priority and below; a job of a higher priority goes before it. Jobs that
-    must wait get ``MIN_JOB_SHARE`` of the device time, so that none waits for ever.
+    first token, or is swapped, goes before jobs of its priority and below. A job of a higher priority goes before it, as long as
+    such jobs have not taken ``AHEAD_SECONDS`` more than the requests. Jobs that must wait get ``MIN_JOB_SHARE`` of the device
+    time, so that none waits for ever, whatever the policy plans.
     """
 
     def __init__(self) -> None:
         self._start, self._seconds = float("-inf"), 0.0  # of the last job, on the clock of the view
+        self._ahead = 0.0  # seconds that jobs took before requests that wait, less those since
+        self._num_hidden = 0  # calls for which prompts are hidden
+        self._urgent = UrgentFirst()
 
     def choose(self, view: View) -> JobView | None:
         """Return the job that runs now; None if the policy's plan does."""
-        if not view.jobs:
+        job = self._urgent.next(view.jobs)
+        if job is None:
             return None
-        job = min(view.jobs, key=urgency)
         runs_now = self._goes_first(view, job) and self._keeps_bound(view, job)
         if not runs_now and not self._has_waited_its_share(view, job):
             return None
+        self._ahead = self._ahead_at(view) + job.seconds
         self._start, self._seconds = view.now, job.seconds
+        self._num_hidden = ceil(len(view.running) / max(1, view.device.max_decoding))
+        self._urgent.begin(job, view.jobs)
         return job
 
     def view_for_policy(self, view: View) -> View:
         """Return the view without jobs. If one ran since the last tokens of the running requests, these decode first.
 
-        The policy then sees no prompt for one call: the job took the time that the policy would give to it.
+        The policy then sees no prompt for one call, or for as many as one token of each running request takes: the job took the
+        time that the policy would give to prompts.
         """
-        if min(_token_times(view.running), default=self._start) < self._start:
+        is_behind = min(_token_times(view.running), default=self._start) < self._start
+        if is_behind and self._num_hidden > 0:
+            self._num_hidden -= 1
             return replace(view, jobs=(), waiting=(), prefilling=())
         return replace(view, jobs=()) if view.jobs else view
 
     def _goes_first(self, view: View, job: JobView) -> bool:
         """Return whether no request that does not decode goes before the job."""
         others = (*view.waiting, *view.prefilling, *view.swapped)
-        return all(job.priority > request.priority for request in others)
+        if not others:
+            return True
+        return all(job.priority > request.priority for request in others) and self._ahead_at(view) <= AHEAD_SECONDS
+
+    def _ahead_at(self, view: View) -> float:
+        if not (view.waiting or view.prefilling or view.swapped):
+            return 0.0
+        return max(0.0, self._ahead - max(0.0, view.now - self._start - self._seconds))
 
     def _keeps_bound(self, view: View, job: JobView) -> bool:
         return not view.running or job.seconds <= slack_of(view) - waited(view)
@@ -56,12 +135,16 @@ class JobTurns:
     def _has_waited_its_share(self, view: View, job: JobView) -> bool:
         """Return whether the job has waited so long that its time is the share, and does not delay a token needlessly.
 
-        A job that keeps the bound right after a token waits for that moment. One that never does runs right after a token too.
+        A job that keeps the bound right after a token waits for that moment. One that never does runs right after a token too. If
+        no such moment comes, because the policy lets requests wait for tokens, the job waits ``LATE`` times as long.
         """
         end = self._start + self._seconds
-        if (view.now - max(end, job.arrival)) * MIN_JOB_SHARE < job.seconds * (1 - MIN_JOB_SHARE):
+        waits_for = job.seconds * (1 - MIN_JOB_SHARE) / MIN_JOB_SHARE
+        since = view.now - max(end, min(each.arrival for each in view.jobs))
+        if since < waits_for:
             return False
-        return self._keeps_bound(view, job) or (job.seconds > slack_of(view) and has_just_decoded(view, end))
+        is_good = self._keeps_bound(view, job) or (job.seconds > slack_of(view) and has_just_decoded(view, end))
+        return is_good or since >= LATE * waits_for
 
 
 def urgency(job: JobView) -> tuple[float, float, float]:
@@ -69,10 +152,25 @@ def urgency(job: JobView) -> tuple[float, float, float]:
     return -job.priority, float("inf") if job.deadline is None else job.deadline, job.arrival
 
 
+def longest_job(view: View) -> float:
+    """Return the longest time that a job should take now, s: as many jobs of that length fill the time between two tokens."""
+    if not view.running:
+        return MAX_JOB_SECONDS
+    slack, num_prompts = slack_of(view), len(view.waiting) + len(view.prefilling)
+    longest = MAX_JOB_SECONDS if num_prompts else max(MAX_JOB_SECONDS, slack / JOBS_PER_TOKEN)
+    return JOB_FILL * slack / ceil(slack / longest) if slack > 0 else longest
+
+
+def step_of(view: View) -> float:
+    """Return the seconds of a decode step of the running requests; 0 without any."""
+    num = min(len(view.running), view.device.max_decoding)
+    variant = view.device.call(num, num) if num else None
+    return view.device.seconds(variant) if variant is not None else 0.0
+
+
 def slack_of(view: View) -> float:
     """Return the seconds that jobs may take between two tokens of the running requests."""
-    variant = view.device.call(num := min(len(view.running), view.device.max_decoding), num)
-    step = view.device.seconds(variant) if variant is not None else 0.0
+    step = step_of(view)
     bound = max(GAP_STEPS * step, GAP_SECONDS) if view.tpot_ms is None else view.tpot_ms / 1e3
     return bound * BOUND_USED - step
 

@@ -19,6 +19,7 @@ from staticllm.pipelines.scheduling.policies.decode_first import DecodeFirst
 from staticllm.pipelines.scheduling.policies.dynamic import Dynamic
 from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.policies.prefill_first import PrefillFirst
+from staticllm.pipelines.scheduling.request_table import RequestTable
 from staticllm.pipelines.scheduling.validation import IllegalPlanError, check
 from staticllm.threads import start_thread
 
@@ -64,6 +65,7 @@ class Planner:
         self._retry_after: VariantIndex | None = None  # the programs for which a replaced policy had no legal plan
         self._has_warned = False
         self._turns = JobTurns()
+        self._last = Plan()  # of a shipped policy
 
     def plan(self, view: View) -> Plan:
         """Return a plan that breaks no rule.
@@ -82,12 +84,29 @@ class Planner:
             if (job := self._turns.choose(view)) is not None:
                 return Plan(job=job.id)
             view = self._turns.view_for_policy(view)
+        self._last = Plan()
         try:
-            return check(self._asked(view), view)
+            plan = check(self._asked(view), view)
+            self._last = plan if self._is_shipped else Plan()
+            return plan
         except Exception as error:
             is_known = isinstance(error, (IllegalPlanError, _StallError, _PolicyError))
             self._fail(view, str(error) if is_known else f"it raised {error!r}", isinstance(error, _StallError))
         return _fallback(view)
+
+    def repeated(self, table: RequestTable, free_slots: int, max_decoding: int) -> Plan | None:
+        """Return the last plan of a shipped policy again, without a view, if it was a decode step of all requests in ``table``.
+
+        Every shipped policy would return it again while the same requests run, and no others are there: it needs
+        ``free_slots`` free KV slots, and a call that decodes ``max_decoding`` requests. In all other cases, and if jobs wait,
+        the caller asks ``plan``; None says so.
+        """
+        plan, ids = self._last, self._last.decode
+        if not ids or len(ids) != len(table) or plan.prefill or len(ids) > min(free_slots, max_decoding):
+            return None
+        if plan.swap_in or plan.swap_out or plan.preempt:
+            return None
+        return plan if table.are_running(ids) else None
 
     def close(self) -> None:
         """End the policy's thread, if it has one. The thread of a stalled policy ends when ``plan`` returns."""

@@ -155,6 +155,11 @@ class RequestTable:
         """Return the number of requests with this status."""
         return sum(info.status is status for info in self._infos.values())
 
+    def are_running(self, requests: tuple[int, ...]) -> bool:
+        """Return whether all of these requests are in the table and running."""
+        infos = map(self._infos.get, requests)
+        return all(info is not None and info.status is RUNNING for info in infos)
+
     def ids(self, status: RequestStatus) -> tuple[int, ...]:
         """Return the ids of the requests with this status, in the order of arrival."""
         return tuple(info.id for info in self._infos.values() if info.status is status)
@@ -186,4 +191,5 @@ class RequestTable:
 
     def add_token(self, request: int, now: float) -> None:
         """Record a chosen token. A request whose prompt has just ended is running if there is a free place, else swapped."""
-        self[request].add_token(now, self.has_free_seq)
+        info = self._infos[request]
+        info.add_token(now, info.status is PREFILLING and self.has_free_seq)

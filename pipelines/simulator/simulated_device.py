@@ -12,6 +12,7 @@ from staticllm.pipelines.profiling.records import JobRecord, RequestRecord, Step
 from staticllm.pipelines.programs.cost_model import CostModel
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Device, JobView, Plan, Policy, RequestStatus, View
+from staticllm.pipelines.scheduling.job_turns import longest_job
 from staticllm.pipelines.scheduling.planner import Planner
 from staticllm.pipelines.scheduling.request_table import Limits, RequestInfo, RequestTable
 from staticllm.pipelines.simulator.cost_model import Cost, HostCost
@@ -25,7 +26,7 @@ JOBS = 1
 class BulkJobs:
     """Calls of another model, such as packed documents, of which one always waits until the moment ``end``.
 
-    ``seconds`` is the duration of one call.
+    ``seconds`` is the duration of one call; calls are shorter if the device's policy asks for it, at no cost.
     """
 
     seconds: float
@@ -148,10 +149,10 @@ class SimulatedDevice:
         device = Device(model.index, self._learned or model.cost, self.slots_used, swap_seconds=model.host.swap)
         view = self.table.view(now, free, free_host_slots, device)
         if bulk is not None:
-            view = replace(view, jobs=(JobView(JOBS, bulk.seconds, 0.0),))
+            view = replace(view, jobs=(JobView(JOBS, min(bulk.seconds, longest_job(view)), 0.0),))
         plan = self.planner.plan(view)
-        if plan.job is not None and bulk is not None:
-            return self._begin_job(now, bulk.seconds)
+        if plan.job is not None:
+            return self._begin_job(now, view.jobs[0].seconds)
         self._parts = self._fitting(self._prepare(plan))
         variant = self._variant(self._parts)
         assert variant is not None

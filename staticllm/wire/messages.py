@@ -19,6 +19,7 @@ MAX_FRAME = 1 << 20
 """The most bytes of one message; larger tensors lie in shared memory."""
 MAX_INLINE = 1 << 16
 """The most bytes of tensors inside a message."""
+_to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _HEADER = struct.Struct("<HHIQQd")  # kind, flags, bytes of JSON, handle, number, seconds
 
 
@@ -87,7 +88,7 @@ def encode(message: Message) -> bytes:
     Raises:
         ProtocolError: they are more than ``MAX_FRAME``.
     """
-    text = json.dumps(message.body, separators=(",", ":")).encode() if message.body else b""
+    text = _to_json(message.body).encode() if message.body else b""
     size = _HEADER.size + len(text) + len(message.payload)
     if size > MAX_FRAME:
         raise ProtocolError(f"a message of {size} bytes, the limit is {MAX_FRAME}: put its tensors into shared memory")

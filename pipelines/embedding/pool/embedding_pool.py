@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from staticllm.errors import ClosedError, NumericalError, PromptError, StaticLLMError, as_ours
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingRequest
+from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import Vectors
 from staticllm.pipelines.embedding.pool.pool_state import Batch, Ending, PoolDevice, PoolState, PoolText
-from staticllm.threads import check_process, start_thread
+from staticllm.threads import check_process, owned_device, start_thread
 
 RETRY_SECONDS = 0.2
 """The time between two attempts to use a device again; it doubles."""
@@ -81,7 +81,7 @@ class EmbeddingPool:
         except StaticLLMError:
             self._forget(request)
             raise
-        request.future.add_done_callback(lambda _: self._forget(request))
+        request.future.add_quick_callback(lambda: self._forget(request))
 
     def close(self) -> None:
         """End the threads after their current batches, then the instances; texts that wait end with a ``ClosedError``."""
@@ -151,7 +151,9 @@ class EmbeddingPool:
     def _serve(self, device: PoolDevice) -> None:
         """Run the batches of a device until the pool is closed or the device is dead."""
         while (batch := self._next_batch(device)) is not None:
-            if self._run(device, batch):
+            with owned_device():
+                is_done = self._run(device, batch)
+            if is_done:
                 with self._lock:
                     self._state.finish(device, batch, time.perf_counter())
                     self._wake()

@@ -17,6 +17,7 @@ from staticllm.devices import get_core, kind
 from staticllm.errors import ConfigError, as_ours
 from staticllm.model_dir import MODEL_XML, check_model_dir
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
+from staticllm.pipelines.embedding.encoder_job import OPTIONS
 from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
 from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo, Instance, LocalInstance, load_of
@@ -33,6 +34,8 @@ from staticllm.pipelines.embedding.windve.queue_manager import QueueManager
 from staticllm.pipelines.embedding.windve.queue_policies import Plain, Predicted, QueuePolicy, Windve, WindveQueued
 
 PolicyName = Literal["plain", "predicted", "windve", "windve_q"]
+_WITHOUT_EFFECT = OPTIONS - {"programs"}
+"""Options of caches and blobs: the depths that a command without them measured are good for a pipeline with them."""
 DEPTHS_NAME = "queue_depths.json"
 """The file of queue depths in ``CACHE_DIR``."""
 
@@ -274,8 +277,8 @@ def _estimates(
         return ()
     key = depths_key(directory, [instance.name for instance in instances], choices)
     known = {found.name: found for found in read_estimates(options.depths, key)} if options.depths else {}
-    if all(instance.name in known and known[instance.name].limit_s == options.limit_s for instance in instances):
-        return tuple(known[instance.name] for instance in instances)
+    if all(instance.name in known for instance in instances):
+        return tuple(known[instance.name].for_limit(options.limit_s) for instance in instances)
     found = tuple(regress(instance, options.limit_s) for instance in instances)
     if options.depths is not None:
         options.depths.parent.mkdir(parents=True, exist_ok=True)
@@ -315,5 +318,8 @@ def depths_key(directory: Path, names: Sequence[str], choices: EncoderChoices) -
     core = get_core()
     graph = (directory / MODEL_XML).read_bytes()
     devices = [str(core.get_property("CPU", "FULL_DEVICE_NAME")) if "CPU" in core.available_devices else "", *names]
-    values = [*devices, ov.__version__, str(sorted((choices.properties or {}).items())), str(choices.sizes)]
+    properties = [
+        (name, value) for name, value in (choices.properties or {}).items() if name.lower() not in _WITHOUT_EFFECT
+    ]
+    values = [*devices, ov.__version__, str(sorted(properties)), str(choices.sizes)]
     return hashlib.sha256(graph + "\n".join(values).encode()).hexdigest()[:32]

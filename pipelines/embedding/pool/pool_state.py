@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from staticllm.errors import BusyError, DeviceError, StaticLLMError
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingRequest
+from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import TokenizedText
 from staticllm.pipelines.embedding.pool.instances import Costs, Instance, WorkerLostError, load_of
 from staticllm.pipelines.embedding.windve.device_queue import DOCUMENT, QUERY, Busy, DeviceQueue, Query

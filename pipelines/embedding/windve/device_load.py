@@ -159,29 +159,33 @@ class _PackedLoad:
         self._free: dict[int, list[int]] = {
             row_len: [] for row_len in costs.row_lens
         }  # free tokens of each row, ascending
+        self._num_rows = 0
+        self._num_tokens = 0
+        self._seconds = 0.0  # of all rows, each at its length
 
     @property
     def seconds(self) -> float:
-        return self._predict(0, 0, 0)
+        return self._seconds if self._num_rows != 1 else self._costs.seconds_of_one_row(self._num_tokens)
 
     def seconds_with(self, num_tokens: int) -> float:
         row_len = self._costs.row_len_of(num_tokens)
         free = self._free[row_len]
-        is_new = bisect_left(free, num_tokens) == len(free)
-        return self._predict(row_len, int(is_new), num_tokens)
+        is_new = not free or free[-1] < num_tokens
+        if self._num_rows + is_new == 1:
+            return self._costs.seconds_of_one_row(self._num_tokens + num_tokens)
+        return self._seconds + self._of_new_row(row_len, len(free)) if is_new else self._seconds
 
     def add(self, num_tokens: int) -> None:
         row_len = self._costs.row_len_of(num_tokens)
         free = self._free[row_len]
         place = bisect_left(free, num_tokens)
+        if place == len(free):
+            self._seconds += self._of_new_row(row_len, len(free))
+            self._num_rows += 1
         left = free.pop(place) if place < len(free) else row_len
         insort(free, left - num_tokens)
+        self._num_tokens += num_tokens
 
-    def _predict(self, row_len: int, num_new: int, num_tokens: int) -> float:
-        """Return the seconds with ``num_new`` more rows of ``row_len``, and ``num_tokens`` more in rows of that length."""
-        rows = {length: len(free) + (num_new if length == row_len else 0) for length, free in self._free.items()}
-        if sum(rows.values()) == 1:
-            (only,) = (length for length, count in rows.items() if count)
-            used = only - self._free[only][0] if self._free[only] else 0
-            return self._costs.seconds_of_one_row(used + num_tokens)
-        return sum(self._costs.seconds(length, count) for length, count in rows.items() if count)
+    def _of_new_row(self, row_len: int, num_rows: int) -> float:
+        """Return the seconds that one more row adds to ``num_rows`` of its length."""
+        return self._costs.seconds(row_len, num_rows + 1) - self._costs.seconds(row_len, num_rows)

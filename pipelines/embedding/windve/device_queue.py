@@ -11,6 +11,8 @@ from staticllm.pipelines.embedding.windve.device_load import NewLoad
 
 QUERY, DOCUMENT = 1, 0
 """Priorities. Those from ``QUERY`` on have the latency limit T; those below are bulk work, which runs when no query waits."""
+BEHIND_SHARE = 0.2
+"""The share of the time for bulk work in a batch that texts get which found no place in the batch before."""
 _TYPICAL_TOKENS, _TYPICAL_TEXTS = 64, 32
 """The batch from which the seconds per token of bulk documents are taken."""
 
@@ -178,8 +180,22 @@ class DeviceQueue:
             filled.append(query)
         for query in filled:
             self._remove_bulk(query)
+        self._promote(min((query.priority for query in (*batch, *filled)), default=0), BEHIND_SHARE * most_seconds)
         self._running, self._end = (*batch, *filled), now + load.seconds
         return self._running
+
+    def _promote(self, priority: int, most_seconds: float) -> None:
+        """Give the oldest texts below ``priority``, that of the batch which begins, ``most_seconds`` of the next batch.
+
+        They are timed queries without a limit, so later queries are admitted only beside them. Without this, queries that always
+        wait would leave bulk work no room. At least one text is promoted.
+        """
+        while behind := [next(iter(self._bulk[level].values())) for level in self._bulk if level < priority]:
+            query = min(behind, key=lambda query: query.arrival)
+            if self._timed and self._load.seconds_with(query.num_tokens) > most_seconds:
+                return
+            self._remove_bulk(query)
+            self.push(query, math.inf)
 
     def finish(self) -> tuple[Query, ...]:
         """End the running batch, and return it."""

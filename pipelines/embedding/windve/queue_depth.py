@@ -53,6 +53,10 @@ class Estimate:
         """Queries per second, without end, that all meet the limit."""
         return sustained_rate(self.line, self.limit_s)
 
+    def for_limit(self, limit_s: float) -> Estimate:
+        """Return the estimate for another limit: the line stays, and the fine-tuned depth is good for its own limit only."""
+        return self if limit_s == self.limit_s else replace(self, limit_s=limit_s, tuned=None)
+
     def recalibrated(self, ratio: float) -> Estimate:
         """Return the estimate for a device that takes ``ratio`` times as long as when it was profiled."""
         line = replace(self.line, alpha=self.line.alpha * ratio, beta=self.line.beta * ratio)

@@ -121,7 +121,8 @@ def prefill_with_preemption(view: View, request: RequestView) -> Plan:
 
 
 def _swap_in_with_preemption(view: View) -> Plan | None:
-    """Return a plan that swaps in the first swapped request, and preempts others for its KV slots; None if none is swapped.
+    """Return a plan that swaps in the first swapped request, and preempts others for its KV slots; None if none is swapped, or
+    if they are not enough and a prompt can run instead.
 
     Used if no request is running and the free slots are not enough to swap one in.
     """
@@ -134,6 +135,8 @@ def _swap_in_with_preemption(view: View) -> Plan | None:
         if needed <= view.free_slots + sum(request.own_slots for request in preempt):
             break
         preempt.append(victim)
+    if view.prefilling and needed > view.free_slots + sum(request.own_slots for request in preempt):
+        return None  # shared slots: each of several holders alone would free none
     return Plan(decode=(first.id,), swap_in=(first.id,), preempt=_ids(preempt))
 
 

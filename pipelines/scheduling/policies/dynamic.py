@@ -11,6 +11,7 @@ from staticllm.pipelines.scheduling.policies.common import (
     chunk_of,
     decode_plan,
     fits,
+    in_order,
     prefill_with_preemption,
     to_swap_in,
     with_prefill,
@@ -227,11 +228,15 @@ class Dynamic:
 
     def _startable(self, view: View) -> list[RequestView]:
         """Return the prompts that may run: those that have begun, and as many others as can soon have a place."""
-        limit = self._slices.num_startable(view) + len(view.prefilling)
-        if not limit:
+        limit = self._slices.num_startable(view)
+        if not limit and not view.prefilling:
             return []
         backlog = admissible_prompts(view)
-        return backlog if len(backlog) <= limit else backlog[: int(limit)]
+        if limit >= len(view.waiting):
+            return backlog
+        begun = {request.id for request in view.prefilling}
+        startable = begun | {request.id for request in in_order(view.waiting)[: int(limit)]}
+        return [request for request in backlog if request.id in startable]
 
     def _decode(self, view: View) -> Plan | None:
         """Return the next decode step, in which places may change hands."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from staticllm.pipelines.scheduling.interface import RequestView, View
-from staticllm.pipelines.scheduling.policies.common import to_swap_in
+from staticllm.pipelines.scheduling.policies.common import in_order, to_swap_in
 
 WAIT_SHARE = 0.6
 """The share of ``gap_ms`` for which a swapped request waits for a place. The rest is for prompts that run meanwhile."""
@@ -56,15 +56,23 @@ class TimeSlices:
     def num_startable(self, view: View) -> float:
         """Return the number of prompts that may begin: afterwards each request can still have a token within ``gap_ms``.
 
-        A slice is at least ``SLICE_PROMPTS`` times as long as a prompt, because a prompt that does not fit into it runs in
-        chunks, which costs more.
+        The prompts are counted by priority, then by arrival. Those of a higher priority do not wait for swapped requests of a
+        lower one. A slice is at least ``SLICE_PROMPTS`` times as long as the longest of these prompts, because a prompt that
+        does not fit into it runs in chunks, which costs more.
         """
         if view.gap_ms is None or not view.waiting:
             return float("inf")
-        slice_seconds = SLICE_PROMPTS * _prompt_seconds(view)
-        seconds = max(_swap_seconds(view) / SWAP_SHARE, slice_seconds / view.max_num_seqs, MIN_SECONDS)
-        most = min(WAIT_SHARE * view.gap_ms / 1e3 / seconds, _swappable(view))
-        return max(0, _free_places(view) + int(most) - len(view.swapped) - len(view.prefilling))
+        free, swap_seconds = _free_places(view), _swap_seconds(view) / SWAP_SHARE
+        room = free + _swappable(view) - len(view.swapped) - len(view.prefilling)
+        count, longest = 0, 0.0
+        for prompt in in_order(view.waiting):
+            longest = max(longest, _prompt_seconds(view, prompt))
+            seconds = max(swap_seconds, SLICE_PROMPTS * longest / view.max_num_seqs, MIN_SECONDS)
+            others = sum(r.priority >= prompt.priority for r in view.swapped) + len(view.prefilling)
+            if count >= min(free + int(WAIT_SHARE * view.gap_ms / 1e3 / seconds) - others, room):
+                break
+            count += 1
+        return count
 
     def slice_seconds(self, view: View) -> float:
         """Return the seconds for which a request keeps its place; prompts may not delay decoding for longer."""
@@ -121,8 +129,8 @@ def _swap_seconds(view: View) -> float:
     return 2 * view.device.swap_seconds * sum(request.num_computed for request in requests) / len(requests)
 
 
-def _prompt_seconds(view: View) -> float:
-    """Return the seconds of a call with the prompt that arrived first, or with as much of it as one call holds."""
-    rows = min(view.waiting[0].num_left, max(view.device.index.widest))
+def _prompt_seconds(view: View, prompt: RequestView) -> float:
+    """Return the seconds of a call with this prompt, or with as much of it as one call holds."""
+    rows = min(prompt.num_left, max(view.device.index.widest))
     variant = view.device.call(rows, 1, is_fresh=True) or view.device.call(rows)
     return view.device.seconds(variant) if variant else 0.0

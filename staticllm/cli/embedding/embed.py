@@ -66,7 +66,7 @@ def command(model: str, texts: tuple[str, ...], **options: Any) -> None:
     source = TextSource(texts, options["file"], options["field"])
     with source.batches() as batches, progress("loading") as shown:
         first = next(batches)  # a mistake in the first lines is told before the model is loaded
-        with _load(model, options) as pipe:
+        with _load(model, options, shown) as pipe:
             _embed(pipe, source, _chained(first, batches), form, options, shown)
 
 
@@ -97,14 +97,14 @@ def _check(options: dict[str, Any]) -> str:
     return form
 
 
-def _load(model: str, options: dict[str, Any]) -> StaticEmbeddingPipeline:
+def _load(model: str, options: dict[str, Any], shown: Progress) -> StaticEmbeddingPipeline:
     from staticllm.pipelines.embedding.embedding_config import PoolingType
     from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
     arguments = encoder_arguments(options)
     if options["pooling"] is not None:
         arguments["pooling_type"] = getattr(PoolingType, POOLINGS[options["pooling"]])
-    return StaticEmbeddingPipeline(model, **arguments)
+    return StaticEmbeddingPipeline(model, on_progress=shown, **arguments)
 
 
 def _chained(first: Batch, rest: Iterator[Batch]) -> Iterator[Batch]:
@@ -134,7 +134,7 @@ def _embed(
         vector_writer(options["output"], form) as file,
         converting(file, options["output_type"], options["calibration"], dimensions or pipe.width) as writer,
     ):
-        Embedder(pipe, source.name, prompt, dimensions, shown).run(batches, writer)
+        Embedder(pipe, source, prompt, dimensions, shown).run(batches, writer)
 
 
 class _StoppedError(Exception):
@@ -145,9 +145,9 @@ class Embedder:
     """Embeds batches, a few at once, and writes their vectors in order."""
 
     def __init__(
-        self, pipe: StaticEmbeddingPipeline, name: str, prompt: str, dimensions: int | None, shown: Progress
+        self, pipe: StaticEmbeddingPipeline, source: TextSource, prompt: str, dimensions: int | None, shown: Progress
     ) -> None:
-        self._pipe, self._name, self._prompt, self._dimensions = pipe, name, prompt, dimensions
+        self._pipe, self._source, self._prompt, self._dimensions = pipe, source, prompt, dimensions
         self._shown = shown
         self._num_done, self._share = 0, 0.0
         self._lock = threading.Lock()
@@ -193,7 +193,4 @@ class Embedder:
         try:
             return self._pipe.encode(batch.texts, prompt=self._prompt, dimensions=self._dimensions, on_progress=tell)
         except StaticLLMError as error:
-            start = batch.entries[0].line
-            if start == 1:
-                raise
-            raise StaticLLMError(f"{self._name}, counted from line {start} on: {error}") from error
+            raise self._source.located(error, batch) from error

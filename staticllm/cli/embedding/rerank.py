@@ -8,9 +8,10 @@ from typing import Any
 import click
 
 from staticllm.cli.embedding.encoder_options import encoder_arguments, encoder_model, encoder_options
-from staticllm.cli.embedding.texts import TextSource, text_options
+from staticllm.cli.embedding.texts import Batch, TextSource, text_options
 from staticllm.cli.options import Whole, as_text
-from staticllm.cli.progress import progress
+from staticllm.cli.progress import Progress, progress
+from staticllm.errors import StaticLLMError
 
 
 @click.command("rerank", short_help="Sort texts by a query.")
@@ -29,14 +30,27 @@ def command(model: str, texts: tuple[str, ...], query: str, top_n: int | None, a
     query = as_text(query, "--query")
     source = TextSource(texts, options["file"], options["field"])
     with source.batches() as batches:
-        found = [text for batch in batches for text in batch.texts]
-    with progress("loading and scoring"):
-        from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
-
-        with StaticRerankPipeline(model, top_n=top_n or len(found), **encoder_arguments(options)) as pipe:
-            ranking = pipe.rerank(query, found)
+        entries = [entry for batch in batches for entry in batch.entries]
+    with progress("loading") as shown:
+        ranking = _rank(model, query, Batch(entries, 1.0), source, encoder_arguments(options), shown)[:top_n]
     for index, score in ranking:
+        text = entries[index].text
         if as_json:
-            click.echo(json.dumps({"index": index, "score": score, "text": found[index]}, ensure_ascii=False))
+            click.echo(json.dumps({"index": index, "score": score, "text": text}, ensure_ascii=False))
         else:
-            click.echo(f"{index}\t{score:.6f}\t{found[index]}")
+            click.echo(f"{index}\t{score:.6f}\t{text}")
+
+
+def _rank(
+    model: str, query: str, batch: Batch, source: TextSource, arguments: dict[str, Any], shown: Progress
+) -> list[tuple[int, float]]:
+    from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline, ranking
+
+    with StaticRerankPipeline(model, on_progress=shown, **arguments) as pipe:
+        try:
+            scores = pipe.scores(
+                query, batch.texts, on_progress=lambda done, total: shown.show(f"scoring, {done} texts", done, total)
+            )
+        except StaticLLMError as error:
+            raise source.located(error, batch) from error
+    return ranking(scores, len(scores))

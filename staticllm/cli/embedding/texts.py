@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,13 +14,14 @@ from typing import Any, BinaryIO, TypeVar
 import click
 
 from staticllm.cli.options import as_text
-from staticllm.errors import PromptError
+from staticllm.errors import PromptError, StaticLLMError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 FIELD = "text"
 """The field of JSON lines that holds the text, unless ``--field`` names another."""
 JSON_LINES = (".jsonl", ".ndjson")
 MAX_LINE_BYTES = 1 << 26
+TEXT_ERROR = re.compile(r"text (\d+):? (.*)", re.DOTALL)
 BATCH_TEXTS, BATCH_CHARS = 1024, 1 << 22
 """So many texts or characters are read before they are handed on: more fill a device's calls hardly better."""
 
@@ -44,6 +46,15 @@ class Batch:
     def texts(self) -> list[str]:
         """The texts alone."""
         return [entry.text for entry in self.entries]
+
+    def line_of(self, error: StaticLLMError) -> tuple[int, str] | None:
+        """Return the line of the text that an error is about, and what it says about it; None if it is about none.
+
+        The library begins such a message with the index of the text in the call.
+        """
+        found = TEXT_ERROR.match(str(error))
+        index = int(found[1]) if found else len(self.entries)
+        return (self.entries[index].line, found[2]) if found and index < len(self.entries) else None
 
 
 def text_options(command: Command) -> Command:
@@ -100,6 +111,11 @@ class TextSource:
                 size = self._path.stat().st_size if self._path.is_file() else 0
                 yield self._checked(_batches(self._entries(file), lambda: file.tell() / size if size else None))
 
+    def located(self, error: StaticLLMError, batch: Batch) -> StaticLLMError:
+        """Return an error of a batch with the line of its text in place of the index; others are returned as they are."""
+        found = batch.line_of(error)
+        return error if found is None else StaticLLMError(f"{self._place(found[0])}: {found[1]}")
+
     def _checked(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         first = next(batches, None)
         if first is None:
@@ -153,7 +169,10 @@ class TextSource:
         return Entry(text, number, found)
 
     def _error(self, number: int, text: str) -> PromptError:
-        return PromptError(f"{self.name}, line {number}: {text}")
+        return PromptError(f"{self._place(number)}: {text}")
+
+    def _place(self, number: int) -> str:
+        return f"{self.name}, {'text' if self._arguments else 'line'} {number}"
 
 
 def _batches(entries: Iterator[Entry], share: Callable[[], float | None]) -> Iterator[Batch]:

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 from filelock import Timeout
@@ -80,6 +81,28 @@ def test_prune_removes_the_files_of_a_dead_writer(tmp_path):
         assert [entry.key for entry in cache.entries()] == ["b" * 24], "what is being written stays"
     cache.prune(1 << 40)
     assert not cache.entries()
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 40])
+def test_prune_goes_on_past_a_folder_of_another_user(tmp_path, monkeypatch, limit):
+    cache = BlobCache(tmp_path)
+    foreign, own = cache.path("a" * 24), cache.path("b" * 24)
+    foreign.mkdir()
+    a_set(own)
+    shown = {name: getattr(Path, name) for name in ("stat", "iterdir", "open", "unlink")}
+
+    def refuses(name):
+        def call(self, *args, **options):
+            if foreign in self.parents or (name == "iterdir" and self == foreign):
+                raise PermissionError(13, "Permission denied", str(self))
+            return shown[name](self, *args, **options)
+
+        return call
+
+    for name in shown:
+        monkeypatch.setattr(Path, name, refuses(name))
+    assert [entry.key for entry in cache.prune(limit) if entry.folder == own] == ["b" * 24] * (limit == 0)
+    assert own.exists() == bool(limit)
 
 
 def test_a_failure_while_replacing_keeps_the_previous_set(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from encoder_models import encoder_directory, unpack
 
 from staticllm import demo_model_path
 from staticllm.cli.embedding import embed, texts, vector_files
+from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
 F32 = ("--precision", "f32")
@@ -264,7 +265,28 @@ def test_a_failing_text_of_a_later_batch_is_named_by_its_line(directory, monkeyp
     monkeypatch.setattr(StaticEmbeddingPipeline, "encode", encode)
     done = command_line.in_here("embed", directory, stdin="a\nb\nc\nd\ne\nbad\n")
     assert done.returncode == 1
-    assert done.stderr == "Error: standard input, counted from line 5 on: text 1 is a int: must be a str\n"
+    assert done.stderr == "Error: standard input, line 6: is a int: must be a str\n"
+    done = command_line.in_here("embed", directory, "--field", "text", stdin='{"text": "a"}\n\n{"text": "bad"}\n')
+    assert done.stderr == "Error: standard input, line 3: is a int: must be a str\n", "empty lines are counted"
+    done = command_line.in_here("embed", directory, "a", "bad")
+    assert done.stderr == "Error: the arguments, text 2: is a int: must be a str\n"
+
+
+def test_a_text_whose_vector_is_not_finite_is_named_by_its_line(directory, monkeypatch):
+    monkeypatch.setattr(texts, "BATCH_TEXTS", 2)
+    original = EncoderRunner.run
+
+    def run(self, variant, sequences, meanwhile=None):
+        vectors = original(self, variant, sequences, meanwhile)
+        longest = np.array([len(text) for sequence in sequences for text in sequence]) > 20
+        vectors[longest] = np.nan
+        return vectors
+
+    monkeypatch.setattr(EncoderRunner, "run", run)
+    done = command_line.in_here("embed", directory, stdin="a\nb\nc\n" + "a long text " * 20 + "\ne\n")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("Error: standard input, line 4: its embedding is not finite")
 
 
 def test_an_existing_file_is_kept_if_a_later_line_fails(directory, tmp_path, monkeypatch):

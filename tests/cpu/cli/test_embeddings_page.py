@@ -9,11 +9,12 @@ import subprocess
 import sys
 
 import pytest
-from encoder_models import encoder_directory
+from encoder_models import encoder_directory, unpack
 
 SNIPPETS = [
     ("numpy", r"An NPU is a neural processing unit\.\n"),
     ("numpy", r"\(200, 16\) \(200, 4\) int8\n5 vectors of handles\n"),
+    ("numpy", r"(0\.\d\d (a fox is an animal|the sun is hot|the moon is not)\n){2}"),
     ("numpy", r"\(32,\) \(2, 32\)\n"),
     ("langchain_core", r"Rain is water that falls from clouds\.\n"),
     ("llama_index", r"Rain is water that falls from clouds\.\n"),
@@ -26,6 +27,9 @@ def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("page")
     (place / "my_encoder").mkdir()
     encoder_directory(place / "my_encoder")
+    (place / "my_reranker").mkdir()
+    for name in ("bert_scores", "bert_tokenizer"):
+        unpack(name, place / "my_reranker")
     return place
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import zipfile
 
+import command_line
 import pytest
 from encoder_models import ARCHIVES, unpack
 
 from staticllm import StaticRerankPipeline
+from staticllm.cli.progress import Progress
 
 TEXTS = ["yes", "a fox is an animal, 12 of them.", "no", "the sun is hot"]
 F32 = ("--precision", "f32")
@@ -47,3 +49,24 @@ def test_a_mistake_is_one_line(staticllm, directory, arguments, code, said):
     assert done.returncode == code
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_text_that_cannot_be_scored_is_named_by_its_line(directory, monkeypatch):
+    original = StaticRerankPipeline.scores
+
+    def scores(self, query, texts, **options):
+        return original(self, query, [text if text != "bad" else 3 for text in texts], **options)
+
+    monkeypatch.setattr(StaticRerankPipeline, "scores", scores)
+    done = command_line.in_here("rerank", directory, "--query", "a", stdin="a\nb\nbad\n")
+    assert done.returncode == 1
+    assert done.stderr == "Error: standard input, line 3: is a int: must be a str\n"
+
+
+def test_the_bar_shows_loading_and_scoring(directory, monkeypatch):
+    shown = []
+    monkeypatch.setattr(Progress, "show", lambda self, text, done=0, total=0: shown.append((text, done, total)))
+    done = command_line.in_here("rerank", directory, "--query", "a", *F32, *TEXTS)
+    assert done.returncode == 0
+    assert {"reading the model", "compiling", "warming up"} <= {text for text, _, _ in shown}
+    assert shown[-1] == ("scoring, 4 texts", 4, 4)

@@ -11,7 +11,7 @@ from encoder_models import encoder_directory
 from helpers import one_line
 
 from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, Trace, demo_model_path
-from staticllm.errors import ClosedError, ConfigError
+from staticllm.errors import ClosedError, ConfigError, StaticLLMError
 from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
 
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
@@ -189,3 +189,56 @@ def test_the_last_call_of_on_progress_has_all_texts(embedder):
 
     embedder.encode(TEXTS, on_progress=slow)
     assert told[-1] == (len(TEXTS), len(TEXTS))
+
+
+@pytest.mark.parametrize("options", [{"HETEROGENEOUS": True}, {"LATENCY_MS": 500}, {"device": "CPU#0,CPU#1"}])
+def test_several_devices_and_a_shared_engine_are_refused_in_one_line(directory, llm, options):
+    with pytest.raises(ConfigError, match="a shared engine has one device") as caught:
+        StaticEmbeddingPipeline(directory, engine=llm.engine, **F32, **options)
+    assert one_line(caught)
+
+
+def test_ctrl_c_in_a_large_list_leaves_the_engine_to_others(llm, embedder):
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        embedder.encode(TEXTS * 20, on_progress=interrupt)
+    assert len(embedder.embed_query("next")) == embedder.width
+    assert str(llm.generate(PROMPTS[0], max_new_tokens=5))
+    assert embedder.encode(TEXTS[:3]).shape == (3, embedder.width)
+
+
+def test_a_done_callback_may_embed(embedder):
+    found, ended = [], threading.Event()
+    handle = embedder.submit("a text")
+    handle.future.add_done_callback(lambda _: (found.append(embedder.embed_query("another")), ended.set()))
+    assert ended.wait(30)
+    assert len(found[0]) == embedder.width
+
+
+@pytest.mark.parametrize("what", ["chat", "embeddings"])
+def test_closing_in_a_streamer_ends_what_waits(directory, what):
+    llm = StaticLLMPipeline(demo_model_path(), "CPU", **F32)
+    embedder = StaticEmbeddingPipeline(directory, "CPU", engine=llm.engine, **F32)
+    texts = []
+
+    def close(text):
+        if not texts:
+            texts.extend(embedder.submit(each) for each in TEXTS)
+            (llm if what == "chat" else embedder).close()
+        return False
+
+    answer = llm.generate(PROMPTS[0], streamer=close, max_new_tokens=20)
+    ends = [handle.future.exception(10) for handle in texts]
+    assert len(texts) == len(TEXTS) and all(end is None or isinstance(end, ClosedError) for end in ends)
+    assert what == "chat" or str(answer)
+    embedder.close()
+    llm.close()
+
+
+def test_waiting_for_texts_on_the_thread_of_the_engine_is_refused(llm, embedder):
+    with pytest.raises(StaticLLMError, match="another thread") as caught:
+        llm.engine.run_between_steps(lambda: embedder.embed_query("a text"))
+    assert one_line(caught)
+    assert len(embedder.embed_query("a text")) == embedder.width

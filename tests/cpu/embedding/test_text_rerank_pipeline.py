@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import shutil
 import threading
 import zipfile
 
@@ -10,7 +12,7 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
-from encoder_models import ARCHIVES, Alone, unpack
+from encoder_models import ARCHIVES, Alone, unpack, write
 from helpers import one_line
 from openvino import opset13 as ops
 
@@ -18,7 +20,8 @@ from staticllm import StaticEmbeddingPipeline, StaticRerankPipeline
 from staticllm.devices import get_core
 from staticllm.errors import ClosedError, ConfigError, ModelError, PromptError, StaticLLMError
 from staticllm.pipelines.diagnostics.reference import EXACT
-from staticllm.pipelines.text_rerank_pipeline import probabilities, ranking
+from staticllm.pipelines.embedding.score_activation import activated, chosen_activation
+from staticllm.pipelines.text_rerank_pipeline import ranking
 
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 QUERY = "what is a fox?"
@@ -111,16 +114,80 @@ def test_a_causal_language_model_ranks_by_yes_and_no(tmp_path):
         assert np.linalg.norm(embedder.embed_query("fox")) == pytest.approx(1, abs=1e-6)
 
 
-def test_several_labels_are_a_softmax_and_the_second_counts():
+def test_a_decoder_with_one_label_ranks_prompts_by_its_sigmoid(tmp_path):
+    folder = directory_of("qwen3_scores", tmp_path)
+    original, tokenizer = Alone(get_core().read_model(folder / "openvino_model.xml")), genai.Tokenizer(folder)
+    prompts = [QUERY + " " + text for text in TEXTS]
+    logits = np.array([float(original(tokenizer.encode(text).input_ids.data[0], "last")[0]) for text in prompts])
+    with StaticRerankPipeline(folder, "CPU", top_n=100, **F32) as pipe:
+        pipe._is_paired = False  # the tokenizer is BERT's; that of a decoder encodes no pairs
+        found = pipe.scores(QUERY + " ", TEXTS)
+    np.testing.assert_allclose(found, 1 / (1 + np.exp(-logits)), atol=2e-6)
+    assert len(set(np.round(found, 3))) > 3
+
+
+def test_activations_are_those_of_torch():
     logits = np.array([[1.0, 3.0, 0.5], [800.0, 0.0, -800.0]], np.float32)
     weights = np.exp(logits[0].astype(np.float64))
-    assert probabilities(logits, 3) == pytest.approx([weights[1] / weights.sum(), 0.0])
-    assert probabilities(np.array([[-200.0], [0.0]], np.float32), 1) == pytest.approx([0.0, 0.5])
+    np.testing.assert_allclose(activated(logits, "softmax"), [weights / weights.sum(), [1, 0, 0]], atol=1e-7)
+    np.testing.assert_allclose(activated(logits, "sigmoid")[0], 1 / (1 + np.exp(-logits[0])), atol=1e-7)
+    np.testing.assert_array_equal(activated(logits, "sigmoid")[1], [1, 0.5, 0])
+    np.testing.assert_array_equal(activated(logits, "identity"), logits)
     assert ranking(np.array([0.5, 0.7, 0.5, 0.9], np.float32), 3) == [
         (3, pytest.approx(0.9)),
         (1, pytest.approx(0.7)),
         (0, 0.5),
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "of_one", "of_three"),
+    [
+        ({}, "sigmoid", "softmax"),
+        ({"sentence_transformers": {"version": "5"}}, "sigmoid", "softmax"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "identity", "softmax"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}, "sigmoid", "sigmoid"),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, "identity", "softmax"),
+        ({"sentence_transformers": {"activation_fn": "own.module.Scale"}}, "sigmoid", "softmax"),
+    ],
+)
+def test_the_activation_is_that_of_the_models_files(tmp_path, config, of_one, of_three):
+    write(tmp_path / "config.json", config)
+    assert chosen_activation(None, tmp_path, 1) == of_one
+    assert chosen_activation(None, tmp_path, 3) == of_three
+    assert chosen_activation("sigmoid", tmp_path, 3) == "sigmoid"
+
+
+def test_logits_are_scores_if_the_files_say_identity(directory, expected, tmp_path):
+    copied = tmp_path / "model"
+    shutil.copytree(directory, copied)
+    write(copied / "config.json", {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}})
+    logits = np.log(expected / (1 - expected))
+    with StaticRerankPipeline(copied, "CPU", top_n=100, **F32) as pipe:
+        np.testing.assert_allclose(pipe.scores(QUERY, TEXTS), logits, atol=1e-5)
+        np.testing.assert_allclose(pipe.label_scores(QUERY, TEXTS)[:, 0], logits, atol=1e-5)
+        assert [score for _, score in pipe.rerank(QUERY, TEXTS)] == pytest.approx(
+            sorted(logits, reverse=True), abs=1e-5
+        )
+    with StaticRerankPipeline(copied, "CPU", activation="sigmoid", **F32) as pipe:
+        assert np.abs(pipe.scores(QUERY, TEXTS) - expected).max() <= 1e-6
+    write(copied / "config.json", {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.GELU"}})
+    with pytest.raises(ModelError, match=r"activation 'torch\.nn.*GELU' is not supported: give activation=") as caught:
+        StaticRerankPipeline(copied, "CPU", **F32)
+    assert one_line(caught)
+
+
+def test_of_several_labels_the_second_counts(tmp_path):
+    folder = directory_of("xlm_roberta_scores", tmp_path)
+    with StaticRerankPipeline(folder, "CPU", top_n=100, activation="identity", **F32) as pipe:
+        logits = pipe.label_scores(QUERY, TEXTS)
+        assert logits.shape == (len(TEXTS), 2)
+        assert np.array_equal(pipe.scores(QUERY, TEXTS), logits[:, 1])
+    with StaticRerankPipeline(folder, "CPU", top_n=100, **F32) as pipe:
+        found = pipe.label_scores(QUERY, TEXTS)
+        weights = np.exp(logits.astype(np.float64))
+        np.testing.assert_allclose(found, weights / weights.sum(axis=1, keepdims=True), atol=1e-6)
+        assert np.array_equal(pipe.scores(QUERY, TEXTS), found[:, 1])
 
 
 def test_many_threads_and_ways_to_wait(pipe, expected):
@@ -175,7 +242,10 @@ def test_nothing_to_rank_and_long_texts(directory, pipe):
         (lambda pipe: pipe.rerank("q", "abc"), ConfigError, "texts is a str"),
         (lambda pipe: pipe.rerank("q", ["a", None]), PromptError, "text 1 is a NoneType"),
         (lambda pipe: pipe.rerank("\ud800", ["a"]), PromptError, "not valid text"),
+        (lambda pipe: pipe.rerank("q", 5), ConfigError, "texts is a int: must be a list"),
         (lambda pipe: pipe.scores("q", ["a"] * 50, deadline_ms=-1), StaticLLMError, "deadline"),
+        (lambda pipe: pipe.submit("q", ["a"], deadline_ms="soon"), ConfigError, "deadline_ms='soon': must be a number"),
+        (lambda pipe: pipe.submit("q", ["a"], priority=0.5), ConfigError, "priority=0.5: must be a whole number"),
     ],
 )
 def test_bad_calls_get_one_line_and_the_pipeline_goes_on(pipe, call, kind, message):
@@ -187,7 +257,20 @@ def test_bad_calls_get_one_line_and_the_pipeline_goes_on(pipe, call, kind, messa
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"top_n": 0}, "top_n=0"), ({"max_length": True}, "max_length=True"), ({"overflow": "cut"}, "overflow='cut'")],
+    [
+        ({"top_n": 0}, "top_n=0"),
+        ({"max_length": True}, "max_length=True"),
+        ({"max_length": 100_000}, "max_length=100000: must be at most 8192"),
+        ({"overflow": "cut"}, "overflow='cut'"),
+        ({"max_waiting": 0}, "max_waiting=0: must be a whole number from 1"),
+        ({"on_progress": 5}, "on_progress=5: must be a function"),
+        ({"activation": "relu"}, "activation='relu': must be one of sigmoid, identity, softmax"),
+        ({"score_words": "no"}, "score_words='no': must be two words"),
+        ({"engine": 5}, "engine is a int"),
+        ({"config": 5}, "config is a int"),
+        ({"topn": 3}, "topn"),
+        ({"MAX_NUM_SEQS": 3}, "MAX_NUM_SEQS is an option of decoders"),
+    ],
 )
 def test_bad_options_get_one_line(directory, options, message):
     with pytest.raises(ConfigError, match=message) as caught:
@@ -214,6 +297,22 @@ def test_weights_that_are_not_finite_fail_in_one_line(tmp_path):
     with pytest.raises(StaticLLMError) as caught, StaticRerankPipeline(folder, "CPU", **F32) as pipe:
         pipe.rerank(QUERY, ["fox"])
     assert one_line(caught)
+
+
+def test_loading_is_told_and_a_deleted_pipeline_ends_its_thread(directory):
+    events = []
+    pipe = StaticRerankPipeline(directory, "CPU", on_progress=events.append, **F32)
+    assert {"read", "compile", "warm-up", "ready"} <= {event.stage for event in events}
+    handle = pipe.submit(QUERY, TEXTS)
+    thread = pipe.engine._thread
+    del pipe
+    gc.collect()
+    assert len(handle.result(60)) == 3, "a handle keeps its pipeline"
+    assert thread.is_alive()
+    del handle
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_closing_ends_what_waits(directory):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import openvino as ov
 import pytest
-from encoder_models import Alone, Packed, Placed, unpack
+from encoder_models import Alone, Packed, Placed, unit, unpack
 from openvino import opset13 as ops
 from openvino.op.util import Variable, VariableInfo
 
+from staticllm.compiler_passes.graph.step_graph import named_result
 from staticllm.compiler_passes.lower_encoder import lower_encoder
 from staticllm.compiler_passes.pass_pipeline import EncoderOptions
+from staticllm.compiler_passes.shapes.select_logits import find_head
 from staticllm.core import EncoderMask, EncoderVariant
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
@@ -40,6 +42,35 @@ def test_an_embedder_with_past_is_packed_like_the_same_one_without(tmp_path):
     vectors = Packed(lowered, EncoderVariant(1, 24, 4))(placed, "last")
     for text, vector in zip(placed, vectors, strict=True):
         assert np.abs(vector - alone(text.ids, "last")).max() <= 1e-6
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+def test_an_embedder_with_past_has_the_vectors_of_the_stateful_original(tmp_path, chunk):
+    model = read("qwen3_with_past", tmp_path)
+    (result,) = model.get_results()
+    model.add_results([named_result("states", find_head(result).input_value(0))])
+    original = get_core().compile_model(model, "CPU", EXACT)
+    assert model.get_variables(), "it has states"
+    lowered = lower_encoder(read("qwen3_with_past", tmp_path))
+    placed = list(texts())
+    vectors = Packed(lowered, EncoderVariant(1, 24, 4))(placed, "last")
+    for text, vector in zip(placed, vectors, strict=True):
+        assert np.abs(vector - unit(last_state(original, text.ids, chunk or len(text.ids)))).max() <= 1e-6
+
+
+def last_state(program, ids, chunk):
+    """Return the hidden state of the last of ``ids``, which the stateful original reads in chunks with the past in its states."""
+    request = program.create_infer_request()
+    for start in range(0, len(ids), chunk):
+        part = ids[start : start + chunk]
+        feeds = {
+            "input_ids": part[None],
+            "attention_mask": np.ones((1, start + len(part)), np.int64),
+            "position_ids": np.arange(start, start + len(part))[None],
+            "beam_idx": np.zeros(1, np.int32),
+        }
+        request.infer({name: feeds[name] for port in program.inputs for name in port.get_names()})
+    return np.array(request.get_tensor("states").data[0, -1])
 
 
 @pytest.mark.parametrize("tokens", [(NO, YES), (YES,), (4, 5, 6)])

@@ -78,3 +78,18 @@ def test_a_shared_program_of_one_size_has_no_static_rows_where_they_are_as_many_
     found = get_core().compile_model(shared, "CPU", EXACT)(feeds)[0]
     assert np.abs(found[0] - Alone(TinyEncoder().model())(ids[0], "mean")).max() < 1e-6
     assert isinstance(shared, ov.Model)
+
+
+@pytest.mark.parametrize("padding", [0, 1, 7])
+def test_a_graph_that_looks_for_its_last_token_by_the_padding_id_pools_the_last(tmp_path, padding):
+    model = get_core().read_model(unpack("qwen3_scores", tmp_path))
+    (search,) = [node for node in model.get_ops() if node.get_type_name() == "NotEqual"]
+    search.input(1).replace_source_output(ops.constant(np.full((1, 1), padding, np.int64)).output(0))
+    alone = Alone(model)
+    lowered = lower_encoder(model.clone(), EncoderOptions(max_rows=64))
+    assert (lowered.shape.output, lowered.shape.width, lowered.shape.pooling) == ("scores", 1, "last")
+    assert lowered.shape.is_packable
+    variant = EncoderVariant(2, 24, 8)
+    texts = [t for t in some_texts(np.random.default_rng(1), lowered.shape, variant) if t.ids[-1] != padding]
+    expected = [alone(text.ids, "last") for text in texts]
+    assert np.abs(Packed(lowered, variant)(texts, "last") - expected).max() < 2e-6

@@ -9,7 +9,7 @@ import pytest
 
 from staticllm.core import EncoderVariant
 from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, PromptError, StaticLLMError
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingRequest
+from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import TokenizedText
 from staticllm.pipelines.embedding.pool import pool_state
 from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool

@@ -4,51 +4,14 @@ import threading
 import time
 from concurrent.futures import CancelledError, wait
 
-import numpy as np
 import pytest
+from fake_encoders import POISON, Adder, request
 
-from staticllm.core import EncoderShape, EncoderVariant
 from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, StaticLLMError
 from staticllm.pipelines.embedding import embedding_queue
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue, EmbeddingRequest
-from staticllm.pipelines.embedding.encoder_runner import TokenizedText
+from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
 from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.scheduling.interface import JobView
-
-POISON = 13
-"""A text with this id gets a vector that is not finite, and spoils the other texts of its call."""
-
-
-class Adder:
-    """Stands for an ``EncoderRunner``: the vector of a text is the sum and the number of its ids."""
-
-    shape = EncoderShape("embeddings", 2, (), 64)
-    variants = (EncoderVariant(1, 16, 2), EncoderVariant(2, 64, 16))
-
-    def __init__(self):
-        self.calls = []
-        self.failure = None
-
-    def cost(self, variant):
-        return 0.2 + 1e-3 * variant.batch * variant.rows
-
-    def run(self, variant, sequences, meanwhile=None):
-        texts = [text for sequence in sequences for text in sequence]
-        self.calls.append([int(text.ids[0]) for text in texts])
-        if self.failure:
-            raise self.failure
-        found = np.array([[text.ids.sum(), len(text)] for text in texts], np.float32)
-        if any(POISON in text.ids for text in texts):
-            found[:] = np.nan
-        return found
-
-
-def texts(*ids, length=8):
-    return [TokenizedText(np.full(length, i, np.int64)) for i in ids]
-
-
-def request(*ids, length=8, **options):
-    return EmbeddingRequest(texts(*ids, length=length), 2, **options)
 
 
 def run_all(queue):
@@ -168,12 +131,11 @@ def test_a_text_that_is_late_or_cancelled_after_planning_does_not_run():
 
 def test_a_host_limits_the_time_of_a_call_except_for_long_texts():
     queue = EmbeddingQueue(Adder(), 1000)
-    queue.attach(lambda: None, 0.25)
     queue.submit(request(*range(20, 40), length=12))
-    assert queue.next_job().seconds == pytest.approx(0.216)
+    assert queue.next_job(0.25).seconds == pytest.approx(0.216)
     run_all(queue)
     queue.submit(request(1, length=60))
-    assert queue.next_job().seconds == pytest.approx(0.328)
+    assert queue.next_job(0.25).seconds == pytest.approx(0.328)
     run_all(queue)
     assert queue.runner.calls[-1] == [1]
 

@@ -63,6 +63,16 @@ def test_full_sequences_are_divided_among_calls_at_the_least_cost(lengths, facto
     assert sum(costs[call.variant] for call in calls) <= best + 1e-9
 
 
+def test_many_texts_are_not_bound_to_the_size_with_the_cheapest_tokens():
+    """Tokens are cheapest in sequences of 64, but one text of 40 fills only 62 % of these, and three fill 94 % of 128."""
+    variants = (EncoderVariant(16, 64, 128), EncoderVariant(8, 128, 128))
+    seconds = dict(zip(variants, (0.98, 1.0), strict=True))
+    lengths = [40] * 48
+    calls = plan_calls(lengths, variants, seconds.__getitem__)
+    assert [call.variant for call in calls] == [variants[1]] * 2
+    check(calls, lengths)
+
+
 def test_a_text_that_no_program_holds_is_refused():
     with pytest.raises(ValueError, match="513"):
         plan_calls([3, 513], VARIANTS, cost)

@@ -5,11 +5,17 @@ import io
 import numpy as np
 import pytest
 
+from staticllm.core import EncoderVariant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.embedding.encoder_runner import TokenizedText
+from staticllm.pipelines.embedding.load import EncoderChoices
+from staticllm.pipelines.embedding.pool import pool_loader
 from staticllm.pipelines.embedding.pool.frames import MAX_HEADER_BYTES, FrameError, read_frame, write_frame
-from staticllm.pipelines.embedding.pool.instances import decode_texts, encode_texts
-from staticllm.pipelines.embedding.pool.pool_loader import devices_of, needs_pool, take_options
+from staticllm.pipelines.embedding.pool.instances import EncoderInfo, decode_texts, encode_texts
+from staticllm.pipelines.embedding.pool.pool_loader import depths_key, devices_of, make_state, needs_pool, take_options
+from staticllm.pipelines.embedding.windve.depth_file import write_estimates
+from staticllm.pipelines.embedding.windve.device_load import Line
+from staticllm.pipelines.embedding.windve.queue_depth import Estimate, fine_tune
 
 
 @pytest.mark.parametrize(
@@ -78,3 +84,37 @@ def test_damaged_frames_are_refused():
         read_frame(io.BytesIO(whole[:4] + (MAX_HEADER_BYTES + 1).to_bytes(4, "little") + bytes(4)))
     with pytest.raises(ValueError, match="message of"):
         list(decode_texts({"num_texts": 1, "has_types": False}, b"\1\0\0\0abc"))
+
+
+class Device:
+    """An instance whose batches take longer while the other device runs."""
+
+    def __init__(self, name):
+        self.name, self.info = name, EncoderInfo(2, 64, 100, True)
+        self.costs = {EncoderVariant(1, 64, 8): 0.01}
+
+
+def test_fine_tuned_depths_reach_the_queues_of_a_pipeline(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        pool_loader, "regress", lambda instance, limit_s: Estimate(instance.name, Line(0.01, 0), 1, limit_s)
+    )
+    (tmp_path / "openvino_model.xml").write_text("<net/>")
+    devices, path = [Device("A"), Device("B")], tmp_path / "depths.json"
+
+    def depths(properties, **latency):
+        options = take_options({"QUEUE_POLICY": "windve", "QUEUE_DEPTHS": path, **latency})
+        found = pool_loader._estimates(tmp_path, devices, EncoderChoices(properties=properties), options)
+        return [queue.depth for queue in make_state(devices, "windve", options.limit_s, 9, found).manager.devices]
+
+    alone = [
+        Estimate(device.name, Line(alpha, 0.1), 1.0, 1.0) for device, alpha in zip(devices, (0.01, 0.02), strict=True)
+    ]
+    assert [found.depth for found in alone] == [90, 45]
+    tuned = fine_tune(lambda counts: [0.1 + 0.015 * counts[0], 0.1 + 0.03 * counts[1]], alone)
+    assert [found.depth for found in tuned] == [60, 30]
+    write_estimates(path, depths_key(tmp_path, ["A", "B"], EncoderChoices()), tuned)
+    content = path.read_bytes()
+    assert depths({"CACHE_DIR": "cache"}, LATENCY_MS=1000) == [60, 30]
+    assert depths(None, LATENCY_MS=2000) == [190, 95], "another limit has the depths of the lines"
+    assert path.read_bytes() == content
+    assert depths({"INFERENCE_NUM_THREADS": 3}, LATENCY_MS=1000) == [100, 100], "what changes costs is measured again"

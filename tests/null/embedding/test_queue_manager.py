@@ -339,3 +339,40 @@ def test_a_busy_error_keeps_its_time_when_it_crosses_a_process():
     error = pickle.loads(pickle.dumps(BusyError("full", 0.5)))
     assert (str(error), error.retry_after) == ("full", 0.5)
     assert BusyError("full").retry_after is None
+
+
+@pytest.mark.parametrize("policy", [Predicted(LIMIT), Plain(1 << 20)])
+def test_documents_run_beside_queries_that_never_end(policy):
+    tested, now, ids, done, num_late = manager(policy, FAST), 0.0, iter(range(1 << 20)), set(), 0
+    documents = {next(ids) for _ in range(60)}
+    for id in documents:
+        assert tested.admit(Query(id, 0.0, 75, DOCUMENT), 0.0) == 0
+    while not documents <= done:
+        batch = tested.begin(0, now)
+        for _ in range(80):  # more than the device can take, while the batch runs
+            query = Query(next(ids), now, 75, QUERY)
+            if isinstance(tested.admit(query, now), Busy):
+                break
+        now += tested.devices[0].left(now)
+        num_late += sum(query.priority == QUERY and now > query.arrival + LIMIT for query in batch)
+        done |= {query.id for query in tested.finish(0)}
+        assert now < 60, f"{len(documents - done)} documents still wait"
+    if isinstance(policy, Predicted):
+        assert num_late == 0
+
+
+def test_a_promoted_document_can_be_cancelled_and_moved():
+    tested = manager(Predicted(LIMIT), FAST, SLOW)
+    for id in range(12):
+        tested.admit(Query(id, 0.0, 75, DOCUMENT), 0.0)
+    for id in range(100, 140):
+        tested.admit(Query(id, 0.0, 75, QUERY), 0.0)
+    batch = tested.begin(0, 0.0)
+    assert min(query.priority for query in batch) == QUERY
+    (promoted, *_) = (query for query in tested.devices[0].waiting() if query.priority == DOCUMENT)
+    assert tested.devices[0].num_timed >= 1
+    assert tested.cancel(promoted.id)
+    moved = {each.query.id for each in tested.fail(0, 0.0)}
+    assert promoted.id not in moved
+    assert {query.id for query in batch} <= moved
+    assert tested.devices[0].num_waiting == 0

@@ -202,3 +202,18 @@ def test_a_cached_prefix_continues_if_only_single_rows_have_programs_with_a_past
     run_to_end(engine, [second])
     assert second.tokens == expected
     assert second.num_cached == 25
+
+
+def test_slots_shared_with_a_cached_sequence_count_as_those_of_the_request():
+    """The cached sequence is evicted when slots are needed. Plans were illegal when only the request's own slots counted."""
+    variants = [Variant(1, 128), Variant(2, 128, 2), Variant(16, 0), Variant(16, 128)]
+    engine = fake_engine(make_policy("fcfs"), variants=variants, max_seq_len=128)
+    run_to_end(engine, [fake_request(range(100), 2)])
+    request = fake_request([*range(25), 500, 501], 9)
+    run_until(engine, lambda: request.num_generated > 2, [request])
+    manager, slots = engine.kv_manager, engine.runner.cache.slots
+    assert slots.num_shared == 25, "it is shared with the cached sequence, and not cut"
+    (info,) = (state.info for state in manager.states.values())
+    assert manager.free_slots + info.own_slots == slots.num_slots
+    run_to_end(engine, [])
+    assert_empty(engine)

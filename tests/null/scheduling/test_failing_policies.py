@@ -167,7 +167,7 @@ def test_a_shipped_policy_that_fails_loses_one_step(monkeypatch):
 
     def failing(self, view):
         calls.append(1)
-        if len(calls) == 3:
+        if len(calls) == 2:
             raise ZeroDivisionError("ours")
         return plan(self, view)
 
@@ -176,7 +176,7 @@ def test_a_shipped_policy_that_fails_loses_one_step(monkeypatch):
     request = fake_request([1, 2, 3], 9)
     with pytest.warns(RuntimeWarning, match="Dynamic is replaced by fcfs for one step: it raised ZeroDivisionError"):
         run_to_end(engine, [request])
-    assert len(calls) > 8
+    assert len(calls) > 2, "it is asked again"
     assert request.tokens == fake_answer([1, 2, 3], 9)
 
 

@@ -119,6 +119,26 @@ def test_plans_with_exchanges_break_no_rule(host_slots, free_slots):
         assert plan.decode
 
 
+def test_the_longest_of_the_prompts_counts_not_only_the_first():
+    short, long = RequestView(10, "waiting", 0.0, 16), RequestView(11, "waiting", 1.0, 256)
+    slow = replace(a_view(10.0), gap_ms=120.0, swapped=a_view(10.0).swapped[:1])
+    startable = [
+        TimeSlices().num_startable(replace(slow, waiting=waiting)) for waiting in ((short,), (long,), (short, long))
+    ]
+    assert startable == [1, 0, 1], "the second one would not get a place in time"
+
+
+def test_a_prompt_of_a_higher_priority_does_not_wait_for_swapped_requests_of_a_lower_one():
+    urgent = RequestView(11, "waiting", 5.0, 16, priority=1)
+    waiting = (*(RequestView(i, "waiting", 0.0, 16) for i in (12, 13)), urgent)
+    crowded = a_view(10.0, waiting=waiting, device=device(swap_seconds=1e-5))
+    assert TimeSlices().num_startable(replace(crowded, gap_ms=400.0, waiting=waiting[:2])) == 0
+    assert TimeSlices().num_startable(replace(crowded, gap_ms=400.0)) == 1
+    policy = make_policy("dynamic")
+    plans = [policy.plan(replace(crowded, now=now, gap_ms=400.0)) for now in (10.0, 10.2, 10.4, 10.6, 10.8)]
+    assert {request for plan in plans for request, _ in plan.prefill} == {urgent.id}
+
+
 def test_prompts_leave_room_in_the_host_pool_for_running_requests():
     """Otherwise no running request could be swapped out, and those in the pool would wait until one ends."""
     waiting = tuple(RequestView(i, "waiting", 0.0, 10) for i in range(10, 30))

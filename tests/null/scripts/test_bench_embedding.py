@@ -58,7 +58,7 @@ def test_fill_products_and_chats_have_lines(figures):
     from bench_embedding_report import alone, chat
 
     assert alone(figures, ["ours", "genai"]) == [
-        "ours, 512 texts in one call: fill 96.0%, host 5.0% of the time",
+        "ours, all texts in one call: fill 96.0%, host 5.0% of the time",
         "ours, call of the most rows of 128: 45 GFLOP/s, 50% of 90",
     ]
     assert chat(figures)[1:] == [["longest gap, ms", "shared", "10.0", "20.0", "2.00"]]
@@ -114,3 +114,22 @@ def test_a_section_replaces_its_own(figures, tmp_path):
     page = f"{bench_docs.NEW}\n"
     once = bench_docs.replaced(page, "avx2 embeddings minilm", text)
     assert bench_docs.replaced(once, "avx2 embeddings minilm", text) == once
+
+
+def test_slow_engines_run_fewer_batches_and_are_left_out_where_one_batch_takes_too_long(capsys):
+    import argparse
+
+    import bench_embedding
+
+    class Fixed:
+        def __init__(self, rate):
+            self.rate = rate
+
+        def do(self, job, count, batches, seed):
+            return {"texts_per_second": self.rate}
+
+    options = argparse.Namespace(clients=[1, 16, 256], quick=False)
+    batches, lines = bench_embedding.warm_up({"fast": Fixed(1000.0), "slow": Fixed(4.0)}, options)
+    assert batches == {("fast", 1): 24, ("fast", 16): 5, ("fast", 256): 1, ("slow", 1): 16, ("slow", 16): 1}
+    assert lines == ["slow with 256 clients is left out: one batch takes over 12 s"]
+    assert capsys.readouterr().out == lines[0] + "\n"

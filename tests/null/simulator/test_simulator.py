@@ -206,6 +206,19 @@ def test_bad_costs_are_refused(tmp_path, entries):
         read_costs(path)
 
 
+@pytest.mark.parametrize("step", [5e-3, 20e-3, 40e-3, 200e-3])
+@pytest.mark.parametrize("job", [5e-3, 20e-3, 35e-3, 1.0])
+def test_jobs_of_any_length_get_their_share_beside_one_client_within_its_bound(step, job):
+    config = StaticLLMConfig(max_prompt_len=64, min_response_len=100, max_num_seqs=1)
+    arrivals = (Arrival(0, 0.0, 16, 100), Arrival(1, 300.0, 8, 1))
+    costs = AnalyticCosts(step, 0.01 * step, 5e-8)
+    run = Scenario(configured_model(config, "shared", costs, HostCost()), arrivals).with_jobs(job).run("dynamic")
+    tokens = run.requests[0].token_times
+    beside = sum(each.seconds for each in run.jobs[0] if tokens[0] <= each.start < tokens[-1])
+    assert beside / (tokens[-1] - tokens[0]) >= 0.65
+    assert summarize_run(run).longest_gap_ms <= max(4 * step * 1.02 * 1e3, 100)
+
+
 def test_jobs_of_another_model_fill_the_device_and_requests_keep_their_bound():
     costs = AnalyticCosts(20e-3, 0.5e-3, 5e-8)
     config = StaticLLMConfig(max_prompt_len=64, min_response_len=100, max_num_seqs=2)

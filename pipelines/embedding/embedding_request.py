@@ -1,0 +1,169 @@
+"""The texts of one call of a user, and the future of their vectors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from staticllm.pipelines.embedding.encoder_runner import TokenizedText, Vectors
+from staticllm.threads import check_may_wait
+
+POLL_SECONDS = 0.5
+"""The longest single wait of a caller: where Ctrl-C cannot interrupt a wait, it takes effect after this time."""
+
+_numbers = count(1)
+
+
+class _DoneCallbacks:
+    """Runs the done-callbacks of users, one after another, on a thread that ends when none is left.
+
+    The thread is no daemon: the interpreter waits for callbacks, as it does for those of a ``ThreadPoolExecutor``.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._lock = threading.RLock()  # the garbage collector may cancel a future, and thereby add, while it is held
+        self._is_running = False
+
+    def add(self, function: Callable[[], None]) -> None:
+        """Run a function soon. Any thread may call."""
+        with self._lock:
+            self._waiting.append(function)
+            if self._is_running:
+                return
+            self._is_running = True
+        try:
+            threading.Thread(target=self._run, name="staticllm-callbacks", daemon=False).start()
+        except RuntimeError:  # the interpreter ends, or the system has no more threads
+            self._run()
+
+    def _run(self) -> None:
+        while (function := self._next()) is not None:
+            with contextlib.suppress(
+                BaseException
+            ):  # the future has logged an Exception; SystemExit must not stop the others
+                function()
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._lock:
+            self._is_running = False  # first: what the garbage collector adds from here on finds a thread
+            if not self._waiting:
+                return None
+            self._is_running = True
+            return self._waiting.popleft()
+
+
+_callbacks = _DoneCallbacks()
+if hasattr(os, "register_at_fork"):  # the thread does not exist in a forked child, and the lock may be held for ever
+    os.register_at_fork(after_in_child=_callbacks.__init__)  # type: ignore[misc]
+
+
+class RequestFuture(Future[Vectors]):
+    """A future whose done-callbacks run on a thread of their own: one that waits for the device cannot hold the device.
+
+    They run in the order in which they became due. One that waits for another callback waits for ever. As for every future, a
+    callback that is added after the end is called at once, on the thread that adds it.
+    """
+
+    def add_done_callback(self, fn: Callable[[Future[Vectors]], Any]) -> None:
+        """Call ``fn`` with the future after its end."""
+        if self.done():
+            super().add_done_callback(fn)
+        else:  # a future that has ended calls the function at once, and logs what it raises
+            call = super().add_done_callback
+            super().add_done_callback(lambda _: _callbacks.add(lambda: call(fn)))
+
+    def add_quick_callback(self, function: Callable[[], None]) -> None:
+        """Call a function of ours, which does not wait, on the thread that ends the future."""
+        super().add_done_callback(lambda _: function())
+
+
+@dataclass(eq=False)
+class EmbeddingRequest:
+    """The texts of one call of a user. ``future`` gets their vectors ``[n, width]``, or the error of the first that failed.
+
+    ``deadline`` is a moment of ``time.perf_counter`` after which texts are not run any more. ``has_progressed`` is set whenever
+    ``num_done`` texts have become more, and at the end.
+    """
+
+    texts: Sequence[TokenizedText]
+    width: int
+    priority: int = 0
+    deadline: float | None = None
+    arrival: float = field(default_factory=time.perf_counter)
+    future: RequestFuture = field(default_factory=RequestFuture)
+    id: int = field(default_factory=lambda: next(_numbers))
+
+    def __post_init__(self) -> None:
+        self.vectors: Vectors = np.zeros((len(self.texts), self.width), np.float32)
+        self.num_done = 0
+        self.has_progressed = threading.Event()
+        self._lock = threading.Lock()  # the texts of one request may run on several devices
+        self._is_ending = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for the texts any more: the request was cancelled, or has failed."""
+        return self.future.done()
+
+    def is_late(self, now: float) -> bool:
+        """Whether the deadline has passed at the moment ``now``."""
+        return self.deadline is not None and now >= self.deadline
+
+    def put(self, index: int, vector: Vectors) -> None:
+        """Take the vector of one text; after the last one, hand all of them out."""
+        self.vectors[index] = vector
+        with self._lock:
+            self.num_done += 1
+            is_last = self.num_done == len(self.texts)
+        if is_last and self._may_end():
+            self.future.set_result(self.vectors)
+        self.has_progressed.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End the request with an error, unless it is over."""
+        if self._may_end():
+            self.future.set_exception(error)
+        self.has_progressed.set()
+
+    def wait(self, on_progress: Callable[[int, int], None] | None = None) -> Vectors:
+        """Return the vectors when all are there; an exception, also of ``on_progress`` and Ctrl-C, cancels the request.
+
+        ``on_progress`` gets the number of texts that are done, and of all texts, on this thread.
+
+        Raises:
+            StaticLLMError: a text failed, the deadline passed, or this is the thread of a device, which would wait for itself.
+        """
+        num_told = 0
+        try:
+            check_may_wait()
+            while not self.future.done():
+                if on_progress is None:
+                    wait([self.future], POLL_SECONDS)
+                elif self.has_progressed.wait(POLL_SECONDS):
+                    self.has_progressed.clear()
+                    num_told = self.num_done
+                    on_progress(num_told, len(self.texts))
+            vectors = self.future.result()
+            if on_progress is not None and num_told < len(self.texts):
+                on_progress(len(self.texts), len(self.texts))
+            return vectors
+        except BaseException:
+            self.future.cancel()
+            raise
+
+    def _may_end(self) -> bool:
+        """Return True for the first end of a request that was not cancelled; tell waiting threads of one that was."""
+        with self._lock:  # devices, and a thread that closes the queue, may end a request at the same time
+            is_first, self._is_ending = not self._is_ending, True
+        return is_first and self.future.set_running_or_notify_cancel()

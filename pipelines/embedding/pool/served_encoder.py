@@ -1,0 +1,86 @@
+"""Serves an encoder: on one device behind a queue, in an engine of its own or a shared one, or on several behind a pool."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import openvino_genai as genai
+
+from staticllm.core import OnProgress
+from staticllm.errors import ConfigError
+from staticllm.model_dir import check_model_dir
+from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
+from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
+from staticllm.pipelines.embedding.load import EncoderChoices, LoadedEncoder, load_encoder
+from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
+from staticllm.pipelines.embedding.pool.instances import EncoderInfo
+from staticllm.pipelines.embedding.pool.pool_loader import PoolOptions, load_pool, needs_pool
+from staticllm.pipelines.engine.job_engine import JobEngine
+from staticllm.pipelines.engine.jobs import JobHost, checked_host
+
+
+@dataclass(frozen=True)
+class ServedEncoder:
+    """An encoder that takes requests by its ``queue``. ``engine`` owns the only device; None for a pool of devices.
+
+    ``own_engine`` ends with the encoder; None if the engine was given.
+    """
+
+    info: EncoderInfo
+    tokenizer: genai.Tokenizer
+    files: EncoderFiles
+    queue: EmbeddingQueue | EmbeddingPool
+    engine: JobHost | None
+    own_engine: JobEngine | EmbeddingPool | None
+
+    def close(self) -> None:
+        """Release the device; texts that wait get a ``ClosedError``. A second call does nothing."""
+        if self.engine is not None and isinstance(self.queue, EmbeddingQueue):
+            self.engine.remove_jobs(self.queue)
+        if self.own_engine is not None:
+            self.own_engine.close()
+
+
+def serve_encoder(
+    models_path: str | os.PathLike[str],
+    device: str,
+    choices: EncoderChoices,
+    *,
+    engine: JobHost | None,
+    max_waiting: int,
+    options: PoolOptions,
+    on_progress: OnProgress,
+) -> ServedEncoder:
+    """Load an encoder, on several devices if ``device`` and ``options`` say so, and serve it.
+
+    Raises:
+        ModelError, DeviceError, BlobError: as for ``load_encoder``.
+        ConfigError: as for ``load_encoder`` and ``load_pool``, or an engine is given for several devices.
+    """
+    host = None if engine is None else checked_host(engine)
+    if not needs_pool(device, options):
+        return serve_loaded(load_encoder(models_path, device, choices, on_progress), host, max_waiting)
+    if host is not None:
+        raise ConfigError(
+            f"device {device!r} with engine=: a shared engine has one device, without HETEROGENEOUS and LATENCY_MS"
+        )
+    if not read_encoder_files(check_model_dir(models_path)).is_prompt_pooled:
+        raise ConfigError(
+            f"device {device!r}: a model with include_prompt=false in its pooling file runs on one device without LATENCY_MS"
+        )
+    found = load_pool(check_model_dir(models_path), device, choices, max_waiting, options)
+    return ServedEncoder(found.info, found.tokenizer, found.files, found.pool, None, found.pool)
+
+
+def serve_loaded(loaded: LoadedEncoder, host: JobHost | None, max_waiting: int) -> ServedEncoder:
+    """Serve an encoder that was loaded, in ``host`` or in an engine of its own.
+
+    Raises:
+        ClosedError: the host was closed.
+    """
+    queue = EmbeddingQueue(loaded.runner, max_waiting)
+    own = JobEngine() if host is None else None
+    engine: JobHost = own or checked_host(host)
+    engine.add_jobs(queue)
+    return ServedEncoder(EncoderInfo.of(loaded), loaded.tokenizer, loaded.files, queue, engine, own)

@@ -1,0 +1,163 @@
+"""What the pipelines of encoders share: checked calls, requests that are begun and waited for, and the release of the device."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import openvino_genai as genai
+
+from staticllm.errors import ConfigError
+from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
+from staticllm.pipelines.embedding.encoder_runner import TokenizedText, Vectors
+from staticllm.pipelines.embedding.pool.served_encoder import ServedEncoder
+from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
+from staticllm.pipelines.engine.jobs import JobHost
+from staticllm.threads import check_process, close_when_collected
+
+QUERY_PRIORITY = 1
+"""The default priority of queries; that of documents is 0."""
+OnTexts = Callable[[int, int], None]
+"""A function that gets the number of texts that are done, and of all texts, on the caller's thread."""
+
+Result = TypeVar("Result")
+Pipeline = TypeVar("Pipeline", bound="EncoderPipeline")
+
+
+class EncoderHandle(ABC, Generic[Result]):
+    """What was submitted: ``result`` waits for it, ``await`` too, and ``cancel`` gives it up."""
+
+    def __init__(self, request: EmbeddingRequest, pipeline: EncoderPipeline) -> None:
+        self._request, self._pipeline = request, pipeline  # a pipeline that is deleted closes
+
+    @abstractmethod
+    def result(self, timeout: float | None = None) -> Result:
+        """Return the result.
+
+        Raises:
+            StaticLLMError: a text failed, or its deadline passed.
+            TimeoutError: it took longer than ``timeout`` seconds.
+            concurrent.futures.CancelledError: it was cancelled.
+        """
+
+    def cancel(self) -> bool:
+        """Give it up. Return whether that was possible: False if the result was there already."""
+        return self._request.future.cancel()
+
+    @property
+    def future(self) -> Future[Vectors]:
+        """The future of what the device computes, ``[n, width]``, for ``concurrent.futures`` and ``asyncio.wrap_future``."""
+        return self._request.future
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        yield from asyncio.wrap_future(self._request.future).__await__()
+        return self.result(0)
+
+
+class EncoderPipeline:
+    """An encoder that serves calls of any number of threads. It ends when it is closed, left by ``with``, or deleted."""
+
+    def __init__(self, served: ServedEncoder, tokenizer: genai.Tokenizer, overflow: Overflow) -> None:
+        """Take an encoder that serves; it is closed if its tokenizer cannot be used."""
+        self._pid = os.getpid()
+        self._served, self._queue, self._engine = served, served.queue, served.engine
+        close_when_collected(self, served.close)
+        self._begun: dict[str, EmbeddingRequest] = {}
+        try:
+            info = served.info
+            self._tokenizer = TextTokenizer(tokenizer, info.max_length, info.vocab_size, overflow)
+        except BaseException:
+            served.close()
+            raise
+
+    @property
+    def engine(self) -> JobHost:
+        """The engine that owns the device, for other pipelines on the same device.
+
+        Raises:
+            ConfigError: the pipeline has several devices, or a latency limit.
+        """
+        if self._engine is None:
+            raise ConfigError(
+                "a pipeline on several devices or with LATENCY_MS has no engine to share: load it without"
+            )
+        return self._engine
+
+    def close(self) -> None:
+        """Release the device; texts that wait get a ``ClosedError``. An engine that was given goes on."""
+        self._served.close()
+
+    def __enter__(self: Pipeline) -> Pipeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_call(self, texts: Sequence[str], priority: int, deadline_ms: float | None) -> list[str]:
+        """Return the texts as a list. The tokenizer checks each of them."""
+        check_process(self._pid)
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            raise ConfigError(f"texts is a {type(texts).__name__}: must be a list of str")
+        if not is_whole(priority):
+            raise ConfigError(f"priority={priority!r}: must be a whole number")
+        if deadline_ms is not None and not _is_time(deadline_ms):
+            raise ConfigError(f"deadline_ms={deadline_ms!r}: must be a number of milliseconds, or None")
+        return list(texts)
+
+    def _request(
+        self, tokens: Sequence[TokenizedText], priority: int = 0, deadline_ms: float | None = None
+    ) -> EmbeddingRequest:
+        deadline = None if deadline_ms is None else time.perf_counter() + deadline_ms / 1e3
+        return EmbeddingRequest(tokens, self._served.info.width, priority, deadline)
+
+    def _submitted(self, request: EmbeddingRequest) -> EmbeddingRequest:
+        if request.texts:
+            self._queue.submit(request)
+        else:
+            request.future.set_result(request.vectors)
+        return request
+
+    def _run(self, request: EmbeddingRequest, on_progress: OnTexts | None = None) -> Vectors:
+        return self._submitted(request).wait(on_progress if request.texts else None)
+
+    def _begin(self, kind: str, request: EmbeddingRequest) -> None:
+        self._begun[kind] = self._submitted(request)
+
+    def _end(self, kind: str, start: str) -> Vectors:
+        """Return what was begun last of a kind; ``start`` is the method that begins it."""
+        request = self._begun.pop(kind, None)
+        if request is None:
+            raise ConfigError(f"no {kind} was begun: call {start} first")
+        return request.wait()
+
+
+def is_whole(value: object) -> bool:
+    """Return whether a value is a whole number, which ``True`` is not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_serving(overflow: object, max_waiting: object, on_progress: object) -> None:
+    """Check the options that are about no model.
+
+    Raises:
+        ConfigError: one of them is impossible.
+    """
+    if overflow not in ("truncate", "refuse"):
+        raise ConfigError(f"overflow={overflow!r}: must be 'truncate' or 'refuse'")
+    if not isinstance(max_waiting, int) or isinstance(max_waiting, bool) or max_waiting < 1:
+        raise ConfigError(f"max_waiting={max_waiting!r}: must be a whole number from 1")
+    if on_progress is not None and not callable(on_progress):
+        raise ConfigError(f"on_progress={on_progress!r}: must be a function of one ProgressEvent, or None")
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)

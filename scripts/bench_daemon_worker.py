@@ -1,0 +1,120 @@
+"""One program of ``bench_daemon.py``: it loads a model, says ``ready``, waits for a line, works, and prints one JSON object."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+PROMPT = "Tell me a long story about a small robot that wanted to see the sea."
+
+
+def ready() -> None:
+    """Say that the model is loaded, and wait for the start."""
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
+def load(options: dict[str, Any]) -> Any:
+    """Return a pipeline with GenAI's methods."""
+    if options["engine"] == "genai":
+        import openvino_genai
+
+        return openvino_genai.LLMPipeline(options["model"], "CPU")
+    from staticllm import StaticLLMPipeline
+
+    return StaticLLMPipeline(options["model"], "CPU", daemon=options["engine"] == "daemon", MAX_PROMPT_LEN=1024)
+
+
+def decode(options: dict[str, Any]) -> dict[str, Any]:
+    """Decode, and measure the time of each token."""
+    pipe, times = load(options), list[float]()
+    count = options["num_tokens"]
+    pipe.generate(PROMPT, max_new_tokens=4, ignore_eos=True)
+    ready()
+    start = time.time()
+
+    def streamer(_: str) -> bool:
+        times.append(time.time())
+        return False
+
+    pipe.generate(PROMPT, max_new_tokens=count, ignore_eos=True, streamer=streamer)
+    gaps = [(later - earlier) * 1e3 for earlier, later in itertools.pairwise(times)]
+    return {
+        "tokens": count, "start": start, "end": time.time(), "gap_ms": max(gaps), "tpot_ms": statistics.median(gaps),
+    }  # fmt: skip
+
+
+def prefill(options: dict[str, Any]) -> dict[str, Any]:
+    """Compute different prompts of about 1000 tokens for some seconds."""
+    import numpy as np
+    import openvino as ov
+
+    pipe, rng, count = load(options), np.random.default_rng(0), 0
+    ids = rng.integers(5, 2000, (64, options["prompt_tokens"]))
+    pipe.generate(ov.Tensor(ids[:1]), max_new_tokens=1, ignore_eos=True)
+    ready()
+    start = time.time()
+    while time.time() < start + 4.0:
+        count += 1
+        pipe.generate(ov.Tensor(ids[count % 64 : count % 64 + 1]), max_new_tokens=1, ignore_eos=True)
+    return {"prompts": count, "start": start, "end": time.time()}
+
+
+def memory(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the private memory in bytes after an answer."""
+    import psutil
+
+    pipe = load(options)
+    pipe.generate(PROMPT, max_new_tokens=4, ignore_eos=True)
+    ready()
+    return {"private": psutil.Process().memory_full_info().uss}
+
+
+def calls(options: dict[str, Any]) -> dict[str, Any]:
+    """Run small calls of a plain model, as sentence-transformers does for a query."""
+    import numpy as np
+    import openvino as ov
+    import openvino.opset13 as op
+
+    if options["engine"] == "daemon":
+        import staticllm.attach  # noqa: F401 - attaches this program
+    rows = op.parameter([-1, 64], np.float32, name="rows")
+    weights = op.constant(np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32))
+    model = ov.Model([op.matmul(rows, weights, False, False)], [rows], "plain")
+    compiled = ov.Core().compile_model(model, "CPU")
+    request, given = compiled.create_infer_request(), np.ones((4, 64), np.float32)
+    times = []
+    for _ in range(300):
+        request.infer([given], share_inputs=True, share_outputs=True)
+    ready()
+    for _ in range(2000):
+        start = time.perf_counter()
+        request.infer([given], share_inputs=True, share_outputs=True)
+        times.append((time.perf_counter() - start) * 1e6)
+    return {"p50": statistics.median(times), "p95": sorted(times)[int(0.95 * len(times))]}
+
+
+def optimum(options: dict[str, Any]) -> dict[str, Any]:
+    """Run optimum-intel as its README does."""
+    from optimum.intel import OVModelForCausalLM
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(options["model"])
+    model = OVModelForCausalLM.from_pretrained(options["model"])
+    inputs, count = tokenizer(PROMPT, return_tensors="pt"), options["num_tokens"]
+    model.generate(**inputs, max_new_tokens=4, min_new_tokens=4)
+    ready()
+    start = time.time()
+    model.generate(**inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+    return {"tokens": count, "start": start, "end": time.time()}
+
+
+KINDS = {"decode": decode, "prefill": prefill, "memory": memory, "calls": calls, "optimum": optimum}
+
+if __name__ == "__main__":
+    told = json.loads(sys.argv[1])
+    print(json.dumps(KINDS[told["kind"]](told)), flush=True)
