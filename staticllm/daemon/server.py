@@ -23,6 +23,7 @@ from staticllm.daemon.model_source import ModelSource
 from staticllm.daemon.models import Compile, ModelTable, ServedModel
 from staticllm.daemon.plain import compile_plain
 from staticllm.daemon.session import Session
+from staticllm.daemon.timeline import Timeline
 from staticllm.errors import BusyError, ConfigError
 from staticllm.threads import start_thread
 from staticllm.wire import endpoint
@@ -108,6 +109,11 @@ class Daemon:
         session.close()
         if not session.watches:
             log.info("program %d (%s) has left", session.pid, session.program)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The recording of all programs."""
+        return self.devices.timeline
 
     def stats(self) -> dict[str, Any]:
         """Return statistics as JSON types."""
