@@ -29,6 +29,7 @@ _COMMANDS = {
     "plan": "plan",
     "embed": "embedding.embed",
     "rerank": "embedding.rerank",
+    "attach": "attach.launcher",
     "daemon": "daemon",
     "cache": "cache",
     "doctor": "doctor",

@@ -24,6 +24,7 @@ from staticllm.wire import tensors
 from staticllm.wire.blocks import block_size
 from staticllm.wire.channel import Channel
 from staticllm.wire.messages import MAX_INLINE, Kind, Message, ProtocolError, text_of, whole_of
+from staticllm.wire.properties import encode_value
 
 log = logging.getLogger(__name__)
 MAX_PRIORITY = 100
@@ -171,7 +172,7 @@ class ClientConnection:
     def _get_property(self, message: Message) -> Message:
         assert self.session is not None
         value = self.session.model(message.handle).get_property(text_of(message, "name", 128))
-        return Message(Kind.OK, body={"value": _plain(value)})
+        return Message(Kind.OK, body={"value": encode_value(value)})
 
     def _set_property(self, message: Message) -> Message:
         assert self.session is not None
@@ -330,14 +331,3 @@ def _failed(error: Exception) -> Message:
     kinds = (ValueError, TypeError, KeyError, IndexError, NotImplementedError, MemoryError)
     kind = next((kind.__name__ for kind in kinds if type(error) is kind), "RuntimeError")
     return Message(Kind.FAILED, body={"type": kind, "text": str(error)[:8192]})
-
-
-def _plain(value: object) -> object:
-    """Return a property's value as JSON types; objects become their text."""
-    if isinstance(value, (str, int, float, bool)) or value is None:
-        return value
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(each) for each in value]
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    return str(value)

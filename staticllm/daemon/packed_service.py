@@ -9,9 +9,9 @@ import openvino as ov
 from staticllm.daemon.compiling import read
 from staticllm.daemon.devices import Call, Devices
 from staticllm.daemon.model_source import ModelSource, Value
-from staticllm.daemon.packed import PackedModel, PackedRequest
+from staticllm.daemon.packed.packed_model import PackedModel, PackedRequest
+from staticllm.daemon.packed.replay import Array
 from staticllm.daemon.plain import PlainModel, compile_plain
-from staticllm.daemon.replay import Array
 from staticllm.pipelines.engine.device_use import DeviceUse
 
 

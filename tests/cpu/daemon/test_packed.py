@@ -7,7 +7,7 @@ import numpy as np
 import openvino as ov
 import pytest
 
-from staticllm.daemon.packed import PackedModel
+from staticllm.daemon.packed.packed_model import PackedModel
 from staticllm.errors import ClosedError, PromptError
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}

@@ -21,7 +21,7 @@ HOUSE = {
 ROOMS = ("staticllm", "compiler_passes", "kvcache", "pipelines")
 LEVELS = (
     "core errors wire",
-    "devices files ir_file metrics threads",
+    "attach devices files ir_file metrics threads",
     "config heap mapped_weights",
     "properties ports",
     "results model_dir",
@@ -43,6 +43,7 @@ LEVELS = (
     "pipelines.llm_pipeline",
     "pipelines.simulator pipelines.diagnostics",
     "pipelines.simulator.papers",
+    "daemon.packed",
     "daemon",
     "cli pyinstaller",
     "testing __main__",
@@ -78,11 +79,13 @@ def imports_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            if path.parent.name in INJECTED:
-                yield f"staticllm.{path.parent.name if node.level == 1 else node.module}" if node.level else node.module
-                continue
-            assert node.level == 0, f"{path}: relative import"
-            yield node.module
+            if node.level:
+                folders = path.parent.parts[-1 - path.parent.parts[::-1].index("staticllm") :]
+                assert len(folders) > 1 and folders[1] in INJECTED, f"{path}: relative import"
+                base = folders[: len(folders) - node.level + 1]
+                yield ".".join((*base, node.module) if node.module else base)
+            else:
+                yield node.module
 
 
 def test_the_top_level_has_only_known_names(root):
@@ -111,6 +114,20 @@ def test_imports_are_absolute_and_follow_the_import_order(root):
             mine, other = room_of(me), room_of(name)
             allowed = mine == other or RANKS[other] < RANKS[mine]
             assert allowed, f"{me} may not import {name}: {mine} lies below {other} or beside it"
+
+
+def test_injected_packages_import_only_each_other_and_openvino(root):
+    """They run in environments without staticllm and its dependencies, below another name."""
+    known = sys.stdlib_module_names | {"numpy", "openvino"}
+    for room in INJECTED:
+        for path in sorted((root / "staticllm" / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ImportFrom) and node.level == 0:
+                    assert node.module.split(".")[0] in known, f"{path} imports {node.module}"
+                elif isinstance(node, ast.Import):
+                    assert {alias.name.split(".")[0] for alias in node.names} <= known, path
+            relative = {name.split(".")[1] for name in imports_of(path) if name.startswith("staticllm.")}
+            assert relative <= set(INJECTED[: INJECTED.index(room) + 1]), f"{path} imports {relative}"
 
 
 def test_the_diagram_of_imports_is_this_table(root):

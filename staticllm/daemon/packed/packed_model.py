@@ -16,8 +16,8 @@ import openvino as ov
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
-from staticllm.daemon.packed_call import PackedCall, UnusualCallError, logs_of, read_call
-from staticllm.daemon.replay import Array, OriginalModel, Replay, RowLog
+from staticllm.daemon.packed.packed_call import PackedCall, UnusualCallError, logs_of, read_call
+from staticllm.daemon.packed.replay import Array, OriginalModel, Replay, RowLog
 from staticllm.devices import get_core, supported_properties
 from staticllm.errors import UnsupportedModelError
 from staticllm.model_dir import MODEL_XML, forget_in_memory, keep_in_memory, max_positions, read_model

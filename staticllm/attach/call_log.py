@@ -1,0 +1,178 @@
+"""The calls of a stateful request since its states were reset, from which the states can be computed again.
+
+Steps of a language model that continue the same rows are joined, so that a conversation is repeated as a prompt and not token
+by token. All other calls are kept as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+MAX_BYTES = 256 << 20
+"""The most bytes of calls that are kept; longer conversations cannot be repeated."""
+CHUNK = 32
+"""Tokens of a repeated call: its logits must not need more memory than the original calls did."""
+APPENDED = frozenset(["input_ids", "inputs_embeds", "position_ids", "token_type_ids"])
+ROWS = frozenset(["input_ids", "inputs_embeds"])
+
+
+class Repeatable(Protocol):
+    """What a log needs to repeat its calls."""
+
+    def run(self, inputs: dict[int, Array]) -> None:
+        """Run a call and drop its outputs."""
+        ...
+
+    def set_state(self, index: int, values: Array) -> None:
+        """Set a state."""
+        ...
+
+    def reset_state(self, index: int) -> None:
+        """Set one state back."""
+        ...
+
+
+@dataclass(frozen=True)
+class StateChange:
+    """A state that the program has set itself; None if it was set back."""
+
+    index: int
+    values: Array | None
+
+
+@dataclass
+class Steps:
+    """Calls that continue the same rows: parts of the appended inputs, and the last value of the others."""
+
+    parts: dict[int, list[Array]] = field(default_factory=dict)
+    last: dict[int, Array] = field(default_factory=dict)
+
+
+class InputRoles:
+    """What the inputs of a language model mean, by their names; ``is_known`` if all of them are known."""
+
+    def __init__(self, names: Sequence[frozenset[str]]) -> None:
+        self.appended = {index for index, given in enumerate(names) if given & APPENDED}
+        rows = [index for index, given in enumerate(names) if given & ROWS]
+        masks = [index for index, given in enumerate(names) if "attention_mask" in given]
+        beams = [index for index, given in enumerate(names) if "beam_idx" in given]
+        self.rows = rows[0] if rows else -1
+        self.mask = masks[0] if masks else -1
+        self.beams = beams[0] if beams else -1
+        self.is_known = len(rows) == 1 and len(masks) == 1 and len(self.appended) + 1 + len(beams) == len(names)
+
+    def length(self, inputs: dict[int, Array]) -> int:
+        """Return the number of tokens of each row in a call."""
+        return int(inputs[self.rows].shape[1])
+
+    def axis(self, index: int) -> int:
+        """Return the axis along which the tokens of an appended input lie; positions may have several per token."""
+        return 1 if index == self.rows else -1
+
+    def continues(self, steps: Steps, inputs: dict[int, Array]) -> bool:
+        """Return whether a call continues each row of ``steps`` in its place, with a mask that only grows."""
+        if any(inputs[index].ndim < 2 for index in (*self.appended, self.mask)):
+            return False
+        old, new, rows = steps.last[self.mask], inputs[self.mask], steps.parts[self.rows][0]
+        if rows.shape[0] != inputs[self.rows].shape[0] or rows.ndim != inputs[self.rows].ndim:
+            return False
+        if self.beams >= 0 and not np.array_equal(inputs[self.beams], np.arange(rows.shape[0])):
+            return False
+        width = old.shape[1]
+        is_longer = new.ndim == 2 and new.shape == (old.shape[0], width + self.length(inputs))
+        return is_longer and np.array_equal(new[:, :width], old)
+
+
+class CallLog:
+    """The calls of one request; its input names decide which of them are joined."""
+
+    def __init__(self, names: Sequence[frozenset[str]]) -> None:
+        self._roles = InputRoles(names)
+        self._entries: list[Steps | dict[int, Array] | StateChange] = []
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        """Forget all calls: the states are reset."""
+        self._entries.clear()
+        self._bytes = 0
+
+    def add(self, inputs: dict[int, Array]) -> None:
+        """Add a call; the log keeps the arrays, which nobody may change any more."""
+        if self._bytes > MAX_BYTES:
+            self._entries.clear()
+            return
+        if not self._roles.is_known:
+            self._append(inputs, sum(array.nbytes for array in inputs.values()))
+            return
+        last = self._entries[-1] if self._entries else None
+        roles = self._roles
+        if not isinstance(last, Steps) or not roles.continues(last, inputs):
+            last = Steps()
+            self._append(last, 0)
+            last.last = {index: array for index, array in inputs.items() if index not in roles.appended}
+            self._bytes += sum(array.nbytes for array in last.last.values())
+        else:
+            self._bytes += inputs[roles.mask].nbytes - last.last[roles.mask].nbytes
+            last.last[roles.mask] = inputs[roles.mask]
+        for index in roles.appended:
+            last.parts.setdefault(index, []).append(inputs[index])
+            self._bytes += inputs[index].nbytes
+
+    def add_state(self, index: int, values: Array | None) -> None:
+        """Add the change of a state."""
+        self._append(StateChange(index, values), 0 if values is None else values.nbytes)
+
+    def repeat(self, request: Repeatable) -> None:
+        """Run all calls on a request whose states are reset.
+
+        Raises:
+            RuntimeError: the log had to forget calls, because they were too large.
+        """
+        if self._bytes > MAX_BYTES:
+            raise RuntimeError(
+                f"the daemon has ended, and the {self._bytes >> 20} MiB of calls that led to the states of this request are more "
+                f"than the {MAX_BYTES >> 20} MiB that are kept: reset_state() begins anew"
+            )
+        for entry in self._entries:
+            if isinstance(entry, Steps):
+                self._repeat_steps(entry, request)
+            elif isinstance(entry, dict):
+                request.run(entry)
+            elif entry.values is None:
+                request.reset_state(entry.index)
+            else:
+                request.set_state(entry.index, entry.values)
+
+    def _append(self, entry: Steps | dict[int, Array] | StateChange, num_bytes: int) -> None:
+        self._bytes += num_bytes
+        self._entries.append(entry)
+
+    def _repeat_steps(self, steps: Steps, request: Repeatable) -> None:
+        roles = self._roles
+        whole = {index: np.concatenate(parts, roles.axis(index)) for index, parts in steps.parts.items()}
+        length = roles.length(whole)
+        mask = steps.last[roles.mask]
+        before = mask.shape[1] - length  # the tokens that earlier entries hold
+        for start in range(0, length, CHUNK):
+            end = min(start + CHUNK, length)
+            inputs = {index: _cut(array, roles.axis(index), start, end) for index, array in whole.items()}
+            inputs[roles.mask] = np.ascontiguousarray(mask[:, : before + end])
+            if roles.beams >= 0:
+                beams = steps.last[roles.beams]
+                inputs[roles.beams] = beams if start == 0 else np.arange(len(beams), dtype=beams.dtype)
+            request.run(inputs)
+
+
+def _cut(array: Array, axis: int, start: int, end: int) -> Array:
+    index = [slice(None)] * array.ndim
+    index[axis] = slice(start, end)
+    return np.ascontiguousarray(array[tuple(index)])

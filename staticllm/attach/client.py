@@ -1,0 +1,231 @@
+"""The program's connections to the daemon: one that makes it a client, and one for each infer request."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from ..wire import endpoint
+from ..wire.channel import Channel
+from ..wire.endpoint import EndpointError
+from ..wire.messages import PROTOCOL, Kind, Message, ProtocolError
+from .answers import DaemonGoneError, UnavailableError, checked
+from .settings import MAX_PRIORITY, Settings
+
+POLL_SECONDS = 0.02
+DEATHS_SECONDS = 60.0
+"""Two ends of the daemon within this time: it is not used any more."""
+RETRY_SECONDS = 30.0
+"""After a failed start, calls do not wait for another one for this long."""
+_started: list[subprocess.Popen[bytes]] = []  # kept, because a collected Popen warns about its living process
+
+
+class Client:
+    """The program as a client of the daemon. Any thread may call the methods.
+
+    ``epoch`` grows with each daemon that has welcomed the program: handles of earlier epochs mean nothing.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.epoch = 0
+        self._priority = settings.priority
+        self._control: Channel | None = None
+        self._session = ""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._released: deque[tuple[int, int]] = deque()
+        self._deaths: list[float] = []
+        self._dead_epoch = 0
+        self._failure = ("", -RETRY_SECONDS)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    def call(self, message: Message) -> Message:
+        """Ask the daemon on the first connection, and return its answer.
+
+        Raises:
+            UnavailableError: there is no daemon, or it refuses.
+            DaemonGoneError: the connection has ended meanwhile.
+            Exception: the one that the call raised in the daemon.
+        """
+        with self._lock:
+            answer = self._ask(self._connected(), message)
+            self._send_releases()
+        return checked(answer)
+
+    def open_channel(self) -> tuple[Channel, int]:
+        """Return another connection of this client, and the epoch to which it belongs; the caller closes it.
+
+        Raises:
+            UnavailableError: there is no daemon, or it refuses.
+        """
+        with self._lock:
+            for attempt in range(2):
+                self._connected()
+                try:
+                    channel, _ = self._greet({"session": self._session})
+                    return channel, self.epoch
+                except (EndpointError, UnavailableError, OSError, EOFError, ProtocolError) as error:
+                    self._drop()  # the daemon that welcomed the program has gone
+                    if attempt:
+                        raise UnavailableError(str(error)) from error
+        raise AssertionError("unreachable")
+
+    def connect(self) -> int:
+        """Connect if there is no connection, and return the epoch.
+
+        Raises:
+            UnavailableError: there is no daemon, or it refuses.
+        """
+        with self._lock:
+            self._connected()
+            return self.epoch
+
+    def set_priority(self, priority: int) -> None:
+        """Set the priority of the program's calls, from -100 to 100."""
+        self._priority = priority
+        with contextlib.suppress(UnavailableError, DaemonGoneError):  # HELLO says it to the next daemon
+            self.call(Message(Kind.HINT, body={"priority": priority + MAX_PRIORITY}))
+
+    def release(self, handle: int, epoch: int) -> None:
+        """Give a model back: at once, or with the next call if this thread is in the middle of one."""
+        self._released.append((handle, epoch))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._send_releases()
+            finally:
+                self._lock.release()
+
+    def has_died(self, epoch: int) -> None:
+        """Count the end of the daemon of an epoch, which a call has seen.
+
+        Raises:
+            UnavailableError: it is the second within a minute.
+        """
+        if epoch <= self._dead_epoch:
+            return
+        self._dead_epoch, now = epoch, time.monotonic()
+        self._deaths = [moment for moment in self._deaths if now - moment < DEATHS_SECONDS] + [now]
+        if len(self._deaths) > 1:
+            where = endpoint.runtime_folder(create=False) / "daemon.log"
+            self._failure = (f"the daemon has ended twice within a minute, {where} may say why", now)
+            raise UnavailableError(self._failure[0])
+
+    def close(self) -> None:
+        """End the connection; the daemon frees all that belongs to the program."""
+        with self._lock:
+            self._drop()
+
+    # all below: the lock is held
+
+    def _connected(self) -> Channel:
+        if self._pid != os.getpid():
+            self._drop()
+        if self._control is not None:
+            return self._control
+        self._pid = os.getpid()
+        reason, moment = self._failure
+        if reason and time.monotonic() - moment < RETRY_SECONDS:
+            raise UnavailableError(reason)
+        try:
+            self._control, welcome = self._greet_or_start()
+        except (EndpointError, UnavailableError, OSError, EOFError, ProtocolError) as error:
+            self._failure = (str(error) or "the daemon does not answer", time.monotonic())
+            raise UnavailableError(self._failure[0]) from error
+        self._session = str(welcome.body.get("session", ""))
+        self._released.clear()
+        self.epoch += 1
+        return self._control
+
+    def _greet_or_start(self) -> tuple[Channel, Message]:
+        try:
+            return self._greet({})
+        except (EndpointError, EOFError, OSError) as error:
+            if not self.settings.daemon_command:
+                raise UnavailableError(f"{error}: staticllm daemon start starts one") from error
+        folder = endpoint.runtime_folder()
+        process = start_daemon(self.settings.daemon_command, folder)
+        end = time.monotonic() + self.settings.wait_seconds
+        while True:
+            try:
+                return self._greet({})
+            except (EndpointError, EOFError, OSError) as error:
+                if time.monotonic() > end:
+                    failed = f", it ended with code {process.returncode}" if process.poll() else ""
+                    raise UnavailableError(
+                        f"the daemon does not answer after {self.settings.wait_seconds:g} s ({error}{failed}): "
+                        f"{folder / 'daemon.err'} may say why"
+                    ) from error
+            time.sleep(POLL_SECONDS)
+
+    def _greet(self, body: dict[str, Any]) -> tuple[Channel, Message]:
+        from openvino._pyopenvino import get_version
+
+        channel = Channel(endpoint.connect(endpoint.runtime_folder()))
+        hello = {
+            "protocol": PROTOCOL, "openvino": get_version()[:128], "pid": os.getpid(), "program": _program(),
+            "priority": self._priority + MAX_PRIORITY, **body,
+        }  # fmt: skip
+        try:
+            channel.send(Message(Kind.HELLO, body=hello))
+            return channel, checked(channel.receive())
+        except BaseException:
+            channel.close()
+            raise
+
+    def _ask(self, channel: Channel, message: Message) -> Message:
+        try:
+            channel.send(message)
+            return channel.receive()
+        except (EOFError, OSError, ProtocolError) as error:
+            self._drop()
+            raise DaemonGoneError(f"the daemon has gone: {error}") from error
+        except BaseException:  # the answer would be taken for that of the next question
+            self._dead_epoch = self.epoch
+            self._drop()
+            raise
+
+    def _send_releases(self) -> None:
+        while self._released and self._control is not None and self._pid == os.getpid():
+            handle, epoch = self._released.popleft()
+            if epoch == self.epoch:
+                with contextlib.suppress(DaemonGoneError):
+                    self._ask(self._control, Message(Kind.RELEASE, handle))
+
+    def _drop(self) -> None:
+        control, self._control = self._control, None
+        if control is not None:
+            control.close()
+
+    def _forget(self) -> None:
+        """Forget in a forked child what belongs to the parent."""
+        self._lock = threading.Lock()
+        self._drop()
+
+
+def start_daemon(command: tuple[str, ...], folder: Path) -> subprocess.Popen[bytes]:
+    """Start a process that outlives this one and its terminal; it is not attached itself."""
+    flags = 0
+    if sys.platform == "win32":
+        flags = subprocess.DETACHED_PROCESS | subprocess.CREATE_NEW_PROCESS_GROUP
+    environment = {**os.environ, "STATICLLM_ATTACH": "off"}
+    with (folder / "daemon.err").open("wb") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, creationflags=flags,
+            start_new_session=sys.platform != "win32", cwd=folder, env=environment,
+        )  # fmt: skip
+    _started.append(process)
+    return process
+
+
+def _program() -> str:
+    given = sys.argv[0] if getattr(sys, "argv", None) else ""
+    return (Path(given).name or "python")[:256]

@@ -1,0 +1,109 @@
+"""The ghost of a model: compiled, with the same inputs and outputs, and without the work between them.
+
+``openvino.CompiledModel`` and ``openvino.InferRequest`` cannot be made without a compiled model, and programs ask for these
+classes. The ghost's ports, tensors, checks and casts are OpenVINO's own; its outputs are NaN, so that one that runs by accident
+is noticed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from openvino._pyopenvino import Core as CoreBase
+from openvino._pyopenvino import Model as ModelBase
+
+_core: list[Any] = []
+TYPES = frozenset(["boolean", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "f16", "f32", "f64"])
+"""Element types that a ghost and the messages to the daemon can have."""
+
+
+class GhostError(ValueError):
+    """A model whose ports a ghost cannot have."""
+
+
+def check_ports(model: Any) -> None:
+    """Check that a model can have a ghost.
+
+    Raises:
+        GhostError: an input or output has an element type or a shape that a ghost cannot have.
+    """
+    if not model.inputs:
+        raise GhostError("the model has no inputs")
+    for port in (*model.inputs, *model.outputs):
+        name = port.get_element_type().get_type_name()
+        if name not in TYPES:
+            raise GhostError(f"a port of the element type {name}")
+    for port in model.outputs:
+        if port.get_partial_shape().rank.is_dynamic:
+            raise GhostError("an output of dynamic rank")
+
+
+def compile_ghost(model: Any) -> Any:
+    """Return the compiled ghost of a model, an ``openvino._pyopenvino.CompiledModel``."""
+    if not _core:
+        _core.append(CoreBase())  # not the program's, whose properties and cache are for its own models
+    config = {"INFERENCE_NUM_THREADS": 1, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "f32"}
+    return _core[0].compile_model(build_ghost(model), "CPU", config)
+
+
+def build_ghost(model: Any) -> Any:
+    """Return the graph of a ghost, with the ports of ``model`` in their order."""
+    from openvino import opset13 as o
+
+    inputs = []
+    for port in model.inputs:
+        node = o.parameter(port.get_partial_shape(), port.get_element_type(), name=_name(port))
+        node.output(0).tensor.set_names(port.get_names())
+        _copy_layout(port, node.output(0))
+        inputs.append(node)
+    unknown = _unknown_size(inputs)
+    values: dict[frozenset[str], Any] = {}
+    results = []
+    for port in model.outputs:
+        names = frozenset(port.get_names())
+        if not names or names not in values:  # a tensor may be two results
+            values[names] = _output(port, unknown)
+            values[names].output(0).tensor.set_names(port.get_names())
+        result = o.result(values[names])
+        result.set_friendly_name(_name(port))
+        _copy_layout(port, result.output(0))
+        results.append(result)
+    return ModelBase(results, inputs, model.get_friendly_name())
+
+
+def _output(port: Any, unknown: Any) -> Any:
+    from openvino import opset13 as o
+
+    sizes = [_constant(size.get_length()) if size.is_static else unknown for size in port.get_partial_shape()]
+    shape = o.concat(sizes, 0) if sizes else o.constant(np.zeros(0, np.int64))
+    value = o.convert(o.constant(np.float32(np.nan)), port.get_element_type().get_type_name())
+    return o.broadcast(value, shape)
+
+
+def _unknown_size(inputs: list[Any]) -> Any:
+    """Return a node ``[1]`` whose value is not known when the ghost is compiled: the number of elements of an input."""
+    from openvino import opset13 as o
+
+    dynamic = [node for node in inputs if node.get_output_partial_shape(0).is_dynamic]
+    shape = o.shape_of(dynamic[0] if dynamic else inputs[0])
+    return o.reduce_prod(shape, o.constant(np.array([0], np.int64)), True)
+
+
+def _constant(value: int) -> Any:
+    from openvino import opset13 as o
+
+    return o.constant(np.array([value], np.int64))
+
+
+def _name(port: Any) -> str:
+    name: str = port.get_node().get_friendly_name()
+    return name
+
+
+def _copy_layout(port: Any, target: Any) -> None:
+    from openvino._pyopenvino import layout_helpers
+
+    layout = layout_helpers.get_layout(port)
+    if not layout.empty:
+        layout_helpers.set_layout(target, layout)

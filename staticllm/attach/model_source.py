@@ -1,0 +1,157 @@
+"""Where a model comes from: the files that the daemon reads, or a copy in the runtime folder that is written for it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import os
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from ..wire import endpoint
+
+Stamp = tuple[int, int]
+_numbers = count(1)
+
+
+@dataclass(frozen=True)
+class FileOrigin:
+    """The files from which ``Core.read_model`` made a model, their state then, and a digest of the graph."""
+
+    xml: Path
+    weights: Path
+    stamps: tuple[Stamp, ...]
+    digest: str
+
+    def is_unchanged(self) -> bool:
+        """Return whether the files are still those that were read."""
+        return self.stamps == _stamps(self.xml, self.weights)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What the daemon is told of a model, and the copy that was written for it."""
+
+    xml: Path
+    weights: Path
+    device: str
+    config: dict[str, Any]
+    is_exact: bool
+    is_copy: bool = False
+    stamps: tuple[Stamp, ...] = field(default=())
+
+    @property
+    def name(self) -> str:
+        """What a person calls the model."""
+        return "in memory" if self.is_copy else str(self.xml)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the body of a ``MODEL`` message."""
+        body: dict[str, Any] = {
+            "spool" if self.is_copy else "path": str(self.xml), "device": self.device, "config": self.config,
+            "mode": "exact" if self.is_exact else "auto", "stamp": [list(stamp) for stamp in self.stamps],
+        }  # fmt: skip
+        if self.weights.is_file():
+            body["weights"] = str(self.weights)
+        return body
+
+    def close(self) -> None:
+        """Delete the copy, in the process that wrote it."""
+        if self.is_copy and f"-{os.getpid()}-" in self.xml.name:
+            atexit.unregister(self.close)
+            with contextlib.suppress(OSError):
+                self.xml.unlink(missing_ok=True)
+                self.weights.unlink(missing_ok=True)
+
+
+def origin_of(model: Any, path: Any, weights: Any) -> FileOrigin | None:
+    """Return the origin of a model that was read from an IR; None if it came from something else."""
+    if not isinstance(path, (str, os.PathLike)) or not (weights is None or isinstance(weights, (str, os.PathLike))):
+        return None
+    try:
+        xml = Path(path).resolve()
+        other = Path(weights).resolve() if weights else xml.with_suffix(".bin")
+        if xml.suffix != ".xml" or not xml.is_file():
+            return None
+        return FileOrigin(xml, other, _stamps(xml, other), graph_digest(model))
+    except OSError:  # a text that is no path
+        return None
+
+
+def source_of(model: Any, device: str, config: dict[str, Any], is_exact: bool) -> ModelSource:
+    """Return the source of a model: its files if it has not been changed since it was read, else a copy.
+
+    Raises:
+        OSError, RuntimeError: the copy cannot be written.
+    """
+    origin: FileOrigin | None = getattr(model, "_staticllm_origin", None)
+    if origin is not None and origin.is_unchanged() and origin.digest == graph_digest(model):
+        return ModelSource(origin.xml, origin.weights, device, config, is_exact, stamps=origin.stamps)
+    xml = save_copy(model)
+    source = ModelSource(xml, xml.with_suffix(".bin"), device, config, is_exact, is_copy=True)
+    atexit.register(source.close)
+    return source
+
+
+def graph_digest(model: Any) -> str:
+    """Return a digest of the operations, their attributes, connections, shapes and names; not of the weights."""
+    digest = hashlib.sha256()
+    if model.has_rt_info(["runtime_options"]):  # the device reads them
+        digest.update(repr(_plain(model.get_rt_info(["runtime_options"]))).encode())
+    for node in model.get_ordered_ops():
+        inputs = [(port.get_source_output().get_node().get_friendly_name(), port.get_source_output().get_index())
+                  for port in node.inputs()]  # fmt: skip
+        outputs = [(port.get_element_type().get_type_name(), sorted(port.get_names())) for port in node.outputs()]
+        digest.update(repr((str(node), node.get_attributes(), inputs, outputs)).encode())
+    return digest.hexdigest()
+
+
+def _plain(options: Any) -> Any:
+    value = getattr(options, "value", options)
+    return {key: _plain(each) for key, each in value.items()} if hasattr(value, "items") else str(value)
+
+
+def save_copy(model: Any) -> Path:
+    """Write a model into the runtime folder, and return the path of its xml.
+
+    Raises:
+        OSError, RuntimeError: it cannot be written.
+    """
+    from openvino._pyopenvino import save_model
+
+    folder = endpoint.runtime_folder()
+    _delete_orphans(folder)
+    xml = folder / f"model-{os.getpid()}-{next(_numbers)}.xml"
+    try:
+        save_model(model, str(xml), False)
+        for path in (xml, xml.with_suffix(".bin")):
+            if path.is_file():
+                path.chmod(0o600)
+    except BaseException:
+        xml.unlink(missing_ok=True)
+        xml.with_suffix(".bin").unlink(missing_ok=True)
+        raise
+    return xml
+
+
+def _delete_orphans(folder: Path) -> None:
+    """Delete the copies of processes that have gone."""
+    if os.name != "posix":  # where a signal of 0 would end the process
+        return
+    for path in folder.glob("model-*-*.*"):
+        pid = path.name.split("-")[1]
+        if pid.isdigit() and int(pid) != os.getpid():
+            try:
+                os.kill(int(pid), 0)
+            except ProcessLookupError:
+                path.unlink(missing_ok=True)
+            except OSError:
+                continue
+
+
+def _stamps(*paths: Path) -> tuple[Stamp, ...]:
+    found = [path.stat() for path in paths if path.is_file()]
+    return tuple((each.st_size, each.st_mtime_ns) for each in found)

@@ -1,0 +1,1 @@
+"""OpenVINO's classes as an attached program sees them."""

@@ -1,0 +1,353 @@
+"""`openvino.InferRequest` over a ghost: its tensors, checks and casts are OpenVINO's own, and its calls run elsewhere."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from openvino._ov_api import InferRequest
+from openvino._pyopenvino import ProfilingInfo, Tensor
+from openvino.utils.data_helpers import OVDict
+from openvino.utils.data_helpers.data_dispatcher import _data_dispatch
+
+from ...wire.tensors import Array
+from ..far_request import FarRequest
+from .completions import Completions
+from .states import states_of
+
+MAX_COPY = 4 << 20
+"""Outputs of more bytes are given to the program where they are; smaller ones are copied into the tensor of the request."""
+
+
+class AttachedInferRequest(InferRequest):  # type: ignore[misc]
+    """An infer request whose calls run in the daemon.
+
+    ``on_end`` is called at the end of each ``start_async``, after the callback, with the exception that was raised or None.
+
+    Outputs are copied into the ghost's tensors when the program asks for them. Once it has a tensor, which natively shows the
+    newest values, they are copied at the end of each call.
+    """
+
+    def __init__(self, ghost: Any, far: FarRequest, make_compiled: Callable[[Any], Any]) -> None:
+        super().__init__(ghost)
+        self._far, self._make_compiled = far, make_compiled
+        self._ghost = InferRequest(ghost)  # the same tensors, without the checks of this class
+        self._num_inputs = len(self._ghost.model_inputs)
+        self._input_names = frozenset(name for port in self._ghost.model_inputs for name in port.get_names())
+        self._lock = threading.RLock()
+        self._is_running = self._is_interrupted = self._is_cancelled = False
+        self._outputs: list[Array] | None = None  # of the last call, and not in the ghost's tensors yet
+        self._is_private = False
+        self._given_out = False
+        self._error: Exception | None = None
+        self._latency = 0.0
+        self._callback: Callable[[Any], object] | None = None
+        self._userdata: Any = None
+        self._completions: Completions | None = None
+        self._has_run = False
+        self.on_end: Callable[[Exception | None], object] | None = None
+
+    def __repr__(self) -> str:
+        return str(super().__repr__()).replace(AttachedInferRequest.__name__, InferRequest.__name__, 1)
+
+    # calls
+
+    def infer(
+        self,
+        inputs: Any = None,
+        share_inputs: bool = False,
+        share_outputs: bool = False,
+        *,
+        decode_strings: bool = True,
+    ) -> OVDict:
+        """Run a call, as ``openvino.InferRequest.infer`` does."""
+        with self._lock:
+            self._start(inputs, share_inputs)
+            self._finish()
+            return self._results(share_outputs)
+
+    def start_async(self, inputs: Any = None, userdata: Any = None, share_inputs: bool = False) -> None:
+        """Start a call, as ``openvino.InferRequest.start_async`` does."""
+        with self._lock:
+            if userdata is not None:
+                if self._callback is None:
+                    warnings.warn("There is no callback function!", RuntimeWarning, stacklevel=2)
+                self._userdata = userdata
+            self._start(inputs, share_inputs)
+            if self._callback is not None or self.on_end is not None:
+                if self._completions is None:
+                    self._completions = Completions()
+                self._completions.put(self._complete)
+
+    def wait(self) -> None:
+        """Wait for the end of the call.
+
+        Raises:
+            RuntimeError: the call failed, or it was cancelled, or its callback raised.
+        """
+        if self._completions is not None and not self._completions.is_current_thread():
+            self._completions.join(None)
+        with self._lock:
+            if self._is_running or self._is_interrupted:
+                self._finish()
+            if self._error is not None:
+                raise self._error
+
+    def wait_for(self, timeout: Any) -> bool:
+        """Wait for the end of the call, at most ``timeout`` ms; return whether there is a result."""
+        if self._completions is not None and not self._completions.is_current_thread():
+            if not self._completions.join(int(timeout) / 1000):
+                return False
+        elif self._is_running and not self._far.poll(int(timeout) / 1000):
+            return False
+        if not self._has_run:
+            return False
+        self.wait()
+        return True
+
+    def cancel(self) -> None:
+        """Let the running call end with an error."""
+        self._is_cancelled = self._is_running
+
+    def set_callback(self, callback: Callable[[Any], object], userdata: Any) -> None:
+        """Set the function that is called with ``userdata`` at the end of each ``start_async``."""
+        self._check_idle()
+        self._callback, self._userdata = callback, userdata
+
+    def reset_state(self) -> None:
+        """Set all states back."""
+        self._check_idle()
+        self._far.reset()
+
+    def query_state(self) -> list[Any]:
+        """Return the states of the request."""
+        self._check_idle()
+        return states_of(self._far)
+
+    # tensors
+
+    def set_tensor(self, *args: Any, **kwargs: Any) -> None:
+        """Set the tensor of an input or output, by name or port."""
+        self._check_idle()
+        self._given_out = True
+        self._ghost.set_tensor(*args, **kwargs)
+
+    def set_tensors(self, *args: Any, **kwargs: Any) -> None:
+        """Set the tensors of inputs or outputs."""
+        self._check_idle()
+        self._given_out = True
+        self._ghost.set_tensors(*args, **kwargs)
+
+    def set_input_tensor(self, *args: Any, **kwargs: Any) -> None:
+        """Set the tensor of an input."""
+        self._check_idle()
+        self._ghost.set_input_tensor(*args, **kwargs)
+
+    def set_input_tensors(self, *args: Any, **kwargs: Any) -> None:
+        """Set the tensors of inputs."""
+        self._check_idle()
+        self._ghost.set_input_tensors(*args, **kwargs)
+
+    def set_output_tensor(self, *args: Any, **kwargs: Any) -> None:
+        """Set the tensor into which an output is written."""
+        self._check_idle()
+        self._given_out = True
+        self._ghost.set_output_tensor(*args, **kwargs)
+
+    def set_output_tensors(self, *args: Any, **kwargs: Any) -> None:
+        """Set the tensors into which outputs are written."""
+        self._check_idle()
+        self._given_out = True
+        self._ghost.set_output_tensors(*args, **kwargs)
+
+    def get_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the tensor of an input or output, by name or port."""
+        self._check_idle()
+        key = next(iter((*args, *kwargs.values())), None)
+        if not isinstance(key, str) or key not in self._input_names:
+            large = self._large_output(key)
+            if large is not None:
+                return large
+            self._show_outputs()
+        return self._ghost.get_tensor(*args, **kwargs)
+
+    def get_input_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the tensor of an input."""
+        self._check_idle()
+        return self._ghost.get_input_tensor(*args, **kwargs)
+
+    def get_output_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the tensor of an output."""
+        self._check_idle()
+        large = self._large_output(next(iter((*args, *kwargs.values())), 0))
+        if large is not None:
+            return large
+        self._show_outputs()
+        return self._ghost.get_output_tensor(*args, **kwargs)
+
+    @property
+    def input_tensors(self) -> list[Tensor]:
+        """The tensors of all inputs."""
+        self._check_idle()
+        tensors: list[Tensor] = self._ghost.input_tensors
+        return tensors
+
+    @property
+    def output_tensors(self) -> list[Tensor]:
+        """The tensors of all outputs."""
+        self._check_idle()
+        self._show_outputs()
+        tensors: list[Tensor] = self._ghost.output_tensors
+        return tensors
+
+    @property
+    def results(self) -> OVDict:
+        """Copies of all outputs, by port."""
+        self._check_idle()
+        self._show_outputs()
+        return self._ghost.results
+
+    # what is known of the last call
+
+    @property
+    def userdata(self) -> Any:
+        """What the callback is called with."""
+        return self._userdata
+
+    @property
+    def latency(self) -> float:
+        """The time of the last call on the device in ms."""
+        return self._latency
+
+    @property
+    def profiling_info(self) -> list[ProfilingInfo]:
+        """The times of the nodes in the last call, for models that were compiled with ``PERF_COUNT``."""
+        self._check_idle()
+        return [_profiling_info(node) for node in self._far.profile()]
+
+    def get_profiling_info(self) -> list[ProfilingInfo]:
+        """Return ``profiling_info``."""
+        return self.profiling_info
+
+    def get_compiled_model(self) -> Any:
+        """Return the compiled model of this request."""
+        return self._make_compiled(self._ghost.get_compiled_model())
+
+    # the work
+
+    def _check_idle(self) -> None:
+        """Take the result of a call that has ended.
+
+        Raises:
+            RuntimeError: a call is running.
+        """
+        if not self._is_running and not self._is_interrupted:
+            return
+        by_callback = self._completions is not None and self._completions.is_busy
+        if by_callback or (self._is_running and not self._far.poll(0)):
+            raise RuntimeError("Infer Request is busy")
+        with self._lock:
+            if self._is_running or self._is_interrupted:
+                self._finish()
+
+    def _start(self, inputs: Any, is_shared: bool) -> None:
+        if self._is_running:
+            self._check_idle()
+        ghost = self._ghost
+        given = _data_dispatch(ghost, inputs, is_shared=is_shared)
+        if isinstance(given, Tensor):
+            ghost.set_input_tensor(given)
+        else:
+            for key, tensor in given.items():
+                if isinstance(key, int):
+                    ghost.set_input_tensor(key, tensor)
+                else:
+                    ghost.set_tensor(key, tensor)
+        self._error, self._outputs = None, None
+        self._is_cancelled = self._is_interrupted = False
+        self._far.start({index: ghost.get_input_tensor(index).data for index in range(self._num_inputs)})
+        self._is_running = self._has_run = True
+
+    def _finish(self) -> None:
+        """Wait for the result of the running call, and keep it.
+
+        Raises:
+            Exception: the call failed; ``wait`` raises it again.
+        """
+        try:
+            result = self._far.finish()
+        except Exception as error:
+            self._is_running = self._is_interrupted = False
+            self._error = error
+            raise
+        except BaseException:  # Ctrl-C: the far side knows how to go on
+            self._is_running, self._is_interrupted = False, True
+            raise
+        self._is_running = self._is_interrupted = False
+        self._latency = result.device_us / 1000
+        self._outputs, self._is_private = result.outputs, result.is_private
+        if self._is_cancelled:
+            self._error = RuntimeError("Infer Request was canceled")
+            raise self._error
+        if self._given_out:
+            try:
+                self._show_outputs()
+            except Exception as error:
+                self._error = error
+                raise
+
+    def _complete(self) -> None:
+        """Take the result, and call the callback; runs on a thread of its own."""
+        try:
+            with self._lock:
+                if self._is_running:
+                    self._finish()
+            if self._callback is not None:
+                self._callback(self._userdata)
+        except Exception as error:
+            self._error = error if self._error is error else RuntimeError(f"{type(error).__name__}: {error}")
+        if self.on_end is not None:
+            self.on_end(self._error)
+
+    def _results(self, share: bool) -> OVDict:
+        ports, outputs = self._ghost.model_outputs, self._outputs
+        if outputs is not None and not share:
+            return OVDict({port: array.copy() for port, array in zip(ports, outputs, strict=True)})
+        self._show_outputs()
+        tensors = [self._ghost.get_output_tensor(index).data for index in range(len(ports))]
+        return OVDict({port: (data if share else data.copy()) for port, data in zip(ports, tensors, strict=True)})
+
+    def _show_outputs(self) -> None:
+        """Copy the outputs of the last call into the tensors that the program sees."""
+        self._given_out = True
+        outputs, self._outputs = self._outputs, None
+        for index, array in enumerate(outputs or ()):
+            tensor = self._ghost.get_output_tensor(index)
+            if tuple(tensor.shape) != array.shape:
+                tensor.shape = array.shape
+            tensor.data[...] = array
+
+    def _large_output(self, key: Any) -> Tensor | None:
+        """Return a large output of the last call without a copy; the tensor keeps the memory alive."""
+        if self._outputs is None or not self._is_private:
+            return None
+        for index, port in enumerate(self._ghost.model_outputs):
+            is_meant = (
+                index == key if isinstance(key, int) else key in port.get_names() if isinstance(key, str) else False
+            )
+            if is_meant and self._outputs[index].nbytes > MAX_COPY:
+                return Tensor(self._outputs[index], shared_memory=True)
+        return None
+
+
+def _profiling_info(node: dict[str, Any]) -> ProfilingInfo:
+    info = ProfilingInfo()
+    for name in ("node_name", "node_type", "exec_type"):
+        setattr(info, name, str(node.get(name, "")))
+    info.status = getattr(ProfilingInfo.Status, str(node.get("status")), ProfilingInfo.Status.NOT_RUN)
+    info.real_time = timedelta(microseconds=int(node.get("real_us", 0)))
+    info.cpu_time = timedelta(microseconds=int(node.get("cpu_us", 0)))
+    return info

@@ -1,0 +1,150 @@
+"""One infer request of the daemon, on a connection of its own: questions and answers alternate on it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+from ..wire import tensors
+from ..wire.channel import Channel
+from ..wire.messages import MAX_INLINE, Kind, Message, ProtocolError
+from ..wire.tensors import Array
+from .answers import DaemonGoneError, checked
+from .hints import wants_last
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The result of a call: arrays in the order of the outputs, valid until the next call, and its times in microseconds.
+
+    ``is_private`` says whether the arrays are writable memory that stays valid as long as they exist.
+    """
+
+    outputs: list[Array]
+    device_us: int
+    is_private: bool
+
+
+class RemoteRequest:
+    """An infer request in the daemon. One thread at a time may call the methods.
+
+    ``epoch`` is that of the client. ``is_closed`` is true after an exception in the middle of an exchange, from which the
+    connection does not recover.
+    """
+
+    def __init__(self, channel: Channel, model: int, epoch: int) -> None:
+        self._channel, self._model, self.epoch = channel, model, epoch
+        self._number = 0
+        self.is_closed = False
+        self.is_running = False
+        try:
+            checked(self._ask(Message(Kind.REQUEST, model)))
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, inputs: dict[int, Array]) -> None:
+        """Send a call.
+
+        Raises:
+            RefusedError: the daemon has no room for its tensors.
+            DaemonGoneError: the daemon has ended.
+        """
+        arrays = list(inputs.values())
+        size = tensors.size_of(arrays)
+        if size > MAX_INLINE and size > self._channel.block_bytes:
+            checked(self._ask(Message(Kind.REQUEST, self._model, body={"block": size})))
+        self._number += 1
+        message = Message(Kind.INFER, 1, self._number, body={"wanted": "last"} if wants_last() else {})
+        self._exchange(lambda: self._channel.send_tensors(message, arrays, list(inputs)))
+        self.is_running = True
+
+    def poll(self, seconds: float | None) -> bool:
+        """Wait at most ``seconds`` for the result of the call that runs; return whether ``finish`` would not wait."""
+        found: bool = self._exchange(lambda: self._channel.poll(seconds))
+        return found
+
+    def finish(self) -> Finished:
+        """Wait for the result of the call that runs.
+
+        Raises:
+            DaemonGoneError: the daemon has ended.
+            Exception: the one that the call raised.
+        """
+        answer = self._exchange(self._channel.receive)
+        self.is_running = False
+        answer = checked(answer)
+        if answer.number != self._number:
+            self.close()
+            raise DaemonGoneError(f"the daemon answered call {answer.number} instead of {self._number}")
+        taken = answer.body.get("device_us", 0)
+        return Finished(self._arrays(answer), taken if isinstance(taken, int) else 0, bool(answer.body.get("shared")))
+
+    def run(self, inputs: dict[int, Array]) -> None:
+        """Run a call and drop its outputs."""
+        self.start(inputs)
+        self.finish()
+
+    def reset(self) -> None:
+        """Set all states back."""
+        checked(self._ask(Message(Kind.RESET, 1)))
+
+    def state_names(self) -> list[str]:
+        """Return the names of the states."""
+        return [str(name) for name in checked(self._ask(Message(Kind.STATES, 1))).body.get("names", [])]
+
+    def get_state(self, index: int) -> Array:
+        """Return a copy of a state."""
+        (values,) = self._arrays(checked(self._ask(Message(Kind.GET_STATE, 1, body={"index": index}))))
+        return values.copy()
+
+    def set_state(self, index: int, values: Array) -> None:
+        """Set a state."""
+        size = tensors.size_of([values])
+        if size > MAX_INLINE and size > self._channel.block_bytes:
+            checked(self._ask(Message(Kind.REQUEST, self._model, body={"block": size})))
+        message = Message(Kind.SET_STATE, 1, body={"index": index})
+        self._exchange(lambda: self._channel.send_tensors(message, [values], [0]))
+        checked(self._exchange(self._channel.receive))
+
+    def reset_state(self, index: int) -> None:
+        """Set one state back."""
+        checked(self._ask(Message(Kind.RESET_STATE, 1, body={"index": index})))
+
+    def profile(self) -> list[dict[str, Any]]:
+        """Return the times of the nodes in the last call."""
+        nodes = checked(self._ask(Message(Kind.PROFILE, 1))).body.get("nodes", [])
+        return [node for node in nodes if isinstance(node, dict)]
+
+    def close(self) -> None:
+        """End the request; the daemon frees it. A second call does nothing."""
+        self.is_closed, self.is_running = True, False
+        self._channel.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the interpreter may be ending
+            self.close()
+
+    def _arrays(self, answer: Message) -> list[Array]:
+        return [array for _, array in self._exchange(lambda: self._channel.tensors_of(answer))]
+
+    def _ask(self, message: Message) -> Message:
+        def ask() -> Message:
+            self._channel.send(message)
+            return self._channel.receive()
+
+        answer: Message = self._exchange(ask)
+        return answer
+
+    def _exchange(self, step: Any) -> Any:
+        if self.is_closed:
+            raise DaemonGoneError("the connection is closed")
+        try:
+            return step()
+        except (EOFError, OSError, ProtocolError) as error:
+            self.close()
+            raise DaemonGoneError(f"the daemon has gone: {error or type(error).__name__}") from error
+        except BaseException:  # Ctrl-C: half of a message may have been read
+            self.close()
+            raise

@@ -1,0 +1,1 @@
+"""The folder that the launcher puts on PYTHONPATH."""

@@ -1,0 +1,1 @@
+"""Running programs of others with their models in the daemon."""

@@ -1,0 +1,1 @@
+"""Stateful language models of other programs: their infer requests become sequences of our engine."""
