@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -99,7 +100,9 @@ def start_daemon() -> None:
     Raises:
         EndpointError: it does not listen within ``START_SECONDS``.
     """
-    command = [sys.executable, "-m", "staticllm", "daemon", "start"]
+    given = json.loads(os.environ.get("STATICLLM_DAEMON_COMMAND", "[]"))  # set by staticllm attach
+    command = [part for part in given if part != "--foreground"]
+    command = command or [sys.executable, "-m", "staticllm", "daemon", "start"]
     start = time.monotonic()
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)

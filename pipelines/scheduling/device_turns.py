@@ -53,8 +53,11 @@ class DeviceTurns:
     would end after it waits, until it has waited long enough for its ``MIN_CALL_SHARE`` of the time.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, on_use: Callable[[Ask, float], None] | None = None
+    ) -> None:
+        """Take a clock, and a function that is called with each ask that gives the device back, and the seconds of its use."""
+        self._clock, self._on_use = clock, on_use
         self._lock = threading.Lock()
         self._waiting: list[Ask] = []
         self._running: list[Ask] = []
@@ -87,6 +90,8 @@ class DeviceTurns:
 
     def give(self, ask: Ask, seconds: float, due: float | None = None) -> None:
         """Give the device back after ``seconds`` of use; at the moment ``due`` this owner needs it again."""
+        if self._on_use is not None:
+            self._on_use(ask, seconds)
         with self._lock:
             self._running.remove(ask)
             self._used[ask.owner] = self._used.get(ask.owner, 0.0) + seconds / max(ask.width, 1)

@@ -6,14 +6,17 @@ import json
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
 
+from staticllm.cli.progress import Progress, progress
 from staticllm.daemon import lifetime
 from staticllm.daemon.limits import default_limits
 from staticllm.errors import StaticLLMError
 from staticllm.wire import endpoint
+from staticllm.wire.messages import Kind, Message
 
 
 @click.group("daemon")
@@ -82,6 +85,31 @@ def top(interval: float, count: int | None, as_json: bool) -> None:
                 click.clear()
             click.echo("\n".join(_lines(found, before, interval)))
         before, number = found, number + 1
+
+
+@command.command()
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=5.0, show_default=True, help="How long to record.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("daemon_trace.json"))
+def trace(seconds: float, output: Path) -> None:
+    """Record who uses the devices, as a Chrome trace with a track for each program."""
+    try:
+        with lifetime.control(_folder()) as channel:
+            lifetime.ask(channel, Message(Kind.TRACE, body={"action": "begin"}))
+            with progress("recording") as shown:
+                _wait(seconds, shown)
+            path = str(output.absolute())
+            found = lifetime.ask(channel, Message(Kind.TRACE, body={"action": "end", "path": path}))
+    except endpoint.EndpointError as error:
+        raise StaticLLMError(f"no daemon runs: {error}") from error
+    click.echo(f"{found.body['events']} uses of devices in {output}: open it in https://ui.perfetto.dev")
+
+
+def _wait(seconds: float, shown: Progress) -> None:
+    """Wait, and show how much of the time has passed."""
+    start = time.monotonic()
+    while (passed := time.monotonic() - start) < seconds:
+        shown.show("recording (s)", int(passed), round(seconds))
+        time.sleep(min(0.1, seconds - passed))
 
 
 def _folder() -> Any:

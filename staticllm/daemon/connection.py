@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from staticllm.daemon.language_models import LanguageModel, language_source_of
 from staticllm.daemon.model_source import source_of
 from staticllm.daemon.session import Session
 from staticllm.daemon.streams import OutputStream
+from staticllm.daemon.timeline import Timeline
 from staticllm.errors import BusyError, ConfigError, StaticLLMError, last_line
 from staticllm.wire import tensors
 from staticllm.wire.blocks import block_size
@@ -29,6 +31,11 @@ MAX_PRIORITY = 100
 
 class Host(Protocol):
     """What a connection needs of the daemon."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """The recording of all programs."""
+        ...
 
     def join(self, hello: Message) -> tuple[Session, bool, dict[str, Any]]:
         """Return the client of a ``HELLO``, whether it is a new one, and the body of the answer."""
@@ -57,16 +64,10 @@ class ClientConnection:
         self._request: Any = None  # an infer request, if the connection belongs to one
         self._model_id = 0
         self._stream: OutputStream | None = None
+        self._is_recording = False
         self._send_lock = threading.Lock()  # the stream's thread sends too
         self.started = time.monotonic()
-        self._handlers: dict[Kind, Callable[[Message], Message | None]] = {
-            Kind.MODEL: self._hold, Kind.RELEASE: self._release, Kind.REQUEST: self._open, Kind.INFER: self._infer,
-            Kind.RESET: self._reset, Kind.STATES: self._states, Kind.GET_STATE: self._get_state,
-            Kind.SET_STATE: self._set_state, Kind.RESET_STATE: self._reset_state, Kind.PROFILE: self._profile,
-            Kind.GET_PROPERTY: self._get_property, Kind.SET_PROPERTY: self._set_property, Kind.EXPORT: self._export,
-            Kind.SUBMIT: self._submit, Kind.CANCEL: self._cancel, Kind.SNAPSHOT: self._snapshot,
-            Kind.HINT: self._hint, Kind.STATS: self._stats, Kind.STOP: self._stop, Kind.PING: lambda _: Message(Kind.OK),
-        }  # fmt: skip
+        self._handlers = self._all_handlers()
 
     def run(self) -> None:
         """Serve the connection; returns when it has ended, with everything given back that belongs to it."""
@@ -119,6 +120,8 @@ class ClientConnection:
 
     def _end(self) -> None:
         session = self.session
+        if self._is_recording:
+            self._host.timeline.cancel()
         if self._stream is not None:
             self._stream.close()
         if self._request is not None:
@@ -128,6 +131,18 @@ class ClientConnection:
             if self._is_first:
                 self._host.leave(session)
         self._channel.close()
+
+    def _all_handlers(self) -> dict[Kind, Callable[[Message], Message | None]]:
+        return {
+            Kind.MODEL: self._hold, Kind.RELEASE: self._release, Kind.GET_PROPERTY: self._get_property,
+            Kind.SET_PROPERTY: self._set_property, Kind.EXPORT: self._export,
+            Kind.REQUEST: self._open, Kind.INFER: self._infer, Kind.RESET: self._reset, Kind.PROFILE: self._profile,
+            Kind.STATES: self._states, Kind.GET_STATE: self._get_state, Kind.SET_STATE: self._set_state,
+            Kind.RESET_STATE: self._reset_state,
+            Kind.SUBMIT: self._submit, Kind.CANCEL: self._cancel, Kind.SNAPSHOT: self._snapshot,
+            Kind.TRACE: self._trace, Kind.HINT: self._hint, Kind.STATS: self._stats, Kind.STOP: self._stop,
+            Kind.PING: lambda _: Message(Kind.OK),
+        }  # fmt: skip
 
     # models
 
@@ -155,7 +170,7 @@ class ClientConnection:
 
     def _get_property(self, message: Message) -> Message:
         assert self.session is not None
-        value = self.session.model(message.handle).compiled.get_property(text_of(message, "name", 128))
+        value = self.session.model(message.handle).get_property(text_of(message, "name", 128))
         return Message(Kind.OK, body={"value": _plain(value)})
 
     def _set_property(self, message: Message) -> Message:
@@ -214,8 +229,8 @@ class ClientConnection:
             if not isinstance(index, int):
                 raise ProtocolError(f"INFER: the input {index!r}, must be a number")
             inputs[index] = array
-        outputs, call = request.infer(inputs, session.priority)
-        session.usage.add(self._model_id, call, sum(array.nbytes for array in outputs))
+        outputs, call = request.infer(inputs, session.priority, message.body.get("wanted") == "last")
+        session.count_call(self._model_id, call, sum(array.nbytes for array in outputs))
         times = {"device_us": int(call.taken * 1e6), "queued_us": int(call.queued * 1e6)}
         self._send(Message(Kind.DONE, number=message.number, body=times), outputs)
 
@@ -264,7 +279,7 @@ class ClientConnection:
         model = self._language_model(message.handle)
         assert self.session is not None
         if self._stream is None:
-            self._stream = OutputStream(self._channel, self._send_lock, self.session.usage)
+            self._stream = OutputStream(self._channel, self._send_lock, self.session)
         self._stream.submit(model, message.number, values)
         return Message(Kind.OK)
 
@@ -286,6 +301,18 @@ class ClientConnection:
         assert self.session is not None
         self.session.priority = whole_of(message, "priority", 2 * MAX_PRIORITY) - MAX_PRIORITY
         return Message(Kind.OK)
+
+    def _trace(self, message: Message) -> Message:
+        timeline = self._host.timeline
+        if text_of(message, "action", 8) == "begin":
+            timeline.begin()
+            self._is_recording = True
+            return Message(Kind.OK)
+        path = Path(text_of(message, "path"))
+        if not path.is_absolute():
+            raise ProtocolError("TRACE: path must be absolute")
+        self._is_recording = False
+        return Message(Kind.OK, body={"events": timeline.end(path)})
 
     def _stats(self, message: Message) -> Message:
         if message.body.get("of") == "engine":

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from staticllm.daemon.timeline import Timeline
 from staticllm.pipelines.scheduling.device_turns import Ask, DeviceTurns
 
 SMOOTHING = 0.2
@@ -48,13 +49,14 @@ class Devices:
     """The devices that the daemon uses, by the names that clients give: ``NPU``, ``GPU.1``."""
 
     def __init__(self) -> None:
+        self.timeline = Timeline()
         self._turns: dict[str, DeviceTurns] = {}
         self._lock = threading.Lock()
 
     def turns(self, device: str) -> DeviceTurns:
         """Return the turns of a device."""
         with self._lock:
-            return self._turns.setdefault(device, DeviceTurns())
+            return self._turns.setdefault(device, DeviceTurns(on_use=self._record_engine))
 
     def forget(self, owner: int) -> None:
         """Forget a client that has gone."""
@@ -62,6 +64,11 @@ class Devices:
             turns = tuple(self._turns.values())
         for each in turns:
             each.forget(owner)
+
+    def _record_engine(self, ask: Ask, seconds: float) -> None:
+        """Record the steps of engines, whose numbers as owners are negative; calls are recorded for their programs."""
+        if ask.owner < 0:
+            self.timeline.add(f"engine of model {-ask.owner}", "step", time.perf_counter() - seconds, seconds)
 
     @contextmanager
     def turn(self, device: str, ask: Ask) -> Iterator[Call]:

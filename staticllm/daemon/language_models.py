@@ -130,6 +130,14 @@ class LanguageModel:
         _check_fields(request)
         return request
 
+    def get_property(self, name: str) -> object:
+        """Raise an error: an engine has several programs, with properties of their own.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"a language model with an engine has no property {name!r}")
+
     def snapshot(self, message: Message) -> int:
         """Save or load a snapshot as a client's message says, and return its number of tokens.
 

@@ -132,6 +132,7 @@ class PackedModel:
         with plan.weights.released():
             programs = compile_all(core, plan.restricted(variants))
             runner = make_runner(programs)
+        self.program = next(iter(programs.compiled.values()))
         self.max_len, self.vocab_size = config.max_seq_len, shape.vocab_size
         self.engine = Engine(
             runner, policy or make_policy(config.scheduler), options_of(config, shape, plan.options.mode)
@@ -155,7 +156,7 @@ class PackedRequest:
     """
 
     def __init__(self, model: PackedModel, priority: int = 0) -> None:
-        self._model, self._priority = model, priority
+        self._model, self.priority = model, priority
         self.fallback = model.reason
         self.times = CallTimes()
         self._sequences: list[FedSequence] = []
@@ -264,7 +265,7 @@ class PackedRequest:
     def _continued(self, call: PackedCall, engine: Engine) -> tuple[list[FedSequence], list[FedSequence]]:
         """Return the sequence that each row continues, and the sequences that none does."""
         if not self._sequences:
-            return [engine.open_fed(self._priority) for _ in call.rows], []
+            return [engine.open_fed(self.priority) for _ in call.rows], []
         free = list(self._sequences)
         last_use = {row.source: index for index, row in enumerate(call.rows)}
         continued = [

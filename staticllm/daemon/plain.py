@@ -38,6 +38,15 @@ class PlainModel:
         """Return a new infer request of the client ``owner``."""
         return PlainRequest(self, self.compiled.create_infer_request(), owner)
 
+    def get_property(self, name: str) -> object:
+        """Return a property of the compiled model.
+
+        Raises:
+            RuntimeError: OpenVINO does not know it.
+        """
+        value: object = self.compiled.get_property(name)
+        return value
+
     def close(self) -> None:
         """Release the compiled model."""
         del self.compiled
@@ -49,8 +58,12 @@ class PlainRequest:
     def __init__(self, model: PlainModel, request: ov.InferRequest, owner: int) -> None:
         self._model, self._request, self._owner = model, request, owner
 
-    def infer(self, inputs: Mapping[int, Array], priority: int = 0) -> tuple[list[Array], Call]:
+    def infer(
+        self, inputs: Mapping[int, Array], priority: int = 0, wants_last: bool = False
+    ) -> tuple[list[Array], Call]:
         """Run a call on ``inputs`` by index, and return the outputs: views, valid until the next call.
+
+        ``wants_last`` is a hint for packed models, and means nothing here.
 
         Raises:
             RuntimeError: OpenVINO refused the inputs.

@@ -21,8 +21,9 @@ from staticllm.daemon.language_models import LanguageSource, compile_language_mo
 from staticllm.daemon.limits import Limits, default_limits
 from staticllm.daemon.model_source import ModelSource
 from staticllm.daemon.models import Compile, ModelTable, ServedModel
-from staticllm.daemon.plain import compile_plain
+from staticllm.daemon.packed_service import compile_model_of
 from staticllm.daemon.session import Session
+from staticllm.daemon.timeline import Timeline
 from staticllm.errors import BusyError, ConfigError
 from staticllm.threads import start_thread
 from staticllm.wire import endpoint
@@ -109,6 +110,11 @@ class Daemon:
         if not session.watches:
             log.info("program %d (%s) has left", session.pid, session.program)
 
+    @property
+    def timeline(self) -> Timeline:
+        """The recording of all programs."""
+        return self.devices.timeline
+
     def stats(self) -> dict[str, Any]:
         """Return statistics as JSON types."""
         with self._lock:
@@ -127,7 +133,7 @@ class Daemon:
     def _compile(self, source: ModelSource | LanguageSource, id: int) -> ServedModel:
         if isinstance(source, LanguageSource):
             return compile_language_model(source, id, self.devices)
-        return compile_plain(source, id, self.devices)
+        return compile_model_of(source, id, self.devices)
 
     def _find(self, hello: Message) -> Session | None:
         if "session" not in hello.body:

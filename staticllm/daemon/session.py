@@ -93,6 +93,12 @@ class Session:
             raise ConfigError(f"this program has no model {handle}")
         return held.model
 
+    def count_call(self, model: int, call: Call, num_bytes: int = 0, name: str = "call") -> None:
+        """Count a call of one of the client's models that has just ended, or its part of an engine's calls."""
+        self.usage.add(model, call, num_bytes)
+        start = time.perf_counter() - call.taken
+        self._devices.timeline.add(f"{self.program} {self.pid}", f"{name} {model}", start, call.taken, call.queued)
+
     def release(self, handle: int) -> None:
         """Give a model back; an unknown handle is ignored."""
         with self._lock:

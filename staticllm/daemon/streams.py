@@ -10,7 +10,7 @@ from typing import Any
 from staticllm.core import FinishReason
 from staticllm.daemon.devices import Call
 from staticllm.daemon.language_models import LanguageModel
-from staticllm.daemon.session import Usage
+from staticllm.daemon.session import Session
 from staticllm.errors import BusyError
 from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue, TokenOutput, output_to_dict
 from staticllm.threads import start_thread
@@ -28,8 +28,8 @@ MAX_BACKLOG = 1 << 16
 class OutputStream:
     """The requests of one connection. ``submit`` and ``cancel`` run on the connection's thread."""
 
-    def __init__(self, channel: Channel, lock: threading.Lock, usage: Usage) -> None:
-        self._channel, self._channel_lock, self._usage = channel, lock, usage
+    def __init__(self, channel: Channel, lock: threading.Lock, session: Session) -> None:
+        self._channel, self._channel_lock, self._session = channel, lock, session
         self._outputs: queue.SimpleQueue[tuple[int, Output] | None] = queue.SimpleQueue()
         self._running: dict[
             int, tuple[LanguageModel, int, int]
@@ -116,7 +116,7 @@ class OutputStream:
         model = self._running[number][0]
         for output in outputs:
             if isinstance(output, TokenOutput):
-                self._usage.add(model.id, Call(0.0, output.device_seconds), 0)
+                self._session.count_call(model.id, Call(0.0, output.device_seconds), 0, "token of")
 
     def _count_ends(self, number: int, outputs: list[Output]) -> bool:
         model, id, left = self._running[number]

@@ -56,6 +56,7 @@ class Kind(IntEnum):
     STATS = 24  # -> OK: the daemon's statistics
     STOP = 25  # -> OK; the daemon ends
     PING = 26  # -> OK
+    TRACE = 28  # action: begin -> OK; action: end, path -> OK: events
     SNAPSHOT = 27  # handle: model; action, path, identity, key, tokens -> OK: tokens
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -139,3 +143,35 @@ def test_a_killed_daemon_ends_requests_with_an_error_and_another_one_serves(monk
         pipe.close()
     with daemon_process(monkeypatch, tmp_path / "run"), load(daemon=True) as pipe:
         assert pipe.generate(PROMPT, max_new_tokens=24) == expected["greedy"]
+
+
+def test_a_trace_has_a_track_for_each_program_and_engine(daemon, tmp_path):
+    with load(daemon=True) as pipe:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "staticllm",
+                "daemon",
+                "trace",
+                "--seconds",
+                "4",
+                "-o",
+                str(tmp_path / "trace.json"),
+            ],
+            stdout=subprocess.PIPE,
+            env=dict(os.environ),
+        )
+        wait_for(lambda: daemon.timeline._events is not None, 20)
+        pipe.generate(PROMPT, max_new_tokens=24)
+        out, _ = process.communicate()
+        assert process.returncode == 0
+        assert b"uses of devices in" in out
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+        assert len(names) == 2
+        assert any(name.startswith("engine of model") for name in names)
+        tokens = [event for event in events if event["name"].startswith("token of")]
+        assert len(tokens) == 24
+        assert all(event["dur"] > 0 for event in tokens)
+        assert daemon.timeline._events is None  # nothing is kept while nobody records

@@ -1,0 +1,137 @@
+"""Tests stateful models through the daemon: packed where possible, as they are with mode exact, with the original's logits."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import openvino as ov
+import pytest
+
+import staticllm
+from staticllm.wire.messages import Kind, Message
+from tests.daemons import RawClient, daemon_thread, wait_for
+
+CONFIG = {
+    "INFERENCE_PRECISION_HINT": "f32",
+    "KV_CACHE_PRECISION": "f32",
+    "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+}
+PROMPT = [[5, 6, 7, 8, 9, 10, 11]]
+
+
+@pytest.fixture(scope="module")
+def path():
+    return staticllm.demo_model_path() / "openvino_model.xml"
+
+
+@pytest.fixture(scope="module")
+def native(path):
+    return ov.Core().compile_model(str(path), "CPU", CONFIG)
+
+
+@pytest.fixture
+def daemon(monkeypatch, tmp_path):
+    with daemon_thread(monkeypatch, tmp_path / "run") as daemon:
+        yield daemon
+
+
+def greedy(names, infer, count=8):
+    """Return the tokens and logits of a greedy answer, as optimum-intel computes it."""
+    ids, past, tokens, all_logits = np.array(PROMPT), 0, [], []
+    for _ in range(count):
+        mask = np.ones((1, past + ids.shape[1]), np.int64)
+        given = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": (np.cumsum(mask, 1) - 1)[:, -ids.shape[1] :],
+            "beam_idx": np.zeros(1, np.int32),
+        }
+        logits = infer([given[name] for name in names])
+        past += ids.shape[1]
+        ids = logits[:, -1:].argmax(-1)
+        tokens.append(int(ids[0, 0]))
+        all_logits.append(logits)
+    return tokens, all_logits
+
+
+def names_of(native):
+    return [port.get_any_name() for port in native.inputs]
+
+
+def expected(native):
+    request = native.create_infer_request()
+    names = names_of(native)
+    return greedy(names, lambda arrays: request.infer(dict(zip(names, arrays, strict=True)))["logits"].copy())
+
+
+@pytest.mark.parametrize("mode, served", [("auto", "packed"), ("exact", "stateful")])
+def test_an_unmodified_loop_gets_the_originals_logits(daemon, native, path, mode, served):
+    tokens, logits = expected(native)
+    with RawClient() as client:
+        answer = client.model(path, config=CONFIG, mode=mode)
+        assert answer.body["mode"] == served
+        with client.request(answer.body["model"]) as request:
+            for _ in range(2):
+                found, found_logits = greedy(names_of(native), lambda arrays: request.infer(*arrays)[0])
+                assert found == tokens
+                for one, other in zip(found_logits, logits, strict=True):
+                    assert one.shape == other.shape
+                    np.testing.assert_allclose(one, other, atol=0 if mode == "exact" else 2e-4)
+                assert request.ask(Kind.RESET).kind is Kind.OK
+
+
+def test_two_programs_share_calls_and_one_that_goes_leaves_nothing(daemon, native, path):
+    tokens, _ = expected(native)
+    results, barrier = [], threading.Barrier(2)
+
+    def run():
+        with RawClient() as client:
+            handle = client.model(path, config=CONFIG).body["model"]
+            with client.request(handle) as request:
+                barrier.wait()
+                for _ in range(4):
+                    results.append(greedy(names_of(native), lambda arrays: request.infer(*arrays)[0])[0])
+                    request.ask(Kind.RESET)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [tokens] * 8
+    ((slot, service),) = daemon.models.served()
+    wait_for(lambda: slot.num_users == 0)
+    stats = service.model.engine.stats()
+    assert stats.num_steps < 2 * 4 * 8  # some calls were shared
+
+
+def test_the_hint_returns_the_last_row_only(daemon, native, path):
+    _, logits = expected(native)
+    with RawClient() as client:
+        handle = client.model(path, config=CONFIG).body["model"]
+        with client.request(handle) as request:
+            mask = np.ones((1, 7), np.int64)
+            given = {
+                "input_ids": np.array(PROMPT),
+                "attention_mask": mask,
+                "position_ids": np.cumsum(mask, 1) - 1,
+                "beam_idx": np.zeros(1, np.int32),
+            }
+            arrays = [given[name] for name in names_of(native)]
+            request.channel.send_tensors(Message(Kind.INFER, body={"wanted": "last"}), arrays, range(len(arrays)))
+            ((_, found),) = request.channel.tensors_of(request.channel.receive())
+            assert found.shape[1] == 1
+            np.testing.assert_allclose(found[:, -1], logits[0][:, -1], atol=2e-4)
+
+
+def test_properties_and_states_of_a_packed_model(daemon, native, path):
+    with RawClient() as client:
+        handle = client.model(path, config=CONFIG).body["model"]
+        for name in ("INFERENCE_PRECISION_HINT", "EXECUTION_DEVICES"):
+            assert client.ask(Kind.GET_PROPERTY, handle, name=name).kind is Kind.OK
+        assert client.ask(Kind.GET_PROPERTY, handle, name="NO_SUCH").kind is Kind.FAILED
+        with client.request(handle) as request:
+            names = request.ask(Kind.STATES).body["names"]
+            assert names == [state.name for state in native.create_infer_request().query_state()]
+            assert request.ask(Kind.PROFILE).kind is Kind.FAILED
