@@ -156,14 +156,14 @@ class SimulatedDevice:
         free_host_slots = model.host_kv_slots - self.host_slots_used
         device = Device(model.index, self._learned or model.cost, self.slots_used, swap_seconds=model.host.swap)
         view = self.table.view(now, free, free_host_slots, device)
-        job_seconds = 0.0 if bulk is None else min(bulk.seconds, longest_job(view))
-        jobs = () if bulk is None else (JobView(JOBS, job_seconds, 0.0),)
-        plan = self.planner.plan(replace(view, jobs=jobs, away=self._away.views))
+        if bulk is not None:
+            view = replace(view, jobs=(JobView(JOBS, min(bulk.seconds, longest_job(view)), 0.0),))
+        plan = self.planner.plan(replace(view, away=self._away.views))
         if plan.wait_until is not None:
             self._wait_until = plan.wait_until
             return None
         if plan.job is not None:
-            return self._begin_job(now, job_seconds)
+            return self._begin_job(now, view.jobs[0].seconds)
         self._parts = self._fitting(self._prepare(plan))
         variant = self._variant(self._parts)
         assert variant is not None
