@@ -29,6 +29,13 @@ def show(rows, mask, **options):
 show([[5, 6, 7, 8, 9, 10]], [[1] * 6], max_new_tokens=12)
 show([[0, 0, 5, 6], [3, 4, 5, 6], [0, 9, 8, 7]], [[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]], max_new_tokens=8)
 show([[5, 6, 7, 8, 9, 10]], [[1] * 6], max_new_tokens=8, num_beams=3)
+show([[5, 6, 7, 8, 9, 10, *range(11, 40)]], [[1] * 35], max_new_tokens=8)  # a second turn, which begins like the first
+class Streamer:
+    def put(self, ids):
+        print("streamed", ids.tolist())
+    def end(self):
+        print("end")
+show([[5, 6, 7]], [[1] * 3], max_new_tokens=4, streamer=Streamer())
 print(type(model.request).__name__, file=sys.stderr)
 """
 COMPILE = """
@@ -78,7 +85,7 @@ def needs(*packages):
 def test_optimum_generates_the_same_text(environments):
     native, attached = outputs(environments, GENERATE, demo_model_path())
     assert attached.stdout == native.stdout
-    assert len(native.stdout.splitlines()) == 3
+    assert len(native.stdout.splitlines()) == 11
     assert "AttachedInferRequest" in attached.stderr
 
 
