@@ -33,13 +33,13 @@ class DaemonLink:
         StaticLLMError: it refused this program.
     """
 
-    def __init__(self, priority: int = 0) -> None:
+    def __init__(self) -> None:
         self._hello: dict[str, Any] = {
             "protocol": PROTOCOL,
             "openvino": ov.get_version(),
             "pid": os.getpid(),
             "program": Path(sys.argv[0] or "python").name[:256],
-            "priority": priority + 100,
+            "priority": _priority() + 100,
         }
         try:
             self._folder = endpoint.runtime_folder()
@@ -92,6 +92,12 @@ class DaemonLink:
         except EndpointError:
             start_daemon()
         return Channel(endpoint.connect(self._folder))
+
+
+def _priority() -> int:
+    """Return the priority that ``staticllm attach --priority`` gave to this program; 0 without one, from -100 to 100."""
+    text = os.environ.get("STATICLLM_ATTACH_PRIORITY", "")
+    return max(-100, min(100, int(text))) if text.lstrip("-").isdecimal() else 0
 
 
 def start_daemon() -> None:

@@ -21,6 +21,13 @@ from staticllm.errors import DeviceError, last_line
 IN_PROCESS = ("CPU",)
 """Kinds of devices whose blobs are compiled again when they are imported, and whose compilers run in this process."""
 MAX_SECONDS = 1800.0
+VIRTUAL_DEVICES = ("AUTO", "HETERO", "MULTI", "BATCH")
+"""Devices of OpenVINO that stand for others, and that cannot export what they compile."""
+
+
+def is_virtual(device: str) -> bool:
+    """Return whether a device stands for others, such as ``AUTO:NPU,CPU``."""
+    return device.split(":", maxsplit=1)[0].upper() in VIRTUAL_DEVICES
 
 
 def compile_model(source: ModelSource, in_child: bool | None = None) -> ov.CompiledModel:
@@ -31,7 +38,7 @@ def compile_model(source: ModelSource, in_child: bool | None = None) -> ov.Compi
         RuntimeError: the same, for devices that compile in this process.
     """
     if in_child is None:
-        in_child = kind(source.device.split(":")[0]) not in IN_PROCESS
+        in_child = kind(source.device) not in IN_PROCESS and not is_virtual(source.device)
     core = get_core()
     config = dict(source.config)
     if not in_child:

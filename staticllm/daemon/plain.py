@@ -13,22 +13,20 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.daemon.compiling import compile_model
+from staticllm.daemon.compiling import compile_model, is_virtual
 from staticllm.daemon.devices import Call, CallCosts, Devices
 from staticllm.daemon.model_source import ModelSource
 from staticllm.devices import check_device, get_core
 from staticllm.pipelines.scheduling.device_turns import Ask
 
 Array = NDArray[Any]
-VIRTUAL_DEVICES = ("AUTO", "HETERO", "MULTI", "BATCH")
-"""Devices of OpenVINO that stand for others."""
 
 
 class PlainModel:
     """A model that OpenVINO compiled as it is; the clients share its weights."""
 
     def __init__(self, id: int, compiled: ov.CompiledModel, device: str, devices: Devices) -> None:
-        self.id, self.device, self.compiled, self.devices = id, device, compiled, devices
+        self.id, self.device, self.compiled, self.devices = id, _real_device(compiled, device), compiled, devices
         self.costs = CallCosts()
         self.num_outputs = len(compiled.outputs)  # ``output_tensors`` takes 40 us
         self.width = max(1, int(compiled.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS")))
@@ -114,6 +112,17 @@ class PlainRequest:
         del self._request
 
 
+def _real_device(compiled: ov.CompiledModel, asked: str) -> str:
+    """Return the device that runs the model if the client asked for ``AUTO`` or the like, so that all take turns on it."""
+    if not is_virtual(asked):
+        return asked
+    try:
+        first = next(iter(compiled.get_property("EXECUTION_DEVICES")), asked)
+    except RuntimeError:
+        return asked
+    return str(first).strip("()")
+
+
 def compile_plain(source: ModelSource, id: int, devices: Devices) -> PlainModel:
     """Compile a model as it is.
 
@@ -122,7 +131,7 @@ def compile_plain(source: ModelSource, id: int, devices: Devices) -> PlainModel:
         RuntimeError: OpenVINO or the device refuses it.
     """
     core = get_core()
-    if source.device.split(":")[0].upper() not in VIRTUAL_DEVICES:
+    if not is_virtual(source.device):
         check_device(core, source.device)
     compiled = compile_model(source)
     return PlainModel(id, compiled, source.device, devices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from staticllm.core import FinishReason
@@ -49,6 +50,7 @@ class OutputStream:
         if number in self._running:
             raise BusyError(f"request {number} has not ended")
         request = model.request_of(values)
+        request = replace(request, priority=request.priority + self._session.priority)
         outputs = OutputQueue()
         outputs.add_listener(lambda output: self._outputs.put((number, output)))
         self._running[number] = model, request.id, request.num_sequences

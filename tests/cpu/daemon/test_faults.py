@@ -149,6 +149,14 @@ def test_models_that_cannot_be_taken_are_refused(honest, model_path, tmp_path, d
         assert "its limit is 0 MiB" in client.model(model_path, config={"NUM_STREAMS": 1}).body["reason"]
 
 
+def test_auto_takes_turns_on_the_device_that_runs_it(honest, model_path, daemon, expected):
+    with RawClient() as client:
+        handle = client.model(model_path, device="AUTO").body["model"]
+        with client.request(handle) as request:
+            np.testing.assert_allclose(request.infer(ROWS)[0], expected, rtol=1e-5)
+        assert {model.device for _, model in daemon.models.served()} == {"CPU"}
+
+
 def test_wrong_inputs_fail_as_they_do_natively(honest, model_path):
     compiled = ov.Core().compile_model(str(model_path), "CPU")
     with pytest.raises(RuntimeError) as native:

@@ -175,3 +175,27 @@ def test_a_trace_has_a_track_for_each_program_and_engine(daemon, tmp_path):
         assert len(tokens) == 24
         assert all(event["dur"] > 0 for event in tokens)
         assert daemon.timeline._events is None  # nothing is kept while nobody records
+
+
+def test_a_program_of_higher_priority_goes_first(daemon, monkeypatch):
+    with load(daemon=True, MAX_NUM_SEQS=1) as low:
+        monkeypatch.setenv("STATICLLM_ATTACH_PRIORITY", "7")
+        with load(daemon=True, MAX_NUM_SEQS=1) as high:
+            assert [client["priority"] for client in daemon.stats()["clients"]] == [0, 7]
+            running = low.submit(PROMPT, max_new_tokens=60, ignore_eos=True)
+            next(iter(running))
+            order = []
+            handles = [
+                pipe.submit(PROMPT + " " * number, max_new_tokens=4, ignore_eos=True, callback=None)
+                for number, pipe in enumerate((low, low, high))
+            ]
+            threads = [
+                threading.Thread(target=lambda name, handle: (handle.result(), order.append(name)), args=each)
+                for each in zip(("low", "low", "high"), handles, strict=True)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert order[0] == "high"
+            running.cancel()
