@@ -185,7 +185,8 @@ def measure(name: str, model: str, peer: str, num_rounds: int) -> None:
             print(f"{name} round {number + 1} {engine}: {found[engine][-1]}", file=sys.stderr, flush=True)
     native, shared = medians(found[peer]), medians(found["daemon"])
     print(f"\n### {name} ({num_rounds} rounds, {time.monotonic() - start:.0f} s)\n")
-    print(f"| | {peer} | daemon | daemon / {peer} |\n|---|---|---|---|")
+    native_name = peer if name in ("pair", "gap", "memory") else "native"
+    print(f"| | {native_name} | daemon | daemon / {native_name} |\n|---|---|---|---|")
     for figure in native:
         ratio = shared[figure] / native[figure] if native[figure] else float("nan")
         print(f"| {figure} | {native[figure]:.1f} | {shared[figure]:.1f} | {ratio:.3f} |")
