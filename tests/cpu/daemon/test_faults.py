@@ -358,3 +358,20 @@ def test_a_killed_client_frees_all_within_a_second(monkeypatch, tmp_path):
                 thread.join()
                 assert results == [alone]
             wait_for(lambda: pipe.stats().finish_reasons.get("cancelled") == 2)
+
+
+def test_a_daemon_that_nobody_uses_ends_and_there_is_only_one(monkeypatch, tmp_path):
+    with daemon_process(monkeypatch, tmp_path / "run", "--idle-seconds", "1.5") as process:
+        again = subprocess.run(
+            [sys.executable, "-m", "staticllm", "daemon", "start", "--foreground"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert again.returncode == 1
+        assert "a daemon serves" in again.stderr
+        with RawClient():
+            time.sleep(2.5)
+            assert process.poll() is None
+        assert process.wait(20) == 0
+        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["daemon.log", "lock"]
