@@ -102,7 +102,7 @@ def test_slots_of_every_type_stay_close_and_keep_the_tokens(kv_type, mode, model
 def test_u8_slots_take_a_quarter_of_the_memory(model_path):
     properties = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "u8", "MAX_PROMPT_LEN": 128}
     with StaticLLMPipeline(model_path("demo"), PROGRAMS="shared", **properties) as pipe:
-        shape, arena = pipe._shape, pipe._engine.runner.cache.arena
+        shape, arena = pipe._launched.loaded.programs.shape, pipe._engine.runner.cache.arena
         heads, head_dim = shape.kv_states[0].heads, shape.kv_states[0].head_dim
         num_states = sum(not state.is_scale for state in shape.kv_states)
         assert arena.num_bytes == num_states * heads * (head_dim + 2 * 4) * arena.num_slots

@@ -121,7 +121,7 @@ def test_slot_memory_is_allocated_once(model_path):
     done = subprocess.run([sys.executable, "-c", MEASURE_MEMORY], capture_output=True, text=True, check=True)
     lines = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
     assert len({(num_bytes, addresses) for _, num_bytes, addresses in lines}) == 1
-    shape = StaticLLMPipeline(model_path("demo"))._shape
+    shape = StaticLLMPipeline(model_path("demo"))._launched.loaded.programs.shape
     assert int(lines[0][1]) == shape.slot_bytes * 4 * 1152
     grown, last = int(lines[3][0]), int(lines[-1][0])
     assert last - grown < int(lines[0][1]) / 4, "the process grew while generating"
