@@ -152,9 +152,7 @@ class ClientConnection:
         try:
             is_language = "directory" in message.body
             handle, model = self.session.hold(language_source_of(message) if is_language else source_of(message))
-        except ProtocolError:
-            raise
-        except BusyError:
+        except (ProtocolError, BusyError):
             raise
         except Exception as error:
             return Message(Kind.REFUSED, body={"reason": last_line(error)})
