@@ -110,6 +110,8 @@ class StaticLLMPipeline:
         self._chat = ChatSession(text.tokenizer)
         self._engine: EngineClient = self._launched.engine
         self._background = self._launched.background
+        if isinstance(self._engine, Engine):
+            self._engine.decode = self._input_processor.decode
         self._stop_checker = StopChecker(self._engine, self._input_processor.decode)
         self._directory = source
         self._model_identity, self._watch = "", watch_of(source, self.config, self._launched.has_mapped_weights)
@@ -378,14 +380,12 @@ class StaticLLMPipeline:
 
     def _begin(self, prompt: Prompt, call: CallOptions) -> GenerationHandle:
         """Check a prompt, submit it to the engine, and return the handle."""
-        config = self.config
-        limits = PromptLimits(config.max_prompt_len, config.max_seq_len, self._launched.vocab_size)
+        limits = PromptLimits(self.config.max_prompt_len, self.config.max_seq_len, self._launched.vocab_size)
         prepared = self._input_processor.prepare(prompt, call, limits)
-        queue, request = OutputQueue(), prepared.request
-        decode = self._input_processor.decode
+        queue, request, decode = OutputQueue(), prepared.request, self._input_processor.decode
         handle = GenerationHandle(self._engine, prepared, queue, decode, self._load_ms, owner=self)
         if request.max_new_tokens != 0:
-            if call.options.stop_strings:
+            if call.options.stop_strings and request.beams is None:
                 self._stop_checker.watch(request, queue, call.options.stop_strings)
             try:
                 self._engine.submit(request, queue)

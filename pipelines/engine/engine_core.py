@@ -8,9 +8,11 @@ from dataclasses import replace
 from functools import partial
 
 from staticllm.core import FinishReason
-from staticllm.errors import DeviceError, PromptError, as_ours
+from staticllm.errors import DeviceError, as_ours
 from staticllm.pipelines.engine.batch import Batch, BatchBuilder, BatchEntry
-from staticllm.pipelines.engine.fed.state import FedRequest, FedState, FeedOrder, FeedResult, closed_error
+from staticllm.pipelines.engine.fed.beam_requests import BeamRequest, BeamRequests
+from staticllm.pipelines.engine.fed.feeds import Feeds
+from staticllm.pipelines.engine.fed.state import FedState
 from staticllm.pipelines.engine.jobs import JobSources
 from staticllm.pipelines.engine.kv_manager import KVCacheManager, make_kv_manager
 from staticllm.pipelines.engine.options import EngineOptions
@@ -42,8 +44,8 @@ class EngineCore:
         self._unposted: list[SequenceState] = []  # the last call chose tokens for them that are not posted yet
         self._unrecorded: list[Callable[[], StepRecord]] = []  # make the records of calls that have ended
         self._preempted: list[int] = []  # since the last call
-        self.is_switching = False  # whether new feeds wait until another runner was installed
-        self._held: list[tuple[FedState, FeedOrder]] = []
+        self.feeds = Feeds(self)
+        self._beams = BeamRequests(self, self.feeds)
         self.install(runner, options)
 
     def install(self, runner: ModelRunner, options: EngineOptions) -> None:
@@ -53,10 +55,16 @@ class EngineCore:
         self._table = RequestTable(options.limits)
         previous: KVCacheManager | None = getattr(self, "kv_manager", None)
         self.kv_manager: KVCacheManager = make_kv_manager(runner.cache, self._table, options)
+        self.kv_manager.rotations = lambda: runner.rotations
         if previous is not None:
             self.kv_manager.away.take_over(previous.away)
-        self._quarantine = Quarantine()
-        self._batches = BatchBuilder(runner, self._table, self.kv_manager, self._quarantine)
+        self.quarantine = Quarantine()
+        self._batches = BatchBuilder(runner, self._table, self.kv_manager, self.quarantine)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids of the model."""
+        return self.runner.cache.layout.vocab_size
 
     @property
     def num_waiting(self) -> int:
@@ -90,50 +98,10 @@ class EngineCore:
     def admit(self, request: RequestState) -> None:
         """Add a request; ``step`` serves it from now on."""
         self.requests[request.request.id] = request
-        self.kv_manager.add(request.sequences[0])
-
-    def open_fed(self, priority: int = 0) -> FedState:
-        """Return a new fed sequence, which is away."""
-        state = FedState(self.runner.cache.layout.vocab_size, priority)
-        self.kv_manager.away.add(state)
-        return state
-
-    def feed(self, state: FedState, order: FeedOrder) -> None:
-        """Begin a feed of an away sequence; ``step`` serves it from now on. One that can never run ends with an error."""
-        length, limit = len(state.tokens) + len(order.tokens), self.options.max_seq_len
-        if length > limit:
-            error = PromptError(
-                f"a sequence of {length} tokens, it can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {limit}: begin a new one, "
-                "or load the model with a larger length"
-            )
-            order.on_done(FeedResult(None, error))
-            return
-        if state.is_closed:  # while the feed waited
-            order.on_done(FeedResult(None, closed_error(FinishReason.CANCELLED)))
-            return
-        if self.is_switching:
-            self._held.append((state, order))
-            return
-        state.begin(order)
-        self.requests[state.id] = FedRequest(state)
-        self.kv_manager.come_back(state)
-        if state.is_suspect:
-            self._quarantine.add(state.id)
-
-    def begin_held(self) -> None:
-        """Begin the feeds that waited for another runner."""
-        held, self._held = self._held, []
-        for state, order in held:
-            self.feed(state, order)
-
-    def close_fed(self, state: FedState, is_reusable: bool) -> None:
-        """Close a fed sequence; a feed in progress ends before the next device call."""
-        state.is_closed = True
-        if state in self.kv_manager.away:
-            self.kv_manager.away.close(state, is_reusable)
-            self.profiler.record(request_record(state, FinishReason.STOP))
-        elif state.id in self.requests:
-            self.requests[state.id].cancel()
+        if isinstance(request, BeamRequest):
+            self._beams.begin(request)
+        else:
+            self.kv_manager.add(request.sequences[0])
 
     def step(self) -> None:
         """End requests that were cancelled or are past their deadline, then run one device call if requests or jobs are left.
@@ -149,14 +117,14 @@ class EngineCore:
 
     def end_all(self, reason: FinishReason, error: Exception | None = None) -> None:
         """End every admitted request, in any state that an exception left."""
-        for state in self.kv_manager.clear():
+        states = self.kv_manager.clear()
+        self._beams.give_up(reason, error)
+        for state in states:
             self._report(state, reason, error)
         for request in self.requests.values():  # after an exception in the middle of ending one
             request.finish_from(0, reason, error)
         self.requests.clear()
-        held, self._held = self._held, []
-        for _, order in held:
-            order.on_done(FeedResult(None, error or closed_error(reason)))
+        self.feeds.end_held(reason, error)
 
     def refuse(self, request: RequestState, reason: FinishReason) -> None:
         """End a request that was not admitted."""
@@ -170,6 +138,7 @@ class EngineCore:
 
     def _end_expired(self) -> None:
         now = time.perf_counter()
+        self._beams.end_expired(now)
         for state in list(self.kv_manager.states.values()):
             if (reason := state.finish_reason_at(now)) is not None:
                 self._end(state, reason)
@@ -294,13 +263,13 @@ class EngineCore:
         """Count the tokens that a call computed for an answer, and choose its next token if all have run."""
         state = entry.state
         if result.argmax is None and len(step.segments) > 1:
-            self._quarantine.add(state.id)  # another request may be the cause; it runs again
+            self.quarantine.add(state.id)  # another request may be the cause; it runs again
         elif isinstance(state, FedState):
             self._take_fed(state, len(entry.segment.tokens), result)
         elif result.argmax is None:
             self._end(state, FinishReason.ERROR, not_finite(step.variant), is_trusted=False)
         else:
-            self._quarantine.discard(state.id)
+            self.quarantine.discard(state.id)
             if state.info.add_computed(result.num_accepted):
                 self._choose_first_or_next(state, result.logits[-1], result.argmax)
 
@@ -308,11 +277,15 @@ class EngineCore:
         """Keep the logits of ``count`` tokens that a client sent. After the last ones, or NaN, its sequence is away."""
         is_finite = result.argmax is not None
         state.take(result.logits, state.info.num_computed + count)
-        self._quarantine.discard(state.id)
+        self.quarantine.discard(state.id)
         if state.info.add_computed(result.num_accepted) or not is_finite:
             state.complete(is_finite)
             self.kv_manager.leave(state)
             del self.requests[state.id]
+            if state.is_internal:
+                state.post()
+            if state.is_closed and state in self.kv_manager.away:  # the search ended while this call ran
+                self.kv_manager.away.close(state, is_reusable=False)
 
     def _choose_first_or_next(self, state: SequenceState, logits: Logits, argmax: int) -> None:
         """Choose the next token; after a prompt, choose one for each of its answers."""
@@ -353,13 +326,13 @@ class EngineCore:
             self.kv_manager.free(state)
         else:
             self.kv_manager.discard(state)
-        self._quarantine.discard(state.id)
+        self.quarantine.discard(state.id)
         self._report(state, reason, error)
 
     def _report(self, state: SequenceState, reason: FinishReason, error: Exception | None = None) -> None:
         if isinstance(state, FedState) and not state.is_closed:  # only its feed ends
             self.kv_manager.away.add(state)
-        else:
+        elif not (isinstance(state, FedState) and state.is_internal):
             self.profiler.record(request_record(state, reason))
         if self.requests[state.request.id].finish(state, reason, error):
             del self.requests[state.request.id]

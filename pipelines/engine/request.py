@@ -14,6 +14,7 @@ from staticllm.core import FinishReason
 from staticllm.kvcache.sequence import KVSequence
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.overflow import OverflowRule
+from staticllm.pipelines.generation.beam_search import BeamParams
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.logits_processors import processors_for
 from staticllm.pipelines.generation.sampler import Sampler
@@ -43,6 +44,8 @@ class EngineRequest:
         priority: Requests with a higher priority are served first.
         deadline: The ``time.perf_counter`` moment at which the request ends, finished or not; None without one.
         overflow: The rule for a conversation that fills its slots.
+        beams: The parameters of a beam search; None for one token at a time. Its answers are the ``num_sequences`` best.
+        stop_strings: Texts that end a beam. Those of other answers are found by the reader.
         id: The request's number.
         arrival: The ``time.perf_counter`` moment of its arrival.
     """
@@ -57,6 +60,8 @@ class EngineRequest:
     priority: int = 0
     deadline: float | None = None
     overflow: OverflowRule = "stop"
+    beams: BeamParams | None = None
+    stop_strings: tuple[str, ...] = ()
     id: int = field(default_factory=new_id)
     arrival: float = field(default_factory=time.perf_counter)
 
@@ -79,7 +84,15 @@ class EngineRequest:
         for name in ("arrival", "deadline"):
             plain[name] = None if plain[name] is None else plain[name] + now
         prompt, stops = tuple(plain.pop("prompt")), frozenset(plain.pop("stop_token_ids"))
-        return cls(prompt, SamplingParams(**plain.pop("sampling")), stop_token_ids=stops, **plain)
+        beams, texts = plain.pop("beams", None), tuple(plain.pop("stop_strings", ()))
+        return cls(
+            prompt,
+            SamplingParams(**plain.pop("sampling")),
+            stop_token_ids=stops,
+            beams=None if beams is None else BeamParams(**beams),
+            stop_strings=texts,
+            **plain,
+        )
 
 
 class SequenceState:
@@ -96,6 +109,7 @@ class SequenceState:
         self.info = RequestInfo(self.id, request.arrival, len(self.tokens), request.priority, request.deadline)
         self.sequence: KVSequence | None = None  # its slots in the arena; only the KVCacheManager sets it
         self.cancel_reason: FinishReason | None = None
+        self.is_shifted = False  # its keys are not those that the model would compute; only the KVCacheManager sets it
         self.num_cached = 0  # prompt tokens that the prefix cache had; only the KVCacheManager sets it
         self.started: float | None = None
         self.token_times: list[float] = []

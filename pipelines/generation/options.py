@@ -11,6 +11,7 @@ import openvino_genai as genai
 
 from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError
+from staticllm.pipelines.generation.beam_search import BeamParams, StopCriteria
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 UNLIMITED = 2**64 - 1
@@ -43,12 +44,15 @@ _SUPPORTED = frozenset(
         "frequency_penalty",
         "rng_seed",
         "num_return_sequences",
+        "num_beams",
     ]
 )
 _INERT_WITHOUT_BEAMS = frozenset(
     ["num_beam_groups", "diversity_penalty", "length_penalty", "no_repeat_ngram_size", "stop_criteria"]
 )
 """Options of beam search. Without beams they have no effect, here as in GenAI."""
+MAX_BEAMS = 64
+_STOP_CRITERIA: dict[str, StopCriteria] = {"early": "early", "heuristic": "heuristic", "never": "never"}
 _DEFAULTS = genai.GenerationConfig()
 """Every option that is neither supported nor inert belongs to another decoding method and must have its default."""
 
@@ -58,7 +62,7 @@ class GenerationOptions:
     """The checked options of one request, with the names and meanings of ``openvino_genai.GenerationConfig``.
 
     ``max_new_tokens`` and ``max_length`` are None if they do not limit the answer. ``stop_token_ids`` includes the
-    ``eos_token_id``; with ``ignore_eos`` it is empty.
+    ``eos_token_id``; with ``ignore_eos`` it is empty. ``beams`` is None without beam search.
     """
 
     sampling: SamplingParams
@@ -71,6 +75,7 @@ class GenerationOptions:
     echo: bool
     apply_chat_template: bool
     num_return_sequences: int = 1
+    beams: BeamParams | None = None
 
     def max_tokens_after(self, prompt_len: int) -> int | None:
         """Return how many tokens these options allow after a prompt of ``prompt_len`` tokens; None if they set no limit."""
@@ -130,15 +135,13 @@ def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> Gen
 
 
 def _checked(options: Mapping[str, Any]) -> GenerationOptions:
-    # num_beams comes first, because it may be the cause of other options' errors
-    num_beams_first = sorted(options.items(), key=lambda item: item[0] != "num_beams")
-    for name, value in num_beams_first:
-        if name in _SUPPORTED or (name in _INERT_WITHOUT_BEAMS and options["num_beams"] == 1):
+    for name, value in options.items():
+        if name in _SUPPORTED or name in _INERT_WITHOUT_BEAMS:
             continue
         is_off = name == "num_assistant_tokens" and value in (None, 0)
         if not is_off and value != getattr(_DEFAULTS, name):
             raise GenerationConfigError(
-                f"{name}={value!r} is not supported: decoding is greedy or multinomial; "
+                f"{name}={value!r} is not supported: decoding is greedy, multinomial or beam search; "
                 f"leave {name} at {getattr(_DEFAULTS, name)!r}"
             )
     if not isinstance(options["stop_token_ids"], (set, frozenset, list, tuple)):
@@ -161,16 +164,57 @@ def _checked(options: Mapping[str, Any]) -> GenerationOptions:
         echo=bool(options["echo"]),
         apply_chat_template=bool(options["apply_chat_template"]),
         num_return_sequences=_num_sequences(options),
+        beams=_beams(options),
     )
 
 
 def _num_sequences(options: Mapping[str, Any]) -> int:
     count = whole("num_return_sequences", options["num_return_sequences"], 1, MAX_SEQUENCES)
-    if count > 1 and not options["do_sample"]:
+    num_beams = whole("num_beams", options["num_beams"], 1, MAX_BEAMS)
+    if num_beams > 1 and count > num_beams:
+        raise GenerationConfigError(f"num_return_sequences={count} is more than num_beams={num_beams}: lower it")
+    if count > 1 and num_beams == 1 and not options["do_sample"]:
         raise GenerationConfigError(
-            f"num_return_sequences={count} with do_sample=False: greedy answers are all the same; set do_sample=True"
+            f"num_return_sequences={count} with do_sample=False: greedy answers are all the same; set do_sample=True, "
+            "or num_beams"
         )
     return count
+
+
+def _beams(options: Mapping[str, Any]) -> BeamParams | None:
+    """Return the parameters of a beam search, with GenAI's rules; None without one."""
+    num_beams = whole("num_beams", options["num_beams"], 1, MAX_BEAMS)
+    if num_beams == 1:
+        return None
+    groups = whole("num_beam_groups", options["num_beam_groups"], 1, num_beams)
+    if num_beams % groups:
+        raise GenerationConfigError(
+            f"num_beams={num_beams} cannot be divided into num_beam_groups={groups} equal groups"
+        )
+    for name, needed in (
+        ("do_sample", False),
+        ("frequency_penalty", 0),
+        ("presence_penalty", 0),
+        ("repetition_penalty", 1),
+    ):
+        if options[name] != needed:
+            raise GenerationConfigError(f"{name}={options[name]!r} with num_beams={num_beams}: leave one of them out")
+    diversity = _number(options, "diversity_penalty", -1e6, 1e6)
+    if (diversity != 0.0) != (groups > 1):
+        remedy = "set a penalty" if groups > 1 else "raise num_beam_groups"
+        raise GenerationConfigError(f"diversity_penalty={diversity:g} with num_beam_groups={groups}: {remedy}")
+    ngram = whole("no_repeat_ngram_size", options["no_repeat_ngram_size"], 1, UNLIMITED)
+    criteria = getattr(options["stop_criteria"], "name", options["stop_criteria"])
+    if str(criteria).lower() not in _STOP_CRITERIA:
+        raise GenerationConfigError(f"stop_criteria={criteria!r}: must be EARLY, HEURISTIC or NEVER")
+    return BeamParams(
+        num_beams,
+        groups,
+        diversity,
+        _number(options, "length_penalty", -1e3, 1e3),
+        None if ngram == UNLIMITED else ngram,
+        _STOP_CRITERIA[str(criteria).lower()],
+    )
 
 
 def _sampling(options: Mapping[str, Any]) -> SamplingParams:

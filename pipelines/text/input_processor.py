@@ -40,12 +40,16 @@ class CallOptions:
     is_chat: bool = False
 
     def check_single(self, receiver: str) -> None:
-        """Check that one answer per prompt is requested.
+        """Check that one answer per prompt is requested, whose tokens are known one by one.
 
         Raises:
-            GenerationConfigError: there are several; ``receiver`` could not tell them apart.
+            GenerationConfigError: there are several, and ``receiver`` could not tell them apart; or beams.
         """
-        count = self.options.num_return_sequences
+        count, beams = self.options.num_return_sequences, self.options.beams
+        if beams is not None:
+            raise GenerationConfigError(
+                f"a {receiver} for num_beams={beams.num_beams}: the tokens are known at the end; leave one of them out"
+            )
         if count > 1:
             raise GenerationConfigError(
                 f"a {receiver} for num_return_sequences={count}: it could not tell the answers apart; leave one of them out"
@@ -160,6 +164,10 @@ class InputProcessor:
         ids = shorten(prompt.ids, limits.max_prompt_len, call.overflow)
         check_ids(ids, limits.vocab_size, limits.max_prompt_len, call.is_chat)
         options.check_room(len(ids))
+        if options.beams is not None and call.overflow != "stop":
+            raise GenerationConfigError(
+                f"overflow={call.overflow!r} with num_beams: beams cannot be shortened; use 'stop'"
+            )
         request = EngineRequest(
             prompt=tuple(ids),
             sampling=options.sampling,
@@ -171,6 +179,8 @@ class InputProcessor:
             priority=call.priority,
             deadline=call.deadline,
             overflow=call.overflow,
+            beams=options.beams,
+            stop_strings=() if options.beams is None else tuple(sorted(options.stop_strings)),
             arrival=call.started,
         )
         return PreparedRequest(request, call.form, options, call.started, encoded, prompt.template_seconds)

@@ -26,7 +26,8 @@ class TextDelta:
 class RequestOutput:
     """One answer that has ended. Times are ``time.perf_counter`` moments, durations are seconds.
 
-    ``score`` is the sum of the tokens' log-probabilities (0.0 unless requested). ``is_dropped``: whether the streamer returned
+    ``score`` is the sum of the tokens' log-probabilities (0.0 unless requested), for a beam divided by a power of its length.
+    ``is_dropped``: whether the streamer returned
     ``StreamingStatus.CANCEL``, so that a chat does not keep this turn. ``echo`` holds the prompt's tokens if they are part of
     the answer. ``token_times``, ``sampling_seconds`` and ``device_seconds`` have an entry per chosen token, also for those that
     a stop string cut off; ``device_seconds`` is the time of the device calls since the token before. ``num_cached`` is the
@@ -119,7 +120,7 @@ class OutputProcessor:
         output = RequestOutput(
             tokens=self._tokens,
             text=self._detokenizer.text,
-            score=sum((token.logprob for token in received), 0.0),
+            score=self._score(),
             finish_reason=reason,
             is_dropped=is_dropped,
             echo=list(self._prepared.request.prompt) if options.echo else [],
@@ -134,6 +135,10 @@ class OutputProcessor:
             return Ending(output, None)
         tokens, self._unsent = self._unsent, []
         return Ending(output, TextDelta(tokens, rest))
+
+    def _score(self) -> float:
+        total, beams = sum((token.logprob for token in self._received), 0.0), self._prepared.options.beams
+        return total if beams is None else total / max(len(self._received), 1) ** beams.length_penalty
 
     def _text(self) -> str:
         """Decode the tokens that are not decoded yet, and return the text that they add."""
