@@ -36,6 +36,8 @@ class BeamRequest(RequestState):
         self._search = BeamSearch(request.beams, request.prompt, limits, _ending_of(request, decode))
         self._beams: list[FedState] = []
         self._logits: dict[int, Logits] = {}  # after the last token of each beam whose feed is done, by its index
+        self._steps: list[tuple[float, float]] = []  # the seconds of choosing, and of the device, for each token
+        self._device_seconds = 0.0  # since the last token
         self._feeds: Feeds | None = None
         self._on_end: OnEnd = lambda request, reason: None
 
@@ -78,7 +80,7 @@ class BeamRequest(RequestState):
         if result.error is not None or result.logits is None or not result.is_finite:
             self.end(FinishReason.ERROR, result.error or _not_finite())
             return
-        lead.add_call(result.device_seconds)
+        self._device_seconds = max(self._device_seconds, result.device_seconds)  # beams mostly share their calls
         lead.started = lead.started or self._beams[index].started
         if not lead.token_times:
             lead.num_cached = self._beams[index].num_cached
@@ -92,8 +94,12 @@ class BeamRequest(RequestState):
     def _advance(self, feeds: Feeds) -> None:
         logits = [self._logits[index] for index in range(len(self._beams))]
         self._logits.clear()
+        start = time.perf_counter()
         successors = self._search.advance(logits)
-        self.sequences[0].token_times.append(time.perf_counter())
+        now = time.perf_counter()
+        self.sequences[0].token_times.append(now)
+        self._steps.append((now - start, self._device_seconds))
+        self._device_seconds = 0.0
         if not successors:
             self.end(FinishReason.STOP)
             return
@@ -127,8 +133,8 @@ class BeamRequest(RequestState):
         """Hand an answer to the reader: its tokens, with the moments at which tokens of their place were chosen."""
         lead = self.sequences[0]
         for place, (token, logprob) in enumerate(zip(hypothesis.tokens, hypothesis.logprobs, strict=True)):
-            moment = lead.token_times[place]
-            self.queue.put(TokenOutput(token, logprob, moment, 0.0, index, 0.0, lead.num_cached))
+            moment, (chosen, device) = lead.token_times[place], self._steps[place]
+            self.queue.put(TokenOutput(token, logprob, moment, chosen, index, device, lead.num_cached))
         self.queue.put(Finished(hypothesis.reason, None, index))
         self._finished.add(index)
 
