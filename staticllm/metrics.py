@@ -96,7 +96,7 @@ class PerfMetrics:
         """Return the number of prompt tokens whose KV slots came from the prefix cache."""
         return self._num_cached_tokens
 
-    def get_num_drafted_tokens(self) -> int:
+    def get_num_draft_tokens(self) -> int:
         """Return the number of drafted tokens that were checked, by prompt lookup or by a draft model."""
         return self._num_drafted_tokens
 
@@ -206,6 +206,31 @@ class SpeculativePerfMetrics(PerfMetrics):
     def __init__(self, answer: PerfMetrics) -> None:
         super().__init__(answer.get_load_time(), answer.raw_metrics)
         self.count(answer.get_num_input_tokens(), answer.get_num_generated_tokens(), answer.get_num_cached_tokens())
-        self.count_drafts(answer.get_num_drafted_tokens(), answer.get_num_accepted_tokens())
+        seconds = [value / MICRO for value in answer._draft_durations]
+        self.count_drafts(answer.get_num_draft_tokens(), answer.get_num_accepted_tokens(), seconds)
         self.main_model_metrics = answer
         self.draft_model_metrics = answer.draft_metrics()
+
+    def get_num_rejected_tokens(self) -> int:
+        """Return the number of drafted tokens that were checked and not accepted."""
+        return self.get_num_draft_tokens() - self.get_num_accepted_tokens()
+
+    def get_num_draft_processed_tokens(self) -> int:
+        """Return the number of drafted tokens that a draft model computed; prompt lookup computes none."""
+        return sum(value > 0 for value in self._draft_durations)
+
+    def get_draft_acceptance_rate(self) -> float:
+        """Return the share of drafted tokens that were accepted."""
+        return _share(self.get_num_accepted_tokens(), self.get_num_draft_tokens())
+
+    def get_draft_processed_to_candidate_ratio(self) -> float:
+        """Return the number of tokens that a draft model computed per token that was checked."""
+        return _share(self.get_num_draft_processed_tokens(), self.get_num_draft_tokens())
+
+    def get_draft_to_main_inference_duration_ratio(self) -> float:
+        """Return the time of the draft model, divided by the device time of the model."""
+        return _share(sum(self._draft_durations), sum(self.raw_metrics.inference_durations))
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

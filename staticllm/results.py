@@ -19,7 +19,7 @@ class _Common:
     def extended_perf_metrics(self) -> SpeculativePerfMetrics | None:
         """The timings of an answer whose tokens were drafted; None without drafts."""
         metrics = self.perf_metrics
-        return SpeculativePerfMetrics(metrics) if metrics.get_num_drafted_tokens() else None
+        return SpeculativePerfMetrics(metrics) if metrics.get_num_draft_tokens() else None
 
     @property
     def parsed(self) -> list[object]:

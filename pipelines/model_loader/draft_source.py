@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from staticllm.pipelines.model_loader.launch import Launched, load_first
 
 TOKENIZER_XML = "openvino_tokenizer.xml"
 NAME = "draft_model"
+MEASURE_SECONDS = 0.5
+"""Seconds for measuring what drafted tokens cost, while the model is loaded."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,9 @@ def load_draft(
             f"the draft model {name!r} has a vocabulary of {shape.vocab_size}, the model one of {launched.vocab_size}: "
             "choose a draft model of the same family"
         )
-    return DraftModel(loaded.runner, shape.vocab_size)
+    model = DraftModel(loaded.runner, shape.vocab_size)
+    model.measure(time.perf_counter() + MEASURE_SECONDS)
+    return model
 
 
 def check_tokenizers(tokenizer: genai.Tokenizer, directory: Path) -> None:

@@ -14,6 +14,7 @@ from staticllm.kvcache.step import Segment
 from staticllm.pipelines.engine.request import SequenceState
 from staticllm.pipelines.generation.drafts import NO_DRAFT, Draft
 from staticllm.pipelines.generation.filters import Logits
+from staticllm.pipelines.programs.cost_probe import timed_run
 from staticllm.pipelines.programs.model_runner import ModelRunner
 
 KIND = "model"
@@ -103,6 +104,15 @@ class DraftModel:
             return [NO_DRAFT] * len(wanted)
         finally:
             self.seconds += time.perf_counter() - start
+
+    def measure(self, until: float) -> None:
+        """Measure what a drafted token costs, for each number of requests, before the ``time.perf_counter`` moment ``until``."""
+        index, costs = self._runner.index, self._runner.costs
+        for rows, sequences in index.sizes:
+            variant = index.at(rows, sequences, 1)
+            if rows == sequences and variant is not None and time.perf_counter() < until:
+                program = self._runner.programs[variant]
+                costs.set(variant, min(timed_run(program) for _ in range(3)))
 
     def forget(self, answer: int) -> None:
         """Free the slots of an answer that has ended."""

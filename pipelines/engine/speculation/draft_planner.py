@@ -17,6 +17,10 @@ ALLOWANCE = 0.02
 """The share of the decode time that drafts may lose: what each decode step adds to the credit, in decode steps."""
 FIRST_CREDIT, MAX_CREDIT = 1.0, 4.0
 """The credit of a new engine, and the largest credit, in decode steps."""
+MOST_LOST = 1.0
+"""The most decode steps that a draft counts as lost while the cost of its variant is not stable.
+
+The first run at a new size may take many times as long as the next one, and would rule it out for ever."""
 MIN_GAIN = 1.02
 """The least expected speed-up; a smaller one is within the error of the costs."""
 LEAST_CHANCE = 0.05
@@ -25,8 +29,11 @@ PROBE_AFTER = 32
 """The number of decode steps without a draft after which one is checked although it should not pay."""
 CATCH_UP_SHARE, FORESEEN_TOKENS = 0.1, 256
 """The share of the rest of an answer, which is at most so many tokens, that the draft model may take to read its beginning."""
-HOST_WEIGHT = 0.1
-"""The weight of a new call in the average of the host's seconds per call."""
+FIRST_PLAIN, REFRESH_AFTER = 3, 48
+"""The number of steps without drafts before the first draft, and that of steps with drafts before the next one without. What a
+plain step costs must be known, and stay known: drafts are measured by it."""
+SLOWER_WEIGHT = 0.1
+"""The weight of a slower call in the host's seconds per call. A faster one counts at once: others were delayed."""
 MAX_KEPT = 1024
 """The number of sizes of calls whose variants are remembered."""
 
@@ -96,6 +103,8 @@ class DraftPlanner:
         self._rates = AcceptanceRates(kept=0.98)
         self._credit = FIRST_CREDIT
         self._num_plain = PROBE_AFTER  # decode steps since the last draft
+        self._num_due = FIRST_PLAIN  # steps without drafts that must come first
+        self._num_drafted = 0  # steps with drafts since the last one without
         self._host: dict[bool, float] = {}  # the host's seconds per call, with drafts and without
 
     @property
@@ -105,6 +114,8 @@ class DraftPlanner:
 
     def plan(self, states: Sequence[SequenceState], call: PlainCall) -> DraftPlan:
         """Return the drafts for the decoding ``states`` of a call. No slot is freed for a draft."""
+        if self._num_due:
+            return DraftPlan(call, call.variant)
         room = self._runner.cache.slots.num_free - call.num_rows
         proposed = [self._proposal(state, call, room) for state in states]
         chances = self._chances(states, proposed)[: max(room, 0)]
@@ -134,14 +145,17 @@ class DraftPlanner:
         """
         call, has_drafts = plan.call, any(draft.tokens for draft in plan.drafts)
         if call.is_pure:
-            seconds = host_seconds - plan.spent_seconds
-            known = self._host.get(has_drafts, seconds)
-            self._host[has_drafts] = known + HOST_WEIGHT * (seconds - known)
+            self._count_host(has_drafts, host_seconds - plan.spent_seconds)
+        if not has_drafts:
+            self._num_due, self._num_drafted = max(0, self._num_due - 1), 0
         self._num_plain += 1
         gained = 0.0
         if has_drafts or plan.model_seconds:
-            more = self._more_seconds(call, plan.variant) + plan.model_seconds
-            gained, self._num_plain = num_accepted / call.num_decoding - more / self._step_seconds(call), 0
+            self._num_drafted += 1
+            self._num_due = int(self._num_drafted >= REFRESH_AFTER)
+            more = (self._more_seconds(call, plan.variant) + plan.model_seconds) / self._step_seconds(call)
+            more = more if self._runner.costs.is_stable(plan.variant) else min(more, MOST_LOST)
+            gained, self._num_plain = num_accepted / call.num_decoding - more, 0
         self._credit = max(-MAX_CREDIT, min(self._credit + ALLOWANCE + gained, MAX_CREDIT))
 
     def use_model(self, model: DraftModel) -> None:
@@ -152,6 +166,11 @@ class DraftPlanner:
         """Free what the draft model holds of an answer that has ended."""
         if self.model is not None:
             self.model.forget(answer)
+
+    def _count_host(self, has_drafts: bool, seconds: float) -> None:
+        known = self._host.get(has_drafts, seconds)
+        more = SLOWER_WEIGHT * (min(seconds, 2 * known) - known)
+        self._host[has_drafts] = min(seconds, known + more)
 
     def _proposal(self, state: SequenceState, call: PlainCall, room: int) -> Draft:
         """Return the draft of a decoding answer, with tokens of the vocabulary only, and one token less than may follow.
@@ -204,7 +223,8 @@ class DraftPlanner:
             held = min(option.most, len(chances))
             more = (self._more_seconds(call, option.variant) + model_seconds[held]) / base
             risk = more - min(sure, held) / count
-            if not held or risk > self._credit:
+            is_known = self._runner.costs.is_stable(option.variant)
+            if not held or (risk if is_known else min(risk, MOST_LOST)) > self._credit:
                 continue
             speed = (1.0 + gains[held] / count) / max(1.0 + more, 0.1)
             if speed > most:
