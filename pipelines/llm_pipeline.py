@@ -22,18 +22,14 @@ from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.overflow import OverflowRule
-from staticllm.pipelines.model_loader.arguments import (
-    named_in_memory,
-    positional,
-    resolve_candidates,
-    source_of,
-)
+from staticllm.pipelines.model_loader.arguments import named_in_memory, positional, resolve_candidates, source_of
+from staticllm.pipelines.model_loader.draft_source import take_draft_source, use_draft
 from staticllm.pipelines.model_loader.launch import Launched, launch
 from staticllm.pipelines.model_loader.text_reader import TextReader
 from staticllm.pipelines.model_loader.weights_watch import watch_of
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
-from staticllm.pipelines.remote.remote_launch import RemoteLaunched, launch_remote
+from staticllm.pipelines.remote.remote_launch import RemoteLaunched, check_sendable, launch_remote
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.text.handle import GenerationHandle
@@ -95,17 +91,19 @@ class StaticLLMPipeline:
         **properties: object,
     ) -> None:
         start = time.perf_counter()
-        given = named_in_memory(positional(args, device, config, tokenizer), properties)
+        given, draft = take_draft_source(positional(args, device, config, tokenizer), properties)
+        given = named_in_memory(given, properties)
         candidates = resolve_candidates(given.device, given.config, properties)
         policy = make_policy(candidates[0].config.scheduler if scheduler is None else scheduler)
-        if daemon and not (scheduler is None or isinstance(scheduler, str)):
-            raise ConfigError("scheduler is an object of this program: the daemon takes a name, such as 'dynamic'")
+        if daemon:
+            check_sendable(scheduler, draft)
         source, candidates = source_of(models_path, given, candidates)
         self._source = weakref.finalize(self, forget_in_memory, source)
         with TextReader(source, given, on_progress) as reader:
             start_engine = self._launch_in_daemon if daemon else self._launch
             self._launched: Launched | RemoteLaunched = start_engine(source, candidates, policy, reader.on_progress)
             text = reader.files()
+            use_draft(draft, self._launched, text.tokenizer, reader.on_progress)
         self._input_processor = InputProcessor(text.tokenizer, text.generation_config)
         self._chat = ChatSession(text.tokenizer)
         self._engine: EngineClient = self._launched.engine
@@ -115,6 +113,7 @@ class StaticLLMPipeline:
         self._stop_checker = StopChecker(self._engine, self._input_processor.decode)
         self._directory = source
         self._model_identity, self._watch = "", watch_of(source, self.config, self._launched.has_mapped_weights)
+        self._has_draft = draft is not None
         close_when_collected(self, _close, self._launched, self._stop_checker)
         self._load_ms = (time.perf_counter() - start) * 1e3
 
@@ -380,7 +379,7 @@ class StaticLLMPipeline:
 
     def _begin(self, prompt: Prompt, call: CallOptions) -> GenerationHandle:
         """Check a prompt, submit it to the engine, and return the handle."""
-        limits = PromptLimits(self.config.max_prompt_len, self.config.max_seq_len, self._launched.vocab_size)
+        limits = PromptLimits.of(self.config, self._launched.vocab_size, self._has_draft)
         prepared = self._input_processor.prepare(prompt, call, limits)
         queue, request, decode = OutputQueue(), prepared.request, self._input_processor.decode
         handle = GenerationHandle(self._engine, prepared, queue, decode, self._load_ms, owner=self)

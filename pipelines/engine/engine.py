@@ -24,6 +24,7 @@ from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.request import EngineRequest, RequestState
+from staticllm.pipelines.engine.speculation.draft_model import DraftModel
 from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.programs.model_runner import ModelRunner
@@ -208,6 +209,14 @@ class Engine:
             ClosedError: a sequence or the engine was closed.
         """
         begin_feeds(self, feeds)
+
+    def use_draft_model(self, model: DraftModel) -> None:
+        """Let a model draft the tokens of requests that ask for it. It runs on the engine's thread.
+
+        Raises:
+            ClosedError: the engine was closed, or belongs to another process.
+        """
+        self.run_between_steps(lambda: self._core.draft_planner.use_model(model))
 
     def add_jobs(self, source: JobSource) -> None:
         """Run the jobs of a source beside the requests from now on; the policies decide when.

@@ -19,6 +19,9 @@ from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.quarantine import Quarantine
 from staticllm.pipelines.engine.recording import CallContext, call_context, request_record, step_record
 from staticllm.pipelines.engine.request import RequestState, SequenceState
+from staticllm.pipelines.engine.speculation.draft_check import DraftCheck
+from staticllm.pipelines.engine.speculation.draft_planner import DraftPlanner
+from staticllm.pipelines.generation.sampler import Choice
 from staticllm.pipelines.profiling.records import HostTimes, JobRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
 from staticllm.pipelines.programs.model_runner import Logits, ModelRunner, SegmentResult, StepResult, not_finite
@@ -59,7 +62,10 @@ class EngineCore:
         if previous is not None:
             self.kv_manager.away.take_over(previous.away)
         self.quarantine = Quarantine()
-        self._batches = BatchBuilder(runner, self._table, self.kv_manager, self.quarantine)
+        self.draft_planner = DraftPlanner(
+            runner, options.max_seq_len, None if previous is None else self.draft_planner.model
+        )
+        self._batches = BatchBuilder(runner, self._table, self.kv_manager, self.quarantine, self.draft_planner)
 
     @property
     def vocab_size(self) -> int:
@@ -172,6 +178,7 @@ class EngineCore:
         for entry, segment in zip(batch.entries, result.segments, strict=True):
             self._take_result(entry, segment, result)
         host = HostTimes(ready - begin, result.prepare_seconds, result.commit_seconds, time.perf_counter() - chosen)
+        self._batches.observe(batch, host.total)
         self._unposted += [entry.state for entry in batch.entries]
         self._unrecorded.append(partial(step_record, batch, result.start, result.device_seconds, context, host))
 
@@ -228,7 +235,8 @@ class EngineCore:
             entry.state.started = entry.state.started or start
         segments = [entry.segment for entry in batch.entries]
         try:
-            result = self.runner.run(batch.variant, segments, lambda: self._meanwhile(batch.is_decoding))
+            meanwhile = partial(self._meanwhile, batch.is_decoding)
+            result = self.runner.run(batch.variant, segments, meanwhile, batch.accept)
         except Exception as error:
             seconds = time.perf_counter() - start
             self._unrecorded.append(partial(step_record, batch, start, seconds, self._count_call(batch, seconds)))
@@ -262,16 +270,28 @@ class EngineCore:
     def _take_result(self, entry: BatchEntry, result: SegmentResult, step: StepResult) -> None:
         """Count the tokens that a call computed for an answer, and choose its next token if all have run."""
         state = entry.state
-        if result.argmax is None and len(step.segments) > 1:
-            self.quarantine.add(state.id)  # another request may be the cause; it runs again
+        if result.argmax is None and (len(step.segments) > 1 or entry.check is not None):
+            self.quarantine.add(state.id)  # another request or the draft may be the cause; it runs again
         elif isinstance(state, FedState):
             self._take_fed(state, len(entry.segment.tokens), result)
         elif result.argmax is None:
             self._end(state, FinishReason.ERROR, not_finite(step.variant), is_trusted=False)
+        elif entry.check is not None:
+            self._take_checked(entry.check)
         else:
             self.quarantine.discard(state.id)
             if state.info.add_computed(result.num_accepted):
                 self._choose_first_or_next(state, result.logits[-1], result.argmax)
+
+    def _take_checked(self, check: DraftCheck) -> None:
+        """Add the tokens that were chosen when a draft was checked, one by one as if each had had a call of its own."""
+        state = check.state
+        state.count_draft(check.draft, check.num_accepted)
+        for choice in check.choices:
+            state.info.add_computed(1)
+            self._add_token(state, choice)
+        if check.error is not None:
+            self._end(state, FinishReason.ERROR, check.error)
 
     def _take_fed(self, state: FedState, count: int, result: SegmentResult) -> None:
         """Keep the logits of ``count`` tokens that a client sent. After the last ones, or NaN, its sequence is away."""
@@ -304,11 +324,14 @@ class EngineCore:
 
     def _choose(self, state: SequenceState, logits: Logits, argmax: int) -> None:
         try:
-            reason = state.choose(logits, argmax)
+            choice = state.sample(logits, argmax)
         except Exception as error:  # the sampling of this request failed; the others continue
             self._end(state, FinishReason.ERROR, error)
             return
-        if reason is not None:
+        self._add_token(state, choice)
+
+    def _add_token(self, state: SequenceState, choice: Choice) -> None:
+        if (reason := state.add(choice)) is not None:
             self._end(state, reason)
             return
         self._table.add_token(state.id, time.perf_counter())
@@ -334,6 +357,8 @@ class EngineCore:
             self.kv_manager.away.add(state)
         elif not (isinstance(state, FedState) and state.is_internal):
             self.profiler.record(request_record(state, reason))
+            if state.drafts is not None:
+                self.draft_planner.forget(state.id)
         if self.requests[state.request.id].finish(state, reason, error):
             del self.requests[state.request.id]
 

@@ -12,6 +12,7 @@ import openvino_genai as genai
 from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError
 from staticllm.pipelines.generation.beam_search import BeamParams, StopCriteria
+from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 UNLIMITED = 2**64 - 1
@@ -45,6 +46,9 @@ _SUPPORTED = frozenset(
         "rng_seed",
         "num_return_sequences",
         "num_beams",
+        "max_ngram_size",
+        "num_assistant_tokens",
+        "assistant_confidence_threshold",
     ]
 )
 _INERT_WITHOUT_BEAMS = frozenset(
@@ -53,6 +57,9 @@ _INERT_WITHOUT_BEAMS = frozenset(
 """Options of beam search. Without beams they have no effect, here as in GenAI."""
 MAX_BEAMS = 64
 _STOP_CRITERIA: dict[str, StopCriteria] = {"early": "early", "heuristic": "heuristic", "never": "never"}
+_DRAFTING = ("max_ngram_size", "num_assistant_tokens", "assistant_confidence_threshold")
+LONGEST_DRAFT = 64
+"""Larger values of the options of drafts count as this one: no call checks more."""
 _DEFAULTS = genai.GenerationConfig()
 """Every option that is neither supported nor inert belongs to another decoding method and must have its default."""
 
@@ -76,6 +83,7 @@ class GenerationOptions:
     apply_chat_template: bool
     num_return_sequences: int = 1
     beams: BeamParams | None = None
+    drafts: DraftParams | None = None
 
     def max_tokens_after(self, prompt_len: int) -> int | None:
         """Return how many tokens these options allow after a prompt of ``prompt_len`` tokens; None if they set no limit."""
@@ -138,8 +146,7 @@ def _checked(options: Mapping[str, Any]) -> GenerationOptions:
     for name, value in options.items():
         if name in _SUPPORTED or name in _INERT_WITHOUT_BEAMS:
             continue
-        is_off = name == "num_assistant_tokens" and value in (None, 0)
-        if not is_off and value != getattr(_DEFAULTS, name):
+        if value != getattr(_DEFAULTS, name):
             raise GenerationConfigError(
                 f"{name}={value!r} is not supported: decoding is greedy, multinomial or beam search; "
                 f"leave {name} at {getattr(_DEFAULTS, name)!r}"
@@ -165,6 +172,7 @@ def _checked(options: Mapping[str, Any]) -> GenerationOptions:
         apply_chat_template=bool(options["apply_chat_template"]),
         num_return_sequences=_num_sequences(options),
         beams=_beams(options),
+        drafts=_drafts(options),
     )
 
 
@@ -215,6 +223,27 @@ def _beams(options: Mapping[str, Any]) -> BeamParams | None:
         None if ngram == UNLIMITED else ngram,
         _STOP_CRITERIA[str(criteria).lower()],
     )
+
+
+def _drafts(options: Mapping[str, Any]) -> DraftParams | None:
+    """Return how tokens are drafted, without what the pipeline adds; None if no option asks for drafts."""
+    ngram_size = whole("max_ngram_size", options["max_ngram_size"], 0, UNLIMITED)
+    max_tokens = whole("num_assistant_tokens", options["num_assistant_tokens"] or 0, 0, UNLIMITED)  # may be None
+    confidence = _number(options, "assistant_confidence_threshold", 0.0, 1.0)
+    asked = [name for name in _DRAFTING if options[name]]
+    if not asked:
+        return None
+    for name in ("num_beams", "num_return_sequences"):
+        if options[name] != 1:
+            raise GenerationConfigError(
+                f"{asked[0]}={options[asked[0]]!r} with {name}={options[name]!r}: drafts are for single answers; leave one out"
+            )
+    if max_tokens and confidence:
+        raise GenerationConfigError(
+            f"num_assistant_tokens={max_tokens} with assistant_confidence_threshold={confidence:g}: a draft ends by its length "
+            "or by its confidence; leave one out"
+        )
+    return DraftParams(min(ngram_size, LONGEST_DRAFT), min(max_tokens, LONGEST_DRAFT), confidence=confidence)
 
 
 def _sampling(options: Mapping[str, Any]) -> SamplingParams:

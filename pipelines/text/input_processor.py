@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 import openvino_genai as genai
 
+from staticllm.config import StaticLLMConfig
 from staticllm.errors import GenerationConfigError, ModelError, last_line
 from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule, shorten
 from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.generation.drafts import DEFAULT_NGRAM_SIZE, DraftParams
 from staticllm.pipelines.generation.options import GenerationOptions, copy_config, limit_of, resolve
 from staticllm.pipelines.text.tokenization import (
     Form,
@@ -58,11 +60,21 @@ class CallOptions:
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """Limits for a prompt: its tokens, the tokens of prompt and answer together, and the number of token ids."""
+    """Limits for a prompt: its tokens, the tokens of prompt and answer together, and the number of token ids.
+
+    ``has_prompt_lookup`` and ``has_draft_model``: how the pipeline drafts the tokens of requests that do not say it.
+    """
 
     max_prompt_len: int
     max_seq_len: int
     vocab_size: int
+    has_prompt_lookup: bool = False
+    has_draft_model: bool = False
+
+    @classmethod
+    def of(cls, config: StaticLLMConfig, vocab_size: int, has_draft_model: bool) -> PromptLimits:
+        """Return the limits of a pipeline with this config."""
+        return cls(config.max_prompt_len, config.max_seq_len, vocab_size, config.prompt_lookup, has_draft_model)
 
 
 @dataclass(frozen=True)
@@ -181,6 +193,7 @@ class InputProcessor:
             overflow=call.overflow,
             beams=options.beams,
             stop_strings=() if options.beams is None else tuple(sorted(options.stop_strings)),
+            drafts=_drafts_of(options, limits),
             arrival=call.started,
         )
         return PreparedRequest(request, call.form, options, call.started, encoded, prompt.template_seconds)
@@ -224,3 +237,25 @@ class InputProcessor:
 
 def _texts_of(inputs: Inputs, form: Form) -> Sequence[str]:
     return [cast(str, inputs)] if form == "text" else cast(Sequence[str], inputs)
+
+
+def _drafts_of(options: GenerationOptions, limits: PromptLimits) -> DraftParams | None:
+    """Return how the tokens of a request are drafted: as its options say, with what the pipeline adds; None without drafts.
+
+    Raises:
+        GenerationConfigError: the options need a draft model, and there is none.
+    """
+    asked, is_single = options.drafts, options.num_return_sequences == 1
+    if asked is None and not (is_single and (limits.has_prompt_lookup or limits.has_draft_model)):
+        return None
+    drafts = asked or DraftParams()
+    if limits.has_prompt_lookup and not drafts.max_ngram_size:
+        drafts = replace(drafts, max_ngram_size=DEFAULT_NGRAM_SIZE)
+    if not drafts.max_ngram_size and not limits.has_draft_model:
+        name, value = ("num_assistant_tokens", drafts.max_tokens)
+        if drafts.confidence:
+            name, value = ("assistant_confidence_threshold", drafts.confidence)
+        raise GenerationConfigError(
+            f"{name}={value} without a draft model: load with draft_model, or set max_ngram_size for prompt lookup"
+        )
+    return replace(drafts, uses_model=limits.has_draft_model)

@@ -158,6 +158,9 @@ class OutputProcessor:
         metrics = PerfMetrics(self._load_ms)
         num_prompt = 0 if self._index else len(prepared.request.prompt)
         metrics.count(num_prompt, len(self._tokens), received[-1].num_cached if received else 0)
+        num_drafted, num_accepted = sum(t.num_drafted for t in received), sum(t.num_accepted for t in received)
+        per_token = [t.draft_seconds / t.num_drafted for t in received for _ in range(t.num_drafted)]
+        metrics.count_drafts(num_drafted, num_accepted, per_token)
         raw, started = metrics.raw_metrics, prepared.started
         times, calls = [token.time for token in received], [token.device_seconds for token in received]
         template, spent = prepared.template_seconds, self._detokenization_seconds

@@ -1,4 +1,4 @@
-"""Tests beam search of the pipeline: texts, stop strings, chats, requests in company, and what is refused."""
+"""Tests beam search of the pipeline: texts, stop strings, chats, other requests at the same time, and what is refused."""
 
 import numpy as np
 import pytest
