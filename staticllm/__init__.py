@@ -25,10 +25,11 @@ from staticllm.errors import (
 )
 from staticllm.metrics import PerfMetrics
 from staticllm.model_dir import demo_model_path
-from staticllm.results import DecodedResults, EncodedResults, GeneratedText
+from staticllm.results import AssistantMessage, DecodedResults, EncodedResults, GeneratedText, ToolCall
 
 if TYPE_CHECKING:
     from staticllm.pipelines.embedding.embedding_config import EmbeddingConfig
+    from staticllm.pipelines.generation.logits_processors import LogitsProcessor
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
     from staticllm.pipelines.profiling.stats import Stats
     from staticllm.pipelines.profiling.trace import Trace
@@ -47,6 +48,7 @@ if (_CHECKOUT / "pipelines" / "llm_pipeline.py").is_file() and not Path(__file__
 __version__ = "0.1.0"
 
 __all__ = [
+    "AssistantMessage",
     "BlobError",
     "BusyError",
     "ClosedError",
@@ -61,6 +63,7 @@ __all__ = [
     "GeneratedText",
     "GenerationConfigError",
     "GenerationHandle",
+    "LogitsProcessor",
     "ModelError",
     "NumericalError",
     "PerfMetrics",
@@ -80,6 +83,7 @@ __all__ = [
     "StaticLLMPipeline",
     "StaticRerankPipeline",
     "Stats",
+    "ToolCall",
     "Trace",
     "UnsupportedModelError",
     "Variant",
@@ -91,6 +95,7 @@ __all__ = [
 
 _LAZY = {
     "GenerationHandle": "text.handle",
+    "LogitsProcessor": "generation.logits_processors",
     "StaticLLMPipeline": "llm_pipeline",
     "Stats": "profiling.stats",
     "Trace": "profiling.trace",

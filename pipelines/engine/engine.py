@@ -14,6 +14,7 @@ from staticllm.core import FinishReason
 from staticllm.errors import BusyError, ClosedError, as_ours
 from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.callbacks import Callbacks
+from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.device_use import DeviceUse
 from staticllm.pipelines.engine.engine_core import EngineCore
 from staticllm.pipelines.engine.fed.sequence import FedSequence, Feed, begin_feeds
@@ -64,14 +65,18 @@ class Engine:
         self._pid = os.getpid()
         self.device_use: DeviceUse | None = None  # set before the first request if others use the device too
 
-    def submit(self, request: EngineRequest, queue: OutputQueue | None = None) -> OutputQueue:
+    def submit(
+        self, request: EngineRequest, queue: OutputQueue | None = None, processors: UserProcessors = ()
+    ) -> OutputQueue:
         """Submit a request. Its outputs arrive in ``queue``, which is returned; None creates a new one.
+
+        ``processors`` holds the logits processors that a user made, per answer; they run on the engine's thread.
 
         Raises:
             BusyError: ``MAX_WAITING`` requests are waiting.
             ClosedError: the engine was closed, or belongs to another process.
         """
-        state = RequestState(request, self.runner.cache.layout.vocab_size, queue)
+        state = RequestState(request, self.runner.cache.layout.vocab_size, queue, processors)
         self.submit_state(state)
         return state.queue
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
@@ -15,7 +15,7 @@ from staticllm.kvcache.sequence import KVSequence
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.overflow import OverflowRule
 from staticllm.pipelines.generation.filters import Logits
-from staticllm.pipelines.generation.logits_processors import processors_for
+from staticllm.pipelines.generation.logits_processors import LogitsProcessor, processors_for
 from staticllm.pipelines.generation.sampler import Sampler
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.scheduling.request_table import RequestInfo
@@ -79,7 +79,7 @@ class EngineRequest:
         for name in ("arrival", "deadline"):
             plain[name] = None if plain[name] is None else plain[name] + now
         prompt, stops = tuple(plain.pop("prompt")), frozenset(plain.pop("stop_token_ids"))
-        return cls(prompt, SamplingParams(**plain.pop("sampling")), stop_token_ids=stops, **plain)
+        return cls(prompt, SamplingParams.from_dict(plain.pop("sampling")), stop_token_ids=stops, **plain)
 
 
 class SequenceState:
@@ -89,7 +89,14 @@ class SequenceState:
     Used on the engine's thread, except ``cancel_reason``, which any thread may set.
     """
 
-    def __init__(self, request: EngineRequest, queue: OutputQueue, vocab_size: int, index: int = 0) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        queue: OutputQueue,
+        vocab_size: int,
+        index: int = 0,
+        more_processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
         self.request, self.index = request, index
         self.id = new_id() if index else request.id
         self.tokens = list(request.prompt)
@@ -105,7 +112,8 @@ class SequenceState:
         processors = processors_for(
             request.sampling, request.prompt, vocab_size, request.min_new_tokens, request.stop_token_ids
         )
-        self._sampler = Sampler(request.sampling, processors, np.random.default_rng(request.seed + index))
+        rng = np.random.default_rng(request.seed + index)
+        self._sampler = Sampler(request.sampling, [*processors, *more_processors], rng)
 
     @property
     def num_generated(self) -> int:
@@ -176,26 +184,35 @@ class RequestState:
     """A request inside the engine: its answers, and the queue that receives their tokens.
 
     ``sequences`` holds the first answer from the start; the others are added when the prompt has run, and share its slots.
+    ``user_processors`` holds the logits processors that a user made, per answer; it is empty without any.
     """
 
-    def __init__(self, request: EngineRequest, vocab_size: int, queue: OutputQueue | None = None) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        vocab_size: int,
+        queue: OutputQueue | None = None,
+        user_processors: Sequence[Sequence[LogitsProcessor]] = (),
+    ) -> None:
         self.request, self.queue = request, queue or OutputQueue()
+        self._user_processors = user_processors
         self._vocab_size = vocab_size
         self._cancelled: dict[int | None, FinishReason] = {}  # by the index of the answer; None for all
         self._finished: set[int] = set()
-        self.sequences = [SequenceState(request, self.queue, vocab_size)]
+        self.sequences = [self._new_sequence(0)]
 
     def fork(self) -> list[SequenceState]:
         """Create the other answers and return them; called once, when the prompt of the first one has run."""
-        siblings = [
-            SequenceState(self.request, self.queue, self._vocab_size, index)
-            for index in range(1, self.request.num_sequences)
-        ]
+        siblings = [self._new_sequence(index) for index in range(1, self.request.num_sequences)]
         for sibling in siblings:
             sibling.started = self.sequences[0].started
         self.sequences += siblings
         self._apply_cancels()
         return siblings
+
+    def _new_sequence(self, index: int) -> SequenceState:
+        more = self._user_processors[index] if self._user_processors else ()
+        return SequenceState(self.request, self.queue, self._vocab_size, index, more)
 
     def cancel(self, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End one answer, or all of them, before the next device call. Any thread may call.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import openvino_genai as genai
 
 from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError
+from staticllm.pipelines.generation.extra_options import EXTRA_NAMES, ExtraOptions, extra_options, number
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 UNLIMITED = 2**64 - 1
@@ -43,12 +44,13 @@ _SUPPORTED = frozenset(
         "frequency_penalty",
         "rng_seed",
         "num_return_sequences",
+        "parsers",
     ]
 )
 _INERT_WITHOUT_BEAMS = frozenset(
     ["num_beam_groups", "diversity_penalty", "length_penalty", "no_repeat_ngram_size", "stop_criteria"]
 )
-"""Options of beam search. Without beams they have no effect, here as in GenAI."""
+"""Options of beam search. Without beams they have no effect, here as in GenAI, except ``no_repeat_ngram_size`` as a keyword."""
 _DEFAULTS = genai.GenerationConfig()
 """Every option that is neither supported nor inert belongs to another decoding method and must have its default."""
 
@@ -58,7 +60,8 @@ class GenerationOptions:
     """The checked options of one request, with the names and meanings of ``openvino_genai.GenerationConfig``.
 
     ``max_new_tokens`` and ``max_length`` are None if they do not limit the answer. ``stop_token_ids`` includes the
-    ``eos_token_id``; with ``ignore_eos`` it is empty.
+    ``eos_token_id``; with ``ignore_eos`` it is empty. ``extra`` holds the options that GenAI does not have; those among them
+    that choose tokens are also in ``sampling``, except texts, which have no token ids yet.
     """
 
     sampling: SamplingParams
@@ -71,6 +74,8 @@ class GenerationOptions:
     echo: bool
     apply_chat_template: bool
     num_return_sequences: int = 1
+    parsers: tuple[genai.Parser, ...] = ()
+    extra: ExtraOptions = field(default_factory=ExtraOptions)
 
     def max_tokens_after(self, prompt_len: int) -> int | None:
         """Return how many tokens these options allow after a prompt of ``prompt_len`` tokens; None if they set no limit."""
@@ -113,23 +118,33 @@ def copy_config(config: genai.GenerationConfig) -> genai.GenerationConfig:
 def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> GenerationOptions:
     """Return the checked options of a request: those of ``config``, overridden by the keyword arguments of ``generate``.
 
+    ``no_repeat_ngram_size`` in ``config`` has an effect only with beams, as in GenAI; in ``overrides`` it always has one.
+
     Raises:
         GenerationConfigError: a name is unknown, a value is impossible, or the decoding method is not supported.
     """
     for name in overrides:
-        if name not in _NAMES:
-            near = difflib.get_close_matches(str(name), _NAMES, n=1)
+        if name not in _NAMES and name not in EXTRA_NAMES:
+            near = difflib.get_close_matches(str(name), (*_NAMES, *EXTRA_NAMES), n=1)
             raise GenerationConfigError(f"unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
     merged = {name: overrides.get(name, getattr(config, name)) for name in _NAMES}
     try:
-        return _checked(merged)
+        extra = extra_options({name: overrides[name] for name in EXTRA_NAMES if name in overrides}, merged["do_sample"])
+        return _checked(merged, extra, _ngram_size(overrides, merged))
     except GenerationConfigError:
         raise
     except ConfigError as error:
         raise GenerationConfigError(str(error)) from None
 
 
-def _checked(options: Mapping[str, Any]) -> GenerationOptions:
+def _ngram_size(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> int:
+    """Return the ``no_repeat_ngram_size`` of plain decoding; 0 for none."""
+    if options["num_beams"] != 1:
+        return 0
+    return whole("no_repeat_ngram_size", overrides.get("no_repeat_ngram_size", 0), 0, UNLIMITED) % UNLIMITED
+
+
+def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> GenerationOptions:
     # num_beams comes first, because it may be the cause of other options' errors
     num_beams_first = sorted(options.items(), key=lambda item: item[0] != "num_beams")
     for name, value in num_beams_first:
@@ -151,7 +166,7 @@ def _checked(options: Mapping[str, Any]) -> GenerationOptions:
     if max_new_tokens is not None and min_new_tokens > max_new_tokens:
         raise GenerationConfigError(f"min_new_tokens={min_new_tokens} is more than max_new_tokens={max_new_tokens}")
     return GenerationOptions(
-        sampling=_sampling(options),
+        sampling=_sampling(options, extra, ngram_size),
         max_new_tokens=max_new_tokens,
         max_length=_limit(options, "max_length", 1),
         min_new_tokens=min_new_tokens,
@@ -161,6 +176,8 @@ def _checked(options: Mapping[str, Any]) -> GenerationOptions:
         echo=bool(options["echo"]),
         apply_chat_template=bool(options["apply_chat_template"]),
         num_return_sequences=_num_sequences(options),
+        parsers=_parsers(options["parsers"]),
+        extra=extra,
     )
 
 
@@ -173,43 +190,32 @@ def _num_sequences(options: Mapping[str, Any]) -> int:
     return count
 
 
-def _sampling(options: Mapping[str, Any]) -> SamplingParams:
+def _parsers(value: object) -> tuple[genai.Parser, ...]:
+    parsers = () if value is None else value
+    if not isinstance(parsers, (list, tuple)) or not all(isinstance(parser, genai.Parser) for parser in parsers):
+        raise GenerationConfigError(f"parsers={value!r}: must be a list of openvino_genai.Parser objects")
+    return tuple(parsers)
+
+
+def _sampling(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> SamplingParams:
     do_sample = bool(options["do_sample"])
     top_k = options["top_k"]
     return SamplingParams(
         do_sample=do_sample,
-        temperature=_number(options, "temperature", 0.0, 1e6, least_allowed=not do_sample),
+        temperature=number(options, "temperature", 0.0, 1e6, least_allowed=not do_sample),
         top_k=whole("top_k", top_k, 0, UNLIMITED) % UNLIMITED,
-        top_p=_number(options, "top_p", 0.0, 1.0, least_allowed=not do_sample),
-        min_p=_number(options, "min_p", 0.0, 1.0, most_allowed=not do_sample),
-        repetition_penalty=_number(options, "repetition_penalty", 1e-3, 1e3),
-        presence_penalty=_number(options, "presence_penalty", -2.0, 2.0),
-        frequency_penalty=_number(options, "frequency_penalty", -2.0, 2.0),
+        top_p=number(options, "top_p", 0.0, 1.0, least_allowed=not do_sample),
+        min_p=number(options, "min_p", 0.0, 1.0, most_allowed=not do_sample),
+        repetition_penalty=number(options, "repetition_penalty", 1e-3, 1e3),
+        presence_penalty=number(options, "presence_penalty", -2.0, 2.0),
+        frequency_penalty=number(options, "frequency_penalty", -2.0, 2.0),
         rng_seed=whole("rng_seed", options["rng_seed"], 0, UNLIMITED),
         wants_logprobs=bool(options["logprobs"]),
+        no_repeat_ngram_size=ngram_size,
+        logit_bias=extra.logit_bias,
+        bad_words=extra.bad_words_ids,
+        **cast(dict[str, Any], extra.numbers),
     )
-
-
-def _number(
-    options: Mapping[str, Any],
-    name: str,
-    least: float,
-    most: float,
-    least_allowed: bool = True,
-    most_allowed: bool = True,
-) -> float:
-    value = options[name]
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = float("nan")
-    is_edge = (number == least and not least_allowed) or (number == most and not most_allowed)
-    if not least <= number <= most or is_edge:
-        bounds = (
-            f"{'from' if least_allowed else 'more than'} {least:g}, {'up to' if most_allowed else 'less than'} {most:g}"
-        )
-        raise GenerationConfigError(f"{name}={value!r}: must be a number {bounds}")
-    return number
 
 
 def _limit(options: Mapping[str, Any], name: str, least: int) -> int | None:
