@@ -36,6 +36,14 @@ if TYPE_CHECKING:
     from staticllm.pipelines.programs.variant_index import VariantIndex
     from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus, RequestView, View
     from staticllm.pipelines.text.handle import GenerationHandle
+    from staticllm.pipelines.text.parsing.events import (
+        ArgumentsDelta,
+        CallBegin,
+        CallBroken,
+        CallEnd,
+        ContentDelta,
+        ReasoningDelta,
+    )
     from staticllm.pipelines.text_embedding_pipeline import EmbeddingHandle, StaticEmbeddingPipeline
     from staticllm.pipelines.text_rerank_pipeline import RerankConfig, RerankHandle, StaticRerankPipeline
 
@@ -48,11 +56,16 @@ if (_CHECKOUT / "pipelines" / "llm_pipeline.py").is_file() and not Path(__file__
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArgumentsDelta",
     "AssistantMessage",
     "BlobError",
     "BusyError",
+    "CallBegin",
+    "CallBroken",
+    "CallEnd",
     "ClosedError",
     "ConfigError",
+    "ContentDelta",
     "DecodedResults",
     "Device",
     "DeviceError",
@@ -72,6 +85,7 @@ __all__ = [
     "ProgressEvent",
     "PromptError",
     "PromptTooLongError",
+    "ReasoningDelta",
     "RequestStatus",
     "RequestView",
     "RerankConfig",
@@ -100,6 +114,10 @@ _LAZY = {
     "Stats": "profiling.stats",
     "Trace": "profiling.trace",
     "VariantIndex": "programs.variant_index",
+    **dict.fromkeys(
+        ("ArgumentsDelta", "CallBegin", "CallBroken", "CallEnd", "ContentDelta", "ReasoningDelta"),
+        "text.parsing.events",
+    ),
     **dict.fromkeys(("RerankConfig", "RerankHandle", "StaticRerankPipeline"), "text_rerank_pipeline"),
     "EmbeddingConfig": "embedding.embedding_config",
     **dict.fromkeys(("EmbeddingHandle", "StaticEmbeddingPipeline"), "text_embedding_pipeline"),

@@ -12,7 +12,7 @@ from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.sampling_params import SamplingParams, TokenSequences
 
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
-"""The breakers of llama.cpp."""
+"""The breakers of llamacpp."""
 MAX_BIAS = 1e4
 MAX_TOKEN = (1 << 31) - 1
 _DEFAULTS = SamplingParams()

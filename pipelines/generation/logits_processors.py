@@ -139,7 +139,7 @@ def processors_for(
 ) -> list[LogitsProcessor]:
     """Return the processors that a request's options need, in the order in which they are applied.
 
-    The order is that of GenAI, with ours where llama.cpp has them: bias, forbidden tokens, penalties, DRY. ``prompt`` holds
+    The order is that of GenAI, with ours where llamacpp has them: bias, forbidden tokens, penalties, DRY. ``prompt`` holds
     token ids below ``vocab_size``. None of ``stop_token_ids`` is chosen among the first ``min_new_tokens`` tokens.
     """
     processors: list[LogitsProcessor] = []

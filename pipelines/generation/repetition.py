@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from staticllm.pipelines.generation.filters import IntArray, Logits
 
 MAX_EXPONENT = 88.0
-"""The largest natural logarithm of a DRY penalty without its multiplier, so that float32 can hold it (as in llama.cpp)."""
+"""The largest natural logarithm of a DRY penalty without its multiplier, so that float32 can hold it (as in llamacpp)."""
 
 
 class TokenHistory:

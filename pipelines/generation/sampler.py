@@ -32,7 +32,7 @@ class Choice:
 
 
 class Mirostat:
-    """Mirostat 2 (arXiv 2007.14966, as llama.cpp computes it): cuts off tokens so that the surprise stays near a target.
+    """Mirostat 2 (arXiv 2007.14966, as llamacpp computes it): cuts off tokens so that the surprise stays near a target.
 
     Surprise is -log2 p. Tokens with more than ``_limit`` are cut off, which begins at ``2 * tau``; after each token the limit
     moves by ``eta`` times the difference between ``tau`` and the surprise of that token among the kept ones.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 TokenSequences: TypeAlias = tuple[tuple[int, ...], ...]
@@ -15,7 +15,7 @@ class SamplingParams:
 
     Without ``do_sample`` the most likely token is chosen, and temperature, ``top_k``, ``top_p``, ``min_p`` and the fields
     from ``typical_p`` to ``mirostat_eta`` have no effect. The fields from ``typical_p`` on are our own, with the names of
-    llama.cpp's server and of transformers. ``mirostat`` is 0 or 2. ``dry_penalty_last_n`` is -1 for the whole sequence and 0
+    llamacpp's server and of transformers. ``mirostat`` is 0 or 2. ``dry_penalty_last_n`` is -1 for the whole sequence and 0
     for DRY off; ``dry_breakers`` and ``bad_words`` are sequences of token ids, ``logit_bias`` pairs of a token id and a number.
     """
 
@@ -47,9 +47,8 @@ class SamplingParams:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters of a dict of JSON types, in which sequences are lists."""
-        params = cls(**values)
-        rows = {name: tuple(tuple(row) for row in getattr(params, name)) for name in SEQUENCES}
-        return replace(params, **rows)
+        rows = {name: tuple(tuple(row) for row in values.get(name, ())) for name in SEQUENCES}
+        return cls(**{**values, **rows})
 
     @property
     def uses_dry(self) -> bool:

@@ -13,7 +13,7 @@ class SpecialTokens:
     def __init__(self, tokenizer: genai.Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._is_special: dict[int, bool] = {}
-        self._vocabulary: dict[str, int] = {}
+        self._vocabulary: dict[bytes | str, int] = {}  # GenAI gives the texts as bytes
 
     def decoder(self, shown: Collection[str], decode: Callable[[list[int]], str]) -> Callable[[list[int]], str]:
         """Return ``decode`` if none of the texts ``shown`` is a special token, else a function that shows these.
@@ -22,7 +22,8 @@ class SpecialTokens:
         """
         if not self._vocabulary:
             self._vocabulary = self._tokenizer.get_vocab()
-        markers = {self._vocabulary[text] for text in shown if text in self._vocabulary}
+        found = (self._vocabulary.get(text.encode(), self._vocabulary.get(text)) for text in shown)
+        markers = {token for token in found if token is not None}
         if not any(map(self.is_special, markers)):
             return decode
 

@@ -41,7 +41,7 @@ class WordTokens:
         return self._words[word]
 
     def of_breaker(self, text: str) -> TokenSequences:
-        """Return the sequences that write a text which contains ``text``, as llama.cpp finds them.
+        """Return the sequences that write a text which contains ``text``, as llamacpp finds them.
 
         These are all tokens whose text contains it, and all whose text ends with a part of it, followed by the tokens of the
         rest.

@@ -162,7 +162,7 @@ def test_several_answers_and_prompts_are_parsed_each():
 def test_markers_that_are_special_tokens_are_shown_and_others_are_not():
     tokenizer = genai.Tokenizer(str(demo_model_path()))
     special = SpecialTokens(tokenizer)
-    ids = {text: tokenizer.get_vocab()[text] for text in ("<|user|>", "<|system|>", "</s>")}
+    ids = {text: tokenizer.get_vocab()[text.encode()] for text in ("<|user|>", "<|system|>", "</s>")}
     words = tokenizer.encode("The fox ran.", add_special_tokens=False).input_ids.data[0].tolist()
     tokens = [ids["<|system|>"], *words[:2], ids["<|user|>"], *words[2:], ids["</s>"]]
     assert all(map(special.is_special, ids.values()))

@@ -1,4 +1,4 @@
-"""Tests logits processors that a user made, on the engine: forms, state, order, faults, and company."""
+"""Tests logits processors that a user made, on the engine: forms, state, order, faults, and other requests."""
 
 import json
 import logging
