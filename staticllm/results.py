@@ -20,12 +20,12 @@ class ToolCall:
     arguments: str
 
     @property
-    def parsed_arguments(self) -> dict[str, Any]:
+    def parsed_arguments(self) -> dict[str, object]:
         """The arguments as a dict."""
-        values: dict[str, Any] = json.loads(self.arguments)
+        values: dict[str, object] = json.loads(self.arguments)
         return values
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the call as OpenAI's API has it in a message of the assistant."""
         return {
             "id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}
@@ -40,9 +40,9 @@ class AssistantMessage:
     reasoning_content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the message as OpenAI's API has it, to be appended to a conversation; parts that are empty are left out."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        message: dict[str, object] = {"role": "assistant", "content": self.content}
         if self.reasoning_content:
             message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
@@ -67,7 +67,7 @@ class _Common:
         return [message.reasoning_content for message in self.messages]
 
 
-Parsed = list[dict[str, Any]]
+Parsed = list[dict[str, object]]
 """What ``parsers`` or an ``openvino_genai.TextParserStreamer`` made of each answer."""
 
 

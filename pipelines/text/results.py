@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
-from typing import Any
 
 import openvino_genai as genai
 
@@ -21,7 +20,7 @@ def results_of(
     outputs: Sequence[RequestOutput],
     decode: Callable[[list[int]], str],
     parsers: Sequence[genai.Parser] = (),
-    streamed: dict[str, Any] | None = None,
+    streamed: dict[str, object] | None = None,
 ) -> Results:
     """Return ``GeneratedText`` for a str, ``EncodedResults`` for token ids, else ``DecodedResults``; the order is kept.
 
@@ -45,11 +44,11 @@ def results_of(
 
 
 def _parsed(
-    texts: Sequence[str], parsers: Sequence[genai.Parser], streamed: dict[str, Any] | None
-) -> list[dict[str, Any]]:
+    texts: Sequence[str], parsers: Sequence[genai.Parser], streamed: dict[str, object] | None
+) -> list[dict[str, object]]:
     if not parsers:
         return [] if streamed is None else [streamed]
-    messages: list[dict[str, Any]] = [{"content": text} for text in texts]
+    messages: list[dict[str, object]] = [{"content": text} for text in texts]
     if streamed is not None:
         messages[0] = {"content": texts[0], **streamed}
     for message in messages:

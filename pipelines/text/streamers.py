@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import openvino_genai as genai
 from openvino_genai import StreamingStatus as Status
@@ -20,7 +20,7 @@ class TokenSink(Protocol):
     takes_text: bool
 
     @property
-    def parsed(self) -> dict[str, Any] | None:
+    def parsed(self) -> dict[str, object] | None:
         """The message that a parsing streamer made of the answer; None without one."""
         ...
 
@@ -91,7 +91,7 @@ class ParserSink:
         streamer.reset()
 
     @property
-    def parsed(self) -> dict[str, Any] | None:
+    def parsed(self) -> dict[str, object] | None:
         return dict(self._streamer.get_parsed_message())
 
     def write(self, tokens: list[int], text: str) -> Status:
