@@ -178,7 +178,8 @@ class StaticLLMPipeline:
                 one prompt. It runs in the calling thread; its exceptions reach the caller, and the pipeline stays usable.
             overflow: The rule for a conversation that fills its slots: ``stop``, ``truncate_middle`` or ``shift``.
             priority: Requests with a higher priority are served first.
-            kwargs: Fields of ``GenerationConfig``, which override both configs.
+            kwargs: Fields of ``GenerationConfig``, which override both configs, and our own options: samplers,
+                ``logits_processor``, ``tools`` … (docs/generation.md).
 
         Returns:
             ``GeneratedText`` (a ``str``) for a ``str``, ``EncodedResults`` for token ids, else ``DecodedResults``.
@@ -207,7 +208,7 @@ class StaticLLMPipeline:
             raise GenerationConfigError(
                 f"a streamer for {len(prompts)} prompts: it could not tell them apart; submit each with a callback"
             )
-        return results_of(form, outputs, self._input_processor.decode)
+        return results_of(form, outputs, self._input_processor.decode, call.options.parsers, sink.parsed)
 
     __call__ = generate
 
@@ -357,7 +358,7 @@ class StaticLLMPipeline:
             output = stream(self._begin(prompt, replace(call, is_chat=True)), sink)
             if not output.is_dropped:
                 self._chat.add(turns[0], prompt, output)
-        return results_of(call.form, [output], self._input_processor.decode)
+        return results_of(call.form, [output], self._input_processor.decode, call.options.parsers, sink.parsed)
 
     def _ids_of(self, inputs: Inputs) -> list[int]:
         (prompt, *_) = self._input_processor.encode(
@@ -381,13 +382,13 @@ class StaticLLMPipeline:
         """Check a prompt, submit it to the engine, and return the handle."""
         limits = PromptLimits.of(self.config, self._launched.vocab_size, self._has_draft)
         prepared = self._input_processor.prepare(prompt, call, limits)
-        queue, request, decode = OutputQueue(), prepared.request, self._input_processor.decode
-        handle = GenerationHandle(self._engine, prepared, queue, decode, self._load_ms, owner=self)
+        queue, request = OutputQueue(), prepared.request
+        handle = GenerationHandle(self._engine, prepared, queue, prepared.decode, self._load_ms, owner=self)
         if request.max_new_tokens != 0:
             if call.options.stop_strings and request.beams is None:
                 self._stop_checker.watch(request, queue, call.options.stop_strings)
             try:
-                self._engine.submit(request, queue)
+                self._engine.submit(request, queue, prepared.processors)
             except BaseException:
                 self._stop_checker.forget(request.id)
                 raise

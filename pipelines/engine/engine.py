@@ -14,6 +14,7 @@ from staticllm.core import FinishReason
 from staticllm.errors import BusyError, ClosedError, as_ours
 from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.callbacks import Callbacks
+from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.device_use import DeviceUse
 from staticllm.pipelines.engine.engine_core import EngineCore
 from staticllm.pipelines.engine.fed.beam_requests import BeamRequest, Decode
@@ -67,8 +68,12 @@ class Engine:
         self.device_use: DeviceUse | None = None  # set before the first request if others use the device too
         self.decode: Decode | None = None  # makes text of tokens, to find the stop strings of beams
 
-    def submit(self, request: EngineRequest, queue: OutputQueue | None = None) -> OutputQueue:
+    def submit(
+        self, request: EngineRequest, queue: OutputQueue | None = None, processors: UserProcessors = ()
+    ) -> OutputQueue:
         """Submit a request. Its outputs arrive in ``queue``, which is returned; None creates a new one.
+
+        ``processors`` holds the logits processors that a user made, per answer; they run on the engine's thread.
 
         Raises:
             BusyError: ``MAX_WAITING`` requests are waiting.
@@ -76,7 +81,7 @@ class Engine:
         """
         vocab_size = self.runner.cache.layout.vocab_size
         if request.beams is None:
-            state = RequestState(request, vocab_size, queue)
+            state = RequestState(request, vocab_size, queue, processors)
         else:
             state = BeamRequest(request, vocab_size, queue, self.decode)
         self.submit_state(state)

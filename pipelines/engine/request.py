@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
@@ -18,7 +18,7 @@ from staticllm.pipelines.engine.overflow import OverflowRule
 from staticllm.pipelines.generation.beam_search import BeamParams
 from staticllm.pipelines.generation.drafts import AnswerDrafts, Draft, DraftParams
 from staticllm.pipelines.generation.filters import Logits
-from staticllm.pipelines.generation.logits_processors import processors_for
+from staticllm.pipelines.generation.logits_processors import LogitsProcessor, processors_for
 from staticllm.pipelines.generation.sampler import Choice, Sampler
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.scheduling.request_table import RequestInfo
@@ -89,11 +89,11 @@ class EngineRequest:
             plain[name] = None if plain[name] is None else plain[name] + now
         prompt, stops = tuple(plain.pop("prompt")), frozenset(plain.pop("stop_token_ids"))
         nested = {name: kind(**plain.pop(name)) for name, kind in _NESTED.items() if plain.get(name) is not None}
-        texts = tuple(plain.pop("stop_strings", ()))
-        return cls(prompt, stop_token_ids=stops, stop_strings=texts, **{**plain, **nested})
+        texts, sampling = tuple(plain.pop("stop_strings", ())), SamplingParams.from_dict(plain.pop("sampling"))
+        return cls(prompt, sampling, stop_token_ids=stops, stop_strings=texts, **{**plain, **nested})
 
 
-_NESTED: dict[str, type[Any]] = {"sampling": SamplingParams, "beams": BeamParams, "drafts": DraftParams}
+_NESTED: dict[str, type[Any]] = {"beams": BeamParams, "drafts": DraftParams}
 """The fields of a request that are values with fields of their own."""
 
 
@@ -104,7 +104,14 @@ class SequenceState:
     Used on the engine's thread, except ``cancel_reason``, which any thread may set.
     """
 
-    def __init__(self, request: EngineRequest, queue: OutputQueue, vocab_size: int, index: int = 0) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        queue: OutputQueue,
+        vocab_size: int,
+        index: int = 0,
+        more_processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
         self.request, self.index = request, index
         self.id = new_id() if index else request.id
         self.tokens = list(request.prompt)
@@ -126,7 +133,8 @@ class SequenceState:
         processors = processors_for(
             request.sampling, request.prompt, vocab_size, request.min_new_tokens, request.stop_token_ids
         )
-        self._sampler = Sampler(request.sampling, processors, np.random.default_rng(request.seed + index))
+        rng = np.random.default_rng(request.seed + index)
+        self._sampler = Sampler(request.sampling, [*processors, *more_processors], rng)
 
     @property
     def num_generated(self) -> int:
@@ -229,26 +237,35 @@ class RequestState:
     """A request inside the engine: its answers, and the queue that receives their tokens.
 
     ``sequences`` holds the first answer from the start; the others are added when the prompt has run, and share its slots.
+    ``user_processors`` holds the logits processors that a user made, per answer; it is empty without any.
     """
 
-    def __init__(self, request: EngineRequest, vocab_size: int, queue: OutputQueue | None = None) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        vocab_size: int,
+        queue: OutputQueue | None = None,
+        user_processors: Sequence[Sequence[LogitsProcessor]] = (),
+    ) -> None:
         self.request, self.queue = request, queue or OutputQueue()
+        self._user_processors = user_processors
         self._vocab_size = vocab_size
         self._cancelled: dict[int | None, FinishReason] = {}  # by the index of the answer; None for all
         self._finished: set[int] = set()
-        self.sequences = [SequenceState(request, self.queue, vocab_size)]
+        self.sequences = [self._new_sequence(0)]
 
     def fork(self) -> list[SequenceState]:
         """Create the other answers and return them; called once, when the prompt of the first one has run."""
-        siblings = [
-            SequenceState(self.request, self.queue, self._vocab_size, index)
-            for index in range(1, self.request.num_sequences)
-        ]
+        siblings = [self._new_sequence(index) for index in range(1, self.request.num_sequences)]
         for sibling in siblings:
             sibling.started = self.sequences[0].started
         self.sequences += siblings
         self._apply_cancels()
         return siblings
+
+    def _new_sequence(self, index: int) -> SequenceState:
+        more = self._user_processors[index] if self._user_processors else ()
+        return SequenceState(self.request, self.queue, self._vocab_size, index, more)
 
     def cancel(self, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End one answer, or all of them, before the next device call. Any thread may call.

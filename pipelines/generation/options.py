@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import openvino_genai as genai
 
 from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError
-from staticllm.pipelines.generation.beam_search import BeamParams, StopCriteria
+from staticllm.pipelines.generation.beam_search import BeamParams
 from staticllm.pipelines.generation.drafts import DraftParams
+from staticllm.pipelines.generation.extra_options import EXTRA_NAMES, ExtraOptions, extra_options, number
+from staticllm.pipelines.generation.method_options import MAX_BEAMS, beams_of, drafts_of
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 UNLIMITED = 2**64 - 1
@@ -49,17 +51,13 @@ _SUPPORTED = frozenset(
         "max_ngram_size",
         "num_assistant_tokens",
         "assistant_confidence_threshold",
+        "parsers",
     ]
 )
 _INERT_WITHOUT_BEAMS = frozenset(
     ["num_beam_groups", "diversity_penalty", "length_penalty", "no_repeat_ngram_size", "stop_criteria"]
 )
-"""Options of beam search. Without beams they have no effect, here as in GenAI."""
-MAX_BEAMS = 64
-_STOP_CRITERIA: dict[str, StopCriteria] = {"early": "early", "heuristic": "heuristic", "never": "never"}
-_DRAFTING = ("max_ngram_size", "num_assistant_tokens", "assistant_confidence_threshold")
-LONGEST_DRAFT = 64
-"""Larger values of the options of drafts count as this one: no call checks more."""
+"""Options of beam search. Without beams they have no effect, here as in GenAI, except ``no_repeat_ngram_size`` as a keyword."""
 _DEFAULTS = genai.GenerationConfig()
 """Every option that is neither supported nor inert belongs to another decoding method and must have its default."""
 
@@ -69,7 +67,9 @@ class GenerationOptions:
     """The checked options of one request, with the names and meanings of ``openvino_genai.GenerationConfig``.
 
     ``max_new_tokens`` and ``max_length`` are None if they do not limit the answer. ``stop_token_ids`` includes the
-    ``eos_token_id``; with ``ignore_eos`` it is empty. ``beams`` is None without beam search.
+    ``eos_token_id``; with ``ignore_eos`` it is empty. ``beams`` is None without beam search, and ``drafts`` without drafts.
+    ``extra`` holds the options that GenAI does not have; those among them that choose tokens are also in ``sampling``, except
+    texts, which have no token ids yet.
     """
 
     sampling: SamplingParams
@@ -84,6 +84,8 @@ class GenerationOptions:
     num_return_sequences: int = 1
     beams: BeamParams | None = None
     drafts: DraftParams | None = None
+    parsers: tuple[genai.Parser, ...] = ()
+    extra: ExtraOptions = field(default_factory=ExtraOptions)
 
     def max_tokens_after(self, prompt_len: int) -> int | None:
         """Return how many tokens these options allow after a prompt of ``prompt_len`` tokens; None if they set no limit."""
@@ -126,23 +128,33 @@ def copy_config(config: genai.GenerationConfig) -> genai.GenerationConfig:
 def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> GenerationOptions:
     """Return the checked options of a request: those of ``config``, overridden by the keyword arguments of ``generate``.
 
+    ``no_repeat_ngram_size`` in ``config`` has an effect only with beams, as in GenAI; in ``overrides`` it always has one.
+
     Raises:
         GenerationConfigError: a name is unknown, a value is impossible, or the decoding method is not supported.
     """
     for name in overrides:
-        if name not in _NAMES:
-            near = difflib.get_close_matches(str(name), _NAMES, n=1)
+        if name not in _NAMES and name not in EXTRA_NAMES:
+            near = difflib.get_close_matches(str(name), (*_NAMES, *EXTRA_NAMES), n=1)
             raise GenerationConfigError(f"unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
     merged = {name: overrides.get(name, getattr(config, name)) for name in _NAMES}
     try:
-        return _checked(merged)
+        extra = extra_options({name: overrides[name] for name in EXTRA_NAMES if name in overrides}, merged["do_sample"])
+        return _checked(merged, extra, _ngram_size(overrides, merged))
     except GenerationConfigError:
         raise
     except ConfigError as error:
         raise GenerationConfigError(str(error)) from None
 
 
-def _checked(options: Mapping[str, Any]) -> GenerationOptions:
+def _ngram_size(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> int:
+    """Return the ``no_repeat_ngram_size`` of plain decoding; 0 for none."""
+    if options["num_beams"] != 1:
+        return 0
+    return whole("no_repeat_ngram_size", overrides.get("no_repeat_ngram_size", 0), 0, UNLIMITED) % UNLIMITED
+
+
+def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> GenerationOptions:
     for name, value in options.items():
         if name in _SUPPORTED or name in _INERT_WITHOUT_BEAMS:
             continue
@@ -161,7 +173,7 @@ def _checked(options: Mapping[str, Any]) -> GenerationOptions:
     if max_new_tokens is not None and min_new_tokens > max_new_tokens:
         raise GenerationConfigError(f"min_new_tokens={min_new_tokens} is more than max_new_tokens={max_new_tokens}")
     return GenerationOptions(
-        sampling=_sampling(options),
+        sampling=_sampling(options, extra, ngram_size),
         max_new_tokens=max_new_tokens,
         max_length=_limit(options, "max_length", 1),
         min_new_tokens=min_new_tokens,
@@ -171,8 +183,10 @@ def _checked(options: Mapping[str, Any]) -> GenerationOptions:
         echo=bool(options["echo"]),
         apply_chat_template=bool(options["apply_chat_template"]),
         num_return_sequences=_num_sequences(options),
-        beams=_beams(options),
-        drafts=_drafts(options),
+        beams=beams_of(options),
+        drafts=drafts_of(options),
+        parsers=_parsers(options["parsers"]),
+        extra=extra,
     )
 
 
@@ -189,100 +203,32 @@ def _num_sequences(options: Mapping[str, Any]) -> int:
     return count
 
 
-def _beams(options: Mapping[str, Any]) -> BeamParams | None:
-    """Return the parameters of a beam search, with GenAI's rules; None without one."""
-    num_beams = whole("num_beams", options["num_beams"], 1, MAX_BEAMS)
-    if num_beams == 1:
-        return None
-    groups = whole("num_beam_groups", options["num_beam_groups"], 1, num_beams)
-    if num_beams % groups:
-        raise GenerationConfigError(
-            f"num_beams={num_beams} cannot be divided into num_beam_groups={groups} equal groups"
-        )
-    for name, needed in (
-        ("do_sample", False),
-        ("frequency_penalty", 0),
-        ("presence_penalty", 0),
-        ("repetition_penalty", 1),
-    ):
-        if options[name] != needed:
-            raise GenerationConfigError(f"{name}={options[name]!r} with num_beams={num_beams}: leave one of them out")
-    diversity = _number(options, "diversity_penalty", -1e6, 1e6)
-    if (diversity != 0.0) != (groups > 1):
-        remedy = "set a penalty" if groups > 1 else "raise num_beam_groups"
-        raise GenerationConfigError(f"diversity_penalty={diversity:g} with num_beam_groups={groups}: {remedy}")
-    ngram = whole("no_repeat_ngram_size", options["no_repeat_ngram_size"], 1, UNLIMITED)
-    criteria = getattr(options["stop_criteria"], "name", options["stop_criteria"])
-    if str(criteria).lower() not in _STOP_CRITERIA:
-        raise GenerationConfigError(f"stop_criteria={criteria!r}: must be EARLY, HEURISTIC or NEVER")
-    return BeamParams(
-        num_beams,
-        groups,
-        diversity,
-        _number(options, "length_penalty", -1e3, 1e3),
-        None if ngram == UNLIMITED else ngram,
-        _STOP_CRITERIA[str(criteria).lower()],
-    )
+def _parsers(value: object) -> tuple[genai.Parser, ...]:
+    parsers = () if value is None else value
+    if not isinstance(parsers, (list, tuple)) or not all(isinstance(parser, genai.Parser) for parser in parsers):
+        raise GenerationConfigError(f"parsers={value!r}: must be a list of openvino_genai.Parser objects")
+    return tuple(parsers)
 
 
-def _drafts(options: Mapping[str, Any]) -> DraftParams | None:
-    """Return how tokens are drafted, without what the pipeline adds; None if no option asks for drafts."""
-    ngram_size = whole("max_ngram_size", options["max_ngram_size"], 0, UNLIMITED)
-    max_tokens = whole("num_assistant_tokens", options["num_assistant_tokens"] or 0, 0, UNLIMITED)  # may be None
-    confidence = _number(options, "assistant_confidence_threshold", 0.0, 1.0)
-    asked = [name for name in _DRAFTING if options[name]]
-    if not asked:
-        return None
-    for name in ("num_beams", "num_return_sequences"):
-        if options[name] != 1:
-            raise GenerationConfigError(
-                f"{asked[0]}={options[asked[0]]!r} with {name}={options[name]!r}: drafts are for single answers; leave one out"
-            )
-    if max_tokens and confidence:
-        raise GenerationConfigError(
-            f"num_assistant_tokens={max_tokens} with assistant_confidence_threshold={confidence:g}: a draft ends by its length "
-            "or by its confidence; leave one out"
-        )
-    return DraftParams(min(ngram_size, LONGEST_DRAFT), min(max_tokens, LONGEST_DRAFT), confidence=confidence)
-
-
-def _sampling(options: Mapping[str, Any]) -> SamplingParams:
+def _sampling(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> SamplingParams:
     do_sample = bool(options["do_sample"])
     top_k = options["top_k"]
     return SamplingParams(
         do_sample=do_sample,
-        temperature=_number(options, "temperature", 0.0, 1e6, least_allowed=not do_sample),
+        temperature=number(options, "temperature", 0.0, 1e6, least_allowed=not do_sample),
         top_k=whole("top_k", top_k, 0, UNLIMITED) % UNLIMITED,
-        top_p=_number(options, "top_p", 0.0, 1.0, least_allowed=not do_sample),
-        min_p=_number(options, "min_p", 0.0, 1.0, most_allowed=not do_sample),
-        repetition_penalty=_number(options, "repetition_penalty", 1e-3, 1e3),
-        presence_penalty=_number(options, "presence_penalty", -2.0, 2.0),
-        frequency_penalty=_number(options, "frequency_penalty", -2.0, 2.0),
+        top_p=number(options, "top_p", 0.0, 1.0, least_allowed=not do_sample),
+        min_p=number(options, "min_p", 0.0, 1.0, most_allowed=not do_sample),
+        repetition_penalty=number(options, "repetition_penalty", 1e-3, 1e3),
+        presence_penalty=number(options, "presence_penalty", -2.0, 2.0),
+        frequency_penalty=number(options, "frequency_penalty", -2.0, 2.0),
         rng_seed=whole("rng_seed", options["rng_seed"], 0, UNLIMITED),
         wants_logprobs=bool(options["logprobs"]),
+        no_repeat_ngram_size=ngram_size,
+        logit_bias=extra.logit_bias,
+        bad_words=extra.bad_words_ids,
+        **cast(dict[str, Any], extra.numbers),
     )
-
-
-def _number(
-    options: Mapping[str, Any],
-    name: str,
-    least: float,
-    most: float,
-    least_allowed: bool = True,
-    most_allowed: bool = True,
-) -> float:
-    value = options[name]
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = float("nan")
-    is_edge = (number == least and not least_allowed) or (number == most and not most_allowed)
-    if not least <= number <= most or is_edge:
-        bounds = (
-            f"{'from' if least_allowed else 'more than'} {least:g}, {'up to' if most_allowed else 'less than'} {most:g}"
-        )
-        raise GenerationConfigError(f"{name}={value!r}: must be a number {bounds}")
-    return number
 
 
 def _limit(options: Mapping[str, Any], name: str, least: int) -> int | None:

@@ -11,8 +11,9 @@ from itertools import count
 from pathlib import Path
 
 from staticllm.core import FinishReason
-from staticllm.errors import ClosedError, StaticLLMError, as_ours
+from staticllm.errors import ClosedError, GenerationConfigError, StaticLLMError, as_ours
 from staticllm.kvcache.snapshot import Identity
+from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, output_from_dict
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.profiling.stats import Stats
@@ -44,13 +45,20 @@ class RemoteEngine:
         self._pid = os.getpid()
         self._thread = start_thread(self._read, "staticllm-remote")
 
-    def submit(self, request: EngineRequest, queue: OutputQueue | None = None) -> OutputQueue:
+    def submit(
+        self, request: EngineRequest, queue: OutputQueue | None = None, processors: UserProcessors = ()
+    ) -> OutputQueue:
         """Submit a request. Its outputs arrive in ``queue``, which is returned; None creates a new one.
 
         Raises:
             BusyError: ``MAX_WAITING`` requests are waiting in the daemon's engine.
             ClosedError: the engine was closed, or the daemon has gone.
+            GenerationConfigError: there are ``processors``, which cannot go to another process.
         """
+        if processors:
+            raise GenerationConfigError(
+                "a logits_processor cannot go to the daemon, which is another process: load the model without daemon=True"
+            )
         queue = queue or OutputQueue()
         with self._lock:
             self._queues[request.id] = queue

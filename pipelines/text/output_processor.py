@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from staticllm.core import FinishReason
@@ -12,14 +12,18 @@ from staticllm.metrics import MICRO, PerfMetrics
 from staticllm.pipelines.engine.output_queue import TokenOutput
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.input_processor import PreparedRequest
+from staticllm.pipelines.text.parsing.events import Event, message_of
+from staticllm.pipelines.text.parsing.message_parser import MessageParser
+from staticllm.results import AssistantMessage
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """One increment of an answer: confirmed tokens and the text that they add."""
+    """One increment of an answer: confirmed tokens, the text that they add, and the events of that text if it is parsed."""
 
     tokens: list[int]
     text: str
+    events: list[Event] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class RequestOutput:
     the answer. ``token_times``, ``sampling_seconds`` and ``device_seconds`` have an entry per chosen token, also for those that
     a stop string cut off; ``device_seconds`` is the time of the device calls since the token before. ``num_cached`` is the
     number of prompt tokens that the prefix cache had. ``detokenization_seconds`` is None if nothing was decoded.
+    ``message`` has the parts of the text; None if it was not parsed.
     """
 
     tokens: list[int]
@@ -46,6 +51,7 @@ class RequestOutput:
     num_cached: int
     detokenization_seconds: float | None
     metrics: PerfMetrics
+    message: AssistantMessage | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,9 @@ class OutputProcessor:
         options, prompt = prepared.options, list(prepared.request.prompt)
         self._detokenization_seconds: float | None = None
         self._decode = decode = self._timed(decode)
-        self.wants_text = prepared.form != "tokens" or bool(options.stop_strings)
+        self._parser = None if prepared.format is None else MessageParser(prepared.format, prepared.tools)
+        self._events: list[Event] = []
+        self.wants_text = prepared.form != "tokens" or bool(options.stop_strings) or self._parser is not None
         self.echo = TextDelta(prompt, decode(prompt)) if options.echo else None
         self._prepared, self._load_ms, self._index = prepared, load_ms, index
         self._detokenizer = IncrementalDetokenizer(decode, options.stop_strings, options.include_stop_str_in_output)
@@ -109,14 +117,31 @@ class OutputProcessor:
         if self._detokenizer.is_stopped:
             self._keep_tokens_of(self._detokenizer.text)
         if self._detokenizer.is_holding:
-            return TextDelta([], text) if text else None
+            return TextDelta([], text, self._parse(text)) if text else None
         tokens, self._unsent = self._unsent, []
-        return TextDelta(tokens, text)
+        return TextDelta(tokens, text, self._parse(text))
+
+    def _parse(self, text: str) -> list[Event]:
+        """Parse a piece of the text, and return its events."""
+        events = [] if self._parser is None else self._parser.push(text)
+        self._events += events
+        return events
+
+    def _parse_rest(self, text: str) -> list[Event]:
+        """Parse the last piece of the text, and return the last events."""
+        events = self._parse(text)
+        last = [] if self._parser is None else self._parser.finish()
+        self._events += last
+        return events + last
 
     def finish(self, reason: FinishReason, is_dropped: bool = False) -> Ending:
         """End the answer: decode what was held back, and compute the metrics. To be called once."""
         rest = self._text() + self._detokenizer.finish() if self.wants_text else ""
         received, options = self._received, self._prepared.options
+        events = self._parse_rest(rest)
+        message = None if self._parser is None else message_of(self._events)
+        if message is not None and message.tool_calls and reason == FinishReason.STOP:
+            reason = FinishReason.TOOL_CALL
         output = RequestOutput(
             tokens=self._tokens,
             text=self._detokenizer.text,
@@ -130,11 +155,12 @@ class OutputProcessor:
             num_cached=received[-1].num_cached if received else 0,
             detokenization_seconds=self._detokenization_seconds,
             metrics=self._metrics(),
+            message=message,
         )
-        if reason == FinishReason.CANCELLED or not (rest or self._unsent):
+        if reason == FinishReason.CANCELLED or not (rest or self._unsent or events):
             return Ending(output, None)
         tokens, self._unsent = self._unsent, []
-        return Ending(output, TextDelta(tokens, rest))
+        return Ending(output, TextDelta(tokens, rest, events))
 
     def _score(self) -> float:
         total, beams = sum((token.logprob for token in self._received), 0.0), self._prepared.options.beams

@@ -17,14 +17,15 @@ from staticllm.pipelines.engine.device_use import DeviceUse
 from staticllm.pipelines.engine.overflow import RULES
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.beam_search import StopCriteria
-from staticllm.pipelines.generation.options import MAX_BEAMS
-from staticllm.pipelines.generation.sampling_params import SamplingParams
+from staticllm.pipelines.generation.method_options import MAX_BEAMS
+from staticllm.pipelines.generation.sampling_params import SEQUENCES, SamplingParams
 from staticllm.pipelines.model_loader.arguments import Candidate
 from staticllm.pipelines.model_loader.launch import Launched, launch
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.wire.messages import Message, ProtocolError, text_of
 
 MAX_ANSWERS = 64
+MAX_SEQUENCE_TOKENS = 1 << 18
 _NUMBERS = {"float": (int, float), "int": (int,), "bool": (bool,)}
 
 
@@ -188,7 +189,9 @@ def _check_fields(request: EngineRequest) -> None:
             raise ConfigError("arrival and deadline must be finite")
     for field in fields(SamplingParams):
         value = getattr(request.sampling, field.name)
-        if type(value) not in _NUMBERS[str(field.type)] or not math.isfinite(value):
+        if field.name in SEQUENCES:
+            _check_sequences(field.name, value)
+        elif type(value) not in _NUMBERS[str(field.type)] or not math.isfinite(value):
             raise ConfigError(f"{field.name}={value!r}: must be of type {field.type} and finite")
 
 
@@ -215,6 +218,22 @@ def _check_beams(request: EngineRequest) -> None:
             raise ConfigError(f"diversity_penalty and length_penalty must be finite numbers, not {value!r}")
     if beams.stop_criteria not in get_args(StopCriteria):
         raise ConfigError(f"stop_criteria={beams.stop_criteria!r}: must be one of {', '.join(get_args(StopCriteria))}")
+
+
+def _check_sequences(name: str, rows: tuple[tuple[Any, ...], ...]) -> None:
+    """Check rows of token ids, or of a token id and a number.
+
+    Raises:
+        ConfigError: one is neither, or there are too many.
+    """
+    if sum(map(len, rows)) > MAX_SEQUENCE_TOKENS:
+        raise ConfigError(f"{name} has more than {MAX_SEQUENCE_TOKENS} tokens")
+    for row in rows:
+        ids, bias = (row[:1], row[1:]) if name == "logit_bias" else (row, ())
+        if not ids or not all(type(id) is int and id >= 0 for id in ids) or len(bias) != (name == "logit_bias"):
+            raise ConfigError(f"{name}={row!r}: must be token ids" + (", and a number" if bias else ""))
+        if not all(type(number) in (int, float) and math.isfinite(number) for number in bias):
+            raise ConfigError(f"{name}={row!r}: must be a token id and a finite number")
 
 
 def compile_language_model(source: LanguageSource, id: int, devices: Devices) -> LanguageModel:

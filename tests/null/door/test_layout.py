@@ -29,7 +29,7 @@ LEVELS = (
     "compiler_passes.states compiler_passes.inputs compiler_passes.rewrites compiler_passes.shapes",
     "compiler_passes",
     "pipelines.generation pipelines.profiling pipelines.text.templates",
-    "pipelines.programs",
+    "pipelines.programs pipelines.text.parsing",
     "pipelines.scheduling.interface pipelines.blobs",
     "pipelines.scheduling.policies",
     "pipelines.scheduling",
