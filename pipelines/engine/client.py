@@ -26,6 +26,7 @@ class EngineClient(Protocol):
         The queue is ``queue``, or a new one for None.
 
         Raises:
+            GenerationConfigError: the grammar cannot be compiled, or has no answer that is short enough.
             BusyError: ``MAX_WAITING`` requests are waiting.
             ClosedError: the engine was closed, or belongs to another process.
         """

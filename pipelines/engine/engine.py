@@ -22,7 +22,8 @@ from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.output_queue import OutputQueue
-from staticllm.pipelines.engine.request import EngineRequest, RequestState
+from staticllm.pipelines.engine.request import EngineRequest, RequestState, mask_of
+from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
 from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.programs.model_runner import ModelRunner
@@ -63,15 +64,21 @@ class Engine:
         self._has_news = False  # something arrived since the last step began
         self._pid = os.getpid()
         self.device_use: DeviceUse | None = None  # set before the first request if others use the device too
+        self.grammars: GrammarCompiler | None = None  # set before the first request with a grammar
 
     def submit(self, request: EngineRequest, queue: OutputQueue | None = None) -> OutputQueue:
         """Submit a request. Its outputs arrive in ``queue``, which is returned; None creates a new one.
 
+        A grammar is compiled here, on the caller's thread.
+
         Raises:
+            GenerationConfigError: the grammar cannot be compiled, or has no answer that is short enough.
             BusyError: ``MAX_WAITING`` requests are waiting.
             ClosedError: the engine was closed, or belongs to another process.
         """
-        state = RequestState(request, self.runner.cache.layout.vocab_size, queue)
+        self.check_process()
+        vocab_size = self.runner.cache.layout.vocab_size
+        state = RequestState(request, vocab_size, queue, mask_of(request, vocab_size, self.grammars))
         self.submit_state(state)
         return state.queue
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -259,7 +259,7 @@ class EngineCore:
             entry.state.started = entry.state.started or start
         segments = [entry.segment for entry in batch.entries]
         try:
-            result = self.runner.run(batch.variant, segments, lambda: self._meanwhile(batch.is_decoding))
+            result = self.runner.run(batch.variant, segments, lambda: self._meanwhile(batch.is_decoding, batch.entries))
         except Exception as error:
             seconds = time.perf_counter() - start
             self._unrecorded.append(partial(step_record, batch, start, seconds, self._count_call(batch, seconds)))
@@ -273,9 +273,14 @@ class EngineCore:
                 self.kv_manager.put_in_host_pool(entry.state, segment.stored)
         return result
 
-    def _meanwhile(self, is_decoding: bool) -> None:
-        """Work while the device runs: post tokens, and offload in chunks while requests decode, so that no stream stalls."""
+    def _meanwhile(self, is_decoding: bool, entries: Sequence[BatchEntry] = ()) -> None:
+        """Work while the device runs: post tokens, prepare the choice of the next ones, and offload.
+
+        While requests decode, slots are offloaded in chunks, so that no stream stalls.
+        """
         self.post()
+        for entry in entries:
+            entry.state.prepare()
         if is_decoding:
             self.kv_manager.prefix.advance()
         else:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from staticllm.core import FinishReason
+from staticllm.errors import GenerationConfigError
 from staticllm.kvcache.sequence import KVSequence
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.overflow import OverflowRule
@@ -18,6 +19,9 @@ from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.logits_processors import processors_for
 from staticllm.pipelines.generation.sampler import Sampler
 from staticllm.pipelines.generation.sampling_params import SamplingParams
+from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
+from staticllm.pipelines.generation.structured.grammar import Grammar
+from staticllm.pipelines.generation.structured.mask import GrammarMask
 from staticllm.pipelines.scheduling.request_table import RequestInfo
 
 _numbers = count(1)
@@ -43,6 +47,7 @@ class EngineRequest:
         priority: Requests with a higher priority are served first.
         deadline: The ``time.perf_counter`` moment at which the request ends, finished or not; None without one.
         overflow: The rule for a conversation that fills its slots.
+        grammar: What each answer must look like; None for free text.
         id: The request's number.
         arrival: The ``time.perf_counter`` moment of its arrival.
     """
@@ -57,6 +62,7 @@ class EngineRequest:
     priority: int = 0
     deadline: float | None = None
     overflow: OverflowRule = "stop"
+    grammar: Grammar | None = None
     id: int = field(default_factory=new_id)
     arrival: float = field(default_factory=time.perf_counter)
 
@@ -79,6 +85,8 @@ class EngineRequest:
         for name in ("arrival", "deadline"):
             plain[name] = None if plain[name] is None else plain[name] + now
         prompt, stops = tuple(plain.pop("prompt")), frozenset(plain.pop("stop_token_ids"))
+        if plain.get("grammar") is not None:
+            plain["grammar"] = Grammar(**plain["grammar"])
         return cls(prompt, SamplingParams(**plain.pop("sampling")), stop_token_ids=stops, **plain)
 
 
@@ -89,7 +97,14 @@ class SequenceState:
     Used on the engine's thread, except ``cancel_reason``, which any thread may set.
     """
 
-    def __init__(self, request: EngineRequest, queue: OutputQueue, vocab_size: int, index: int = 0) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        queue: OutputQueue,
+        vocab_size: int,
+        index: int = 0,
+        grammar_mask: GrammarMask | None = None,
+    ) -> None:
         self.request, self.index = request, index
         self.id = new_id() if index else request.id
         self.tokens = list(request.prompt)
@@ -103,8 +118,9 @@ class SequenceState:
         self._queue = queue
         self._new_tokens: list[TokenOutput] = []
         processors = processors_for(
-            request.sampling, request.prompt, vocab_size, request.min_new_tokens, request.stop_token_ids
+            request.sampling, request.prompt, vocab_size, request.min_new_tokens, request.stop_token_ids, grammar_mask
         )
+        self.grammar_mask = grammar_mask
         self._sampler = Sampler(request.sampling, processors, np.random.default_rng(request.seed + index))
 
     @property
@@ -125,6 +141,10 @@ class SequenceState:
     def num_logits(self, start: int, count: int) -> int:
         """Return how many logits a call needs that runs the tokens ``[start, start + count)``."""
         return 1
+
+    def prepare(self) -> None:
+        """Prepare the choice of the next token, while the device computes its logits."""
+        self._sampler.prepare()
 
     def choose(self, logits: Logits, argmax: int) -> FinishReason | None:
         """Choose the next token from ``logits [vocab]``. Return why the answer ends with it, None if it continues.
@@ -176,26 +196,34 @@ class RequestState:
     """A request inside the engine: its answers, and the queue that receives their tokens.
 
     ``sequences`` holds the first answer from the start; the others are added when the prompt has run, and share its slots.
+    ``grammar_mask`` is the processor of an answer's grammar at its beginning; each answer gets its own copy.
     """
 
-    def __init__(self, request: EngineRequest, vocab_size: int, queue: OutputQueue | None = None) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        vocab_size: int,
+        queue: OutputQueue | None = None,
+        grammar_mask: GrammarMask | None = None,
+    ) -> None:
         self.request, self.queue = request, queue or OutputQueue()
-        self._vocab_size = vocab_size
+        self._vocab_size, self._grammar_mask = vocab_size, grammar_mask
         self._cancelled: dict[int | None, FinishReason] = {}  # by the index of the answer; None for all
         self._finished: set[int] = set()
-        self.sequences = [SequenceState(request, self.queue, vocab_size)]
+        self.sequences = [self._new_sequence(0)]
 
     def fork(self) -> list[SequenceState]:
         """Create the other answers and return them; called once, when the prompt of the first one has run."""
-        siblings = [
-            SequenceState(self.request, self.queue, self._vocab_size, index)
-            for index in range(1, self.request.num_sequences)
-        ]
+        siblings = [self._new_sequence(index) for index in range(1, self.request.num_sequences)]
         for sibling in siblings:
             sibling.started = self.sequences[0].started
         self.sequences += siblings
         self._apply_cancels()
         return siblings
+
+    def _new_sequence(self, index: int) -> SequenceState:
+        mask = None if self._grammar_mask is None else self._grammar_mask.clone()
+        return SequenceState(self.request, self.queue, self._vocab_size, index, mask)
 
     def cancel(self, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End one answer, or all of them, before the next device call. Any thread may call.
@@ -224,3 +252,17 @@ class RequestState:
                 self.queue.put(Finished(reason, error, index))
                 self._finished.add(index)
         return len(self._finished) == self.request.num_sequences
+
+
+def mask_of(request: EngineRequest, vocab_size: int, grammars: GrammarCompiler | None) -> GrammarMask | None:
+    """Return the processor of a request's grammar at the beginning of an answer; None without a grammar.
+
+    Raises:
+        GenerationConfigError: the grammar cannot be compiled or has no answer that is short enough, or the engine has no tokenizer.
+    """
+    if request.grammar is None:
+        return None
+    if grammars is None:
+        raise GenerationConfigError("this engine has no tokenizer, which grammars need: use a pipeline")
+    matcher = grammars.matcher(request.grammar, vocab_size, request.max_new_tokens)
+    return GrammarMask(matcher, request.stop_token_ids, grammars.vocabulary.special, vocab_size, grammars.times)

@@ -1,18 +1,19 @@
 """Logits processors change the logits of a request before a token is chosen: penalties, and tokens not allowed yet.
 
-A request has a list of processors, and its sampler applies them in order. A new one, for example for a grammar, needs a class
+A request has a list of processors, and its sampler applies them in order. A new one needs a class
 with the members of ``LogitsProcessor`` and an entry in ``processors_for``; the sampler does not change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.sampling_params import SamplingParams
+from staticllm.pipelines.generation.structured.mask import GrammarMask
 
 
 class LogitsProcessor(Protocol):
@@ -37,6 +38,15 @@ class LogitsProcessor(Protocol):
 
     def accept(self, token: int) -> None:
         """Update the state with the chosen token."""
+        ...
+
+
+@runtime_checkable
+class Preparable(Protocol):
+    """A processor that can find out before the logits are there what ``process`` will do."""
+
+    def prepare(self) -> None:
+        """Prepare the next ``process``; called on the engine's thread while the device runs. It must not raise."""
         ...
 
 
@@ -116,13 +126,14 @@ def processors_for(
     vocab_size: int,
     min_new_tokens: int = 0,
     stop_token_ids: Collection[int] = (),
+    grammar_mask: GrammarMask | None = None,
 ) -> list[LogitsProcessor]:
     """Return the processors that a request's options need, in the order in which GenAI applies them.
 
     ``prompt`` holds token ids below ``vocab_size``. None of ``stop_token_ids`` is chosen among the first ``min_new_tokens``
-    tokens.
+    tokens. ``grammar_mask`` belongs to this answer.
     """
-    processors: list[LogitsProcessor] = []
+    processors: list[LogitsProcessor] = [] if grammar_mask is None else [grammar_mask]
     if min_new_tokens > 0 and stop_token_ids:
         processors.append(MinNewTokens(min_new_tokens, stop_token_ids, vocab_size))
     if params.repetition_penalty != 1.0:

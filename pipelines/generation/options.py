@@ -12,6 +12,8 @@ import openvino_genai as genai
 from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError
 from staticllm.pipelines.generation.sampling_params import SamplingParams
+from staticllm.pipelines.generation.structured.grammar import Grammar
+from staticllm.pipelines.generation.structured.requested import CONFIG, KEYWORDS, grammar_of
 
 UNLIMITED = 2**64 - 1
 MAX_SEQUENCES = 128
@@ -43,6 +45,7 @@ _SUPPORTED = frozenset(
         "frequency_penalty",
         "rng_seed",
         "num_return_sequences",
+        CONFIG,
     ]
 )
 _INERT_WITHOUT_BEAMS = frozenset(
@@ -58,7 +61,8 @@ class GenerationOptions:
     """The checked options of one request, with the names and meanings of ``openvino_genai.GenerationConfig``.
 
     ``max_new_tokens`` and ``max_length`` are None if they do not limit the answer. ``stop_token_ids`` includes the
-    ``eos_token_id``; with ``ignore_eos`` it is empty.
+    ``eos_token_id``; with ``ignore_eos`` it is empty. ``grammar`` is that of ``json_schema``, ``regex``, ``choice``, ``grammar`` or
+    ``structured_output_config``.
     """
 
     sampling: SamplingParams
@@ -71,6 +75,7 @@ class GenerationOptions:
     echo: bool
     apply_chat_template: bool
     num_return_sequences: int = 1
+    grammar: Grammar | None = None
 
     def max_tokens_after(self, prompt_len: int) -> int | None:
         """Return how many tokens these options allow after a prompt of ``prompt_len`` tokens; None if they set no limit."""
@@ -113,23 +118,36 @@ def copy_config(config: genai.GenerationConfig) -> genai.GenerationConfig:
 def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> GenerationOptions:
     """Return the checked options of a request: those of ``config``, overridden by the keyword arguments of ``generate``.
 
+    The keywords for grammars (``KEYWORDS``) are no fields of GenAI's config; each replaces its ``structured_output_config``.
+
     Raises:
         GenerationConfigError: a name is unknown, a value is impossible, or the decoding method is not supported.
     """
     for name in overrides:
-        if name not in _NAMES:
-            near = difflib.get_close_matches(str(name), _NAMES, n=1)
+        if name not in _NAMES and name not in KEYWORDS:
+            near = difflib.get_close_matches(str(name), (*_NAMES, *KEYWORDS), n=1)
             raise GenerationConfigError(f"unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
     merged = {name: overrides.get(name, getattr(config, name)) for name in _NAMES}
     try:
-        return _checked(merged)
+        return _checked(merged, _grammar(overrides, merged))
     except GenerationConfigError:
         raise
     except ConfigError as error:
         raise GenerationConfigError(str(error)) from None
 
 
-def _checked(options: Mapping[str, Any]) -> GenerationOptions:
+def _grammar(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> Grammar | None:
+    """Return the grammar of a request: of a keyword, or else of the config."""
+    keywords = {name: overrides[name] for name in KEYWORDS if overrides.get(name) is not None}
+    if keywords and overrides.get(CONFIG) is not None:
+        raise GenerationConfigError(f"{CONFIG} and {min(keywords)} in one call: an answer has one grammar, so give one of them")
+    grammar = grammar_of(options[CONFIG], keywords)
+    if grammar is not None and options["ignore_eos"]:
+        raise GenerationConfigError("ignore_eos=True with a grammar: its answers end, so leave ignore_eos at False")
+    return grammar
+
+
+def _checked(options: Mapping[str, Any], grammar: Grammar | None) -> GenerationOptions:
     # num_beams comes first, because it may be the cause of other options' errors
     num_beams_first = sorted(options.items(), key=lambda item: item[0] != "num_beams")
     for name, value in num_beams_first:
@@ -161,6 +179,7 @@ def _checked(options: Mapping[str, Any]) -> GenerationOptions:
         echo=bool(options["echo"]),
         apply_chat_template=bool(options["apply_chat_template"]),
         num_return_sequences=_num_sequences(options),
+        grammar=grammar,
     )
 
 

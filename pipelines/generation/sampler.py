@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.filters import IntArray, Logits, draw, largest, nucleus, weights_of
-from staticllm.pipelines.generation.logits_processors import LogitsProcessor
+from staticllm.pipelines.generation.logits_processors import LogitsProcessor, Preparable
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 
@@ -31,7 +31,13 @@ class Sampler:
     def __init__(self, params: SamplingParams, processors: Sequence[LogitsProcessor], rng: np.random.Generator) -> None:
         self._params = params
         self._processors = tuple(processors)
+        self._preparable = [processor for processor in self._processors if isinstance(processor, Preparable)]
         self._rng = rng
+
+    def prepare(self) -> None:
+        """Let the processors prepare the next token; called while the device computes its logits."""
+        for processor in self._preparable:
+            processor.prepare()
 
     def sample(self, logits: Logits, best: int | None = None) -> Choice:
         """Return the next token.

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 
 from staticllm.core import FinishReason
-from staticllm.errors import ClosedError, StaticLLMError, as_ours
+from staticllm.errors import ClosedError, GenerationConfigError, StaticLLMError, as_ours
 from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, output_from_dict
 from staticllm.pipelines.engine.request import EngineRequest
@@ -40,7 +40,7 @@ class RemoteEngine:
         self._answers: dict[int, Future[Message]] = {}  # by the question's number
         self._numbers = count(1)
         self._lock = threading.Lock()
-        self._is_closed = False
+        self._is_closed = self.has_own_tokenizer = False
         self._pid = os.getpid()
         self._thread = start_thread(self._read, "staticllm-remote")
 
@@ -48,9 +48,15 @@ class RemoteEngine:
         """Submit a request. Its outputs arrive in ``queue``, which is returned; None creates a new one.
 
         Raises:
+            GenerationConfigError: the grammar cannot be compiled, or has no answer that is short enough.
             BusyError: ``MAX_WAITING`` requests are waiting in the daemon's engine.
             ClosedError: the engine was closed, or the daemon has gone.
         """
+        if request.grammar is not None and self.has_own_tokenizer:
+            raise GenerationConfigError(
+                "a grammar with tokenizer= and daemon=True: the daemon knows only the tokenizer in the model's directory; "
+                "leave one of them out"
+            )
         queue = queue or OutputQueue()
         with self._lock:
             self._queues[request.id] = queue

@@ -171,6 +171,7 @@ class InputProcessor:
             priority=call.priority,
             deadline=call.deadline,
             overflow=call.overflow,
+            grammar=options.grammar,
             arrival=call.started,
         )
         return PreparedRequest(request, call.form, options, call.started, encoded, prompt.template_seconds)
