@@ -178,7 +178,7 @@ class StaticLLMPipeline:
                 one prompt. It runs in the calling thread; its exceptions reach the caller, and the pipeline stays usable.
             overflow: The rule for a conversation that fills its slots: ``stop``, ``truncate_middle`` or ``shift``.
             priority: Requests with a higher priority are served first.
-            kwargs: Fields of ``GenerationConfig``, which override both configs, or ``json_schema``, ``regex``, ``choice``, ``grammar``.
+            kwargs: Fields of ``GenerationConfig``, which override both; and ``json_schema``, ``regex``, ``choice``, ``grammar``.
 
         Returns:
             ``GeneratedText`` (a ``str``) for a ``str``, ``EncodedResults`` for token ids, else ``DecodedResults``.
@@ -383,7 +383,9 @@ class StaticLLMPipeline:
         limits = PromptLimits(config.max_prompt_len, config.max_seq_len, self._launched.vocab_size)
         prepared = self._input_processor.prepare(prompt, call, limits)
         queue, request = OutputQueue(), prepared.request
-        handle = GenerationHandle(self._engine, prepared, queue, self._input_processor.decode, self._load_ms, owner=self)
+        handle = GenerationHandle(
+            self._engine, prepared, queue, self._input_processor.decode, self._load_ms, owner=self
+        )
         if request.max_new_tokens != 0:
             if call.options.stop_strings:
                 self._stop_checker.watch(request, queue, call.options.stop_strings)

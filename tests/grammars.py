@@ -49,10 +49,10 @@ def mask_of(compiler, grammar, stop_token_ids=(END,), vocab_size=OTHER_SPECIAL +
     return GrammarMask(matcher, stop_token_ids, compiler.vocabulary.special, vocab_size, compiler.times)
 
 
-def random_answer(compiler, grammar, seed, max_tokens=1500, patience=60, prepares=False, **options):
+def random_answer(compiler, grammar, seed, max_tokens=1500, num_free=60, prepares=False, **options):
     """Return the tokens of an answer without its end, chosen with random logits; None if it has not ended.
 
-    After ``patience`` tokens, what closes something is more likely, so that answers end.
+    After ``num_free`` tokens, what closes something is more likely, so that answers end.
     """
     vocab_size = OTHER_SPECIAL + 1
     mask = mask_of(compiler, grammar)
@@ -62,7 +62,7 @@ def random_answer(compiler, grammar, seed, max_tokens=1500, patience=60, prepare
     tokens = []
     for count in range(max_tokens):
         logits = rng.normal(0, 2, vocab_size).astype(np.float32)
-        if count > patience:
+        if count > num_free:
             logits[list(CLOSERS)] += 12
         if prepares and rng.random() < 0.5:
             sampler.prepare()

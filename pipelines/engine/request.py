@@ -258,7 +258,7 @@ def mask_of(request: EngineRequest, vocab_size: int, grammars: GrammarCompiler |
     """Return the processor of a request's grammar at the beginning of an answer; None without a grammar.
 
     Raises:
-        GenerationConfigError: the grammar cannot be compiled or has no answer that is short enough, or the engine has no tokenizer.
+        GenerationConfigError: the grammar cannot be compiled, has no answer that is short enough, or has no tokenizer.
     """
     if request.grammar is None:
         return None

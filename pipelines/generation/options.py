@@ -61,8 +61,8 @@ class GenerationOptions:
     """The checked options of one request, with the names and meanings of ``openvino_genai.GenerationConfig``.
 
     ``max_new_tokens`` and ``max_length`` are None if they do not limit the answer. ``stop_token_ids`` includes the
-    ``eos_token_id``; with ``ignore_eos`` it is empty. ``grammar`` is that of ``json_schema``, ``regex``, ``choice``, ``grammar`` or
-    ``structured_output_config``.
+    ``eos_token_id``; with ``ignore_eos`` it is empty. ``grammar`` comes from a keyword
+    or ``structured_output_config``.
     """
 
     sampling: SamplingParams
@@ -140,7 +140,9 @@ def _grammar(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> Gramma
     """Return the grammar of a request: of a keyword, or else of the config."""
     keywords = {name: overrides[name] for name in KEYWORDS if overrides.get(name) is not None}
     if keywords and overrides.get(CONFIG) is not None:
-        raise GenerationConfigError(f"{CONFIG} and {min(keywords)} in one call: an answer has one grammar, so give one of them")
+        raise GenerationConfigError(
+            f"{CONFIG} and {min(keywords)} in one call: an answer has one grammar, so give one of them"
+        )
     grammar = grammar_of(options[CONFIG], keywords)
     if grammar is not None and options["ignore_eos"]:
         raise GenerationConfigError("ignore_eos=True with a grammar: its answers end, so leave ignore_eos at False")

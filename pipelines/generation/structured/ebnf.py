@@ -1,4 +1,4 @@
-"""Parses grammars in the EBNF of xgrammar and llama.cpp (GBNF): ``root ::= "a" | [0-9]+ other``."""
+"""Parses grammars in the EBNF of xgrammar and GBNF: ``root ::= "a" | [0-9]+ other``."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def parse_ebnf(text: str, prefix: str = "") -> dict[str, Node]:
     for name, body in rules.items():
         for node in walk(body):
             if isinstance(node, Reference) and node.name not in rules:
+                user, missing = name.removeprefix(prefix), node.name.removeprefix(prefix)
                 raise GenerationConfigError(
-                    f"the grammar's rule {name[len(prefix) :]!r} needs {node.name[len(prefix) :]!r}, which it does not define: add it"
+                    f"the grammar's rule {user!r} needs {missing!r}, which it does not define: add it"
                 )
     return rules
 
@@ -136,7 +137,7 @@ class _Parser:
         while True:
             char = self._text[self._place : self._place + 1]
             if not char or char == "\n":
-                self._fail('a string is not closed: \'"\' is missing')
+                self._fail("a string is not closed: '\"' is missing")
             if char == '"':
                 self._place += 1
                 return "".join(chars)

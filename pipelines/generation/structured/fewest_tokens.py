@@ -13,23 +13,26 @@ from typing import Any
 try:  # Python 3.11 and later
     from re import _parser as regex_parser  # type: ignore[attr-defined]
 except ImportError:
-    import sre_parse as regex_parser  # type: ignore[no-redef]
+    import sre_parse as regex_parser
 
 from staticllm.pipelines.generation.structured.grammar import Grammar
 from staticllm.pipelines.generation.structured.nodes import (
     Choice,
     Node,
-    Pattern,
     Reference,
     Repeat,
     Rules,
     Schema,
-    Sequence,
     Shortest,
     Text,
+    children,
 )
 from staticllm.pipelines.generation.structured.translation import choices_of, tree_of
 from staticllm.pipelines.generation.structured.vocabulary import Vocabulary
+
+_NESTED = {"IN": None, "MAX_REPEAT": 2, "MIN_REPEAT": 2, "SUBPATTERN": -1}
+"""Nodes of Python's parsed expressions that contain others, and where."""
+
 
 class TokenBounds:
     """Lower bounds for a vocabulary. They are exact for choices; otherwise an answer may need more tokens.
@@ -107,16 +110,12 @@ class TokenBounds:
             parsed = regex_parser.parse(pattern)
         except (re.error, RecursionError, OverflowError):
             return 0  # Rust's syntax has more than Python's
-        fewest, alphabet = parsed.getwidth()[0], _alphabet(parsed)
-        if not fewest or fewest > 1 << 24:
-            return 0 if not fewest else int(fewest // self._longest)
+        fewest, alphabet = int(parsed.getwidth()[0]), _alphabet(parsed)
         longest = self._longest if alphabet is None else self._longest_of(alphabet)
         return math.ceil(fewest / longest)
 
     def _longest_of(self, alphabet: frozenset[str]) -> int:
-        """Return the most characters of a token that has only these characters; tokens of parts of characters count in bytes."""
-        if not all(char.isascii() for char in alphabet):
-            return self._longest
+        """Return the most characters of a token that has only these characters, which are ASCII."""
         allowed = "".join(alphabet).encode()
         return max((len(text) for text in self._texts if not text.translate(None, allowed)), default=1)
 
@@ -145,14 +144,12 @@ class _Bounds:
             return SchemaBounds(self._bounds, node.schema).of(node.schema)
         if isinstance(node, Reference):
             return self._of_rule[node.name]
+        return self._of_parts(node, list(map(self.of, children(node))))
+
+    def _of_parts(self, node: Node, parts: list[float]) -> float:
         if isinstance(node, Choice):
-            return min(map(self.of, node.parts))
-        if isinstance(node, Sequence):
-            return joined(map(self.of, node.parts))
-        if isinstance(node, Repeat):
-            return repeated(self.of(node.part), node.least) if node.least else 0
-        assert isinstance(node, Pattern)
-        return 0
+            return min(parts)
+        return repeated(parts[0], node.least) if isinstance(node, Repeat) else joined(parts)
 
 
 class SchemaBounds:
@@ -231,21 +228,16 @@ def _alphabet(parsed: Any) -> frozenset[str] | None:
 
 
 def _chars_of(kind: str, value: Any) -> frozenset[str] | None:
-    if kind == "LITERAL":
-        return frozenset(chr(value))
-    if kind == "RANGE":
-        return frozenset(map(chr, range(value[0], value[1] + 1))) if value[1] < 128 else None
+    if kind in ("LITERAL", "RANGE"):
+        first, last = (value, value) if kind == "LITERAL" else value
+        return frozenset(map(chr, range(first, last + 1))) if last < 128 else None
     if kind == "CATEGORY":
         return frozenset("0123456789") if str(value) == "CATEGORY_DIGIT" else None
-    if kind == "IN":
-        return _alphabet(value)
-    if kind in ("MAX_REPEAT", "MIN_REPEAT"):
-        return _alphabet(value[2])
-    if kind == "SUBPATTERN":
-        return _alphabet(value[-1])
     if kind == "BRANCH":
         found = [_alphabet(branch) for branch in value[1]]
         return None if None in found else frozenset().union(*(chars for chars in found if chars is not None))
+    if kind in _NESTED:
+        return _alphabet(value if _NESTED[kind] is None else value[_NESTED[kind]])
     return frozenset() if kind == "AT" else None
 
 

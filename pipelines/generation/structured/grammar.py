@@ -18,7 +18,7 @@ class Grammar:
     """What an answer must look like from its first to its last character.
 
     ``text`` is, by ``kind``: the JSON schema as JSON; the regular expression, which matches the whole answer; a JSON list of
-    strings; the grammar in EBNF (of xgrammar and llama.cpp) or in Lark (of llguidance); a structural tag as JSON.
+    strings; the grammar in EBNF (of xgrammar, and GBNF) or in Lark (of llguidance); a structural tag as JSON.
     """
 
     kind: Kind

@@ -10,10 +10,10 @@ from staticllm.errors import GenerationConfigError
 
 WHITESPACE = r"[ \t\n\r]{1,64}"
 """What may stand between the parts of a JSON text. Without a limit, a model may write spaces until its answer is full."""
-FORMATS = frozenset(
-    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
-)
+FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
 """The formats that llguidance enforces; JSON Schema lets all others be mere annotations."""
+ANNOTATIONS = frozenset(["deprecated", "contentSchema"])
+"""Keywords that say nothing about what is valid, and that llguidance does not know."""
 _COMBINERS = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "not", "if", "dependentSchemas", "dependentRequired")
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
 _LITERAL = ("const", "enum", "default", "examples")
@@ -66,7 +66,7 @@ def _prepared(schema: Any, closes: bool) -> Any:
     closes = closes and not is_combined
     found: dict[str, Any] = {}
     for name, value in schema.items():
-        if name == "format" and isinstance(value, str) and value not in FORMATS:
+        if name in ANNOTATIONS or (name == "format" and isinstance(value, str) and value not in FORMATS):
             continue
         if name in _MAPS and isinstance(value, dict):
             found[name] = {key: _prepared(each, closes) for key, each in value.items()}

@@ -28,8 +28,8 @@ class Mask:
 class GrammarMask:
     """Forbids the tokens that a grammar does not allow. It belongs to one answer.
 
-    ``prepare`` finds the next mask while the device runs; otherwise ``process`` does. Of ``stop_token_ids``, those that are special
-    tokens are allowed where the answer may end. Any other one is text, and is allowed where the grammar allows it.
+    ``prepare`` finds the next mask while the device runs; otherwise ``process`` does. Special tokens among
+    ``stop_token_ids`` are allowed where the answer may end. Any other one is text, which is allowed where the grammar allows it.
     """
 
     remedy = "let the grammar allow more, or raise top_k and the like"

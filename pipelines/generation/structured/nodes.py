@@ -30,7 +30,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Shortest:
-    """Text up to and including the first occurrence of one of ``ends``: at least ``least`` and at most ``most`` characters before."""
+    """Text up to and including the first occurrence of one of ``ends``, with ``least`` to ``most`` characters before it."""
 
     ends: tuple[str, ...]
     least: int = 0
@@ -143,20 +143,28 @@ class LarkWriter:
 
     def _rule_text(self, node: Node) -> str:
         """Return what stands for a node in a rule."""
-        if isinstance(node, Text) and not node.text:
-            return '""'
         if self._is_regular(node):
-            return self._named("T", node, lambda: self._terminal_text(node), "T{}: {}")
+            return self._regular_text(node)
         if isinstance(node, Schema):
             return self._named("j", node, lambda: f"%json {json.dumps(node.schema)}", "j{}: {}")
         if isinstance(node, Shortest):
             return self._named("s", node, lambda: _shortest_regex(node), "s{}[lazy]: /{}/")
         if isinstance(node, Reference):
             return self._named("r", node.name, lambda: self._rule_text(self._rules[node.name]), "r{}: {}")
+        return self._combined_text(node)
+
+    def _combined_text(self, node: Node) -> str:
         if isinstance(node, Repeat):
             return f"({self._rule_text(node.part)}){_times(node)}"
+        assert isinstance(node, (Sequence, Choice))
         texts = [self._rule_text(part) for part in self._merged(node)]
         return " ".join(texts) if isinstance(node, Sequence) else f"({' | '.join(texts)})"
+
+    def _regular_text(self, node: Node) -> str:
+        """Return the name of the terminal of a node; the empty text has none."""
+        if isinstance(node, Reference) or node == Text(""):
+            return self._terminal_text(node)
+        return self._named("T", node, lambda: self._terminal_text(node), "T{}: {}")
 
     def _merged(self, node: Sequence | Choice) -> list[Node]:
         """Return the parts of a node, with regular neighbours (of a choice: all regular parts) as one part."""
@@ -201,7 +209,7 @@ class LarkWriter:
 
 
 def without_tail_calls(name: str, body: Node) -> Node:
-    """Return the body of a rule with repetition in place of calls of itself at the ends, or at the beginnings, of its alternatives."""
+    """Return the body of a rule with a repetition in place of calls of itself at an end of its alternatives."""
     options = body.parts if isinstance(body, Choice) else (body,)
     me = Reference(name)
     for place in (-1, 0):
@@ -224,6 +232,8 @@ def _shortest_regex(node: Shortest) -> str:
 def _times(node: Repeat) -> str:
     if node.most is None and node.least < 2:
         return "*+"[node.least]
+    if (node.least, node.most) == (0, 1):
+        return "?"
     return f"{{{node.least},{'' if node.most is None else node.most}}}"
 
 

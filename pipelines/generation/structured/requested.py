@@ -24,7 +24,9 @@ def grammar_of(config: object, keywords: Mapping[str, Any]) -> Grammar | None:
     """
     given = {name: value for name, value in keywords.items() if value is not None}
     if len(given) > 1:
-        raise GenerationConfigError(f"{' and '.join(sorted(given))} in one call: an answer has one grammar, so give one of them")
+        raise GenerationConfigError(
+            f"{' and '.join(sorted(given))} in one call: an answer has one grammar, so give one of them"
+        )
     for name, value in given.items():
         return KEYWORDS[name](value)
     return None if config is None else _of_config(config)
@@ -38,7 +40,9 @@ def _of_config(config: object) -> Grammar:
     fields = ("json_schema", "regex", "grammar", "structural_tags_config", "compound_grammar")
     given = {name: value for name in fields if (value := getattr(config, name)) is not None}
     if len(given) != 1:
-        raise GenerationConfigError(f"{CONFIG} has {' and '.join(given) or 'no grammar'}: set one of {', '.join(fields)}")
+        raise GenerationConfigError(
+            f"{CONFIG} has {' and '.join(given) or 'no grammar'}: set one of {', '.join(fields)}"
+        )
     ((name, value),) = given.items()
     return KEYWORDS[name](value) if name in KEYWORDS else _of_tag(value)
 
@@ -66,7 +70,9 @@ def _of_choice(value: Any) -> Grammar:
     texts = [text for text in value if isinstance(text, str)] if is_list else []
     if not texts or len(texts) != len(value):
         raise GenerationConfigError(f"choice={value!r}: must be a list of str that is not empty")
-    return Grammar("choice", json.dumps(sorted(texts) if isinstance(value, (set, frozenset)) else texts, ensure_ascii=False))
+    return Grammar(
+        "choice", json.dumps(sorted(texts) if isinstance(value, (set, frozenset)) else texts, ensure_ascii=False)
+    )
 
 
 def _of_grammar(value: Any) -> Grammar:
@@ -74,7 +80,7 @@ def _of_grammar(value: Any) -> Grammar:
     if isinstance(value, Grammar):
         value.check()
         return value
-    if type(value) in _WRITERS:
+    if type(value) in _WRITERS and not isinstance(value, str):
         return _of_tag(value)
     grammar = _with_text("ebnf", value, "a str in EBNF or Lark, or a structural tag of openvino_genai")
     is_lark = "::=" not in value and re.search(r"^\s*(start\s*:|%llguidance\b)", value, re.MULTILINE)
@@ -110,7 +116,9 @@ def format_of(value: Any) -> Any:
     """
     write = _WRITERS.get(type(value))
     if write is None:
-        raise GenerationConfigError(f"a structural tag is a {type(value).__name__}: must be one of openvino_genai, or JSON")
+        raise GenerationConfigError(
+            f"a structural tag is a {type(value).__name__}: must be one of openvino_genai, or JSON"
+        )
     return write(value)
 
 

@@ -132,7 +132,9 @@ class StructuralTag:
         triggers, tags = form["triggers"], _parts(form, "tags")
         stops, at_least_one = bool(form.get("stop_after_first")), bool(form.get("at_least_one"))
         if not triggers or not all(isinstance(trigger, str) and trigger for trigger in triggers):
-            raise GenerationConfigError(f"triggered tags have the triggers {triggers!r}: must be strings that are not empty")
+            raise GenerationConfigError(
+                f"triggered tags have the triggers {triggers!r}: must be strings that are not empty"
+            )
         after: dict[str, list[Node]] = {trigger: [] for trigger in triggers}
         for tag in tags:
             begin = _text(tag, "begin")
@@ -142,7 +144,9 @@ class StructuralTag:
                     f"the tag {begin!r} begins with {len(matching)} of the triggers {triggers!r}: must be one"
                 )
             after[matching[0]].append(self._tag(tag, begin.removeprefix(matching[0])))
-        free: list[Node] = [Sequence((Shortest((trigger,)), one_of(bodies))) for trigger, bodies in after.items() if bodies]
+        free: list[Node] = [
+            Sequence((Shortest((trigger,)), one_of(bodies))) for trigger, bodies in after.items() if bodies
+        ]
         rest: Node = Shortest(ends) if ends else FREE_TEXT
         close = one_of([Text(end) for end in ends]) if ends else Text("")
         if at_least_one and stops:

@@ -9,7 +9,16 @@ from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.structured.ebnf import ROOT, parse_ebnf
 from staticllm.pipelines.generation.structured.grammar import Grammar
 from staticllm.pipelines.generation.structured.json_schema import prepared, read_schema
-from staticllm.pipelines.generation.structured.nodes import LarkWriter, Node, Pattern, Reference, Rules, Schema, Text, one_of
+from staticllm.pipelines.generation.structured.nodes import (
+    LarkWriter,
+    Node,
+    Pattern,
+    Reference,
+    Rules,
+    Schema,
+    Text,
+    one_of,
+)
 from staticllm.pipelines.generation.structured.regex import rust_regex
 from staticllm.pipelines.generation.structured.structural_tags import StructuralTag
 

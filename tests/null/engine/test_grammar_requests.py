@@ -1,4 +1,4 @@
-"""Tests requests with grammars in the engine: alone, with several answers, and in company, under every policy."""
+"""Tests requests with grammars in the engine: alone, with several answers, and beside others, under every policy."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def new_engine(policy="fcfs", **options):
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_in_company_every_answer_keeps_its_grammar(policy):
+def test_beside_others_every_answer_keeps_its_grammar(policy):
     engine = new_engine(policy)
     asked = [request_of(pattern, range(9 * i, 9 * i + 9), seed=i) for i, pattern in enumerate(PATTERNS)]
     free = [fake_request(range(300 + 20 * i, 310 + 20 * i), 12) for i in range(3)]
@@ -84,14 +84,16 @@ def test_several_answers_are_those_of_single_requests():
 
 @settings(deadline=None, max_examples=examples(60))
 @given(
-    requests=st.lists(st.tuples(st.integers(1, 30), st.sampled_from(PATTERNS), st.integers(1, 3)), min_size=1, max_size=5),
+    requests=st.lists(
+        st.tuples(st.integers(1, 30), st.sampled_from(PATTERNS), st.integers(1, 3)), min_size=1, max_size=5
+    ),
     max_num_seqs=st.integers(1, 4),
     host_kv_slots=st.sampled_from([0, 40, 256]),
     gap_ms=st.sampled_from([None, 0.01]),
     policy=st.sampled_from(sorted(POLICIES)),
 )
 def test_any_schedule_keeps_every_grammar(requests, max_num_seqs, host_kv_slots, gap_ms, policy):
-    """Requests are parked, preempted and run again; what the matcher knows must not depend on it."""
+    """Requests are swapped, preempted and run again; what the matcher knows must not depend on it."""
     engine = new_engine(policy, max_num_seqs=max_num_seqs, host_kv_slots=host_kv_slots, gap_ms=gap_ms)
     asked = [
         request_of(pattern, range(9 * i, 9 * i + length), seed=10 * i, count=count)

@@ -1,4 +1,4 @@
-"""Tests how regular expressions, EBNF, JSON schemas and structural tags are translated, without the library that compiles them."""
+"""Tests how regular expressions, EBNF, JSON schemas and structural tags are translated; nothing is compiled."""
 
 import json
 import math
@@ -129,7 +129,9 @@ def test_schemas_get_the_assumptions_of_strict_mode():
     assert prepared({"const": {"properties": {"a": 1}}})["const"] == {"properties": {"a": 1}}
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is no JSON"), ("3", "must be an object"), ("[]", "must be an object")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is no JSON"), ("3", "must be an object"), ("[]", "must be an object")]
+)
 def test_schemas_that_are_none_are_one_line_errors(text, message):
     with pytest.raises(GenerationConfigError, match=message):
         read_schema(text)
@@ -195,7 +197,11 @@ def test_the_shortest_choice_is_found(texts):
 
 
 @settings(deadline=None, max_examples=examples(200))
-@given(before=st.text("abcd hé", max_size=6), text=st.text("abcd hé", min_size=1, max_size=8), after=st.text("abcd hé", max_size=6))
+@given(
+    before=st.text("abcd hé", max_size=6),
+    text=st.text("abcd hé", min_size=1, max_size=8),
+    after=st.text("abcd hé", max_size=6),
+)
 def test_no_text_needs_fewer_tokens_than_the_bound_of_its_part(before, text, after):
     assert TokenBounds(VOCABULARY).covering(text.encode()) <= fewest(before + text + after)
 
@@ -205,7 +211,12 @@ def test_no_text_needs_fewer_tokens_than_the_bound_of_its_part(before, text, aft
     [
         (Grammar("regex", "[0-9]{50}"), "123" * 16 + "12"),
         (Grammar("regex", "(ab|c)*x{7}"), "xxxxxxx"),
-        (Grammar("json_schema", json.dumps({"type": "object", "properties": {"zzzzzz": {}}, "required": ["zzzzzz"]})), '{"zzzzzz":1}'),
+        (
+            Grammar(
+                "json_schema", json.dumps({"type": "object", "properties": {"zzzzzz": {}}, "required": ["zzzzzz"]})
+            ),
+            '{"zzzzzz":1}',
+        ),
         (Grammar("json_schema", json.dumps({"enum": ["xyzxyz", "qqqqqqqqqqq"]})), '"xyzxyz"'),
         (Grammar("ebnf", 'root ::= "(" root ")" | "xyzxyz"'), "xyzxyz"),
         (Grammar("structural_tag", json.dumps(tag(ANY, "<zz>", "</zz>"))), "<zz></zz>"),
@@ -218,7 +229,10 @@ def test_bounds_are_below_the_shortest_answer_and_not_trivial(grammar, shortest)
 
 def test_a_grammar_without_an_end_has_an_infinite_bound():
     assert math.isinf(TokenBounds(VOCABULARY).fewest_tokens(Grammar("ebnf", 'root ::= "a" root')))
-    loop = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}}}
+    loop = {
+        "$ref": "#/$defs/n",
+        "$defs": {"n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}},
+    }
     assert math.isinf(TokenBounds(VOCABULARY).fewest_tokens(Grammar("json_schema", json.dumps(loop))))
 
 
@@ -251,7 +265,9 @@ def test_pieces_of_sentencepiece_become_bytes(monkeypatch):
     import sys
     import types
 
-    monkeypatch.setitem(sys.modules, "openvino", types.SimpleNamespace(Tensor=lambda array: types.SimpleNamespace(data=array)))
+    monkeypatch.setitem(
+        sys.modules, "openvino", types.SimpleNamespace(Tensor=lambda array: types.SimpleNamespace(data=array))
+    )
     vocabulary = read_vocabulary(FakeTokenizer())
     assert vocabulary.tokens[2:] == (b"\n", b"\xe6", b" a", b"a", b" ", b"b c", "é".encode(), b"<0x>")
     assert vocabulary.special == {0, 1}
