@@ -104,12 +104,11 @@ class StaticLLMPipeline:
             self._launched: Launched | RemoteLaunched = start_engine(source, candidates, policy, reader.on_progress)
             text = reader.files()
             use_draft(draft, self._launched, text.tokenizer, reader.on_progress)
+        self._launched.use_tokenizer(text.tokenizer, is_models_own=given.tokenizer is None)
         self._input_processor = InputProcessor(text.tokenizer, text.generation_config)
         self._chat = ChatSession(text.tokenizer)
         self._engine: EngineClient = self._launched.engine
         self._background = self._launched.background
-        if isinstance(self._engine, Engine):
-            self._engine.decode = self._input_processor.decode
         self._stop_checker = StopChecker(self._engine, self._input_processor.decode)
         self._directory = source
         self._model_identity, self._watch = "", watch_of(source, self.config, self._launched.has_mapped_weights)
@@ -178,7 +177,7 @@ class StaticLLMPipeline:
                 one prompt. It runs in the calling thread; its exceptions reach the caller, and the pipeline stays usable.
             overflow: The rule for a conversation that fills its slots: ``stop``, ``truncate_middle`` or ``shift``.
             priority: Requests with a higher priority are served first.
-            kwargs: Fields of ``GenerationConfig``, which override both configs, and our own options: samplers,
+            kwargs: Fields of ``GenerationConfig``, which override both configs, and our own options: grammars, samplers,
                 ``logits_processor``, ``tools`` … (docs/generation.md).
 
         Returns:

@@ -34,6 +34,7 @@ class EngineClient(Protocol):
 
         Raises:
             GenerationConfigError: there are ``processors``, and the engine is in another process.
+            GenerationConfigError: the grammar cannot be compiled, or has no answer that is short enough.
             BusyError: ``MAX_WAITING`` requests are waiting.
             ClosedError: the engine was closed, or belongs to another process.
         """

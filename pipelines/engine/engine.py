@@ -24,8 +24,9 @@ from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.output_queue import OutputQueue
-from staticllm.pipelines.engine.request import EngineRequest, RequestState
+from staticllm.pipelines.engine.request import EngineRequest, RequestState, mask_of
 from staticllm.pipelines.engine.speculation.draft_model import DraftModel
+from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
 from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.programs.model_runner import ModelRunner
@@ -67,21 +68,25 @@ class Engine:
         self._pid = os.getpid()
         self.device_use: DeviceUse | None = None  # set before the first request if others use the device too
         self.decode: Decode | None = None  # makes text of tokens, to find the stop strings of beams
+        self.grammars: GrammarCompiler | None = None  # set before the first request with a grammar
 
     def submit(
         self, request: EngineRequest, queue: OutputQueue | None = None, processors: UserProcessors = ()
     ) -> OutputQueue:
         """Submit a request. Its outputs arrive in ``queue``, which is returned; None creates a new one.
 
-        ``processors`` holds the logits processors that a user made, per answer; they run on the engine's thread.
+        ``processors`` holds the logits processors that a user made, per answer; they run on the engine's thread. A grammar is
+        compiled here, on the caller's thread.
 
         Raises:
+            GenerationConfigError: the grammar cannot be compiled, or has no answer that is short enough.
             BusyError: ``MAX_WAITING`` requests are waiting.
             ClosedError: the engine was closed, or belongs to another process.
         """
+        self.check_process()
         vocab_size = self.runner.cache.layout.vocab_size
         if request.beams is None:
-            state = RequestState(request, vocab_size, queue, processors)
+            state = RequestState(request, vocab_size, queue, processors, mask_of(request, vocab_size, self.grammars))
         else:
             state = BeamRequest(request, vocab_size, queue, self.decode)
         self.submit_state(state)

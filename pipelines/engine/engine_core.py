@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -62,9 +62,8 @@ class EngineCore:
         if previous is not None:
             self.kv_manager.away.take_over(previous.away)
         self.quarantine = Quarantine()
-        self.draft_planner = DraftPlanner(
-            runner, options.max_seq_len, None if previous is None else self.draft_planner.model
-        )
+        draft_model = None if previous is None else self.draft_planner.model
+        self.draft_planner: DraftPlanner = DraftPlanner(runner, options.max_seq_len, draft_model)
         self._batches = BatchBuilder(runner, self._table, self.kv_manager, self.quarantine, self.draft_planner)
 
     @property
@@ -235,7 +234,7 @@ class EngineCore:
             entry.state.started = entry.state.started or start
         segments = [entry.segment for entry in batch.entries]
         try:
-            meanwhile = partial(self._meanwhile, batch.is_decoding)
+            meanwhile = partial(self._meanwhile, batch.is_decoding, batch.entries)
             result = self.runner.run(batch.variant, segments, meanwhile, batch.accept)
         except Exception as error:
             seconds = time.perf_counter() - start
@@ -250,9 +249,14 @@ class EngineCore:
                 self.kv_manager.put_in_host_pool(entry.state, segment.stored)
         return result
 
-    def _meanwhile(self, is_decoding: bool) -> None:
-        """Work while the device runs: post tokens, and offload in chunks while requests decode, so that no stream stalls."""
+    def _meanwhile(self, is_decoding: bool, entries: Sequence[BatchEntry] = ()) -> None:
+        """Work while the device runs: post tokens, prepare the choice of the next ones, and offload.
+
+        While requests decode, slots are offloaded in chunks, so that no stream stalls.
+        """
         self.post()
+        for entry in entries:
+            entry.state.prepare()
         if is_decoding:
             self.kv_manager.prefix.advance()
         else:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from staticllm.core import FinishReason
+from staticllm.errors import GenerationConfigError
 from staticllm.kvcache.sequence import KVSequence
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.overflow import OverflowRule
@@ -21,6 +22,9 @@ from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.logits_processors import LogitsProcessor, processors_for
 from staticllm.pipelines.generation.sampler import Choice, Sampler
 from staticllm.pipelines.generation.sampling_params import SamplingParams
+from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
+from staticllm.pipelines.generation.structured.grammar import Grammar
+from staticllm.pipelines.generation.structured.mask import GrammarMask
 from staticllm.pipelines.scheduling.request_table import RequestInfo
 
 _numbers = count(1)
@@ -49,6 +53,7 @@ class EngineRequest:
         beams: The parameters of a beam search; None for one token at a time. Its answers are the ``num_sequences`` best.
         stop_strings: Texts that end a beam. Those of other answers are found by the reader.
         drafts: How its tokens are drafted; None without drafts.
+        grammar: What each answer must look like; None for free text.
         id: The request's number.
         arrival: The ``time.perf_counter`` moment of its arrival.
     """
@@ -66,6 +71,7 @@ class EngineRequest:
     beams: BeamParams | None = None
     stop_strings: tuple[str, ...] = ()
     drafts: DraftParams | None = None
+    grammar: Grammar | None = None
     id: int = field(default_factory=new_id)
     arrival: float = field(default_factory=time.perf_counter)
 
@@ -93,7 +99,7 @@ class EngineRequest:
         return cls(prompt, sampling, stop_token_ids=stops, stop_strings=texts, **{**plain, **nested})
 
 
-_NESTED: dict[str, type[Any]] = {"beams": BeamParams, "drafts": DraftParams}
+_NESTED: dict[str, type[Any]] = {"beams": BeamParams, "drafts": DraftParams, "grammar": Grammar}
 """The fields of a request that are values with fields of their own."""
 
 
@@ -111,6 +117,7 @@ class SequenceState:
         vocab_size: int,
         index: int = 0,
         more_processors: Sequence[LogitsProcessor] = (),
+        grammar_mask: GrammarMask | None = None,
     ) -> None:
         self.request, self.index = request, index
         self.id = new_id() if index else request.id
@@ -131,8 +138,9 @@ class SequenceState:
         self._queue = queue
         self._new_tokens: list[TokenOutput] = []
         processors = processors_for(
-            request.sampling, request.prompt, vocab_size, request.min_new_tokens, request.stop_token_ids
+            request.sampling, request.prompt, vocab_size, request.min_new_tokens, request.stop_token_ids, grammar_mask
         )
+        self.grammar_mask = grammar_mask
         rng = np.random.default_rng(request.seed + index)
         self._sampler = Sampler(request.sampling, [*processors, *more_processors], rng)
 
@@ -154,6 +162,10 @@ class SequenceState:
     def num_logits(self, start: int, count: int) -> int:
         """Return how many logits a call needs that runs the tokens ``[start, start + count)``."""
         return 1
+
+    def prepare(self) -> None:
+        """Prepare the choice of the next token, while the device computes its logits."""
+        self._sampler.prepare()
 
     @property
     def num_left(self) -> int:
@@ -237,7 +249,8 @@ class RequestState:
     """A request inside the engine: its answers, and the queue that receives their tokens.
 
     ``sequences`` holds the first answer from the start; the others are added when the prompt has run, and share its slots.
-    ``user_processors`` holds the logits processors that a user made, per answer; it is empty without any.
+    ``user_processors`` holds the logits processors that a user made, per answer; it is empty without any. ``grammar_mask`` is
+    the processor of an answer's grammar at its beginning; each answer gets its own copy.
     """
 
     def __init__(
@@ -246,10 +259,11 @@ class RequestState:
         vocab_size: int,
         queue: OutputQueue | None = None,
         user_processors: Sequence[Sequence[LogitsProcessor]] = (),
+        grammar_mask: GrammarMask | None = None,
     ) -> None:
         self.request, self.queue = request, queue or OutputQueue()
         self._user_processors = user_processors
-        self._vocab_size = vocab_size
+        self._vocab_size, self._grammar_mask = vocab_size, grammar_mask
         self._cancelled: dict[int | None, FinishReason] = {}  # by the index of the answer; None for all
         self._finished: set[int] = set()
         self.sequences = [self._new_sequence(0)]
@@ -265,7 +279,8 @@ class RequestState:
 
     def _new_sequence(self, index: int) -> SequenceState:
         more = self._user_processors[index] if self._user_processors else ()
-        return SequenceState(self.request, self.queue, self._vocab_size, index, more)
+        mask = None if self._grammar_mask is None else self._grammar_mask.clone()
+        return SequenceState(self.request, self.queue, self._vocab_size, index, more, mask)
 
     def cancel(self, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End one answer, or all of them, before the next device call. Any thread may call.
@@ -294,3 +309,17 @@ class RequestState:
                 self.queue.put(Finished(reason, error, index))
                 self._finished.add(index)
         return len(self._finished) == self.request.num_sequences
+
+
+def mask_of(request: EngineRequest, vocab_size: int, grammars: GrammarCompiler | None) -> GrammarMask | None:
+    """Return the processor of a request's grammar at the beginning of an answer; None without a grammar.
+
+    Raises:
+        GenerationConfigError: the grammar cannot be compiled, has no answer that is short enough, or has no tokenizer.
+    """
+    if request.grammar is None:
+        return None
+    if grammars is None:
+        raise GenerationConfigError("this engine has no tokenizer, which grammars need: use a pipeline")
+    matcher = grammars.matcher(request.grammar, vocab_size, request.max_new_tokens)
+    return GrammarMask(matcher, request.stop_token_ids, grammars.vocabulary.special, vocab_size, grammars.times)

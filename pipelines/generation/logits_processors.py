@@ -8,13 +8,14 @@ made come after all others (``user_processors.py``).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.repetition import BadWords, DryPenalty, NoRepeatNgrams
 from staticllm.pipelines.generation.sampling_params import SamplingParams
+from staticllm.pipelines.generation.structured.mask import GrammarMask
 
 
 class LogitsProcessor(Protocol):
@@ -39,6 +40,15 @@ class LogitsProcessor(Protocol):
 
     def accept(self, token: int) -> None:
         """Update the state with the chosen token."""
+        ...
+
+
+@runtime_checkable
+class Preparable(Protocol):
+    """A processor that can find out before the logits are there what ``process`` will do."""
+
+    def prepare(self) -> None:
+        """Prepare the next ``process``; called on the engine's thread while the device runs. It must not raise."""
         ...
 
 
@@ -136,13 +146,15 @@ def processors_for(
     vocab_size: int,
     min_new_tokens: int = 0,
     stop_token_ids: Collection[int] = (),
+    grammar_mask: GrammarMask | None = None,
 ) -> list[LogitsProcessor]:
     """Return the processors that a request's options need, in the order in which they are applied.
 
-    The order is that of GenAI, with ours where llamacpp has them: bias, forbidden tokens, penalties, DRY. ``prompt`` holds
-    token ids below ``vocab_size``. None of ``stop_token_ids`` is chosen among the first ``min_new_tokens`` tokens.
+    The order is that of GenAI, with ours where llamacpp has them: the grammar, bias, forbidden tokens, penalties, DRY.
+    ``prompt`` holds token ids below ``vocab_size``. None of ``stop_token_ids`` is chosen among the first ``min_new_tokens``
+    tokens. ``grammar_mask`` belongs to this answer.
     """
-    processors: list[LogitsProcessor] = []
+    processors: list[LogitsProcessor] = [] if grammar_mask is None else [grammar_mask]
     if params.logit_bias:
         processors.append(LogitBias(params.logit_bias, vocab_size))
     if min_new_tokens > 0 and stop_token_ids:

@@ -16,6 +16,8 @@ from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.generation.extra_options import EXTRA_NAMES, ExtraOptions, extra_options, number
 from staticllm.pipelines.generation.method_options import MAX_BEAMS, beams_of, drafts_of
 from staticllm.pipelines.generation.sampling_params import SamplingParams
+from staticllm.pipelines.generation.structured.grammar import Grammar
+from staticllm.pipelines.generation.structured.requested import CONFIG, KEYWORDS, grammar_of
 
 UNLIMITED = 2**64 - 1
 MAX_SEQUENCES = 128
@@ -52,6 +54,7 @@ _SUPPORTED = frozenset(
         "num_assistant_tokens",
         "assistant_confidence_threshold",
         "parsers",
+        CONFIG,
     ]
 )
 _INERT_WITHOUT_BEAMS = frozenset(
@@ -69,7 +72,7 @@ class GenerationOptions:
     ``max_new_tokens`` and ``max_length`` are None if they do not limit the answer. ``stop_token_ids`` includes the
     ``eos_token_id``; with ``ignore_eos`` it is empty. ``beams`` is None without beam search, and ``drafts`` without drafts.
     ``extra`` holds the options that GenAI does not have; those among them that choose tokens are also in ``sampling``, except
-    texts, which have no token ids yet.
+    texts, which have no token ids yet. ``grammar`` comes from a keyword or ``structured_output_config``.
     """
 
     sampling: SamplingParams
@@ -86,6 +89,7 @@ class GenerationOptions:
     drafts: DraftParams | None = None
     parsers: tuple[genai.Parser, ...] = ()
     extra: ExtraOptions = field(default_factory=ExtraOptions)
+    grammar: Grammar | None = None
 
     def max_tokens_after(self, prompt_len: int) -> int | None:
         """Return how many tokens these options allow after a prompt of ``prompt_len`` tokens; None if they set no limit."""
@@ -129,18 +133,19 @@ def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> Gen
     """Return the checked options of a request: those of ``config``, overridden by the keyword arguments of ``generate``.
 
     ``no_repeat_ngram_size`` in ``config`` has an effect only with beams, as in GenAI; in ``overrides`` it always has one.
+    The keywords for grammars (``KEYWORDS``) are no fields of GenAI's config; each replaces its ``structured_output_config``.
 
     Raises:
         GenerationConfigError: a name is unknown, a value is impossible, or the decoding method is not supported.
     """
     for name in overrides:
-        if name not in _NAMES and name not in EXTRA_NAMES:
-            near = difflib.get_close_matches(str(name), (*_NAMES, *EXTRA_NAMES), n=1)
+        if name not in _NAMES and name not in EXTRA_NAMES and name not in KEYWORDS:
+            near = difflib.get_close_matches(str(name), (*_NAMES, *EXTRA_NAMES, *KEYWORDS), n=1)
             raise GenerationConfigError(f"unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
     merged = {name: overrides.get(name, getattr(config, name)) for name in _NAMES}
     try:
         extra = extra_options({name: overrides[name] for name in EXTRA_NAMES if name in overrides}, merged["do_sample"])
-        return _checked(merged, extra, _ngram_size(overrides, merged))
+        return _checked(merged, extra, _ngram_size(overrides, merged), _grammar(overrides, merged))
     except GenerationConfigError:
         raise
     except ConfigError as error:
@@ -154,7 +159,24 @@ def _ngram_size(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> int
     return whole("no_repeat_ngram_size", overrides.get("no_repeat_ngram_size", 0), 0, UNLIMITED) % UNLIMITED
 
 
-def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> GenerationOptions:
+def _grammar(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> Grammar | None:
+    """Return the grammar of a request: of a keyword, or else of the config."""
+    keywords = {name: overrides[name] for name in KEYWORDS if overrides.get(name) is not None}
+    if keywords and overrides.get(CONFIG) is not None:
+        raise GenerationConfigError(
+            f"{CONFIG} and {min(keywords)} in one call: an answer has one grammar, so give one of them"
+        )
+    grammar = grammar_of(options[CONFIG], keywords)
+    if grammar is not None and options["ignore_eos"]:
+        raise GenerationConfigError("ignore_eos=True with a grammar: its answers end, so leave ignore_eos at False")
+    if grammar is not None and options["num_beams"] != 1:
+        raise GenerationConfigError(f"num_beams={options['num_beams']!r} with a grammar: leave one of them out")
+    return grammar
+
+
+def _checked(
+    options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int, grammar: Grammar | None
+) -> GenerationOptions:
     for name, value in options.items():
         if name in _SUPPORTED or name in _INERT_WITHOUT_BEAMS:
             continue
@@ -187,6 +209,7 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
         drafts=drafts_of(options),
         parsers=_parsers(options["parsers"]),
         extra=extra,
+        grammar=grammar,
     )
 
 

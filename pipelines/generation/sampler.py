@@ -19,7 +19,7 @@ from staticllm.pipelines.generation.filters import (
     weights_of,
     without_top_choices,
 )
-from staticllm.pipelines.generation.logits_processors import LogitsProcessor
+from staticllm.pipelines.generation.logits_processors import LogitsProcessor, Preparable
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 
@@ -61,8 +61,14 @@ class Sampler:
     def __init__(self, params: SamplingParams, processors: Sequence[LogitsProcessor], rng: np.random.Generator) -> None:
         self._params = params
         self._processors = tuple(processors)
+        self._preparable = [processor for processor in self._processors if isinstance(processor, Preparable)]
         self._rng = rng
         self._mirostat = Mirostat(params.mirostat_tau, params.mirostat_eta) if params.mirostat else None
+
+    def prepare(self) -> None:
+        """Let the processors prepare the next token; called while the device computes its logits."""
+        for processor in self._preparable:
+            processor.prepare()
 
     def sample(self, logits: Logits, best: int | None = None) -> Choice:
         """Return the next token.

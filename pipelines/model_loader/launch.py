@@ -9,12 +9,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import openvino_genai as genai
+
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent, Variant
 from staticllm.devices import kind
 from staticllm.errors import DeviceError
 from staticllm.model_dir import max_positions
 from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
+from staticllm.pipelines.generation.structured.vocabulary import read_vocabulary
 from staticllm.pipelines.model_loader.arguments import Candidate
 from staticllm.pipelines.model_loader.background import BackgroundLoader
 from staticllm.pipelines.model_loader.load import load
@@ -58,6 +62,15 @@ class Launched:
     def has_mapped_weights(self) -> bool:
         """Whether weights are read from their file as long as the model runs."""
         return self.loaded.has_mapped_weights
+
+    def use_tokenizer(self, tokenizer: genai.Tokenizer, *, is_models_own: bool) -> None:
+        """Let the engine read texts with this tokenizer: stop strings of beams, and grammars.
+
+        Its vocabulary is read with the first request that has a grammar.
+        """
+        del is_models_own
+        self.engine.decode = tokenizer.decode
+        self.engine.grammars = GrammarCompiler(partial(read_vocabulary, tokenizer))
 
     def close(self, drain: bool = False) -> None:
         """End the background work and the engine, and keep the costs that were measured. A second call does nothing."""

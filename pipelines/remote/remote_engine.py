@@ -41,7 +41,7 @@ class RemoteEngine:
         self._answers: dict[int, Future[Message]] = {}  # by the question's number
         self._numbers = count(1)
         self._lock = threading.Lock()
-        self._is_closed = False
+        self._is_closed = self.has_own_tokenizer = False
         self._pid = os.getpid()
         self._thread = start_thread(self._read, "staticllm-remote")
 
@@ -51,6 +51,7 @@ class RemoteEngine:
         """Submit a request. Its outputs arrive in ``queue``, which is returned; None creates a new one.
 
         Raises:
+            GenerationConfigError: the grammar cannot be compiled, or has no answer that is short enough.
             BusyError: ``MAX_WAITING`` requests are waiting in the daemon's engine.
             ClosedError: the engine was closed, or the daemon has gone.
             GenerationConfigError: there are ``processors``, which cannot go to another process.
@@ -58,6 +59,11 @@ class RemoteEngine:
         if processors:
             raise GenerationConfigError(
                 "a logits_processor cannot go to the daemon, which is another process: load the model without daemon=True"
+            )
+        if request.grammar is not None and self.has_own_tokenizer:
+            raise GenerationConfigError(
+                "a grammar with tokenizer= and daemon=True: the daemon knows only the tokenizer in the model's directory; "
+                "leave one of them out"
             )
         queue = queue or OutputQueue()
         with self._lock:

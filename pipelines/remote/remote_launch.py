@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import openvino_genai as genai
+
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import ConfigError
@@ -32,6 +34,11 @@ class RemoteLaunched:
     kv_type: str
     has_mapped_weights: bool
     background: None = None
+
+    def use_tokenizer(self, tokenizer: genai.Tokenizer, *, is_models_own: bool) -> None:
+        """Note whether the pipeline has the tokenizer of the model's directory, which the daemon compiles grammars for."""
+        del tokenizer
+        self.engine.has_own_tokenizer = not is_models_own
 
     def close(self, drain: bool = False) -> None:
         """End this program's requests and give the model back. A second call does nothing."""

@@ -216,6 +216,7 @@ class InputProcessor:
             beams=options.beams,
             stop_strings=() if options.beams is None else tuple(sorted(options.stop_strings)),
             drafts=_drafts_of(options, limits),
+            grammar=options.grammar,
             arrival=call.started,
         )
         format, tools = self._format_of(prompt, options.extra.tool_options), options.extra.tool_options.tools
@@ -327,10 +328,10 @@ def _drafts_of(options: GenerationOptions, limits: PromptLimits) -> DraftParams 
     if limits.has_prompt_lookup and not drafts.max_ngram_size:
         drafts = replace(drafts, max_ngram_size=DEFAULT_NGRAM_SIZE)
     if not drafts.max_ngram_size and not limits.has_draft_model:
-        name, value = ("num_assistant_tokens", drafts.max_tokens)
+        name, value = "num_assistant_tokens", float(drafts.max_tokens)
         if drafts.confidence:
-            name, value = ("assistant_confidence_threshold", drafts.confidence)
+            name, value = "assistant_confidence_threshold", drafts.confidence
         raise GenerationConfigError(
-            f"{name}={value} without a draft model: load with draft_model, or set max_ngram_size for prompt lookup"
+            f"{name}={value:g} without a draft model: load with draft_model, or set max_ngram_size for prompt lookup"
         )
     return replace(drafts, uses_model=limits.has_draft_model)

@@ -19,7 +19,9 @@ from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.beam_search import StopCriteria
 from staticllm.pipelines.generation.method_options import MAX_BEAMS
 from staticllm.pipelines.generation.sampling_params import SEQUENCES, SamplingParams
-from staticllm.pipelines.model_loader.arguments import Candidate
+from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
+from staticllm.pipelines.generation.structured.vocabulary import read_vocabulary
+from staticllm.pipelines.model_loader.arguments import Candidate, read_tokenizer
 from staticllm.pipelines.model_loader.launch import Launched, launch
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.wire.messages import Message, ProtocolError, text_of
@@ -181,6 +183,8 @@ def _check_fields(request: EngineRequest) -> None:
         raise ConfigError(f"max_new_tokens={longest!r}: must be a whole number of at least 1")
     if request.overflow not in RULES:
         raise ConfigError(f"overflow={request.overflow!r}: must be one of {', '.join(RULES)}")
+    if request.grammar is not None:
+        request.grammar.check()
     if not all(type(id) is int for id in request.stop_token_ids):
         raise ConfigError("stop_token_ids must be whole numbers")
     _check_beams(request)
@@ -244,4 +248,6 @@ def compile_language_model(source: LanguageSource, id: int, devices: Devices) ->
     """
     candidates = list(source.candidates)
     policy = make_policy(candidates[0].config.scheduler)
-    return LanguageModel(id, launch(source.directory, candidates, policy, lambda _: None), devices)
+    model = LanguageModel(id, launch(source.directory, candidates, policy, lambda _: None), devices)
+    model.engine.grammars = GrammarCompiler(lambda: read_vocabulary(read_tokenizer(source.directory)))
+    return model

@@ -28,6 +28,7 @@ LEVELS = (
     "compiler_passes.graph kvcache",
     "compiler_passes.states compiler_passes.inputs compiler_passes.rewrites compiler_passes.shapes",
     "compiler_passes",
+    "pipelines.generation.structured",
     "pipelines.generation pipelines.profiling pipelines.text.templates",
     "pipelines.programs pipelines.text.parsing",
     "pipelines.scheduling.interface pipelines.blobs",

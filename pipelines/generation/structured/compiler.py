@@ -1,0 +1,150 @@
+"""Compiles grammars for one vocabulary, and keeps the last ones."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.generation.structured.fewest_tokens import TokenBounds
+from staticllm.pipelines.generation.structured.grammar import Grammar
+from staticllm.pipelines.generation.structured.matcher import Matcher, first_line
+from staticllm.pipelines.generation.structured.translation import lark_of
+from staticllm.pipelines.generation.structured.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+MAX_KEPT = 64
+"""The most grammars that are kept compiled."""
+
+
+@dataclass
+class MaskTimes:
+    """How long masks took, in seconds: those made while the device ran, and those for which it waited."""
+
+    num_hidden: int = 0
+    num_exposed: int = 0
+    hidden: float = 0.0
+    exposed: float = 0.0
+
+    @property
+    def hidden_share(self) -> float:
+        """The share of the time that the device did not wait for; 1.0 without masks."""
+        total = self.hidden + self.exposed
+        return self.hidden / total if total else 1.0
+
+
+class GrammarCompiler:
+    """Compiles grammars. Any thread may call; the vocabulary is read by the first one.
+
+    ``read`` returns the vocabulary. ``times`` is written by the engine's thread.
+    """
+
+    def __init__(self, read: Callable[[], Vocabulary]) -> None:
+        self.times = MaskTimes()
+        self._read = read
+        self._lock = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._bounds: TokenBounds | None = None
+        self._tokenizers: dict[int, LLTokenizer] = {}  # by the model's number of token ids
+        self._kept: OrderedDict[tuple[Grammar, int], Matcher] = OrderedDict()
+        self._fewest: dict[Grammar, float] = {}
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens of the model."""
+        with self._lock:
+            return self._known_vocabulary()
+
+    def matcher(self, grammar: Grammar, vocab_size: int, max_new_tokens: int | None = None) -> Matcher:
+        """Return a matcher at the beginning of an answer, for logits ``[vocab_size]``.
+
+        Raises:
+            GenerationConfigError: llguidance is not installed, the grammar cannot be compiled, or its shortest answer is longer
+                than ``max_new_tokens``.
+        """
+        with self._lock:
+            found = self._kept.get((grammar, vocab_size))
+            if found is None:
+                grammar.check()
+                found = self._compiled(grammar, vocab_size)
+                self._kept[grammar, vocab_size] = found
+                while len(self._kept) > MAX_KEPT:
+                    (dropped, _), _ = self._kept.popitem(last=False)
+                    self._fewest.pop(dropped, None)
+            self._kept.move_to_end((grammar, vocab_size))
+            if max_new_tokens is not None:
+                self._check_room(grammar, max_new_tokens)
+            return found.clone()
+
+    def _compiled(self, grammar: Grammar, vocab_size: int) -> Matcher:
+        lark = lark_of(grammar)
+        tokenizer = self._tokenizer(vocab_size)
+        from llguidance import LLMatcher
+
+        inner = LLMatcher(tokenizer, lark, log_level=0)
+        if not inner.is_error():
+            inner.compute_bitmask()  # the first one is slow, and may find the grammar too complex
+        if inner.is_error():
+            raise GenerationConfigError(
+                f"the grammar ({grammar.kind}) cannot be compiled: {first_line(inner.get_error())}"
+            )
+        return Matcher(inner, vocab_size, tokenizer.eos_token)
+
+    def _tokenizer(self, vocab_size: int) -> LLTokenizer:
+        """Return llguidance's tokenizer for a model with logits ``[vocab_size]``, which may be more or fewer than the tokens."""
+        if vocab_size not in self._tokenizers:
+            try:
+                from llguidance import LLTokenizer
+            except ImportError:
+                raise GenerationConfigError(
+                    "grammars need the package llguidance: pip install 'staticllm[structured]'"
+                ) from None
+            vocabulary = self._known_vocabulary()
+            tokens = [*vocabulary.tokens[:vocab_size], *[b""] * (vocab_size - len(vocabulary.tokens))]
+            wrapped = _WrappedTokenizer(vocabulary, tokens)
+            self._tokenizers[vocab_size] = LLTokenizer(wrapped)  # type: ignore[arg-type]  # it takes any object of this form
+        return self._tokenizers[vocab_size]
+
+    def _known_vocabulary(self) -> Vocabulary:
+        if self._vocabulary is None:
+            self._vocabulary = self._read()
+        return self._vocabulary
+
+    def _check_room(self, grammar: Grammar, max_new_tokens: int) -> None:
+        if grammar not in self._fewest:
+            self._bounds = self._bounds or TokenBounds(self._known_vocabulary())
+            self._fewest[grammar] = self._bounds.fewest_tokens(grammar)
+        fewest = self._fewest[grammar]
+        if math.isinf(fewest):
+            raise GenerationConfigError(
+                f"no answer of this grammar ({grammar.kind}) ends: give each recursion a way out that this model has tokens for"
+            )
+        if fewest > max_new_tokens:
+            raise GenerationConfigError(
+                f"max_new_tokens={max_new_tokens} leaves no room for an answer of this grammar ({grammar.kind}), whose shortest "
+                f"one has at least {fewest:.0f} tokens: raise it, or MIN_RESPONSE_LEN if that limits it"
+            )
+
+
+class _WrappedTokenizer:
+    """A vocabulary in the form that llguidance reads."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, tokens: list[bytes]) -> None:
+        self.tokens, self._encode, self._num_tokens = tokens, vocabulary.encode, len(tokens)
+        self.special_token_ids = [id for id in vocabulary.special if id < len(tokens)]
+        is_known = vocabulary.end is not None and vocabulary.end < len(tokens)
+        self.eos_token_id = vocabulary.end if is_known else None  # then llguidance adds one, beyond the logits
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode(errors="ignore")
+        return [id for id in self._encode(text) if id < self._num_tokens]

@@ -1,0 +1,71 @@
+"""Follows one answer through its grammar with llguidance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staticllm.errors import GenerationConfigError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class Matcher:
+    """The place of one answer in its grammar. One thread at a time. ``end`` is the end token of llguidance's tokenizer.
+
+    Raises:
+        GenerationConfigError: by ``allowed`` and ``accept``, if the grammar became too complex or the token does not match.
+    """
+
+    def __init__(self, inner: LLMatcher, vocab_size: int, end: int | None) -> None:
+        self._inner, self._vocab_size, self._end = inner, vocab_size, end
+
+    def clone(self) -> Matcher:
+        """Return a matcher at the same place, which goes on by itself."""
+        return Matcher(self._inner.deep_copy(), self._vocab_size, self._end)
+
+    @property
+    def can_end(self) -> bool:
+        """Whether the answer so far is a whole one."""
+        return bool(self._inner.is_accepting())
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the answer so far is a whole one and nothing can follow."""
+        return bool(self._inner.is_stopped()) and not self._inner.is_error()
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Return which tokens may follow, bool ``[vocab]``; nothing is said about the token that ends the answer."""
+        if self.is_at_end:
+            return np.zeros(self._vocab_size, bool)
+        bits = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
+        self._check()
+        allowed = np.unpackbits(bits, count=min(len(bits) * 8, self._vocab_size), bitorder="little").view(bool)
+        if len(allowed) < self._vocab_size:
+            allowed = np.concatenate([allowed, np.zeros(self._vocab_size - len(allowed), bool)])
+        if self._end is not None and self._end < self._vocab_size:
+            allowed[self._end] = False
+        return allowed
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must follow in this order; empty if there is a choice, or at the end."""
+        return [] if self._inner.is_stopped() else list(self._inner.compute_ff_tokens())
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Go on by these tokens, none of which may be one that ends the answer."""
+        if not self._inner.consume_tokens(list(tokens)):
+            self._check()
+
+    def _check(self) -> None:
+        if self._inner.is_error():
+            raise GenerationConfigError(f"the grammar cannot go on: {first_line(self._inner.get_error())}")
+
+
+def first_line(message: str) -> str:
+    """Return the first line of a message; llguidance appends its state and the whole grammar."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return lines[0] if lines else "no reason was given"

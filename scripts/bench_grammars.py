@@ -1,0 +1,170 @@
+"""Measures grammars: llguidance beside xgrammar, the share of masks that the device hides, and JSON beside free text.
+
+python scripts/bench_grammars.py masks MODEL_DIR        # both libraries on the model's vocabulary; nothing is run
+python scripts/bench_grammars.py speed MODEL_DIR        # tokens per second of one client, JSON and free text in turns
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 128},
+        "city": {"enum": ["Dublin", "Dubai", "Munich"]},
+        "tags": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 5},
+        "address": {
+            "type": "object",
+            "properties": {"street": {"type": "string"}, "number": {"type": "integer"}},
+            "required": ["street", "number"],
+        },
+    },
+    "required": ["name", "age", "city", "tags", "address"],
+}
+SAMPLE = {
+    "name": "Ada Lovelace of Ockham", "age": 36, "city": "Dublin", "tags": ["mathematics", "engines", "a long line of text"],
+    "address": {"street": "St James's Square, London", "number": 12},
+}  # fmt: skip
+ARITHMETIC = 'root ::= expr\nexpr ::= term (("+" | "-") term)*\nterm ::= [0-9]+ | "(" expr ")"\n'
+CASES: dict[str, tuple[str, str, str]] = {
+    "JSON schema": ("json_schema", json.dumps(PERSON), json.dumps(SAMPLE)),
+    "any JSON object": ("json_schema", '{"type": "object", "additionalProperties": true}', json.dumps(SAMPLE)),
+    "regex": ("regex", r"[a-zA-Z0-9._%+-]{1,64}@[a-z]{1,64}\.[a-z]{1,10}", "ada.lovelace@analytical.org"),
+    "EBNF": ("ebnf", ARITHMETIC, "(12+345)-(6+(78-9))"),
+}
+
+
+CHANGES = {"json_schema": " ", "regex": "|z", "ebnf": "\n"}
+"""What is appended to a grammar so that it has to be compiled again."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=("masks", "speed"))
+    parser.add_argument("model", type=Path, help="model directory")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=128)
+    options = parser.parse_args()
+    (bench_masks if options.what == "masks" else bench_speed)(options)
+
+
+def bench_masks(options: argparse.Namespace) -> None:
+    """Print the times of both libraries: to compile a grammar and make its first mask, and for each further mask."""
+    import openvino_genai as genai
+
+    from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
+    from staticllm.pipelines.generation.structured.grammar import Grammar
+    from staticllm.pipelines.generation.structured.vocabulary import read_vocabulary
+
+    tokenizer, begin = genai.Tokenizer(options.model), time.perf_counter()
+    vocabulary = read_vocabulary(tokenizer)
+    print(f"vocabulary of {len(vocabulary.tokens)} tokens read in {time.perf_counter() - begin:.2f} s")
+    size = len(vocabulary.tokens)
+    print("| grammar | library | first mask, ms | mask, median us | 95 % us | largest us |\n|---|---|---|---|---|---|")
+    ours, theirs = GrammarCompiler(lambda: vocabulary), xgrammar_masks(vocabulary)
+    begin = time.perf_counter()
+    ours.matcher(Grammar("regex", "a"), size)
+    prepared = time.perf_counter() - begin
+    for name, (kind, text, sample) in CASES.items():
+        tokens = vocabulary.encode(sample)
+        for library in ("llguidance", "xgrammar"):
+            firsts, masks = [], []
+            for round_ in range(options.rounds):
+                if library == "llguidance":
+                    changed = Grammar(kind, text + CHANGES[kind] * round_)  # type: ignore[arg-type]  # nothing is kept from before
+                    first, times = llguidance_run(ours, changed, tokens, size)
+                else:
+                    first, times = theirs(kind, text, tokens)
+                firsts.append(first)
+                masks += times
+            ordered = sorted(masks)
+            print(
+                f"| {name} | {library} | {statistics.median(firsts) * 1e3:.1f} | {statistics.median(masks) * 1e6:.0f} "
+                f"| {ordered[int(len(ordered) * 0.95)] * 1e6:.0f} | {ordered[-1] * 1e6:.0f} |"
+            )
+    print(f"llguidance read the vocabulary in {prepared:.2f} s")
+
+
+def llguidance_run(compiler: Any, grammar: Any, tokens: list[int], size: int) -> tuple[float, list[float]]:
+    begin = time.perf_counter()
+    matcher = compiler.matcher(grammar, size)
+    matcher.allowed()
+    first, times = time.perf_counter() - begin, []
+    for token in tokens:
+        begin = time.perf_counter()
+        matcher.accept([token])
+        if not matcher.forced():
+            matcher.allowed()
+        times.append(time.perf_counter() - begin)
+    return first, times
+
+
+def xgrammar_masks(vocabulary: Any) -> Callable[[str, str, list[int]], tuple[float, list[float]]]:
+    import xgrammar as xgr
+
+    begin = time.perf_counter()
+    info = xgr.TokenizerInfo(
+        list(vocabulary.tokens), xgr.VocabType.RAW, vocab_size=len(vocabulary.tokens), stop_token_ids=[vocabulary.end]
+    )
+    compiler = xgr.GrammarCompiler(info, cache_enabled=False)
+    print(f"xgrammar read the vocabulary in {time.perf_counter() - begin:.2f} s")
+
+    def run(kind: str, text: str, tokens: list[int]) -> tuple[float, list[float]]:
+        compilers = (compiler.compile_json_schema, compiler.compile_regex, compiler.compile_grammar)
+        compile_ = compilers[("json_schema", "regex", "ebnf").index(kind)]
+        begin = time.perf_counter()
+        matcher = xgr.GrammarMatcher(compile_(text))
+        bits = np.zeros((1, (len(vocabulary.tokens) + 31) // 32), np.int32)
+        matcher.fill_next_token_bitmask(bits)
+        first, times = time.perf_counter() - begin, []
+        for token in tokens:
+            begin = time.perf_counter()
+            assert matcher.accept_token(token), "the sample does not match"
+            matcher.fill_next_token_bitmask(bits)
+            times.append(time.perf_counter() - begin)
+        return first, times
+
+    return run
+
+
+def bench_speed(options: argparse.Namespace) -> None:
+    """Print the tokens per second of free text and of JSON, in turns in one process, and the share of masks that was hidden."""
+    from staticllm import StaticLLMPipeline
+
+    schema = {"type": "array", "items": PERSON, "minItems": 50}
+    length = {"MAX_PROMPT_LEN": 256, "MIN_RESPONSE_LEN": max(options.tokens, 128)}
+    with StaticLLMPipeline(options.model, "CPU", **length) as pipe:
+        pipe.wait_until_complete()
+        asked = {"max_new_tokens": options.tokens, "apply_chat_template": False, "do_sample": True, "temperature": 1.0}
+        kinds: dict[str, dict[str, Any]] = {"free text": {"ignore_eos": True}, "JSON": {"json_schema": schema}}
+        speeds: dict[str, list[float]] = {name: [] for name in kinds}
+        for round_ in range(options.rounds + 1):
+            for name, more in kinds.items():
+                answer = pipe.generate("Write about a person.", rng_seed=round_ + 1, **asked, **more)
+                if round_:  # the first round compiles
+                    speeds[name].append(1e3 / answer.perf_metrics.get_tpot().mean)
+        for name, found in speeds.items():
+            print(f"{name}: {statistics.median(found):.2f} tokens/s, from {min(found):.2f} to {max(found):.2f}")
+        ratio = statistics.median(speeds["JSON"]) / statistics.median(speeds["free text"])
+        grammars = pipe.engine.grammars
+        assert grammars is not None
+        times_ = grammars.times
+        print(f"JSON at {ratio:.3f} of free text")
+        print(
+            f"{times_.num_hidden} masks hidden ({times_.hidden * 1e3:.1f} ms), {times_.num_exposed} not "
+            f"({times_.exposed * 1e3:.1f} ms): {times_.hidden_share:.1%} of their time hidden"
+        )
+
+
+if __name__ == "__main__":
+    main()

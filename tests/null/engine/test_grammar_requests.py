@@ -1,0 +1,159 @@
+"""Tests requests with grammars in the engine: alone, with several answers, and beside others, under every policy."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from grammars import END, OTHER_SPECIAL, compiler_of, text_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from output_queues import outputs_of
+from quick import examples
+
+from staticllm.core import FinishReason
+from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.engine.output_queue import TokenOutput
+from staticllm.pipelines.engine.request import EngineRequest, mask_of
+from staticllm.pipelines.generation.sampling_params import SamplingParams
+from staticllm.pipelines.generation.structured.grammar import Grammar
+from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
+from staticllm.testing import VOCAB_SIZE, FakeRequest, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
+
+pytest.importorskip("llguidance")
+SAMPLING = SamplingParams(do_sample=True, temperature=1.0, rng_seed=1)
+COMPILER = compiler_of(VOCAB_SIZE - OTHER_SPECIAL - 1)
+PATTERNS = ("[a-c]{2,6}", r"\d{2}-\d{2}", "(yes|no|maybe)(, (yes|no)){0,2}", '{"(name|age)":[0-9]{1,3}}', "日本é?")
+
+
+def request_of(pattern, prompt=range(9), seed=1, count=1, max_new_tokens=60, sampling=SAMPLING):
+    request = EngineRequest(
+        tuple(prompt), sampling, seed=seed, num_sequences=count, max_new_tokens=max_new_tokens,
+        stop_token_ids=frozenset([END]), grammar=Grammar("regex", pattern),
+    )  # fmt: skip
+    return FakeRequest(request, VOCAB_SIZE, grammar_mask=mask_of(request, VOCAB_SIZE, COMPILER))
+
+
+def answers_of(request):
+    """Return the texts and the ends of a request's answers."""
+    count = request.request.num_sequences
+    tokens, ends = [[] for _ in range(count)], [None] * count
+    for output in outputs_of(request):
+        if isinstance(output, TokenOutput):
+            tokens[output.index].append(output.id)
+        else:
+            ends[output.index] = output
+    texts = [text_of(COMPILER, [id for id in answer if id != END]) for answer in tokens]
+    return texts, ends
+
+
+def new_engine(policy="fcfs", **options):
+    return fake_engine(make_policy(policy), max_seq_len=100, **options)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_beside_others_every_answer_keeps_its_grammar(policy):
+    engine = new_engine(policy)
+    asked = [request_of(pattern, range(9 * i, 9 * i + 9), seed=i) for i, pattern in enumerate(PATTERNS)]
+    free = [fake_request(range(300 + 20 * i, 310 + 20 * i), 12) for i in range(3)]
+    run_to_end(engine, [*asked, *free])
+    for request, pattern in zip(asked, PATTERNS, strict=True):
+        (text,), (end,) = answers_of(request)
+        assert end.reason == FinishReason.STOP
+        assert re.fullmatch(pattern, text)
+    for i, request in enumerate(free):
+        assert request.tokens == fake_answer(range(300 + 20 * i, 310 + 20 * i), 12)
+    assert_empty(engine)
+
+
+def test_several_answers_are_those_of_single_requests():
+    engine = new_engine()
+    several = request_of(PATTERNS[2], seed=5, count=4)
+    run_to_end(engine, [several])
+    texts, _ = answers_of(several)
+    alone = []
+    for index in range(4):
+        single = request_of(PATTERNS[2], seed=5 + index)
+        run_to_end(new_engine(), [single])
+        alone += answers_of(single)[0]
+    assert texts == alone
+    assert all(re.fullmatch(PATTERNS[2], text) for text in texts)
+    assert len(set(texts)) > 1
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(1, 30), st.sampled_from(PATTERNS), st.integers(1, 3)), min_size=1, max_size=5
+    ),
+    max_num_seqs=st.integers(1, 4),
+    host_kv_slots=st.sampled_from([0, 40, 256]),
+    gap_ms=st.sampled_from([None, 0.01]),
+    policy=st.sampled_from(sorted(POLICIES)),
+)
+def test_any_schedule_keeps_every_grammar(requests, max_num_seqs, host_kv_slots, gap_ms, policy):
+    """Requests are swapped, preempted and run again; what the matcher knows must not depend on it."""
+    engine = new_engine(policy, max_num_seqs=max_num_seqs, host_kv_slots=host_kv_slots, gap_ms=gap_ms)
+    asked = [
+        request_of(pattern, range(9 * i, 9 * i + length), seed=10 * i, count=count)
+        for i, (length, pattern, count) in enumerate(requests)
+    ]
+    run_to_end(engine, asked)
+    for request, (_, pattern, _) in zip(asked, requests, strict=True):
+        texts, ends = answers_of(request)
+        assert all(end.error is None and end.reason == FinishReason.STOP for end in ends)
+        assert all(re.fullmatch(pattern, text) for text in texts), texts
+    assert_empty(engine)
+
+
+def test_masks_are_made_while_the_device_runs():
+    before = COMPILER.times.num_exposed
+    run_to_end(new_engine(), [request_of(pattern, range(9 * i, 9 * i + 9)) for i, pattern in enumerate(PATTERNS)])
+    assert COMPILER.times.num_exposed == before
+    assert COMPILER.times.num_hidden > len(PATTERNS)
+
+
+def test_a_failing_matcher_ends_only_its_own_request():
+    engine = new_engine()
+    broken, whole, free = request_of(PATTERNS[0]), request_of(PATTERNS[1]), fake_request(range(300, 310), 12)
+    matcher = broken.state.grammar_mask._matcher
+    calls = []
+
+    def allowed():
+        calls.append(1)
+        if len(calls) == 2:
+            raise GenerationConfigError("the grammar cannot go on: too complex")
+        return type(matcher).allowed(matcher)
+
+    matcher.allowed = allowed
+    run_to_end(engine, [broken, whole, free])
+    *_, end = outputs_of(broken)
+    assert end.reason == FinishReason.ERROR
+    assert str(end.error) == "the grammar cannot go on: too complex"
+    (text,), (end,) = answers_of(whole)
+    assert end.reason == FinishReason.STOP
+    assert re.fullmatch(PATTERNS[1], text)
+    assert free.tokens == fake_answer(range(300, 310), 12)
+    assert_empty(engine)
+
+
+def test_a_request_with_a_grammar_survives_json():
+    request = request_of(PATTERNS[0]).request
+    copy = EngineRequest.from_dict(json.loads(json.dumps(request.to_dict())))
+    assert copy.grammar == request.grammar
+    assert EngineRequest.from_dict(json.loads(json.dumps(EngineRequest((1,)).to_dict()))).grammar is None
+
+
+def test_submit_compiles_on_the_callers_thread():
+    engine = new_engine(starts_thread=False)
+    request = request_of(PATTERNS[0]).request
+    with pytest.raises(GenerationConfigError, match="has no tokenizer"):
+        engine.submit(request)
+    engine.grammars = COMPILER
+    with pytest.raises(GenerationConfigError, match="cannot be compiled"):
+        engine.submit(EngineRequest((1,), stop_token_ids=frozenset([END]), grammar=Grammar("lark", "start: x")))
+    assert engine.is_idle
+    queue = engine.submit(request)
+    run_to_end(engine)
+    assert queue is not None
