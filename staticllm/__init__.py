@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from staticllm.config import StaticLLMConfig
 from staticllm.core import FinishReason, ProgressEvent, Variant
 from staticllm.errors import (
+    AdapterError,
     BlobError,
     BusyError,
     ClosedError,
@@ -29,6 +30,7 @@ from staticllm.results import DecodedResults, EncodedResults, GeneratedText
 
 if TYPE_CHECKING:
     from staticllm.pipelines.embedding.embedding_config import EmbeddingConfig
+    from staticllm.pipelines.generation.genai_adapters import Adapter, AdapterConfig
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
     from staticllm.pipelines.profiling.stats import Stats
     from staticllm.pipelines.profiling.trace import Trace
@@ -47,6 +49,9 @@ if (_CHECKOUT / "pipelines" / "llm_pipeline.py").is_file() and not Path(__file__
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adapter",
+    "AdapterConfig",
+    "AdapterError",
     "BlobError",
     "BusyError",
     "ClosedError",
@@ -90,6 +95,7 @@ __all__ = [
 
 
 _LAZY = {
+    **dict.fromkeys(("Adapter", "AdapterConfig"), "generation.genai_adapters"),
     "GenerationHandle": "text.handle",
     "StaticLLMPipeline": "llm_pipeline",
     "Stats": "profiling.stats",

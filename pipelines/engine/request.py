@@ -43,6 +43,7 @@ class EngineRequest:
         priority: Requests with a higher priority are served first.
         deadline: The ``time.perf_counter`` moment at which the request ends, finished or not; None without one.
         overflow: The rule for a conversation that fills its slots.
+        adapters: The factor of each adapter that the model was loaded with; empty if the request uses none.
         id: The request's number.
         arrival: The ``time.perf_counter`` moment of its arrival.
     """
@@ -57,6 +58,7 @@ class EngineRequest:
     priority: int = 0
     deadline: float | None = None
     overflow: OverflowRule = "stop"
+    adapters: tuple[float, ...] = ()
     id: int = field(default_factory=new_id)
     arrival: float = field(default_factory=time.perf_counter)
 
@@ -66,6 +68,7 @@ class EngineRequest:
         The id is this process's own and is left out. Moments become seconds from now, since the clocks of processes may differ.
         """
         plain = {**asdict(self), "prompt": list(self.prompt), "stop_token_ids": sorted(self.stop_token_ids)}
+        plain["adapters"] = list(self.adapters)
         del plain["id"]
         now = time.perf_counter()
         for name in ("arrival", "deadline"):
@@ -79,7 +82,8 @@ class EngineRequest:
         for name in ("arrival", "deadline"):
             plain[name] = None if plain[name] is None else plain[name] + now
         prompt, stops = tuple(plain.pop("prompt")), frozenset(plain.pop("stop_token_ids"))
-        return cls(prompt, SamplingParams(**plain.pop("sampling")), stop_token_ids=stops, **plain)
+        sampling, adapters = SamplingParams(**plain.pop("sampling")), tuple(plain.pop("adapters", ()))
+        return cls(prompt, sampling, stop_token_ids=stops, adapters=adapters, **plain)
 
 
 class SequenceState:

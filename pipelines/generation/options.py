@@ -9,8 +9,10 @@ from typing import Any
 
 import openvino_genai as genai
 
+from staticllm.adapters.adapter_set import AdapterUse
 from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError
+from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 UNLIMITED = 2**64 - 1
@@ -43,6 +45,7 @@ _SUPPORTED = frozenset(
         "frequency_penalty",
         "rng_seed",
         "num_return_sequences",
+        "adapters",
     ]
 )
 _INERT_WITHOUT_BEAMS = frozenset(
@@ -58,7 +61,7 @@ class GenerationOptions:
     """The checked options of one request, with the names and meanings of ``openvino_genai.GenerationConfig``.
 
     ``max_new_tokens`` and ``max_length`` are None if they do not limit the answer. ``stop_token_ids`` includes the
-    ``eos_token_id``; with ``ignore_eos`` it is empty.
+    ``eos_token_id``; with ``ignore_eos`` it is empty. ``adapters`` are None for those of the pipeline.
     """
 
     sampling: SamplingParams
@@ -71,6 +74,7 @@ class GenerationOptions:
     echo: bool
     apply_chat_template: bool
     num_return_sequences: int = 1
+    adapters: tuple[AdapterUse, ...] | None = None
 
     def max_tokens_after(self, prompt_len: int) -> int | None:
         """Return how many tokens these options allow after a prompt of ``prompt_len`` tokens; None if they set no limit."""
@@ -115,6 +119,7 @@ def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> Gen
 
     Raises:
         GenerationConfigError: a name is unknown, a value is impossible, or the decoding method is not supported.
+        AdapterError: an adapter is unknown, or its file is missing or damaged.
     """
     for name in overrides:
         if name not in _NAMES:
@@ -161,6 +166,7 @@ def _checked(options: Mapping[str, Any]) -> GenerationOptions:
         echo=bool(options["echo"]),
         apply_chat_template=bool(options["apply_chat_template"]),
         num_return_sequences=_num_sequences(options),
+        adapters=adapter_uses(options["adapters"]),
     )
 
 

@@ -10,9 +10,11 @@ from typing import Any, cast
 import numpy as np
 import openvino_genai as genai
 
-from staticllm.errors import GenerationConfigError, ModelError, last_line
+from staticllm.adapters.adapter_set import AdapterSet, AdapterUse
+from staticllm.errors import AdapterError, GenerationConfigError, ModelError, last_line
 from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule, shorten
 from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.options import GenerationOptions, copy_config, limit_of, resolve
 from staticllm.pipelines.text.tokenization import (
     Form,
@@ -80,9 +82,16 @@ class PreparedRequest:
 class InputProcessor:
     """Tokenizes prompts and merges options with the default generation config. Runs on the caller's thread."""
 
-    def __init__(self, tokenizer: genai.Tokenizer, generation_config: genai.GenerationConfig) -> None:
-        self.tokenizer = tokenizer
-        self._generation_config = generation_config
+    def __init__(
+        self,
+        tokenizer: genai.Tokenizer,
+        generation_config: genai.GenerationConfig,
+        adapters: AdapterSet | None = None,
+    ) -> None:
+        self.tokenizer, self._adapters = tokenizer, adapters
+        self._generation_config = copy_config(generation_config)
+        if adapters is not None:
+            self._generation_config.adapters = adapters.origin
         self._rng = np.random.default_rng(0)
 
     @property
@@ -94,6 +103,17 @@ class InputProcessor:
     def generation_config(self, config: genai.GenerationConfig) -> None:
         resolve(config, {})
         self._generation_config = self._complete(config)
+
+    def adapter_scales(self) -> tuple[float, ...]:
+        """Return the factors of the adapters of the default generation config."""
+        return self._scales_of(adapter_uses(self._generation_config.adapters))
+
+    def adapter_identity(self) -> dict[str, str]:
+        """Return what identifies these adapters in another process; empty if there are none."""
+        own, scales = self._adapters, self.adapter_scales()
+        if own is None or not (scales or own.is_fused):
+            return {}
+        return {"adapters": own.description if own.is_fused else own.name_of(scales)}
 
     def call_options(
         self,
@@ -155,6 +175,7 @@ class InputProcessor:
             PromptError: the prompt has no tokens, or an id outside the vocabulary.
             PromptTooLongError: it has more tokens than ``limits.max_prompt_len``, and ``overflow`` is ``stop``.
             GenerationConfigError: ``max_length`` leaves no room after the prompt.
+            AdapterError: the pipeline was loaded without one of the adapters.
         """
         encoded, options = time.perf_counter(), call.options
         ids = shorten(prompt.ids, limits.max_prompt_len, call.overflow)
@@ -171,9 +192,33 @@ class InputProcessor:
             priority=call.priority,
             deadline=call.deadline,
             overflow=call.overflow,
+            adapters=self._scales_of(options.adapters),
             arrival=call.started,
         )
         return PreparedRequest(request, call.form, options, call.started, encoded, prompt.template_seconds)
+
+    def _scales_of(self, uses: tuple[AdapterUse, ...] | None) -> tuple[float, ...]:
+        """Return the factor of each adapter of the pipeline for a request.
+
+        Raises:
+            AdapterError: the pipeline was loaded without one of the request's adapters, or has folded its own into the weights.
+        """
+        own = self._adapters
+        if own is None:
+            if uses:
+                raise AdapterError("this pipeline was loaded without adapters: give adapters=AdapterConfig(...) to its constructor")
+            return ()
+        try:
+            scales = own.scales(uses)
+        except KeyError:
+            raise AdapterError(
+                "an adapter that this pipeline was loaded without: give all adapters to its constructor"
+            ) from None
+        if not own.is_fused:
+            return scales
+        if scales != own.scales(None):
+            raise AdapterError("MODE_FUSE: the adapters are part of the weights: load without this mode to change them")
+        return ()
 
     def _seed_for(self, options: GenerationOptions) -> int:
         """Return the requested seed; for 0, which means unseeded as in GenAI, return a new one."""
