@@ -20,9 +20,8 @@ Options = TypeVar("Options")
 class LoweringOptions:
     """The options of the passes.
 
-    ``max_kv_len``: the largest KV length of any variant. ``kv_type``: the element type of the KV slots. ``adapters``: the shapes of
-    the adapters that become inputs. If the model's
-    head is cut, ``is_normalised`` says whether embeddings have length 1.
+    ``max_kv_len``: the largest KV length of any variant. ``kv_type``: the element type of the KV slots. If the model's head is
+    cut, ``is_normalised`` says whether embeddings have length 1. ``adapters``: the shapes of adapters that become inputs.
     """
 
     max_kv_len: int
@@ -95,7 +94,9 @@ class PassPipeline(Generic[Graph, Options]):
             ValueError: the pipeline has no such pass.
         """
         self._require(name)
-        return PassPipeline(tuple(each for entry in self.passes for each in ((entry, other) if entry.name == name else (entry,))))
+        return PassPipeline(
+            tuple(each for entry in self.passes for each in ((entry, other) if entry.name == name else (entry,)))
+        )
 
     def _require(self, name: str) -> None:
         if name not in (entry.name for entry in self.passes):

@@ -69,7 +69,8 @@ class HostPool:
     ) -> tuple[StoredSequence | None, int]:
         """Return the kept conversation with the longest common prefix with ``tokens``, and the length of that prefix.
 
-        Only those that were computed with ``adapters`` count. With ``is_whole`` the whole conversation must be a prefix of ``tokens``.
+        Only those that were computed with ``adapters`` count. With ``is_whole`` the whole conversation must be a prefix of
+        ``tokens``.
         """
         best, length, ids = None, 0, np.array(tokens, np.int64)
         for stored in self._kept.values():

@@ -64,9 +64,7 @@ class PrefixCache:
         elif previous is not None:
             self._offload(previous)
 
-    def attach(
-        self, tokens: Sequence[int], running: Iterable[KVSequence], adapters: AdapterScales = ()
-    ) -> KVSequence:
+    def attach(self, tokens: Sequence[int], running: Iterable[KVSequence], adapters: AdapterScales = ()) -> KVSequence:
         """Return a sequence with the longest prefix of ``tokens[:-1]`` that is cached with the same adapters.
 
         The last token must run for its logits.

@@ -91,8 +91,7 @@ def load(
                 there, here = header["identity"].get(name), identity.get(name)
                 if there != here:
                     raise SnapshotError(
-                        f"{str(path)!r} is of another {name} ({there or 'none'}, here {here or 'none'}): "
-                        "save it again"
+                        f"{str(path)!r} is of another {name} ({there or 'none'}, here {here or 'none'}): save it again"
                     )
             count = header["num_tokens"]
             if not 0 < count <= max_tokens:

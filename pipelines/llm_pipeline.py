@@ -274,7 +274,7 @@ class StaticLLMPipeline:
             SnapshotError: no cached sequence begins with the prompt's tokens, or the file cannot be written.
         """
         ids = self._chat.ids() if inputs is None else self._ids_of(inputs)
-        return self._engine.save_snapshot(ids, path, self._identity(), self._key, self._input_processor.adapter_scales())
+        return self._engine.save_snapshot(ids, path, self._identity(), self._key, self._input_processor.adapter_scales)
 
     def load_snapshot(self, path: str | os.PathLike[str]) -> int:
         """Read a file of ``save_snapshot``; prompts that begin with its tokens do not compute them again.
@@ -285,7 +285,7 @@ class StaticLLMPipeline:
         Raises:
             SnapshotError: the file is missing, damaged or of another model, or there is no room for its tokens.
         """
-        return self._engine.load_snapshot(path, self._identity(), self._key, self._input_processor.adapter_scales())
+        return self._engine.load_snapshot(path, self._identity(), self._key, self._input_processor.adapter_scales)
 
     def stats(self) -> Stats:
         """Return statistics since the model was loaded: latencies, shares of device time, padding, prefix hits, slots."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
+from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.core import KVType, ProgramLayout, ProgramMode
 from staticllm.devices import type_name
-from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.errors import ConfigError
 
 MAX_LEN = 1 << 20

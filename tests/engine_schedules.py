@@ -88,7 +88,9 @@ class Schedule:
                 assert not tokens
                 assert isinstance(end.error, NumericalError) or was_cancelled
                 continue
-            answer = fake_answer(prompt, request.request.max_new_tokens, MASKS, is_recurrent, adapters=request.request.adapters)[len(prompt) :]
+            answer = fake_answer(
+                prompt, request.request.max_new_tokens, MASKS, is_recurrent, adapters=request.request.adapters
+            )[len(prompt) :]
             assert [token.id for token in tokens] == answer[: len(tokens)]
             is_whole = len(tokens) == request.request.max_new_tokens and end.reason == "length"
             assert end.error is None, end.error

@@ -1,8 +1,8 @@
 """Makes the low-rank matrices of LoRA adapters inputs of the model, beside the matrices that they change.
 
 A layer ``y = x · Wᵀ`` becomes ``y + ((x · aᵀ) * scales) · bᵀ``. The inputs ``a`` and ``b`` hold all adapters side by side, and
-``adapter_scales [1, S, adapters]`` has one factor per row and adapter. So rows with different adapters share a call, another alpha
-is another number in that input, and a row without adapters gets exactly 0 added. Layers that read the same values share one
+``adapter_scales [1, S, adapters]`` has one factor per row and adapter. So rows with different adapters share a call, another
+alpha is another number in that input, and a row without adapters gets exactly 0 added. Layers that read the same values share one
 ``a`` and one ``b``, in which the matrices of each layer have their own rows and columns.
 """
 
@@ -142,7 +142,9 @@ def _expose(graph: StepGraph, group: AdaptedGroup, members: list[Change], rows: 
     source = members[0].layer.source
     rank = source.get_partial_shape().rank
     if rank.is_dynamic or rank.get_length() not in (2, 3):
-        raise AdapterError(f"{members[0].adapters[0][1]!r} reads values of shape {source.get_partial_shape()}: no adapter can be there")
+        raise AdapterError(
+            f"{members[0].adapters[0][1]!r} reads values of shape {source.get_partial_shape()}: adapters are not possible there"
+        )
     a = graph.add_parameter(group.a_name, ov.PartialShape([group.rank, group.in_size]), ov.Type.f32)
     b = graph.add_parameter(group.b_name, ov.PartialShape([group.out_size, group.rank]), ov.Type.f32)
     low = ops.matmul(source, ops.convert_like(a, source), transpose_a=False, transpose_b=True)
@@ -152,7 +154,9 @@ def _expose(graph: StepGraph, group: AdaptedGroup, members: list[Change], rows: 
     if len(members) > 1:
         parts = ops.variadic_split(change, -1, np.array([member.layer.out_size for member in members])).outputs()
     for member, part in zip(members, parts, strict=True):
-        changed = bias_add(member.layer.node) or member.layer.node  # after the bias, which plugins fuse with the product
+        changed = (
+            bias_add(member.layer.node) or member.layer.node
+        )  # after the bias, which plugins fuse with the product
         targets = changed.output(0).get_target_inputs()
         total = ops.add(changed, part)
         total.set_friendly_name(f"{changed.get_friendly_name()}/adapted")

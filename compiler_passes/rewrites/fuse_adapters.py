@@ -37,7 +37,8 @@ def _fuse(layer: LinearLayer, delta: NDArray[np.float32], path: str) -> None:
     constant = through(weights, "Convert").get_node()
     if constant.get_type_name() != "Constant" or constant.get_element_type().get_type_name() not in _FLOATS:
         raise AdapterError(
-            f"MODE_FUSE: the weights of {path!r} are compressed to integers: leave the mode out, or export the model in f16 or f32"
+            f"MODE_FUSE: the weights of {path!r} are compressed to integers: leave the mode out, "
+            "or export the model in f16"
         )
     own = constant.get_data(dtype=np.float32).reshape(constant.get_output_shape(0))
     total = own + (delta if layer.node.get_attributes()["transpose_b"] else delta.T)

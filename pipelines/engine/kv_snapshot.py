@@ -61,7 +61,7 @@ def load_snapshot(
     key: bytes = b"",
     adapters: AdapterScales = (),
 ) -> int:
-    """Read a snapshot, which was computed with these adapters, into the host pool. Return its number of tokens. Any thread may call.
+    """Read a snapshot, which has these adapters, into the host pool. Return its number of tokens. Any thread may call.
 
     Raises:
         SnapshotError: the file is missing, damaged or of another model, or the host pool has no room for its tokens.

@@ -67,8 +67,8 @@ class Adapter(genai.Adapter):
 
     Args:
         path: A safetensors file, whose matrices are multiplied by the alpha of the request alone, as in GenAI. Or a directory as
-            PEFT writes it, where ``lora_alpha`` and ``r`` of its ``adapter_config.json`` count too, so that the alpha 1 gives what
-            PEFT computes. Or the bytes of a file in an ``openvino.Tensor``.
+            PEFT writes it, where ``lora_alpha`` and ``r`` of its ``adapter_config.json`` count too, so that 1 gives what PEFT
+            computes. Or the bytes of a file in an ``openvino.Tensor``.
 
     Raises:
         AdapterError: the file is missing, damaged or impossible, or no LoRA adapter.
@@ -110,7 +110,9 @@ def adapter_uses(config: object) -> tuple[AdapterUse, ...] | None:
     if config is None:
         return None
     if not isinstance(config, genai.AdapterConfig):
-        raise ConfigError(f"adapters={config!r:.80}: must be an openvino_genai.AdapterConfig, or None for the pipeline's own")
+        raise ConfigError(
+            f"adapters={config!r:.80}: must be an openvino_genai.AdapterConfig, or None for the pipeline's own"
+        )
     return tuple((known.name or known.read().name, alpha) for known, alpha in _members(config))
 
 

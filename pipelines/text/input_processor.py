@@ -104,13 +104,14 @@ class InputProcessor:
         resolve(config, {})
         self._generation_config = self._complete(config)
 
+    @property
     def adapter_scales(self) -> tuple[float, ...]:
-        """Return the factors of the adapters of the default generation config."""
+        """The factors of the adapters of the default generation config."""
         return self._scales_of(adapter_uses(self._generation_config.adapters))
 
     def adapter_identity(self) -> dict[str, str]:
         """Return what identifies these adapters in another process; empty if there are none."""
-        own, scales = self._adapters, self.adapter_scales()
+        own, scales = self._adapters, self.adapter_scales
         if own is None or not (scales or own.is_fused):
             return {}
         return {"adapters": own.description if own.is_fused else own.name_of(scales)}
@@ -206,7 +207,9 @@ class InputProcessor:
         own = self._adapters
         if own is None:
             if uses:
-                raise AdapterError("this pipeline was loaded without adapters: give adapters=AdapterConfig(...) to its constructor")
+                raise AdapterError(
+                    "this pipeline was loaded without adapters: give the constructor adapters=AdapterConfig(...)"
+                )
             return ()
         try:
             scales = own.scales(uses)

@@ -30,7 +30,9 @@ class AdapterSet:
     origin: object = None
 
     @classmethod
-    def of(cls, members: Iterable[tuple[LoraAdapter, float]], is_fused: bool = False, origin: object = None) -> AdapterSet:
+    def of(
+        cls, members: Iterable[tuple[LoraAdapter, float]], is_fused: bool = False, origin: object = None
+    ) -> AdapterSet:
         """Return the set of adapters with their alphas. Equal adapters count once, with the sum of their alphas."""
         adapters, alphas = dict[str, LoraAdapter](), dict[str, float]()
         for adapter, alpha in members:

@@ -151,7 +151,9 @@ def _pairs(file: SafetensorsFile) -> dict[str, dict[str, str]]:
             raise AdapterError(f"the adapter {file.name!r} has two tensors for {path!r}: {name!r} is the second")
     for path, names in found.items():
         if len(names) != 2:
-            raise AdapterError(f"the adapter {file.name!r} has one of two matrices for {path!r}: {next(iter(names.values()))!r}")
+            raise AdapterError(
+                f"the adapter {file.name!r} has one of two matrices for {path!r}: {next(iter(names.values()))!r}"
+            )
     if not found:
         raise AdapterError(f"the adapter {file.name!r} has no low-rank matrices (names that end in lora_A.weight)")
     return found

@@ -49,7 +49,9 @@ class SafetensorsFile:
 
     def __init__(self, file: BinaryIO, num_bytes: int, name: str) -> None:
         self._file, self.name = file, name
-        self.entries = _entries(self._read(8, num_bytes), lambda count: self._read(count, num_bytes - 8), num_bytes, name)
+        self.entries = _entries(
+            self._read(8, num_bytes), lambda count: self._read(count, num_bytes - 8), num_bytes, name
+        )
 
     def read(self, name: str) -> NDArray[np.float32]:
         """Return a tensor as f32.
@@ -131,7 +133,9 @@ def _entries(start: bytes, read: Callable[[int], bytes], num_bytes: int, name: s
         left = num_bytes - 8 - length
         return {key: _entry(key, value, 8 + length, left) for key, value in header.items() if key != "__metadata__"}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        reason = "its header is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else str(error)
+        reason = (
+            "its header is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else str(error)
+        )
         raise _damaged(name, (reason.splitlines() or ["its header is malformed"])[0][:200]) from None
 
 
@@ -154,7 +158,9 @@ def _entry(key: str, value: Any, base: int, left: int) -> TensorEntry:
     begin, end = offsets
     entry = TensorEntry(dtype, tuple(shape), base + begin)
     if not begin <= end <= left or end - begin != entry.num_bytes:
-        raise ValueError(f"{what} has {entry.num_bytes} bytes by its shape, but its place is {begin} to {end} of {left}")
+        raise ValueError(
+            f"{what} has {entry.num_bytes} bytes by its shape, but its place is {begin} to {end} of {left}"
+        )
     return entry
 
 

@@ -34,11 +34,17 @@ if TYPE_CHECKING:
     help="Compare the set's logits, or an encoder's vectors, with the CPU in f32; a set that differs too much is never loaded.",
 )
 @click.option(
-    "--adapter", "adapters", type=click.Path(), multiple=True, help="A LoRA adapter of the shapes that the set will serve."
+    "--adapter",
+    "adapters",
+    type=click.Path(),
+    multiple=True,
+    help="A LoRA adapter of the shapes that the set will serve.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
 @layout_options
-def command(model: str, target: str, is_verified: bool, adapters: tuple[str, ...], as_json: bool, **options: Any) -> None:
+def command(
+    model: str, target: str, is_verified: bool, adapters: tuple[str, ...], as_json: bool, **options: Any
+) -> None:
     """Compile all programs of MODEL, a decoder or an encoder, and export them as a blob set, which the option BLOB_PATH loads."""
     _check_npu(options["device"])
     options["adapters"] = adapters

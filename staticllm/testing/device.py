@@ -165,7 +165,7 @@ def checksum_of(tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
 
 
 def adapted_tokens(tokens: NDArray[np.int64], scales: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Return the tokens ``[n]`` that the fake model reads with the factors ``scales [n, adapters]``; without adapters the same."""
+    """Return the tokens ``[n]`` that the fake model reads with the factors ``scales [n, adapters]``; the same without any."""
     weights = np.arange(1, scales.shape[-1] + 1)
     codes = np.rint(8 * scales @ weights).astype(np.int64) % MAX_ADAPTER_CODES
     return tokens + ADAPTED * codes
@@ -186,7 +186,10 @@ def fake_next_token(
     adapters: Sequence[float] = (),
 ) -> int:
     """Return the token that the fake model must choose after ``tokens``, computed without a cache."""
-    ids, positions = adapted_tokens(np.asarray(tokens, np.int64), np.asarray([adapters], np.float32)), np.arange(len(tokens))
+    ids, positions = (
+        adapted_tokens(np.asarray(tokens, np.int64), np.asarray([adapters], np.float32)),
+        np.arange(len(tokens)),
+    )
     firsts = [kind.first(len(tokens) - 1) for kind in masks]
     seen = sum(checksum_of(ids[first:], positions[first:]) for first in firsts)
     return (seen + (fold(ids) if is_recurrent else 0)) % vocab_size

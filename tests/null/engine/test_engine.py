@@ -62,7 +62,7 @@ schedules = st.fixed_dictionaries(
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules)
 def test_any_schedule_gives_each_request_its_own_answer(schedule):
-    """Schedules include swaps, time slices, preemptions, adapters, recurrent models, models that cannot be packed, late programs."""
+    """Schedules include swaps, time slices, preemptions, adapters, recurrent and unpackable models, and late programs."""
     is_recurrent = schedule["kind"] == "recurrent"
     variants = FAKE_VARIANTS if schedule["kind"] == "packed" else [v for v in FAKE_VARIANTS if v.sequences == 1]
     engine = fake_engine(
