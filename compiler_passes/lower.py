@@ -68,6 +68,8 @@ def _shape_of(graph: StepGraph) -> ModelShape:
         has_distances=has_distances,
         recurrent_states=tuple(graph.recurrent_states),
         max_rows=graph.max_rows,
+        num_adapters=graph.num_adapters,
+        adapted=tuple(graph.adapted),
     )
     known = input_names(shape)
     for port in graph.model.inputs:

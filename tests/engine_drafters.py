@@ -55,7 +55,8 @@ def drafting_request(prompt, num_new, kind, masks=None, **options):
     request = fake_request(prompt, num_new, drafts=params, **options)
 
     def answer(tokens, limit):
-        return fake_answer(tokens, limit, *([masks] if masks else []))[len(tokens) :]
+        used = options.get("adapters", ())
+        return fake_answer(tokens, limit, *([masks] if masks else []), adapters=used)[len(tokens) :]
 
     rights = {"right": lambda place: True, "wrong": lambda place: False, "mixed": lambda place: place % 3}
     if kind in rights:

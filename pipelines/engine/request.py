@@ -54,6 +54,7 @@ class EngineRequest:
         stop_strings: Texts that end a beam. Those of other answers are found by the reader.
         drafts: How its tokens are drafted; None without drafts.
         grammar: What each answer must look like; None for free text.
+        adapters: The factor of each adapter that the model was loaded with; empty if the request uses none.
         id: The request's number.
         arrival: The ``time.perf_counter`` moment of its arrival.
     """
@@ -72,6 +73,7 @@ class EngineRequest:
     stop_strings: tuple[str, ...] = ()
     drafts: DraftParams | None = None
     grammar: Grammar | None = None
+    adapters: tuple[float, ...] = ()
     id: int = field(default_factory=new_id)
     arrival: float = field(default_factory=time.perf_counter)
 
@@ -81,6 +83,7 @@ class EngineRequest:
         The id is this process's own and is left out. Moments become seconds from now, since the clocks of processes may differ.
         """
         plain = {**asdict(self), "prompt": list(self.prompt), "stop_token_ids": sorted(self.stop_token_ids)}
+        plain["adapters"] = list(self.adapters)
         del plain["id"]
         now = time.perf_counter()
         for name in ("arrival", "deadline"):
@@ -96,7 +99,8 @@ class EngineRequest:
         prompt, stops = tuple(plain.pop("prompt")), frozenset(plain.pop("stop_token_ids"))
         nested = {name: kind(**plain.pop(name)) for name, kind in _NESTED.items() if plain.get(name) is not None}
         texts, sampling = tuple(plain.pop("stop_strings", ())), SamplingParams.from_dict(plain.pop("sampling"))
-        return cls(prompt, sampling, stop_token_ids=stops, stop_strings=texts, **{**plain, **nested})
+        adapters = tuple(plain.pop("adapters", ()))
+        return cls(prompt, sampling, stop_token_ids=stops, stop_strings=texts, adapters=adapters, **{**plain, **nested})
 
 
 _NESTED: dict[str, type[Any]] = {"beams": BeamParams, "drafts": DraftParams, "grammar": Grammar}

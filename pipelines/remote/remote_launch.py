@@ -101,6 +101,8 @@ def _plain(config: StaticLLMConfig) -> dict[str, Any]:
     Raises:
         ConfigError: one is a secret or a function of this process.
     """
+    if config.adapters is not None:
+        raise ConfigError("adapters cannot be sent to the daemon: load the model without daemon=True")
     values = asdict(config)
     for name in SECRETS:
         if values.pop(name) is not None:

@@ -20,7 +20,7 @@ def test_only_the_listed_names_are_public():
         "Device", "VariantIndex",
         "PromptTooLongError", "SnapshotError",
         "StaticLLMConfig", "StaticLLMError", "StaticLLMPipeline", "UnsupportedModelError", "Variant",
-        "AssistantMessage", "ToolCall", "LogitsProcessor",
+        "Adapter", "AdapterConfig", "AdapterError", "AssistantMessage", "ToolCall", "LogitsProcessor",
         "ArgumentsDelta", "CallBegin", "CallBroken", "CallEnd", "ContentDelta", "ReasoningDelta",
         "demo_model_path", "draft_model",
     }  # fmt: skip
