@@ -84,6 +84,16 @@ def test_a_conversation_goes_on_with_the_message():
         assert second.finish_reasons == ["stop"]
 
 
+@pytest.mark.parametrize("arguments", [{"city": "Berlin"}, '{"city": "Berlin"}'])
+def test_a_template_that_takes_arguments_as_text_gets_text(arguments):
+    template = "{% for c in messages[0].tool_calls or [] %}{{ 'args ' + c.function.arguments }}{% endfor %}"
+    prompts = []
+    with pipe_of(lambda prompt: prompts.append(prompt) or "yes", template) as pipe:
+        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        pipe.generate([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert prompts == ['args {"city": "Berlin"}']
+
+
 def test_tools_of_a_chat_history_are_shown_and_parsed_only_when_asked():
     prompts = []
 

@@ -45,6 +45,7 @@ TAGS = ("<tool_call>", "</tool_call>")
             "[THINK] [/THINK] [TOOL_CALLS]name[ARGS]",
             MessageFormat("named", ("[TOOL_CALLS]", ""), ("[THINK]", "[/THINK]"), has_args_marker=True),
         ),
+        ("<|START_ACTION|>[]<|END_ACTION|>", MessageFormat("tagged", ("<|START_ACTION|>", "<|END_ACTION|>"))),
         ("<|start|>assistant<|channel|>analysis<|message|>", MessageFormat("harmony")),
         (
             "{{ '<|tool_call|>' + tools + '<|/tool_call|>' }}",
