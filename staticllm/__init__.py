@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from staticllm.pipelines.embedding.embedding_config import EmbeddingConfig
     from staticllm.pipelines.generation.logits_processors import LogitsProcessor
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+    from staticllm.pipelines.model_loader.draft_source import draft_model
     from staticllm.pipelines.profiling.stats import Stats
     from staticllm.pipelines.profiling.trace import Trace
     from staticllm.pipelines.programs.variant_index import VariantIndex
@@ -104,10 +105,12 @@ __all__ = [
     "VariantIndex",
     "View",
     "demo_model_path",
+    "draft_model",
 ]
 
 
 _LAZY = {
+    "draft_model": "model_loader.draft_source",
     "GenerationHandle": "text.handle",
     "LogitsProcessor": "generation.logits_processors",
     "StaticLLMPipeline": "llm_pipeline",

@@ -8,7 +8,19 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from staticllm.core import FinishReason
-from staticllm.metrics import PerfMetrics
+from staticllm.metrics import PerfMetrics, SpeculativePerfMetrics
+
+
+class _Common:
+    """Attributes of GenAI's results that all forms of results have."""
+
+    perf_metrics: PerfMetrics
+
+    @property
+    def extended_perf_metrics(self) -> SpeculativePerfMetrics | None:
+        """The timings of an answer whose tokens were drafted; None without drafts."""
+        metrics = self.perf_metrics
+        return SpeculativePerfMetrics(metrics) if metrics.get_num_draft_tokens() else None
 
 
 @dataclass(frozen=True)

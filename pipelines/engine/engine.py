@@ -17,6 +17,7 @@ from staticllm.pipelines.engine.callbacks import Callbacks
 from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.device_use import DeviceUse
 from staticllm.pipelines.engine.engine_core import EngineCore
+from staticllm.pipelines.engine.fed.beam_requests import BeamRequest, Decode
 from staticllm.pipelines.engine.fed.sequence import FedSequence, Feed, begin_feeds
 from staticllm.pipelines.engine.jobs import JobSource
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
@@ -24,6 +25,7 @@ from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.request import EngineRequest, RequestState
+from staticllm.pipelines.engine.speculation.draft_model import DraftModel
 from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.programs.model_runner import ModelRunner
@@ -64,6 +66,7 @@ class Engine:
         self._has_news = False  # something arrived since the last step began
         self._pid = os.getpid()
         self.device_use: DeviceUse | None = None  # set before the first request if others use the device too
+        self.decode: Decode | None = None  # makes text of tokens, to find the stop strings of beams
 
     def submit(
         self, request: EngineRequest, queue: OutputQueue | None = None, processors: UserProcessors = ()
@@ -76,7 +79,11 @@ class Engine:
             BusyError: ``MAX_WAITING`` requests are waiting.
             ClosedError: the engine was closed, or belongs to another process.
         """
-        state = RequestState(request, self.runner.cache.layout.vocab_size, queue, processors)
+        vocab_size = self.runner.cache.layout.vocab_size
+        if request.beams is None:
+            state = RequestState(request, vocab_size, queue, processors)
+        else:
+            state = BeamRequest(request, vocab_size, queue, self.decode)
         self.submit_state(state)
         return state.queue
 
@@ -207,6 +214,14 @@ class Engine:
             ClosedError: a sequence or the engine was closed.
         """
         begin_feeds(self, feeds)
+
+    def use_draft_model(self, model: DraftModel) -> None:
+        """Let a model draft the tokens of requests that ask for it. It runs on the engine's thread.
+
+        Raises:
+            ClosedError: the engine was closed, or belongs to another process.
+        """
+        self.run_between_steps(lambda: self._core.draft_planner.use_model(model))
 
     def add_jobs(self, source: JobSource) -> None:
         """Run the jobs of a source beside the requests from now on; the policies decide when.
@@ -345,13 +360,13 @@ class Engine:
                 switch, self._next = self._next, None
                 self._core.install(switch.runner, switch.options)
                 switch.on_switch()
-            self._core.is_switching = self._next is not None
+            self._core.feeds.is_switching = self._next is not None
             while self._inbox and not self._next:
                 self._core.admit(self._inbox.pop(next(iter(self._inbox))))
             states = list(self._inbox.values())
             self._num_waiting = self._core.num_waiting
-        if not self._core.is_switching:
-            self._core.begin_held()
+        if not self._core.feeds.is_switching:
+            self._core.feeds.begin_held()
         now = time.perf_counter()
         for state in states:
             if (reason := state.sequences[0].finish_reason_at(now)) is not None:

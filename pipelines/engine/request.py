@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,9 +15,11 @@ from staticllm.core import FinishReason
 from staticllm.kvcache.sequence import KVSequence
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.overflow import OverflowRule
+from staticllm.pipelines.generation.beam_search import BeamParams
+from staticllm.pipelines.generation.drafts import AnswerDrafts, Draft, DraftParams
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.logits_processors import LogitsProcessor, processors_for
-from staticllm.pipelines.generation.sampler import Sampler
+from staticllm.pipelines.generation.sampler import Choice, Sampler
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.scheduling.request_table import RequestInfo
 
@@ -43,6 +46,9 @@ class EngineRequest:
         priority: Requests with a higher priority are served first.
         deadline: The ``time.perf_counter`` moment at which the request ends, finished or not; None without one.
         overflow: The rule for a conversation that fills its slots.
+        beams: The parameters of a beam search; None for one token at a time. Its answers are the ``num_sequences`` best.
+        stop_strings: Texts that end a beam. Those of other answers are found by the reader.
+        drafts: How its tokens are drafted; None without drafts.
         id: The request's number.
         arrival: The ``time.perf_counter`` moment of its arrival.
     """
@@ -57,6 +63,9 @@ class EngineRequest:
     priority: int = 0
     deadline: float | None = None
     overflow: OverflowRule = "stop"
+    beams: BeamParams | None = None
+    stop_strings: tuple[str, ...] = ()
+    drafts: DraftParams | None = None
     id: int = field(default_factory=new_id)
     arrival: float = field(default_factory=time.perf_counter)
 
@@ -79,7 +88,13 @@ class EngineRequest:
         for name in ("arrival", "deadline"):
             plain[name] = None if plain[name] is None else plain[name] + now
         prompt, stops = tuple(plain.pop("prompt")), frozenset(plain.pop("stop_token_ids"))
-        return cls(prompt, SamplingParams.from_dict(plain.pop("sampling")), stop_token_ids=stops, **plain)
+        nested = {name: kind(**plain.pop(name)) for name, kind in _NESTED.items() if plain.get(name) is not None}
+        texts, sampling = tuple(plain.pop("stop_strings", ())), SamplingParams.from_dict(plain.pop("sampling"))
+        return cls(prompt, sampling, stop_token_ids=stops, stop_strings=texts, **{**plain, **nested})
+
+
+_NESTED: dict[str, type[Any]] = {"beams": BeamParams, "drafts": DraftParams}
+"""The fields of a request that are values with fields of their own."""
 
 
 class SequenceState:
@@ -103,10 +118,16 @@ class SequenceState:
         self.info = RequestInfo(self.id, request.arrival, len(self.tokens), request.priority, request.deadline)
         self.sequence: KVSequence | None = None  # its slots in the arena; only the KVCacheManager sets it
         self.cancel_reason: FinishReason | None = None
+        self.is_shifted = False  # its keys are not those that the model would compute; only the KVCacheManager sets it
         self.num_cached = 0  # prompt tokens that the prefix cache had; only the KVCacheManager sets it
         self.started: float | None = None
+        self.vocab_size = vocab_size
+        self.drafts = None if request.drafts is None else AnswerDrafts(request.drafts, request.prompt)
         self.token_times: list[float] = []
         self._device_seconds = 0.0  # device time since the last token
+        self._sampling_seconds = 0.0  # time of choosing since the last token
+        self._draft_seconds = 0.0  # time of the draft model since the last token
+        self._num_drafted = self._num_accepted = 0  # tokens of drafts that were checked since the last token
         self._queue = queue
         self._new_tokens: list[TokenOutput] = []
         processors = processors_for(
@@ -134,28 +155,60 @@ class SequenceState:
         """Return how many logits a call needs that runs the tokens ``[start, start + count)``."""
         return 1
 
-    def choose(self, logits: Logits, argmax: int) -> FinishReason | None:
-        """Choose the next token from ``logits [vocab]``. Return why the answer ends with it, None if it continues.
+    @property
+    def num_left(self) -> int:
+        """The most tokens that may still be chosen."""
+        limit = self.request.max_new_tokens
+        return sys.maxsize if limit is None else limit - self.num_generated
+
+    def sample(self, logits: Logits, argmax: int | None = None) -> Choice:
+        """Choose the next token from ``logits [vocab]``; ``argmax`` is the index of the largest, if known. ``add`` adds it.
 
         Raises:
             GenerationConfigError: no token is left to choose.
         """
         start = time.perf_counter()
         choice = self._sampler.sample(logits, argmax)
-        token, now = choice.token, time.perf_counter()
-        self.tokens.append(token)
+        self._sampling_seconds += time.perf_counter() - start
+        return choice
+
+    def add(self, choice: Choice) -> FinishReason | None:
+        """Add a chosen token to the answer. Return why the answer ends with it, None if it continues."""
+        reason = self.reason_to_end(choice.token, 1)
+        now = time.perf_counter()
+        self.tokens.append(choice.token)
         self.token_times.append(now)
-        device_seconds, self._device_seconds = self._device_seconds, 0.0
-        self._new_tokens.append(
-            TokenOutput(token, choice.logprob, now, now - start, self.index, device_seconds, self.num_cached)
-        )
+        output = TokenOutput(
+            choice.token, choice.logprob, now, self._sampling_seconds, self.index, self._device_seconds, self.num_cached,
+            self._num_drafted, self._num_accepted, self._draft_seconds,
+        )  # fmt: skip
+        self._new_tokens.append(output)
+        self._device_seconds = self._sampling_seconds = self._draft_seconds = 0.0
+        self._num_drafted = self._num_accepted = 0
+        return reason
+
+    def reason_to_end(self, token: int, count: int) -> FinishReason | None:
+        """Return why the answer ends with ``token``, the ``count``-th after those that were added; None if it continues."""
         if token in self.request.stop_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_generated == self.request.max_new_tokens else None
+        return FinishReason.LENGTH if self.num_generated + count == self.request.max_new_tokens else None
+
+    def count_draft(self, draft: Draft, num_accepted: int) -> None:
+        """Count the tokens of a draft that a call checked; the next token carries the counts to the reader."""
+        self._num_drafted += len(draft.tokens)
+        self._num_accepted += num_accepted
+        if self.drafts is not None:
+            self.drafts.observe(draft, num_accepted)
+
+    def add_draft_seconds(self, seconds: float) -> None:
+        """Add the ``seconds`` that the draft model took for a draft of this answer, and of others in the same calls."""
+        self._draft_seconds += seconds
 
     def replace_tokens(self, tokens: list[int]) -> None:
         """Replace the prompt and the answer so far, in a conversation that was shortened."""
         self.tokens = tokens
+        if self.drafts is not None:
+            self.drafts.forget()
 
     def finish_reason_at(self, now: float) -> FinishReason | None:
         """Return why the answer must end at the moment ``now``: cancelled or past its deadline. None if it may continue."""

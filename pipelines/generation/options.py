@@ -11,7 +11,10 @@ import openvino_genai as genai
 
 from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError
+from staticllm.pipelines.generation.beam_search import BeamParams
+from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.generation.extra_options import EXTRA_NAMES, ExtraOptions, extra_options, number
+from staticllm.pipelines.generation.method_options import MAX_BEAMS, beams_of, drafts_of
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 UNLIMITED = 2**64 - 1
@@ -44,6 +47,10 @@ _SUPPORTED = frozenset(
         "frequency_penalty",
         "rng_seed",
         "num_return_sequences",
+        "num_beams",
+        "max_ngram_size",
+        "num_assistant_tokens",
+        "assistant_confidence_threshold",
         "parsers",
     ]
 )
@@ -60,8 +67,9 @@ class GenerationOptions:
     """The checked options of one request, with the names and meanings of ``openvino_genai.GenerationConfig``.
 
     ``max_new_tokens`` and ``max_length`` are None if they do not limit the answer. ``stop_token_ids`` includes the
-    ``eos_token_id``; with ``ignore_eos`` it is empty. ``extra`` holds the options that GenAI does not have; those among them
-    that choose tokens are also in ``sampling``, except texts, which have no token ids yet.
+    ``eos_token_id``; with ``ignore_eos`` it is empty. ``beams`` is None without beam search, and ``drafts`` without drafts.
+    ``extra`` holds the options that GenAI does not have; those among them that choose tokens are also in ``sampling``, except
+    texts, which have no token ids yet.
     """
 
     sampling: SamplingParams
@@ -74,6 +82,8 @@ class GenerationOptions:
     echo: bool
     apply_chat_template: bool
     num_return_sequences: int = 1
+    beams: BeamParams | None = None
+    drafts: DraftParams | None = None
     parsers: tuple[genai.Parser, ...] = ()
     extra: ExtraOptions = field(default_factory=ExtraOptions)
 
@@ -145,15 +155,12 @@ def _ngram_size(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> int
 
 
 def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> GenerationOptions:
-    # num_beams comes first, because it may be the cause of other options' errors
-    num_beams_first = sorted(options.items(), key=lambda item: item[0] != "num_beams")
-    for name, value in num_beams_first:
-        if name in _SUPPORTED or (name in _INERT_WITHOUT_BEAMS and options["num_beams"] == 1):
+    for name, value in options.items():
+        if name in _SUPPORTED or name in _INERT_WITHOUT_BEAMS:
             continue
-        is_off = name == "num_assistant_tokens" and value in (None, 0)
-        if not is_off and value != getattr(_DEFAULTS, name):
+        if value != getattr(_DEFAULTS, name):
             raise GenerationConfigError(
-                f"{name}={value!r} is not supported: decoding is greedy or multinomial; "
+                f"{name}={value!r} is not supported: decoding is greedy, multinomial or beam search; "
                 f"leave {name} at {getattr(_DEFAULTS, name)!r}"
             )
     if not isinstance(options["stop_token_ids"], (set, frozenset, list, tuple)):
@@ -176,6 +183,8 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
         echo=bool(options["echo"]),
         apply_chat_template=bool(options["apply_chat_template"]),
         num_return_sequences=_num_sequences(options),
+        beams=beams_of(options),
+        drafts=drafts_of(options),
         parsers=_parsers(options["parsers"]),
         extra=extra,
     )
@@ -183,9 +192,13 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
 
 def _num_sequences(options: Mapping[str, Any]) -> int:
     count = whole("num_return_sequences", options["num_return_sequences"], 1, MAX_SEQUENCES)
-    if count > 1 and not options["do_sample"]:
+    num_beams = whole("num_beams", options["num_beams"], 1, MAX_BEAMS)
+    if num_beams > 1 and count > num_beams:
+        raise GenerationConfigError(f"num_return_sequences={count} is more than num_beams={num_beams}: lower it")
+    if count > 1 and num_beams == 1 and not options["do_sample"]:
         raise GenerationConfigError(
-            f"num_return_sequences={count} with do_sample=False: greedy answers are all the same; set do_sample=True"
+            f"num_return_sequences={count} with do_sample=False: greedy answers are all the same; set do_sample=True, "
+            "or num_beams"
         )
     return count
 

@@ -76,6 +76,18 @@ def launch_remote(
     )
 
 
+def check_sendable(scheduler: object, draft_model: object) -> None:
+    """Check that these arguments of a pipeline can be sent to the daemon.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    if not (scheduler is None or isinstance(scheduler, str)):
+        raise ConfigError("scheduler is an object of this program: the daemon takes a name, such as 'dynamic'")
+    if draft_model is not None:
+        raise ConfigError("draft_model with daemon=True: the daemon loads no draft models, leave one of them out")
+
+
 def _plain(config: StaticLLMConfig) -> dict[str, Any]:
     """Return the fields of a config as JSON types, with absolute paths.
 

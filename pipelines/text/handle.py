@@ -166,7 +166,7 @@ class GenerationHandle:
         return results_of(self._prepared.form, self.outputs(timeout), self._decode, parsers)
 
     def outputs(self, timeout: float | None = None) -> list[RequestOutput]:
-        """Wait for the end and return each answer with its timings.
+        """Wait for the end and return each answer with its timings. A beam search may find fewer than were requested.
 
         Raises:
             TimeoutError, StaticLLMError: as for ``result``.
@@ -185,7 +185,9 @@ class GenerationHandle:
         finally:
             self._role.leave(token)
         self._raise_error()
-        return [self._outputs[index] for index in range(len(self._processors))]
+        outputs = [self._outputs[index] for index in range(len(self._processors))]
+        is_search = self._prepared.options.beams is not None
+        return [output for index, output in enumerate(outputs) if not is_search or output.tokens or not index]
 
     def output(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end and return the first answer with its timings.

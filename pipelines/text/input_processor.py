@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 import openvino_genai as genai
 
+from staticllm.config import StaticLLMConfig
 from staticllm.errors import GenerationConfigError, ModelError, last_line
 from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule, shorten
 from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.generation.drafts import DEFAULT_NGRAM_SIZE, DraftParams
 from staticllm.pipelines.generation.extra_options import ToolOptions
 from staticllm.pipelines.generation.options import GenerationOptions, copy_config, limit_of, resolve
 from staticllm.pipelines.generation.user_processors import copies_for
@@ -46,12 +48,16 @@ class CallOptions:
     is_chat: bool = False
 
     def check_single(self, receiver: str) -> None:
-        """Check that one answer per prompt is requested.
+        """Check that one answer per prompt is requested, whose tokens are known one by one.
 
         Raises:
-            GenerationConfigError: there are several; ``receiver`` could not tell them apart.
+            GenerationConfigError: there are several, and ``receiver`` could not tell them apart; or beams.
         """
-        count = self.options.num_return_sequences
+        count, beams = self.options.num_return_sequences, self.options.beams
+        if beams is not None:
+            raise GenerationConfigError(
+                f"a {receiver} for num_beams={beams.num_beams}: the tokens are known at the end; leave one of them out"
+            )
         if count > 1:
             raise GenerationConfigError(
                 f"a {receiver} for num_return_sequences={count}: it could not tell the answers apart; leave one of them out"
@@ -60,11 +66,21 @@ class CallOptions:
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """Limits for a prompt: its tokens, the tokens of prompt and answer together, and the number of token ids."""
+    """Limits for a prompt: its tokens, the tokens of prompt and answer together, and the number of token ids.
+
+    ``has_prompt_lookup`` and ``has_draft_model``: how the pipeline drafts the tokens of requests that do not say it.
+    """
 
     max_prompt_len: int
     max_seq_len: int
     vocab_size: int
+    has_prompt_lookup: bool = False
+    has_draft_model: bool = False
+
+    @classmethod
+    def of(cls, config: StaticLLMConfig, vocab_size: int, has_draft_model: bool) -> PromptLimits:
+        """Return the limits of a pipeline with this config."""
+        return cls(config.max_prompt_len, config.max_seq_len, vocab_size, config.prompt_lookup, has_draft_model)
 
 
 def no_text(tokens: list[int]) -> str:
@@ -180,6 +196,10 @@ class InputProcessor:
         ids = shorten(prompt.ids, limits.max_prompt_len, call.overflow)
         check_ids(ids, limits.vocab_size, limits.max_prompt_len, call.is_chat)
         options.check_room(len(ids))
+        if options.beams is not None and call.overflow != "stop":
+            raise GenerationConfigError(
+                f"overflow={call.overflow!r} with num_beams: beams cannot be shortened; use 'stop'"
+            )
         _check_tokens(options, limits.vocab_size)
         processors = copies_for(options.extra.logits_processors, ids, options.num_return_sequences)
         request = EngineRequest(
@@ -193,6 +213,9 @@ class InputProcessor:
             priority=call.priority,
             deadline=call.deadline,
             overflow=call.overflow,
+            beams=options.beams,
+            stop_strings=() if options.beams is None else tuple(sorted(options.stop_strings)),
+            drafts=_drafts_of(options, limits),
             arrival=call.started,
         )
         format, tools = self._format_of(prompt, options.extra.tool_options), options.extra.tool_options.tools
@@ -289,3 +312,25 @@ def _check_tokens(options: GenerationOptions, vocab_size: int) -> None:
 
 def _texts_of(inputs: Inputs, form: Form) -> Sequence[str]:
     return [cast(str, inputs)] if form == "text" else cast(Sequence[str], inputs)
+
+
+def _drafts_of(options: GenerationOptions, limits: PromptLimits) -> DraftParams | None:
+    """Return how the tokens of a request are drafted: as its options say, with what the pipeline adds; None without drafts.
+
+    Raises:
+        GenerationConfigError: the options need a draft model, and there is none.
+    """
+    asked, is_single = options.drafts, options.num_return_sequences == 1
+    if asked is None and not (is_single and (limits.has_prompt_lookup or limits.has_draft_model)):
+        return None
+    drafts = asked or DraftParams()
+    if limits.has_prompt_lookup and not drafts.max_ngram_size:
+        drafts = replace(drafts, max_ngram_size=DEFAULT_NGRAM_SIZE)
+    if not drafts.max_ngram_size and not limits.has_draft_model:
+        name, value = ("num_assistant_tokens", drafts.max_tokens)
+        if drafts.confidence:
+            name, value = ("assistant_confidence_threshold", drafts.confidence)
+        raise GenerationConfigError(
+            f"{name}={value} without a draft model: load with draft_model, or set max_ngram_size for prompt lookup"
+        )
+    return replace(drafts, uses_model=limits.has_draft_model)

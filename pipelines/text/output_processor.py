@@ -30,7 +30,8 @@ class TextDelta:
 class RequestOutput:
     """One answer that has ended. Times are ``time.perf_counter`` moments, durations are seconds.
 
-    ``score`` is the sum of the tokens' log-probabilities (0.0 unless requested). ``is_dropped``: whether the streamer returned
+    ``score`` is the sum of the tokens' log-probabilities (0.0 unless requested), for a beam divided by a power of its length.
+    ``is_dropped``: whether the streamer returned
     ``StreamingStatus.CANCEL``, so that a chat does not keep this turn. ``echo`` holds the prompt's tokens if they are part of
     the answer. ``token_times``, ``sampling_seconds`` and ``device_seconds`` have an entry per chosen token, also for those that
     a stop string cut off; ``device_seconds`` is the time of the device calls since the token before. ``num_cached`` is the
@@ -144,7 +145,7 @@ class OutputProcessor:
         output = RequestOutput(
             tokens=self._tokens,
             text=self._detokenizer.text,
-            score=sum((token.logprob for token in received), 0.0),
+            score=self._score(),
             finish_reason=reason,
             is_dropped=is_dropped,
             echo=list(self._prepared.request.prompt) if options.echo else [],
@@ -160,6 +161,10 @@ class OutputProcessor:
             return Ending(output, None)
         tokens, self._unsent = self._unsent, []
         return Ending(output, TextDelta(tokens, rest, events))
+
+    def _score(self) -> float:
+        total, beams = sum((token.logprob for token in self._received), 0.0), self._prepared.options.beams
+        return total if beams is None else total / max(len(self._received), 1) ** beams.length_penalty
 
     def _text(self) -> str:
         """Decode the tokens that are not decoded yet, and return the text that they add."""
@@ -179,6 +184,9 @@ class OutputProcessor:
         metrics = PerfMetrics(self._load_ms)
         num_prompt = 0 if self._index else len(prepared.request.prompt)
         metrics.count(num_prompt, len(self._tokens), received[-1].num_cached if received else 0)
+        num_drafted, num_accepted = sum(t.num_drafted for t in received), sum(t.num_accepted for t in received)
+        per_token = [t.draft_seconds / t.num_drafted for t in received for _ in range(t.num_drafted)]
+        metrics.count_drafts(num_drafted, num_accepted, per_token)
         raw, started = metrics.raw_metrics, prepared.started
         times, calls = [token.time for token in received], [token.device_seconds for token in received]
         template, spent = prepared.template_seconds, self._detokenization_seconds

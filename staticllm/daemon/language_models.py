@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from staticllm.config import StaticLLMConfig
 from staticllm.daemon.devices import Devices
@@ -16,6 +16,8 @@ from staticllm.model_dir import MODEL_XML, weights_of, weights_size
 from staticllm.pipelines.engine.device_use import DeviceUse
 from staticllm.pipelines.engine.overflow import RULES
 from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.generation.beam_search import StopCriteria
+from staticllm.pipelines.generation.method_options import MAX_BEAMS
 from staticllm.pipelines.generation.sampling_params import SEQUENCES, SamplingParams
 from staticllm.pipelines.model_loader.arguments import Candidate
 from staticllm.pipelines.model_loader.launch import Launched, launch
@@ -181,6 +183,7 @@ def _check_fields(request: EngineRequest) -> None:
         raise ConfigError(f"overflow={request.overflow!r}: must be one of {', '.join(RULES)}")
     if not all(type(id) is int for id in request.stop_token_ids):
         raise ConfigError("stop_token_ids must be whole numbers")
+    _check_beams(request)
     for moment in (request.arrival, request.deadline):
         if moment is not None and not math.isfinite(moment):
             raise ConfigError("arrival and deadline must be finite")
@@ -190,6 +193,31 @@ def _check_fields(request: EngineRequest) -> None:
             _check_sequences(field.name, value)
         elif type(value) not in _NUMBERS[str(field.type)] or not math.isfinite(value):
             raise ConfigError(f"{field.name}={value!r}: must be of type {field.type} and finite")
+
+
+def _check_beams(request: EngineRequest) -> None:
+    """Check the parameters of a beam search from another process.
+
+    Raises:
+        ConfigError: one is wrong, or stop strings, which need the tokenizer.
+    """
+    beams = request.beams
+    if request.stop_strings:
+        raise ConfigError("stop_strings with num_beams: the daemon has no tokenizer; load without daemon=True")
+    if beams is None:
+        return
+    if type(beams.num_beams) is not int or not 2 <= beams.num_beams <= MAX_BEAMS:
+        raise ConfigError(f"num_beams={beams.num_beams!r}: must be a whole number from 2 to {MAX_BEAMS}")
+    if type(beams.num_beam_groups) is not int or beams.num_beam_groups < 1 or beams.num_beams % beams.num_beam_groups:
+        raise ConfigError(f"num_beam_groups={beams.num_beam_groups!r}: must divide num_beams={beams.num_beams}")
+    size = beams.no_repeat_ngram_size
+    if size is not None and (type(size) is not int or size < 1):
+        raise ConfigError(f"no_repeat_ngram_size={size!r}: must be a whole number of at least 1")
+    for value in (beams.diversity_penalty, beams.length_penalty):
+        if type(value) not in (int, float) or not abs(value) <= 1e6:
+            raise ConfigError(f"diversity_penalty and length_penalty must be finite numbers, not {value!r}")
+    if beams.stop_criteria not in get_args(StopCriteria):
+        raise ConfigError(f"stop_criteria={beams.stop_criteria!r}: must be one of {', '.join(get_args(StopCriteria))}")
 
 
 def _check_sequences(name: str, rows: tuple[tuple[Any, ...], ...]) -> None:

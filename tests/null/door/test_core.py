@@ -22,7 +22,7 @@ def test_only_the_listed_names_are_public():
         "StaticLLMConfig", "StaticLLMError", "StaticLLMPipeline", "UnsupportedModelError", "Variant",
         "AssistantMessage", "ToolCall", "LogitsProcessor",
         "ArgumentsDelta", "CallBegin", "CallBroken", "CallEnd", "ContentDelta", "ReasoningDelta",
-        "demo_model_path",
+        "demo_model_path", "draft_model",
     }  # fmt: skip
     with pytest.raises(AttributeError):
         staticllm.nothing_of_this_name  # noqa: B018
