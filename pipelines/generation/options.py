@@ -183,6 +183,11 @@ def _grammar(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> Gramma
 def _checked(
     options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int, grammar: Grammar | None
 ) -> GenerationOptions:
+    if options["num_beams"] != 1 and extra.choosing:
+        raise GenerationConfigError(
+            f"{extra.choosing[0]} with num_beams={options['num_beams']!r}: beams are chosen by the model's own "
+            "probabilities; leave one of them out"
+        )
     for name, value in options.items():
         if name in _SUPPORTED or name in _INERT_WITHOUT_BEAMS:
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -30,7 +30,7 @@ class Json:
 
 @dataclass(frozen=True)
 class FreeText:
-    """Any text that does not contain ``end``, which follows as a part of its own."""
+    """Any text that does not contain ``end``. A ``Text`` that begins with ``end`` follows."""
 
     end: str
 
@@ -54,6 +54,36 @@ class RequiredCalls:
 
     calls: tuple[tuple[Part, ...], ...]
     lead: tuple[Part, ...] = ()
+
+    def to_structural_tag(self) -> dict[str, Any]:
+        """Return these answers as the JSON of a structural tag, with the formats of xgrammar and GenAI."""
+        choices = [_sequence(call) for call in self.calls]
+        call = choices[0] if len(choices) == 1 else {"type": "or", "elements": choices}
+        lead = _elements(self.lead)
+        format = {"type": "sequence", "elements": [*lead, call]} if lead else call
+        return {"type": "structural_tag", "format": format}
+
+
+def _sequence(parts: Sequence[Part]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": _elements(parts)}
+
+
+def _elements(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """Return the formats of these parts. Free text becomes a tag that ends with the beginning of the text after it."""
+    elements: list[dict[str, Any]] = []
+    end = ""
+    for part in parts:
+        if isinstance(part, FreeText):
+            end = part.end
+            elements.append({"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end})
+        elif isinstance(part, Json):
+            elements.append({"type": "json_schema", "json_schema": dict(part.schema)})
+        elif isinstance(part, OptionalParts):
+            elements.append({"type": "optional", "content": _sequence(part.parts)})
+        else:
+            text, end = part.text.removeprefix(end), ""
+            elements += [{"type": "const_string", "value": text}] if text else []
+    return elements
 
 
 def required_calls(format: MessageFormat, tools: ToolOptions) -> RequiredCalls:
