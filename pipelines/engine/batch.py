@@ -108,8 +108,11 @@ class BatchBuilder:
     def _with_drafts(self, batch: Batch) -> Batch:
         """Return the batch with drafts after the tokens that decode, where that pays."""
         decoding = [entry for entry in batch.entries if not entry.is_prefill]
-        is_wanted = any(entry.state.drafts is not None for entry in decoding)
-        if not is_wanted or not self._draft_planner.is_possible or self._quarantine.has_suspects:
+        drafting = [entry.state.drafts for entry in decoding if entry.state.drafts is not None]
+        if not drafting or not self._draft_planner.is_possible or self._quarantine.has_suspects:
+            return batch
+        if not sum(drafts.is_due() for drafts in drafting):
+            self._draft_planner.skip()
             return batch
         num_rows = sum(len(entry.segment.tokens) for entry in batch.entries)
         num_logits = sum(entry.segment.num_logits for entry in batch.entries)
