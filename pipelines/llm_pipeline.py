@@ -63,7 +63,7 @@ class StaticLLMPipeline:
             ``config.scheduler``.
         daemon: Load the model in the daemon, a process that owns the devices for all programs of this user, and is started if
             it does not run. Programs with the same model and properties share its weights (docs/daemon.md).
-        properties: GenAI's and OpenVINO's properties: ``MAX_PROMPT_LEN``, ``INFERENCE_PRECISION_HINT``, ``adapters`` …
+        properties: GenAI's and OpenVINO's properties: ``MAX_PROMPT_LEN``, ``adapters``, ``draft_model`` …
 
     Raises:
         ModelError: the directory is missing, half-written or not a language model.

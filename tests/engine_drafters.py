@@ -14,6 +14,8 @@ class Guesser:
     ``is_certain`` makes the engine check every draft, also if none was ever accepted.
     """
 
+    can_pause = False
+
     def __init__(self, answer, is_right, is_certain=True):
         self.answer, self.is_right, self.is_certain = answer, is_right, is_certain
         self.observed = []
@@ -36,6 +38,8 @@ class Guesser:
 
 class Outside:
     """Proposes tokens that are not in the vocabulary after one that is."""
+
+    can_pause = False
 
     def propose(self, tokens, limit):
         return Draft((3, 1 << 40, -1)[:limit], "outside", is_certain=True)

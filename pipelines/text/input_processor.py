@@ -376,10 +376,10 @@ def _drafts_of(options: GenerationOptions, limits: PromptLimits) -> DraftParams 
     if limits.has_prompt_lookup and not drafts.max_ngram_size:
         drafts = replace(drafts, max_ngram_size=DEFAULT_NGRAM_SIZE)
     if not drafts.max_ngram_size and not limits.has_draft_model:
-        name, value = "num_assistant_tokens", float(drafts.max_tokens)
-        if drafts.confidence:
-            name, value = "assistant_confidence_threshold", drafts.confidence
+        is_confidence = drafts.confidence > 0
+        name = "assistant_confidence_threshold" if is_confidence else "num_assistant_tokens"
         raise GenerationConfigError(
-            f"{name}={value:g} without a draft model: load with draft_model, or set max_ngram_size for prompt lookup"
+            f"{name}={drafts.confidence if is_confidence else drafts.max_tokens} without a draft model: load with draft_model, "
+            "or set max_ngram_size for prompt lookup"
         )
     return replace(drafts, uses_model=limits.has_draft_model)

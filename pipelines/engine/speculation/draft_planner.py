@@ -34,6 +34,8 @@ FIRST_PLAIN, REFRESH_AFTER = 3, 48
 plain step costs must be known, and stay known: drafts are measured by it."""
 SLOWER_WEIGHT = 0.1
 """The weight of a slower call in the host's seconds per call. A faster one counts at once: others were delayed."""
+SHORT_PAUSE, LONG_PAUSE = 3, 15
+"""The most steps for which a request is not asked for a draft again: when it had none, and when it had one that did not pay."""
 MAX_KEPT = 1024
 """The number of sizes of calls whose variants are remembered."""
 
@@ -120,11 +122,14 @@ class DraftPlanner:
         proposed = [self._proposal(state, call, room) for state in states]
         chances = self._chances(states, proposed)[: max(room, 0)]
         option = self._best(call, chances, proposed) if chances else None
+        lengths = [0] * len(states)
+        for chance in chances[: option.most] if option is not None else ():
+            lengths[chance.index] += 1
+        for state, draft, length in zip(states, proposed, lengths, strict=True):
+            if state.drafts is not None:
+                state.drafts.pause(0 if length else LONG_PAUSE if draft.tokens else SHORT_PAUSE)
         if option is None:
             return DraftPlan(call, call.variant)
-        lengths = [0] * len(states)
-        for chance in chances[: option.most]:
-            lengths[chance.index] += 1
         drafts = [replace(draft, tokens=draft.tokens[:n]) for draft, n in zip(proposed, lengths, strict=True)]
         modelled = [i for i, draft in enumerate(drafts) if draft.kind == KIND and draft.tokens]
         if self.model is None or not modelled:
@@ -137,6 +142,12 @@ class DraftPlanner:
             states[i].add_draft_seconds(model.seconds - before)
         variant = self._variant_for(call, sum(len(draft.tokens) for draft in drafts))
         return DraftPlan(call, variant, tuple(drafts), expected, model.seconds - before)
+
+    def skip(self) -> None:
+        """Count a decode step in which no request was due for a draft."""
+        self._num_plain += 1
+        self._num_drafted = 0
+        self._credit = min(self._credit + ALLOWANCE, MAX_CREDIT)
 
     def observe(self, plan: DraftPlan, num_accepted: int, host_seconds: float) -> None:
         """Learn that ``num_accepted`` drafted tokens of a call were accepted.
