@@ -14,6 +14,7 @@ from staticllm.kvcache.arena import Arena
 from staticllm.kvcache.finite import is_finite
 from staticllm.kvcache.mask import MaskBuilder, paint_positions
 from staticllm.kvcache.recurrent import StateBank
+from staticllm.kvcache.rotation import KeyRotations
 from staticllm.kvcache.sequence import KVSequence
 from staticllm.kvcache.slot_allocator import SlotAllocator
 from staticllm.kvcache.step import Step, StepBuffers
@@ -35,6 +36,7 @@ class KVCache:
     def __init__(self, shape: ModelShape, kv_lens: Sequence[int]) -> None:
         self.kv_lens = sorted(set(kv_lens) - {0})
         self.num_slots = self.kv_lens[-1]
+        self.kv_states = shape.kv_states
         self.arena = Arena(shape.kv_states, self.num_slots)
         self.slots = SlotAllocator(self.num_slots)
         self.states = StateBank(shape.recurrent_states)
@@ -68,6 +70,23 @@ class KVCache:
         if length < len(sequence):
             self.slots.free(sequence.cut(0 if self.states else length))
             self.states.forget(sequence)
+
+    def shift(self, sequence: KVSequence, start: int, count: int, rotations: KeyRotations) -> None:
+        """Remove ``count`` tokens from ``start`` on, and move the keys of the tokens after them to the positions that are free.
+
+        The keys and values of these have seen the removed tokens, so they are not those that the model would compute.
+        """
+        assert not self.states, "a recurrent state cannot be cut"
+        end = start + count
+        tokens, slots = sequence.tokens[end:], sequence.slots[end:].copy()
+        memory = self.arena.host_memory(len(tokens))
+        with self.transaction():
+            self.arena.read(as_index(slots), memory, slice(0, len(tokens)))
+            rotations.turn(memory, -count)
+            self.cut(sequence, start)
+            fresh = self._allocate(len(tokens))
+            self.arena.write(as_index(fresh), memory, slice(0, len(tokens)))
+            sequence.append(tokens, fresh)
 
     def close(self, sequence: KVSequence) -> None:
         """Free all slots of a sequence."""

@@ -22,18 +22,14 @@ from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.overflow import OverflowRule
-from staticllm.pipelines.model_loader.arguments import (
-    named_in_memory,
-    positional,
-    resolve_candidates,
-    source_of,
-)
+from staticllm.pipelines.model_loader.arguments import named_in_memory, positional, resolve_candidates, source_of
+from staticllm.pipelines.model_loader.draft_source import take_draft_source, use_draft
 from staticllm.pipelines.model_loader.launch import Launched, launch
 from staticllm.pipelines.model_loader.text_reader import TextReader
 from staticllm.pipelines.model_loader.weights_watch import watch_of
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
-from staticllm.pipelines.remote.remote_launch import RemoteLaunched, launch_remote
+from staticllm.pipelines.remote.remote_launch import RemoteLaunched, check_sendable, launch_remote
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.text.handle import GenerationHandle
@@ -95,25 +91,30 @@ class StaticLLMPipeline:
         **properties: object,
     ) -> None:
         start = time.perf_counter()
-        given = named_in_memory(positional(args, device, config, tokenizer), properties)
+        given, draft = take_draft_source(positional(args, device, config, tokenizer), properties)
+        given = named_in_memory(given, properties)
         candidates = resolve_candidates(given.device, given.config, properties)
         policy = make_policy(candidates[0].config.scheduler if scheduler is None else scheduler)
-        if daemon and not (scheduler is None or isinstance(scheduler, str)):
-            raise ConfigError("scheduler is an object of this program: the daemon takes a name, such as 'dynamic'")
+        if daemon:
+            check_sendable(scheduler, draft)
         source, candidates = source_of(models_path, given, candidates)
         self._source = weakref.finalize(self, forget_in_memory, source)
         with TextReader(source, given, on_progress) as reader:
             start_engine = self._launch_in_daemon if daemon else self._launch
             self._launched: Launched | RemoteLaunched = start_engine(source, candidates, policy, reader.on_progress)
             text = reader.files()
-        self._launched.use_tokenizer(text.tokenizer, is_models_own=given.tokenizer is None)
+            use_draft(draft, self._launched, text.tokenizer, reader.on_progress)
         self._input_processor = InputProcessor(text.tokenizer, text.generation_config)
         self._chat = ChatSession(text.tokenizer)
         self._engine: EngineClient = self._launched.engine
         self._background = self._launched.background
+        self._launched.use_tokenizer(
+            text.tokenizer, self._input_processor.decode, is_models_own=given.tokenizer is None
+        )
         self._stop_checker = StopChecker(self._engine, self._input_processor.decode)
         self._directory = source
         self._model_identity, self._watch = "", watch_of(source, self.config, self._launched.has_mapped_weights)
+        self._has_draft = draft is not None
         close_when_collected(self, _close, self._launched, self._stop_checker)
         self._load_ms = (time.perf_counter() - start) * 1e3
 
@@ -178,7 +179,8 @@ class StaticLLMPipeline:
                 one prompt. It runs in the calling thread; its exceptions reach the caller, and the pipeline stays usable.
             overflow: The rule for a conversation that fills its slots: ``stop``, ``truncate_middle`` or ``shift``.
             priority: Requests with a higher priority are served first.
-            kwargs: Fields of ``GenerationConfig``, which override both; and ``json_schema``, ``regex``, ``choice``, ``grammar``.
+            kwargs: Fields of ``GenerationConfig``, which override both configs, and our own options: samplers,
+                ``logits_processor``, ``tools``, ``json_schema`` … (docs/generation.md).
 
         Returns:
             ``GeneratedText`` (a ``str``) for a ``str``, ``EncodedResults`` for token ids, else ``DecodedResults``.
@@ -207,7 +209,7 @@ class StaticLLMPipeline:
             raise GenerationConfigError(
                 f"a streamer for {len(prompts)} prompts: it could not tell them apart; submit each with a callback"
             )
-        return results_of(form, outputs, self._input_processor.decode)
+        return results_of(form, outputs, self._input_processor.decode, call.options.parsers, sink.parsed)
 
     __call__ = generate
 
@@ -357,7 +359,7 @@ class StaticLLMPipeline:
             output = stream(self._begin(prompt, replace(call, is_chat=True)), sink)
             if not output.is_dropped:
                 self._chat.add(turns[0], prompt, output)
-        return results_of(call.form, [output], self._input_processor.decode)
+        return results_of(call.form, [output], self._input_processor.decode, call.options.parsers, sink.parsed)
 
     def _ids_of(self, inputs: Inputs) -> list[int]:
         (prompt, *_) = self._input_processor.encode(
@@ -379,18 +381,15 @@ class StaticLLMPipeline:
 
     def _begin(self, prompt: Prompt, call: CallOptions) -> GenerationHandle:
         """Check a prompt, submit it to the engine, and return the handle."""
-        config = self.config
-        limits = PromptLimits(config.max_prompt_len, config.max_seq_len, self._launched.vocab_size)
+        limits = PromptLimits.of(self.config, self._launched.vocab_size, self._has_draft)
         prepared = self._input_processor.prepare(prompt, call, limits)
         queue, request = OutputQueue(), prepared.request
-        handle = GenerationHandle(
-            self._engine, prepared, queue, self._input_processor.decode, self._load_ms, owner=self
-        )
+        handle = GenerationHandle(self._engine, prepared, queue, prepared.decode, self._load_ms, owner=self)
         if request.max_new_tokens != 0:
-            if call.options.stop_strings:
+            if call.options.stop_strings and request.beams is None:
                 self._stop_checker.watch(request, queue, call.options.stop_strings)
             try:
-                self._engine.submit(request, queue)
+                self._engine.submit(request, queue, prepared.processors)
             except BaseException:
                 self._stop_checker.forget(request.id)
                 raise

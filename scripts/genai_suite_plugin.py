@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import runpy
+import shutil
 import sys
 import tempfile
 import types
@@ -50,8 +51,31 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return StandIn(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        special = {"tensor": Ids.of, "is_transformers_version": is_transformers_version}
-        module.__dict__.update({**special, "TemporaryDirectory": tempfile.TemporaryDirectory})
+        special = {
+            "tensor": Ids.of,
+            "is_transformers_version": is_transformers_version,
+            "AutoTokenizer": LocalTokenizer,
+        }
+        special |= {"TemporaryDirectory": tempfile.TemporaryDirectory, "snapshot_download": local_snapshot}
+        module.__dict__.update(special)
+
+
+class LocalTokenizer:
+    """Stands for the class that reads the tokenizer of any model: there is only the local one."""
+
+    @staticmethod
+    def from_pretrained(*arguments: Any, **named: Any) -> Tokenizer:
+        return Tokenizer()
+
+
+def local_snapshot(*arguments: Any, **named: Any) -> str:
+    return str(MODEL)
+
+
+def copy_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write the local model's tokenizer into ``folder``, in place of converting one."""
+    for path in MODEL.glob("openvino_*tokenizer.*"):
+        shutil.copy(path, folder)
 
 
 class StandIn(types.ModuleType):
@@ -159,6 +183,7 @@ def local_models() -> types.ModuleType:
         OVConvertedModelSchema=Converted,
         download_and_convert_model=converted,
         run_hugging_face=reference_results,
+        convert_and_save_tokenizer=copy_tokenizer,
         generation_config_to_hf=lambda default, config: config,
         download_gguf_model=no_download,
         download_and_convert_model_class=no_download,

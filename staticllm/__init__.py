@@ -25,16 +25,26 @@ from staticllm.errors import (
 )
 from staticllm.metrics import PerfMetrics
 from staticllm.model_dir import demo_model_path
-from staticllm.results import DecodedResults, EncodedResults, GeneratedText
+from staticllm.results import AssistantMessage, DecodedResults, EncodedResults, GeneratedText, ToolCall
 
 if TYPE_CHECKING:
     from staticllm.pipelines.embedding.embedding_config import EmbeddingConfig
+    from staticllm.pipelines.generation.logits_processors import LogitsProcessor
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+    from staticllm.pipelines.model_loader.draft_source import draft_model
     from staticllm.pipelines.profiling.stats import Stats
     from staticllm.pipelines.profiling.trace import Trace
     from staticllm.pipelines.programs.variant_index import VariantIndex
     from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus, RequestView, View
     from staticllm.pipelines.text.handle import GenerationHandle
+    from staticllm.pipelines.text.parsing.events import (
+        ArgumentsDelta,
+        CallBegin,
+        CallBroken,
+        CallEnd,
+        ContentDelta,
+        ReasoningDelta,
+    )
     from staticllm.pipelines.text_embedding_pipeline import EmbeddingHandle, StaticEmbeddingPipeline
     from staticllm.pipelines.text_rerank_pipeline import RerankConfig, RerankHandle, StaticRerankPipeline
 
@@ -47,10 +57,16 @@ if (_CHECKOUT / "pipelines" / "llm_pipeline.py").is_file() and not Path(__file__
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArgumentsDelta",
+    "AssistantMessage",
     "BlobError",
     "BusyError",
+    "CallBegin",
+    "CallBroken",
+    "CallEnd",
     "ClosedError",
     "ConfigError",
+    "ContentDelta",
     "DecodedResults",
     "Device",
     "DeviceError",
@@ -61,6 +77,7 @@ __all__ = [
     "GeneratedText",
     "GenerationConfigError",
     "GenerationHandle",
+    "LogitsProcessor",
     "ModelError",
     "NumericalError",
     "PerfMetrics",
@@ -69,6 +86,7 @@ __all__ = [
     "ProgressEvent",
     "PromptError",
     "PromptTooLongError",
+    "ReasoningDelta",
     "RequestStatus",
     "RequestView",
     "RerankConfig",
@@ -80,21 +98,29 @@ __all__ = [
     "StaticLLMPipeline",
     "StaticRerankPipeline",
     "Stats",
+    "ToolCall",
     "Trace",
     "UnsupportedModelError",
     "Variant",
     "VariantIndex",
     "View",
     "demo_model_path",
+    "draft_model",
 ]
 
 
 _LAZY = {
+    "draft_model": "model_loader.draft_source",
     "GenerationHandle": "text.handle",
+    "LogitsProcessor": "generation.logits_processors",
     "StaticLLMPipeline": "llm_pipeline",
     "Stats": "profiling.stats",
     "Trace": "profiling.trace",
     "VariantIndex": "programs.variant_index",
+    **dict.fromkeys(
+        ("ArgumentsDelta", "CallBegin", "CallBroken", "CallEnd", "ContentDelta", "ReasoningDelta"),
+        "text.parsing.events",
+    ),
     **dict.fromkeys(("RerankConfig", "RerankHandle", "StaticRerankPipeline"), "text_rerank_pipeline"),
     "EmbeddingConfig": "embedding.embedding_config",
     **dict.fromkeys(("EmbeddingHandle", "StaticEmbeddingPipeline"), "text_embedding_pipeline"),

@@ -47,6 +47,8 @@ class StaticLLMConfig:
         kv_cache_gb: Memory of the KV slots in GB, instead of their number; at least one longest sequence (``KV_CACHE_GB``).
         host_kv_slots: KV slots in host memory, for swapped requests and for conversations kept for their prefix;
             None for 16 longest sequences (``HOST_KV_SLOTS``).
+        prompt_lookup: Draft the tokens of every request by prompt lookup, also of those whose options do not ask for it
+            (``PROMPT_LOOKUP``, docs/generation.md).
         memory_limit_mb: The most private memory in MB (10^6 bytes) that the process should have on a CPU, by estimate. If two
             programs would exceed it, there is one; if one would, loading fails. The host pool gets what is left. None for no
             limit (``MEMORY_LIMIT_MB``).
@@ -95,6 +97,7 @@ class StaticLLMConfig:
     kv_slots: int | None = None
     kv_cache_gb: float | None = None
     host_kv_slots: int | None = None
+    prompt_lookup: bool = False
     memory_limit_mb: int | None = None
     max_waiting: int = 128
     scheduler: Scheduler = "dynamic"
@@ -147,7 +150,7 @@ class StaticLLMConfig:
     def _check_blobs(self) -> None:
         for name in ("cache_dir", "blob_path", "weights_path"):
             object.__setattr__(self, name, _path(name.upper(), getattr(self, name)))
-        for name in ("export_blob", "serve_from_cpu", "background_compile"):
+        for name in ("export_blob", "serve_from_cpu", "background_compile", "prompt_lookup"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _switch(name.upper(), getattr(self, name)))
         mode = getattr(self.cache_mode, "name", self.cache_mode)  # OpenVINO has an enum for it

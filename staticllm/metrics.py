@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
@@ -63,12 +64,21 @@ class PerfMetrics:
         self._num_input_tokens = 0
         self._num_generated_tokens = 0
         self._num_cached_tokens = 0
+        self._draft_durations: list[float] = []  # microseconds per drafted token
+        self._num_drafted_tokens = 0
+        self._num_accepted_tokens = 0
 
     def count(self, num_input: int, num_generated: int, num_cached: int) -> None:
         """Add the token counts of one request."""
         self._num_input_tokens += num_input
         self._num_generated_tokens += num_generated
         self._num_cached_tokens += num_cached
+
+    def count_drafts(self, num_drafted: int, num_accepted: int, seconds: Sequence[float] = ()) -> None:
+        """Add the drafted tokens that were checked for one request, how many of them were accepted, and how long each took."""
+        self._draft_durations += [value * MICRO for value in seconds]
+        self._num_drafted_tokens += num_drafted
+        self._num_accepted_tokens += num_accepted
 
     def get_load_time(self) -> float:
         """Return the time to load the model until it can serve requests, ms."""
@@ -85,6 +95,29 @@ class PerfMetrics:
     def get_num_cached_tokens(self) -> int:
         """Return the number of prompt tokens whose KV slots came from the prefix cache."""
         return self._num_cached_tokens
+
+    def get_num_draft_tokens(self) -> int:
+        """Return the number of drafted tokens that were checked, by prompt lookup or by a draft model."""
+        return self._num_drafted_tokens
+
+    def get_num_accepted_tokens(self) -> int:
+        """Return the number of drafted tokens that became part of an answer."""
+        return self._num_accepted_tokens
+
+    def draft_metrics(self) -> PerfMetrics:
+        """Return the timings of the drafts: each drafted token counts as a generated one."""
+        durations, generated = self._draft_durations, self.raw_metrics.generate_durations
+        raw = RawPerfMetrics(
+            generate_durations=list(generated),
+            m_times_to_first_token=durations[:1],
+            m_durations=durations[1:],
+            token_infer_durations=durations[1:],
+            inference_durations=[sum(durations)] if durations else [],
+            m_batch_sizes=[1] * len(durations),
+        )
+        metrics = PerfMetrics(self._load_time, raw)
+        metrics.count(self._num_input_tokens, len(durations), 0)
+        return metrics
 
     def get_ttft(self) -> MeanStdPair:
         """Return the time to first token, ms: from the call to the first token, including tokenization."""
@@ -137,6 +170,14 @@ class PerfMetrics:
         """Return an empty dict: grammars are not supported."""
         return {}
 
+    def get_ttst(self) -> MeanStdPair:
+        """Return the time from the first token to the second, ms."""
+        return MeanStdPair.of([value / 1e3 for value in self.raw_metrics.m_durations[:1]])
+
+    def get_latency(self) -> MeanStdPair:
+        """Return the time per token after the second, ms."""
+        return MeanStdPair.of([value / 1e3 for value in self.raw_metrics.m_durations[1:]])
+
     def _ms(self, name: str) -> MeanStdPair:
         return MeanStdPair.of([value / 1e3 for value in getattr(self.raw_metrics, name)])
 
@@ -150,4 +191,46 @@ class PerfMetrics:
         pooled = PerfMetrics(self._load_time, raw)
         for part in (self, other):
             pooled.count(part._num_input_tokens, part._num_generated_tokens, part._num_cached_tokens)
+            seconds = [value / MICRO for value in part._draft_durations]
+            pooled.count_drafts(part._num_drafted_tokens, part._num_accepted_tokens, seconds)
         return pooled
+
+
+class SpeculativePerfMetrics(PerfMetrics):
+    """The timings of requests whose tokens were drafted: those of the answer, and by model.
+
+    ``main_model_metrics`` are those of the answer, too. ``draft_model_metrics`` has one token per drafted token, which took its
+    share of the draft model's time; 0 with prompt lookup.
+    """
+
+    def __init__(self, answer: PerfMetrics) -> None:
+        super().__init__(answer.get_load_time(), answer.raw_metrics)
+        self.count(answer.get_num_input_tokens(), answer.get_num_generated_tokens(), answer.get_num_cached_tokens())
+        seconds = [value / MICRO for value in answer._draft_durations]
+        self.count_drafts(answer.get_num_draft_tokens(), answer.get_num_accepted_tokens(), seconds)
+        self.main_model_metrics = answer
+        self.draft_model_metrics = answer.draft_metrics()
+
+    def get_num_rejected_tokens(self) -> int:
+        """Return the number of drafted tokens that were checked and not accepted."""
+        return self.get_num_draft_tokens() - self.get_num_accepted_tokens()
+
+    def get_num_draft_processed_tokens(self) -> int:
+        """Return the number of drafted tokens that a draft model computed; prompt lookup computes none."""
+        return sum(value > 0 for value in self._draft_durations)
+
+    def get_draft_acceptance_rate(self) -> float:
+        """Return the share of drafted tokens that were accepted."""
+        return _share(self.get_num_accepted_tokens(), self.get_num_draft_tokens())
+
+    def get_draft_processed_to_candidate_ratio(self) -> float:
+        """Return the number of tokens that a draft model computed per token that was checked."""
+        return _share(self.get_num_draft_processed_tokens(), self.get_num_draft_tokens())
+
+    def get_draft_to_main_inference_duration_ratio(self) -> float:
+        """Return the time of the draft model, divided by the device time of the model."""
+        return _share(sum(self._draft_durations), sum(self.raw_metrics.inference_durations))
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -2,23 +2,85 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from staticllm.core import FinishReason
-from staticllm.metrics import PerfMetrics
+from staticllm.metrics import PerfMetrics, SpeculativePerfMetrics
 
 
 class _Common:
-    """Attributes of GenAI's results that are always empty here."""
+    """Attributes of GenAI's results that all forms of results have."""
 
-    extended_perf_metrics = None
+    perf_metrics: PerfMetrics
 
     @property
-    def parsed(self) -> list[object]:
-        """Always empty: parsers are not supported."""
-        return []
+    def extended_perf_metrics(self) -> SpeculativePerfMetrics | None:
+        """The timings of an answer whose tokens were drafted; None without drafts."""
+        metrics = self.perf_metrics
+        return SpeculativePerfMetrics(metrics) if metrics.get_num_draft_tokens() else None
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A function that the model wants to be called. ``arguments`` is the text of a JSON object, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def parsed_arguments(self) -> dict[str, object]:
+        """The arguments as a dict."""
+        values: dict[str, object] = json.loads(self.arguments)
+        return values
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the call as OpenAI's API has it in a message of the assistant."""
+        return {
+            "id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AssistantMessage:
+    """An answer in its parts: the text for the user, the reasoning, and the calls of tools."""
+
+    content: str = ""
+    reasoning_content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the message as OpenAI's API has it, to be appended to a conversation; parts that are empty are left out."""
+        message: dict[str, object] = {"role": "assistant", "content": self.content}
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            message["tool_calls"] = [call.to_dict() for call in self.tool_calls]
+        return message
+
+
+class _Common:
+    """Attributes that all results share."""
+
+    extended_perf_metrics = None
+    messages: list[AssistantMessage]
+
+    @property
+    def tool_calls(self) -> list[list[ToolCall]]:
+        """The calls of tools in each answer; empty unless the answers were parsed (``tools`` or ``parse_tools``)."""
+        return [list(message.tool_calls) for message in self.messages]
+
+    @property
+    def reasoning_content(self) -> list[str]:
+        """The reasoning in each answer; empty unless the answers were parsed."""
+        return [message.reasoning_content for message in self.messages]
+
+
+Parsed = list[dict[str, object]]
+"""What ``parsers`` or an ``openvino_genai.TextParserStreamer`` made of each answer."""
 
 
 def _class_in_genai(name: str, own: type) -> type:
@@ -39,6 +101,8 @@ class EncodedResults(_Common):
     scores: list[float]
     finish_reasons: list[FinishReason]
     perf_metrics: PerfMetrics = field(repr=False)
+    messages: list[AssistantMessage] = field(default_factory=list, repr=False)
+    parsed: Parsed = field(default_factory=list, repr=False)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -50,13 +114,19 @@ class EncodedResults(_Common):
 
 @dataclass(frozen=True)
 class DecodedResults(_Common):
-    """The answers to a list of strings or to a chat history: the fields of ``EncodedResults``, and ``texts``."""
+    """The answers to a list of strings or to a chat history: the fields of ``EncodedResults``, and ``texts``.
+
+    ``messages[i]`` holds the parts of an answer if it was parsed (``tools`` or ``parse_tools``); ``texts[i]`` is then all that
+    the model wrote. ``parsed[i]`` is what ``parsers`` or an ``openvino_genai.TextParserStreamer`` made of it.
+    """
 
     texts: list[str]
     tokens: list[list[int]]
     scores: list[float]
     finish_reasons: list[FinishReason]
     perf_metrics: PerfMetrics = field(repr=False)
+    messages: list[AssistantMessage] = field(default_factory=list, repr=False)
+    parsed: Parsed = field(default_factory=list, repr=False)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -77,6 +147,8 @@ class GeneratedText(str, _Common):
     scores: list[float]
     finish_reasons: list[FinishReason]
     perf_metrics: PerfMetrics
+    messages: list[AssistantMessage]
+    parsed: Parsed
 
     @classmethod
     def of(cls, results: DecodedResults) -> GeneratedText:
@@ -84,4 +156,5 @@ class GeneratedText(str, _Common):
         text = cls(results.texts[0])
         text.texts, text.tokens, text.scores = results.texts, results.tokens, results.scores
         text.finish_reasons, text.perf_metrics = results.finish_reasons, results.perf_metrics
+        text.messages, text.parsed = results.messages, results.parsed
         return text

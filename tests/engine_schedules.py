@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+from engine_drafters import drafting_request
 from output_queues import outputs_of
 
 from staticllm.core import MaskKind
 from staticllm.errors import NumericalError
 from staticllm.pipelines.scheduling.interface import Plan
 from staticllm.pipelines.scheduling.planner import make_policy
-from staticllm.testing import POISON, fake_answer, fake_request
+from staticllm.testing import POISON, fake_answer
 
 MASKS = (MaskKind(), MaskKind(9))
 
@@ -56,7 +57,7 @@ class Disturbed:
 
 
 class Schedule:
-    """Requests that arrive in bursts, with common prefixes, cancellations and non-finite numbers."""
+    """Requests that arrive in bursts, with common prefixes, cancellations, non-finite numbers, and drafts of several kinds."""
 
     def __init__(self, schedule):
         self.requests, self.arrivals = [], []
@@ -65,7 +66,8 @@ class Schedule:
             prompt = [*shared, *(300 + 7 * len(self.requests) + i for i in range(length - len(shared)))]
             if len(self.requests) in schedule["poisoned"]:
                 prompt[-1] = POISON
-            self.requests.append(fake_request(prompt, num_new))
+            kind = schedule["drafters"][len(self.requests)] if "drafters" in schedule else "none"
+            self.requests.append(drafting_request(prompt, num_new, kind, MASKS))
             self.arrivals.append(arrival)
         self.prompts = [list(request.tokens) for request in self.requests]
         self.cancels, self.cancelled = dict(schedule["cancels"]), set()

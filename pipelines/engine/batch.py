@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -11,7 +13,10 @@ from staticllm.kvcache.step import Segment
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.quarantine import Quarantine
 from staticllm.pipelines.engine.request import SequenceState
-from staticllm.pipelines.programs.model_runner import ModelRunner
+from staticllm.pipelines.engine.speculation.draft_check import DraftCheck
+from staticllm.pipelines.engine.speculation.draft_planner import DraftPlan, DraftPlanner, PlainCall
+from staticllm.pipelines.generation.drafts import Draft
+from staticllm.pipelines.programs.model_runner import Accept, Logits, ModelRunner
 from staticllm.pipelines.scheduling.interface import Plan
 from staticllm.pipelines.scheduling.request_table import RequestTable
 
@@ -23,23 +28,37 @@ class BatchEntry:
     state: SequenceState
     segment: Segment
     is_prefill: bool
+    check: DraftCheck | None = None  # of a draft, the last tokens of the segment
 
 
 @dataclass(frozen=True)
 class Batch:
     """The next call: its entries, in the order of the rows, and the variant that holds them.
 
-    ``preempted`` holds the ids of the answers that lost their slots for it.
+    ``preempted`` holds the ids of the answers that lost their slots for it. ``drafting`` is the plan of its drafts; None if no
+    answer in it drafts.
     """
 
     entries: tuple[BatchEntry, ...]
     variant: Variant
     preempted: tuple[int, ...]
+    drafting: DraftPlan | None = None
 
     @property
     def is_decoding(self) -> bool:
         """Whether at least one entry is a decoding step."""
         return any(not entry.is_prefill for entry in self.entries)
+
+    @property
+    def checks(self) -> list[DraftCheck]:
+        """The checks of all drafts of the call."""
+        return [entry.check for entry in self.entries if entry.check is not None]
+
+    @property
+    def accept(self) -> Accept | None:
+        """The function that checks the drafts while the call is committed; None without drafts."""
+        checks = {id(entry.segment): entry.check for entry in self.entries if entry.check is not None}
+        return partial(_accept, checks) if checks else None
 
 
 @dataclass(frozen=True)
@@ -54,9 +73,15 @@ class BatchBuilder:
     """Builds the batch of a call from a plan. Runs on the engine's thread."""
 
     def __init__(
-        self, runner: ModelRunner, table: RequestTable, kv_manager: KVCacheManager, quarantine: Quarantine
+        self,
+        runner: ModelRunner,
+        table: RequestTable,
+        kv_manager: KVCacheManager,
+        quarantine: Quarantine,
+        draft_planner: DraftPlanner,
     ) -> None:
         self._runner, self._table, self._kv_manager, self._quarantine = runner, table, kv_manager, quarantine
+        self._draft_planner = draft_planner
 
     def prepare(self, plan: Plan) -> Batch | Unrunnable:
         """Preempt, swap out and swap in as planned, then return the entries that fit into one call, and its variant."""
@@ -78,7 +103,31 @@ class BatchBuilder:
             return Unrunnable(first, tuple(preempted))
         if not self._kv_manager.prefix.is_offloading and self._runner.cache.compact():  # else slots become free soon
             variant = self._runner.variant_for([entry.segment for entry in entries]) or variant
-        return Batch(tuple(self._to_host(entries)), variant, tuple(preempted))
+        return self._with_drafts(Batch(tuple(self._to_host(entries)), variant, tuple(preempted)))
+
+    def _with_drafts(self, batch: Batch) -> Batch:
+        """Return the batch with drafts after the tokens that decode, where that pays."""
+        decoding = [entry for entry in batch.entries if not entry.is_prefill]
+        is_wanted = any(entry.state.drafts is not None for entry in decoding)
+        if not is_wanted or not self._draft_planner.is_possible or self._quarantine.has_suspects:
+            return batch
+        num_rows = sum(len(entry.segment.tokens) for entry in batch.entries)
+        num_logits = sum(entry.segment.num_logits for entry in batch.entries)
+        call = PlainCall(batch.variant, num_rows, len(batch.entries), num_logits, len(decoding))
+        plan = self._draft_planner.plan([entry.state for entry in decoding], call)
+        drafted = {
+            entry.state.id: _with_draft(entry, draft)
+            for entry, draft in zip(decoding, plan.drafts, strict=False)
+            if draft.tokens
+        }
+        entries = tuple(drafted.get(entry.state.id, entry) for entry in batch.entries)
+        return replace(batch, entries=entries, variant=plan.variant, drafting=plan)
+
+    def observe(self, batch: Batch, host_seconds: float) -> None:
+        """Learn from the drafts of a call, and from the seconds of the host's work around it."""
+        if batch.drafting is not None:
+            num_accepted = sum(check.num_accepted for check in batch.checks)
+            self._draft_planner.observe(batch.drafting, num_accepted, host_seconds)
 
     def _entry(self, state: SequenceState, count: int, is_prefill: bool) -> BatchEntry:
         assert state.sequence is not None
@@ -156,3 +205,16 @@ class BatchBuilder:
             else:
                 marked.append(entry)
         return marked
+
+
+def _with_draft(entry: BatchEntry, draft: Draft) -> BatchEntry:
+    """Return a decoding entry with a draft after its token, and with logits after each of these tokens."""
+    tokens = np.concatenate([entry.segment.tokens, np.asarray(draft.tokens, np.int64)])
+    segment = replace(entry.segment, tokens=tokens, num_logits=len(tokens))
+    return replace(entry, segment=segment, check=DraftCheck(entry.state, draft))
+
+
+def _accept(checks: Mapping[int, DraftCheck], segment: Segment, logits: Logits) -> int:
+    """Return how many tokens of a segment are kept: all of them, or those of a draft that its check accepts."""
+    check = checks.get(id(segment))
+    return len(segment.tokens) if check is None else check.accept(logits)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from staticllm.core import FinishReason
 from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.generation.logits_processors import LogitsProcessor
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
+
+UserProcessors: TypeAlias = Sequence[Sequence[LogitsProcessor]]
+"""The logits processors that a user made, per answer of a request; empty without any."""
 
 
 class EngineClient(Protocol):
@@ -20,13 +25,16 @@ class EngineClient(Protocol):
     Any thread may call the methods.
     """
 
-    def submit(self, request: EngineRequest, queue: OutputQueue | None = None) -> OutputQueue:
+    def submit(
+        self, request: EngineRequest, queue: OutputQueue | None = None, processors: UserProcessors = ()
+    ) -> OutputQueue:
         """Submit a request and return at once. Its tokens, and one ``Finished`` per answer, arrive in the returned queue.
 
-        The queue is ``queue``, or a new one for None.
+        The queue is ``queue``, or a new one for None. ``processors`` are objects of this process.
 
         Raises:
-            GenerationConfigError: the grammar cannot be compiled, or has no answer that is short enough.
+            GenerationConfigError: there are ``processors``, and the engine is in another process; or the grammar cannot be
+                compiled, or has no answer that is short enough.
             BusyError: ``MAX_WAITING`` requests are waiting.
             ClosedError: the engine was closed, or belongs to another process.
         """

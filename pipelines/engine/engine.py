@@ -14,8 +14,10 @@ from staticllm.core import FinishReason
 from staticllm.errors import BusyError, ClosedError, as_ours
 from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.callbacks import Callbacks
+from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.device_use import DeviceUse
 from staticllm.pipelines.engine.engine_core import EngineCore
+from staticllm.pipelines.engine.fed.beam_requests import BeamRequest, Decode
 from staticllm.pipelines.engine.fed.sequence import FedSequence, Feed, begin_feeds
 from staticllm.pipelines.engine.jobs import JobSource
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
@@ -23,6 +25,7 @@ from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.request import EngineRequest, RequestState, mask_of
+from staticllm.pipelines.engine.speculation.draft_model import DraftModel
 from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
 from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
@@ -65,11 +68,15 @@ class Engine:
         self._pid = os.getpid()
         self.device_use: DeviceUse | None = None  # set before the first request if others use the device too
         self.grammars: GrammarCompiler | None = None  # set before the first request with a grammar
+        self.decode: Decode | None = None  # makes text of tokens, to find the stop strings of beams
 
-    def submit(self, request: EngineRequest, queue: OutputQueue | None = None) -> OutputQueue:
+    def submit(
+        self, request: EngineRequest, queue: OutputQueue | None = None, processors: UserProcessors = ()
+    ) -> OutputQueue:
         """Submit a request. Its outputs arrive in ``queue``, which is returned; None creates a new one.
 
-        A grammar is compiled here, on the caller's thread.
+        ``processors`` holds the logits processors that a user made, per answer; they run on the engine's thread. A grammar
+        is compiled here, on the caller's thread.
 
         Raises:
             GenerationConfigError: the grammar cannot be compiled, or has no answer that is short enough.
@@ -78,7 +85,10 @@ class Engine:
         """
         self.check_process()
         vocab_size = self.runner.cache.layout.vocab_size
-        state = RequestState(request, vocab_size, queue, mask_of(request, vocab_size, self.grammars))
+        if request.beams is None:
+            state = RequestState(request, vocab_size, queue, processors, mask_of(request, vocab_size, self.grammars))
+        else:
+            state = BeamRequest(request, vocab_size, queue, self.decode)
         self.submit_state(state)
         return state.queue
 
@@ -209,6 +219,14 @@ class Engine:
             ClosedError: a sequence or the engine was closed.
         """
         begin_feeds(self, feeds)
+
+    def use_draft_model(self, model: DraftModel) -> None:
+        """Let a model draft the tokens of requests that ask for it. It runs on the engine's thread.
+
+        Raises:
+            ClosedError: the engine was closed, or belongs to another process.
+        """
+        self.run_between_steps(lambda: self._core.draft_planner.use_model(model))
 
     def add_jobs(self, source: JobSource) -> None:
         """Run the jobs of a source beside the requests from now on; the policies decide when.
@@ -347,13 +365,13 @@ class Engine:
                 switch, self._next = self._next, None
                 self._core.install(switch.runner, switch.options)
                 switch.on_switch()
-            self._core.is_switching = self._next is not None
+            self._core.feeds.is_switching = self._next is not None
             while self._inbox and not self._next:
                 self._core.admit(self._inbox.pop(next(iter(self._inbox))))
             states = list(self._inbox.values())
             self._num_waiting = self._core.num_waiting
-        if not self._core.is_switching:
-            self._core.begin_held()
+        if not self._core.feeds.is_switching:
+            self._core.feeds.begin_held()
         now = time.perf_counter()
         for state in states:
             if (reason := state.sequences[0].finish_reason_at(now)) is not None:

@@ -8,15 +8,20 @@ from dataclasses import replace
 from functools import partial
 
 from staticllm.core import FinishReason
-from staticllm.errors import DeviceError, PromptError, as_ours
+from staticllm.errors import DeviceError, as_ours
 from staticllm.pipelines.engine.batch import Batch, BatchBuilder, BatchEntry
-from staticllm.pipelines.engine.fed.state import FedRequest, FedState, FeedOrder, FeedResult, closed_error
+from staticllm.pipelines.engine.fed.beam_requests import BeamRequest, BeamRequests
+from staticllm.pipelines.engine.fed.feeds import Feeds
+from staticllm.pipelines.engine.fed.state import FedState
 from staticllm.pipelines.engine.jobs import JobSources
 from staticllm.pipelines.engine.kv_manager import KVCacheManager, make_kv_manager
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.quarantine import Quarantine
 from staticllm.pipelines.engine.recording import CallContext, call_context, request_record, step_record
 from staticllm.pipelines.engine.request import RequestState, SequenceState
+from staticllm.pipelines.engine.speculation.draft_check import DraftCheck
+from staticllm.pipelines.engine.speculation.draft_planner import DraftPlanner
+from staticllm.pipelines.generation.sampler import Choice
 from staticllm.pipelines.profiling.records import HostTimes, JobRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
 from staticllm.pipelines.programs.model_runner import Logits, ModelRunner, SegmentResult, StepResult, not_finite
@@ -42,8 +47,8 @@ class EngineCore:
         self._unposted: list[SequenceState] = []  # the last call chose tokens for them that are not posted yet
         self._unrecorded: list[Callable[[], StepRecord]] = []  # make the records of calls that have ended
         self._preempted: list[int] = []  # since the last call
-        self.is_switching = False  # whether new feeds wait until another runner was installed
-        self._held: list[tuple[FedState, FeedOrder]] = []
+        self.feeds = Feeds(self)
+        self._beams = BeamRequests(self, self.feeds)
         self.install(runner, options)
 
     def install(self, runner: ModelRunner, options: EngineOptions) -> None:
@@ -53,10 +58,19 @@ class EngineCore:
         self._table = RequestTable(options.limits)
         previous: KVCacheManager | None = getattr(self, "kv_manager", None)
         self.kv_manager: KVCacheManager = make_kv_manager(runner.cache, self._table, options)
+        self.kv_manager.rotations = lambda: runner.rotations
         if previous is not None:
             self.kv_manager.away.take_over(previous.away)
-        self._quarantine = Quarantine()
-        self._batches = BatchBuilder(runner, self._table, self.kv_manager, self._quarantine)
+        self.quarantine = Quarantine()
+        self.draft_planner = DraftPlanner(
+            runner, options.max_seq_len, None if previous is None else self.draft_planner.model
+        )
+        self._batches = BatchBuilder(runner, self._table, self.kv_manager, self.quarantine, self.draft_planner)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids of the model."""
+        return self.runner.cache.layout.vocab_size
 
     @property
     def num_waiting(self) -> int:
@@ -90,50 +104,10 @@ class EngineCore:
     def admit(self, request: RequestState) -> None:
         """Add a request; ``step`` serves it from now on."""
         self.requests[request.request.id] = request
-        self.kv_manager.add(request.sequences[0])
-
-    def open_fed(self, priority: int = 0) -> FedState:
-        """Return a new fed sequence, which is away."""
-        state = FedState(self.runner.cache.layout.vocab_size, priority)
-        self.kv_manager.away.add(state)
-        return state
-
-    def feed(self, state: FedState, order: FeedOrder) -> None:
-        """Begin a feed of an away sequence; ``step`` serves it from now on. One that can never run ends with an error."""
-        length, limit = len(state.tokens) + len(order.tokens), self.options.max_seq_len
-        if length > limit:
-            error = PromptError(
-                f"a sequence of {length} tokens, it can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {limit}: begin a new one, "
-                "or load the model with a larger length"
-            )
-            order.on_done(FeedResult(None, error))
-            return
-        if state.is_closed:  # while the feed waited
-            order.on_done(FeedResult(None, closed_error(FinishReason.CANCELLED)))
-            return
-        if self.is_switching:
-            self._held.append((state, order))
-            return
-        state.begin(order)
-        self.requests[state.id] = FedRequest(state)
-        self.kv_manager.come_back(state)
-        if state.is_suspect:
-            self._quarantine.add(state.id)
-
-    def begin_held(self) -> None:
-        """Begin the feeds that waited for another runner."""
-        held, self._held = self._held, []
-        for state, order in held:
-            self.feed(state, order)
-
-    def close_fed(self, state: FedState, is_reusable: bool) -> None:
-        """Close a fed sequence; a feed in progress ends before the next device call."""
-        state.is_closed = True
-        if state in self.kv_manager.away:
-            self.kv_manager.away.close(state, is_reusable)
-            self.profiler.record(request_record(state, FinishReason.STOP))
-        elif state.id in self.requests:
-            self.requests[state.id].cancel()
+        if isinstance(request, BeamRequest):
+            self._beams.begin(request)
+        else:
+            self.kv_manager.add(request.sequences[0])
 
     def step(self) -> None:
         """End requests that were cancelled or are past their deadline, then run one device call if requests or jobs are left.
@@ -149,14 +123,14 @@ class EngineCore:
 
     def end_all(self, reason: FinishReason, error: Exception | None = None) -> None:
         """End every admitted request, in any state that an exception left."""
-        for state in self.kv_manager.clear():
+        states = self.kv_manager.clear()
+        self._beams.give_up(reason, error)
+        for state in states:
             self._report(state, reason, error)
         for request in self.requests.values():  # after an exception in the middle of ending one
             request.finish_from(0, reason, error)
         self.requests.clear()
-        held, self._held = self._held, []
-        for _, order in held:
-            order.on_done(FeedResult(None, error or closed_error(reason)))
+        self.feeds.end_held(reason, error)
 
     def refuse(self, request: RequestState, reason: FinishReason) -> None:
         """End a request that was not admitted."""
@@ -170,6 +144,7 @@ class EngineCore:
 
     def _end_expired(self) -> None:
         now = time.perf_counter()
+        self._beams.end_expired(now)
         for state in list(self.kv_manager.states.values()):
             if (reason := state.finish_reason_at(now)) is not None:
                 self._end(state, reason)
@@ -203,6 +178,7 @@ class EngineCore:
         for entry, segment in zip(batch.entries, result.segments, strict=True):
             self._take_result(entry, segment, result)
         host = HostTimes(ready - begin, result.prepare_seconds, result.commit_seconds, time.perf_counter() - chosen)
+        self._batches.observe(batch, host.total)
         self._unposted += [entry.state for entry in batch.entries]
         self._unrecorded.append(partial(step_record, batch, result.start, result.device_seconds, context, host))
 
@@ -259,7 +235,8 @@ class EngineCore:
             entry.state.started = entry.state.started or start
         segments = [entry.segment for entry in batch.entries]
         try:
-            result = self.runner.run(batch.variant, segments, lambda: self._meanwhile(batch.is_decoding, batch.entries))
+            meanwhile = partial(self._meanwhile, batch.is_decoding, batch.entries)
+            result = self.runner.run(batch.variant, segments, meanwhile, batch.accept)
         except Exception as error:
             seconds = time.perf_counter() - start
             self._unrecorded.append(partial(step_record, batch, start, seconds, self._count_call(batch, seconds)))
@@ -274,10 +251,7 @@ class EngineCore:
         return result
 
     def _meanwhile(self, is_decoding: bool, entries: Sequence[BatchEntry] = ()) -> None:
-        """Work while the device runs: post tokens, prepare the choice of the next ones, and offload.
-
-        While requests decode, slots are offloaded in chunks, so that no stream stalls.
-        """
+        """Work while the device runs: post tokens, prepare the next choices, and offload, in chunks while requests decode."""
         self.post()
         for entry in entries:
             entry.state.prepare()
@@ -298,26 +272,42 @@ class EngineCore:
     def _take_result(self, entry: BatchEntry, result: SegmentResult, step: StepResult) -> None:
         """Count the tokens that a call computed for an answer, and choose its next token if all have run."""
         state = entry.state
-        if result.argmax is None and len(step.segments) > 1:
-            self._quarantine.add(state.id)  # another request may be the cause; it runs again
+        if result.argmax is None and (len(step.segments) > 1 or entry.check is not None):
+            self.quarantine.add(state.id)  # another request or the draft may be the cause; it runs again
         elif isinstance(state, FedState):
             self._take_fed(state, len(entry.segment.tokens), result)
         elif result.argmax is None:
             self._end(state, FinishReason.ERROR, not_finite(step.variant), is_trusted=False)
+        elif entry.check is not None:
+            self._take_checked(entry.check)
         else:
-            self._quarantine.discard(state.id)
+            self.quarantine.discard(state.id)
             if state.info.add_computed(result.num_accepted):
                 self._choose_first_or_next(state, result.logits[-1], result.argmax)
+
+    def _take_checked(self, check: DraftCheck) -> None:
+        """Add the tokens that were chosen when a draft was checked, one by one as if each had had a call of its own."""
+        state = check.state
+        state.count_draft(check.draft, check.num_accepted)
+        for choice in check.choices:
+            state.info.add_computed(1)
+            self._add_token(state, choice)
+        if check.error is not None:
+            self._end(state, FinishReason.ERROR, check.error)
 
     def _take_fed(self, state: FedState, count: int, result: SegmentResult) -> None:
         """Keep the logits of ``count`` tokens that a client sent. After the last ones, or NaN, its sequence is away."""
         is_finite = result.argmax is not None
         state.take(result.logits, state.info.num_computed + count)
-        self._quarantine.discard(state.id)
+        self.quarantine.discard(state.id)
         if state.info.add_computed(result.num_accepted) or not is_finite:
             state.complete(is_finite)
             self.kv_manager.leave(state)
             del self.requests[state.id]
+            if state.is_internal:
+                state.post()
+            if state.is_closed and state in self.kv_manager.away:  # the search ended while this call ran
+                self.kv_manager.away.close(state, is_reusable=False)
 
     def _choose_first_or_next(self, state: SequenceState, logits: Logits, argmax: int) -> None:
         """Choose the next token; after a prompt, choose one for each of its answers."""
@@ -336,11 +326,14 @@ class EngineCore:
 
     def _choose(self, state: SequenceState, logits: Logits, argmax: int) -> None:
         try:
-            reason = state.choose(logits, argmax)
+            choice = state.sample(logits, argmax)
         except Exception as error:  # the sampling of this request failed; the others continue
             self._end(state, FinishReason.ERROR, error)
             return
-        if reason is not None:
+        self._add_token(state, choice)
+
+    def _add_token(self, state: SequenceState, choice: Choice) -> None:
+        if (reason := state.add(choice)) is not None:
             self._end(state, reason)
             return
         self._table.add_token(state.id, time.perf_counter())
@@ -358,14 +351,16 @@ class EngineCore:
             self.kv_manager.free(state)
         else:
             self.kv_manager.discard(state)
-        self._quarantine.discard(state.id)
+        self.quarantine.discard(state.id)
         self._report(state, reason, error)
 
     def _report(self, state: SequenceState, reason: FinishReason, error: Exception | None = None) -> None:
         if isinstance(state, FedState) and not state.is_closed:  # only its feed ends
             self.kv_manager.away.add(state)
-        else:
+        elif not (isinstance(state, FedState) and state.is_internal):
             self.profiler.record(request_record(state, reason))
+            if state.drafts is not None:
+                self.draft_planner.forget(state.id)
         if self.requests[state.request.id].finish(state, reason, error):
             del self.requests[state.request.id]
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.host_pool import HostPool
 from staticllm.kvcache.prefix import PrefixCache
+from staticllm.kvcache.rotation import KeyRotations
 from staticllm.kvcache.sequence import KVSequence
 from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.engine.fed.away import AwaySequences
 from staticllm.pipelines.engine.fed.state import FedState
 from staticllm.pipelines.engine.options import EngineOptions
-from staticllm.pipelines.engine.overflow import shorten
+from staticllm.pipelines.engine.overflow import SINKS, shorten
 from staticllm.pipelines.engine.request import SequenceState
 from staticllm.pipelines.scheduling.request_table import RequestTable
 
@@ -35,6 +37,7 @@ class KVCacheManager:
         self.states: dict[int, SequenceState] = {}
         self.away = AwaySequences(cache, prefix)
         self.swap_seconds = 0.0
+        self.rotations: Callable[[], KeyRotations | None] = lambda: None  # how keys are moved to other positions
         self._was_sharing = False
 
     @property
@@ -46,9 +49,9 @@ class KVCacheManager:
         return self.cache.slots.num_free + self.cache.slots.count_only([sequence.slots for sequence in evictable])
 
     def sequences(self) -> list[KVSequence]:
-        """Return the requests' sequences in the arena, and those of away requests."""
-        found = [state.sequence for state in self.states.values() if state.sequence is not None]
-        return [*found, *self.away.sequences]
+        """Return the requests' sequences in the arena whose keys are the model's own, and those of away requests."""
+        states = [state for state in self.states.values() if not state.is_shifted]
+        return [*(state.sequence for state in states if state.sequence is not None), *self.away.sequences]
 
     def add(self, state: SequenceState) -> None:
         """Add a request, without slots, to the table."""
@@ -122,11 +125,17 @@ class KVCacheManager:
     def preempt(self, state: SequenceState) -> None:
         """Free the slots of a request. It waits again, and all its tokens are recomputed."""
         self._drop(state)
+        state.is_shifted = False
         state.info.preempt()
 
     def free(self, state: SequenceState) -> None:
-        """Remove a request that has ended. Its slots stay cached for requests that begin with the same tokens."""
-        if state.sequence is not None:
+        """Remove a request that has ended. Its slots stay cached for requests that begin with the same tokens.
+
+        Keys that were moved are not cached: the model would compute others.
+        """
+        if state.is_shifted:
+            self._drop(state)
+        elif state.sequence is not None:
             self.prefix.keep(state.sequence)
             state.sequence = None
         elif not state.info.in_arena:
@@ -146,6 +155,8 @@ class KVCacheManager:
         kept = shorten(state.tokens, limit, state.request.overflow)
         if len(kept) == len(state.tokens):
             return False
+        if state.request.overflow == "context_shift" and state.sequence is not None and self._shift(state, kept):
+            return True
         if state.sequence is None:  # its prompt is in the host pool
             self._drop(state)
             state.replace_tokens(kept)
@@ -155,6 +166,23 @@ class KVCacheManager:
         state.replace_tokens(kept)
         self.cache.cut(state.sequence, min(shared, len(kept) - 1))
         state.info.restart(len(kept), len(state.sequence))
+        return True
+
+    def _shift(self, state: SequenceState, kept: list[int]) -> bool:
+        """Remove the tokens between the attention sinks and the newest ones, without computing anything.
+
+        Return False if the model's keys cannot be moved.
+        """
+        rotations = self.rotations()
+        sequence, count = state.sequence, len(state.tokens) - len(kept)
+        if rotations is None or sequence is None:
+            return False
+        start = min(SINKS, len(kept) // 2)
+        self.cache.shift(sequence, start, count, rotations)
+        state.is_shifted = True
+        state.replace_tokens(kept)
+        state.info.restart(len(kept), len(sequence))
+        self.count_own_slots()
         return True
 
     def make_room(self, num_slots: int) -> bool:
@@ -181,6 +209,7 @@ class KVCacheManager:
         preempted = [state.id for state in self.states.values() if state.sequence is not None]
         for request in preempted:
             self.states[request].sequence = None
+            self.states[request].is_shifted = False
             self.states[request].info.preempt()
         return preempted
 

@@ -28,6 +28,8 @@ class TokenOutput:
     ``logprob`` is its log-probability (0.0 unless requested), ``time`` the moment of the choice (``time.perf_counter``), and
     ``sampling_seconds`` the duration of the choice. ``device_seconds`` is the time of the device calls since the previous token
     (for the first one, those of the prompt); ``num_cached`` is the number of prompt tokens that the prefix cache had.
+    ``num_drafted`` tokens of drafts were checked since the previous token, and ``num_accepted`` of them accepted. The draft model
+    took ``draft_seconds`` for them.
     """
 
     id: int
@@ -37,6 +39,9 @@ class TokenOutput:
     index: int = 0
     device_seconds: float = 0.0
     num_cached: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    draft_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

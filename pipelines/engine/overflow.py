@@ -1,8 +1,10 @@
 """Overflow rules choose which tokens remain when a conversation fills its slots.
 
-The remaining tokens are recomputed, so the rules work for any model. Removing slots instead would keep keys that have seen the
-removed tokens, and positions that no longer fit. The recomputation costs one prefill per half conversation. The names are LM
-Studio's: ``truncate_middle`` keeps both ends, ``shift`` is a rolling window (also known as context shift).
+The remaining tokens are recomputed, so the rules work for any model. The recomputation costs one prefill per half conversation.
+The names are LM Studio's: ``truncate_middle`` keeps both ends, ``shift`` is a rolling window. ``context_shift`` keeps the same
+tokens as ``shift``, but computes nothing again: the keys of the remaining tokens are turned to their new positions, where the
+model's keys allow it (``kvcache/rotation.py``), else it is ``shift``. These keys and values have seen the removed tokens, so the
+answers differ from those of ``shift``.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Literal
 
 from staticllm.errors import GenerationConfigError
 
-OverflowRule = Literal["stop", "truncate_middle", "shift"]
+OverflowRule = Literal["stop", "truncate_middle", "shift", "context_shift"]
 SINKS = 4
 """The number of first tokens that ``shift`` keeps, because attention needs them (StreamingLLM, arXiv 2309.17453)."""
 
@@ -33,6 +35,7 @@ RULES: dict[OverflowRule, Callable[[list[int], int], list[int]] | None] = {
     "stop": None,
     "truncate_middle": truncate_middle,
     "shift": shift,
+    "context_shift": shift,
 }
 
 

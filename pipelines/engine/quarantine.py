@@ -28,6 +28,11 @@ class Quarantine:
         """Remove a request that ran with finite logits or has ended."""
         self._suspects.discard(request)
 
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a request still has to run alone."""
+        return bool(self._suspects)
+
     def select(self, parts: Sequence[Item], id_of: Callable[[Item], int]) -> list[Item]:
         """Return the parts that may share the next call: one suspect alone and all parts without suspects, in turns."""
         if not self._suspects:

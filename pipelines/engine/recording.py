@@ -60,6 +60,7 @@ def step_record(
         preempted=context.preempted,
         has_failed=host is None,
         host=host,
+        drafts=tuple((check.state.id, len(check.draft.tokens), check.num_accepted) for check in batch.checks),
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
@@ -15,11 +16,14 @@ from staticllm.errors import GenerationConfigError
 from staticllm.kvcache.sequence import KVSequence
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.overflow import OverflowRule
+from staticllm.pipelines.generation.beam_search import BeamParams
+from staticllm.pipelines.generation.drafts import AnswerDrafts, Draft, DraftParams
 from staticllm.pipelines.generation.filters import Logits
-from staticllm.pipelines.generation.logits_processors import processors_for
-from staticllm.pipelines.generation.sampler import Sampler
+from staticllm.pipelines.generation.logits_processors import LogitsProcessor, processors_for
+from staticllm.pipelines.generation.sampler import Choice, Sampler
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
+from staticllm.pipelines.generation.structured.forced_tokens import ForcedTokens
 from staticllm.pipelines.generation.structured.grammar import Grammar
 from staticllm.pipelines.generation.structured.mask import GrammarMask
 from staticllm.pipelines.scheduling.request_table import RequestInfo
@@ -47,6 +51,9 @@ class EngineRequest:
         priority: Requests with a higher priority are served first.
         deadline: The ``time.perf_counter`` moment at which the request ends, finished or not; None without one.
         overflow: The rule for a conversation that fills its slots.
+        beams: The parameters of a beam search; None for one token at a time. Its answers are the ``num_sequences`` best.
+        stop_strings: Texts that end a beam. Those of other answers are found by the reader.
+        drafts: How its tokens are drafted; None without drafts.
         grammar: What each answer must look like; None for free text.
         id: The request's number.
         arrival: The ``time.perf_counter`` moment of its arrival.
@@ -62,6 +69,9 @@ class EngineRequest:
     priority: int = 0
     deadline: float | None = None
     overflow: OverflowRule = "stop"
+    beams: BeamParams | None = None
+    stop_strings: tuple[str, ...] = ()
+    drafts: DraftParams | None = None
     grammar: Grammar | None = None
     id: int = field(default_factory=new_id)
     arrival: float = field(default_factory=time.perf_counter)
@@ -85,9 +95,13 @@ class EngineRequest:
         for name in ("arrival", "deadline"):
             plain[name] = None if plain[name] is None else plain[name] + now
         prompt, stops = tuple(plain.pop("prompt")), frozenset(plain.pop("stop_token_ids"))
-        if plain.get("grammar") is not None:
-            plain["grammar"] = Grammar(**plain["grammar"])
-        return cls(prompt, SamplingParams(**plain.pop("sampling")), stop_token_ids=stops, **plain)
+        nested = {name: kind(**plain.pop(name)) for name, kind in _NESTED.items() if plain.get(name) is not None}
+        texts, sampling = tuple(plain.pop("stop_strings", ())), SamplingParams.from_dict(plain.pop("sampling"))
+        return cls(prompt, sampling, stop_token_ids=stops, stop_strings=texts, **{**plain, **nested})
+
+
+_NESTED: dict[str, type[Any]] = {"beams": BeamParams, "drafts": DraftParams, "grammar": Grammar}
+"""The fields of a request that are values with fields of their own."""
 
 
 class SequenceState:
@@ -103,6 +117,7 @@ class SequenceState:
         queue: OutputQueue,
         vocab_size: int,
         index: int = 0,
+        more_processors: Sequence[LogitsProcessor] = (),
         grammar_mask: GrammarMask | None = None,
     ) -> None:
         self.request, self.index = request, index
@@ -111,17 +126,26 @@ class SequenceState:
         self.info = RequestInfo(self.id, request.arrival, len(self.tokens), request.priority, request.deadline)
         self.sequence: KVSequence | None = None  # its slots in the arena; only the KVCacheManager sets it
         self.cancel_reason: FinishReason | None = None
+        self.is_shifted = False  # its keys are not those that the model would compute; only the KVCacheManager sets it
         self.num_cached = 0  # prompt tokens that the prefix cache had; only the KVCacheManager sets it
         self.started: float | None = None
+        self.vocab_size = vocab_size
+        self.drafts = _drafts_of(request, grammar_mask)
         self.token_times: list[float] = []
         self._device_seconds = 0.0  # device time since the last token
+        self._sampling_seconds = 0.0  # time of choosing since the last token
+        self._draft_seconds = 0.0  # time of the draft model since the last token
+        self._num_drafted = self._num_accepted = 0  # tokens of drafts that were checked since the last token
         self._queue = queue
         self._new_tokens: list[TokenOutput] = []
         processors = processors_for(
-            request.sampling, request.prompt, vocab_size, request.min_new_tokens, request.stop_token_ids, grammar_mask
+            request.sampling, request.prompt, vocab_size, request.min_new_tokens, request.stop_token_ids
         )
-        self.grammar_mask = grammar_mask
-        self._sampler = Sampler(request.sampling, processors, np.random.default_rng(request.seed + index))
+        rng = np.random.default_rng(request.seed + index)
+        masks = (
+            () if grammar_mask is None else (grammar_mask,)
+        )  # the last ones, so that no other allows what they forbid
+        self._sampler = Sampler(request.sampling, [*processors, *more_processors, *masks], rng)
 
     @property
     def num_generated(self) -> int:
@@ -142,32 +166,64 @@ class SequenceState:
         """Return how many logits a call needs that runs the tokens ``[start, start + count)``."""
         return 1
 
+    @property
+    def num_left(self) -> int:
+        """The most tokens that may still be chosen."""
+        limit = self.request.max_new_tokens
+        return sys.maxsize if limit is None else limit - self.num_generated
+
     def prepare(self) -> None:
         """Prepare the choice of the next token, while the device computes its logits."""
         self._sampler.prepare()
 
-    def choose(self, logits: Logits, argmax: int) -> FinishReason | None:
-        """Choose the next token from ``logits [vocab]``. Return why the answer ends with it, None if it continues.
+    def sample(self, logits: Logits, argmax: int | None = None) -> Choice:
+        """Choose the next token from ``logits [vocab]``; ``argmax`` is the index of the largest, if known. ``add`` adds it.
 
         Raises:
             GenerationConfigError: no token is left to choose.
         """
         start = time.perf_counter()
         choice = self._sampler.sample(logits, argmax)
-        token, now = choice.token, time.perf_counter()
-        self.tokens.append(token)
+        self._sampling_seconds += time.perf_counter() - start
+        return choice
+
+    def add(self, choice: Choice) -> FinishReason | None:
+        """Add a chosen token to the answer. Return why the answer ends with it, None if it continues."""
+        reason = self.reason_to_end(choice.token, 1)
+        now = time.perf_counter()
+        self.tokens.append(choice.token)
         self.token_times.append(now)
-        device_seconds, self._device_seconds = self._device_seconds, 0.0
-        self._new_tokens.append(
-            TokenOutput(token, choice.logprob, now, now - start, self.index, device_seconds, self.num_cached)
-        )
+        output = TokenOutput(
+            choice.token, choice.logprob, now, self._sampling_seconds, self.index, self._device_seconds, self.num_cached,
+            self._num_drafted, self._num_accepted, self._draft_seconds,
+        )  # fmt: skip
+        self._new_tokens.append(output)
+        self._device_seconds = self._sampling_seconds = self._draft_seconds = 0.0
+        self._num_drafted = self._num_accepted = 0
+        return reason
+
+    def reason_to_end(self, token: int, count: int) -> FinishReason | None:
+        """Return why the answer ends with ``token``, the ``count``-th after those that were added; None if it continues."""
         if token in self.request.stop_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_generated == self.request.max_new_tokens else None
+        return FinishReason.LENGTH if self.num_generated + count == self.request.max_new_tokens else None
+
+    def count_draft(self, draft: Draft, num_accepted: int) -> None:
+        """Count the tokens of a draft that a call checked; the next token carries the counts to the reader."""
+        self._num_drafted += len(draft.tokens)
+        self._num_accepted += num_accepted
+        if self.drafts is not None:
+            self.drafts.observe(draft, num_accepted)
+
+    def add_draft_seconds(self, seconds: float) -> None:
+        """Add the ``seconds`` that the draft model took for a draft of this answer, and of others in the same calls."""
+        self._draft_seconds += seconds
 
     def replace_tokens(self, tokens: list[int]) -> None:
         """Replace the prompt and the answer so far, in a conversation that was shortened."""
         self.tokens = tokens
+        if self.drafts is not None:
+            self.drafts.forget()
 
     def finish_reason_at(self, now: float) -> FinishReason | None:
         """Return why the answer must end at the moment ``now``: cancelled or past its deadline. None if it may continue."""
@@ -196,7 +252,8 @@ class RequestState:
     """A request inside the engine: its answers, and the queue that receives their tokens.
 
     ``sequences`` holds the first answer from the start; the others are added when the prompt has run, and share its slots.
-    ``grammar_mask`` is the processor of an answer's grammar at its beginning; each answer gets its own copy.
+    ``user_processors`` holds the logits processors that a user made, per answer; it is empty without any. ``grammar_mask`` is the
+    processor of a grammar at the beginning of an answer; each answer gets its own copy.
     """
 
     def __init__(
@@ -204,10 +261,12 @@ class RequestState:
         request: EngineRequest,
         vocab_size: int,
         queue: OutputQueue | None = None,
+        user_processors: Sequence[Sequence[LogitsProcessor]] = (),
         grammar_mask: GrammarMask | None = None,
     ) -> None:
         self.request, self.queue = request, queue or OutputQueue()
-        self._vocab_size, self._grammar_mask = vocab_size, grammar_mask
+        self._user_processors, self._grammar_mask = user_processors, grammar_mask
+        self._vocab_size = vocab_size
         self._cancelled: dict[int | None, FinishReason] = {}  # by the index of the answer; None for all
         self._finished: set[int] = set()
         self.sequences = [self._new_sequence(0)]
@@ -222,8 +281,9 @@ class RequestState:
         return siblings
 
     def _new_sequence(self, index: int) -> SequenceState:
+        more = self._user_processors[index] if self._user_processors else ()
         mask = None if self._grammar_mask is None else self._grammar_mask.clone()
-        return SequenceState(self.request, self.queue, self._vocab_size, index, mask)
+        return SequenceState(self.request, self.queue, self._vocab_size, index, more, mask)
 
     def cancel(self, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End one answer, or all of them, before the next device call. Any thread may call.
@@ -252,6 +312,15 @@ class RequestState:
                 self.queue.put(Finished(reason, error, index))
                 self._finished.add(index)
         return len(self._finished) == self.request.num_sequences
+
+
+def _drafts_of(request: EngineRequest, grammar_mask: GrammarMask | None) -> AnswerDrafts | None:
+    """Return the drafts of one answer: first what its grammar forces, then what the request asks for; None without any."""
+    if grammar_mask is None:
+        return None if request.drafts is None else AnswerDrafts(request.drafts, request.prompt)
+    drafts = AnswerDrafts(request.drafts or DraftParams(), request.prompt)
+    drafts.drafters.insert(0, ForcedTokens(grammar_mask, lambda tokens: Draft(tokens, "grammar", is_certain=True)))
+    return drafts
 
 
 def mask_of(request: EngineRequest, vocab_size: int, grammars: GrammarCompiler | None) -> GrammarMask | None:

@@ -1,4 +1,4 @@
-"""Computes temperature, top_k and top_p without ever sorting a whole vocabulary.
+"""Computes temperature, top_k, top_p, typical_p and XTC without ever sorting a whole vocabulary.
 
 *Weights* are probabilities up to a common factor, float32 ``[vocab]``; a token with weight 0 cannot be drawn.
 """
@@ -56,6 +56,44 @@ def nucleus(weights: Logits, share: float) -> Mask:
     order = np.argsort(-weights[members], kind="stable")
     count = int(np.searchsorted(np.cumsum(weights[members][order], dtype=np.float64), rest)) + 1
     kept[members[order[:count]]] = True
+    return kept
+
+
+def typical(weights: Logits, share: float) -> Mask:
+    """Return which of ``weights [n]`` locally typical sampling keeps, bool ``[n]`` (arXiv 2202.00666, section 4.2).
+
+    These are the fewest tokens that reach ``share`` of the sum, in the order in which their surprise, -log p, lies near to the
+    entropy. Among equally near ones the first are kept. As in ``nucleus``, only the bin at the boundary is sorted.
+    """
+    probabilities = weights / np.float32(weights.sum(dtype=np.float64))
+    positive = np.flatnonzero(probabilities)
+    surprise = -np.log(probabilities[positive])
+    entropy = np.float32((probabilities[positive].astype(np.float64) * surprise).sum())
+    distance = np.abs(surprise - entropy)
+    bins = (distance.view(np.uint32) >> BIN_SHIFT).astype(np.intp)
+    sums = np.bincount(bins, weights[positive]).cumsum()
+    mass = share * float(sums[-1])
+    border = min(int(np.searchsorted(sums, mass)), len(sums) - 1)
+    members = np.flatnonzero(bins == border)
+    order = np.argsort(distance[members], kind="stable")
+    rest = mass - (float(sums[border - 1]) if border else 0.0)
+    count = int(np.searchsorted(np.cumsum(weights[positive[members[order]]], dtype=np.float64), rest)) + 1
+    kept: Mask = np.zeros(len(weights), bool)
+    kept[positive[bins < border]] = True
+    kept[positive[members[order[:count]]]] = True
+    return kept
+
+
+def without_top_choices(weights: Logits, threshold: float) -> Mask:
+    """Return which of ``weights [n]`` XTC (exclude top choices) keeps, bool ``[n]``.
+
+    Of the tokens with a probability of at least ``threshold`` it keeps only the least likely one; among equals the last.
+    """
+    top = np.flatnonzero(weights >= threshold * weights.sum(dtype=np.float64))[::-1]
+    kept: Mask = np.ones(len(weights), bool)
+    if len(top) > 1:
+        kept[top] = False
+        kept[top[np.argmin(weights[top])]] = True
     return kept
 
 

@@ -1,7 +1,8 @@
 """Logits processors change the logits of a request before a token is chosen: penalties, and tokens not allowed yet.
 
 A request has a list of processors, and its sampler applies them in order. A new one needs a class
-with the members of ``LogitsProcessor`` and an entry in ``processors_for``; the sampler does not change.
+with the members of ``LogitsProcessor`` and an entry in ``processors_for``; the sampler does not change. Processors that a user
+made come after all others (``user_processors.py``).
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from staticllm.pipelines.generation.filters import Logits
+from staticllm.pipelines.generation.repetition import BadWords, DryPenalty, NoRepeatNgrams
 from staticllm.pipelines.generation.sampling_params import SamplingParams
-from staticllm.pipelines.generation.structured.mask import GrammarMask
 
 
 class LogitsProcessor(Protocol):
@@ -68,6 +69,24 @@ class MinNewTokens:
 
     def accept(self, token: int) -> None:
         self._num_left -= 1
+
+
+class LogitBias:
+    """Adds numbers to the logits of some tokens."""
+
+    remedy = ""
+    is_active = True
+
+    def __init__(self, bias: Collection[tuple[int, float]], vocab_size: int) -> None:
+        known = {token: number for token, number in bias if token < vocab_size}
+        self._tokens = np.fromiter(known, np.intp, len(known))
+        self._numbers = np.fromiter(known.values(), np.float32, len(known))
+
+    def process(self, logits: Logits) -> None:
+        logits[self._tokens] += self._numbers
+
+    def accept(self, token: int) -> None:
+        pass
 
 
 class RepetitionPenalty:
@@ -126,18 +145,26 @@ def processors_for(
     vocab_size: int,
     min_new_tokens: int = 0,
     stop_token_ids: Collection[int] = (),
-    grammar_mask: GrammarMask | None = None,
 ) -> list[LogitsProcessor]:
-    """Return the processors that a request's options need, in the order in which GenAI applies them.
+    """Return the processors that a request's options need, in the order in which they are applied.
 
-    ``prompt`` holds token ids below ``vocab_size``. None of ``stop_token_ids`` is chosen among the first ``min_new_tokens``
-    tokens. ``grammar_mask`` belongs to this answer.
+    The order is that of GenAI, with ours where llamacpp has them: bias, forbidden tokens, penalties, DRY. ``prompt`` holds
+    token ids below ``vocab_size``. None of ``stop_token_ids`` is chosen among the first ``min_new_tokens`` tokens.
     """
-    processors: list[LogitsProcessor] = [] if grammar_mask is None else [grammar_mask]
+    processors: list[LogitsProcessor] = []
+    if params.logit_bias:
+        processors.append(LogitBias(params.logit_bias, vocab_size))
     if min_new_tokens > 0 and stop_token_ids:
         processors.append(MinNewTokens(min_new_tokens, stop_token_ids, vocab_size))
+    if params.bad_words:
+        processors.append(BadWords(params.bad_words, prompt, vocab_size))
+    if params.no_repeat_ngram_size:
+        processors.append(NoRepeatNgrams(params.no_repeat_ngram_size, prompt))
     if params.repetition_penalty != 1.0:
         processors.append(RepetitionPenalty(params.repetition_penalty, prompt, vocab_size))
     if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
         processors.append(PresenceFrequencyPenalty(params.presence_penalty, params.frequency_penalty))
+    if params.uses_dry:
+        dry = (params.dry_multiplier, params.dry_base, params.dry_allowed_length, params.dry_penalty_last_n)
+        processors.append(DryPenalty(*dry, params.dry_breakers, prompt))
     return processors

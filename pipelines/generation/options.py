@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import openvino_genai as genai
 
 from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError
+from staticllm.pipelines.generation.beam_search import BeamParams
+from staticllm.pipelines.generation.drafts import DraftParams
+from staticllm.pipelines.generation.extra_options import EXTRA_NAMES, ExtraOptions, extra_options, number
+from staticllm.pipelines.generation.method_options import MAX_BEAMS, beams_of, drafts_of
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.generation.structured.grammar import Grammar
-from staticllm.pipelines.generation.structured.requested import CONFIG, KEYWORDS, grammar_of
+from staticllm.pipelines.generation.structured.requested import CONFIG, KEYWORDS, requested_grammar
 
 UNLIMITED = 2**64 - 1
 MAX_SEQUENCES = 128
@@ -45,13 +49,18 @@ _SUPPORTED = frozenset(
         "frequency_penalty",
         "rng_seed",
         "num_return_sequences",
+        "num_beams",
+        "max_ngram_size",
+        "num_assistant_tokens",
+        "assistant_confidence_threshold",
+        "parsers",
         CONFIG,
     ]
 )
 _INERT_WITHOUT_BEAMS = frozenset(
     ["num_beam_groups", "diversity_penalty", "length_penalty", "no_repeat_ngram_size", "stop_criteria"]
 )
-"""Options of beam search. Without beams they have no effect, here as in GenAI."""
+"""Options of beam search. Without beams they have no effect, here as in GenAI, except ``no_repeat_ngram_size`` as a keyword."""
 _DEFAULTS = genai.GenerationConfig()
 """Every option that is neither supported nor inert belongs to another decoding method and must have its default."""
 
@@ -61,8 +70,9 @@ class GenerationOptions:
     """The checked options of one request, with the names and meanings of ``openvino_genai.GenerationConfig``.
 
     ``max_new_tokens`` and ``max_length`` are None if they do not limit the answer. ``stop_token_ids`` includes the
-    ``eos_token_id``; with ``ignore_eos`` it is empty. ``grammar`` comes from a keyword
-    or ``structured_output_config``.
+    ``eos_token_id``; with ``ignore_eos`` it is empty. ``beams`` is None without beam search, and ``drafts`` without drafts.
+    ``extra`` holds the options that GenAI does not have; those among them that choose tokens are also in ``sampling``, except
+    texts, which have no token ids yet. ``grammar`` comes from a keyword (``KEYWORDS``) or ``structured_output_config``.
     """
 
     sampling: SamplingParams
@@ -75,6 +85,10 @@ class GenerationOptions:
     echo: bool
     apply_chat_template: bool
     num_return_sequences: int = 1
+    beams: BeamParams | None = None
+    drafts: DraftParams | None = None
+    parsers: tuple[genai.Parser, ...] = ()
+    extra: ExtraOptions = field(default_factory=ExtraOptions)
     grammar: Grammar | None = None
 
     def max_tokens_after(self, prompt_len: int) -> int | None:
@@ -118,47 +132,40 @@ def copy_config(config: genai.GenerationConfig) -> genai.GenerationConfig:
 def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> GenerationOptions:
     """Return the checked options of a request: those of ``config``, overridden by the keyword arguments of ``generate``.
 
-    The keywords for grammars (``KEYWORDS``) are no fields of GenAI's config; each replaces its ``structured_output_config``.
+    ``no_repeat_ngram_size`` in ``config`` has an effect only with beams, as in GenAI; in ``overrides`` it always has one.
 
     Raises:
         GenerationConfigError: a name is unknown, a value is impossible, or the decoding method is not supported.
     """
     for name in overrides:
-        if name not in _NAMES and name not in KEYWORDS:
-            near = difflib.get_close_matches(str(name), (*_NAMES, *KEYWORDS), n=1)
+        if name not in _NAMES and name not in EXTRA_NAMES and name not in KEYWORDS:
+            near = difflib.get_close_matches(str(name), (*_NAMES, *EXTRA_NAMES, *KEYWORDS), n=1)
             raise GenerationConfigError(f"unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
     merged = {name: overrides.get(name, getattr(config, name)) for name in _NAMES}
     try:
-        return _checked(merged, _grammar(overrides, merged))
+        extra = extra_options({name: overrides[name] for name in EXTRA_NAMES if name in overrides}, merged["do_sample"])
+        options = _checked(merged, extra, _ngram_size(overrides, merged))
+        return replace(options, grammar=requested_grammar(overrides, merged))
     except GenerationConfigError:
         raise
     except ConfigError as error:
         raise GenerationConfigError(str(error)) from None
 
 
-def _grammar(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> Grammar | None:
-    """Return the grammar of a request: of a keyword, or else of the config."""
-    keywords = {name: overrides[name] for name in KEYWORDS if overrides.get(name) is not None}
-    if keywords and overrides.get(CONFIG) is not None:
-        raise GenerationConfigError(
-            f"{CONFIG} and {min(keywords)} in one call: an answer has one grammar, so give one of them"
-        )
-    grammar = grammar_of(options[CONFIG], keywords)
-    if grammar is not None and options["ignore_eos"]:
-        raise GenerationConfigError("ignore_eos=True with a grammar: its answers end, so leave ignore_eos at False")
-    return grammar
+def _ngram_size(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> int:
+    """Return the ``no_repeat_ngram_size`` of plain decoding; 0 for none."""
+    if options["num_beams"] != 1:
+        return 0
+    return whole("no_repeat_ngram_size", overrides.get("no_repeat_ngram_size", 0), 0, UNLIMITED) % UNLIMITED
 
 
-def _checked(options: Mapping[str, Any], grammar: Grammar | None) -> GenerationOptions:
-    # num_beams comes first, because it may be the cause of other options' errors
-    num_beams_first = sorted(options.items(), key=lambda item: item[0] != "num_beams")
-    for name, value in num_beams_first:
-        if name in _SUPPORTED or (name in _INERT_WITHOUT_BEAMS and options["num_beams"] == 1):
+def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> GenerationOptions:
+    for name, value in options.items():
+        if name in _SUPPORTED or name in _INERT_WITHOUT_BEAMS:
             continue
-        is_off = name == "num_assistant_tokens" and value in (None, 0)
-        if not is_off and value != getattr(_DEFAULTS, name):
+        if value != getattr(_DEFAULTS, name):
             raise GenerationConfigError(
-                f"{name}={value!r} is not supported: decoding is greedy or multinomial; "
+                f"{name}={value!r} is not supported: decoding is greedy, multinomial or beam search; "
                 f"leave {name} at {getattr(_DEFAULTS, name)!r}"
             )
     if not isinstance(options["stop_token_ids"], (set, frozenset, list, tuple)):
@@ -171,7 +178,7 @@ def _checked(options: Mapping[str, Any], grammar: Grammar | None) -> GenerationO
     if max_new_tokens is not None and min_new_tokens > max_new_tokens:
         raise GenerationConfigError(f"min_new_tokens={min_new_tokens} is more than max_new_tokens={max_new_tokens}")
     return GenerationOptions(
-        sampling=_sampling(options),
+        sampling=_sampling(options, extra, ngram_size),
         max_new_tokens=max_new_tokens,
         max_length=_limit(options, "max_length", 1),
         min_new_tokens=min_new_tokens,
@@ -181,56 +188,52 @@ def _checked(options: Mapping[str, Any], grammar: Grammar | None) -> GenerationO
         echo=bool(options["echo"]),
         apply_chat_template=bool(options["apply_chat_template"]),
         num_return_sequences=_num_sequences(options),
-        grammar=grammar,
+        beams=beams_of(options),
+        drafts=drafts_of(options),
+        parsers=_parsers(options["parsers"]),
+        extra=extra,
     )
 
 
 def _num_sequences(options: Mapping[str, Any]) -> int:
     count = whole("num_return_sequences", options["num_return_sequences"], 1, MAX_SEQUENCES)
-    if count > 1 and not options["do_sample"]:
+    num_beams = whole("num_beams", options["num_beams"], 1, MAX_BEAMS)
+    if num_beams > 1 and count > num_beams:
+        raise GenerationConfigError(f"num_return_sequences={count} is more than num_beams={num_beams}: lower it")
+    if count > 1 and num_beams == 1 and not options["do_sample"]:
         raise GenerationConfigError(
-            f"num_return_sequences={count} with do_sample=False: greedy answers are all the same; set do_sample=True"
+            f"num_return_sequences={count} with do_sample=False: greedy answers are all the same; set do_sample=True, "
+            "or num_beams"
         )
     return count
 
 
-def _sampling(options: Mapping[str, Any]) -> SamplingParams:
+def _parsers(value: object) -> tuple[genai.Parser, ...]:
+    parsers = () if value is None else value
+    if not isinstance(parsers, (list, tuple)) or not all(isinstance(parser, genai.Parser) for parser in parsers):
+        raise GenerationConfigError(f"parsers={value!r}: must be a list of openvino_genai.Parser objects")
+    return tuple(parsers)
+
+
+def _sampling(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> SamplingParams:
     do_sample = bool(options["do_sample"])
     top_k = options["top_k"]
     return SamplingParams(
         do_sample=do_sample,
-        temperature=_number(options, "temperature", 0.0, 1e6, least_allowed=not do_sample),
+        temperature=number(options, "temperature", 0.0, 1e6, least_allowed=not do_sample),
         top_k=whole("top_k", top_k, 0, UNLIMITED) % UNLIMITED,
-        top_p=_number(options, "top_p", 0.0, 1.0, least_allowed=not do_sample),
-        min_p=_number(options, "min_p", 0.0, 1.0, most_allowed=not do_sample),
-        repetition_penalty=_number(options, "repetition_penalty", 1e-3, 1e3),
-        presence_penalty=_number(options, "presence_penalty", -2.0, 2.0),
-        frequency_penalty=_number(options, "frequency_penalty", -2.0, 2.0),
+        top_p=number(options, "top_p", 0.0, 1.0, least_allowed=not do_sample),
+        min_p=number(options, "min_p", 0.0, 1.0, most_allowed=not do_sample),
+        repetition_penalty=number(options, "repetition_penalty", 1e-3, 1e3),
+        presence_penalty=number(options, "presence_penalty", -2.0, 2.0),
+        frequency_penalty=number(options, "frequency_penalty", -2.0, 2.0),
         rng_seed=whole("rng_seed", options["rng_seed"], 0, UNLIMITED),
         wants_logprobs=bool(options["logprobs"]),
+        no_repeat_ngram_size=ngram_size,
+        logit_bias=extra.logit_bias,
+        bad_words=extra.bad_words_ids,
+        **cast(dict[str, Any], extra.numbers),
     )
-
-
-def _number(
-    options: Mapping[str, Any],
-    name: str,
-    least: float,
-    most: float,
-    least_allowed: bool = True,
-    most_allowed: bool = True,
-) -> float:
-    value = options[name]
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = float("nan")
-    is_edge = (number == least and not least_allowed) or (number == most and not most_allowed)
-    if not least <= number <= most or is_edge:
-        bounds = (
-            f"{'from' if least_allowed else 'more than'} {least:g}, {'up to' if most_allowed else 'less than'} {most:g}"
-        )
-        raise GenerationConfigError(f"{name}={value!r}: must be a number {bounds}")
-    return number
 
 
 def _limit(options: Mapping[str, Any], name: str, least: int) -> int | None:

@@ -9,7 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.generation.filters import IntArray, Logits, draw, largest, nucleus, weights_of
+from staticllm.pipelines.generation.filters import (
+    IntArray,
+    Logits,
+    draw,
+    largest,
+    nucleus,
+    typical,
+    weights_of,
+    without_top_choices,
+)
 from staticllm.pipelines.generation.logits_processors import LogitsProcessor, Preparable
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 
@@ -22,17 +31,39 @@ class Choice:
     logprob: float
 
 
-class Sampler:
-    """Chooses the tokens of one request, one call per token: processors, temperature, top_k, top_p, min_p, then a draw.
+class Mirostat:
+    """Mirostat 2 (arXiv 2007.14966, as llamacpp computes it): cuts off tokens so that the surprise stays near a target.
 
-    ``processors`` are applied in order; ``rng`` is used only if ``params.do_sample``.
+    Surprise is -log2 p. Tokens with more than ``_limit`` are cut off, which begins at ``2 * tau``; after each token the limit
+    moves by ``eta`` times the difference between ``tau`` and the surprise of that token among the kept ones.
+    """
+
+    def __init__(self, tau: float, eta: float) -> None:
+        self._tau, self._eta, self._limit = tau, eta, 2 * tau
+
+    def draw(self, weights: Logits, uniform: float) -> int:
+        """Return the index that ``uniform``, a number in [0, 1], selects among ``weights [n]``, and move the limit."""
+        least = float(weights.sum(dtype=np.float64)) * 2.0 ** -min(self._limit, 1000.0)
+        kept = weights * (weights >= min(least, float(weights.max())))
+        token = draw(kept, uniform)
+        surprise = float(np.log2(kept.sum(dtype=np.float64) / kept[token]))
+        self._limit -= self._eta * (surprise - self._tau)
+        return token
+
+
+class Sampler:
+    """Chooses the tokens of one request, one call per token.
+
+    The order is: ``processors`` in their order, temperature, top_k, typical_p, top_p, min_p, XTC, then a draw; or processors,
+    temperature and mirostat. ``rng`` is used only if ``params.do_sample``.
     """
 
     def __init__(self, params: SamplingParams, processors: Sequence[LogitsProcessor], rng: np.random.Generator) -> None:
         self._params = params
         self._processors = tuple(processors)
-        self._preparable = [processor for processor in self._processors if isinstance(processor, Preparable)]
         self._rng = rng
+        self._mirostat = Mirostat(params.mirostat_tau, params.mirostat_eta) if params.mirostat else None
+        self._preparable = [processor for processor in self._processors if isinstance(processor, Preparable)]
 
     def prepare(self) -> None:
         """Let the processors prepare the next token; called while the device computes its logits."""
@@ -79,32 +110,41 @@ class Sampler:
 
     def _draw(self, logits: Logits) -> int:
         params, uniform = self._params, self._rng.random()
+        if self._mirostat is not None:
+            return self._mirostat.draw(weights_of(logits, params.temperature), uniform)
+        excludes_top = params.xtc_probability > 0 and self._rng.random() < params.xtc_probability
         if not params.top_k or params.top_k >= len(logits):
-            return draw(_kept_weights(logits, params), uniform)
+            return draw(_kept_weights(logits, params, excludes_top), uniform)
         candidates = largest(logits, params.top_k)
-        return int(candidates[draw(_kept_weights(logits[candidates], params), uniform)])
+        return int(candidates[draw(_kept_weights(logits[candidates], params, excludes_top), uniform)])
 
 
-def candidate_distribution(logits: Logits, params: SamplingParams) -> tuple[IntArray, NDArray[np.float64]]:
+def candidate_distribution(
+    logits: Logits, params: SamplingParams, excludes_top: bool = False
+) -> tuple[IntArray, NDArray[np.float64]]:
     """Return the tokens ``[n]`` that can be drawn from ``logits [vocab]``, ascending, and their probabilities ``[n]``.
 
-    Temperature, top_k, top_p and min_p apply in this order, each to the tokens that the previous one keeps. If tokens at the
-    boundary are equally likely, the first ones are kept.
+    Temperature, top_k, typical_p, top_p, min_p and, with ``excludes_top``, XTC apply in this order, each to the tokens that the
+    previous one keeps. If tokens at the boundary are equally likely, the first ones are kept. Mirostat has no part in it.
     """
     is_cut = params.top_k and params.top_k < len(logits)
     candidates = largest(logits, params.top_k) if is_cut else np.arange(len(logits))
-    weights = _kept_weights(logits[candidates], params)
+    weights = _kept_weights(logits[candidates], params, excludes_top)
     kept = np.flatnonzero(weights)
     return candidates[kept], weights[kept].astype(np.float64) / weights.sum(dtype=np.float64)
 
 
-def _kept_weights(logits: Logits, params: SamplingParams) -> Logits:
-    """Return the weights ``[n]`` of the logits ``[n]`` that top_k keeps; tokens that top_p or min_p remove have weight 0."""
+def _kept_weights(logits: Logits, params: SamplingParams, excludes_top: bool) -> Logits:
+    """Return the weights ``[n]`` of the logits ``[n]`` that top_k keeps; tokens that another filter removes have weight 0."""
     weights = weights_of(logits, params.temperature)
+    if params.typical_p < 1.0:
+        weights *= typical(weights, params.typical_p)
     if params.top_p < 1.0:
         weights *= nucleus(weights, params.top_p)
     if params.min_p > 0.0:
         weights *= weights >= np.float32(params.min_p * float(weights.max()))
+    if excludes_top:
+        weights *= without_top_choices(weights, params.xtc_threshold)
     return weights
 
 

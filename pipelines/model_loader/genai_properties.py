@@ -85,12 +85,7 @@ def _enable_mmap(properties: dict[Any, Any], value: object) -> None:
 
 
 def _prompt_lookup(properties: dict[Any, Any], value: object) -> None:
-    if value:
-        raise ConfigError("prompt_lookup is not supported: leave it out, the tokens are the same without it")
-
-
-def _draft_model(properties: dict[Any, Any], value: object) -> None:
-    raise ConfigError("draft_model is not supported: leave it out, the tokens are the same without it")
+    properties.setdefault("PROMPT_LOOKUP", value)
 
 
 def _scheduler_config(properties: dict[Any, Any], value: object) -> None:
@@ -141,6 +136,5 @@ _TAKEN: dict[str, Callable[[dict[Any, Any], Any], None]] = {
     "STATIC_PIPELINE": _static_pipeline,
     "ENABLE_MMAP": _enable_mmap,
     "prompt_lookup": _prompt_lookup,
-    "draft_model": _draft_model,
     "scheduler_config": _scheduler_config,
 }

@@ -18,7 +18,7 @@ Event: TypeAlias = dict[str, Any]
 Clock: TypeAlias = Callable[[float], int]  # from seconds to ns after the first moment of the trace
 DEVICE, REQUESTS = 1, 2
 HOST_TRACK = 1
-SCHEMA = 3
+SCHEMA = 4
 RENAMED_HOST_TIMES = {"masks": "prepare", "rows": "commit"}
 """The names of the fields of ``HostTimes`` in version 2 of the schema, with the current ones."""
 
@@ -94,6 +94,7 @@ def _step_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
     variant = step.variant
     args = {
         "rows": variant.rows, "kv_len": variant.kv_len, "sequences": variant.sequences,
+        "extra_logits": variant.extra_logits, "drafts": [list(draft) for draft in step.drafts],
         "prefill": [list(pair) for pair in step.prefill], "decode": list(step.decode), "padding": step.padding_rows,
         "slots_in_use": step.slots_in_use, "waiting": step.num_waiting, "running": step.num_running,
         "num_swapped": step.num_swapped, "swapped": list(step.swapped), "preempted": list(step.preempted),
@@ -176,7 +177,7 @@ def _step(event: Event) -> StepRecord:
     return StepRecord(
         start=event["ts"] / 1e6,
         seconds=event["dur"] / 1e6,
-        variant=Variant(args["rows"], args["kv_len"], args["sequences"]),
+        variant=Variant(args["rows"], args["kv_len"], args["sequences"], args.get("extra_logits", 0)),
         decode=tuple(args["decode"]),
         prefill=tuple((number, count) for number, count in args["prefill"]),
         slots_in_use=args["slots_in_use"],
@@ -187,6 +188,9 @@ def _step(event: Event) -> StepRecord:
         preempted=tuple(args.get("preempted", ())),  # version 1 of the schema has neither this nor "failed"
         has_failed=args.get("failed", False),
         host=_host(args.get("host_ns")),
+        drafts=tuple(
+            (number, count, accepted) for number, count, accepted in args.get("drafts", ())
+        ),  # since version 4
     )
 
 

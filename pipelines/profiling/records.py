@@ -35,8 +35,9 @@ class StepRecord:
     ``decode`` holds the ids of requests that decoded. ``prefill`` holds pairs of a request's id and its number of prompt tokens
     in the call. ``slots_in_use`` counts KV slots of the arena after the call. ``num_waiting``, ``num_swapped`` and
     ``num_running`` count requests in these states during the call, and ``swapped`` holds the ids of the swapped ones.
-    ``preempted`` holds the ids of requests that lost their KV slots before the call. If ``has_failed``, no keys and values of
-    the call were kept.
+    ``preempted`` holds the ids of requests that lost their KV slots before the call. ``drafts`` holds triples of a
+    decoding request's id, the number of drafted tokens that the call checked for it, and how many of them were accepted. If
+    ``has_failed``, no keys and values of the call were kept.
     """
 
     start: float
@@ -52,6 +53,7 @@ class StepRecord:
     preempted: tuple[int, ...] = ()
     has_failed: bool = False
     host: HostTimes | None = None
+    drafts: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def end(self) -> float:
@@ -61,7 +63,12 @@ class StepRecord:
     @property
     def padding_rows(self) -> int:
         """Rows of the variant that processed no token."""
-        return self.variant.rows - self.prefill_rows - len(self.decode)
+        return self.variant.rows - self.prefill_rows - self.decode_rows
+
+    @property
+    def decode_rows(self) -> int:
+        """Rows that decoded: one per decoding request, and one per drafted token."""
+        return len(self.decode) + sum(count for _, count, _ in self.drafts)
 
     @property
     def prefill_rows(self) -> int:

@@ -40,8 +40,9 @@ def spans_of(steps: Sequence[StepRecord], requests: Iterable[RequestRecord]) -> 
     for step in steps:
         for number, count in step.prefill:
             spans[number].append(Span("prefill", step.start, step.end, count))
+        drafted = {number: count for number, count, _ in step.drafts}
         for number in step.decode:
-            spans[number].append(Span("decode", step.start, step.end, 1))
+            spans[number].append(Span("decode", step.start, step.end, 1 + drafted.get(number, 0)))
     for number, span in (*_swapped(steps, ended), *_preempted(steps, ended)):
         spans[number].append(span)
     return {number: sorted(spans[number], key=lambda span: (span.start, span.end)) for number in sorted(spans)}

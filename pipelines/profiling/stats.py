@@ -35,7 +35,8 @@ class Stats:
     call is not counted. ``padding`` is the share of computed rows that processed no token. Of ``prompt_tokens`` prompt tokens
     ``prefix_hit_tokens`` were found in the prefix cache. ``slots_in_use`` counts KV slots of the arena after the last call, and
     ``finish_reasons`` counts requests by reason. ``num_jobs`` calls of other models, such as embeddings, took ``job_seconds`` of
-    device time, which is not in ``device_seconds``.
+    device time, which is not in ``device_seconds``. Of ``drafted_tokens`` drafted tokens, which were checked beside tokens that
+    decoded, ``accepted_tokens`` were accepted.
     """
 
     num_requests: int
@@ -61,6 +62,8 @@ class Stats:
     finish_reasons: dict[str, int]
     num_jobs: int = 0
     job_seconds: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass
@@ -72,6 +75,8 @@ class _Totals:
     prefill_seconds: float = 0.0
     prefill_rows: int = 0
     decode_rows: int = 0
+    drafted: int = 0
+    accepted: int = 0
     computed_rows: int = 0
     slots_in_use: int = 0
     peak_slots: int = 0
@@ -132,7 +137,7 @@ class Profiler:
 
 
 def _add_step(totals: _Totals, step: StepRecord) -> None:
-    prefill, decode = step.prefill_rows, len(step.decode)
+    prefill, decode = step.prefill_rows, step.decode_rows
     totals.steps += 1
     totals.preemptions += len(step.preempted)
     if step.has_failed:
@@ -142,6 +147,8 @@ def _add_step(totals: _Totals, step: StepRecord) -> None:
     totals.prefill_seconds += step.seconds * prefill / (prefill + decode)
     totals.prefill_rows += prefill
     totals.decode_rows += decode
+    totals.drafted += sum(count for _, count, _ in step.drafts)
+    totals.accepted += sum(accepted for _, _, accepted in step.drafts)
     totals.computed_rows += step.variant.rows
     totals.slots_in_use = step.slots_in_use
     totals.peak_slots = max(totals.peak_slots, step.slots_in_use)
@@ -189,6 +196,8 @@ def _stats_of(totals: _Totals) -> Stats:
         finish_reasons=dict(totals.reasons),
         num_jobs=totals.jobs,
         job_seconds=totals.job_seconds,
+        drafted_tokens=totals.drafted,
+        accepted_tokens=totals.accepted,
     )
 
 

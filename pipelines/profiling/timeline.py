@@ -122,7 +122,7 @@ def _draw_calls(axes: Any, steps: Sequence[StepRecord], jobs: Sequence[JobRecord
     boxes: dict[str, list[Box]] = {"decode": [], "prefill": [], "padding": []}
     for step in steps:
         left, right, bottom = clock(step.start), clock(step.end), 0
-        parts = {"decode": len(step.decode), "prefill": step.prefill_rows, "padding": step.padding_rows}
+        parts = {"decode": step.decode_rows, "prefill": step.prefill_rows, "padding": step.padding_rows}
         for name, count in parts.items():
             if count:
                 boxes[name].append((left, right, bottom, bottom + count))

@@ -6,7 +6,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from staticllm.core import Variant
 from staticllm.errors import NumericalError
 from staticllm.kvcache.cache import KVCache
+from staticllm.kvcache.rotation import KeyRotations, find_rotations
 from staticllm.kvcache.sequence import KVSequence
 from staticllm.kvcache.step import Segment, Step, StepBuffers
 from staticllm.kvcache.stored import StoredSequence
@@ -181,6 +183,28 @@ class ModelRunner:
         self.costs.update(variant, seconds)
         results = tuple(map(SegmentResult, logits, best, accepted, stored))
         return StepResult(variant, results, start, start - begin, seconds, time.perf_counter() - end)
+
+    @cached_property
+    def rotations(self) -> KeyRotations | None:
+        """How keys are moved to other positions, found with a few calls; None if this model's cannot be."""
+        last = self.cache.num_slots - 1
+        vocab_size = self.cache.layout.vocab_size
+        tokens = sorted({vocab_size // 7, vocab_size // 3, vocab_size // 2})
+        return None if self.cache.states else find_rotations(self.cache.kv_states, self._rows_at, tokens, last)
+
+    def _rows_at(self, token: int, position: int) -> list[NDArray[Any]]:
+        """Return the keys and values of a token that sees only itself: per group of states ``[n, heads, 1, head_dim]``."""
+        segment = Segment(self.cache.open(), np.array([token], np.int64))
+        variant = self.variant_for([segment])
+        assert variant is not None, "no variant holds one token"
+        program, step = self.programs[variant], Step(variant, (segment,))
+        self.cache.fill(step, program.buffers)
+        program.buffers.position_ids[..., 0] = position
+        if program.buffers.key_positions is not None and program.buffers.query_positions is not None:
+            program.buffers.key_positions[..., variant.kv_len] = position
+            program.buffers.query_positions[..., 0, 0] = position
+        program.run()
+        return [present[:, :, :1].copy() for present in program.buffers.presents]
 
     def _checked(self, variant: Variant, segments: Sequence[Segment]) -> list[Logits]:
         """Run one variant, and return the logits ``[vocab]`` after the last token of each segment.

@@ -19,6 +19,8 @@ EXACT_BUCKETS: dict[ProgramMode, tuple[int, ...]] = {
 }
 """Sizes for models in which no row may be idle: every prompt needs few calls, and the last ones have single rows."""
 MIXED_ROWS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+DRAFT_ROWS = (2, 4, 8)
+"""Rows of one sequence with logits after each, where no program for as many sequences can check drafts (only ``shared``)."""
 MIXED_SEQUENCES, MORE_SEQUENCES = (2, 4, 8, 12, 16), 4
 """Mixed calls exist for these numbers of sequences, and for ``max_num_seqs`` + ``MORE_SEQUENCES``; unused logits cost time."""
 LARGEST_CHUNK = 1024
@@ -36,6 +38,7 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShap
     - Decoding has one row per sequence: 1, 2, 4, 8 … ``max_num_seqs`` rows (``separate``: 1 and ``max_num_seqs``).
     - Prefill of one sequence has 16, 32 … 128, 144 … 256, 288 … rows, up to the longest prompt or 1024 (``separate``: 64 and
       that). It also has the KV length 0, for the first call of a prompt.
+    - Drafts of one sequence run in the sizes for decoding. In ``shared`` mode 2, 4 and 8 rows exist for them in any case.
     - Mixed calls, in which several sequences prefill or decode, have 16 … 256 rows (only ``shared``).
 
     A model with recurrent states runs one sequence per call without idle rows. Its sizes of prefill are such that full calls make
@@ -66,6 +69,12 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShap
         for rows, sequences in sizes
         for kv_len in (kv_lens if rows == 1 else packed_kv_lens)
     ]
+    drafting = [
+        Variant(rows, kv_len, 1, rows - 1)
+        for rows in DRAFT_ROWS
+        for kv_len in kv_lens
+        if mode == "shared" and (rows, rows) not in sizes and not needs_real_rows
+    ]
     prefill = _prefill_variants(config, mode, kv_lens, needs_real_rows)
     mixed = [
         Variant(rows, kv_len, sequences)
@@ -74,7 +83,7 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShap
         for kv_len in (0, *kv_lens)
         if rows > sequences
     ]
-    return tuple(dict.fromkeys((*decoding, *prefill, *mixed)))
+    return tuple(dict.fromkeys((*decoding, *drafting, *prefill, *mixed)))
 
 
 def first_to_serve(variants: Iterable[Variant]) -> tuple[Variant, ...]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from staticllm.core import FinishReason
 from staticllm.errors import ClosedError, GenerationConfigError, StaticLLMError, as_ours
 from staticllm.kvcache.snapshot import Identity
+from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, output_from_dict
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.profiling.stats import Stats
@@ -44,14 +45,21 @@ class RemoteEngine:
         self._pid = os.getpid()
         self._thread = start_thread(self._read, "staticllm-remote")
 
-    def submit(self, request: EngineRequest, queue: OutputQueue | None = None) -> OutputQueue:
+    def submit(
+        self, request: EngineRequest, queue: OutputQueue | None = None, processors: UserProcessors = ()
+    ) -> OutputQueue:
         """Submit a request. Its outputs arrive in ``queue``, which is returned; None creates a new one.
 
         Raises:
-            GenerationConfigError: the grammar cannot be compiled, or has no answer that is short enough.
             BusyError: ``MAX_WAITING`` requests are waiting in the daemon's engine.
             ClosedError: the engine was closed, or the daemon has gone.
+            GenerationConfigError: there are ``processors``, which cannot go to another process; or the grammar cannot be
+                compiled, or has no answer that is short enough.
         """
+        if processors:
+            raise GenerationConfigError(
+                "a logits_processor cannot go to the daemon, which is another process: load the model without daemon=True"
+            )
         if request.grammar is not None and self.has_own_tokenizer:
             raise GenerationConfigError(
                 "a grammar with tokenizer= and daemon=True: the daemon knows only the tokenizer in the model's directory; "

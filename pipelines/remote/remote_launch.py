@@ -13,6 +13,7 @@ import openvino_genai as genai
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import ConfigError
+from staticllm.pipelines.engine.fed.beam_requests import Decode
 from staticllm.pipelines.model_loader.arguments import Candidate
 from staticllm.pipelines.remote.daemon_link import DaemonLink
 from staticllm.pipelines.remote.remote_engine import RemoteEngine
@@ -35,9 +36,9 @@ class RemoteLaunched:
     has_mapped_weights: bool
     background: None = None
 
-    def use_tokenizer(self, tokenizer: genai.Tokenizer, *, is_models_own: bool) -> None:
-        """Note whether the pipeline has the tokenizer of the model's directory, which the daemon compiles grammars for."""
-        del tokenizer
+    def use_tokenizer(self, tokenizer: genai.Tokenizer, decode: Decode, *, is_models_own: bool) -> None:
+        """Note whether the pipeline has the tokenizer of the model's directory, which the daemon uses."""
+        del tokenizer, decode
         self.engine.has_own_tokenizer = not is_models_own
 
     def close(self, drain: bool = False) -> None:
@@ -81,6 +82,18 @@ def launch_remote(
     return RemoteLaunched(
         engine, config, answer["device"], answer["vocab_size"], answer["kv_type"], answer["has_mapped_weights"]
     )
+
+
+def check_sendable(scheduler: object, draft_model: object) -> None:
+    """Check that these arguments of a pipeline can be sent to the daemon.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    if not (scheduler is None or isinstance(scheduler, str)):
+        raise ConfigError("scheduler is an object of this program: the daemon takes a name, such as 'dynamic'")
+    if draft_model is not None:
+        raise ConfigError("draft_model with daemon=True: the daemon loads no draft models, leave one of them out")
 
 
 def _plain(config: StaticLLMConfig) -> dict[str, Any]:

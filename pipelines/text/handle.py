@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
+from dataclasses import replace
 
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError, StaticLLMError
@@ -15,6 +16,7 @@ from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue
 from staticllm.pipelines.text.input_processor import PreparedRequest
 from staticllm.pipelines.text.output_processor import OutputProcessor, RequestOutput, TextDelta
+from staticllm.pipelines.text.parsing.events import Event
 from staticllm.pipelines.text.reader_role import ReaderRole
 from staticllm.pipelines.text.results import Results, results_of
 from staticllm.threads import check_process, start_thread
@@ -69,6 +71,20 @@ class GenerationHandle:
         """
         for delta in self.deltas(wants_text=False):
             yield from delta.tokens
+
+    def events(self) -> Iterator[Event]:
+        """Yield the parts of the answer as they are generated: content, reasoning, calls and their arguments.
+
+        The request must be parsed: it has ``tools`` or ``parse_tools=True``.
+
+        Raises:
+            GenerationConfigError: it is not parsed, or several answers were requested.
+            StaticLLMError: the request failed.
+        """
+        if self._prepared.format is None:
+            raise GenerationConfigError("events of an answer that is not parsed: pass tools, or parse_tools=True")
+        for delta in self.deltas():
+            yield from delta.events
 
     def __await__(self) -> Generator[object, None, Results]:
         """Wait for the end without blocking the event loop, and return the value that ``generate`` returns."""
@@ -146,10 +162,11 @@ class GenerationHandle:
             StaticLLMError: the request failed.
             Exception: the callback raised it.
         """
-        return results_of(self._prepared.form, self.outputs(timeout), self._decode)
+        parsers = self._prepared.options.parsers
+        return results_of(self._prepared.form, self.outputs(timeout), self._decode, parsers)
 
     def outputs(self, timeout: float | None = None) -> list[RequestOutput]:
-        """Wait for the end and return each answer with its timings.
+        """Wait for the end and return each answer with its timings. A beam search may find fewer than were requested.
 
         Raises:
             TimeoutError, StaticLLMError: as for ``result``.
@@ -168,7 +185,9 @@ class GenerationHandle:
         finally:
             self._role.leave(token)
         self._raise_error()
-        return [self._outputs[index] for index in range(len(self._processors))]
+        outputs = [self._outputs[index] for index in range(len(self._processors))]
+        is_search = self._prepared.options.beams is not None
+        return [output for index, output in enumerate(outputs) if not is_search or output.tokens or not index]
 
     def output(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end and return the first answer with its timings.
@@ -285,13 +304,14 @@ class GenerationHandle:
         self._client.cancel(self._prepared.request.id, output.index, FinishReason.STOP)
         rest = self._close(Finished(FinishReason.STOP, index=output.index))
         if delta and rest:
-            return TextDelta([*delta.tokens, *rest.tokens], delta.text + rest.text)
+            return TextDelta([*delta.tokens, *rest.tokens], delta.text + rest.text, delta.events + rest.events)
         return delta or rest
 
     def _close(self, end: Finished, is_dropped: bool = False) -> TextDelta | None:
         """Record the end of one answer, and return its last increment."""
         ending = self._processors[end.index].finish(end.reason, is_dropped)
-        self._ends[end.index], self._outputs[end.index] = end, ending.output
+        self._ends[end.index] = replace(end, reason=ending.output.finish_reason)
+        self._outputs[end.index] = ending.output
         return ending.delta
 
     def __del__(self) -> None:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 import openvino_genai as genai
 
+from staticllm.config import StaticLLMConfig
 from staticllm.errors import GenerationConfigError, ModelError, last_line
+from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule, shorten
 from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.generation.drafts import DEFAULT_NGRAM_SIZE, DraftParams
+from staticllm.pipelines.generation.extra_options import ToolOptions
 from staticllm.pipelines.generation.options import GenerationOptions, copy_config, limit_of, resolve
+from staticllm.pipelines.generation.user_processors import copies_for
+from staticllm.pipelines.text.parsing.formats import MessageFormat, find_format
+from staticllm.pipelines.text.special_tokens import SpecialTokens
 from staticllm.pipelines.text.tokenization import (
     Form,
     Inputs,
@@ -25,6 +32,7 @@ from staticllm.pipelines.text.tokenization import (
     encode_text,
     token_ids,
 )
+from staticllm.pipelines.text.word_tokens import WordTokens
 
 
 @dataclass(frozen=True)
@@ -40,12 +48,16 @@ class CallOptions:
     is_chat: bool = False
 
     def check_single(self, receiver: str) -> None:
-        """Check that one answer per prompt is requested.
+        """Check that one answer per prompt is requested, whose tokens are known one by one.
 
         Raises:
-            GenerationConfigError: there are several; ``receiver`` could not tell them apart.
+            GenerationConfigError: there are several, and ``receiver`` could not tell them apart; or beams.
         """
-        count = self.options.num_return_sequences
+        count, beams = self.options.num_return_sequences, self.options.beams
+        if beams is not None:
+            raise GenerationConfigError(
+                f"a {receiver} for num_beams={beams.num_beams}: the tokens are known at the end; leave one of them out"
+            )
         if count > 1:
             raise GenerationConfigError(
                 f"a {receiver} for num_return_sequences={count}: it could not tell the answers apart; leave one of them out"
@@ -54,11 +66,26 @@ class CallOptions:
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """Limits for a prompt: its tokens, the tokens of prompt and answer together, and the number of token ids."""
+    """Limits for a prompt: its tokens, the tokens of prompt and answer together, and the number of token ids.
+
+    ``has_prompt_lookup`` and ``has_draft_model``: how the pipeline drafts the tokens of requests that do not say it.
+    """
 
     max_prompt_len: int
     max_seq_len: int
     vocab_size: int
+    has_prompt_lookup: bool = False
+    has_draft_model: bool = False
+
+    @classmethod
+    def of(cls, config: StaticLLMConfig, vocab_size: int, has_draft_model: bool) -> PromptLimits:
+        """Return the limits of a pipeline with this config."""
+        return cls(config.max_prompt_len, config.max_seq_len, vocab_size, config.prompt_lookup, has_draft_model)
+
+
+def no_text(tokens: list[int]) -> str:
+    """Return "": the text of tokens where nothing can decode them."""
+    return ""
 
 
 @dataclass(frozen=True)
@@ -66,7 +93,8 @@ class PreparedRequest:
     """A checked request together with the details of the call that its reader needs.
 
     ``started`` and ``encoded`` are ``time.perf_counter`` moments. ``template_seconds`` is the time that the chat template
-    took, None without a template.
+    took, None without a template. ``processors`` are the logits processors that the user made, per answer. ``decode`` makes
+    text of tokens; ``format`` is None if the answer is not parsed.
     """
 
     request: EngineRequest
@@ -75,6 +103,10 @@ class PreparedRequest:
     started: float
     encoded: float
     template_seconds: float | None = None
+    processors: UserProcessors = ()
+    decode: Callable[[list[int]], str] = no_text
+    format: MessageFormat | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 class InputProcessor:
@@ -84,6 +116,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self._generation_config = generation_config
         self._rng = np.random.default_rng(0)
+        self._word_tokens, self._special_tokens = WordTokens(tokenizer), SpecialTokens(tokenizer)
 
     @property
     def generation_config(self) -> genai.GenerationConfig:
@@ -126,24 +159,26 @@ class InputProcessor:
             GenerationConfigError: a chat history with ``apply_chat_template=False``.
             ModelError: the tokenizer cannot encode a prompt.
         """
+        tools, applies = call.options.extra.tool_options, call.options.apply_chat_template
+        if call.form == "tokens" or (call.form != "history" and not (applies and self.tokenizer.chat_template)):
+            _check_no_tools(tools, "without a chat template")
         if call.form == "tokens":
             return [Prompt(ids) for ids in token_ids(cast(TokenInputs, inputs))]
         if call.form == "history":
-            if not call.options.apply_chat_template:
+            if not applies:
                 raise GenerationConfigError(
                     "apply_chat_template=False with a chat history: leave it True, or pass a str"
                 )
-            return [encode_messages(self.tokenizer, cast(Messages, inputs))]
-        return [
-            encode_text(self.tokenizer, text, call.options.apply_chat_template) for text in _texts_of(inputs, call.form)
-        ]
+            return [encode_messages(self.tokenizer, cast(Messages, inputs), tools)]
+        return [encode_text(self.tokenizer, text, applies, tools) for text in _texts_of(inputs, call.form)]
 
     def turns(self, inputs: Inputs, call: CallOptions) -> list[str | Prompt]:
         """Return the turns for a chat: texts unchanged, because the template needs the whole conversation, else token ids.
 
         Raises:
-            PromptError, ModelError: as for ``encode``.
+            PromptError, GenerationConfigError, ModelError: as for ``encode``.
         """
+        _check_no_tools(call.options.extra.tool_options, "in a chat of start_chat")
         if call.form in ("text", "texts"):
             return [*_texts_of(inputs, call.form)]
         return [*self.encode(inputs, call)]
@@ -154,15 +189,22 @@ class InputProcessor:
         Raises:
             PromptError: the prompt has no tokens, or an id outside the vocabulary.
             PromptTooLongError: it has more tokens than ``limits.max_prompt_len``, and ``overflow`` is ``stop``.
-            GenerationConfigError: ``max_length`` leaves no room after the prompt.
+            GenerationConfigError: ``max_length`` leaves no room after the prompt, or an option names a token outside the
+                vocabulary.
         """
         encoded, options = time.perf_counter(), call.options
         ids = shorten(prompt.ids, limits.max_prompt_len, call.overflow)
         check_ids(ids, limits.vocab_size, limits.max_prompt_len, call.is_chat)
         options.check_room(len(ids))
+        if options.beams is not None and call.overflow != "stop":
+            raise GenerationConfigError(
+                f"overflow={call.overflow!r} with num_beams: beams cannot be shortened; use 'stop'"
+            )
+        _check_tokens(options, limits.vocab_size)
+        processors = copies_for(options.extra.logits_processors, ids, options.num_return_sequences)
         request = EngineRequest(
             prompt=tuple(ids),
-            sampling=options.sampling,
+            sampling=self._word_tokens.complete(options),
             seed=self._seed_for(options),
             num_sequences=options.num_return_sequences,
             max_new_tokens=limit_of(options, len(ids), limits.max_seq_len if call.overflow == "stop" else None),
@@ -171,10 +213,40 @@ class InputProcessor:
             priority=call.priority,
             deadline=call.deadline,
             overflow=call.overflow,
+            beams=options.beams,
+            stop_strings=() if options.beams is None else tuple(sorted(options.stop_strings)),
+            drafts=_drafts_of(options, limits),
             grammar=options.grammar,
             arrival=call.started,
         )
-        return PreparedRequest(request, call.form, options, call.started, encoded, prompt.template_seconds)
+        format, tools = self._format_of(prompt, options.extra.tool_options), options.extra.tool_options.tools
+        decode = self.decode if format is None else self._special_tokens.decoder(format.markers, self.decode)
+        return PreparedRequest(
+            request,
+            call.form,
+            options,
+            call.started,
+            encoded,
+            prompt.template_seconds,
+            processors,
+            decode,
+            format,
+            tools,
+        )
+
+    def _format_of(self, prompt: Prompt, tools: ToolOptions) -> MessageFormat | None:
+        """Return the format of the answer; None if it is not parsed.
+
+        Raises:
+            GenerationConfigError: a call is required, which needs a grammar.
+        """
+        if tools.choice in ("required", "function"):
+            raise GenerationConfigError(
+                f"tool_choice={tools.choice!r} is not there yet: it needs a grammar; use tool_choice='auto'"
+            )
+        if not (bool(tools.tools) if tools.parse is None else tools.parse):
+            return None
+        return find_format(self.tokenizer.chat_template).after(prompt.ending)
 
     def _seed_for(self, options: GenerationOptions) -> int:
         """Return the requested seed; for 0, which means unseeded as in GenAI, return a new one."""
@@ -213,5 +285,53 @@ class InputProcessor:
         return copied
 
 
+def _check_no_tools(tools: ToolOptions, where: str) -> None:
+    """Check that no option needs a chat template.
+
+    Raises:
+        GenerationConfigError: one does.
+    """
+    for name, value in (("tools", tools.tools), ("extra_context", tools.extra_context)):
+        if value:
+            raise GenerationConfigError(f"{name} {where}: nothing would show them; pass a ChatHistory or messages")
+
+
+def _check_tokens(options: GenerationOptions, vocab_size: int) -> None:
+    """Check the tokens that ``logit_bias`` and ``bad_words_ids`` name.
+
+    Raises:
+        GenerationConfigError: one is outside the vocabulary.
+    """
+    extra = options.extra
+    named = [token for token, _ in extra.logit_bias] + [token for row in extra.bad_words_ids for token in row]
+    outside = [token for token in named if token >= vocab_size]
+    if outside:
+        raise GenerationConfigError(
+            f"logit_bias or bad_words_ids names token {outside[0]}: ids go from 0 to {vocab_size - 1}"
+        )
+
+
 def _texts_of(inputs: Inputs, form: Form) -> Sequence[str]:
     return [cast(str, inputs)] if form == "text" else cast(Sequence[str], inputs)
+
+
+def _drafts_of(options: GenerationOptions, limits: PromptLimits) -> DraftParams | None:
+    """Return how the tokens of a request are drafted: as its options say, with what the pipeline adds; None without drafts.
+
+    Raises:
+        GenerationConfigError: the options need a draft model, and there is none.
+    """
+    asked, is_single = options.drafts, options.num_return_sequences == 1
+    if asked is None and not (is_single and (limits.has_prompt_lookup or limits.has_draft_model)):
+        return None
+    drafts = asked or DraftParams()
+    if limits.has_prompt_lookup and not drafts.max_ngram_size:
+        drafts = replace(drafts, max_ngram_size=DEFAULT_NGRAM_SIZE)
+    if not drafts.max_ngram_size and not limits.has_draft_model:
+        name, value = ("num_assistant_tokens", drafts.max_tokens)
+        if drafts.confidence:
+            name, value = ("assistant_confidence_threshold", drafts.confidence)
+        raise GenerationConfigError(
+            f"{name}={value} without a draft model: load with draft_model, or set max_ngram_size for prompt lookup"
+        )
+    return replace(drafts, uses_model=limits.has_draft_model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from staticllm.core import FinishReason
@@ -12,25 +12,31 @@ from staticllm.metrics import MICRO, PerfMetrics
 from staticllm.pipelines.engine.output_queue import TokenOutput
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.input_processor import PreparedRequest
+from staticllm.pipelines.text.parsing.events import Event, message_of
+from staticllm.pipelines.text.parsing.message_parser import MessageParser
+from staticllm.results import AssistantMessage
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """One increment of an answer: confirmed tokens and the text that they add."""
+    """One increment of an answer: confirmed tokens, the text that they add, and the events of that text if it is parsed."""
 
     tokens: list[int]
     text: str
+    events: list[Event] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class RequestOutput:
     """One answer that has ended. Times are ``time.perf_counter`` moments, durations are seconds.
 
-    ``score`` is the sum of the tokens' log-probabilities (0.0 unless requested). ``is_dropped``: whether the streamer returned
+    ``score`` is the sum of the tokens' log-probabilities (0.0 unless requested), for a beam divided by a power of its length.
+    ``is_dropped``: whether the streamer returned
     ``StreamingStatus.CANCEL``, so that a chat does not keep this turn. ``echo`` holds the prompt's tokens if they are part of
     the answer. ``token_times``, ``sampling_seconds`` and ``device_seconds`` have an entry per chosen token, also for those that
     a stop string cut off; ``device_seconds`` is the time of the device calls since the token before. ``num_cached`` is the
     number of prompt tokens that the prefix cache had. ``detokenization_seconds`` is None if nothing was decoded.
+    ``message`` has the parts of the text; None if it was not parsed.
     """
 
     tokens: list[int]
@@ -45,6 +51,7 @@ class RequestOutput:
     num_cached: int
     detokenization_seconds: float | None
     metrics: PerfMetrics
+    message: AssistantMessage | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,9 @@ class OutputProcessor:
         options, prompt = prepared.options, list(prepared.request.prompt)
         self._detokenization_seconds: float | None = None
         self._decode = decode = self._timed(decode)
-        self.wants_text = prepared.form != "tokens" or bool(options.stop_strings)
+        self._parser = None if prepared.format is None else MessageParser(prepared.format, prepared.tools)
+        self._events: list[Event] = []
+        self.wants_text = prepared.form != "tokens" or bool(options.stop_strings) or self._parser is not None
         self.echo = TextDelta(prompt, decode(prompt)) if options.echo else None
         self._prepared, self._load_ms, self._index = prepared, load_ms, index
         self._detokenizer = IncrementalDetokenizer(decode, options.stop_strings, options.include_stop_str_in_output)
@@ -108,18 +117,35 @@ class OutputProcessor:
         if self._detokenizer.is_stopped:
             self._keep_tokens_of(self._detokenizer.text)
         if self._detokenizer.is_holding:
-            return TextDelta([], text) if text else None
+            return TextDelta([], text, self._parse(text)) if text else None
         tokens, self._unsent = self._unsent, []
-        return TextDelta(tokens, text)
+        return TextDelta(tokens, text, self._parse(text))
+
+    def _parse(self, text: str) -> list[Event]:
+        """Parse a piece of the text, and return its events."""
+        events = [] if self._parser is None else self._parser.push(text)
+        self._events += events
+        return events
+
+    def _parse_rest(self, text: str) -> list[Event]:
+        """Parse the last piece of the text, and return the last events."""
+        events = self._parse(text)
+        last = [] if self._parser is None else self._parser.finish()
+        self._events += last
+        return events + last
 
     def finish(self, reason: FinishReason, is_dropped: bool = False) -> Ending:
         """End the answer: decode what was held back, and compute the metrics. To be called once."""
         rest = self._text() + self._detokenizer.finish() if self.wants_text else ""
         received, options = self._received, self._prepared.options
+        events = self._parse_rest(rest)
+        message = None if self._parser is None else message_of(self._events)
+        if message is not None and message.tool_calls and reason == FinishReason.STOP:
+            reason = FinishReason.TOOL_CALL
         output = RequestOutput(
             tokens=self._tokens,
             text=self._detokenizer.text,
-            score=sum((token.logprob for token in received), 0.0),
+            score=self._score(),
             finish_reason=reason,
             is_dropped=is_dropped,
             echo=list(self._prepared.request.prompt) if options.echo else [],
@@ -129,11 +155,16 @@ class OutputProcessor:
             num_cached=received[-1].num_cached if received else 0,
             detokenization_seconds=self._detokenization_seconds,
             metrics=self._metrics(),
+            message=message,
         )
-        if reason == FinishReason.CANCELLED or not (rest or self._unsent):
+        if reason == FinishReason.CANCELLED or not (rest or self._unsent or events):
             return Ending(output, None)
         tokens, self._unsent = self._unsent, []
-        return Ending(output, TextDelta(tokens, rest))
+        return Ending(output, TextDelta(tokens, rest, events))
+
+    def _score(self) -> float:
+        total, beams = sum((token.logprob for token in self._received), 0.0), self._prepared.options.beams
+        return total if beams is None else total / max(len(self._received), 1) ** beams.length_penalty
 
     def _text(self) -> str:
         """Decode the tokens that are not decoded yet, and return the text that they add."""
@@ -153,6 +184,9 @@ class OutputProcessor:
         metrics = PerfMetrics(self._load_ms)
         num_prompt = 0 if self._index else len(prepared.request.prompt)
         metrics.count(num_prompt, len(self._tokens), received[-1].num_cached if received else 0)
+        num_drafted, num_accepted = sum(t.num_drafted for t in received), sum(t.num_accepted for t in received)
+        per_token = [t.draft_seconds / t.num_drafted for t in received for _ in range(t.num_drafted)]
+        metrics.count_drafts(num_drafted, num_accepted, per_token)
         raw, started = metrics.raw_metrics, prepared.started
         times, calls = [token.time for token in received], [token.device_seconds for token in received]
         template, spent = prepared.template_seconds, self._detokenization_seconds

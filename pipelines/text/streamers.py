@@ -19,6 +19,11 @@ class TokenSink(Protocol):
 
     takes_text: bool
 
+    @property
+    def parsed(self) -> dict[str, object] | None:
+        """The message that a parsing streamer made of the answer; None without one."""
+        ...
+
     def write(self, tokens: list[int], text: str) -> Status:
         """Receive one increment of the answer, and return whether to continue."""
         ...
@@ -32,6 +37,7 @@ class Silent:
     """Discards everything; used without a streamer."""
 
     takes_text = False
+    parsed = None
 
     def write(self, tokens: list[int], text: str) -> Status:
         return Status.RUNNING
@@ -44,6 +50,7 @@ class TextSink:
     """Passes text to a callable, which returns None, a bool (True stops) or a ``StreamingStatus``."""
 
     takes_text = True
+    parsed = None
 
     def __init__(self, callback: Callable[[str], object]) -> None:
         self._callback = callback
@@ -59,12 +66,36 @@ class StreamerSink:
     """Passes tokens to an ``openvino_genai.StreamerBase`` as a list, as GenAI 2026 does: one token, or several held back."""
 
     takes_text = False
+    parsed = None
 
     def __init__(self, streamer: genai.StreamerBase) -> None:
         self._streamer = streamer
 
     def write(self, tokens: list[int], text: str) -> Status:
         return as_status(self._streamer.write(list(tokens))) if tokens else Status.RUNNING
+
+    def end(self) -> None:
+        self._streamer.end()
+
+
+class ParserSink:
+    """Passes tokens to an ``openvino_genai.TextParserStreamer``, whose ``write`` receives messages in place of tokens.
+
+    As in GenAI, it is reset before each answer.
+    """
+
+    takes_text = False
+
+    def __init__(self, streamer: genai.TextParserStreamer) -> None:
+        self._streamer = streamer
+        streamer.reset()
+
+    @property
+    def parsed(self) -> dict[str, object] | None:
+        return dict(self._streamer.get_parsed_message())
+
+    def write(self, tokens: list[int], text: str) -> Status:
+        return as_status(self._streamer._write(list(tokens))) if tokens else Status.RUNNING
 
     def end(self) -> None:
         self._streamer.end()
@@ -78,6 +109,8 @@ def make_sink(streamer: object) -> TokenSink:
     """
     if streamer is None:
         return Silent()
+    if isinstance(streamer, genai.TextParserStreamer):
+        return ParserSink(streamer)
     if isinstance(streamer, genai.StreamerBase):
         return StreamerSink(streamer)
     if callable(streamer):

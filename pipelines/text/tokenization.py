@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
 from numpy.typing import NDArray
 
-from staticllm.errors import ModelError, PromptError, PromptTooLongError, last_line
+from staticllm.errors import GenerationConfigError, ModelError, PromptError, PromptTooLongError, last_line
+from staticllm.pipelines.generation.extra_options import ToolOptions, function_of
+from staticllm.pipelines.text.parsing.formats import takes_tools
 from staticllm.pipelines.text.templates.chat_template import render
 
 Form = Literal["text", "texts", "history", "tokens"]
@@ -22,12 +25,20 @@ Messages: TypeAlias = genai.ChatHistory | Sequence[Mapping[str, object]]
 Inputs: TypeAlias = str | Sequence[str] | Messages | TokenInputs
 
 
+MAX_ENDING_CHARS = 256
+
+
 @dataclass(frozen=True)
 class Prompt:
-    """The token ids of one prompt, and the seconds that the chat template took; None without a template."""
+    """The token ids of one prompt.
+
+    ``template_seconds`` is the time that the chat template took, None without a template; ``ending`` holds the last characters
+    of its text.
+    """
 
     ids: list[int]
     template_seconds: float | None = None
+    ending: str = ""
 
 
 def form_of(inputs: object) -> Form:
@@ -54,8 +65,12 @@ def form_of(inputs: object) -> Form:
     )
 
 
-def encode_text(tokenizer: genai.Tokenizer, text: str, apply_chat_template: bool) -> Prompt:
+def encode_text(
+    tokenizer: genai.Tokenizer, text: str, apply_chat_template: bool, options: ToolOptions | None = None
+) -> Prompt:
     """Return the ids of one prompt, with the chat template if ``apply_chat_template`` is set and the model has one.
+
+    ``options`` are for the template.
 
     Raises:
         PromptError: the prompt is empty or not valid text, or the chat template refuses it.
@@ -65,18 +80,25 @@ def encode_text(tokenizer: genai.Tokenizer, text: str, apply_chat_template: bool
         raise PromptError("the prompt is empty: give at least one character")
     _check_text(text)
     if apply_chat_template and tokenizer.chat_template:
-        return encode_messages(tokenizer, [{"role": "user", "content": text}])
+        return encode_messages(tokenizer, [{"role": "user", "content": text}], options)
     return Prompt(_encoded(tokenizer, text)[0])
 
 
-def encode_messages(tokenizer: genai.Tokenizer, messages: Messages) -> Prompt:
+def encode_messages(tokenizer: genai.Tokenizer, messages: Messages, options: ToolOptions | None = None) -> Prompt:
     """Return the ids of a conversation (a list of messages or a ChatHistory) up to the header of the assistant's answer.
+
+    The tools and the extra context in ``options`` replace those of a ChatHistory, if there are any.
 
     Raises:
         PromptError: the conversation is empty or malformed, or the model has no chat template, or it refuses the conversation.
+        GenerationConfigError: there are tools in ``options``, and the template has no place for them.
         ModelError: the tokenizer cannot encode the conversation.
     """
     turns, tools, extra = _parts_of(messages)
+    if options is not None:
+        tools, extra = _tools_for(options, tokenizer.chat_template) or tools, {**extra, **options.extra_context}
+        if options.choice == "none":
+            tools = []
     if not turns:
         raise PromptError("the chat history is empty: append a message of the user")
     for turn in turns:
@@ -89,9 +111,38 @@ def encode_messages(tokenizer: genai.Tokenizer, messages: Messages) -> Prompt:
         "eos_token": tokenizer.get_eos_token(),
         "pad_token": tokenizer.get_pad_token(),
     }
-    text = render(tokenizer.chat_template, turns, tokens, tools, extra)
+    text = render(tokenizer.chat_template, [_with_arguments(turn) for turn in turns], tokens, tools, extra)
     seconds = time.perf_counter() - start
-    return Prompt(_encoded(tokenizer, text, add_special_tokens=False)[0], seconds)
+    return Prompt(_encoded(tokenizer, text, add_special_tokens=False)[0], seconds, text[-MAX_ENDING_CHARS:])
+
+
+def _tools_for(options: ToolOptions, template: str) -> list[dict[str, Any]]:
+    """Return the tools as templates take them."""
+    if options.tools and template and not takes_tools(template):
+        raise GenerationConfigError(
+            f"{len(options.tools)} tools for a chat template that shows no tools: leave them out, or set another template"
+        )
+    return [{"type": "function", "function": dict(function_of(tool))} for tool in options.tools]
+
+
+def _with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose calls have arguments as templates take them: as a dict, where OpenAI's API has JSON text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_call_with_arguments(call) for call in calls]}
+
+
+def _call_with_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(arguments, str):
+        return call
+    try:
+        values = json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise PromptError(f"the arguments of a tool call are no JSON: {arguments[:80]!r}") from error
+    return {**call, "function": {**cast(Mapping[str, Any], function), "arguments": values}}
 
 
 def _encoded(tokenizer: genai.Tokenizer, text: str, **options: Any) -> list[list[int]]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from staticllm.config import StaticLLMConfig
 from staticllm.daemon.devices import Devices
@@ -16,7 +16,9 @@ from staticllm.model_dir import MODEL_XML, weights_of, weights_size
 from staticllm.pipelines.engine.device_use import DeviceUse
 from staticllm.pipelines.engine.overflow import RULES
 from staticllm.pipelines.engine.request import EngineRequest
-from staticllm.pipelines.generation.sampling_params import SamplingParams
+from staticllm.pipelines.generation.beam_search import StopCriteria
+from staticllm.pipelines.generation.method_options import MAX_BEAMS
+from staticllm.pipelines.generation.sampling_params import SEQUENCES, SamplingParams
 from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
 from staticllm.pipelines.generation.structured.vocabulary import read_vocabulary
 from staticllm.pipelines.model_loader.arguments import Candidate, read_tokenizer
@@ -25,6 +27,7 @@ from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.wire.messages import Message, ProtocolError, text_of
 
 MAX_ANSWERS = 64
+MAX_SEQUENCE_TOKENS = 1 << 18
 _NUMBERS = {"float": (int, float), "int": (int,), "bool": (bool,)}
 
 
@@ -184,13 +187,57 @@ def _check_fields(request: EngineRequest) -> None:
         request.grammar.check()
     if not all(type(id) is int for id in request.stop_token_ids):
         raise ConfigError("stop_token_ids must be whole numbers")
+    _check_beams(request)
     for moment in (request.arrival, request.deadline):
         if moment is not None and not math.isfinite(moment):
             raise ConfigError("arrival and deadline must be finite")
     for field in fields(SamplingParams):
         value = getattr(request.sampling, field.name)
-        if type(value) not in _NUMBERS[str(field.type)] or not math.isfinite(value):
+        if field.name in SEQUENCES:
+            _check_sequences(field.name, value)
+        elif type(value) not in _NUMBERS[str(field.type)] or not math.isfinite(value):
             raise ConfigError(f"{field.name}={value!r}: must be of type {field.type} and finite")
+
+
+def _check_beams(request: EngineRequest) -> None:
+    """Check the parameters of a beam search from another process.
+
+    Raises:
+        ConfigError: one is wrong, or stop strings, which need the tokenizer.
+    """
+    beams = request.beams
+    if request.stop_strings:
+        raise ConfigError("stop_strings with num_beams: the daemon has no tokenizer; load without daemon=True")
+    if beams is None:
+        return
+    if type(beams.num_beams) is not int or not 2 <= beams.num_beams <= MAX_BEAMS:
+        raise ConfigError(f"num_beams={beams.num_beams!r}: must be a whole number from 2 to {MAX_BEAMS}")
+    if type(beams.num_beam_groups) is not int or beams.num_beam_groups < 1 or beams.num_beams % beams.num_beam_groups:
+        raise ConfigError(f"num_beam_groups={beams.num_beam_groups!r}: must divide num_beams={beams.num_beams}")
+    size = beams.no_repeat_ngram_size
+    if size is not None and (type(size) is not int or size < 1):
+        raise ConfigError(f"no_repeat_ngram_size={size!r}: must be a whole number of at least 1")
+    for value in (beams.diversity_penalty, beams.length_penalty):
+        if type(value) not in (int, float) or not abs(value) <= 1e6:
+            raise ConfigError(f"diversity_penalty and length_penalty must be finite numbers, not {value!r}")
+    if beams.stop_criteria not in get_args(StopCriteria):
+        raise ConfigError(f"stop_criteria={beams.stop_criteria!r}: must be one of {', '.join(get_args(StopCriteria))}")
+
+
+def _check_sequences(name: str, rows: tuple[tuple[Any, ...], ...]) -> None:
+    """Check rows of token ids, or of a token id and a number.
+
+    Raises:
+        ConfigError: one is neither, or there are too many.
+    """
+    if sum(map(len, rows)) > MAX_SEQUENCE_TOKENS:
+        raise ConfigError(f"{name} has more than {MAX_SEQUENCE_TOKENS} tokens")
+    for row in rows:
+        ids, bias = (row[:1], row[1:]) if name == "logit_bias" else (row, ())
+        if not ids or not all(type(id) is int and id >= 0 for id in ids) or len(bias) != (name == "logit_bias"):
+            raise ConfigError(f"{name}={row!r}: must be token ids" + (", and a number" if bias else ""))
+        if not all(type(number) in (int, float) and math.isfinite(number) for number in bias):
+            raise ConfigError(f"{name}={row!r}: must be a token id and a finite number")
 
 
 def compile_language_model(source: LanguageSource, id: int, devices: Devices) -> LanguageModel:

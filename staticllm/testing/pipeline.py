@@ -14,6 +14,7 @@ import openvino_genai as genai
 from staticllm.config import Scheduler
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.model_dir import demo_model_path
+from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.output_queue import OutputQueue
@@ -143,9 +144,11 @@ class _ReplyingEngine(Engine):
         super().__init__(runner, policy, options)
         self._replies = replies
 
-    def submit(self, request: EngineRequest, queue: OutputQueue | None = None) -> OutputQueue:
+    def submit(
+        self, request: EngineRequest, queue: OutputQueue | None = None, processors: UserProcessors = ()
+    ) -> OutputQueue:
         self._replies.add(request.prompt)
-        return super().submit(request, queue)
+        return super().submit(request, queue, processors)
 
 
 def _launch(

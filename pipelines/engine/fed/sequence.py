@@ -55,7 +55,7 @@ class FedSequence:
             return
         self._is_closed = True
         with suppress(ClosedError):  # the engine has released everything
-            self._engine.call_soon(lambda: self._core.close_fed(self._opened, is_reusable))
+            self._engine.call_soon(lambda: self._core.feeds.close(self._opened, is_reusable))
 
     def check_free(self) -> None:
         """Check that a feed or a fork may begin.
@@ -95,7 +95,7 @@ class FedSequence:
 
         def run() -> None:
             try:
-                self._core.feed(self._opened, order)
+                self._core.feeds.feed(self._opened, order)
             except BaseException as error:  # a bug of ours; the client must not wait for ever
                 on_done(FeedResult(None, as_ours(error)))
 
@@ -112,7 +112,7 @@ class FedSequence:
 
     def _open(self, source: FedSequence | None) -> None:
         if source is None:
-            self._state = self._core.open_fed(self._priority)
+            self._state = self._core.feeds.open(self._priority)
         else:
             self._state = self._core.kv_manager.away.fork(source._opened)
 

@@ -78,13 +78,19 @@ class ThinkTime:
 class FedState(SequenceState):
     """A fed sequence inside the engine. While a feed is in progress, it is a request of the table; otherwise it is *away*.
 
-    ``tokens`` are those of all feeds. Used on the engine's thread.
+    ``tokens`` are those of all feeds. ``is_internal``: whether the engine itself chooses the tokens, as for beams; then results
+    are handed over at once, not while the next call runs, and the sequence is not in the statistics.
+
+    Used on the engine's thread.
     """
 
-    def __init__(self, vocab_size: int, priority: int = 0, think: ThinkTime | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, priority: int = 0, think: ThinkTime | None = None, is_internal: bool = False
+    ) -> None:
         request = EngineRequest((), priority=priority, id=new_id())
         super().__init__(request, OutputQueue(), vocab_size)
         self.think = think or ThinkTime()
+        self.is_internal = is_internal
         self.away_since = time.perf_counter()
         self.is_suspect = False  # its last tokens had logits that are not finite, and are not kept
         self.is_closed = False
@@ -98,7 +104,7 @@ class FedState(SequenceState):
 
     def forked(self) -> FedState:
         """Return another sequence of the same client with the same tokens, and without slots."""
-        other = FedState(self._vocab_size, self.request.priority, self.think)
+        other = FedState(self._vocab_size, self.request.priority, self.think, self.is_internal)
         other.tokens, other.is_suspect = list(self.tokens), self.is_suspect
         other.request = replace(self.request, id=other.id)
         other.token_times = list(self.token_times)
@@ -113,7 +119,8 @@ class FedState(SequenceState):
     def ready_at(self) -> float | None:
         """The ``time.perf_counter`` moment by which the next feed is expected; None if it cannot be known."""
         expected = self.think.expected
-        return self.away_since + expected if expected is not None and self._is_answering else None
+        is_known = expected is not None and self._is_answering and not self.is_internal
+        return self.away_since + (expected or 0.0) if is_known else None
 
     @property
     def view(self) -> AwayView:

@@ -12,7 +12,8 @@ import pytest
 
 import staticllm
 from staticllm import StaticLLMPipeline
-from staticllm.errors import ClosedError, ConfigError, PromptTooLongError, StaticLLMError
+from staticllm.errors import ClosedError, ConfigError, GenerationConfigError, PromptTooLongError, StaticLLMError
+from staticllm.pipelines.engine.request import EngineRequest
 from tests.daemons import daemon_process, daemon_thread, wait_for
 from tests.helpers import EXACT
 
@@ -51,6 +52,32 @@ def test_a_pipeline_in_the_daemon_says_the_same(daemon, expected):
         many = pipe.generate([PROMPT] * 3, max_new_tokens=24)
         assert many.texts == [expected["greedy"]] * 3
         assert pipe.stats().num_requests == 7
+
+
+SAMPLERS = (
+    {"dry_multiplier": 2.0, "no_repeat_ngram_size": 3},
+    {"bad_words": ["unit"], "logit_bias": {40: 1.5, 41: False}},
+    {"do_sample": True, "rng_seed": 7, "xtc_probability": 0.5, "typical_p": 0.8},
+    {"do_sample": True, "rng_seed": 7, "mirostat": 2},
+)
+
+
+def test_samplers_go_to_the_daemon_and_processors_of_this_program_do_not(daemon):
+    with load() as here, load(daemon=True) as there:
+        for options in SAMPLERS:
+            expected = here.generate(PROMPT, max_new_tokens=24, **options)
+            assert there.generate(PROMPT, max_new_tokens=24, **options) == expected
+        with pytest.raises(GenerationConfigError, match="a logits_processor cannot go to the daemon"):
+            there.generate(PROMPT, logits_processor=lambda ids, scores: scores)
+        model = daemon.models.served()[0][1]
+        request = EngineRequest((5, 6)).to_dict()
+        wrong = [
+            ("bad_words", [[-1]]), ("bad_words", [[]]), ("bad_words", [5]), ("logit_bias", [[1, "a"]]), ("mirostat", "2"),
+            ("logit_bias", [[1]]), ("dry_breakers", [["x"]]), ("bad_words", [[1] * (1 << 19)]),
+        ]  # fmt: skip
+        for name, value in wrong:
+            with pytest.raises(ConfigError):
+                model.request_of({**request, "sampling": {**request["sampling"], name: value}})
 
 
 def test_two_programs_share_one_engine_and_its_calls(daemon, expected):

@@ -217,6 +217,6 @@ def test_metrics_unpack_and_separate_text_from_other_times(pipe):
 
 
 def test_inert_options_of_beams_and_assistants_are_accepted(pipe):
-    inert = {"num_beam_groups": 2, "diversity_penalty": 1.0, "length_penalty": 2.0, "no_repeat_ngram_size": 3}
+    inert = {"num_beam_groups": 2, "diversity_penalty": 1.0, "length_penalty": 2.0}
     expected = pipe.generate("Hello!", max_new_tokens=6).tokens
     assert pipe.generate("Hello!", max_new_tokens=6, num_assistant_tokens=0, min_p=1.0, **inert).tokens == expected

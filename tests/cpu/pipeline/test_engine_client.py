@@ -26,14 +26,14 @@ class JSONClient:
         self.lock = threading.Lock()
         self.num_closed = 0
 
-    def submit(self, request, queue=None):
+    def submit(self, request, queue=None, processors=()):
         queue = queue or OutputQueue()
         remote = EngineRequest.from_dict(json.loads(json.dumps(request.to_dict())))
         outputs = OutputQueue()
         outputs.add_listener(lambda output: queue.put(output_from_dict(json.loads(json.dumps(output_to_dict(output))))))
         with self.lock:
             self._ids[request.id] = remote.id
-        self._engine.submit(remote, outputs)
+        self._engine.submit(remote, outputs, processors)
         return queue
 
     def cancel(self, request, index=None, reason=FinishReason.CANCELLED):

@@ -20,7 +20,9 @@ def test_only_the_listed_names_are_public():
         "Device", "VariantIndex",
         "PromptTooLongError", "SnapshotError",
         "StaticLLMConfig", "StaticLLMError", "StaticLLMPipeline", "UnsupportedModelError", "Variant",
-        "demo_model_path",
+        "AssistantMessage", "ToolCall", "LogitsProcessor",
+        "ArgumentsDelta", "CallBegin", "CallBroken", "CallEnd", "ContentDelta", "ReasoningDelta",
+        "demo_model_path", "draft_model",
     }  # fmt: skip
     with pytest.raises(AttributeError):
         staticllm.nothing_of_this_name  # noqa: B018

@@ -30,7 +30,7 @@ LEVELS = (
     "compiler_passes",
     "pipelines.generation.structured",
     "pipelines.generation pipelines.profiling pipelines.text.templates",
-    "pipelines.programs",
+    "pipelines.programs pipelines.text.parsing",
     "pipelines.scheduling.interface pipelines.blobs",
     "pipelines.scheduling.policies",
     "pipelines.scheduling",

@@ -90,7 +90,11 @@ def prepared(form="tokens", **changes):
     """Return a request for one answer with the options that an output processor reads."""
     defaults = {"stop_strings": frozenset(), "include_stop_str_in_output": False, "stop_token_ids": frozenset()}
     return PreparedRequest(
-        EngineRequest((104, 105)), form, SimpleNamespace(**{"echo": False, **defaults, **changes}), 0.0, 0.0
+        EngineRequest((104, 105)),
+        form,
+        SimpleNamespace(**{"echo": False, "beams": None, **defaults, **changes}),
+        0.0,
+        0.0,
     )
 
 

@@ -1,0 +1,197 @@
+"""Requests that are decoded by beam search: their beams are fed sequences, and the engine chooses their tokens together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from staticllm.core import FinishReason
+from staticllm.errors import NumericalError, as_ours
+from staticllm.pipelines.engine.fed.feeds import FedCore, Feeds
+from staticllm.pipelines.engine.fed.state import FedState, FeedOrder, FeedResult
+from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
+from staticllm.pipelines.engine.recording import request_record
+from staticllm.pipelines.engine.request import EngineRequest, RequestState
+from staticllm.pipelines.generation.beam_search import BeamSearch, Ending, Hypothesis, Limits, Successor
+from staticllm.pipelines.generation.filters import Logits
+
+Decode = Callable[[list[int]], str]
+OnEnd = Callable[["BeamRequest", FinishReason], None]
+
+
+class BeamRequest(RequestState):
+    """A beam search inside the engine. Its tokens come at its end: only then it is known which answers are the best.
+
+    ``sequences`` has one entry for the records; it never holds slots. Each beam is a fed sequence, so beams share the slots of
+    their common tokens, wait for each other wherever policies run them, and lose slots to others like the sequences of clients.
+    """
+
+    def __init__(
+        self, request: EngineRequest, vocab_size: int, queue: OutputQueue | None = None, decode: Decode | None = None
+    ) -> None:
+        super().__init__(request, vocab_size, queue)
+        assert request.beams is not None, "not a beam search"
+        limits = Limits(request.max_new_tokens, request.stop_token_ids, request.min_new_tokens)
+        self._search = BeamSearch(request.beams, request.prompt, limits, _ending_of(request, decode))
+        self._beams: list[FedState] = []
+        self._logits: dict[int, Logits] = {}  # after the last token of each beam whose feed is done, by its index
+        self._steps: list[tuple[float, float]] = []  # the seconds of choosing, and of the device, for each token
+        self._device_seconds = 0.0  # since the last token
+        self._feeds: Feeds | None = None
+        self._on_end: OnEnd = lambda request, reason: None
+
+    def begin(self, feeds: Feeds, on_end: OnEnd) -> None:
+        """Run the prompt; ``on_end`` is called with this request when it has ended."""
+        self._feeds, self._on_end = feeds, on_end
+        self._beams = [feeds.open(self.request.priority, is_internal=True)]
+        self._feed(0, self.request.prompt)
+
+    def end(self, reason: FinishReason, error: Exception | None = None) -> None:
+        """End the search. Without an error, the best hypotheses so far are the answers. A second call does nothing."""
+        if self._feeds is None:
+            return
+        feeds, self._feeds = self._feeds, None
+        self._search.end(reason)
+        found = [] if error is not None else self._search.hypotheses()[: self.request.num_sequences]
+        self._close_beams(feeds, found)
+        for index, hypothesis in enumerate(found):
+            self._report(index, hypothesis)
+        self.finish_from(len(found), reason, error)
+        self._on_end(self, reason)
+
+    def give_up(self, reason: FinishReason, error: Exception | None) -> None:
+        """End the search without answers, in any state that an exception left."""
+        feeds, self._feeds = self._feeds, None
+        for state in self._beams:
+            assert feeds is not None, "it has ended"
+            feeds.forget(state)
+        self.finish_from(0, reason, error)
+
+    def _feed(self, index: int, tokens: Sequence[int]) -> None:
+        assert self._feeds is not None, "it has ended"
+        self._feeds.feed(self._beams[index], FeedOrder(tuple(tokens), "last", partial(self._take, index)))
+
+    def _take(self, index: int, result: FeedResult) -> None:
+        """Keep the logits after a beam; after those of the last one choose the next beams."""
+        lead = self.sequences[0]
+        if self._feeds is None:
+            return
+        if result.error is not None or result.logits is None or not result.is_finite:
+            self.end(FinishReason.ERROR, result.error or _not_finite())
+            return
+        self._device_seconds = max(self._device_seconds, result.device_seconds)  # beams mostly share their calls
+        lead.started = lead.started or self._beams[index].started
+        if not lead.token_times:
+            lead.num_cached = self._beams[index].num_cached
+        self._logits[index] = result.logits[-1]
+        if len(self._logits) == len(self._beams):
+            try:
+                self._advance(self._feeds)
+            except Exception as error:  # a bug in the search of this request; the others continue
+                self.end(FinishReason.ERROR, as_ours(error))
+
+    def _advance(self, feeds: Feeds) -> None:
+        logits = [self._logits[index] for index in range(len(self._beams))]
+        self._logits.clear()
+        start = time.perf_counter()
+        successors = self._search.advance(logits)
+        now = time.perf_counter()
+        self.sequences[0].token_times.append(now)
+        self._steps.append((now - start, self._device_seconds))
+        self._device_seconds = 0.0
+        if not successors:
+            self.end(FinishReason.STOP)
+            return
+        self._continue(feeds, successors)
+        for index, successor in enumerate(successors):
+            if self._feeds is not None:  # else a feed before it failed at once
+                self._feed(index, [successor.token])
+
+    def _continue(self, feeds: Feeds, successors: Sequence[Successor]) -> None:
+        """Give each new beam a sequence: its parent's for the first child, a fork for the others. Close what has no child."""
+        before, taken, beams = self._beams, set[int](), list[FedState]()
+        for successor in successors:
+            parent = before[successor.parent]
+            beams.append(feeds.fork(parent) if successor.parent in taken else parent)
+            taken.add(successor.parent)
+        for index, state in enumerate(before):
+            if index not in taken:
+                feeds.close(state, is_reusable=False)
+        self._beams = beams
+
+    def _close_beams(self, feeds: Feeds, found: Sequence[Hypothesis]) -> None:
+        """Close all beams. The one that begins most like the best answer stays cached: a conversation goes on with it."""
+        prompt = list(self.request.prompt)
+        answer = prompt + list(found[0].tokens) if found else prompt
+        best = max(self._beams, key=lambda state: _num_equal(state.tokens, answer), default=None)
+        for state in self._beams:
+            feeds.close(state, is_reusable=state is best)
+        self._beams = []
+
+    def _report(self, index: int, hypothesis: Hypothesis) -> None:
+        """Hand an answer to the reader: its tokens, with the moments at which tokens of their place were chosen."""
+        lead = self.sequences[0]
+        for place, (token, logprob) in enumerate(zip(hypothesis.tokens, hypothesis.logprobs, strict=True)):
+            moment, (chosen, device) = lead.token_times[place], self._steps[place]
+            self.queue.put(TokenOutput(token, logprob, moment, chosen, index, device, lead.num_cached))
+        self.queue.put(Finished(hypothesis.reason, None, index))
+        self._finished.add(index)
+
+
+class BeamRequests:
+    """The beam searches of a core that have not ended. Runs on the engine's thread."""
+
+    def __init__(self, core: FedCore, feeds: Feeds) -> None:
+        self._core, self._feeds = core, feeds
+        self._requests: dict[int, BeamRequest] = {}
+
+    def begin(self, request: BeamRequest) -> None:
+        """Begin a search."""
+        self._requests[request.request.id] = request
+        request.begin(self._feeds, self._remove)
+
+    def end_expired(self, now: float) -> None:
+        """End the searches that were cancelled or are past their deadline at the ``time.perf_counter`` moment ``now``."""
+        for request in list(self._requests.values()):
+            if (reason := request.sequences[0].finish_reason_at(now)) is not None:
+                request.end(reason)
+
+    def give_up(self, reason: FinishReason, error: Exception | None) -> None:
+        """End all searches without answers, in any state that an exception left."""
+        for request in self._requests.values():
+            request.give_up(reason, error)
+        self._requests.clear()
+
+    def _remove(self, request: BeamRequest, reason: FinishReason) -> None:
+        self._core.profiler.record(request_record(request.sequences[0], reason))
+        self._requests.pop(request.request.id, None)
+        self._core.requests.pop(request.request.id, None)
+
+
+def _ending_of(request: EngineRequest, decode: Decode | None) -> Ending | None:
+    """Return the function that finds the stop strings of a request; None if it has none."""
+    if not request.stop_strings or decode is None:
+        return None
+    longest = max(len(text) for text in request.stop_strings)
+
+    def has_ended(tokens: Sequence[int]) -> bool:
+        text = decode(
+            list(tokens[-longest - 1 :])
+        )  # a token has at least one character, but the first may be half of one
+        return any(stop in text for stop in request.stop_strings)
+
+    return has_ended
+
+
+def _num_equal(tokens: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of first tokens that are equal."""
+    return next(
+        (i for i, (one, two) in enumerate(zip(tokens, other, strict=False)) if one != two), min(len(tokens), len(other))
+    )
+
+
+def _not_finite() -> NumericalError:
+    return NumericalError(
+        "a beam has logits that are not finite: try INFERENCE_PRECISION_HINT='f32' and KV_CACHE_PRECISION='f32'"
+    )

@@ -1,0 +1,105 @@
+"""Opens, feeds and closes the fed sequences of an engine core, for clients and for beam searches."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from staticllm.core import FinishReason
+from staticllm.errors import PromptError
+from staticllm.pipelines.engine.fed.state import FedRequest, FedState, FeedOrder, FeedResult, closed_error
+from staticllm.pipelines.engine.kv_manager import KVCacheManager
+from staticllm.pipelines.engine.options import EngineOptions
+from staticllm.pipelines.engine.quarantine import Quarantine
+from staticllm.pipelines.engine.recording import request_record
+from staticllm.pipelines.engine.request import RequestState
+from staticllm.pipelines.profiling.stats import Profiler
+
+
+class FedCore(Protocol):
+    """What feeds use of the engine's core."""
+
+    requests: dict[int, RequestState]
+    kv_manager: KVCacheManager
+    options: EngineOptions
+    profiler: Profiler
+    quarantine: Quarantine
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids of the model."""
+        ...
+
+
+class Feeds:
+    """The fed sequences of a core. ``is_switching``: whether new feeds wait until another runner was installed.
+
+    Runs on the engine's thread.
+    """
+
+    def __init__(self, core: FedCore) -> None:
+        self._core = core
+        self.is_switching = False
+        self._held: list[tuple[FedState, FeedOrder]] = []
+
+    def open(self, priority: int = 0, is_internal: bool = False) -> FedState:
+        """Return a new sequence, which is away; ``is_internal`` as in ``FedState``."""
+        state = FedState(self._core.vocab_size, priority, is_internal=is_internal)
+        self._core.kv_manager.away.add(state)
+        return state
+
+    def fork(self, source: FedState) -> FedState:
+        """Return another sequence with the tokens and slots of ``source``, which is away."""
+        return self._core.kv_manager.away.fork(source)
+
+    def feed(self, state: FedState, order: FeedOrder) -> None:
+        """Begin a feed of an away sequence; steps serve it from now on. One that can never run ends with an error."""
+        length, limit = len(state.tokens) + len(order.tokens), self._core.options.max_seq_len
+        if length > limit:
+            error = PromptError(
+                f"a sequence of {length} tokens, it can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {limit}: begin a new one, "
+                "or load the model with a larger length"
+            )
+            order.on_done(FeedResult(None, error))
+            return
+        if state.is_closed:  # while the feed waited
+            order.on_done(FeedResult(None, closed_error(FinishReason.CANCELLED)))
+            return
+        if self.is_switching and not state.is_internal:
+            self._held.append((state, order))
+            return
+        state.begin(order)
+        self._core.requests[state.id] = FedRequest(state)
+        self._core.kv_manager.come_back(state)
+        if state.is_suspect:
+            self._core.quarantine.add(state.id)
+
+    def begin_held(self) -> None:
+        """Begin the feeds that waited for another runner."""
+        held, self._held = self._held, []
+        for state, order in held:
+            self.feed(state, order)
+
+    def end_held(self, reason: FinishReason, error: Exception | None) -> None:
+        """End the feeds that waited for another runner."""
+        held, self._held = self._held, []
+        for _, order in held:
+            order.on_done(FeedResult(None, error or closed_error(reason)))
+
+    def close(self, state: FedState, is_reusable: bool) -> None:
+        """Close a sequence; a feed in progress ends before the next device call.
+
+        Its slots stay cached for other requests if that ``is_reusable``.
+        """
+        state.is_closed = True
+        if state in self._core.kv_manager.away:
+            self._core.kv_manager.away.close(state, is_reusable)
+            if not state.is_internal:
+                self._core.profiler.record(request_record(state, FinishReason.STOP))
+        elif state.id in self._core.requests:
+            self._core.requests[state.id].cancel()
+
+    def forget(self, state: FedState) -> None:
+        """Close a sequence whose slots are gone, in any state that an exception left."""
+        state.is_closed = True
+        if state in self._core.kv_manager.away:
+            self._core.kv_manager.away.remove(state)

@@ -1,0 +1,1 @@
+"""Adds drafts of the next tokens to decode steps where that pays, and checks them with the request's own sampler."""

@@ -1,0 +1,282 @@
+"""Decides how many drafted tokens a call checks: by what a row costs on this device, and by what was accepted lately."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from staticllm.core import Variant
+from staticllm.pipelines.engine.request import SequenceState
+from staticllm.pipelines.engine.speculation.draft_model import KIND, DraftModel
+from staticllm.pipelines.generation.drafts import NO_DRAFT, AcceptanceRates, Draft
+from staticllm.pipelines.programs.model_runner import ModelRunner
+from staticllm.pipelines.programs.variant_index import VariantIndex
+
+ALLOWANCE = 0.02
+"""The share of the decode time that drafts may lose: what each decode step adds to the credit, in decode steps."""
+FIRST_CREDIT, MAX_CREDIT = 1.0, 4.0
+"""The credit of a new engine, and the largest credit, in decode steps."""
+MOST_LOST = 1.0
+"""The most decode steps that a draft counts as lost while the cost of its variant is not stable.
+
+The first run at a new size may take many times as long as the next one, and would rule it out for ever."""
+MIN_GAIN = 1.02
+"""The least expected speed-up; a smaller one is within the error of the costs."""
+LEAST_CHANCE = 0.05
+"""A token that is accepted with a smaller probability is not checked."""
+PROBE_AFTER = 32
+"""The number of decode steps without a draft after which one is checked although it should not pay."""
+CATCH_UP_SHARE, FORESEEN_TOKENS = 0.1, 256
+"""The share of the rest of an answer, which is at most so many tokens, that the draft model may take to read its beginning."""
+FIRST_PLAIN, REFRESH_AFTER = 3, 48
+"""The number of steps without drafts before the first draft, and that of steps with drafts before the next one without. What a
+plain step costs must be known, and stay known: drafts are measured by it."""
+SLOWER_WEIGHT = 0.1
+"""The weight of a slower call in the host's seconds per call. A faster one counts at once: others were delayed."""
+MAX_KEPT = 1024
+"""The number of sizes of calls whose variants are remembered."""
+
+
+@dataclass(frozen=True)
+class PlainCall:
+    """A call before drafts are added: its variant, its rows, sequences and logits in use, and how many sequences decode."""
+
+    variant: Variant
+    num_rows: int
+    num_sequences: int
+    num_logits: int
+    num_decoding: int
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether each row decodes a sequence of its own."""
+        return self.num_decoding == self.num_rows
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """The drafts of a call, one per decoding sequence and empty where none pays, and the ``variant`` that holds them all.
+
+    ``model_seconds`` is the expected time of the draft model's steps, and ``spent_seconds`` the time that it took.
+    """
+
+    call: PlainCall
+    variant: Variant
+    drafts: tuple[Draft, ...] = ()
+    model_seconds: float = 0.0
+    spent_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Chance:
+    """A drafted token: the probability of its acceptance, its place in its draft, and the index of its sequence."""
+
+    probability: float
+    place: int
+    index: int
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A variant that holds the call with up to ``most`` more rows."""
+
+    variant: Variant
+    most: int
+
+
+class DraftPlanner:
+    """Adds drafts to the decode steps of requests that draft. Runs on the engine's thread.
+
+    A call with drafts takes longer, and gives more tokens if some are accepted. Drafts are added if the tokens per second that
+    they promise are more than without: costs come from the cost model, and the probability of acceptance from the drafts of the
+    same kind that were checked lately. The promise may be wrong. Therefore a *credit* is kept, in decode steps: a draft must be
+    covered by it as if no token were accepted. What drafts gain is added to it, what they lose is taken from it, and each
+    decode step adds ``ALLOWANCE``. So a text whose drafts are never accepted is slower by that share, and not by more. The
+    credit also pays for single drafts that find out whether the text has changed. ``model`` is the draft model; None without one.
+    """
+
+    def __init__(self, runner: ModelRunner, max_seq_len: int, model: DraftModel | None = None) -> None:
+        self._runner, self._max_seq_len, self.model = runner, max_seq_len, model
+        self._index: VariantIndex = runner.index
+        self._options: dict[tuple[int, int, int, int], tuple[_Option, ...]] = {}
+        self._rates = AcceptanceRates(kept=0.98)
+        self._credit = FIRST_CREDIT
+        self._num_plain = PROBE_AFTER  # decode steps since the last draft
+        self._num_due = FIRST_PLAIN  # steps without drafts that must come first
+        self._num_drafted = 0  # steps with drafts since the last one without
+        self._host: dict[bool, float] = {}  # the host's seconds per call, with drafts and without
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether rejected tokens can be cut off: a recurrent state cannot be."""
+        return not self._runner.cache.states
+
+    def plan(self, states: Sequence[SequenceState], call: PlainCall) -> DraftPlan:
+        """Return the drafts for the decoding ``states`` of a call. No slot is freed for a draft."""
+        if self._num_due:
+            return DraftPlan(call, call.variant)
+        room = self._runner.cache.slots.num_free - call.num_rows
+        proposed = [self._proposal(state, call, room) for state in states]
+        chances = self._chances(states, proposed)[: max(room, 0)]
+        option = self._best(call, chances, proposed) if chances else None
+        if option is None:
+            return DraftPlan(call, call.variant)
+        lengths = [0] * len(states)
+        for chance in chances[: option.most]:
+            lengths[chance.index] += 1
+        drafts = [replace(draft, tokens=draft.tokens[:n]) for draft, n in zip(proposed, lengths, strict=True)]
+        modelled = [i for i, draft in enumerate(drafts) if draft.kind == KIND and draft.tokens]
+        if self.model is None or not modelled:
+            return DraftPlan(call, option.variant, tuple(drafts))
+        model, before = self.model, self.model.seconds
+        expected = max(lengths[i] for i in modelled) * model.step_seconds(len(modelled))
+        for i, draft in zip(modelled, model.propose([(states[i], lengths[i]) for i in modelled]), strict=True):
+            drafts[i] = draft
+        for i in modelled:
+            states[i].add_draft_seconds(model.seconds - before)
+        variant = self._variant_for(call, sum(len(draft.tokens) for draft in drafts))
+        return DraftPlan(call, variant, tuple(drafts), expected, model.seconds - before)
+
+    def observe(self, plan: DraftPlan, num_accepted: int, host_seconds: float) -> None:
+        """Learn that ``num_accepted`` drafted tokens of a call were accepted.
+
+        ``host_seconds`` is the time of the host's work around the call, with that of the draft model.
+        """
+        call, has_drafts = plan.call, any(draft.tokens for draft in plan.drafts)
+        if call.is_pure:
+            self._count_host(has_drafts, host_seconds - plan.spent_seconds)
+        if not has_drafts:
+            self._num_due, self._num_drafted = max(0, self._num_due - 1), 0
+        self._num_plain += 1
+        gained = 0.0
+        if has_drafts or plan.model_seconds:
+            self._num_drafted += 1
+            self._num_due = int(self._num_drafted >= REFRESH_AFTER)
+            more = (self._more_seconds(call, plan.variant) + plan.model_seconds) / self._step_seconds(call)
+            more = more if self._runner.costs.is_stable(plan.variant) else min(more, MOST_LOST)
+            gained, self._num_plain = num_accepted / call.num_decoding - more, 0
+        self._credit = max(-MAX_CREDIT, min(self._credit + ALLOWANCE + gained, MAX_CREDIT))
+
+    def use_model(self, model: DraftModel) -> None:
+        """Let a model draft the tokens of requests that ask for it, from the next step on."""
+        self.model = model
+
+    def forget(self, answer: int) -> None:
+        """Free what the draft model holds of an answer that has ended."""
+        if self.model is not None:
+            self.model.forget(answer)
+
+    def _count_host(self, has_drafts: bool, seconds: float) -> None:
+        known = self._host.get(has_drafts, seconds)
+        more = SLOWER_WEIGHT * (min(seconds, 2 * known) - known)
+        self._host[has_drafts] = min(seconds, known + more)
+
+    def _proposal(self, state: SequenceState, call: PlainCall, room: int) -> Draft:
+        """Return the draft of a decoding answer, with tokens of the vocabulary only, and one token less than may follow.
+
+        A draft of the draft model has zeros for tokens that are not known yet.
+        """
+        drafts, num_tokens = state.drafts, len(state.tokens)
+        if drafts is None:
+            return NO_DRAFT
+        limit = min(drafts.limit, room, self._max_seq_len - num_tokens, state.num_left - 1)
+        if limit <= 0:
+            return NO_DRAFT
+        draft = drafts.propose(state.tokens, limit)
+        if drafts.params.uses_model and self.model is not None:
+            rates, modelled = drafts.rates_among(self._rates), Draft((0,) * min(limit, self.model.room(state)), KIND)
+            foreseen = min(state.num_left, FORESEEN_TOKENS) * self._step_seconds(call)
+            is_better = not draft.tokens or rates.rate(draft) < rates.rate(modelled)
+            if is_better and self.model.catch_up_seconds(state) <= CATCH_UP_SHARE * foreseen:
+                return modelled
+        unknown = (i for i, token in enumerate(draft.tokens) if not 0 <= token < state.vocab_size)
+        end = min(next(unknown, limit), limit)
+        return draft if end >= len(draft.tokens) else replace(draft, tokens=draft.tokens[:end])
+
+    def _chances(self, states: Sequence[SequenceState], proposed: Sequence[Draft]) -> list[_Chance]:
+        """Return all tokens of the drafts that may be accepted, the likely ones first.
+
+        The tokens of one draft keep their order, because a token is accepted only after those before it.
+        """
+        chances = list[_Chance]()
+        for index, (state, draft) in enumerate(zip(states, proposed, strict=True)):
+            if draft.tokens and state.drafts is not None:
+                rate = state.drafts.rates_among(self._rates).rate(draft)
+                chances += [_Chance(rate ** (place + 1), place, index) for place in range(len(draft.tokens))]
+        likely = [chance for chance in chances if chance.probability >= LEAST_CHANCE]
+        if not likely and self._num_plain >= PROBE_AFTER:
+            likely = [chance for chance in chances if not chance.place]
+        return sorted(likely, key=lambda chance: (-chance.probability, chance.place, chance.index))
+
+    def _best(self, call: PlainCall, chances: Sequence[_Chance], proposed: Sequence[Draft]) -> _Option | None:
+        """Return the variant that gives the most tokens per second, and how many drafted tokens it checks; None without drafts.
+
+        If none pays, it is the one that risks least, when the time has come to probe.
+        """
+        gains = [0.0, *accumulate(chance.probability for chance in chances)]
+        sure = sum(chance.probability == 1.0 for chance in chances)
+        model_seconds = self._model_seconds(chances, proposed)
+        base, count = self._step_seconds(call), call.num_decoding
+        best, most, cheapest, least = None, MIN_GAIN, None, self._credit
+        for option in self._options_for(call):
+            held = min(option.most, len(chances))
+            more = (self._more_seconds(call, option.variant) + model_seconds[held]) / base
+            risk = more - min(sure, held) / count
+            is_known = self._runner.costs.is_stable(option.variant)
+            if not held or (risk if is_known else min(risk, MOST_LOST)) > self._credit:
+                continue
+            speed = (1.0 + gains[held] / count) / max(1.0 + more, 0.1)
+            if speed > most:
+                best, most = _Option(option.variant, held), speed
+            if cheapest is None or risk < least:
+                cheapest, least = _Option(option.variant, held), risk
+        return cheapest if best is None and self._num_plain >= PROBE_AFTER else best
+
+    def _model_seconds(self, chances: Sequence[_Chance], proposed: Sequence[Draft]) -> list[float]:
+        """Return how long the draft model takes for the first n of ``chances``, for each n from 0 on."""
+        num_modelled = sum(draft.kind == KIND for draft in proposed)
+        if self.model is None or not num_modelled:
+            return [0.0] * (len(chances) + 1)
+        lengths = (chance.place + 1 if proposed[chance.index].kind == KIND else 0 for chance in chances)
+        step = self.model.step_seconds(num_modelled)
+        return [length * step for length in accumulate(lengths, max, initial=0)]
+
+    def _options_for(self, call: PlainCall) -> tuple[_Option, ...]:
+        """Return the variants that hold the call with more rows, each with more than the one before."""
+        index, past = self._runner.index, self._runner.cache.slots.high_slot
+        if index is not self._index or len(self._options) > MAX_KEPT:
+            self._index = index
+            self._options.clear()
+        key = call.num_rows, call.num_sequences, call.num_logits, index.reach_of(past)
+        if key not in self._options:
+            self._options[key] = tuple(_options(index, call, past))
+        return self._options[key]
+
+    def _variant_for(self, call: PlainCall, num_more: int) -> Variant:
+        """Return the smallest variant that holds the call with ``num_more`` more rows."""
+        options = (option.variant for option in self._options_for(call) if option.most >= num_more)
+        return next(options) if num_more else call.variant
+
+    def _step_seconds(self, call: PlainCall) -> float:
+        """Return the seconds of a plain decode step of the call's decoding requests, with the host's work."""
+        count, past = call.num_decoding, self._runner.cache.slots.high_slot
+        variant = call.variant if call.is_pure else self._runner.index.smallest(count, count, past) or call.variant
+        return self._runner.costs(variant) + self._host.get(False, 0.0)
+
+    def _more_seconds(self, call: PlainCall, variant: Variant) -> float:
+        """Return by how many seconds the call takes longer with drafts in ``variant``."""
+        costs, host = self._runner.costs, self._host
+        more_host = host[True] - host[False] if len(host) > 1 else 0.0
+        return costs(variant) - costs(call.variant) + more_host
+
+
+def _options(index: VariantIndex, call: PlainCall, past: int) -> list[_Option]:
+    options = list[_Option]()
+    while True:
+        num_more = options[-1].most + 1 if options else 1
+        variant = index.with_logits(call.num_rows + num_more, call.num_sequences, call.num_logits + num_more, past)
+        if variant is None:
+            return options
+        most = min(variant.rows - call.num_rows, variant.num_logits - call.num_logits)
+        options.append(_Option(variant, most))

@@ -1,0 +1,266 @@
+"""Beam search and group beam search, with the candidates, penalties and scores of openvino_genai, as ``tests/peer`` checks.
+
+Group beam search is diverse beam search (arXiv 1610.02424): the beams are divided into groups, and a group avoids the tokens that
+the groups before it chose in the same step.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staticllm.core import FinishReason
+from staticllm.pipelines.generation.filters import Logits, largest
+
+StopCriteria = Literal["early", "heuristic", "never"]
+"""When a group with enough finished hypotheses ends: at once; when its best beam cannot beat the worst of them at its present
+length; or when it cannot even at the largest length."""
+
+Ending = Callable[[Sequence[int]], bool]
+"""Takes the tokens of an answer, and returns whether a stop string ends it."""
+
+
+@dataclass(frozen=True)
+class BeamParams:
+    """The parameters of one search, with the names and meanings of ``openvino_genai.GenerationConfig``.
+
+    ``no_repeat_ngram_size`` is None if n-grams may repeat.
+    """
+
+    num_beams: int
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
+    length_penalty: float = 1.0
+    no_repeat_ngram_size: int | None = None
+    stop_criteria: StopCriteria = "heuristic"
+
+    @property
+    def group_size(self) -> int:
+        """The number of beams of one group."""
+        return self.num_beams // self.num_beam_groups
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where answers end.
+
+    ``max_new_tokens`` is None without a limit. None of ``stop_token_ids`` is among the first ``min_new_tokens`` tokens.
+    """
+
+    max_new_tokens: int | None
+    stop_token_ids: Collection[int] = frozenset()
+    min_new_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Successor:
+    """One beam of the next step: the beam of this step that it continues, by its index, and its new token."""
+
+    parent: int
+    token: int
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """An answer that has ended: its tokens, what each adds to the sum of log-probabilities, and ``score``.
+
+    The score is this sum, divided by the length to the power of ``length_penalty``. Diversity penalties are in the sum.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    score: float
+    reason: FinishReason
+
+
+@dataclass(frozen=True)
+class _Beam:
+    """An answer in progress. ``logprobs`` are those of its tokens, less diversity penalties, and ``total`` is their sum."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    total: float = 0.0
+
+    def followed_by(self, token: int, logprob: float) -> _Beam:
+        """Return the answer with one more token."""
+        return _Beam((*self.tokens, token), (*self.logprobs, logprob), self.total + logprob)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A beam with one more token; ``parent`` is the index of the beam that it continues."""
+
+    parent: int
+    beam: _Beam
+
+    @property
+    def token(self) -> int:
+        return self.beam.tokens[-1]
+
+
+@dataclass
+class _Group:
+    """Beams that compete: those in progress, best first, and a heap of the best finished ones, the worst of them first."""
+
+    beams: list[_Beam]
+    finished: list[tuple[float, int, Hypothesis]] = field(default_factory=list)
+    is_done: bool = False
+
+
+class BeamSearch:
+    """One search. ``advance`` gets the logits after each beam in progress, and says which beams go on with which tokens.
+
+    The beams in progress have indexes from 0 to ``num_beams - 1``; at first there is one, the prompt.
+
+    Args:
+        params: Beams, groups and penalties.
+        prompt: The prompt's tokens, whose n-grams count as well.
+        limits: Where answers end.
+        ending: Finds stop strings; None without any.
+    """
+
+    def __init__(self, params: BeamParams, prompt: Sequence[int], limits: Limits, ending: Ending | None = None) -> None:
+        self._params, self._prompt, self._limits, self._ending = params, tuple(prompt), limits, ending
+        self._stop_tokens = np.array(sorted(limits.stop_token_ids), np.intp)
+        self._groups = [_Group([_Beam()]) for _ in range(params.num_beam_groups)]
+        self._parents = [[0] for _ in self._groups]  # by group: the index of each beam in progress
+        self._length = 0
+        self._num_finished = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no beam is in progress."""
+        return all(group.is_done for group in self._groups)
+
+    def advance(self, logits: Sequence[Logits]) -> list[Successor]:
+        """Choose the beams of the next step.
+
+        Args:
+            logits: f32 ``[vocab]``, finite, after each beam in progress, by its index; they are not changed.
+
+        Returns:
+            The beams of the next step by their indexes; nothing if the search is done.
+        """
+        tables = [self._allowed(_log_probabilities(line)) for line in logits]
+        chosen: list[_Candidate] = []  # by the groups before, in this step
+        successors: list[Successor] = []
+        self._length += 1
+        for number, group in enumerate(self._groups):
+            if group.is_done:
+                continue
+            kept = self._next_beams(group, self._candidates(number, tables, chosen))
+            self._end_if_done(group, kept)
+            chosen += kept
+            if not group.is_done:
+                group.beams = [candidate.beam for candidate in kept]
+                self._parents[number] = list(range(len(successors), len(successors) + len(kept)))
+                successors += [Successor(candidate.parent, candidate.token) for candidate in kept]
+        if self._length == self._limits.max_new_tokens:
+            self.end(FinishReason.LENGTH)
+        return [] if self.is_done else successors
+
+    def end(self, reason: FinishReason) -> None:
+        """End the beams in progress: they become hypotheses if they are among the best of their group."""
+        for group in self._groups:
+            for beam in () if group.is_done else group.beams:
+                self._finish(group, beam, reason)
+            group.is_done = True
+
+    def hypotheses(self) -> list[Hypothesis]:
+        """Return the finished answers of all groups, the best first."""
+        found = [entry for group in self._groups for entry in group.finished]
+        return [hypothesis for _, _, hypothesis in sorted(found, key=lambda entry: (-entry[0], -entry[1]))]
+
+    def _allowed(self, table: Logits) -> Logits:
+        """Forbid stop tokens in log-probabilities ``[vocab]`` where the answer must go on; the others stay as they are."""
+        if self._length < self._limits.min_new_tokens:
+            table[self._stop_tokens[self._stop_tokens < len(table)]] = -np.inf
+        return table
+
+    def _candidates(self, number: int, tables: Sequence[Logits], chosen: Iterable[_Candidate]) -> list[_Candidate]:
+        """Return the best candidates of a group, best first: twice as many per beam as the group has beams.
+
+        So at least one per beam does not end in a stop token.
+        """
+        params, found = self._params, list[_Candidate]()
+        for beam, parent in zip(self._groups[number].beams, self._parents[number], strict=True):
+            table = tables[parent].copy()
+            for candidate in chosen:
+                table[candidate.token] -= params.diversity_penalty
+            for token in repeating_tokens((*self._prompt, *beam.tokens), params.no_repeat_ngram_size):
+                table[token] = -np.inf
+            for token in _best(table, 2 * params.group_size):
+                found.append(_Candidate(parent, beam.followed_by(int(token), float(table[token]))))
+        return sorted(found, key=lambda candidate: -candidate.beam.total)
+
+    def _next_beams(self, group: _Group, candidates: Iterable[_Candidate]) -> list[_Candidate]:
+        """Return the candidates that go on. Those that end become hypotheses, if they are among the best ``group_size``."""
+        size, kept = self._params.group_size, list[_Candidate]()
+        for place, candidate in enumerate(candidates):
+            if not self._is_over(candidate):
+                kept.append(candidate)
+            elif place < size:
+                self._finish(group, candidate.beam, FinishReason.STOP)
+            if len(kept) == size:
+                break
+        return kept
+
+    def _is_over(self, candidate: _Candidate) -> bool:
+        is_stop_token = candidate.token in self._limits.stop_token_ids
+        return is_stop_token or (self._ending is not None and self._ending(candidate.beam.tokens))
+
+    def _end_if_done(self, group: _Group, kept: Sequence[_Candidate]) -> None:
+        if not kept:
+            group.is_done = True
+        if group.is_done or len(group.finished) < self._params.group_size:
+            return
+        criteria, length = self._params.stop_criteria, self._length - 1
+        if criteria == "early":
+            group.is_done = True
+            return
+        if criteria == "never" and self._params.length_penalty > 0.0 and self._limits.max_new_tokens is not None:
+            length = self._limits.max_new_tokens
+        # as in GenAI, the best beam of the step before is what could still be attained
+        group.is_done = length > 0 and group.finished[0][0] >= self._score(group.beams[0].total, length)
+
+    def _finish(self, group: _Group, beam: _Beam, reason: FinishReason) -> None:
+        score = self._score(beam.total, max(len(beam.tokens), 1))
+        self._num_finished += 1
+        hypothesis = Hypothesis(beam.tokens, beam.logprobs, score, reason)
+        heapq.heappush(group.finished, (score, -self._num_finished, hypothesis))
+        if len(group.finished) > self._params.group_size:
+            heapq.heappop(group.finished)
+
+    def _score(self, total: float, length: int) -> float:
+        return float(total / length**self._params.length_penalty)
+
+
+def repeating_tokens(tokens: Sequence[int], size: int | None) -> set[int]:
+    """Return the tokens that would repeat an n-gram of ``size`` tokens at the end of ``tokens``; none if ``size`` is None."""
+    if size is None or len(tokens) < max(size, 2):
+        return set()
+    if size == 1:
+        return set(tokens)
+    known, tail = np.asarray(tokens), np.asarray(tokens[len(tokens) - size + 1 :])
+    windows = np.lib.stride_tricks.sliding_window_view(known[:-1], size - 1)
+    places = np.flatnonzero((windows == tail).all(axis=1)) + size - 1
+    return set(known[places].tolist())
+
+
+def _log_probabilities(logits: Logits) -> Logits:
+    """Return the log-probabilities f32 ``[vocab]`` of logits ``[vocab]``."""
+    top = logits.max()
+    return logits - np.float32(top + np.log(np.exp(logits - top).sum(dtype=np.float64)))
+
+
+def _best(table: Logits, count: int) -> NDArray[np.intp]:
+    """Return the ``count`` tokens with the largest values in ``table [vocab]``, largest first; -inf ones are left out."""
+    top = largest(table, count) if count < len(table) else np.arange(len(table))
+    top = top[np.argsort(-table[top], kind="stable")]
+    found: NDArray[np.intp] = top[np.isfinite(table[top])]
+    return found

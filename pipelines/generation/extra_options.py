@@ -1,0 +1,255 @@
+"""The options of ``generate`` beyond openvino_genai's ``GenerationConfig``: their names, defaults and checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from staticllm.config import whole
+from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.generation.sampling_params import SamplingParams, TokenSequences
+
+DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
+"""The breakers of llamacpp."""
+MAX_BIAS = 1e4
+MAX_TOKEN = (1 << 31) - 1
+_DEFAULTS = SamplingParams()
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The numbers that an option may have. ``has_least``: whether ``least`` itself is one of them."""
+
+    least: float
+    most: float
+    is_whole: bool = False
+    has_least: bool = True
+    needs_sampling: bool = False
+
+
+NUMBERS = {
+    "typical_p": Bounds(0.0, 1.0, has_least=False, needs_sampling=True),
+    "xtc_probability": Bounds(0.0, 1.0, needs_sampling=True),
+    "xtc_threshold": Bounds(0.0, 1.0, needs_sampling=True),
+    "mirostat": Bounds(0, 2, is_whole=True, needs_sampling=True),
+    "mirostat_tau": Bounds(0.0, 100.0, has_least=False, needs_sampling=True),
+    "mirostat_eta": Bounds(0.0, 10.0, needs_sampling=True),
+    "dry_multiplier": Bounds(0.0, 1e3),
+    "dry_base": Bounds(1.0, 1e3),
+    "dry_allowed_length": Bounds(1, 1 << 20, is_whole=True),
+    "dry_penalty_last_n": Bounds(-1, 1 << 31, is_whole=True),
+}
+"""The options that are numbers; their defaults are those of ``SamplingParams``."""
+EXTRA_NAMES = (
+    *NUMBERS, "logit_bias", "bad_words", "bad_words_ids", "dry_sequence_breakers", "logits_processor",
+    "tools", "tool_choice", "parse_tools", "extra_context",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ToolOptions:
+    """What a request says about tools. ``parse`` is None where the tools decide.
+
+    ``tools`` are definitions of functions as OpenAI's API takes them. ``choice`` is ``auto``, ``none``, ``required`` or
+    ``function``; then ``name`` is the function that must be called. ``extra_context`` holds more variables of the template.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    choice: str = "auto"
+    name: str = ""
+    parse: bool | None = None
+    extra_context: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ExtraOptions:
+    """The checked options beyond GenAI's. ``bad_words`` and ``dry_sequence_breakers`` are texts, to be made tokens of.
+
+    ``numbers`` holds fields of ``SamplingParams`` that were given.
+    """
+
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_words_ids: TokenSequences = ()
+    dry_sequence_breakers: tuple[str, ...] = DRY_SEQUENCE_BREAKERS
+    logits_processors: tuple[Any, ...] = ()
+    tool_options: ToolOptions = field(default_factory=ToolOptions)
+
+
+def extra_options(given: Mapping[str, Any], do_sample: bool) -> ExtraOptions:
+    """Return the checked options of ``given``, whose names are all in ``EXTRA_NAMES``.
+
+    Raises:
+        GenerationConfigError: a value is impossible, or options contradict each other.
+    """
+    numbers = {name: _bounded(given, name) for name in NUMBERS if name in given}
+    _check_sampling(numbers, do_sample)
+    bias, forbidden = _logit_bias(given.get("logit_bias", {}))
+    return ExtraOptions(
+        numbers=numbers,
+        logit_bias=bias,
+        bad_words=_texts("bad_words", given.get("bad_words", ())),
+        bad_words_ids=(*forbidden, *_sequences("bad_words_ids", given.get("bad_words_ids", ()))),
+        dry_sequence_breakers=_texts(
+            "dry_sequence_breakers", given.get("dry_sequence_breakers", DRY_SEQUENCE_BREAKERS)
+        ),
+        logits_processors=_processors(given.get("logits_processor")),
+        tool_options=_tool_options(given),
+    )
+
+
+def number(
+    options: Mapping[str, Any],
+    name: str,
+    least: float,
+    most: float,
+    least_allowed: bool = True,
+    most_allowed: bool = True,
+) -> float:
+    """Return option ``name`` as a float within bounds.
+
+    Raises:
+        GenerationConfigError: it is not a number, or outside the bounds; the message names both.
+    """
+    value = options[name]
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        found = float("nan")
+    is_edge = (found == least and not least_allowed) or (found == most and not most_allowed)
+    if not least <= found <= most or is_edge:
+        bounds = (
+            f"{'from' if least_allowed else 'more than'} {least:g}, {'up to' if most_allowed else 'less than'} {most:g}"
+        )
+        raise GenerationConfigError(f"{name}={value!r}: must be a number {bounds}")
+    return found
+
+
+def _bounded(given: Mapping[str, Any], name: str) -> float:
+    bounds = NUMBERS[name]
+    if not bounds.is_whole:
+        return number(given, name, bounds.least, bounds.most, least_allowed=bounds.has_least)
+    value = whole(name, given[name], int(bounds.least), int(bounds.most))
+    if name == "mirostat" and value == 1:
+        raise GenerationConfigError("mirostat=1: only version 2 is there; pass 2, or 0 to turn it off")
+    return value
+
+
+def _check_sampling(numbers: Mapping[str, float], do_sample: bool) -> None:
+    changed = [name for name in ("typical_p", "xtc_probability", "mirostat") if _is_changed(numbers, name)]
+    if changed and not do_sample:
+        name = changed[0]
+        raise GenerationConfigError(
+            f"{name}={numbers[name]!r} with do_sample=False: greedy decoding draws nothing; set do_sample=True"
+        )
+    if "mirostat" in changed and len(changed) > 1:
+        raise GenerationConfigError(
+            f"mirostat=2 with {changed[0]}={numbers[changed[0]]!r}: mirostat takes the place of other filters; "
+            f"leave {changed[0]} out"
+        )
+
+
+def _is_changed(numbers: Mapping[str, float], name: str) -> bool:
+    return name in numbers and numbers[name] != getattr(_DEFAULTS, name)
+
+
+def _logit_bias(value: object) -> tuple[tuple[tuple[int, float], ...], TokenSequences]:
+    """Return the biases that are numbers, and the tokens that ``False`` or -inf forbids, as sequences of one token."""
+    if value is None:
+        return (), ()
+    if not isinstance(value, Mapping):
+        raise GenerationConfigError(f"logit_bias={value!r}: must be a dict from token id to number")
+    bias: list[tuple[int, float]] = []
+    forbidden: list[tuple[int, ...]] = []
+    for key, amount in value.items():
+        token = whole(
+            "a token of logit_bias", int(key) if isinstance(key, str) and key.isdecimal() else key, 0, MAX_TOKEN
+        )
+        if amount is False or amount == -math.inf:
+            forbidden.append((token,))
+        elif isinstance(amount, bool) or not isinstance(amount, (int, float)) or not abs(amount) <= MAX_BIAS:
+            raise GenerationConfigError(
+                f"logit_bias[{token}]={amount!r}: must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}, "
+                "or False to forbid the token"
+            )
+        else:
+            bias.append((token, float(amount)))
+    return tuple(bias), tuple(forbidden)
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(texts, (list, tuple, set, frozenset)) or not all(
+        isinstance(text, str) and text for text in texts
+    ):
+        raise GenerationConfigError(f"{name}={value!r}: must be a list of non-empty strings")
+    return tuple(sorted(set(texts)))
+
+
+def _sequences(name: str, value: object) -> TokenSequences:
+    rows = [] if value is None else value
+    if not isinstance(rows, (list, tuple)) or not all(isinstance(row, (list, tuple)) and row for row in rows):
+        raise GenerationConfigError(f"{name}={value!r}: must be a list of non-empty lists of token ids")
+    return tuple(tuple(whole(f"a token of {name}", token, 0, MAX_TOKEN) for token in row) for row in rows)
+
+
+def _processors(value: object) -> tuple[Any, ...]:
+    found = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    for each in found:
+        if isinstance(each, type) or not (callable(each) or callable(getattr(each, "process", None))):
+            raise GenerationConfigError(
+                f"logits_processor={each!r}: must be an object with process(logits), or a callable "
+                "(input_ids, scores) -> scores, or a list of them"
+            )
+    return found
+
+
+def _tool_options(given: Mapping[str, Any]) -> ToolOptions:
+    tools, parse, context = given.get("tools") or (), given.get("parse_tools"), given.get("extra_context") or {}
+    if not isinstance(tools, (list, tuple)) or not all(map(is_tool, tools)):
+        raise GenerationConfigError(
+            f"tools={tools!r}: must be a list of {{'type': 'function', 'function': {{'name': …, 'parameters': …}}}}"
+        )
+    if parse not in (None, True, False):
+        raise GenerationConfigError(f"parse_tools={parse!r}: must be True, False or None")
+    if not isinstance(context, Mapping):
+        raise GenerationConfigError(f"extra_context={context!r}: must be a dict of variables for the chat template")
+    names = [str(function_of(tool)["name"]) for tool in tools]
+    choice, name = _tool_choice(given.get("tool_choice", "auto"), names)
+    return ToolOptions(tuple(tools), choice, name, parse, dict(context))
+
+
+def _tool_choice(value: object, names: Sequence[str]) -> tuple[str, str]:
+    if value is None or value in ("auto", "none"):
+        return str(value or "auto"), ""
+    wanted = value.get("function") if isinstance(value, Mapping) else None
+    name = wanted.get("name") if isinstance(wanted, Mapping) else None
+    if value != "required" and not isinstance(name, str):
+        raise GenerationConfigError(
+            f"tool_choice={value!r}: must be 'auto', 'none', 'required' or "
+            "{'type': 'function', 'function': {'name': …}}"
+        )
+    if not names:
+        raise GenerationConfigError(f"tool_choice={value!r} without tools: pass the functions as tools=[…]")
+    if isinstance(name, str) and name not in names:
+        raise GenerationConfigError(f"tool_choice names {name!r}: the tools are {', '.join(names)}")
+    return ("function", name) if isinstance(name, str) else ("required", "")
+
+
+def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the function of a tool, which has the keys ``name``, ``description`` and ``parameters`` (a JSON schema)."""
+    inner = tool.get("function")
+    return inner if isinstance(inner, Mapping) else tool
+
+
+def is_tool(value: object) -> bool:
+    """Return whether ``value`` is the definition of a function: a mapping with a name, as it is or below ``function``."""
+    if not isinstance(value, Mapping):
+        return False
+    function = function_of(value)
+    parameters = function.get("parameters")
+    name = function.get("name")
+    return isinstance(name, str) and bool(name) and (parameters is None or isinstance(parameters, Mapping))

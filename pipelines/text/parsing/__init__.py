@@ -1,0 +1,1 @@
+"""Finds reasoning and the calls of tools in an answer, as it is written."""

@@ -1,0 +1,144 @@
+"""Parses an answer while it is written, and gives its events: content, reasoning, and calls with their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from staticllm.pipelines.generation.extra_options import function_of
+from staticllm.pipelines.text.parsing.events import Event
+from staticllm.pipelines.text.parsing.formats import FUNCTION, MessageFormat
+from staticllm.pipelines.text.parsing.harmony import take_harmony
+from staticllm.pipelines.text.parsing.json_calls import take_bare_objects, take_call_objects, take_named_calls
+from staticllm.pipelines.text.parsing.output import Output, new_call_id
+from staticllm.pipelines.text.parsing.python_calls import take_python_calls
+from staticllm.pipelines.text.parsing.source import MalformedError, Source, Steps
+from staticllm.pipelines.text.parsing.xml_calls import Types, take_xml_call
+
+
+class MessageParser:
+    """Parses one answer. However its text is split, the events concatenate to the same.
+
+    A call that is malformed or cut off becomes content, with all its text. Calls in reasoning are not looked for.
+
+    Args:
+        format: How the answer is written.
+        tools: The functions that may be called, as OpenAI's API takes them. They say of what type the values are where the
+            format does not. Calls without markers are found only if they name one of them; without tools, any name will do.
+        new_id: Makes the id of a call.
+    """
+
+    def __init__(
+        self,
+        format: MessageFormat,
+        tools: Iterable[Mapping[str, Any]] = (),
+        new_id: Callable[[], str] = new_call_id,
+    ) -> None:
+        functions = [function_of(tool) for tool in tools]
+        self._format = format
+        self._types = {str(function["name"]): _types_of(function) for function in functions}
+        self._source, self._output = Source(), Output(self._types, new_id)
+        self._steps = take_harmony(self._source, self._output) if format.syntax == "harmony" else self._answer()
+        self._is_over = False
+        self._advance()
+
+    def push(self, text: str) -> list[Event]:
+        """Add a piece of the answer, and return the events that are certain now."""
+        self._source.feed(text)
+        self._advance()
+        return self._output.take_events()
+
+    def finish(self) -> list[Event]:
+        """End the answer, and return its last events; to be called once."""
+        self._source.close()
+        self._advance()
+        self._output.finish()
+        return self._output.take_events()
+
+    def _advance(self) -> None:
+        if not self._is_over:
+            self._is_over = next(self._steps, self) is self
+
+    def _answer(self) -> Steps[None]:
+        source, output, format = self._source, self._output, self._format
+        begin_reasoning, _ = format.reasoning
+        markers = [marker for marker in (begin_reasoning, format.call[0]) if marker]
+        if format.syntax == "xml":
+            markers.append(FUNCTION)
+        if format.is_reasoning_open:
+            yield from source.skip_space()
+            yield from source.skip(begin_reasoning)  # some models write it once more
+            yield from self._reasoning()
+        while True:
+            if (yield from self._bare_calls()):
+                continue
+            marker = yield from source.text_until(markers, output.content)
+            if not marker:
+                return
+            output.open_block()
+            if marker == begin_reasoning:
+                yield from self._reasoning()
+            else:
+                yield from self._block(marker)
+
+    def _reasoning(self) -> Steps[None]:
+        yield from self._source.text_until([self._format.reasoning[1]], self._output.reasoning)
+        self._output.close_block()
+
+    def _block(self, marker: str) -> Steps[None]:
+        """Take the calls after a marker."""
+        self._source.mark(len(marker))
+        try:
+            yield from self._calls(marker)
+            self._source.since_mark()
+            yield from self._source.skip_space()
+            if self._format.call[1]:
+                yield from self._source.skip(self._format.call[1])
+            self._output.close_block()
+        except MalformedError:
+            self._output.break_block(self._source.since_mark())
+
+    def _calls(self, marker: str) -> Steps[None]:
+        source, output, syntax = self._source, self._output, self._format.syntax
+        if marker == FUNCTION:
+            yield from take_xml_call(source, output, self._types)
+        elif syntax == "xml" and (yield from source.skip_space()) == "<":
+            yield from source.expect(FUNCTION)
+            yield from take_xml_call(source, output, self._types)
+        elif syntax == "named":
+            yield from take_named_calls(source, output)
+        elif syntax == "python":
+            yield from take_python_calls(source, output)
+        elif syntax == "bare_json":
+            yield from take_bare_objects(source, output)
+        else:
+            yield from take_call_objects(source, output)
+
+    def _bare_calls(self) -> Steps[bool]:
+        """Take calls without a marker, which are possible only at the beginning of content. Return whether there were any."""
+        source, output, syntax = self._source, self._output, self._format.syntax
+        opening = {"bare_json": "{", "python": "["}.get(syntax)
+        if opening is None or output.has_content:
+            return False
+        source.mark()
+        output.open_block()
+        is_call = False
+        try:
+            if (yield from source.skip_space()) == opening:
+                yield from (take_bare_objects if syntax == "bare_json" else take_python_calls)(source, output)
+                source.since_mark()
+                output.close_block()
+                is_call = True
+        except MalformedError:
+            pass
+        if not is_call:
+            output.break_block(source.since_mark())
+        return is_call
+
+
+def _types_of(function: Mapping[str, Any]) -> Types:
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    if not isinstance(properties, Mapping):
+        return {}
+    return {str(name): schema for name, schema in properties.items() if isinstance(schema, Mapping)}

@@ -1,0 +1,122 @@
+"""Collects the events of a parser, and leaves out the whitespace around calls and reasoning."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection
+
+from staticllm.pipelines.text.parsing.events import (
+    ArgumentsDelta,
+    CallBegin,
+    CallBroken,
+    CallEnd,
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    merged,
+)
+from staticllm.pipelines.text.parsing.source import MalformedError
+
+
+def new_call_id() -> str:
+    """Return an id for a call, which no other call has."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+class Output:
+    """The events since the last ``take_events``.
+
+    A block is a call or reasoning with its markers. Whitespace directly before and after blocks is layout and left out; so is
+    that at the ends of reasoning. ``names`` are the functions that may be called by a text without markers; ``has_content`` says
+    whether any text for the user, except whitespace, was found.
+    """
+
+    def __init__(self, names: Collection[str], new_id: Callable[[], str] = new_call_id) -> None:
+        self.names = frozenset(names)
+        self._new_id = new_id
+        self._events: list[Event] = []
+        self._num_calls = 0
+        self.has_content = False
+        self._is_in_call = False
+        self._space = ""  # whitespace at the end of the content, which is left out if a block follows
+        self._drops_space = False  # whether the next content follows a block
+        self._before_block = ("", False)
+        self._reasoning_space: str | None = None  # as ``_space``; None before the first character of reasoning
+
+    def take_events(self) -> list[Event]:
+        """Return the events since the last call."""
+        events, self._events = self._events, []
+        return merged(events)
+
+    def content(self, text: str) -> None:
+        """Add text for the user."""
+        if self._drops_space:
+            text = text.lstrip()
+        if not text:
+            return
+        text, self._drops_space = self._space + text, False
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        if kept:
+            self._events.append(ContentDelta(kept))
+            self.has_content = True
+
+    def reasoning(self, text: str) -> None:
+        """Add reasoning."""
+        text = text.lstrip() if self._reasoning_space is None else self._reasoning_space + text
+        kept = text.rstrip()
+        if kept:
+            self._events.append(ReasoningDelta(kept))
+        if kept or self._reasoning_space is not None:
+            self._reasoning_space = text[len(kept) :]
+
+    def open_block(self) -> None:
+        """Begin a block."""
+        self._before_block = (self._space, self._drops_space)
+        self._space, self._reasoning_space = "", None
+
+    def close_block(self) -> None:
+        """End a block."""
+        self._space, self._drops_space = "", True
+
+    def begin_call(self, name: str) -> None:
+        """Begin a call whose name is known."""
+        self._events.append(CallBegin(self._num_calls, self._new_id(), name))
+        self._is_in_call = True
+
+    def begin_bare_call(self, name: str) -> None:
+        """Begin a call that no marker announced.
+
+        Raises:
+            MalformedError: there is no such function.
+        """
+        if self.names and name not in self.names:
+            raise MalformedError(f"no function is called {name!r}")
+        self.begin_call(name)
+
+    def arguments(self, text: str) -> None:
+        """Add to the arguments of the call."""
+        if text:
+            self._events.append(ArgumentsDelta(self._num_calls, text))
+
+    def end_call(self) -> None:
+        """End the call, and begin a block for what follows."""
+        self._events.append(CallEnd(self._num_calls))
+        self._num_calls += 1
+        self._is_in_call = False
+        self._before_block = ("", True)
+
+    def break_block(self, text: str) -> None:
+        """End a block that is none: its ``text`` is content."""
+        if self._is_in_call:
+            self._events.append(CallBroken(self._num_calls))
+            self._num_calls += 1
+            self._is_in_call = False
+        self._space, self._drops_space = self._before_block
+        self.content(text)
+
+    def finish(self) -> None:
+        """End the message: whitespace at its end is part of it."""
+        if self._space:
+            self._events.append(ContentDelta(self._space))
+            self._space = ""

@@ -1,0 +1,124 @@
+"""Describes the text that an answer must be where a call is required, for a grammar, as plain values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.generation.extra_options import ToolOptions, function_of
+from staticllm.pipelines.text.parsing.formats import ARGS, FUNCTION, MessageFormat
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that must come as it is. It may contain special tokens."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Json:
+    """A JSON value that satisfies a schema."""
+
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class FreeText:
+    """Any text that does not contain ``end``, which follows as a part of its own."""
+
+    end: str
+
+
+@dataclass(frozen=True)
+class OptionalParts:
+    """Parts that may be there or not."""
+
+    parts: tuple[Text | Json | FreeText, ...]
+
+
+Part: TypeAlias = Text | Json | FreeText | OptionalParts
+
+
+@dataclass(frozen=True)
+class RequiredCalls:
+    """The answers with a required call: ``lead`` and then one of ``calls``, each a sequence of parts.
+
+    ``lead`` is the reasoning that the prompt began, if it did.
+    """
+
+    calls: tuple[tuple[Part, ...], ...]
+    lead: tuple[Part, ...] = ()
+
+
+def required_calls(format: MessageFormat, tools: ToolOptions) -> RequiredCalls:
+    """Return the answers that ``tool_choice`` allows: a call of the named function, or of any function for ``required``.
+
+    Raises:
+        GenerationConfigError: the chat template shows no format of calls.
+    """
+    if not format.syntax:
+        raise GenerationConfigError(
+            f"tool_choice={tools.choice!r}: the chat template shows no known format of calls; use tool_choice='auto'"
+        )
+    functions = [function_of(tool) for tool in tools.tools]
+    chosen = [function for function in functions if tools.choice != "function" or function["name"] == tools.name]
+    lead: tuple[Part, ...] = ()
+    if format.is_reasoning_open:
+        end = format.reasoning[1]
+        lead = (FreeText(end), Text(end + "\n\n"))
+    return RequiredCalls(tuple(_call(format, str(each["name"]), each.get("parameters")) for each in chosen), lead)
+
+
+def _call(format: MessageFormat, name: str, parameters: object) -> tuple[Part, ...]:
+    schema: Mapping[str, Any] = parameters if isinstance(parameters, Mapping) else ANY_OBJECT
+    if format.syntax == "xml":
+        return _xml_call(format.call, name, schema)
+    if format.syntax == "python":
+        return _python_call(format.call, name, schema)
+    (begin, end), quoted = format.call, f'{{"name": {json.dumps(name)}, '
+    wrappers = {
+        "tagged": (f'{begin}\n{quoted}"arguments": ', f"}}\n{end}"),
+        "bare_json": (f'{quoted}"parameters": ', "}"),
+        "named": (f"{begin}{name}{ARGS}", "") if format.has_args_marker else (f'{begin}[{quoted}"arguments": ', "}]"),
+        "harmony": (f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "<|call|>"),
+    }
+    before, after = wrappers[format.syntax]
+    return (Text(before), Json(schema), Text(after)) if after else (Text(before), Json(schema))
+
+
+def _xml_call(tags: tuple[str, str], name: str, schema: Mapping[str, Any]) -> tuple[Part, ...]:
+    inner = [part for member in _members(schema) for part in _xml_parts(*member)]
+    opening, closing = (f"{tags[0]}\n", f"\n{tags[1]}") if tags[0] else ("", "")
+    return Text(f"{opening}{FUNCTION}{name}>\n"), *inner, Text(f"</function>{closing}")
+
+
+def _python_call(markers: tuple[str, str], name: str, schema: Mapping[str, Any]) -> tuple[Part, ...]:
+    arguments: list[Part] = []
+    for key, value, is_required in _members(schema):
+        comma = ", " if arguments else ""
+        parts = (Text(f"{comma}{key}="), Json(value))
+        if is_required:
+            arguments += parts
+        elif arguments:  # an optional first argument would leave the comma open
+            arguments.append(OptionalParts(parts))
+    return Text(f"{markers[0]}[{name}("), *arguments, Text(f")]{markers[1]}")
+
+
+def _members(schema: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any], bool]]:
+    """Yield name, schema and whether it is required of each parameter; the required ones come first."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    for key, value in sorted(properties.items(), key=lambda item: item[0] not in required):
+        yield key, value if isinstance(value, Mapping) else {}, key in required
+
+
+def _xml_parts(key: str, schema: Mapping[str, Any], is_required: bool) -> tuple[Part, ...]:
+    is_text = schema.get("type") == "string" and "enum" not in schema
+    value = FreeText("\n</parameter>") if is_text else Json(schema)
+    parts = (Text(f"<parameter={key}>\n"), value, Text("\n</parameter>\n"))
+    return parts if is_required else (OptionalParts(parts),)

@@ -1,0 +1,90 @@
+"""Calls with a tag per parameter: ``<function=get_weather><parameter=city>Berlin</parameter></function>``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from staticllm.pipelines.text.parsing.output import Output
+from staticllm.pipelines.text.parsing.source import MalformedError, Source, Steps
+
+Types = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of each parameter, by its name."""
+
+
+def take_xml_call(source: Source, output: Output, functions: Mapping[str, Types]) -> Steps[None]:
+    """Take what follows ``<function=``: a name, parameters and ``</function>``.
+
+    ``functions`` holds the schemas of the parameters. Values of type string are written as they come; others when they are
+    complete: as they are if they are JSON, else as a string.
+
+    Raises:
+        MalformedError: it is no call.
+    """
+    name = (yield from source.word(">")).strip()
+    if not name:
+        raise MalformedError("a call without a name")
+    source.take()
+    output.begin_call(name)
+    types, seen, before = functions.get(name, {}), set[str](), "{"
+    while True:
+        yield from source.skip_space()
+        if (yield from source.skip("</function>")):
+            break
+        yield from source.expect("<parameter=")
+        key = (yield from source.word(">")).strip()
+        source.take()
+        if not key or key in seen:
+            raise MalformedError(f"the parameter {key!r} is empty or comes twice")
+        seen.add(key)
+        output.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+        before = ", "
+        yield from _take_value(source, output, types.get(key, {}))
+    output.arguments("}" if seen else "{}")
+    output.end_call()
+    source.mark()
+
+
+def _take_value(source: Source, output: Output, schema: Mapping[str, Any]) -> Steps[None]:
+    trimmed = _Trimmed()
+    if schema.get("type") == "string":
+        output.arguments('"')
+        end = yield from source.text_until(
+            ("</parameter>",), lambda text: output.arguments(_escaped(trimmed.push(text)))
+        )
+        output.arguments('"')
+    else:
+        pieces: list[str] = []
+        end = yield from source.text_until(("</parameter>",), lambda text: pieces.append(trimmed.push(text)))
+        output.arguments(value_as_json("".join(pieces)))
+    if not end:
+        raise MalformedError("a parameter without an end")
+
+
+class _Trimmed:
+    """Leaves out the line breaks that stand between a value and its tags."""
+
+    def __init__(self) -> None:
+        self._is_first, self._held = True, ""
+
+    def push(self, text: str) -> str:
+        """Return the text that is certainly part of the value."""
+        text = self._held + text
+        if self._is_first and text:
+            text, self._is_first = text.removeprefix("\n"), False
+        kept = text.removesuffix("\n")
+        self._held = text[len(kept) :]
+        return kept
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def value_as_json(text: str) -> str:
+    """Return the JSON text of a value whose type is not a string: itself if it is JSON, else a string of it."""
+    try:
+        return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)

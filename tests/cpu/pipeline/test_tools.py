@@ -1,0 +1,224 @@
+"""Tests tools through a whole pipeline: what the model is shown, how its answer is parsed, and what the results hold."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import openvino_genai as genai
+import pytest
+from helpers import one_line
+
+from staticllm import AssistantMessage, GenerationConfigError, PromptError, ToolCall, demo_model_path
+from staticllm.pipelines.text.parsing.events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta, message_of
+from staticllm.pipelines.text.special_tokens import SpecialTokens
+from staticllm.testing import fake_pipeline
+
+SHORT = {"MAX_PROMPT_LEN": 1024, "MIN_RESPONSE_LEN": 256}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+HERMES = (
+    "{% for t in tools or [] %}[tool {{ t.function.name }}]{% endfor %}{{ mood or '' }}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    '{% for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments | tojson }}}</tool_call>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Berlin"}}\n</tool_call>'
+ANSWER = "Let me look.\n" + CALL
+
+
+def pipe_of(reply, template=HERMES):
+    tokenizer = genai.Tokenizer(str(demo_model_path()))
+    tokenizer.chat_template = template
+    return fake_pipeline(reply, tokenizer=tokenizer, **SHORT)
+
+
+def test_calls_are_parsed_where_tools_are_passed():
+    prompts = []
+
+    def reply(prompt):
+        prompts.append(prompt)
+        return ANSWER
+
+    with pipe_of(reply) as pipe:
+        result = pipe.generate("How is the weather in Berlin?", tools=[WEATHER])
+        assert "[tool weather]" in prompts[0]
+        assert result == ANSWER
+        (message,) = result.messages
+        assert (message.content, message.reasoning_content) == ("Let me look.", "")
+        ((call,),) = result.tool_calls
+        assert (call.name, call.parsed_arguments) == ("weather", {"city": "Berlin"})
+        assert result.finish_reasons == ["tool_call"]
+        assert result.finish_reasons == [genai.GenerationFinishReason.TOOL_CALL]
+        plain = pipe.generate("How is the weather?", tools=[WEATHER], parse_tools=False)
+        assert plain.messages == plain.tool_calls == plain.reasoning_content == []
+        assert plain.finish_reasons == ["stop"]
+        only = pipe.generate("How?", parse_tools=True)
+        assert only.tool_calls[0][0].name == "weather"
+        assert "[tool" not in prompts[-1]
+        bare = pipe.generate("How?", tools=[WEATHER["function"]])
+        assert "[tool weather]" in prompts[-1], "a function without the outer dict is a tool as well"
+        assert bare.tool_calls[0][0].name == "weather"
+
+
+def test_a_conversation_goes_on_with_the_message():
+    prompts = []
+
+    def reply(prompt):
+        prompts.append(prompt)
+        return ANSWER if "<tool>" not in prompt else "It is sunny."
+
+    with pipe_of(reply) as pipe:
+        messages = [{"role": "user", "content": "How is it in Berlin?"}]
+        first = pipe.generate(messages, tools=[WEATHER])
+        messages += [first.messages[0].to_dict(), {"role": "tool", "content": "sun", "tool_call_id": "x"}]
+        assert json.loads(messages[1]["tool_calls"][0]["function"]["arguments"]) == {"city": "Berlin"}
+        second = pipe.generate(messages, tools=[WEATHER])
+        assert '"arguments": {"city": "Berlin"}}</tool_call>' in prompts[1], "the template gets a dict, not its text"
+        assert second.texts == ["It is sunny."]
+        assert second.messages == [AssistantMessage("It is sunny.")]
+        assert second.finish_reasons == ["stop"]
+
+
+def test_tools_of_a_chat_history_are_shown_and_parsed_only_when_asked():
+    prompts = []
+
+    def reply(prompt):
+        prompts.append(prompt)
+        return ANSWER
+
+    with pipe_of(reply) as pipe:
+        history = genai.ChatHistory([{"role": "user", "content": "How?"}])
+        history.set_tools([WEATHER])
+        history.set_extra_context({"mood": "(calm)"})
+        plain = pipe.generate(history)
+        assert plain.texts == [ANSWER]
+        assert plain.messages == []
+        assert plain.finish_reasons == ["stop"], "as in GenAI"
+        parsed = pipe.generate(history, parse_tools=True)
+        assert parsed.tool_calls[0][0].name == "weather"
+        assert prompts[0] == prompts[1]
+        assert prompts[0].startswith("[tool weather](calm)")
+        pipe.generate(history, extra_context={"mood": "(gay)"}, tool_choice="none")
+        assert prompts[2].startswith("(gay)")
+
+
+def test_events_stream_and_make_the_message():
+    with pipe_of(ANSWER) as pipe:
+        handle = pipe.submit("How?", tools=[WEATHER])
+        events = list(handle.events())
+        begin = next(event for event in events if isinstance(event, CallBegin))
+        assert isinstance(events[0], ContentDelta)
+        assert sum(isinstance(event, ArgumentsDelta) for event in events) > 1, "arguments come in pieces"
+        assert events[-1] == CallEnd(0)
+        result = handle.result()
+        assert message_of(events) == result.messages[0]
+        assert result.tool_calls[0] == [ToolCall(begin.id, "weather", '{"city": "Berlin"}')]
+        assert handle.finish_reason == "tool_call"
+        with pytest.raises(GenerationConfigError, match="events of an answer that is not parsed: pass tools"):
+            list(pipe.submit("How?").events())
+        text = "".join(pipe.submit("How?", tools=[WEATHER]))
+        assert text == ANSWER, "a handle that is read as text gives all that the model wrote"
+
+        async def wait():
+            return await pipe.submit("How?", tools=[WEATHER])
+
+        assert asyncio.run(wait()).tool_calls[0][0].name == "weather"
+
+
+def test_a_call_that_is_cut_off_is_content():
+    with pipe_of(ANSWER) as pipe:
+        result = pipe.generate("How?", tools=[WEATHER], max_new_tokens=20)
+        assert result.finish_reasons == ["length"]
+        assert result.tool_calls == [[]]
+        assert result.messages[0].content == result.rstrip() or result.messages[0].content == result
+        stopped = pipe.generate("How?", tools=[WEATHER], stop_strings={"Berlin"})
+        assert stopped.finish_reasons == ["stop"]
+        assert stopped.tool_calls == [[]]
+
+
+def test_reasoning_that_the_prompt_opens():
+    template = "{{ messages[0].content }}{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}"
+    with pipe_of("I think.\n</think>\n\nYes.", template) as pipe:
+        result = pipe.generate("Is it?", parse_tools=True)
+        assert result.reasoning_content == ["I think."]
+        assert result.messages[0].content == "Yes."
+        tokens = pipe.generate(np.array([[5, 6, 7]]), parse_tools=True, max_new_tokens=30)
+        assert tokens.messages[0].content.endswith("Yes."), "token ids have no prompt that could open it"
+
+
+def test_several_answers_and_prompts_are_parsed_each():
+    with pipe_of(ANSWER) as pipe:
+        several = pipe.generate("How?", tools=[WEATHER], num_return_sequences=3, do_sample=True, rng_seed=1)
+        assert [len(calls) for calls in several.tool_calls] == [1, 1, 1]
+        assert len({calls[0].id for calls in several.tool_calls}) == 3
+        assert [calls[0].name for calls in pipe.generate(["a", "b"], tools=[WEATHER]).tool_calls] == ["weather"] * 2
+
+
+def test_markers_that_are_special_tokens_are_shown_and_others_are_not():
+    tokenizer = genai.Tokenizer(str(demo_model_path()))
+    special = SpecialTokens(tokenizer)
+    ids = {text: tokenizer.get_vocab()[text.encode()] for text in ("<|user|>", "<|system|>", "</s>")}
+    words = tokenizer.encode("The fox ran.", add_special_tokens=False).input_ids.data[0].tolist()
+    tokens = [ids["<|system|>"], *words[:2], ids["<|user|>"], *words[2:], ids["</s>"]]
+    assert all(map(special.is_special, ids.values()))
+    assert not any(map(special.is_special, words))
+    decode = special.decoder(["<|user|>", "<no such token>"], tokenizer.decode)
+    before, after = tokenizer.decode(words[:2]), tokenizer.decode(words)
+    assert decode(tokens) == before + "<|user|>" + after[len(before) :]
+    assert special.decoder(["The"], tokenizer.decode) == tokenizer.decode, "nothing to show"
+
+
+def test_a_call_between_special_tokens_is_found():
+    """The tokenizer leaves special tokens out of its text; those that mark calls must be part of it."""
+    tokenizer = genai.Tokenizer(str(demo_model_path()))
+    markers = ["<|user|>", "<|system|>"]
+    shown = SpecialTokens(tokenizer).decoder(markers, tokenizer.decode)
+    text = '<|user|>{"name": "weather"}<|system|>'
+    ids = tokenizer.encode(text, add_special_tokens=False).input_ids.data[0].tolist()
+    assert shown(ids) == text
+    assert tokenizer.decode(ids) == '{"name": "weather"}'
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "said"),
+    [
+        ("How?", {"tools": [{"name": ""}]}, r"tools=.*: must be a list of \{'type': 'function'"),
+        ("How?", {"tools": "weather"}, "tools='weather'"),
+        ("How?", {"tools": [WEATHER], "tool_choice": "always"}, "tool_choice='always': must be 'auto', 'none', 'required'"),
+        ("How?", {"tool_choice": "required"}, "tool_choice='required' without tools"),
+        ("How?", {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "now"}}},
+         "tool_choice names 'now': the tools are weather"),
+        ("How?", {"tools": [WEATHER], "parse_tools": "yes"}, "parse_tools='yes'"),
+        ("How?", {"extra_context": [1]}, r"extra_context=\[1\]: must be a dict"),
+        ("How?", {"tools": [WEATHER], "apply_chat_template": False}, "tools without a chat template"),
+        (np.array([[5]]), {"tools": [WEATHER]}, "tools without a chat template"),
+        (np.array([[5]]), {"extra_context": {"a": 1}}, "extra_context without a chat template"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_one_line(inputs, options, said):
+    with pipe_of("yes") as pipe:
+        with pytest.raises(GenerationConfigError, match=said) as error:
+            pipe.generate(inputs, **options)
+        one_line(error)
+        assert pipe.generate("How?") == "yes"
+
+
+def test_wrong_conversations_are_one_line():
+    with pipe_of("yes") as pipe:
+        call = {"type": "function", "function": {"name": "weather", "arguments": "{oops"}}
+        with pytest.raises(PromptError, match=r"the arguments of a tool call are no JSON: '\{oops'"):
+            pipe.generate([{"role": "assistant", "content": "", "tool_calls": [call]}])
+        pipe.start_chat()
+        with pytest.raises(GenerationConfigError, match="tools in a chat of start_chat"):
+            pipe.generate("How?", tools=[WEATHER])
+    with pipe_of("yes", "{{ messages[0].content }}") as pipe:
+        with pytest.raises(GenerationConfigError, match="1 tools for a chat template that shows no tools"):
+            pipe.generate("How?", tools=[WEATHER])
+        history = genai.ChatHistory([{"role": "user", "content": "How?"}])
+        history.set_tools([WEATHER])
+        assert pipe.generate(history).texts == ["yes"], "as in GenAI"

@@ -1,0 +1,211 @@
+"""Tests beam searches in the engine on the fake device: whatever runs beside them, they find what a search alone finds."""
+
+import warnings
+
+import numpy as np
+import pytest
+from engine_schedules import HOSTILE, MASKS, Disturbed, Schedule
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from output_queues import outputs_of
+from quick import examples
+
+from staticllm.errors import ClosedError, NumericalError
+from staticllm.pipelines.engine.fed.beam_requests import BeamRequest
+from staticllm.pipelines.engine.output_queue import Finished
+from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.generation.beam_search import BeamParams, BeamSearch, Limits
+from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
+from staticllm.testing import FAKE_VARIANTS, POISON, assert_empty, fake_engine, fake_request, fake_runner, run_to_end
+from staticllm.testing.device import VOCAB_SIZE, fake_next_token
+
+
+def logits_after(tokens, masks=MASKS):
+    """Return the logits of the fake model."""
+    line = np.full(VOCAB_SIZE, -1.0, np.float32)
+    line[fake_next_token(tokens, masks)] = 1.0
+    return line
+
+
+def expected(request, masks=MASKS):
+    """Return the answers of a search without an engine: the best ``num_sequences`` lists of tokens."""
+    limits = Limits(request.max_new_tokens, request.stop_token_ids)
+    search, beams = BeamSearch(request.beams, request.prompt, limits), [list(request.prompt)]
+    while beams:
+        steps = search.advance([logits_after(beam, masks) for beam in beams])
+        beams = [[*beams[step.parent], step.token] for step in steps]
+    return [list(hypothesis.tokens) for hypothesis in search.hypotheses()][: request.num_sequences]
+
+
+def answers_of(request):
+    """Return the tokens and the end of each answer."""
+    found, ends = {}, {}
+    for output in outputs_of(request):
+        if isinstance(output, Finished):
+            ends[output.index] = output
+        else:
+            found.setdefault(output.index, []).append(output.id)
+    assert sorted(ends) == list(range(request.request.num_sequences))
+    return [found.get(index, []) for index in range(len(ends))], ends
+
+
+def beam_request(prompt, num_new, num_beams=3, num_sequences=2, **options):
+    params = BeamParams(
+        num_beams, **{name: options.pop(name) for name in ("num_beam_groups", "diversity_penalty") if name in options}
+    )
+    asked = EngineRequest(tuple(prompt), max_new_tokens=num_new, num_sequences=num_sequences, beams=params, **options)
+    return BeamRequest(asked, VOCAB_SIZE)
+
+
+searches = st.tuples(st.integers(1, 30), st.integers(1, 8), st.integers(2, 6), st.integers(0, 20))
+schedules = st.fixed_dictionaries(
+    {
+        "policy": st.sampled_from(sorted(POLICIES)),
+        "prompts": st.lists(
+            st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(1, 12), st.integers(0, 40)), max_size=4
+        ),
+        "searches": st.lists(searches, min_size=1, max_size=3),
+        "cancels": st.sets(st.tuples(st.integers(0, 4), st.integers(0, 60)), max_size=2),
+        "search_cancels": st.dictionaries(st.integers(0, 2), st.integers(0, 40), max_size=1),
+        "moves": st.lists(st.sampled_from(["swap_out", "preempt", "skip", None, None, *HOSTILE]), max_size=12),
+        "max_num_seqs": st.integers(1, 6),
+        "host_kv_slots": st.sampled_from([0, 40, 256]),
+        "gap_ms": st.sampled_from([None, 0.01, 1.0]),
+        "is_packable": st.booleans(),
+        "poisoned": st.just(()),
+        "switches": st.sets(st.integers(1, 60), max_size=2),
+    }
+)
+
+
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(schedules)
+def test_any_schedule_gives_each_search_its_own_answers(schedule):
+    """Schedules include fewer places than beams, swaps, preemptions, broken policies, other runners and ordinary requests."""
+    variants = FAKE_VARIANTS if schedule["is_packable"] else [v for v in FAKE_VARIANTS if v.sequences == 1]
+    engine = fake_engine(
+        Disturbed(schedule["policy"], schedule["moves"]),
+        schedule["max_num_seqs"],
+        variants,
+        host_kv_slots=schedule["host_kv_slots"],
+        gap_ms=schedule["gap_ms"],
+        masks=MASKS,
+        starts_thread=False,
+    )
+    run, cancels = Schedule(schedule), schedule["search_cancels"]
+    found = [
+        (arrival, beam_request([500 + 9 * index + i for i in range(length)], num_new, num_beams))
+        for index, (length, num_new, num_beams, arrival) in enumerate(schedule["searches"])
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "the scheduler Disturbed is replaced by fcfs")
+        for step in range(3000):
+            run.arrive(engine, step)
+            engine.enqueue([request for arrival, request in found if arrival == step])
+            for index, (arrival, request) in enumerate(found):
+                if cancels.get(index) == step and arrival <= step:
+                    request.cancel()
+            if step in schedule["switches"]:
+                engine.switch(fake_runner(variants, MASKS), engine._core.options)
+            engine.step()
+            if step > 60 and engine.is_idle:
+                break
+    for index, (_, request) in enumerate(found):
+        answers, ends = answers_of(request)
+        assert all(end.error is None for end in ends.values()), ends
+        if index in cancels and ends[0].reason == "cancelled":
+            continue
+        best = expected(request.request)
+        assert answers[: len(best)] == best
+    assert len(engine.kv_manager.away) == 0
+    assert_empty(engine)
+    engine.close()
+    run.check(is_recurrent=False)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_beams_of_one_search_share_calls(name):
+    engine = fake_engine(make_policy(name), masks=MASKS, starts_thread=False)
+    request = beam_request(range(20), 10, num_beams=4, num_sequences=4)
+    run_to_end(engine, [request])
+    assert answers_of(request)[0] == expected(request.request)
+    assert engine.stats().num_steps <= 2 + 9  # the prompt in at most two calls, then one call per token
+    assert engine.stats().num_requests == 1
+
+
+def test_a_request_beside_a_search_loses_nothing():
+    engine = fake_engine(make_policy("dynamic"), max_num_seqs=4, masks=MASKS, starts_thread=False)
+    search, other = beam_request(range(20), 10), fake_request(range(100, 130), 20)
+    run_to_end(engine, [search, other])
+    assert answers_of(search)[0] == expected(search.request)
+    assert len(outputs_of(other)) == 21
+
+
+def test_groups_and_the_next_turn_of_a_conversation():
+    engine = fake_engine(make_policy("dynamic"), masks=MASKS, starts_thread=False)
+    request = beam_request(range(20), 6, num_beams=4, num_beam_groups=2, diversity_penalty=0.5)
+    run_to_end(engine, [request])
+    (best, other), _ = answers_of(request)
+    assert [best, other] == expected(request.request)
+    follow = fake_request([*range(20), *best, 5, 6], 3)
+    run_to_end(engine, [follow])
+    assert follow.num_cached >= 20 + len(best) - 1
+
+
+def test_a_search_whose_numbers_are_not_finite_ends_alone():
+    engine = fake_engine(make_policy("dynamic"), masks=MASKS, starts_thread=False)
+    bad, good = beam_request([1, 2, POISON], 5), beam_request([1, 2, 3], 5)
+    run_to_end(engine, [bad, good])
+    _, ends = answers_of(bad)
+    assert all(isinstance(end.error, NumericalError) for end in ends.values())
+    assert answers_of(good)[0] == expected(good.request)
+    assert_empty(engine)
+
+
+def test_a_deadline_gives_the_best_beams_so_far():
+    engine = fake_engine(make_policy("dynamic"), masks=MASKS, starts_thread=False)
+    request = beam_request(range(10), 40)
+    engine.enqueue([request])
+    for _ in range(6):
+        engine.step()
+    request.cancel()
+    run_to_end(engine)
+    answers, ends = answers_of(request)
+    assert {str(end.reason) for end in ends.values()} == {"cancelled"}
+    assert all(3 <= len(answer) <= 6 for answer in answers)
+    assert_empty(engine)
+
+
+def test_closing_the_engine_ends_a_search():
+    engine = fake_engine(make_policy("dynamic"), masks=MASKS)
+    queue = engine.submit(beam_request(range(10), 1000).request)
+    engine.close()
+    ends = [queue.get(5), queue.get(5)]
+    assert [str(end.reason) for end in ends] == ["cancelled"] * 2
+    with pytest.raises(ClosedError):
+        engine.submit(beam_request(range(10), 3).request)
+
+
+def test_an_exception_in_the_engine_ends_a_search(monkeypatch):
+    engine = fake_engine(make_policy("dynamic"), masks=MASKS, starts_thread=False)
+    request = beam_request(range(10), 40)
+    engine.enqueue([request])
+    for _ in range(4):
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._core, "_count_call", lambda *_: 1 // 0)
+        engine.step()
+    _, ends = answers_of(request)
+    assert all(end.error is not None for end in ends.values())
+    again = beam_request(range(10), 5)
+    run_to_end(engine, [again])
+    assert answers_of(again)[0] == expected(again.request)
+    assert_empty(engine)
+
+
+def test_a_request_survives_json():
+    request = beam_request(range(10), 5, stop_strings=("a", "b")).request
+    again = EngineRequest.from_dict(request.to_dict())
+    assert again.beams == request.beams
+    assert again.stop_strings == request.stop_strings

@@ -1,0 +1,84 @@
+"""Compares prompt lookup and draft models with GenAI's CPU pipeline: the tokens are the same."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+import pytest
+
+import staticllm
+from staticllm import StaticLLMPipeline
+from staticllm.pipelines.diagnostics.reference import EXACT
+from staticllm.pipelines.engine.speculation import draft_planner
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
+OPTIONS = {"max_new_tokens": 40, "ignore_eos": True, "do_sample": False}
+MODELS = [
+    "llama",
+    "qwen2",
+    pytest.param("mistral", marks=pytest.mark.slow),
+    pytest.param("gemma2", marks=pytest.mark.slow),
+]
+
+
+ALWAYS = {"MAX_CREDIT": 1e9, "ALLOWANCE": 1e9, "MIN_GAIN": 0.0, "LEAST_CHANCE": 0.0, "CATCH_UP_SHARE": 1e9}
+"""Constants with which every draft is checked, whether it pays on this machine or not."""
+
+
+@pytest.fixture(autouse=True)
+def _always():
+    with patch.multiple(draft_planner, **ALWAYS):
+        yield
+
+
+def repeating(prompt_of, length):
+    part = prompt_of(length // 3)
+    return np.array([[*part, *part, *part]])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prompt_lookup_gives_genais_tokens(name, model_path, prompt_of):
+    options = {**OPTIONS, "num_assistant_tokens": 5, "max_ngram_size": 3}
+    theirs = genai.LLMPipeline(model_path(name), "CPU", prompt_lookup=True, **EXACT)
+    with StaticLLMPipeline(model_path(name), "CPU", prompt_lookup=True, **EXACT) as ours:
+        for length in (9, 60, 240):
+            ids = repeating(prompt_of, length)
+            found = ours.generate(ids, **options)
+            assert found.perf_metrics.get_num_draft_tokens() > 0
+            assert found.tokens == theirs.generate(ov.Tensor(ids), **options).tokens, length
+        text = "one two three one two three one two three"
+        assert ours.generate(text, **options) == theirs.generate(text, **options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_draft_model_gives_genais_tokens(name, model_path, prompt_of):
+    options = {**OPTIONS, "num_assistant_tokens": 4}
+    theirs = genai.LLMPipeline(
+        model_path(name), "CPU", draft_model=genai.draft_model(model_path(name), "CPU", **EXACT), **EXACT
+    )
+    draft = staticllm.draft_model(model_path(name), "CPU", **EXACT)
+    with StaticLLMPipeline(model_path(name), "CPU", draft_model=draft, **EXACT) as ours:
+        for length in (9, 60):
+            ids = repeating(prompt_of, length)
+            expected = theirs.generate(ov.Tensor(ids), **options)
+            assert ours.generate(ids, **options).tokens == expected.tokens, length
+
+
+def test_extended_metrics_have_the_members_of_genai(model_path, prompt_of):
+    path, options = model_path("llama"), {**OPTIONS, "num_assistant_tokens": 4}
+    theirs = genai.LLMPipeline(path, "CPU", draft_model=genai.draft_model(path, "CPU"))
+    with StaticLLMPipeline(path, "CPU", draft_model=staticllm.draft_model(path, "CPU")) as ours:
+        texts = ["one two one two one two"]
+        mine, other = (pipe.generate(texts, **options).extended_perf_metrics for pipe in (ours, theirs))
+        assert ours.generate(texts, max_new_tokens=1).extended_perf_metrics is None
+    pairs = [(mine, other), (mine.main_model_metrics, other.main_model_metrics)]
+    for own, reference in [*pairs, (mine.draft_model_metrics, other.draft_model_metrics)]:
+        for member in (member for member in dir(reference) if not member.startswith("_")):
+            assert hasattr(own, member), member
+            if member.startswith("get_"):
+                getattr(own, member)()
+    assert 0 <= mine.get_num_accepted_tokens() <= mine.draft_model_metrics.get_num_generated_tokens()
