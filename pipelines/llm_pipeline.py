@@ -104,12 +104,13 @@ class StaticLLMPipeline:
             self._launched: Launched | RemoteLaunched = start_engine(source, candidates, policy, reader.on_progress)
             text = reader.files()
             use_draft(draft, self._launched, text.tokenizer, reader.on_progress)
-        self._launched.use_tokenizer(text.tokenizer, is_models_own=given.tokenizer is None)
         self._input_processor = InputProcessor(text.tokenizer, text.generation_config, candidates[0].config.adapters)
         self._chat = ChatSession(text.tokenizer)
         self._engine: EngineClient = self._launched.engine
         self._background = self._launched.background
-        self._stop_checker = StopChecker(self._engine, self._input_processor.decode)
+        decode, has_own_tokenizer = self._input_processor.decode, given.tokenizer is not None
+        self._launched.use_tokenizer(text.tokenizer, decode, is_models_own=not has_own_tokenizer)
+        self._stop_checker = StopChecker(self._engine, decode)
         self._directory, self._key = source, self.config.integrity_key or b""
         self._model_identity, self._watch = "", watch_of(source, self.config, self._launched.has_mapped_weights)
         self._has_draft = draft is not None
@@ -177,8 +178,8 @@ class StaticLLMPipeline:
                 one prompt. It runs in the calling thread; its exceptions reach the caller, and the pipeline stays usable.
             overflow: The rule for a conversation that fills its slots: ``stop``, ``truncate_middle`` or ``shift``.
             priority: Requests with a higher priority are served first.
-            kwargs: Fields of ``GenerationConfig``, which override both configs, and our own options: grammars, samplers,
-                ``logits_processor``, ``tools`` … (docs/generation.md).
+            kwargs: Fields of ``GenerationConfig``, which override both configs, and our own options: samplers,
+                ``logits_processor``, ``tools``, ``json_schema`` … (docs/generation.md).
 
         Returns:
             ``GeneratedText`` (a ``str``) for a ``str``, ``EncodedResults`` for token ids, else ``DecodedResults``.

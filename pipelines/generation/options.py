@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import openvino_genai as genai
@@ -19,7 +19,7 @@ from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.method_options import MAX_BEAMS, beams_of, drafts_of
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.generation.structured.grammar import Grammar
-from staticllm.pipelines.generation.structured.requested import CONFIG, KEYWORDS, grammar_of
+from staticllm.pipelines.generation.structured.requested import CONFIG, KEYWORDS, requested_grammar
 
 UNLIMITED = 2**64 - 1
 MAX_SEQUENCES = 128
@@ -75,8 +75,8 @@ class GenerationOptions:
     ``max_new_tokens`` and ``max_length`` are None if they do not limit the answer. ``stop_token_ids`` includes the
     ``eos_token_id``; with ``ignore_eos`` it is empty. ``beams`` is None without beam search, and ``drafts`` without drafts.
     ``extra`` holds the options that GenAI does not have; those among them that choose tokens are also in ``sampling``, except
-    texts, which have no token ids yet. ``grammar`` comes from a keyword or ``structured_output_config``. ``adapters`` are None
-    for those of the pipeline.
+    texts, which have no token ids yet. ``grammar`` comes from a keyword (``KEYWORDS``) or ``structured_output_config``.
+    ``adapters`` are None for those of the pipeline.
     """
 
     sampling: SamplingParams
@@ -138,7 +138,6 @@ def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> Gen
     """Return the checked options of a request: those of ``config``, overridden by the keyword arguments of ``generate``.
 
     ``no_repeat_ngram_size`` in ``config`` has an effect only with beams, as in GenAI; in ``overrides`` it always has one.
-    The keywords for grammars (``KEYWORDS``) are no fields of GenAI's config; each replaces its ``structured_output_config``.
 
     Raises:
         GenerationConfigError: a name is unknown, a value is impossible, or the decoding method is not supported.
@@ -151,7 +150,8 @@ def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> Gen
     merged = {name: overrides.get(name, getattr(config, name)) for name in _NAMES}
     try:
         extra = extra_options({name: overrides[name] for name in EXTRA_NAMES if name in overrides}, merged["do_sample"])
-        return _checked(merged, extra, _ngram_size(overrides, merged), _grammar(overrides, merged))
+        options = _checked(merged, extra, _ngram_size(overrides, merged))
+        return replace(options, grammar=requested_grammar(overrides, merged))
     except GenerationConfigError:
         raise
     except ConfigError as error:
@@ -165,24 +165,7 @@ def _ngram_size(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> int
     return whole("no_repeat_ngram_size", overrides.get("no_repeat_ngram_size", 0), 0, UNLIMITED) % UNLIMITED
 
 
-def _grammar(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> Grammar | None:
-    """Return the grammar of a request: of a keyword, or else of the config."""
-    keywords = {name: overrides[name] for name in KEYWORDS if overrides.get(name) is not None}
-    if keywords and overrides.get(CONFIG) is not None:
-        raise GenerationConfigError(
-            f"{CONFIG} and {min(keywords)} in one call: an answer has one grammar, so give one of them"
-        )
-    grammar = grammar_of(options[CONFIG], keywords)
-    if grammar is not None and options["ignore_eos"]:
-        raise GenerationConfigError("ignore_eos=True with a grammar: its answers end, so leave ignore_eos at False")
-    if grammar is not None and options["num_beams"] != 1:
-        raise GenerationConfigError(f"num_beams={options['num_beams']!r} with a grammar: leave one of them out")
-    return grammar
-
-
-def _checked(
-    options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int, grammar: Grammar | None
-) -> GenerationOptions:
+def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> GenerationOptions:
     if options["num_beams"] != 1 and extra.choosing:
         raise GenerationConfigError(
             f"{extra.choosing[0]} with num_beams={options['num_beams']!r}: beams are chosen by the model's own "
@@ -220,7 +203,6 @@ def _checked(
         drafts=drafts_of(options),
         parsers=_parsers(options["parsers"]),
         extra=extra,
-        grammar=grammar,
         adapters=adapter_uses(options["adapters"]),
     )
 

@@ -43,7 +43,7 @@ scalars = st.one_of(
             {"type": "null"},
             {"const": 'é"\\'},
             {"const": 7},
-            {"format": "date", "type": "string"},
+            {"format": "ipv4", "type": "string"},
             {"type": "string", "pattern": "^[A-Z][a-z]{1,6}$"},
             {"type": "string", "format": "password", "maxLength": 4},
         ]
@@ -109,7 +109,7 @@ def is_top_level_reference(schema):
 
 
 def check(schema, text):
-    jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker(["date"])).validate(
+    jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker(["ipv4"])).validate(
         json.loads(text)
     )
 
