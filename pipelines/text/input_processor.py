@@ -22,6 +22,7 @@ from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.options import GenerationOptions, copy_config, limit_of, resolve
 from staticllm.pipelines.generation.user_processors import copies_for
 from staticllm.pipelines.text.parsing.formats import MessageFormat, find_format
+from staticllm.pipelines.text.parsing.required_calls import grammar_of_calls
 from staticllm.pipelines.text.special_tokens import SpecialTokens
 from staticllm.pipelines.text.tokenization import (
     Form,
@@ -224,6 +225,8 @@ class InputProcessor:
             )
         _check_tokens(options, limits.vocab_size)
         processors = copies_for(options.extra.logits_processors, ids, options.num_return_sequences)
+        tools = options.extra.tool_options
+        format = self._format_of(prompt, tools)
         request = EngineRequest(
             prompt=tuple(ids),
             sampling=self._word_tokens.complete(options),
@@ -238,11 +241,10 @@ class InputProcessor:
             beams=options.beams,
             stop_strings=() if options.beams is None else tuple(sorted(options.stop_strings)),
             drafts=_drafts_of(options, limits),
-            grammar=options.grammar,
+            grammar=grammar_of_calls(format, options),
             adapters=self._scales_of(options.adapters),
             arrival=call.started,
         )
-        format, tools = self._format_of(prompt, options.extra.tool_options), options.extra.tool_options.tools
         decode = self.decode if format is None else self._special_tokens.decoder(format.markers, self.decode)
         return PreparedRequest(
             request,
@@ -254,19 +256,11 @@ class InputProcessor:
             processors,
             decode,
             format,
-            tools,
+            tools.tools,
         )
 
     def _format_of(self, prompt: Prompt, tools: ToolOptions) -> MessageFormat | None:
-        """Return the format of the answer; None if it is not parsed.
-
-        Raises:
-            GenerationConfigError: a call is required, which needs a grammar.
-        """
-        if tools.choice in ("required", "function"):
-            raise GenerationConfigError(
-                f"tool_choice={tools.choice!r} is not there yet: it needs a grammar; use tool_choice='auto'"
-            )
+        """Return the format of the answer; None if it is not parsed."""
         if not (bool(tools.tools) if tools.parse is None else tools.parse):
             return None
         return find_format(self.tokenizer.chat_template).after(prompt.ending)

@@ -97,7 +97,7 @@ def crowded():
         pipe.close()
 
 
-@settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(requests, min_size=1, max_size=6), st.sampled_from(sorted(POLICIES)))
 def test_any_mixture_of_features_gives_the_answers_of_single_requests(alone, crowded, mixture, policy):
     wanted = [(prompt, asked(chosen, count, seed)) for prompt, chosen, count, seed in mixture]
