@@ -27,7 +27,7 @@ FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MAX_CONFIG = 1 << 20
 MAX_RANK = 1024
 """The largest rank of one layer, over all adapters of a pipeline."""
-MAX_VALUE = 1e6
+MAX_VALUE = 1e4
 """The largest number in an adapter. Every row of a shared call is multiplied by every adapter, and then by 0 where it has another
 one; larger numbers could overflow before that, and make the answers of other requests NaN."""
 PREFIX = "base_model.model."

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lora_files import PREFIX, safetensors_bytes
 
-from staticllm.adapters.adapter_set import AdapterSet
+from staticllm.adapters.adapter_set import AdapterSet, to_bf16
 from staticllm.adapters.lora import CONFIG, FILE, MAX_VALUE, adapter_in_memory, read_adapter
 from staticllm.adapters.safetensors_file import MAX_HEADER, safetensors_in_memory
 from staticllm.core import AdaptedGroup, AdaptedPart
@@ -216,3 +216,12 @@ def test_layouts_tell_shapes_and_fused_sets_tell_numbers():
     assert first.description == AdapterSet(first.adapters, (0.25, 0.0)).description != changed.description
     fused = [AdapterSet(first.adapters, alphas, is_fused=True).description for alphas in ((1.0, 0.5), (1.0, 0.25))]
     assert len({*fused, first.description}) == 3
+
+
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=20))
+def test_numbers_are_rounded_to_the_nearest_of_bf16(values):
+    exact = np.array(values, np.float32)
+    found = (to_bf16(exact).astype(np.uint32) << 16).view(np.float32)
+    down = (exact.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    up = ((exact.view(np.uint32) & 0xFFFF0000) + 0x10000).view(np.float32)
+    assert np.array_equal(np.abs(found - exact), np.minimum(np.abs(exact - down), np.abs(up - exact)))
