@@ -31,7 +31,9 @@ MAX_VALUE = 1e4
 one; larger numbers could overflow before that, and make the answers of other requests NaN."""
 PREFIX = "base_model.model."
 _PART = re.compile(r"(?P<path>.+?)[._]lora[._](?P<part>A|B|down|up)(?:\.[\w-]+)?\.weight")
-_IGNORED = re.compile(r".+\.alpha")  # as in GenAI: the alpha of a request counts
+_IGNORED = re.compile(r".+\.(alpha|base_layer\.weight)")
+"""Tensors that are left out, as in GenAI: an alpha, because that of the request counts, and the model's own weights, which PEFT
+saves beside an adapter of the head."""
 _SIDES = {"A": "a", "down": "a", "B": "b", "up": "b"}
 _TRAINED_OTHERWISE = ("use_dora", "alora_invocation_tokens", "use_qalora")
 """Switches of ``adapter_config.json`` for methods that compute something else."""

@@ -67,6 +67,12 @@ def test_other_names_of_the_matrices_are_known(names):
     ]
 
 
+def test_the_models_own_weights_and_alphas_are_left_out():
+    own = {f"{NAME}.base_layer.weight": np.ones((4, 3), np.float32), "x.alpha": np.ones(1, np.float32)}
+    whole, plain = (adapter_in_memory(safetensors_bytes(tensors)) for tensors in ({**PLAIN, **own}, PLAIN))
+    assert whole.name == plain.name
+
+
 def test_the_name_of_an_adapter_is_that_of_its_numbers(tmp_path):
     first, second = (adapter_in_memory(safetensors_bytes(PLAIN)) for _ in range(2))
     other = adapter_in_memory(safetensors_bytes({**PLAIN, f"{NAME}.lora_B.weight": B + 1}))
