@@ -34,8 +34,9 @@ FIRST_PLAIN, REFRESH_AFTER = 3, 48
 plain step costs must be known, and stay known: drafts are measured by it."""
 SLOWER_WEIGHT = 0.1
 """The weight of a slower call in the host's seconds per call. A faster one counts at once: others were delayed."""
-SHORT_PAUSE, LONG_PAUSE = 3, 15
-"""The most steps for which a request is not asked for a draft again: when it had none, and when it had one that did not pay."""
+NO_DRAFT_SECONDS, DRAFT_SECONDS, OVERHEAD = 1e-5, 5e-5, 0.01
+"""About how long it takes to find that there is no draft, and that one does not pay, and the share of a decode step that this may
+take. Where steps are shorter, a request is asked for drafts less often."""
 MAX_KEPT = 1024
 """The number of sizes of calls whose variants are remembered."""
 
@@ -125,9 +126,11 @@ class DraftPlanner:
         lengths = [0] * len(states)
         for chance in chances[: option.most] if option is not None else ():
             lengths[chance.index] += 1
+        longest = 1.0 / (OVERHEAD * self._step_seconds(call))
         for state, draft, length in zip(states, proposed, lengths, strict=True):
             if state.drafts is not None:
-                state.drafts.pause(0 if length else LONG_PAUSE if draft.tokens else SHORT_PAUSE)
+                spent = 0.0 if length else DRAFT_SECONDS if draft.tokens else NO_DRAFT_SECONDS
+                state.drafts.pause(int(spent * longest))
         if option is None:
             return DraftPlan(call, call.variant)
         drafts = [replace(draft, tokens=draft.tokens[:n]) for draft, n in zip(proposed, lengths, strict=True)]
