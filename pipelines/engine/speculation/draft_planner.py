@@ -21,6 +21,8 @@ MOST_LOST = 1.0
 """The most decode steps that a draft counts as lost while the cost of its variant is not stable.
 
 The first run at a new size may take many times as long as the next one, and would rule it out for ever."""
+HOPED_ROW_COST = 0.1
+"""The most decode steps that a drafted row costs as long as the cost of its variant is not stable; the credit covers the risk."""
 MIN_GAIN = 1.02
 """The least expected speed-up; a smaller one is within the error of the costs."""
 LEAST_CHANCE = 0.05
@@ -240,7 +242,8 @@ class DraftPlanner:
             is_known = self._runner.costs.is_stable(option.variant)
             if not held or (risk if is_known else min(risk, MOST_LOST)) > self._credit:
                 continue
-            speed = (1.0 + gains[held] / count) / max(1.0 + more, 0.1)
+            hoped = more if is_known else min(more, held * HOPED_ROW_COST + model_seconds[held] / base)
+            speed = (1.0 + gains[held] / count) / max(1.0 + hoped, 0.1)
             if speed > most:
                 best, most = _Option(option.variant, held), speed
             if cheapest is None or risk < least:
