@@ -108,9 +108,7 @@ class StaticLLMPipeline:
         self._chat = ChatSession(text.tokenizer)
         self._engine: EngineClient = self._launched.engine
         self._background = self._launched.background
-        self._launched.use_tokenizer(
-            text.tokenizer, self._input_processor.decode, is_models_own=given.tokenizer is None
-        )
+        self._launched.use_tokenizer(text.tokenizer, self._input_processor.decode, given.tokenizer is None)
         self._stop_checker = StopChecker(self._engine, self._input_processor.decode)
         self._directory = source
         self._model_identity, self._watch = "", watch_of(source, self.config, self._launched.has_mapped_weights)
