@@ -231,7 +231,7 @@ def test_a_default_grammar_and_its_replacement(pipe):
     ("options", "message"),
     [
         ({"regex": "a", "choice": ["b"]}, "choice and regex in one call"),
-        ({"regex": "a", "structured_output_config": Soc(regex="b")}, "structured_output_config and regex in one call"),
+        ({"regex": "a", "structured_output_config": Soc(regex="b")}, "regex and structured_output_config in one call"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos=True with a grammar"),
         ({"regex": "(?=a)b"}, r"the grammar \(regex\) cannot be compiled"),
         ({"regex": ""}, "regex='': must be a str"),
