@@ -21,7 +21,7 @@ def test_only_the_listed_names_are_public():
         "Device", "VariantIndex",
         "PromptTooLongError", "SnapshotError",
         "StaticLLMConfig", "StaticLLMError", "StaticLLMPipeline", "UnsupportedModelError", "Variant",
-        "Adapter", "AdapterConfig", "AdapterError", "AssistantMessage", "ToolCall", "LogitsProcessor",
+        "AssistantMessage", "ToolCall", "LogitsProcessor",
         "ArgumentsDelta", "CallBegin", "CallBroken", "CallEnd", "ContentDelta", "ReasoningDelta",
         "demo_model_path", "draft_model",
     }  # fmt: skip
