@@ -39,7 +39,7 @@ DECODER_EMBEDDER = DECODER.replace(
 )
 """Lowers a stateful model whose hidden states are wanted, not its logits: an embedder that is exported with KV slots."""
 EXPOSE_ADAPTERS: Pass[StepGraph, LoweringOptions] = Pass(
-    "expose_adapters", lambda graph, options: expose_adapters(graph, options.adapters)
+    "expose_adapters", lambda graph, options: expose_adapters(graph, options.adapters, options.adapter_type)
 )
 
 

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from staticllm.compiler_passes.graph.check_graph import check_graph
 from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.shapes.add_pooling import Dense
-from staticllm.core import AdapterLayout, KVType
+from staticllm.core import AdapterLayout, AdapterType, KVType
 from staticllm.errors import StaticLLMError, UnsupportedModelError
 
 Graph = TypeVar("Graph", bound=StepGraph)
@@ -21,13 +21,15 @@ class LoweringOptions:
     """The options of the passes.
 
     ``max_kv_len``: the largest KV length of any variant. ``kv_type``: the element type of the KV slots. If the model's head is
-    cut, ``is_normalised`` says whether embeddings have length 1. ``adapters``: the shapes of adapters that become inputs.
+    cut, ``is_normalised`` says whether embeddings have length 1. ``adapters``: the shapes of adapters that become inputs,
+    of the element type ``adapter_type``.
     """
 
     max_kv_len: int
     kv_type: KVType = "f32"
     is_normalised: bool = True
     adapters: tuple[AdapterLayout, ...] = ()
+    adapter_type: AdapterType = "f32"
 
 
 @dataclass(frozen=True)

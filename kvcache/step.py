@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.core import ModelShape, Variant
-from staticllm.kvcache.groups import group_states, place_of
+from staticllm.core import KV_TYPE_BYTES, ModelShape, Variant
+from staticllm.kvcache.groups import HOST_TYPES, group_states, place_of
 from staticllm.kvcache.sequence import KVSequence
 
 HIDDEN = float(np.finfo(np.float16).min)
@@ -74,7 +74,10 @@ class BufferPool:
         self.key_positions = np.zeros(sizes.columns if shape.has_distances else 0, np.int32)
         self.query_positions = np.zeros(sizes.rows if shape.has_distances else 0, np.int32)
         self.adapter_scales = np.zeros(sizes.rows * shape.num_adapters, np.float32)
-        self.adapters = {name: np.zeros(size, np.float32) for name, size in adapter_sizes(shape).items()}
+        dtype = HOST_TYPES[shape.adapter_type]
+        self.adapters: dict[str, NDArray[Any]] = {
+            name: np.zeros(size, dtype) for name, size in adapter_sizes(shape).items()
+        }
         self.presents = [
             np.zeros(math.prod(group.shape(sizes.rows)), group.dtype) for group in group_states(shape.kv_states)
         ]
@@ -147,5 +150,7 @@ def buffer_bytes(variants: Sequence[Variant], shape: ModelShape) -> int:
     """Return the bytes that a pool for ``variants`` would take."""
     sizes = pool_sizes(variants)
     masks = sizes.mask_cells * 4 * len(shape.masks)
-    adapters = 4 * sum(rows * columns for rows, columns in adapter_sizes(shape).values())
+    adapters = KV_TYPE_BYTES[shape.adapter_type] * sum(
+        rows * columns for rows, columns in adapter_sizes(shape).values()
+    )
     return adapters + masks + sizes.num_logits * shape.vocab_size * 4 + sizes.rows * shape.slot_bytes

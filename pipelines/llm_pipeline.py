@@ -104,12 +104,13 @@ class StaticLLMPipeline:
             self._launched: Launched | RemoteLaunched = start_engine(source, candidates, policy, reader.on_progress)
             text = reader.files()
             use_draft(draft, self._launched, text.tokenizer, reader.on_progress)
-        self._launched.use_tokenizer(text.tokenizer, is_models_own=given.tokenizer is None)
         self._input_processor = InputProcessor(text.tokenizer, text.generation_config, candidates[0].config.adapters)
         self._chat = ChatSession(text.tokenizer)
         self._engine: EngineClient = self._launched.engine
         self._background = self._launched.background
-        self._stop_checker = StopChecker(self._engine, self._input_processor.decode)
+        decode = self._input_processor.decode
+        self._launched.use_tokenizer(text.tokenizer, decode, given.tokenizer is None)
+        self._stop_checker = StopChecker(self._engine, decode)
         self._directory, self._key = source, self.config.integrity_key or b""
         self._model_identity, self._watch = "", watch_of(source, self.config, self._launched.has_mapped_weights)
         self._has_draft = draft is not None
@@ -177,8 +178,8 @@ class StaticLLMPipeline:
                 one prompt. It runs in the calling thread; its exceptions reach the caller, and the pipeline stays usable.
             overflow: The rule for a conversation that fills its slots: ``stop``, ``truncate_middle`` or ``shift``.
             priority: Requests with a higher priority are served first.
-            kwargs: Fields of ``GenerationConfig``, which override both configs, and our own options: grammars, samplers,
-                ``logits_processor``, ``tools`` … (docs/generation.md).
+            kwargs: Fields of ``GenerationConfig``, which override both configs, and our own options: samplers,
+                ``logits_processor``, ``tools``, ``json_schema`` … (docs/generation.md).
 
         Returns:
             ``GeneratedText`` (a ``str``) for a ``str``, ``EncodedResults`` for token ids, else ``DecodedResults``.
@@ -200,7 +201,7 @@ class StaticLLMPipeline:
         if self._chat.takes(form):
             return self._take_turn(inputs, call, sink)
         prompts = self._input_processor.encode(inputs, call)
-        if len(prompts) == 1 and call.options.num_return_sequences == 1:
+        if len(prompts) == 1 and call.options.num_sequences == 1:
             outputs = [stream(self._begin(prompts[0], call), sink)]
         elif streamer is None:
             outputs = run_together(lambda prompt: self._begin(prompt, call), prompts)
@@ -348,8 +349,8 @@ class StaticLLMPipeline:
     def _take_turn(self, inputs: Inputs, call: CallOptions, sink: TokenSink) -> Results:
         """Run one turn of ``start_chat``'s conversation. A turn that its streamer cancels is not added to it."""
         turns = self._input_processor.turns(inputs, call)
-        if len(turns) != 1 or call.options.num_return_sequences != 1:
-            count = max(len(turns), call.options.num_return_sequences)
+        if len(turns) != 1 or call.options.num_sequences != 1:
+            count = max(len(turns), call.options.num_sequences)
             raise GenerationConfigError(
                 f"a chat takes one prompt and one answer per turn, not {count}: finish_chat first"
             )

@@ -19,6 +19,8 @@ ProgramLayout = Literal["separate", "shared", "phases", "few_rows"]
 few rows (one row, or as many as a probe finds) and one for the others."""
 KVType = Literal["f32", "f16", "bf16", "u8"]
 KV_TYPE_BYTES: dict[KVType, int] = {"f32": 4, "f16": 2, "bf16": 2, "u8": 1}
+AdapterType = Literal["f32", "bf16"]
+"""The element type of the matrices of adapters: that in which a program computes."""
 
 
 @dataclass(frozen=True, order=True)
@@ -218,6 +220,7 @@ class ModelShape:
     max_rows: int | None = None  # the most rows of a call, if the model limits them
     num_adapters: int = 0  # the adapters that a row can have, each with its own scale
     adapted: tuple[AdaptedGroup, ...] = ()  # the matrices that they change
+    adapter_type: AdapterType = "f32"
 
     @property
     def needs_real_rows(self) -> bool:

@@ -86,7 +86,7 @@ class Port:
     """One kind of port. ``pattern``: a regular expression of its names.
 
     ``axes``: the names of the last axes; a port may have more axes before them. ``dtype``: numpy's name of the element type;
-    empty if the type of the KV slots, or of a recurrent state, decides.
+    empty if the type of the KV slots, of adapters, or of a recurrent state decides.
     """
 
     pattern: str
@@ -118,8 +118,8 @@ PORTS = (
     Port(QUERY_POSITIONS, ("1", "1", "S", "1"), "int32"),
     Port(LOGIT_ROWS, ("R",), "int64"),
     Port(ADAPTER_SCALES, ("1", "S", "adapters"), "float32"),
-    Port(r"adapter\.\d+\.a", ("rank", "in"), "float32"),
-    Port(r"adapter\.\d+\.b", ("out", "rank"), "float32"),
+    Port(r"adapter\.\d+\.a", ("rank", "in")),
+    Port(r"adapter\.\d+\.b", ("out", "rank")),
     Port(LOGITS, ("1", "R", "vocab"), "float32"),
     Port(EMBEDDINGS, ("1", "R", "width"), "float32"),
     Port(r"past\.\d+\.(key|value)(\.scale)?", ("1", "heads", "T", "head_dim")),

@@ -36,7 +36,7 @@ def linear_layers(model):
     for node in model.get_ordered_ops():
         path, _, op = node.get_friendly_name().removeprefix("__module.").partition("/")
         weights = node.input_value(1).get_partial_shape() if node.get_type_name() == "MatMul" else None
-        if weights is not None and op.startswith("aten::") and weights.is_static and len(weights) == 2:
+        if weights is not None and "::" in op and weights.is_static and len(weights) == 2:
             found[path] = node
     return found
 

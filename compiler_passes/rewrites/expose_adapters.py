@@ -20,11 +20,12 @@ from staticllm.adapters.lora import MAX_RANK
 from staticllm.compiler_passes.graph.linear_layers import LinearLayer, find_linear_layers, layers_of_modules
 from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.rewrites.merge_projections import bias_add
-from staticllm.core import AdaptedGroup, AdaptedPart, AdapterLayout
+from staticllm.core import AdaptedGroup, AdaptedPart, AdapterLayout, AdapterType
 from staticllm.errors import AdapterError
 from staticllm.ports import ADAPTER_SCALES, LOGIT_ROWS
 
 STAGE = "expose_adapters"
+_TYPES: dict[AdapterType, ov.Type] = {"f32": ov.Type.f32, "bf16": ov.Type.bf16}
 LARGE_VALUES = 1 << 20
 """Values of a layer's part of ``b`` beyond which it does not share one: the zeros beside it would take longer than a product."""
 
@@ -42,8 +43,8 @@ class Change:
         return sum(rank for _, _, rank in self.adapters)
 
 
-def expose_adapters(graph: StepGraph, layouts: Sequence[AdapterLayout]) -> None:
-    """Add the inputs of these adapters, and what they compute.
+def expose_adapters(graph: StepGraph, layouts: Sequence[AdapterLayout], adapter_type: AdapterType = "f32") -> None:
+    """Add the inputs of these adapters, of this element type, and what they compute.
 
     Raises:
         AdapterError: an adapter has a path that is no linear layer of the model, other sizes than the layer, or the ranks of all
@@ -51,10 +52,10 @@ def expose_adapters(graph: StepGraph, layouts: Sequence[AdapterLayout]) -> None:
     """
     changes = find_changes(graph.model, layouts)
     scales = graph.add_parameter(ADAPTER_SCALES, ov.PartialShape([1, -1, len(layouts)]), ov.Type.f32)
+    graph.num_adapters, graph.adapter_type = len(layouts), adapter_type
     rows = _RowScales(graph, scales)
     for index, members in enumerate(_groups(changes)):
         _expose(graph, _group_of(index, members), members, rows)
-    graph.num_adapters = len(layouts)
     graph.model.validate_nodes_and_infer_types()
     graph.note(STAGE, f"{len(layouts)} adapters at {len(changes)} matrices, with {len(graph.adapted)} pairs of inputs")
 
@@ -145,8 +146,9 @@ def _expose(graph: StepGraph, group: AdaptedGroup, members: list[Change], rows: 
         raise AdapterError(
             f"{members[0].adapters[0][1]!r} reads values of shape {source.get_partial_shape()}: adapters are not possible there"
         )
-    a = graph.add_parameter(group.a_name, ov.PartialShape([group.rank, group.in_size]), ov.Type.f32)
-    b = graph.add_parameter(group.b_name, ov.PartialShape([group.out_size, group.rank]), ov.Type.f32)
+    own_type = _TYPES[graph.adapter_type]
+    a = graph.add_parameter(group.a_name, ov.PartialShape([group.rank, group.in_size]), own_type)
+    b = graph.add_parameter(group.b_name, ov.PartialShape([group.out_size, group.rank]), own_type)
     low = ops.matmul(source, ops.convert_like(a, source), transpose_a=False, transpose_b=True)
     low = ops.multiply(low, ops.convert_like(rows.of(group, source), source))
     change = ops.matmul(low, ops.convert_like(b, source), transpose_a=False, transpose_b=True)

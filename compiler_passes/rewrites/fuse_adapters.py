@@ -27,8 +27,11 @@ def fuse_adapters(
         AdapterError: an adapter does not fit the model, or the weights of a layer are compressed to integers.
     """
     for change in find_changes(model, layouts):
-        paths = dict.fromkeys(path for _, path, _ in change.adapters)
-        _fuse(change.layer, sum((deltas[path] for path in paths), np.float32(0)), next(iter(paths)))
+        first, *others = dict.fromkeys(path for _, path, _ in change.adapters)
+        delta = deltas[first].copy()
+        for path in others:
+            delta += deltas[path]
+        _fuse(change.layer, delta, first)
     model.validate_nodes_and_infer_types()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, get_args
 
-from staticllm.core import AdaptedGroup, AdaptedPart, KVState, KVType, MaskKind, ModelShape, RecurrentState
+from staticllm.core import AdaptedGroup, AdaptedPart, AdapterType, KVState, KVType, MaskKind, ModelShape, RecurrentState
 from staticllm.pipelines.blobs.json_values import MAX_SIZE, check_flag, check_one_of, list_of, text_of, whole_of
 
 MAX_LISTED = 1 << 14
@@ -84,6 +84,7 @@ def _check_states(shape: ModelShape) -> None:
 
 def _check_adapters(shape: ModelShape) -> None:
     """Check that the parts of each group fit into its matrices."""
+    check_one_of(shape.adapter_type, get_args(AdapterType), "type of adapters")
     whole_of(shape.num_adapters, 1 if shape.adapted else 0, MAX_LISTED)
     num_values = 0
     for index, group in enumerate(shape.adapted):

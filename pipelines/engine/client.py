@@ -34,8 +34,8 @@ class EngineClient(Protocol):
         The queue is ``queue``, or a new one for None. ``processors`` are objects of this process.
 
         Raises:
-            GenerationConfigError: there are ``processors``, and the engine is in another process.
-            GenerationConfigError: the grammar cannot be compiled, or has no answer that is short enough.
+            GenerationConfigError: there are ``processors``, and the engine is in another process; or the grammar cannot be
+                compiled, or has no answer that is short enough.
             BusyError: ``MAX_WAITING`` requests are waiting.
             ClosedError: the engine was closed, or belongs to another process.
         """

@@ -250,10 +250,7 @@ class EngineCore:
         return result
 
     def _meanwhile(self, is_decoding: bool, entries: Sequence[BatchEntry] = ()) -> None:
-        """Work while the device runs: post tokens, prepare the choice of the next ones, and offload.
-
-        While requests decode, slots are offloaded in chunks, so that no stream stalls.
-        """
+        """Work while the device runs: post tokens, prepare the next choices, and offload, in chunks while requests decode."""
         self.post()
         for entry in entries:
             entry.state.prepare()

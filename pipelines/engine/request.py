@@ -23,6 +23,7 @@ from staticllm.pipelines.generation.logits_processors import LogitsProcessor, pr
 from staticllm.pipelines.generation.sampler import Choice, Sampler
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
+from staticllm.pipelines.generation.structured.forced_tokens import ForcedTokens
 from staticllm.pipelines.generation.structured.grammar import Grammar
 from staticllm.pipelines.generation.structured.mask import GrammarMask
 from staticllm.pipelines.scheduling.request_table import RequestInfo
@@ -133,7 +134,7 @@ class SequenceState:
         self.num_cached = 0  # prompt tokens that the prefix cache had; only the KVCacheManager sets it
         self.started: float | None = None
         self.vocab_size = vocab_size
-        self.drafts = None if request.drafts is None else AnswerDrafts(request.drafts, request.prompt)
+        self.drafts = _drafts_of(request, grammar_mask)
         self.token_times: list[float] = []
         self._device_seconds = 0.0  # device time since the last token
         self._sampling_seconds = 0.0  # time of choosing since the last token
@@ -142,11 +143,11 @@ class SequenceState:
         self._queue = queue
         self._new_tokens: list[TokenOutput] = []
         processors = processors_for(
-            request.sampling, request.prompt, vocab_size, request.min_new_tokens, request.stop_token_ids, grammar_mask
+            request.sampling, request.prompt, vocab_size, request.min_new_tokens, request.stop_token_ids
         )
-        self.grammar_mask = grammar_mask
         rng = np.random.default_rng(request.seed + index)
-        self._sampler = Sampler(request.sampling, [*processors, *more_processors], rng)
+        masks = () if grammar_mask is None else (grammar_mask,)  # the last ones: no other allows what they forbid
+        self._sampler = Sampler(request.sampling, [*processors, *more_processors, *masks], rng)
 
     @property
     def num_generated(self) -> int:
@@ -167,15 +168,15 @@ class SequenceState:
         """Return how many logits a call needs that runs the tokens ``[start, start + count)``."""
         return 1
 
-    def prepare(self) -> None:
-        """Prepare the choice of the next token, while the device computes its logits."""
-        self._sampler.prepare()
-
     @property
     def num_left(self) -> int:
         """The most tokens that may still be chosen."""
         limit = self.request.max_new_tokens
         return sys.maxsize if limit is None else limit - self.num_generated
+
+    def prepare(self) -> None:
+        """Prepare the choice of the next token, while the device computes its logits."""
+        self._sampler.prepare()
 
     def sample(self, logits: Logits, argmax: int | None = None) -> Choice:
         """Choose the next token from ``logits [vocab]``; ``argmax`` is the index of the largest, if known. ``add`` adds it.
@@ -313,6 +314,15 @@ class RequestState:
                 self.queue.put(Finished(reason, error, index))
                 self._finished.add(index)
         return len(self._finished) == self.request.num_sequences
+
+
+def _drafts_of(request: EngineRequest, grammar_mask: GrammarMask | None) -> AnswerDrafts | None:
+    """Return the drafts of one answer: first what its grammar forces, then what the request asks for; None without any."""
+    if grammar_mask is None:
+        return None if request.drafts is None else AnswerDrafts(request.drafts, request.prompt)
+    drafts = AnswerDrafts(request.drafts or DraftParams(), request.prompt)
+    drafts.drafters.insert(0, ForcedTokens(grammar_mask, lambda tokens: Draft(tokens, "grammar", is_certain=True)))
+    return drafts
 
 
 def mask_of(request: EngineRequest, vocab_size: int, grammars: GrammarCompiler | None) -> GrammarMask | None:

@@ -62,7 +62,7 @@ _KNOWN: deque[KnownAdapter] = deque(maxlen=MAX_KNOWN)
 _native_adapter_init, _native_config_init = genai.Adapter.__init__, genai.AdapterConfig.__init__
 
 
-class Adapter(genai.Adapter):
+class Adapter(genai.Adapter):  # type: ignore[misc]
     """A LoRA adapter for ``adapters=AdapterConfig(...)``, in place of ``openvino_genai.Adapter``.
 
     Args:
@@ -165,5 +165,5 @@ def _config_init(self: genai.AdapterConfig, *args: Any, **kwargs: Any) -> None:
         _MODES[self] = modes[0]
 
 
-genai.Adapter.__init__ = _adapter_init  # type: ignore[method-assign]
-genai.AdapterConfig.__init__ = _config_init  # type: ignore[method-assign]
+genai.Adapter.__init__ = _adapter_init
+genai.AdapterConfig.__init__ = _config_init

@@ -1,6 +1,6 @@
 """Logits processors change the logits of a request before a token is chosen: penalties, and tokens not allowed yet.
 
-A request has a list of processors, and its sampler applies them in order. A new one, for example for a grammar, needs a class
+A request has a list of processors, and its sampler applies them in order. A new one needs a class
 with the members of ``LogitsProcessor`` and an entry in ``processors_for``; the sampler does not change. Processors that a user
 made come after all others (``user_processors.py``).
 """
@@ -15,7 +15,6 @@ import numpy as np
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.repetition import BadWords, DryPenalty, NoRepeatNgrams
 from staticllm.pipelines.generation.sampling_params import SamplingParams
-from staticllm.pipelines.generation.structured.mask import GrammarMask
 
 
 class LogitsProcessor(Protocol):
@@ -146,15 +145,13 @@ def processors_for(
     vocab_size: int,
     min_new_tokens: int = 0,
     stop_token_ids: Collection[int] = (),
-    grammar_mask: GrammarMask | None = None,
 ) -> list[LogitsProcessor]:
     """Return the processors that a request's options need, in the order in which they are applied.
 
-    The order is that of GenAI, with ours where llamacpp has them: the grammar, bias, forbidden tokens, penalties, DRY.
-    ``prompt`` holds token ids below ``vocab_size``. None of ``stop_token_ids`` is chosen among the first ``min_new_tokens``
-    tokens. ``grammar_mask`` belongs to this answer.
+    The order is that of GenAI, with ours where llamacpp has them: bias, forbidden tokens, penalties, DRY. ``prompt`` holds
+    token ids below ``vocab_size``. None of ``stop_token_ids`` is chosen among the first ``min_new_tokens`` tokens.
     """
-    processors: list[LogitsProcessor] = [] if grammar_mask is None else [grammar_mask]
+    processors: list[LogitsProcessor] = []
     if params.logit_bias:
         processors.append(LogitBias(params.logit_bias, vocab_size))
     if min_new_tokens > 0 and stop_token_ids:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import openvino_genai as genai
@@ -19,7 +19,7 @@ from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.method_options import MAX_BEAMS, beams_of, drafts_of
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.generation.structured.grammar import Grammar
-from staticllm.pipelines.generation.structured.requested import CONFIG, KEYWORDS, grammar_of
+from staticllm.pipelines.generation.structured.requested import CONFIG, KEYWORDS, requested_grammar
 
 UNLIMITED = 2**64 - 1
 MAX_SEQUENCES = 128
@@ -75,8 +75,8 @@ class GenerationOptions:
     ``max_new_tokens`` and ``max_length`` are None if they do not limit the answer. ``stop_token_ids`` includes the
     ``eos_token_id``; with ``ignore_eos`` it is empty. ``beams`` is None without beam search, and ``drafts`` without drafts.
     ``extra`` holds the options that GenAI does not have; those among them that choose tokens are also in ``sampling``, except
-    texts, which have no token ids yet. ``grammar`` comes from a keyword or ``structured_output_config``. ``adapters`` are None
-    for those of the pipeline.
+    texts, which have no token ids yet. ``grammar`` comes from a keyword (``KEYWORDS``) or ``structured_output_config``.
+    ``adapters`` are None for those of the pipeline.
     """
 
     sampling: SamplingParams
@@ -95,6 +95,11 @@ class GenerationOptions:
     extra: ExtraOptions = field(default_factory=ExtraOptions)
     grammar: Grammar | None = None
     adapters: tuple[AdapterUse, ...] | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of answers that are generated; of ``best_of`` the ``num_return_sequences`` most likely are returned."""
+        return max(self.num_return_sequences, self.extra.best_of)
 
     def max_tokens_after(self, prompt_len: int) -> int | None:
         """Return how many tokens these options allow after a prompt of ``prompt_len`` tokens; None if they set no limit."""
@@ -138,7 +143,6 @@ def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> Gen
     """Return the checked options of a request: those of ``config``, overridden by the keyword arguments of ``generate``.
 
     ``no_repeat_ngram_size`` in ``config`` has an effect only with beams, as in GenAI; in ``overrides`` it always has one.
-    The keywords for grammars (``KEYWORDS``) are no fields of GenAI's config; each replaces its ``structured_output_config``.
 
     Raises:
         GenerationConfigError: a name is unknown, a value is impossible, or the decoding method is not supported.
@@ -151,7 +155,8 @@ def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> Gen
     merged = {name: overrides.get(name, getattr(config, name)) for name in _NAMES}
     try:
         extra = extra_options({name: overrides[name] for name in EXTRA_NAMES if name in overrides}, merged["do_sample"])
-        return _checked(merged, extra, _ngram_size(overrides, merged), _grammar(overrides, merged))
+        options = _checked(merged, extra, _ngram_size(overrides, merged))
+        return replace(options, grammar=requested_grammar(overrides, merged))
     except GenerationConfigError:
         raise
     except ConfigError as error:
@@ -165,24 +170,7 @@ def _ngram_size(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> int
     return whole("no_repeat_ngram_size", overrides.get("no_repeat_ngram_size", 0), 0, UNLIMITED) % UNLIMITED
 
 
-def _grammar(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> Grammar | None:
-    """Return the grammar of a request: of a keyword, or else of the config."""
-    keywords = {name: overrides[name] for name in KEYWORDS if overrides.get(name) is not None}
-    if keywords and overrides.get(CONFIG) is not None:
-        raise GenerationConfigError(
-            f"{CONFIG} and {min(keywords)} in one call: an answer has one grammar, so give one of them"
-        )
-    grammar = grammar_of(options[CONFIG], keywords)
-    if grammar is not None and options["ignore_eos"]:
-        raise GenerationConfigError("ignore_eos=True with a grammar: its answers end, so leave ignore_eos at False")
-    if grammar is not None and options["num_beams"] != 1:
-        raise GenerationConfigError(f"num_beams={options['num_beams']!r} with a grammar: leave one of them out")
-    return grammar
-
-
-def _checked(
-    options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int, grammar: Grammar | None
-) -> GenerationOptions:
+def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> GenerationOptions:
     if options["num_beams"] != 1 and extra.choosing:
         raise GenerationConfigError(
             f"{extra.choosing[0]} with num_beams={options['num_beams']!r}: beams are chosen by the model's own "
@@ -199,6 +187,11 @@ def _checked(
     if not isinstance(options["stop_token_ids"], (set, frozenset, list, tuple)):
         raise GenerationConfigError(f"stop_token_ids={options['stop_token_ids']!r}: must be a set of token ids")
     stop_ids = {whole("stop_token_ids", token, 0) for token in options["stop_token_ids"]}
+    drafts = drafts_of(options)
+    if drafts is not None and extra.best_of > 1:
+        raise GenerationConfigError(
+            f"best_of={extra.best_of} with drafts: they are for single answers; leave one of them out"
+        )
     if options["eos_token_id"] != -1:
         stop_ids.add(whole("eos_token_id", options["eos_token_id"], 0))
     max_new_tokens = _limit(options, "max_new_tokens", 0 if options["echo"] else 1)
@@ -215,18 +208,22 @@ def _checked(
         include_stop_str_in_output=bool(options["include_stop_str_in_output"]),
         echo=bool(options["echo"]),
         apply_chat_template=bool(options["apply_chat_template"]),
-        num_return_sequences=_num_sequences(options),
+        num_return_sequences=_num_sequences(options, extra.best_of),
         beams=beams_of(options),
-        drafts=drafts_of(options),
+        drafts=drafts,
         parsers=_parsers(options["parsers"]),
         extra=extra,
-        grammar=grammar,
         adapters=adapter_uses(options["adapters"]),
     )
 
 
-def _num_sequences(options: Mapping[str, Any]) -> int:
+def _num_sequences(options: Mapping[str, Any], best_of: int) -> int:
     count = whole("num_return_sequences", options["num_return_sequences"], 1, MAX_SEQUENCES)
+    if best_of and (best_of < count or not options["do_sample"]):
+        wrong = f"num_return_sequences={count}" if best_of < count else "do_sample=False"
+        raise GenerationConfigError(
+            f"best_of={best_of} with {wrong}: it samples at least as many answers as it returns; set do_sample=True"
+        )
     num_beams = whole("num_beams", options["num_beams"], 1, MAX_BEAMS)
     if num_beams > 1 and count > num_beams:
         raise GenerationConfigError(f"num_return_sequences={count} is more than num_beams={num_beams}: lower it")
@@ -258,7 +255,7 @@ def _sampling(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) 
         presence_penalty=number(options, "presence_penalty", -2.0, 2.0),
         frequency_penalty=number(options, "frequency_penalty", -2.0, 2.0),
         rng_seed=whole("rng_seed", options["rng_seed"], 0, UNLIMITED),
-        wants_logprobs=bool(options["logprobs"]),
+        wants_logprobs=bool(options["logprobs"]) or extra.best_of > 0,
         no_repeat_ngram_size=ngram_size,
         logit_bias=extra.logit_bias,
         bad_words=extra.bad_words_ids,

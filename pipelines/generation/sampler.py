@@ -61,9 +61,9 @@ class Sampler:
     def __init__(self, params: SamplingParams, processors: Sequence[LogitsProcessor], rng: np.random.Generator) -> None:
         self._params = params
         self._processors = tuple(processors)
-        self._preparable = [processor for processor in self._processors if isinstance(processor, Preparable)]
         self._rng = rng
         self._mirostat = Mirostat(params.mirostat_tau, params.mirostat_eta) if params.mirostat else None
+        self._preparable = [processor for processor in self._processors if isinstance(processor, Preparable)]
 
     def prepare(self) -> None:
         """Let the processors prepare the next token; called while the device computes its logits."""

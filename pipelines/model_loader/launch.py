@@ -17,6 +17,7 @@ from staticllm.devices import kind
 from staticllm.errors import DeviceError
 from staticllm.model_dir import max_positions
 from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.engine.fed.beam_requests import Decode
 from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
 from staticllm.pipelines.generation.structured.vocabulary import read_vocabulary
 from staticllm.pipelines.model_loader.arguments import Candidate
@@ -63,13 +64,10 @@ class Launched:
         """Whether weights are read from their file as long as the model runs."""
         return self.loaded.has_mapped_weights
 
-    def use_tokenizer(self, tokenizer: genai.Tokenizer, *, is_models_own: bool) -> None:
-        """Let the engine read texts with this tokenizer: stop strings of beams, and grammars.
-
-        Its vocabulary is read with the first request that has a grammar.
-        """
+    def use_tokenizer(self, tokenizer: genai.Tokenizer, decode: Decode, is_models_own: bool) -> None:
+        """Let the engine decode tokens, and compile grammars; the vocabulary is read with the first request that has one."""
         del is_models_own
-        self.engine.decode = tokenizer.decode
+        self.engine.decode = decode
         self.engine.grammars = GrammarCompiler(partial(read_vocabulary, tokenizer))
 
     def close(self, drain: bool = False) -> None:

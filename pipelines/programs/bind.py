@@ -101,6 +101,8 @@ def bind(compiled: ov.CompiledModel, shape: ModelShape, cache: KVCache, buffers:
     """
     variant = buffers.variant
     tensors = {name: ov.Tensor(array, shared_memory=True) for name, array in _step_arrays(buffers).items()}
+    for name, array in buffers.adapters.items():
+        tensors[name] = ov.Tensor(array, ov.Shape(array.shape), ELEMENT_TYPES[shape.adapter_type])
     for index, state in enumerate(shape.kv_states):
         slots = {
             state.past_name: cache.arena.state_view(index, variant.kv_len),
@@ -127,6 +129,5 @@ def _step_arrays(buffers: StepBuffers) -> dict[str, NDArray[Any]]:
         KEY_POSITIONS: buffers.key_positions,
         QUERY_POSITIONS: buffers.query_positions,
         ADAPTER_SCALES: buffers.adapter_scales if buffers.adapters else None,
-        **buffers.adapters,
     }
     return {name: array for name, array in arrays.items() if array is not None}

@@ -129,7 +129,7 @@ def make_runner(
     host = _allocated(shape, variants) if memory is None else memory.result()
     cache, pool = host.cache, host.pool
     if programs.adapters is not None:
-        for name, matrix in programs.adapters.matrices(shape.adapted).items():
+        for name, matrix in programs.adapters.matrices(shape.adapted, shape.adapter_type).items():
             pool.adapters[name][:] = matrix
     bound = BoundPrograms(
         programs.compiled, lambda variant, compiled: bind(compiled, shape, cache, StepBuffers(variant, pool))

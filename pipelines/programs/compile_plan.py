@@ -20,7 +20,7 @@ from staticllm.compiler_passes.model_kind import check_kind
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions, PassPipeline
 from staticllm.compiler_passes.rewrites.fuse_adapters import fuse_adapters
 from staticllm.config import StaticLLMConfig
-from staticllm.core import KVType, OnProgress, Phase, ProgramLayout, ProgressEvent, Variant
+from staticllm.core import AdapterType, KVType, OnProgress, Phase, ProgramLayout, ProgressEvent, Variant
 from staticllm.devices import (
     check_device,
     default_kv_type,
@@ -103,7 +103,9 @@ def prepare(
     read = time.perf_counter()
     on_progress(ProgressEvent("read", 1, 1, read - begin))
     passes = DECODER if merges_projections(device) else DECODER_UNMERGED
-    lowered = _lowered(model, LoweringOptions(config.num_kv_slots(mode), kv_type), passes, config.adapters)
+    adapter_type: AdapterType = "bf16" if default_kv_type(core, device, *properties.values()) == "bf16" else "f32"
+    lowering = LoweringOptions(config.num_kv_slots(mode), kv_type, adapter_type=adapter_type)
+    lowered = _lowered(model, lowering, passes, config.adapters)
     layout = program_layout(device, path, config, kv_type)
 
     def options_of(layout: ProgramLayout) -> CompileOptions:

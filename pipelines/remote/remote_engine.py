@@ -52,10 +52,10 @@ class RemoteEngine:
         """Submit a request. Its outputs arrive in ``queue``, which is returned; None creates a new one.
 
         Raises:
-            GenerationConfigError: the grammar cannot be compiled, or has no answer that is short enough.
             BusyError: ``MAX_WAITING`` requests are waiting in the daemon's engine.
             ClosedError: the engine was closed, or the daemon has gone.
-            GenerationConfigError: there are ``processors``, which cannot go to another process.
+            GenerationConfigError: there are ``processors``, which cannot go to another process; or the grammar cannot be
+                compiled, or has no answer that is short enough.
         """
         if processors:
             raise GenerationConfigError(

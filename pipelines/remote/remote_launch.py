@@ -13,6 +13,7 @@ import openvino_genai as genai
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import ConfigError
+from staticllm.pipelines.engine.fed.beam_requests import Decode
 from staticllm.pipelines.model_loader.arguments import Candidate
 from staticllm.pipelines.remote.daemon_link import DaemonLink
 from staticllm.pipelines.remote.remote_engine import RemoteEngine
@@ -35,9 +36,9 @@ class RemoteLaunched:
     has_mapped_weights: bool
     background: None = None
 
-    def use_tokenizer(self, tokenizer: genai.Tokenizer, *, is_models_own: bool) -> None:
-        """Note whether the pipeline has the tokenizer of the model's directory, which the daemon compiles grammars for."""
-        del tokenizer
+    def use_tokenizer(self, tokenizer: genai.Tokenizer, decode: Decode, is_models_own: bool) -> None:
+        """Note whether the pipeline has the tokenizer of the model's directory, which the daemon uses."""
+        del tokenizer, decode
         self.engine.has_own_tokenizer = not is_models_own
 
     def close(self, drain: bool = False) -> None:

@@ -22,6 +22,7 @@ from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.options import GenerationOptions, copy_config, limit_of, resolve
 from staticllm.pipelines.generation.user_processors import copies_for
 from staticllm.pipelines.text.parsing.formats import MessageFormat, find_format
+from staticllm.pipelines.text.parsing.required_calls import grammar_of_calls
 from staticllm.pipelines.text.special_tokens import SpecialTokens
 from staticllm.pipelines.text.tokenization import (
     Form,
@@ -55,14 +56,14 @@ class CallOptions:
         Raises:
             GenerationConfigError: there are several, and ``receiver`` could not tell them apart; or beams.
         """
-        count, beams = self.options.num_return_sequences, self.options.beams
+        count, beams = self.options.num_sequences, self.options.beams
         if beams is not None:
             raise GenerationConfigError(
                 f"a {receiver} for num_beams={beams.num_beams}: the tokens are known at the end; leave one of them out"
             )
         if count > 1:
             raise GenerationConfigError(
-                f"a {receiver} for num_return_sequences={count}: it could not tell the answers apart; leave one of them out"
+                f"a {receiver} for {count} answers: it could not tell the answers apart; leave one of them out"
             )
 
 
@@ -223,12 +224,14 @@ class InputProcessor:
                 f"overflow={call.overflow!r} with num_beams: beams cannot be shortened; use 'stop'"
             )
         _check_tokens(options, limits.vocab_size)
-        processors = copies_for(options.extra.logits_processors, ids, options.num_return_sequences)
+        processors = copies_for(options.extra.logits_processors, ids, options.num_sequences)
+        tools = options.extra.tool_options
+        format = self._format_of(prompt, tools)
         request = EngineRequest(
             prompt=tuple(ids),
             sampling=self._word_tokens.complete(options),
             seed=self._seed_for(options),
-            num_sequences=options.num_return_sequences,
+            num_sequences=options.num_sequences,
             max_new_tokens=limit_of(options, len(ids), limits.max_seq_len if call.overflow == "stop" else None),
             stop_token_ids=options.stop_token_ids,
             min_new_tokens=options.min_new_tokens,
@@ -238,11 +241,10 @@ class InputProcessor:
             beams=options.beams,
             stop_strings=() if options.beams is None else tuple(sorted(options.stop_strings)),
             drafts=_drafts_of(options, limits),
-            grammar=options.grammar,
+            grammar=grammar_of_calls(format, options),
             adapters=self._scales_of(options.adapters),
             arrival=call.started,
         )
-        format, tools = self._format_of(prompt, options.extra.tool_options), options.extra.tool_options.tools
         decode = self.decode if format is None else self._special_tokens.decoder(format.markers, self.decode)
         return PreparedRequest(
             request,
@@ -254,19 +256,11 @@ class InputProcessor:
             processors,
             decode,
             format,
-            tools,
+            tools.tools,
         )
 
     def _format_of(self, prompt: Prompt, tools: ToolOptions) -> MessageFormat | None:
-        """Return the format of the answer; None if it is not parsed.
-
-        Raises:
-            GenerationConfigError: a call is required, which needs a grammar.
-        """
-        if tools.choice in ("required", "function"):
-            raise GenerationConfigError(
-                f"tool_choice={tools.choice!r} is not there yet: it needs a grammar; use tool_choice='auto'"
-            )
+        """Return the format of the answer; None if it is not parsed."""
         if not (bool(tools.tools) if tools.parse is None else tools.parse):
             return None
         return find_format(self.tokenizer.chat_template).after(prompt.ending)
@@ -369,7 +363,7 @@ def _drafts_of(options: GenerationOptions, limits: PromptLimits) -> DraftParams 
     Raises:
         GenerationConfigError: the options need a draft model, and there is none.
     """
-    asked, is_single = options.drafts, options.num_return_sequences == 1
+    asked, is_single = options.drafts, options.num_sequences == 1
     if asked is None and not (is_single and (limits.has_prompt_lookup or limits.has_draft_model)):
         return None
     drafts = asked or DraftParams()

@@ -71,17 +71,17 @@ def encode_text(
 ) -> Prompt:
     """Return the ids of one prompt, with the chat template if ``apply_chat_template`` is set and the model has one.
 
-    ``options`` are for the template.
+    ``options`` are for the template. As in GenAI, an empty text is a prompt if a template makes tokens of it.
 
     Raises:
         PromptError: the prompt is empty or not valid text, or the chat template refuses it.
         ModelError: the tokenizer cannot encode the prompt.
     """
-    if not text:
-        raise PromptError("the prompt is empty: give at least one character")
     _check_text(text)
     if apply_chat_template and tokenizer.chat_template:
-        return encode_messages(tokenizer, [{"role": "user", "content": text}], options)
+        return _templated(tokenizer, [{"role": "user", "content": text}], options)
+    if not text:
+        raise PromptError("the prompt is empty: give at least one character")
     return Prompt(_encoded(tokenizer, text)[0])
 
 
@@ -95,6 +95,12 @@ def encode_messages(tokenizer: genai.Tokenizer, messages: Messages, options: Too
         GenerationConfigError: there are tools in ``options``, and the template has no place for them.
         ModelError: the tokenizer cannot encode the conversation.
     """
+    for turn in _parts_of(messages)[0]:
+        _check_message(turn)
+    return _templated(tokenizer, messages, options)
+
+
+def _templated(tokenizer: genai.Tokenizer, messages: Messages, options: ToolOptions | None) -> Prompt:
     turns, tools, extra = _parts_of(messages)
     if options is not None:
         tools, extra = _tools_for(options, tokenizer.chat_template) or tools, {**extra, **options.extra_context}
@@ -102,8 +108,6 @@ def encode_messages(tokenizer: genai.Tokenizer, messages: Messages, options: Too
             tools = []
     if not turns:
         raise PromptError("the chat history is empty: append a message of the user")
-    for turn in turns:
-        _check_message(turn)
     if not tokenizer.chat_template:
         raise PromptError("the model has no chat template: pass the prompt as a str, or set one on the tokenizer")
     start = time.perf_counter()

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.adapters.lora import LoraAdapter, shapes_of
-from staticllm.core import AdaptedGroup, AdapterLayout
+from staticllm.core import AdaptedGroup, AdapterLayout, AdapterType
 
 AdapterUse = tuple[str, float]
 """The name of an adapter, and the alpha that a request uses it with."""
@@ -72,9 +72,14 @@ class AdapterSet:
         names = [f"{each.name} x {alpha:g}" for each, alpha in zip(self.adapters, scales, strict=False) if alpha]
         return ", ".join(names) or "none"
 
-    def matrices(self, groups: Sequence[AdaptedGroup]) -> dict[str, NDArray[np.float32]]:
-        """Return port → the matrices of all adapters, with the factors of their files, in the rows and columns of the groups."""
-        found: dict[str, NDArray[np.float32]] = {}
+    def matrices(
+        self, groups: Sequence[AdaptedGroup], adapter_type: AdapterType = "f32"
+    ) -> dict[str, NDArray[np.float32] | NDArray[np.uint16]]:
+        """Return port → the matrices of all adapters, with the factors of their files, in the rows and columns of the groups.
+
+        Those of the type ``bf16`` are the bits of its numbers as uint16.
+        """
+        found: dict[str, NDArray[np.float32] | NDArray[np.uint16]] = {}
         for group in groups:
             a = np.zeros((group.rank, group.in_size), np.float32)
             b = np.zeros((group.out_size, group.rank), np.float32)
@@ -83,7 +88,8 @@ class AdapterSet:
                 columns = slice(part.first_column, part.first_column + part.rank)
                 a[columns] = layer.a
                 b[part.first_row : part.first_row + layer.b.shape[0], columns] = layer.b * np.float32(layer.scale)
-            found[group.a_name], found[group.b_name] = a, b
+            for name, values in ((group.a_name, a), (group.b_name, b)):
+                found[name] = to_bf16(values) if adapter_type == "bf16" else values
         return found
 
     def deltas(self) -> Mapping[str, NDArray[np.float32]]:
@@ -97,3 +103,10 @@ class AdapterSet:
 
     def _pairs(self) -> list[tuple[LoraAdapter, float]]:
         return list(zip(self.adapters, self.alphas, strict=True))
+
+
+def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Return finite numbers rounded to bf16, to even if two are equally near, as the bits of that type."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded: NDArray[np.uint16] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return rounded

@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +26,14 @@ FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MAX_CONFIG = 1 << 20
 MAX_RANK = 1024
 """The largest rank of one layer, over all adapters of a pipeline."""
-MAX_VALUE = 1e6
+MAX_VALUE = 1e4
 """The largest number in an adapter. Every row of a shared call is multiplied by every adapter, and then by 0 where it has another
 one; larger numbers could overflow before that, and make the answers of other requests NaN."""
 PREFIX = "base_model.model."
 _PART = re.compile(r"(?P<path>.+?)[._]lora[._](?P<part>A|B|down|up)(?:\.[\w-]+)?\.weight")
-_IGNORED = re.compile(r".+\.alpha")  # as in GenAI: the alpha of a request counts
+_IGNORED = re.compile(r".+\.(alpha|base_layer\.weight)")
+"""Tensors that are left out, as in GenAI: an alpha, because that of the request counts, and the model's own weights, which PEFT
+saves beside an adapter of the head."""
 _SIDES = {"A": "a", "down": "a", "B": "b", "up": "b"}
 _TRAINED_OTHERWISE = ("use_dora", "alora_invocation_tokens", "use_qalora")
 """Switches of ``adapter_config.json`` for methods that compute something else."""
@@ -187,20 +188,17 @@ def _read_config(path: Path) -> PeftConfig:
     if str(content.get("peft_type", "LORA")).upper() != "LORA" or content.get("bias", "none") != "none":
         kind = f"peft_type={content.get('peft_type')!r}, bias={content.get('bias')!r}"
         raise AdapterError(f"{str(path)!r}: {kind[:120]}: only LoRA without biases can be run beside the model")
-    rank = content.get("r", 8)
-    alphas = content.get("alpha_pattern") or {}
-    if not isinstance(alphas, dict) or not all(map(_is_number, (rank, *alphas.values()))):
-        raise AdapterError(f"{str(path)!r}: r and alpha_pattern must be numbers")
-    alpha = content.get("lora_alpha", rank)
-    if not _is_number(alpha):
-        raise AdapterError(f"{str(path)!r}: lora_alpha={str(alpha)[:40]!r} must be a number")
-    return PeftConfig(float(alpha), bool(content.get("use_rslora")), {end: float(a) for end, a in alphas.items()})
+    patterns = content.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise AdapterError(f"{str(path)!r}: alpha_pattern must be an object")
+    alphas = {end: _number(path, value) for end, value in patterns.items()}
+    return PeftConfig(_number(path, content.get("lora_alpha", 8)), bool(content.get("use_rslora")), alphas)
 
 
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return abs(cast(Any, value)) <= MAX_VALUE
+def _number(path: Path, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= MAX_VALUE:
+        raise AdapterError(f"{str(path)!r}: lora_alpha={str(value)[:40]!r} must be a number up to {MAX_VALUE:g}")
+    return float(value)
 
 
 def shapes_of(adapter: LoraAdapter) -> Iterator[tuple[str, int, int, int]]:

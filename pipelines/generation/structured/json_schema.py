@@ -8,8 +8,11 @@ from typing import Any
 
 from staticllm.errors import GenerationConfigError
 
-WHITESPACE = r"[ \t\n\r]{1,64}"
-"""What may stand between the parts of a JSON text. Without a limit, a model may write spaces until its answer is full."""
+WHITESPACE = r" |\r?\n(?: {0,20}|\t{0,5})"
+"""What may stand between two parts of a JSON text: a space, or a line break and an indentation.
+
+With any whitespace, as JSON allows it, greedy answers of small models are line breaks until ``max_new_tokens``.
+"""
 FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
 """The formats that llguidance enforces; JSON Schema lets all others be mere annotations."""
 ANNOTATIONS = frozenset(["deprecated", "contentSchema"])

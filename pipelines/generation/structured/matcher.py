@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,9 @@ from staticllm.errors import GenerationConfigError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+MAX_MESSAGE = 300
+_PLACE = re.compile(r"^at \d+\(\d+\): ")
 
 
 class Matcher:
@@ -66,6 +70,6 @@ class Matcher:
 
 
 def first_line(message: str) -> str:
-    """Return the first line of a message; llguidance appends its state and the whole grammar."""
+    """Return the first line of a message, without its place in our Lark; llguidance appends its state and the grammar."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return lines[0] if lines else "no reason was given"
+    return _PLACE.sub("", lines[0])[:MAX_MESSAGE] if lines else "no reason was given"

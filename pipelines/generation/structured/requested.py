@@ -16,20 +16,29 @@ CONFIG = "structured_output_config"
 Config = genai.StructuredOutputConfig
 
 
-def grammar_of(config: object, keywords: Mapping[str, Any]) -> Grammar | None:
-    """Return the grammar that a call asks for; None without one. A keyword (``KEYWORDS``) replaces ``config``.
+def requested_grammar(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> Grammar | None:
+    """Return the grammar that a call asks for; None without one. A keyword (``KEYWORDS``) replaces that of the config.
+
+    ``options`` are the fields of GenAI's config, merged with ``overrides``.
 
     Raises:
-        GenerationConfigError: two grammars, or a value of a wrong type.
+        GenerationConfigError: two grammars, a value of a wrong type, or an option that no grammar goes with.
     """
-    given = {name: value for name, value in keywords.items() if value is not None}
+    given = {name: overrides[name] for name in (*KEYWORDS, CONFIG) if overrides.get(name) is not None}
     if len(given) > 1:
         raise GenerationConfigError(
             f"{' and '.join(sorted(given))} in one call: an answer has one grammar, so give one of them"
         )
-    for name, value in given.items():
-        return KEYWORDS[name](value)
-    return None if config is None else _of_config(config)
+    name, value = next(iter(given.items()), (CONFIG, options[CONFIG]))
+    if value is None:
+        return None
+    if options["ignore_eos"]:
+        raise GenerationConfigError("ignore_eos=True with a grammar: its answers end, so leave ignore_eos at False")
+    if options["num_beams"] != 1:
+        raise GenerationConfigError(
+            f"num_beams={options['num_beams']} with a grammar is not supported: leave one of them out"
+        )
+    return KEYWORDS[name](value) if name in KEYWORDS else _of_config(value)
 
 
 def _of_config(config: object) -> Grammar:

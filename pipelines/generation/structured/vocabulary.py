@@ -13,6 +13,9 @@ _BYTE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 ANCHORS = ("\n", "\x02")
 """Texts that are put before a text whose tokens a tokenizer would begin with a space of its own."""
 
+MAX_KEPT = 4096
+"""The most texts whose ids are kept."""
+
 
 class TextTokenizer(Protocol):
     """What is used of ``openvino_genai.Tokenizer``."""
@@ -111,9 +114,18 @@ class TokenEncoder:
         self._tokenizer, self._tokens, self._special = tokenizer, tokens, special
         self._ids = {text: id for id, text in enumerate(tokens) if text and id not in special}
         self._longest = max(map(len, self._ids), default=1)
+        self._kept: dict[str, list[int]] = {}
 
     def __call__(self, text: str) -> list[int]:
-        """Return the ids of a text."""
+        """Return the ids of a text. A grammar asks for the same ones again and again, so the last texts are kept."""
+        found = self._kept.get(text)
+        if found is None:
+            found = self._kept[text] = self._exact(text)
+            if len(self._kept) > MAX_KEPT:
+                self._kept.pop(next(iter(self._kept)), None)
+        return found
+
+    def _exact(self, text: str) -> list[int]:
         wanted = text.encode()
         ids = self._encoded(text)
         if self._joined(ids) == wanted:

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.extra_options import ToolOptions, function_of
+from staticllm.pipelines.generation.options import GenerationOptions
+from staticllm.pipelines.generation.structured.grammar import Grammar
 from staticllm.pipelines.text.parsing.formats import ARGS, FUNCTION, MessageFormat
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -103,6 +105,34 @@ def required_calls(format: MessageFormat, tools: ToolOptions) -> RequiredCalls:
         end = format.reasoning[1]
         lead = (FreeText(end), Text(end + "\n\n"))
     return RequiredCalls(tuple(_call(format, str(each["name"]), each.get("parameters")) for each in chosen), lead)
+
+
+def grammar_of_calls(format: MessageFormat | None, options: GenerationOptions) -> Grammar | None:
+    """Return the grammar of the answers that ``tool_choice`` allows; that of the options if it requires no call.
+
+    ``format`` is None if the answer is not parsed.
+
+    Raises:
+        GenerationConfigError: the chat template shows no format of calls, or another option contradicts a required call.
+    """
+    tools = options.extra.tool_options
+    if tools.choice not in ("required", "function"):
+        return options.grammar
+    if format is None:
+        raise GenerationConfigError(f"tool_choice={tools.choice!r} with parse_tools=False: leave one of them out")
+    asked = [
+        name
+        for name, is_asked in (
+            ("a grammar", options.grammar is not None),
+            ("num_beams", options.beams is not None),
+            ("ignore_eos", not options.stop_token_ids),
+        )
+        if is_asked
+    ]
+    if asked:
+        raise GenerationConfigError(f"tool_choice={tools.choice!r} with {asked[0]}: leave one of them out")
+    tag = required_calls(format, tools).to_structural_tag()
+    return Grammar("structural_tag", json.dumps(tag, ensure_ascii=False))
 
 
 def _call(format: MessageFormat, name: str, parameters: object) -> tuple[Part, ...]:

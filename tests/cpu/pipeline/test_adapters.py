@@ -130,6 +130,24 @@ def test_logits_are_those_of_merged_weights(name, mode, models_of):
         runner.cache.close(sequence)
 
 
+@pytest.mark.skipif("BF16" not in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"), reason="no bf16 here")
+def test_programs_in_bf16_have_matrices_in_bf16(llama):
+    config = AdapterConfig([(Adapter(path), 1.0) for path in llama.files()])
+    given = resolve(
+        {"ADAPTERS": adapter_set_of(config), "INFERENCE_PRECISION_HINT": "bf16"}, {"INFERENCE_PRECISION_HINT"}
+    )
+    loaded = load(llama.path, "CPU", given.config)
+    assert loaded.programs.shape.adapter_type == "bf16"
+    distances = []
+    for factors in ((0.5, 1.0), ()):
+        reference = llama.reference(*factors)
+        reference.reset()
+        theirs = reference.logits(PROMPT)[-1]
+        ours = loaded.runner.prefill(loaded.runner.cache.open(factors), PROMPT)
+        distances.append(np.abs(ours - theirs).max() / np.abs(theirs).max())
+    assert distances[0] < max(0.05, 3 * distances[1])
+
+
 def test_a_directory_of_peft_has_its_own_scale(llama, tmp_path):
     """A file is multiplied by alpha alone, as in GenAI; a directory also by lora_alpha / r, or by lora_alpha / sqrt(r)."""
     lora = llama.loras[0]

@@ -43,7 +43,7 @@ scalars = st.one_of(
             {"type": "null"},
             {"const": 'é"\\'},
             {"const": 7},
-            {"format": "date", "type": "string"},
+            {"format": "ipv4", "type": "string"},
             {"type": "string", "pattern": "^[A-Z][a-z]{1,6}$"},
             {"type": "string", "format": "password", "maxLength": 4},
         ]
@@ -109,7 +109,7 @@ def is_top_level_reference(schema):
 
 
 def check(schema, text):
-    jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker(["date"])).validate(
+    jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker(["ipv4"])).validate(
         json.loads(text)
     )
 
@@ -231,7 +231,7 @@ def test_a_default_grammar_and_its_replacement(pipe):
     ("options", "message"),
     [
         ({"regex": "a", "choice": ["b"]}, "choice and regex in one call"),
-        ({"regex": "a", "structured_output_config": Soc(regex="b")}, "structured_output_config and regex in one call"),
+        ({"regex": "a", "structured_output_config": Soc(regex="b")}, "regex and structured_output_config in one call"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos=True with a grammar"),
         ({"regex": "(?=a)b"}, r"the grammar \(regex\) cannot be compiled"),
         ({"regex": ""}, "regex='': must be a str"),

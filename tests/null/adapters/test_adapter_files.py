@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lora_files import PREFIX, safetensors_bytes
 
-from staticllm.adapters.adapter_set import AdapterSet
+from staticllm.adapters.adapter_set import AdapterSet, to_bf16
 from staticllm.adapters.lora import CONFIG, FILE, MAX_VALUE, adapter_in_memory, read_adapter
 from staticllm.adapters.safetensors_file import MAX_HEADER, safetensors_in_memory
 from staticllm.core import AdaptedGroup, AdaptedPart
@@ -67,6 +67,12 @@ def test_other_names_of_the_matrices_are_known(names):
     ]
 
 
+def test_the_models_own_weights_and_alphas_are_left_out():
+    own = {f"{NAME}.base_layer.weight": np.ones((4, 3), np.float32), "x.alpha": np.ones(1, np.float32)}
+    whole, plain = (adapter_in_memory(safetensors_bytes(tensors)) for tensors in ({**PLAIN, **own}, PLAIN))
+    assert whole.name == plain.name
+
+
 def test_the_name_of_an_adapter_is_that_of_its_numbers(tmp_path):
     first, second = (adapter_in_memory(safetensors_bytes(PLAIN)) for _ in range(2))
     other = adapter_in_memory(safetensors_bytes({**PLAIN, f"{NAME}.lora_B.weight": B + 1}))
@@ -98,8 +104,10 @@ def test_a_directory_has_the_scale_of_peft(config, scale, tmp_path):
 
 @pytest.mark.parametrize(
     "config",
-    ["", "[]", "{", '{"r": "x"}', '{"lora_alpha": null}', '{"lora_alpha": 1e400}', '{"use_dora": true}', '{"peft_type": "IA3"}',
-     '{"bias": "all"}', '{"alpha_pattern": {"x": "y"}}', '{"alpha_pattern": 3}', "[" * 100_000],
+    [
+        "", "[]", "{", "[" * 100_000, '{"lora_alpha": "x"}', '{"lora_alpha": null}', '{"lora_alpha": 1e400}',
+        '{"use_dora": true}', '{"peft_type": "IA3"}', '{"bias": "all"}', '{"alpha_pattern": {"x": "y"}}', '{"alpha_pattern": 3}',
+    ],
 )  # fmt: skip
 def test_a_config_that_cannot_be_used_gets_one_line(config, tmp_path):
     with pytest.raises(AdapterError) as caught:
@@ -216,3 +224,12 @@ def test_layouts_tell_shapes_and_fused_sets_tell_numbers():
     assert first.description == AdapterSet(first.adapters, (0.25, 0.0)).description != changed.description
     fused = [AdapterSet(first.adapters, alphas, is_fused=True).description for alphas in ((1.0, 0.5), (1.0, 0.25))]
     assert len({*fused, first.description}) == 3
+
+
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=20))
+def test_numbers_are_rounded_to_the_nearest_of_bf16(values):
+    exact = np.array(values, np.float32)
+    found = (to_bf16(exact).astype(np.uint32) << 16).view(np.float32)
+    down = (exact.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    up = ((exact.view(np.uint32) & 0xFFFF0000) + 0x10000).view(np.float32)
+    assert np.array_equal(np.abs(found - exact), np.minimum(np.abs(exact - down), np.abs(up - exact)))

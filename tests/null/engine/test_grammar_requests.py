@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 
 import pytest
 from grammars import END, OTHER_SPECIAL, compiler_of, text_of
@@ -117,7 +118,7 @@ def test_masks_are_made_while_the_device_runs():
 def test_a_failing_matcher_ends_only_its_own_request():
     engine = new_engine()
     broken, whole, free = request_of(PATTERNS[0]), request_of(PATTERNS[1]), fake_request(range(300, 310), 12)
-    matcher = broken.state.grammar_mask._matcher
+    matcher = broken.state._sampler._processors[-1]._matcher
     calls = []
 
     def allowed():
@@ -157,3 +158,51 @@ def test_submit_compiles_on_the_callers_thread():
     queue = engine.submit(request)
     run_to_end(engine)
     assert queue is not None
+
+
+def without_drafts_of(new_sequence, index):
+    state = new_sequence(index)
+    state.drafts = None
+    return state
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("count", [1, 3])
+def test_forced_tokens_are_checked_together_and_change_nothing(policy, count):
+    pattern = '{"name":"(yes|no)","age":[0-9]{2},"city":"function"}'
+    results = []
+    for drafts in (True, False):
+        engine, request = new_engine(policy), request_of(pattern, seed=3, count=count)
+        if not drafts:
+            request._new_sequence = partial(without_drafts_of, request._new_sequence)
+            request.state.drafts = None
+        run_to_end(engine, [request])
+        results.append((answers_of(request)[0], engine.profiler.stats()))
+    (texts, with_drafts), (others, without_drafts) = results
+    assert texts == others
+    assert all(re.fullmatch(pattern, text) for text in texts)
+    assert with_drafts.num_tokens == without_drafts.num_tokens
+    assert with_drafts.num_steps < without_drafts.num_steps
+    assert with_drafts.accepted_tokens == with_drafts.drafted_tokens > 0
+
+
+def test_max_new_tokens_cuts_a_run_of_forced_tokens():
+    whole = request_of("(the city|the name) of maybe function", seed=3)
+    run_to_end(new_engine(), [whole])
+    ids = [output.id for output in outputs_of(whole) if isinstance(output, TokenOutput)]
+    for limit in range(4, len(ids)):
+        request = EngineRequest(
+            tuple(range(9)),
+            SAMPLING,
+            seed=3,
+            max_new_tokens=limit,
+            stop_token_ids=frozenset([END]),
+            grammar=Grammar("lark", "start: /(the city|the name) of maybe function/"),
+        )
+        cut = FakeRequest(request, VOCAB_SIZE, grammar_mask=mask_of(request, VOCAB_SIZE, COMPILER))
+        engine = new_engine()
+        run_to_end(engine, [cut])
+        *tokens, end = outputs_of(cut)
+        assert [token.id for token in tokens] == ids[:limit]
+        assert end.reason == FinishReason.LENGTH
+        assert_empty(engine)

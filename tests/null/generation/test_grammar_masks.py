@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from grammars import END, OTHER_SPECIAL, compiler_of, mask_of, random_answer, text_of
+from grammars import END, OTHER_SPECIAL, compiler_of, encode, mask_of, random_answer, text_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick import examples
@@ -254,7 +254,7 @@ def test_every_answer_has_the_form_of_its_structural_tag(form, is_right, seed):
 
 def test_free_text_in_a_tag_ends_with_the_first_of_its_ends():
     mask = mask_of(COMPILER, Grammar("structural_tag", json.dumps(tag({"type": "any_text"}, end=["</f>", "</g>"]))))
-    for token in b"<f>some text < and </ more </g":
+    for token in encode("<f>some text < and </ more </g"):
         assert END not in allowed_tokens(mask)
         mask.accept(token)
     assert ord("x") in allowed_tokens(mask), "it is no end yet"
@@ -358,8 +358,8 @@ def test_with_penalties_minimum_and_log_probabilities():
     from staticllm.pipelines.generation.logits_processors import processors_for
 
     mask = mask_of(COMPILER, Grammar("regex", "(yes|no)+"))
-    processors = processors_for(params, [1, 2], VOCAB, min_new_tokens=4, stop_token_ids=[END], grammar_mask=mask)
-    sampler, rng, text = Sampler(params, processors, np.random.default_rng(0)), np.random.default_rng(1), b""
+    processors = processors_for(params, [1, 2], VOCAB, min_new_tokens=4, stop_token_ids=[END])
+    sampler, rng, text = Sampler(params, [*processors, mask], np.random.default_rng(0)), np.random.default_rng(1), b""
     for _ in range(40):
         logits = rng.normal(0, 1, VOCAB).astype(np.float32)
         logits[END] = 9.0
@@ -377,10 +377,8 @@ def test_no_token_left_is_an_error_of_one_line():
     mask = mask_of(COMPILER, Grammar("choice", '["yes"]'))
     from staticllm.pipelines.generation.logits_processors import processors_for
 
-    processors = processors_for(
-        SamplingParams(), [1], VOCAB, min_new_tokens=50, stop_token_ids=[END], grammar_mask=mask
-    )
-    sampler = Sampler(SamplingParams(), processors, np.random.default_rng(0))
+    processors = processors_for(SamplingParams(), [1], VOCAB, min_new_tokens=50, stop_token_ids=[END])
+    sampler = Sampler(SamplingParams(), [*processors, mask], np.random.default_rng(0))
     with pytest.raises(GenerationConfigError, match=r"no token can be chosen.*lower min_new_tokens"):
         for _ in range(9):
             sampler.sample(np.zeros(VOCAB, np.float32))
