@@ -7,6 +7,7 @@ from staticllm.compiler_passes.inputs.expose_mask import expose_mask
 from staticllm.compiler_passes.inputs.expose_positions import expose_positions
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions, Pass, PassPipeline
 from staticllm.compiler_passes.rewrites.decompose_attention import decompose_attention
+from staticllm.compiler_passes.rewrites.expose_adapters import expose_adapters
 from staticllm.compiler_passes.rewrites.group_queries import group_queries
 from staticllm.compiler_passes.rewrites.merge_projections import merge_projections
 from staticllm.compiler_passes.shapes.cut_head import cut_head
@@ -37,3 +38,11 @@ DECODER_EMBEDDER = DECODER.replace(
     "select_logits", Pass("cut_head", lambda graph, options: cut_head(graph, options.is_normalised))
 )
 """Lowers a stateful model whose hidden states are wanted, not its logits: an embedder that is exported with KV slots."""
+EXPOSE_ADAPTERS: Pass[StepGraph, LoweringOptions] = Pass(
+    "expose_adapters", lambda graph, options: expose_adapters(graph, options.adapters, options.adapter_type)
+)
+
+
+def with_adapters(passes: PassPipeline[StepGraph, LoweringOptions]) -> PassPipeline[StepGraph, LoweringOptions]:
+    """Return the pipeline for a model that is loaded with adapters. Layers are found by their names, so before any are merged."""
+    return passes.after("select_logits", EXPOSE_ADAPTERS)

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from staticllm.compiler_passes.graph.check_graph import check_graph
 from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.shapes.add_pooling import Dense
-from staticllm.core import KVType
+from staticllm.core import AdapterLayout, AdapterType, KVType
 from staticllm.errors import StaticLLMError, UnsupportedModelError
 
 Graph = TypeVar("Graph", bound=StepGraph)
@@ -20,13 +20,16 @@ Options = TypeVar("Options")
 class LoweringOptions:
     """The options of the passes.
 
-    ``max_kv_len``: the largest KV length of any variant. ``kv_type``: the element type of the KV slots. If the model's
-    head is cut, ``is_normalised`` says whether embeddings have length 1.
+    ``max_kv_len``: the largest KV length of any variant. ``kv_type``: the element type of the KV slots. If the model's head is
+    cut, ``is_normalised`` says whether embeddings have length 1. ``adapters``: the shapes of adapters that become inputs,
+    of the element type ``adapter_type``.
     """
 
     max_kv_len: int
     kv_type: KVType = "f32"
     is_normalised: bool = True
+    adapters: tuple[AdapterLayout, ...] = ()
+    adapter_type: AdapterType = "f32"
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,17 @@ class PassPipeline(Generic[Graph, Options]):
         """
         self._require(name)
         return PassPipeline(tuple(other if entry.name == name else entry for entry in self.passes))
+
+    def after(self, name: str, other: Pass[Graph, Options]) -> PassPipeline[Graph, Options]:
+        """Return the pipeline with ``other`` after the pass of this name.
+
+        Raises:
+            ValueError: the pipeline has no such pass.
+        """
+        self._require(name)
+        return PassPipeline(
+            tuple(each for entry in self.passes for each in ((entry, other) if entry.name == name else (entry,)))
+        )
 
     def _require(self, name: str) -> None:
         if name not in (entry.name for entry in self.passes):

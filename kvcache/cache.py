@@ -15,9 +15,9 @@ from staticllm.kvcache.finite import is_finite
 from staticllm.kvcache.mask import MaskBuilder, paint_positions
 from staticllm.kvcache.recurrent import StateBank
 from staticllm.kvcache.rotation import KeyRotations
-from staticllm.kvcache.sequence import KVSequence
+from staticllm.kvcache.sequence import AdapterScales, KVSequence
 from staticllm.kvcache.slot_allocator import SlotAllocator
-from staticllm.kvcache.step import Step, StepBuffers
+from staticllm.kvcache.step import Segment, Step, StepBuffers
 from staticllm.kvcache.stored import SequenceCopy, StoredLayout, StoredSequence, as_index
 
 PAD_TOKEN = 0  # the token of idle rows; no other row sees them
@@ -50,16 +50,16 @@ class KVCache:
         """A block in which slots change hands. If it raises, ``is_void`` is True until ``reset``."""
         return Transaction(self)
 
-    def open(self) -> KVSequence:
+    def open(self, adapters: AdapterScales = ()) -> KVSequence:
         """Return a new, empty sequence. No slot is zeroed: the mask hides stale ones."""
-        sequence = KVSequence(self.num_slots)
+        sequence = KVSequence(self.num_slots, adapters)
         self._open.add(sequence)
         return sequence
 
     def fork(self, sequence: KVSequence, length: int) -> KVSequence:
         """Return a new sequence with the first ``length`` tokens of another. Both share the slots of these tokens."""
         assert length <= len(sequence) and (length == len(sequence) or not self.states)
-        forked, slots = self.open(), sequence.slots[:length]
+        forked, slots = self.open(sequence.adapters), sequence.slots[:length]
         self.slots.share(slots)
         forked.append(sequence.tokens[:length], slots)
         forked.states = self.states.of(sequence) if self.states else None
@@ -105,7 +105,7 @@ class KVCache:
     def bring_back(self, stored: StoredSequence, length: int) -> KVSequence:
         """Return a new sequence in the arena with the first ``length`` tokens of a stored one."""
         assert length == len(stored.tokens) or not self.states
-        sequence = self.open()
+        sequence = self.open(stored.adapters)
         sequence.states = stored.states or None
         slots = self._allocate(length)
         self.arena.write(as_index(slots), stored.kv, slice(0, length))
@@ -130,7 +130,7 @@ class KVCache:
         return self.kv_lens[bisect_left(self.kv_lens, num_slots)]
 
     def fill(self, step: Step, buffers: StepBuffers) -> None:
-        """Write the ids, positions, masks and logit rows of a step, and set the arena's stride. Called before the device runs."""
+        """Write the inputs of a step except the keys and values, and set the arena's stride. Called before the device runs."""
         if step.variant.kv_len:
             self.arena.set_stride(step.variant.kv_len, self.slots.high_slot)
         if self.states:
@@ -138,11 +138,14 @@ class KVCache:
         buffers.input_ids.fill(PAD_TOKEN)
         buffers.position_ids.fill(0)
         buffers.logit_rows.fill(0)
+        buffers.adapter_scales.fill(0)
         logit_rows: list[int] = []
         for start, segment in step.placed():
             count, first = len(segment.tokens), len(segment.sequence)
             buffers.input_ids[0, start : start + count] = segment.tokens
             buffers.position_ids[..., start : start + count] = np.arange(first, first + count)
+            if segment.sequence.adapters:
+                buffers.adapter_scales[0, start : start + count] = segment.sequence.adapters
             logit_rows.extend(range(start + count - segment.num_logits, start + count))
         buffers.logit_rows[: len(logit_rows)] = logit_rows
         self._masks.paint(step, buffers)
@@ -181,7 +184,7 @@ class KVCache:
                 count = len(segment.tokens) if accepted is None else accepted[index]
                 assert count in (0, len(segment.tokens)) or not self.states, "a recurrent state cannot be cut"
                 rows = slice(start, start + count)
-                stored.append(self._to_host(segment.tokens, buffers, rows) if count and segment.to_host else None)
+                stored.append(self._to_host(segment, buffers, rows) if count and segment.to_host else None)
                 if not count or segment.to_host:
                     continue
                 slots = self._allocate(count)
@@ -190,10 +193,10 @@ class KVCache:
                 self.states.commit()
         return stored
 
-    def _to_host(self, tokens: NDArray[np.int64], buffers: StepBuffers, rows: slice) -> StoredSequence:
-        """Return a stored sequence with these tokens and with rows ``rows`` of the program's outputs."""
+    def _to_host(self, segment: Segment, buffers: StepBuffers, rows: slice) -> StoredSequence:
+        """Return a stored sequence with the tokens of a segment and with rows ``rows`` of the program's outputs."""
         kv = tuple(present[:, :, rows].copy() for present in buffers.presents)
-        return StoredSequence(tuple(tokens.tolist()), kv, self.states.written())
+        return StoredSequence(tuple(segment.tokens.tolist()), kv, self.states.written(), segment.sequence.adapters)
 
     def _allocate(self, count: int) -> NDArray[np.intp]:
         """Allocate slots ``[count]``, and grow the arena's stride if they need it."""

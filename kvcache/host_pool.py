@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from staticllm.kvcache.sequence import common_prefix
+from staticllm.kvcache.sequence import AdapterScales, common_prefix
 from staticllm.kvcache.stored import StoredSequence
+
+_Key = tuple[AdapterScales, tuple[int, ...]]
 
 
 class HostPool:
@@ -23,7 +25,7 @@ class HostPool:
     def __init__(self, num_slots: int, state_slots: int = 0) -> None:
         self.num_slots, self._state_slots = num_slots, state_slots
         self._swapped: dict[int, StoredSequence] = {}
-        self._kept: OrderedDict[tuple[int, ...], StoredSequence] = OrderedDict()
+        self._kept: OrderedDict[_Key, StoredSequence] = OrderedDict()
         self.num_swapped_slots = 0
         self.num_kept_slots = 0
 
@@ -51,27 +53,34 @@ class HostPool:
         """
         if self._size(stored.tokens) > self.num_slots - self.num_swapped_slots:
             return False
-        begins = [old.tokens for old in self._kept.values() if common_prefix(old.ids, stored.ids) == len(old.tokens)]
-        for tokens in begins:
-            if not self._state_slots or tokens == stored.tokens:
-                self._drop(tokens)
-        self._kept[stored.tokens] = stored
+        same = [old for old in self._kept.values() if old.adapters == stored.adapters]
+        for old in same:
+            if common_prefix(old.ids, stored.ids) < len(old.tokens):
+                continue
+            if not self._state_slots or old.tokens == stored.tokens:
+                self._drop(_key(old))
+        self._kept[_key(stored)] = stored
         self.num_kept_slots += self._size(stored.tokens)
         self._shrink()
         return True
 
-    def longest(self, tokens: Sequence[int], is_whole: bool = False) -> tuple[StoredSequence | None, int]:
+    def longest(
+        self, tokens: Sequence[int], is_whole: bool = False, adapters: AdapterScales = ()
+    ) -> tuple[StoredSequence | None, int]:
         """Return the kept conversation with the longest common prefix with ``tokens``, and the length of that prefix.
 
-        With ``is_whole`` the whole conversation must be a prefix of ``tokens``.
+        Only those that were computed with ``adapters`` count. With ``is_whole`` the whole conversation must be a prefix of
+        ``tokens``.
         """
         best, length, ids = None, 0, np.array(tokens, np.int64)
         for stored in self._kept.values():
+            if stored.adapters != adapters:
+                continue
             common = common_prefix(stored.ids, ids)
             if common > length and (common == len(stored.tokens) or not is_whole):
                 best, length = stored, common
         if best is not None:
-            self._kept.move_to_end(best.tokens)
+            self._kept.move_to_end(_key(best))
         return best, length
 
     def clear(self) -> None:
@@ -84,9 +93,12 @@ class HostPool:
         while self._kept and self.num_swapped_slots + self.num_kept_slots > self.num_slots:
             self._drop(next(iter(self._kept)))
 
-    def _drop(self, tokens: tuple[int, ...]) -> None:
-        del self._kept[tokens]
-        self.num_kept_slots -= self._size(tokens)
+    def _drop(self, key: _Key) -> None:
+        self.num_kept_slots -= self._size(self._kept.pop(key).tokens)
 
     def _size(self, tokens: tuple[int, ...]) -> int:
         return len(tokens) + self._state_slots
+
+
+def _key(stored: StoredSequence) -> _Key:
+    return stored.adapters, stored.tokens

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.host_pool import HostPool
-from staticllm.kvcache.sequence import KVSequence, common_prefix
+from staticllm.kvcache.sequence import AdapterScales, KVSequence, common_prefix
 from staticllm.kvcache.stored import SequenceCopy, StoredSequence
 
 MIN_PREFIX = 16
@@ -58,25 +58,28 @@ class PrefixCache:
             self._cache.close(sequence)
             return
         previous, self._cached = self._cached, sequence
-        is_part = previous is not None and common_prefix(previous.tokens, sequence.tokens) == len(previous)
+        is_part = previous is not None and _begins(sequence, previous)
         if previous is not None and is_part and (not self._is_whole or len(previous) == len(sequence)):
             self._cache.close(previous)
         elif previous is not None:
             self._offload(previous)
 
-    def attach(self, tokens: Sequence[int], running: Iterable[KVSequence]) -> KVSequence:
-        """Return a sequence with the longest cached prefix of ``tokens[:-1]``. The last token must run for its logits."""
+    def attach(self, tokens: Sequence[int], running: Iterable[KVSequence], adapters: AdapterScales = ()) -> KVSequence:
+        """Return a sequence with the longest prefix of ``tokens[:-1]`` that is cached with the same adapters.
+
+        The last token must run for its logits.
+        """
         wanted = tokens[:-1]
         if not self._is_enabled:
-            return self._cache.open()
-        source, length = self._longest_in_arena(wanted, running)
-        stored, stored_length = self._host_pool.longest(wanted, self._is_whole)
+            return self._cache.open(adapters)
+        source, length = self._longest_in_arena(wanted, running, adapters)
+        stored, stored_length = self._host_pool.longest(wanted, self._is_whole, adapters)
         if max(length, stored_length) < min(MIN_PREFIX, (len(tokens) + 1) // 2):
-            return self._cache.open()
+            return self._cache.open(adapters)
         if stored is not None and stored_length > length and self._cache.slots.num_free > len(tokens):
             return self._cache.bring_back(stored, stored_length)
         if source is None or not length:
-            return self._cache.open()
+            return self._cache.open(adapters)
         if source is self._cached and len(source) - length <= MAX_LOST and not self._is_whole:
             self._cached = None
             self._cache.cut(source, length)
@@ -122,10 +125,12 @@ class PrefixCache:
         """Keep a sequence in the host pool. Return False if it does not fit."""
         return self._host_pool.keep(stored)
 
-    def find(self, tokens: Sequence[int], running: Iterable[KVSequence]) -> StoredSequence | None:
-        """Return a copy of the longest cached prefix of ``tokens``; None if there is none."""
-        source, length = self._longest_in_arena(tokens, running)
-        stored, stored_length = self._host_pool.longest(tokens, self._is_whole)
+    def find(
+        self, tokens: Sequence[int], running: Iterable[KVSequence], adapters: AdapterScales = ()
+    ) -> StoredSequence | None:
+        """Return a copy of the longest prefix of ``tokens`` that is cached with these adapters; None if there is none."""
+        source, length = self._longest_in_arena(tokens, running, adapters)
+        stored, stored_length = self._host_pool.longest(tokens, self._is_whole, adapters)
         if stored is not None and stored_length > length:
             return stored.prefix(stored_length)
         if source is None or not length:
@@ -140,9 +145,13 @@ class PrefixCache:
         self._cached = None
         self._offloading.clear()
 
-    def _longest_in_arena(self, tokens: Sequence[int], running: Iterable[KVSequence]) -> tuple[KVSequence | None, int]:
+    def _longest_in_arena(
+        self, tokens: Sequence[int], running: Iterable[KVSequence], adapters: AdapterScales
+    ) -> tuple[KVSequence | None, int]:
         best, length = None, 0
         for sequence in (*self.idle_sequences(), *running):
+            if sequence.adapters != adapters:
+                continue
             common = common_prefix(sequence.tokens, tokens)
             if common > length and (common == len(sequence) or not self._is_whole):
                 best, length = sequence, common
@@ -165,3 +174,9 @@ class PrefixCache:
             copy.advance(len(copy.sequence))
             self._host_pool.keep(copy.stored)
         self._cache.close(copy.sequence)
+
+
+def _begins(sequence: KVSequence, other: KVSequence) -> bool:
+    """Return whether ``sequence`` begins with all of ``other``."""
+    is_alike = sequence.adapters == other.adapters
+    return is_alike and common_prefix(other.tokens, sequence.tokens) == len(other)

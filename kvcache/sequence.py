@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 Tokens = Sequence[int] | NDArray[np.int64]
 StateSet = tuple[NDArray[Any], ...]
 """The recurrent states of one sequence, after its last token."""
+AdapterScales = tuple[float, ...]
+"""The factor of each adapter of the model; () if it uses none. Keys and values of other factors are other numbers."""
 HEAD = 8
 """The number of tokens that are compared first, because most sequences differ within them."""
 
@@ -19,9 +21,11 @@ class KVSequence:
     """The tokens of one conversation. Token i has position i and arena slot ``slots[i]``. Only ``KVCache`` changes it.
 
     ``epoch`` counts the changes other than appending; a mask that was painted in another epoch must be repainted.
+    ``adapters`` are the factors that all of its tokens are computed with.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, adapters: AdapterScales = ()) -> None:
+        self.adapters = adapters
         self._slots = np.zeros(num_slots, np.intp)
         self.tokens: list[int] = []
         self.epoch = 0

@@ -87,11 +87,11 @@ def load(
     try:
         with _explained(path), open_regular(Path(path)) as file:
             header = _read_header(file, path, key)
-            for name, value in identity.items():
-                if header["identity"].get(name) != value:
+            for name in {**header["identity"], **identity}:
+                there, here = header["identity"].get(name), identity.get(name)
+                if there != here:
                     raise SnapshotError(
-                        f"{str(path)!r} is of another {name} ({header['identity'].get(name)}, here {value}): "
-                        "save it again"
+                        f"{str(path)!r} is of another {name} ({there or 'none'}, here {here or 'none'}): save it again"
                     )
             count = header["num_tokens"]
             if not 0 < count <= max_tokens:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.core import ModelShape, Variant
-from staticllm.kvcache.groups import group_states, place_of
+from staticllm.core import KV_TYPE_BYTES, ModelShape, Variant
+from staticllm.kvcache.groups import HOST_TYPES, group_states, place_of
 from staticllm.kvcache.sequence import KVSequence
 
 HIDDEN = float(np.finfo(np.float16).min)
@@ -73,6 +73,11 @@ class BufferPool:
         self.masks = {kind: np.zeros(sizes.mask_cells, np.float32) for kind in shape.masks}  # each step paints its own
         self.key_positions = np.zeros(sizes.columns if shape.has_distances else 0, np.int32)
         self.query_positions = np.zeros(sizes.rows if shape.has_distances else 0, np.int32)
+        self.adapter_scales = np.zeros(sizes.rows * shape.num_adapters, np.float32)
+        dtype = HOST_TYPES[shape.adapter_type]
+        self.adapters: dict[str, NDArray[Any]] = {
+            name: np.zeros(size, dtype) for name, size in adapter_sizes(shape).items()
+        }
         self.presents = [
             np.zeros(math.prod(group.shape(sizes.rows)), group.dtype) for group in group_states(shape.kv_states)
         ]
@@ -82,7 +87,8 @@ class StepBuffers:
     """The host memory of one variant's ports, which programs bind and ``KVCache`` fills.
 
     ``input_ids [1, S]`` and ``position_ids [..., S]`` int64, ``masks[kind] [1, 1, S, T+S]`` f32, ``logit_rows [R]`` int64,
-    ``logits [1, R, vocab]`` f32, ``presents``: per group of states ``[n, heads, S, head_dim]``. ``key_positions
+    ``logits [1, R, vocab]`` f32, ``presents``: per group of states ``[n, heads, S, head_dim]``. ``adapter_scales
+    [1, S, adapters]`` f32, and ``adapters``: port → the matrices of adapters, the same for all variants. ``key_positions
     [1, 1, 1, T+S]`` and ``query_positions [1, 1, S, 1]`` int32, if the model takes them, else None.
     """
 
@@ -96,6 +102,8 @@ class StepBuffers:
         self.masks = {kind: _front(cells, 1, 1, rows, variant.kv_len + rows) for kind, cells in pool.masks.items()}
         self.key_positions = _front(pool.key_positions, 1, 1, 1, variant.kv_len + rows) if shape.has_distances else None
         self.query_positions = _front(pool.query_positions, 1, 1, rows, 1) if shape.has_distances else None
+        self.adapter_scales = _front(pool.adapter_scales, 1, rows, shape.num_adapters)
+        self.adapters = pool.adapters
         self.logit_rows = _front(pool.logit_rows, count)
         self.logits = _front(pool.logits, 1, count, shape.vocab_size)
         self.presents: list[NDArray[Any]] = [
@@ -106,6 +114,12 @@ class StepBuffers:
         """Return the new rows of state ``index``: ``[1, heads, S, head_dim]``."""
         number, line = place_of(self._groups, index)
         return self.presents[number][line : line + 1]
+
+
+def adapter_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Return port → the shape of every input that holds matrices of adapters."""
+    a = {group.a_name: (group.rank, group.in_size) for group in shape.adapted}
+    return a | {group.b_name: (group.out_size, group.rank) for group in shape.adapted}
 
 
 def _front(pool: NDArray[Any], *shape: int) -> NDArray[Any]:
@@ -136,4 +150,7 @@ def buffer_bytes(variants: Sequence[Variant], shape: ModelShape) -> int:
     """Return the bytes that a pool for ``variants`` would take."""
     sizes = pool_sizes(variants)
     masks = sizes.mask_cells * 4 * len(shape.masks)
-    return masks + sizes.num_logits * shape.vocab_size * 4 + sizes.rows * shape.slot_bytes
+    adapters = KV_TYPE_BYTES[shape.adapter_type] * sum(
+        rows * columns for rows, columns in adapter_sizes(shape).values()
+    )
+    return adapters + masks + sizes.num_logits * shape.vocab_size * 4 + sizes.rows * shape.slot_bytes

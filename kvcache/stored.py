@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from staticllm.kvcache.arena import Arena
 from staticllm.kvcache.groups import StateGroup
-from staticllm.kvcache.sequence import KVSequence, StateSet
+from staticllm.kvcache.sequence import AdapterScales, KVSequence, StateSet
 
 ArraySpec = tuple[tuple[int, ...], np.dtype[Any]]
 """Shape and element type of an array."""
@@ -21,12 +21,13 @@ ArraySpec = tuple[tuple[int, ...], np.dtype[Any]]
 class StoredSequence:
     """A sequence in host memory: ``tokens``, and ``kv`` with one array ``[n, heads, length, head_dim]`` per group of states.
 
-    ``states`` holds the recurrent states after the last token.
+    ``states`` holds the recurrent states after the last token, ``adapters`` the factors that it was computed with.
     """
 
     tokens: tuple[int, ...]
     kv: tuple[NDArray[Any], ...]
     states: StateSet = ()
+    adapters: AdapterScales = ()
 
     @cached_property
     def ids(self) -> NDArray[np.int64]:
@@ -41,7 +42,8 @@ class StoredSequence:
     def prefix(self, length: int) -> StoredSequence:
         """Return the first ``length`` tokens without a copy; with recurrent states ``length`` must be all of them."""
         assert length == len(self.tokens) or not self.states
-        return StoredSequence(self.tokens[:length], tuple(array[:, :, :length] for array in self.kv), self.states)
+        kv = tuple(array[:, :, :length] for array in self.kv)
+        return StoredSequence(self.tokens[:length], kv, self.states, self.adapters)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class SequenceCopy:
     def stored(self) -> StoredSequence:
         """The complete copy; to be read after ``advance`` has returned True."""
         assert self._done == len(self.sequence), "slots are missing"
-        return StoredSequence(tuple(self.sequence.tokens), self._arrays, self._states)
+        return StoredSequence(tuple(self.sequence.tokens), self._arrays, self._states, self.sequence.adapters)
 
 
 def as_index(slots: NDArray[np.intp]) -> slice | NDArray[np.intp]:

@@ -63,7 +63,7 @@ class StaticLLMPipeline:
             ``config.scheduler``.
         daemon: Load the model in the daemon, a process that owns the devices for all programs of this user, and is started if
             it does not run. Programs with the same model and properties share its weights (docs/daemon.md).
-        properties: GenAI's and OpenVINO's properties: ``MAX_PROMPT_LEN``, ``INFERENCE_PRECISION_HINT`` …
+        properties: GenAI's and OpenVINO's properties: ``MAX_PROMPT_LEN``, ``adapters``, ``draft_model`` …
 
     Raises:
         ModelError: the directory is missing, half-written or not a language model.
@@ -104,13 +104,14 @@ class StaticLLMPipeline:
             self._launched: Launched | RemoteLaunched = start_engine(source, candidates, policy, reader.on_progress)
             text = reader.files()
             use_draft(draft, self._launched, text.tokenizer, reader.on_progress)
-        self._input_processor = InputProcessor(text.tokenizer, text.generation_config)
+        self._input_processor = InputProcessor(text.tokenizer, text.generation_config, candidates[0].config.adapters)
         self._chat = ChatSession(text.tokenizer)
         self._engine: EngineClient = self._launched.engine
         self._background = self._launched.background
-        self._launched.use_tokenizer(text.tokenizer, self._input_processor.decode, given.tokenizer is None)
-        self._stop_checker = StopChecker(self._engine, self._input_processor.decode)
-        self._directory = source
+        decode, has_own_tokenizer = self._input_processor.decode, given.tokenizer is not None
+        self._launched.use_tokenizer(text.tokenizer, decode, is_models_own=not has_own_tokenizer)
+        self._stop_checker = StopChecker(self._engine, decode)
+        self._directory, self._key = source, self.config.integrity_key or b""
         self._model_identity, self._watch = "", watch_of(source, self.config, self._launched.has_mapped_weights)
         self._has_draft = draft is not None
         close_when_collected(self, _close, self._launched, self._stop_checker)
@@ -187,6 +188,7 @@ class StaticLLMPipeline:
             PromptError: a prompt is empty or has ids outside the vocabulary, or the chat template refuses it.
             PromptTooLongError: a prompt has more than ``MAX_PROMPT_LEN`` tokens, and ``overflow`` is ``stop``.
             GenerationConfigError: an option is unknown or has an impossible value.
+            AdapterError: one of ``adapters`` is not among those that the pipeline was loaded with.
             BusyError: ``MAX_WAITING`` requests are waiting.
             ClosedError: the pipeline was closed, or this is a forked child of the process that loaded it.
             ModelError: the weights file was overwritten while it is in use.
@@ -274,7 +276,7 @@ class StaticLLMPipeline:
             SnapshotError: no cached sequence begins with the prompt's tokens, or the file cannot be written.
         """
         ids = self._chat.ids() if inputs is None else self._ids_of(inputs)
-        return self._engine.save_snapshot(ids, path, self._identity(), self.config.integrity_key or b"")
+        return self._engine.save_snapshot(ids, path, self._identity(), self._key, self._input_processor.adapter_scales)
 
     def load_snapshot(self, path: str | os.PathLike[str]) -> int:
         """Read a file of ``save_snapshot``; prompts that begin with its tokens do not compute them again.
@@ -285,7 +287,7 @@ class StaticLLMPipeline:
         Raises:
             SnapshotError: the file is missing, damaged or of another model, or there is no room for its tokens.
         """
-        return self._engine.load_snapshot(path, self._identity(), self.config.integrity_key or b"")
+        return self._engine.load_snapshot(path, self._identity(), self._key, self._input_processor.adapter_scales)
 
     def stats(self) -> Stats:
         """Return statistics since the model was loaded: latencies, shares of device time, padding, prefix hits, slots."""
@@ -360,10 +362,8 @@ class StaticLLMPipeline:
         return results_of(call.form, [output], self._input_processor.decode, call.options.parsers, sink.parsed)
 
     def _ids_of(self, inputs: Inputs) -> list[int]:
-        (prompt, *_) = self._input_processor.encode(
-            inputs, self._input_processor.call_options(form_of(inputs), None, {}, "stop", 0, None)
-        )
-        return prompt.ids
+        call = self._input_processor.call_options(form_of(inputs), None, {}, "stop", 0, None)
+        return self._input_processor.encode(inputs, call)[0].ids
 
     def _check_usable(self) -> None:
         self._engine.check_process()
@@ -375,7 +375,8 @@ class StaticLLMPipeline:
         if not self._model_identity:
             weights = weights_of(self._directory, self.config.weights_path)
             self._model_identity = " ".join(asdict(fingerprint_model(self._directory, weights)).values())
-        return {"model": self._model_identity, "KV type": self._launched.kv_type}
+        identity = {"model": self._model_identity, "KV type": self._launched.kv_type}
+        return identity | self._input_processor.adapter_identity()
 
     def _begin(self, prompt: Prompt, call: CallOptions) -> GenerationHandle:
         """Check a prompt, submit it to the engine, and return the handle."""

@@ -1,6 +1,6 @@
 """Runs the Python tests and samples of a checkout of openvino.genai with our classes in place of GenAI's.
 
-python scripts/genai_suite.py CHECKOUT                       # four test files and the samples, with both classes
+python scripts/genai_suite.py CHECKOUT                       # five test files and the samples, with both classes
 python scripts/genai_suite.py CHECKOUT test_sampling.py samples --model my_model --only ours
 python scripts/genai_suite.py CHECKOUT test_rag.py --encoder my_encoder --seconds 300   # embeddings and rerankers
 
@@ -23,7 +23,10 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).resolve().parent
 PLUGIN = "genai_suite_plugin"
-TESTS = ("test_llm_pipeline_static.py", "test_llm_pipeline.py", "test_sampling.py", "test_structured_output.py")
+TESTS = (
+    "test_llm_pipeline_static.py", "test_llm_pipeline.py", "test_sampling.py", "test_structured_output.py",
+    "test_parsers.py",
+)  # fmt: skip
 NEEDS = {"test_llm_pipeline.py": "pydantic", "test_structured_output.py": "pydantic"}
 QUESTION = "What is an NPU?"
 SAMPLES: dict[str, list[str]] = {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from staticllm.config import StaticLLMConfig
 from staticllm.core import FinishReason, ProgressEvent, Variant
 from staticllm.errors import (
+    AdapterError,
     BlobError,
     BusyError,
     ClosedError,
@@ -29,6 +30,7 @@ from staticllm.results import AssistantMessage, DecodedResults, EncodedResults, 
 
 if TYPE_CHECKING:
     from staticllm.pipelines.embedding.embedding_config import EmbeddingConfig
+    from staticllm.pipelines.generation.genai_adapters import Adapter, AdapterConfig
     from staticllm.pipelines.generation.logits_processors import LogitsProcessor
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
     from staticllm.pipelines.model_loader.draft_source import draft_model
@@ -57,6 +59,9 @@ if (_CHECKOUT / "pipelines" / "llm_pipeline.py").is_file() and not Path(__file__
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adapter",
+    "AdapterConfig",
+    "AdapterError",
     "ArgumentsDelta",
     "AssistantMessage",
     "BlobError",
@@ -111,6 +116,7 @@ __all__ = [
 
 _LAZY = {
     "draft_model": "model_loader.draft_source",
+    **dict.fromkeys(("Adapter", "AdapterConfig"), "generation.genai_adapters"),
     "GenerationHandle": "text.handle",
     "LogitsProcessor": "generation.logits_processors",
     "StaticLLMPipeline": "llm_pipeline",

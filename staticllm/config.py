@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
+from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.core import KVType, ProgramLayout, ProgramMode
 from staticllm.devices import type_name
 from staticllm.errors import ConfigError
@@ -79,6 +80,7 @@ class StaticLLMConfig:
         device_properties: OpenVINO properties for every program.
         prefill_config: More properties for prefill programs (``PREFILL_CONFIG``).
         generate_config: More properties for generate programs (``GENERATE_CONFIG``).
+        adapters: LoRA adapters, None for none. Pipelines make it of ``adapters=AdapterConfig(...)``.
 
     Raises:
         ConfigError: a value is impossible.
@@ -118,6 +120,7 @@ class StaticLLMConfig:
     device_properties: Mapping[str, object] = field(default_factory=dict, hash=False)
     prefill_config: Mapping[str, object] = field(default_factory=dict, hash=False)
     generate_config: Mapping[str, object] = field(default_factory=dict, hash=False)
+    adapters: AdapterSet | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self._check_blobs()
@@ -129,6 +132,8 @@ class StaticLLMConfig:
             object.__setattr__(self, "kv_cache_precision", _kv_type(self.kv_cache_precision))
         one_of("PREFIX_CACHING", self.prefix_caching, (True, False))
         one_of("MEASURE_COSTS", self.measure_costs, (True, False))
+        if self.adapters is not None and not isinstance(self.adapters, AdapterSet):
+            raise ConfigError(f"adapters is a {type(self.adapters).__name__}: must be an openvino_genai.AdapterConfig")
         for name in ("device_properties", "prefill_config", "generate_config"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(f"{name.upper()}={getattr(self, name)!r}: must be a dict of device properties")

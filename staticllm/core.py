@@ -19,6 +19,8 @@ ProgramLayout = Literal["separate", "shared", "phases", "few_rows"]
 few rows (one row, or as many as a probe finds) and one for the others."""
 KVType = Literal["f32", "f16", "bf16", "u8"]
 KV_TYPE_BYTES: dict[KVType, int] = {"f32": 4, "f16": 2, "bf16": 2, "u8": 1}
+AdapterType = Literal["f32", "bf16"]
+"""The element type of the matrices of adapters: that in which a program computes."""
 
 
 @dataclass(frozen=True, order=True)
@@ -151,6 +153,58 @@ KEY_POSITIONS, QUERY_POSITIONS = "key_positions", "query_positions"
 ``[1, 1, 1, T+S]`` for all slots and rows that a step sees, ``[1, 1, S, 1]`` for its own rows."""
 
 
+AdapterLayout = tuple[tuple[str, int, int, int], ...]
+"""The shapes of one LoRA adapter: path of a module, rank, and the numbers of values that the module takes and returns."""
+
+
+@dataclass(frozen=True)
+class AdaptedPart:
+    """The place of one adapter's matrices for one module in the inputs of a group.
+
+    They are the rows ``[first_column, first_column + rank)`` of ``a``, and these columns of ``b`` from ``first_row`` on.
+    """
+
+    adapter: int
+    path: str
+    rank: int
+    first_row: int
+    first_column: int
+
+
+@dataclass(frozen=True)
+class AdaptedGroup:
+    """Matrices of a model that read the same values and that adapters change: ``y += (x @ a.T * scales) @ b.T``.
+
+    All adapters are in ``a [rank, in_size]`` and ``b [out_size, rank]`` side by side; ``scales`` chooses among them for each row
+    of a call. ``out_size`` counts the columns of all matrices of the group.
+    """
+
+    index: int
+    in_size: int
+    out_size: int
+    parts: tuple[AdaptedPart, ...]
+
+    @property
+    def rank(self) -> int:
+        """The sum of the ranks of all parts."""
+        return sum(part.rank for part in self.parts)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """The adapter of each of the ``rank`` columns."""
+        return tuple(part.adapter for part in self.parts for _ in range(part.rank))
+
+    @property
+    def a_name(self) -> str:
+        """The name of the program's input port for ``a``."""
+        return f"adapter.{self.index}.a"
+
+    @property
+    def b_name(self) -> str:
+        """The name of the program's input port for ``b``."""
+        return f"adapter.{self.index}.b"
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """The inputs, outputs and states of a lowered model: the contract between passes, KV cache and runner."""
@@ -164,6 +218,9 @@ class ModelShape:
     has_distances: bool = False  # whether it takes the positions of keys and queries
     recurrent_states: tuple[RecurrentState, ...] = ()
     max_rows: int | None = None  # the most rows of a call, if the model limits them
+    num_adapters: int = 0  # the adapters that a row can have, each with its own scale
+    adapted: tuple[AdaptedGroup, ...] = ()  # the matrices that they change
+    adapter_type: AdapterType = "f32"
 
     @property
     def needs_real_rows(self) -> bool:

@@ -10,6 +10,7 @@
     ├── DeviceError            a device that is missing, or that refused a program
     ├── PromptError            an input that cannot be run (also a ValueError)
     │   └── PromptTooLongError
+    ├── AdapterError           a LoRA adapter that is missing or damaged, or does not fit the model
     ├── BlobError              a set of blobs that is damaged, or for another model, machine or layout
     ├── NumericalError         the device computed values that are not finite
     ├── SnapshotError          a snapshot that is damaged, or of another model
@@ -79,6 +80,10 @@ class PromptTooLongError(PromptError):
 
 class NumericalError(StaticLLMError):
     """Logits that are not finite. The request's KV slots are discarded, and the pipeline stays usable."""
+
+
+class AdapterError(StaticLLMError):
+    """A LoRA adapter whose file is missing or damaged, that does not fit the model, or that the pipeline was not loaded with."""
 
 
 class BlobError(StaticLLMError):

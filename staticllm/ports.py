@@ -17,6 +17,7 @@ from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, EncoderShape, Encoder
 
 INPUT_IDS, POSITION_IDS, LOGIT_ROWS, LOGITS = "input_ids", "position_ids", "logit_rows", "logits"
 TOKEN_TYPE_IDS, POOL, EMBEDDINGS, SCORES = "token_type_ids", "pool", "embeddings", "scores"
+ADAPTER_SCALES = "adapter_scales"
 Range = tuple[int, int]
 """The smallest and the largest size of an axis; both are equal if the size is fixed."""
 
@@ -85,7 +86,7 @@ class Port:
     """One kind of port. ``pattern``: a regular expression of its names.
 
     ``axes``: the names of the last axes; a port may have more axes before them. ``dtype``: numpy's name of the element type;
-    empty if the type of the KV slots, or of a recurrent state, decides.
+    empty if the type of the KV slots, of adapters, or of a recurrent state decides.
     """
 
     pattern: str
@@ -116,6 +117,9 @@ PORTS = (
     Port(KEY_POSITIONS, ("1", "1", "1", "T+S"), "int32"),
     Port(QUERY_POSITIONS, ("1", "1", "S", "1"), "int32"),
     Port(LOGIT_ROWS, ("R",), "int64"),
+    Port(ADAPTER_SCALES, ("1", "S", "adapters"), "float32"),
+    Port(r"adapter\.\d+\.a", ("rank", "in")),
+    Port(r"adapter\.\d+\.b", ("out", "rank")),
     Port(LOGITS, ("1", "R", "vocab"), "float32"),
     Port(EMBEDDINGS, ("1", "R", "width"), "float32"),
     Port(r"past\.\d+\.(key|value)(\.scale)?", ("1", "heads", "T", "head_dim")),
@@ -162,6 +166,8 @@ def input_names(shape: ModelShape) -> frozenset[str]:
         names.add(POSITION_IDS)
     if shape.has_distances:
         names |= {KEY_POSITIONS, QUERY_POSITIONS}
+    if shape.adapted:
+        names |= {ADAPTER_SCALES, *(name for group in shape.adapted for name in (group.a_name, group.b_name))}
     return frozenset(names)
 
 

@@ -11,18 +11,6 @@ from staticllm.core import FinishReason
 from staticllm.metrics import PerfMetrics, SpeculativePerfMetrics
 
 
-class _Common:
-    """Attributes of GenAI's results that all forms of results have."""
-
-    perf_metrics: PerfMetrics
-
-    @property
-    def extended_perf_metrics(self) -> SpeculativePerfMetrics | None:
-        """The timings of an answer whose tokens were drafted; None without drafts."""
-        metrics = self.perf_metrics
-        return SpeculativePerfMetrics(metrics) if metrics.get_num_draft_tokens() else None
-
-
 @dataclass(frozen=True)
 class ToolCall:
     """A function that the model wants to be called. ``arguments`` is the text of a JSON object, as the model wrote it."""
@@ -65,8 +53,14 @@ class AssistantMessage:
 class _Common:
     """Attributes that all results share."""
 
-    extended_perf_metrics = None
+    perf_metrics: PerfMetrics
     messages: list[AssistantMessage]
+
+    @property
+    def extended_perf_metrics(self) -> SpeculativePerfMetrics | None:
+        """The timings of an answer whose tokens were drafted; None without drafts."""
+        metrics = self.perf_metrics
+        return SpeculativePerfMetrics(metrics) if metrics.get_num_draft_tokens() else None
 
     @property
     def tool_calls(self) -> list[list[ToolCall]]:

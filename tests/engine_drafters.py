@@ -14,6 +14,8 @@ class Guesser:
     ``is_certain`` makes the engine check every draft, also if none was ever accepted.
     """
 
+    can_pause = False
+
     def __init__(self, answer, is_right, is_certain=True):
         self.answer, self.is_right, self.is_certain = answer, is_right, is_certain
         self.observed = []
@@ -37,6 +39,8 @@ class Guesser:
 class Outside:
     """Proposes tokens that are not in the vocabulary after one that is."""
 
+    can_pause = False
+
     def propose(self, tokens, limit):
         return Draft((3, 1 << 40, -1)[:limit], "outside", is_certain=True)
 
@@ -55,7 +59,8 @@ def drafting_request(prompt, num_new, kind, masks=None, **options):
     request = fake_request(prompt, num_new, drafts=params, **options)
 
     def answer(tokens, limit):
-        return fake_answer(tokens, limit, *([masks] if masks else []))[len(tokens) :]
+        used = options.get("adapters", ())
+        return fake_answer(tokens, limit, *([masks] if masks else []), adapters=used)[len(tokens) :]
 
     rights = {"right": lambda place: True, "wrong": lambda place: False, "mixed": lambda place: place % 3}
     if kind in rights:

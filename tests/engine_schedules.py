@@ -14,6 +14,8 @@ from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import POISON, fake_answer
 
 MASKS = (MaskKind(), MaskKind(9))
+ADAPTERS = ((), (1.0, 0.0), (0.5, 0.0), (0.25, 1.0))
+"""What requests of a schedule may use of the two adapters of the fake model."""
 
 
 def change(view):
@@ -61,13 +63,14 @@ class Schedule:
 
     def __init__(self, schedule):
         self.requests, self.arrivals = [], []
+        adapters = itertools.cycle(ADAPTERS[index] for index in schedule.get("adapters") or [0])
         for family, length, num_new, arrival in schedule["prompts"]:
             shared = [100 * family + i for i in range(min(length, 20))]
             prompt = [*shared, *(300 + 7 * len(self.requests) + i for i in range(length - len(shared)))]
             if len(self.requests) in schedule["poisoned"]:
                 prompt[-1] = POISON
             kind = schedule["drafters"][len(self.requests)] if "drafters" in schedule else "none"
-            self.requests.append(drafting_request(prompt, num_new, kind, MASKS))
+            self.requests.append(drafting_request(prompt, num_new, kind, MASKS, adapters=next(adapters)))
             self.arrivals.append(arrival)
         self.prompts = [list(request.tokens) for request in self.requests]
         self.cancels, self.cancelled = dict(schedule["cancels"]), set()
@@ -87,7 +90,9 @@ class Schedule:
                 assert not tokens
                 assert isinstance(end.error, NumericalError) or was_cancelled
                 continue
-            answer = fake_answer(prompt, request.request.max_new_tokens, MASKS, is_recurrent)[len(prompt) :]
+            answer = fake_answer(
+                prompt, request.request.max_new_tokens, MASKS, is_recurrent, adapters=request.request.adapters
+            )[len(prompt) :]
             assert [token.id for token in tokens] == answer[: len(tokens)]
             is_whole = len(tokens) == request.request.max_new_tokens and end.reason == "length"
             assert end.error is None, end.error

@@ -6,10 +6,11 @@ import openvino as ov
 
 from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.errors import UnsupportedModelError
+from staticllm.ports import ADAPTER_SCALES
 
 
 def check_graph(graph: StepGraph, stage: str) -> int:
-    """Check the graph after a pass: no sinks, no variables, unique port names, an input and an output for every state.
+    """Check the graph after a pass: no sinks, no variables, unique port names, ports for every state, inputs for adapters.
 
     Return the number of its nodes, since listing them takes most of the time of a check.
 
@@ -26,6 +27,8 @@ def check_graph(graph: StepGraph, stage: str) -> int:
     for state in graph.ports:
         _require(state.past_name in inputs, stage, f"{state.past_name} has no input")
         _require(state.present_name in outputs, stage, f"{state.present_name} has no output")
+    for group in graph.adapted:
+        _require({group.a_name, group.b_name, ADAPTER_SCALES} <= set(inputs), stage, f"{group.a_name} has no input")
     if graph.kv_states or graph.recurrent_states:
         known = sum(not state.is_scale for state in graph.kv_states) + len(graph.recurrent_states)
         _require(known == len(graph.states), stage, "a lifted state is neither a KV state nor recurrent")

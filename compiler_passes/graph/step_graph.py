@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.core import KVState, MaskKind, RecurrentState
+from staticllm.core import AdaptedGroup, AdapterType, KVState, MaskKind, RecurrentState
 
 _COMPRESSED = ("u8", "i8", "u4", "i4")
 _DECOMPRESSION = ("Convert", "Multiply", "Subtract", "Reshape")
@@ -40,6 +40,9 @@ class StepGraph:
     query_heads: list[int] = field(default_factory=list)  # number in each layer, before they are grouped
     is_packable: bool = True  # whether several sequences can share a call
     max_rows: int | None = None  # most rows that a call can process; None without a limit
+    num_adapters: int = 0  # adapters that a row can have
+    adapted: list[AdaptedGroup] = field(default_factory=list)  # matrices that they change
+    adapter_type: AdapterType = "f32"
     notes: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, stage: str, text: str) -> None:

@@ -57,7 +57,7 @@ def _merge(group: list[ov.Node]) -> bool:
         return False
     merged = ops.matmul(group[0].input_value(0), weights, transpose_a=False, transpose_b=True)
     outputs = [node.output(0) for node in group]
-    adds = [add for add in map(_bias_add, group) if add is not None]
+    adds = [add for add in map(bias_add, group) if add is not None]
     bias = _join([add.input_value(1) for add in adds], sizes, axis=-1) if len(adds) == len(group) else None
     if bias is not None:  # else each part keeps its own bias
         merged, outputs = ops.add(merged, bias), [add.output(0) for add in adds]
@@ -68,7 +68,7 @@ def _merge(group: list[ov.Node]) -> bool:
     return True
 
 
-def _bias_add(node: ov.Node) -> ov.Node | None:
+def bias_add(node: ov.Node) -> ov.Node | None:
     """Return the Add of one constant per column, if it is the only reader of the product."""
     readers = consumers(node.output(0))
     if len(readers) != 1 or readers[0].get_type_name() != "Add":

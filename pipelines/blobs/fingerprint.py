@@ -117,6 +117,7 @@ class StepFingerprint(Fingerprint):
     generate_kv_lens: str = _labelled("GENERATE_KV_LENS", "user")
     prefill_properties: str = _labelled("prefill properties", "user")
     generate_properties: str = _labelled("generate properties", "user")
+    adapters: str = _labelled("adapters", "user", default="none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +232,7 @@ def layout_values(
         "generate_kv_lens": config.generate_kv_lens,
     }
     found = {name: "default" if value is None else str(value) for name, value in sizes.items()}
+    found["adapters"] = "none" if config.adapters is None else config.adapters.description
     for phase, values in properties.items():
         found[f"{phase}_properties"] = ", ".join(f"{key}={value}" for key, value in sorted(values.items()))
     return found

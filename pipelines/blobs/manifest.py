@@ -17,13 +17,9 @@ from typing import Any, TypeAlias, TypeVar, get_args
 from staticllm.config import StaticLLMConfig
 from staticllm.core import (
     EncoderVariant,
-    KVState,
     KVType,
-    MaskKind,
-    ModelShape,
     Part,
     ProgramLayout,
-    RecurrentState,
     Variant,
 )
 from staticllm.errors import ConfigError
@@ -42,8 +38,9 @@ from staticllm.pipelines.blobs.json_values import (
     text_of,
     whole_of,
 )
+from staticllm.pipelines.blobs.shape_fields import check_shape
 
-SCHEMA = 7
+SCHEMA = 8
 MAX_MANIFEST = 16 << 20
 MAX_ENTRIES = 1 << 14
 MAX_BLOB_BYTES = 1 << 40
@@ -191,22 +188,6 @@ def _variant_to_json(variant: AnyVariant) -> dict[str, int]:
     return asdict(variant)
 
 
-def shape_to_json(shape: ModelShape) -> dict[str, Any]:
-    """Return a shape in the form that JSON holds."""
-    return asdict(shape)
-
-
-def shape_from_json(content: Mapping[str, Any]) -> ModelShape:
-    """Return the shape that ``shape_to_json`` made ``content`` of."""
-    values = dict(content)
-    values["kv_states"] = tuple(KVState(**state) for state in values["kv_states"])
-    values["masks"] = tuple(MaskKind(**{**kind, "first_seen": tuple(kind["first_seen"])}) for kind in values["masks"])
-    values["recurrent_states"] = tuple(
-        RecurrentState(**{**state, "shape": tuple(state["shape"])}) for state in values["recurrent_states"]
-    )
-    return ModelShape(**values)
-
-
 def is_manifest(stored: bytes) -> bool:
     """Return whether these bytes look like one of our manifests, of any version, damaged or not."""
     words = (b'"digest"', b'"content"', b'"schema"')
@@ -261,7 +242,7 @@ def _check_decoder(content: Mapping[str, Any]) -> None:
     _check_config(object_of(content["config"], 64))
     check_one_of(content["programs"], get_args(ProgramLayout), "programs")
     check_one_of(content["kv_type"], get_args(KVType), "type of KV slots")
-    _check_shape(object_of(content["shape"], 64))
+    check_shape(object_of(content["shape"], 64))
     for part in object_of(content["properties"], 8):
         check_one_of(part, get_args(Part), "part")
 
@@ -281,41 +262,6 @@ def _check_config(config: Mapping[str, Any]) -> None:
     if missing := set(LAYOUT_FIELDS) - set(config):
         raise ValueError(f"config has no {sorted(missing)[0]!r}")
     StaticLLMConfig(**config)
-
-
-def _check_shape(content: Mapping[str, Any]) -> None:
-    for name in ("kv_states", "masks", "recurrent_states"):
-        list_of(content[name], MAX_ENTRIES)
-    shape = shape_from_json(content)
-    for state in shape.kv_states:
-        whole_of(state.layer, 0)
-        whole_of(state.heads, 1)
-        whole_of(state.head_dim, 1)
-        check_one_of(state.role, ("key", "value"), "role")
-        check_one_of(state.kv_type, get_args(KVType), "type of KV slots")
-        text_of(state.variable_id, "variable", 4096)
-        check_flag(state.is_scale)
-    for kind in shape.masks:
-        text_of(kind.table, "table", 256)
-        if kind.window is not None:
-            whole_of(kind.window, 1)
-        for first in kind.first_seen:
-            whole_of(first, 0)
-    for recurrent in shape.recurrent_states:
-        whole_of(recurrent.index, 0)
-        text_of(recurrent.variable_id, "variable", 4096)
-        check_one_of(recurrent.dtype, ("float32", "float16", "int64", "int32"), "type")
-        for size in recurrent.shape:
-            whole_of(size, 1)
-        if recurrent.num_bytes > 1 << 34:
-            raise ValueError("a recurrent state has more than 16 GiB")
-    whole_of(shape.vocab_size, 1)
-    check_one_of(shape.position_rank, (0, 2, 3), "rank of positions")
-    whole_of(shape.position_copies, 0, 64)
-    check_flag(shape.is_packable)
-    check_flag(shape.has_distances)
-    if shape.max_rows is not None:
-        whole_of(shape.max_rows, 1)
 
 
 def _blobs(content: Mapping[str, Any]) -> dict[str, StoredBlob]:

@@ -16,6 +16,7 @@ from staticllm.pipelines.engine.request import SequenceState
 from staticllm.pipelines.engine.speculation.draft_check import DraftCheck
 from staticllm.pipelines.engine.speculation.draft_planner import DraftPlan, DraftPlanner, PlainCall
 from staticllm.pipelines.generation.drafts import Draft
+from staticllm.pipelines.profiling.records import HostTimes
 from staticllm.pipelines.programs.model_runner import Accept, Logits, ModelRunner
 from staticllm.pipelines.scheduling.interface import Plan
 from staticllm.pipelines.scheduling.request_table import RequestTable
@@ -108,8 +109,11 @@ class BatchBuilder:
     def _with_drafts(self, batch: Batch) -> Batch:
         """Return the batch with drafts after the tokens that decode, where that pays."""
         decoding = [entry for entry in batch.entries if not entry.is_prefill]
-        is_wanted = any(entry.state.drafts is not None for entry in decoding)
-        if not is_wanted or not self._draft_planner.is_possible or self._quarantine.has_suspects:
+        drafting = [entry.state.drafts for entry in decoding if entry.state.drafts is not None]
+        if not drafting or not self._draft_planner.is_possible or self._quarantine.has_suspects:
+            return batch
+        if not sum(drafts.is_due() for drafts in drafting):
+            self._draft_planner.skip()
             return batch
         num_rows = sum(len(entry.segment.tokens) for entry in batch.entries)
         num_logits = sum(entry.segment.num_logits for entry in batch.entries)
@@ -123,11 +127,11 @@ class BatchBuilder:
         entries = tuple(drafted.get(entry.state.id, entry) for entry in batch.entries)
         return replace(batch, entries=entries, variant=plan.variant, drafting=plan)
 
-    def observe(self, batch: Batch, host_seconds: float) -> None:
-        """Learn from the drafts of a call, and from the seconds of the host's work around it."""
+    def observe(self, batch: Batch, host: HostTimes) -> None:
+        """Learn from the drafts of a call, and from the time of the host's work around it."""
         if batch.drafting is not None:
             num_accepted = sum(check.num_accepted for check in batch.checks)
-            self._draft_planner.observe(batch.drafting, num_accepted, host_seconds)
+            self._draft_planner.observe(batch.drafting, num_accepted, host.total)
 
     def _entry(self, state: SequenceState, count: int, is_prefill: bool) -> BatchEntry:
         assert state.sequence is not None

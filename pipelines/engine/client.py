@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias
 
 from staticllm.core import FinishReason
+from staticllm.kvcache.sequence import AdapterScales
 from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.request import EngineRequest
@@ -66,9 +67,16 @@ class EngineClient(Protocol):
         ...
 
     def save_snapshot(
-        self, tokens: list[int], path: str | os.PathLike[str], identity: Identity, key: bytes = b""
+        self,
+        tokens: list[int],
+        path: str | os.PathLike[str],
+        identity: Identity,
+        key: bytes = b"",
+        adapters: AdapterScales = (),
     ) -> int:
-        """Save the keys and values of the longest cached prefix of ``tokens``. Return its number of tokens.
+        """Save the keys and values of the longest prefix of ``tokens`` that is cached with these adapters.
+
+        Return its number of tokens.
 
         Raises:
             SnapshotError: no cached sequence begins with these tokens, or the file cannot be written.
@@ -76,7 +84,9 @@ class EngineClient(Protocol):
         """
         ...
 
-    def load_snapshot(self, path: str | os.PathLike[str], identity: Identity, key: bytes = b"") -> int:
+    def load_snapshot(
+        self, path: str | os.PathLike[str], identity: Identity, key: bytes = b"", adapters: AdapterScales = ()
+    ) -> int:
         """Read a snapshot, so that prompts that begin with its tokens do not compute them again. Return its number of tokens.
 
         Raises:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from staticllm.core import FinishReason
 from staticllm.errors import BusyError, ClosedError, as_ours
+from staticllm.kvcache.sequence import AdapterScales
 from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.callbacks import Callbacks
 from staticllm.pipelines.engine.client import UserProcessors
@@ -67,16 +68,16 @@ class Engine:
         self._has_news = False  # something arrived since the last step began
         self._pid = os.getpid()
         self.device_use: DeviceUse | None = None  # set before the first request if others use the device too
-        self.grammars: GrammarCompiler | None = None  # set before the first request with a grammar
         self.decode: Decode | None = None  # makes text of tokens, to find the stop strings of beams
+        self.grammars: GrammarCompiler | None = None  # set before the first request with a grammar
 
     def submit(
         self, request: EngineRequest, queue: OutputQueue | None = None, processors: UserProcessors = ()
     ) -> OutputQueue:
         """Submit a request. Its outputs arrive in ``queue``, which is returned; None creates a new one.
 
-        ``processors`` holds the logits processors that a user made, per answer; they run on the engine's thread. A grammar
-        is compiled here, on the caller's thread.
+        ``processors`` holds the logits processors that a user made, per answer; they run on the engine's thread. A grammar is
+        compiled here, on the caller's thread.
 
         Raises:
             GenerationConfigError: the grammar cannot be compiled, or has no answer that is short enough.
@@ -145,24 +146,33 @@ class Engine:
         return recording(self.profiler, max_records)
 
     def save_snapshot(
-        self, tokens: list[int], path: str | os.PathLike[str], identity: Identity, key: bytes = b""
+        self,
+        tokens: list[int],
+        path: str | os.PathLike[str],
+        identity: Identity,
+        key: bytes = b"",
+        adapters: AdapterScales = (),
     ) -> int:
-        """Save the keys and values of the longest cached prefix of ``tokens``. Return its number of tokens.
+        """Save the keys and values of the longest prefix of ``tokens`` that is cached with these adapters.
+
+        Return its number of tokens.
 
         Raises:
             SnapshotError: no cached sequence begins with these tokens, or the file cannot be written.
             ClosedError: the engine was closed.
         """
-        return save_snapshot(self, tokens, path, identity, key)
+        return save_snapshot(self, tokens, path, identity, key, adapters)
 
-    def load_snapshot(self, path: str | os.PathLike[str], identity: Identity, key: bytes = b"") -> int:
+    def load_snapshot(
+        self, path: str | os.PathLike[str], identity: Identity, key: bytes = b"", adapters: AdapterScales = ()
+    ) -> int:
         """Read a snapshot into the host pool. Return its number of tokens.
 
         Raises:
             SnapshotError: the file is missing, damaged or of another model, or the host pool has no room for its tokens.
             ClosedError: the engine was closed.
         """
-        return load_snapshot(self, path, identity, key)
+        return load_snapshot(self, path, identity, key, adapters)
 
     def switch(self, runner: ModelRunner, options: EngineOptions, on_switch: Callable[[], None] = lambda: None) -> None:
         """Change to another runner when all admitted requests have ended; new requests wait for it.

@@ -62,9 +62,8 @@ class EngineCore:
         if previous is not None:
             self.kv_manager.away.take_over(previous.away)
         self.quarantine = Quarantine()
-        self.draft_planner = DraftPlanner(
-            runner, options.max_seq_len, None if previous is None else self.draft_planner.model
-        )
+        draft_model = None if previous is None else self.draft_planner.model
+        self.draft_planner: DraftPlanner = DraftPlanner(runner, options.max_seq_len, draft_model)
         self._batches = BatchBuilder(runner, self._table, self.kv_manager, self.quarantine, self.draft_planner)
 
     @property
@@ -178,7 +177,7 @@ class EngineCore:
         for entry, segment in zip(batch.entries, result.segments, strict=True):
             self._take_result(entry, segment, result)
         host = HostTimes(ready - begin, result.prepare_seconds, result.commit_seconds, time.perf_counter() - chosen)
-        self._batches.observe(batch, host.total)
+        self._batches.observe(batch, host)
         self._unposted += [entry.state for entry in batch.entries]
         self._unrecorded.append(partial(step_record, batch, result.start, result.device_seconds, context, host))
 

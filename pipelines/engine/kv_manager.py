@@ -85,7 +85,7 @@ class KVCacheManager:
         if state.sequence is None:
             if self.away.sequences:  # their slots are free for a prefix of the host pool, too
                 self.make_room(min(len(state.tokens) + 1, self.cache.num_slots))
-            state.sequence = self.prefix.attach(state.reusable_tokens, self.sequences())
+            state.sequence = self.prefix.attach(state.reusable_tokens, self.sequences(), state.request.adapters)
             if not state.num_generated:
                 state.num_cached = len(state.sequence)
             state.info.begin(len(state.sequence))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from staticllm.errors import SnapshotError
+from staticllm.kvcache.sequence import AdapterScales
 from staticllm.kvcache.snapshot import Identity, load, save
 from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
@@ -28,9 +30,14 @@ class Owner(Protocol):
 
 
 def save_snapshot(
-    engine: Owner, tokens: list[int], path: str | os.PathLike[str], identity: Identity, key: bytes = b""
+    engine: Owner,
+    tokens: list[int],
+    path: str | os.PathLike[str],
+    identity: Identity,
+    key: bytes = b"",
+    adapters: AdapterScales = (),
 ) -> int:
-    """Save the longest cached prefix of ``tokens``. Return its number of tokens. Any thread may call.
+    """Save the longest prefix of ``tokens`` that is cached with these adapters. Return its number of tokens. Any thread may call.
 
     Raises:
         SnapshotError: no cached sequence begins with these tokens, or the file cannot be written.
@@ -38,7 +45,7 @@ def save_snapshot(
     """
 
     def find() -> StoredSequence | None:
-        return engine.kv_manager.prefix.find(tokens, engine.kv_manager.sequences())
+        return engine.kv_manager.prefix.find(tokens, engine.kv_manager.sequences(), adapters)
 
     stored = engine.run_between_steps(find)
     if stored is None:
@@ -47,14 +54,21 @@ def save_snapshot(
     return len(stored.tokens)
 
 
-def load_snapshot(engine: Owner, path: str | os.PathLike[str], identity: Identity, key: bytes = b"") -> int:
-    """Read a snapshot into the host pool. Return its number of tokens. Any thread may call.
+def load_snapshot(
+    engine: Owner,
+    path: str | os.PathLike[str],
+    identity: Identity,
+    key: bytes = b"",
+    adapters: AdapterScales = (),
+) -> int:
+    """Read a snapshot, which has these adapters, into the host pool. Return its number of tokens. Any thread may call.
 
     Raises:
         SnapshotError: the file is missing, damaged or of another model, or the host pool has no room for its tokens.
         ClosedError: the engine was closed.
     """
     stored = load(path, identity, engine.runner.cache.layout, engine.kv_manager.host_pool.num_slots, key)
+    stored = replace(stored, adapters=adapters)
 
     def restore() -> None:
         if not engine.runner.cache.layout.fits(stored):  # the engine has switched to another device meanwhile

@@ -55,6 +55,7 @@ class EngineRequest:
         stop_strings: Texts that end a beam. Those of other answers are found by the reader.
         drafts: How its tokens are drafted; None without drafts.
         grammar: What each answer must look like; None for free text.
+        adapters: The factor of each adapter that the model was loaded with; empty if the request uses none.
         id: The request's number.
         arrival: The ``time.perf_counter`` moment of its arrival.
     """
@@ -73,6 +74,7 @@ class EngineRequest:
     stop_strings: tuple[str, ...] = ()
     drafts: DraftParams | None = None
     grammar: Grammar | None = None
+    adapters: tuple[float, ...] = ()
     id: int = field(default_factory=new_id)
     arrival: float = field(default_factory=time.perf_counter)
 
@@ -82,6 +84,7 @@ class EngineRequest:
         The id is this process's own and is left out. Moments become seconds from now, since the clocks of processes may differ.
         """
         plain = {**asdict(self), "prompt": list(self.prompt), "stop_token_ids": sorted(self.stop_token_ids)}
+        plain["adapters"] = list(self.adapters)
         del plain["id"]
         now = time.perf_counter()
         for name in ("arrival", "deadline"):
@@ -97,7 +100,8 @@ class EngineRequest:
         prompt, stops = tuple(plain.pop("prompt")), frozenset(plain.pop("stop_token_ids"))
         nested = {name: kind(**plain.pop(name)) for name, kind in _NESTED.items() if plain.get(name) is not None}
         texts, sampling = tuple(plain.pop("stop_strings", ())), SamplingParams.from_dict(plain.pop("sampling"))
-        return cls(prompt, sampling, stop_token_ids=stops, stop_strings=texts, **{**plain, **nested})
+        adapters = tuple(plain.pop("adapters", ()))
+        return cls(prompt, sampling, stop_token_ids=stops, stop_strings=texts, adapters=adapters, **{**plain, **nested})
 
 
 _NESTED: dict[str, type[Any]] = {"beams": BeamParams, "drafts": DraftParams, "grammar": Grammar}
@@ -142,9 +146,7 @@ class SequenceState:
             request.sampling, request.prompt, vocab_size, request.min_new_tokens, request.stop_token_ids
         )
         rng = np.random.default_rng(request.seed + index)
-        masks = (
-            () if grammar_mask is None else (grammar_mask,)
-        )  # the last ones, so that no other allows what they forbid
+        masks = () if grammar_mask is None else (grammar_mask,)  # the last ones: no other allows what they forbid
         self._sampler = Sampler(request.sampling, [*processors, *more_processors, *masks], rng)
 
     @property
@@ -252,8 +254,8 @@ class RequestState:
     """A request inside the engine: its answers, and the queue that receives their tokens.
 
     ``sequences`` holds the first answer from the start; the others are added when the prompt has run, and share its slots.
-    ``user_processors`` holds the logits processors that a user made, per answer; it is empty without any. ``grammar_mask`` is the
-    processor of a grammar at the beginning of an answer; each answer gets its own copy.
+    ``user_processors`` holds the logits processors that a user made, per answer; it is empty without any. ``grammar_mask`` is
+    the processor of an answer's grammar at its beginning; each answer gets its own copy.
     """
 
     def __init__(
@@ -265,8 +267,8 @@ class RequestState:
         grammar_mask: GrammarMask | None = None,
     ) -> None:
         self.request, self.queue = request, queue or OutputQueue()
-        self._user_processors, self._grammar_mask = user_processors, grammar_mask
-        self._vocab_size = vocab_size
+        self._user_processors = user_processors
+        self._vocab_size, self._grammar_mask = vocab_size, grammar_mask
         self._cancelled: dict[int | None, FinishReason] = {}  # by the index of the answer; None for all
         self._finished: set[int] = set()
         self.sequences = [self._new_sequence(0)]

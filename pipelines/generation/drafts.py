@@ -16,6 +16,8 @@ DEFAULT_NGRAM_SIZE = 3
 """The longest n-grams of prompt lookup if the pipeline has it and a request does not say it."""
 MAX_INDEXED = 8
 """The longest n-grams that prompt lookup indexes. Longer ones would nearly always find the same place."""
+MANY_TOKENS = 32
+"""If more tokens are added at once, prompt lookup indexes all of them together."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,11 @@ class Drafter(Protocol):
         """
         ...
 
+    @property
+    def can_pause(self) -> bool:
+        """Whether it need not be asked at every step, if its drafts do not pay."""
+        ...
+
     def observe(self, num_proposed: int, num_accepted: int) -> None:
         """Learn that the first ``num_accepted`` of ``num_proposed`` tokens of its last draft were chosen."""
         ...
@@ -81,6 +88,8 @@ class PromptLookup:
         max_ngram_size: The longest n-gram, at least 1; lengths above ``MAX_INDEXED`` count as ``MAX_INDEXED``.
         tokens: Tokens that can be indexed now, for example on another thread.
     """
+
+    can_pause = True
 
     def __init__(self, max_ngram_size: int, tokens: Sequence[int] = ()) -> None:
         assert max_ngram_size > 0
@@ -110,11 +119,20 @@ class PromptLookup:
     def _index(self, tokens: Sequence[int]) -> None:
         """Add the n-grams that end in tokens after those that are indexed."""
         places, found = self._places, self._found
+        if len(tokens) - self._num_indexed > MANY_TOKENS:
+            self._index_many(tokens[:-1])
         for end in range(self._num_indexed + 1, len(tokens) + 1):
             for size in range(1, min(self._max_size, end) + 1):
                 ngram = tuple(tokens[end - size : end])
                 found[size - 1] = places.get(ngram, 0)
                 places[ngram] = end
+        self._num_indexed = len(tokens)
+
+    def _index_many(self, tokens: Sequence[int]) -> None:
+        """Add all n-grams of ``tokens``, faster than one by one. What was found for the last of them is not known then."""
+        for size in range(1, self._max_size + 1):
+            ngrams = zip(*(tokens[start:] for start in range(size)), strict=False)
+            self._places.update(zip(ngrams, range(size, len(tokens) + 1), strict=False))
         self._num_indexed = len(tokens)
 
 
@@ -169,6 +187,7 @@ class AnswerDrafts:
         self._rates: AcceptanceRates | None = None
         self.num_proposed = self.num_accepted = 0
         self._last: Drafter | None = None
+        self._pause = self._num_paused = 0
         if params.max_ngram_size:
             self.drafters.append(PromptLookup(params.max_ngram_size, prompt))
 
@@ -176,6 +195,17 @@ class AnswerDrafts:
     def limit(self) -> int:
         """The most tokens of a draft."""
         return self.params.max_tokens or MAX_DRAFT
+
+    def is_due(self) -> bool:
+        """Count a step of the answer, and return whether it should be asked for a draft: not while drafts pause."""
+        if self._num_paused < self._pause and all(drafter.can_pause for drafter in self.drafters):
+            self._num_paused += 1
+            return False
+        return True
+
+    def pause(self, longest: int) -> None:
+        """Let drafts pause for twice as many steps as the last time, and at most ``longest``; 0 if the last one pays."""
+        self._pause, self._num_paused = min(2 * self._pause + 1, longest), 0
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """Return the draft of the first drafter that has one, with at most ``limit`` tokens."""

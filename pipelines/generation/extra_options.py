@@ -46,6 +46,7 @@ EXTRA_NAMES = (
     *NUMBERS, "logit_bias", "bad_words", "bad_words_ids", "dry_sequence_breakers", "logits_processor",
     "tools", "tool_choice", "parse_tools", "extra_context",
 )  # fmt: skip
+_CHOOSING = ("logit_bias", "bad_words", "bad_words_ids", "logits_processor")
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class ToolOptions:
 class ExtraOptions:
     """The checked options beyond GenAI's. ``bad_words`` and ``dry_sequence_breakers`` are texts, to be made tokens of.
 
-    ``numbers`` holds fields of ``SamplingParams`` that were given.
+    ``numbers`` holds fields of ``SamplingParams`` that were given, and ``choosing`` the names of all options that were given and
+    change which token is chosen.
     """
 
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -76,6 +78,7 @@ class ExtraOptions:
     bad_words_ids: TokenSequences = ()
     dry_sequence_breakers: tuple[str, ...] = DRY_SEQUENCE_BREAKERS
     logits_processors: tuple[Any, ...] = ()
+    choosing: tuple[str, ...] = ()
     tool_options: ToolOptions = field(default_factory=ToolOptions)
 
 
@@ -97,6 +100,10 @@ def extra_options(given: Mapping[str, Any], do_sample: bool) -> ExtraOptions:
             "dry_sequence_breakers", given.get("dry_sequence_breakers", DRY_SEQUENCE_BREAKERS)
         ),
         logits_processors=_processors(given.get("logits_processor")),
+        choosing=(
+            *(name for name in numbers if _is_changed(numbers, name)),
+            *(name for name in _CHOOSING if given.get(name) not in (None, {}, (), [])),
+        ),
         tool_options=_tool_options(given),
     )
 

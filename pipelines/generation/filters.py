@@ -20,6 +20,10 @@ BIN_SHIFT = 17
 """A weight's bin is its bit pattern without the last 17 bits, so a bin is at most 1/64 of its values wide."""
 NUM_BINS = (0x3F800000 >> BIN_SHIFT) + 1
 """The number of bins from 0 up to the bin of 1.0, the largest weight."""
+NUM_DISTANCE_BINS = (0x43800000 >> BIN_SHIFT) + 1
+"""The number of bins from 0 up to the bin of 256.0; no distance between a surprise and the entropy is larger."""
+TINY = np.float32(1e-37)
+"""A lower probability counts as this one where its logarithm is needed."""
 CHUNK = 1 << 15
 """The number of weights that are put into bins at a time; temporary arrays for all weights would map new pages in every call."""
 
@@ -46,7 +50,7 @@ def nucleus(weights: Logits, share: float) -> Mask:
     Among equal weights the first ones are kept. Only the bin at the boundary is sorted, because the leading bits of positive
     floats have the same order as the floats.
     """
-    sums = _bin_sums(weights)[::-1].cumsum()
+    sums = _bin_sums(weights, weights, NUM_BINS)[::-1].cumsum()
     mass = share * float(sums[-1])
     place = min(int(np.searchsorted(sums, mass)), NUM_BINS - 1)
     border, rest = NUM_BINS - 1 - place, mass - (float(sums[place - 1]) if place else 0.0)
@@ -66,21 +70,19 @@ def typical(weights: Logits, share: float) -> Mask:
     entropy. Among equally near ones the first are kept. As in ``nucleus``, only the bin at the boundary is sorted.
     """
     probabilities = weights / np.float32(weights.sum(dtype=np.float64))
-    positive = np.flatnonzero(probabilities)
-    surprise = -np.log(probabilities[positive])
-    entropy = np.float32((probabilities[positive].astype(np.float64) * surprise).sum())
-    distance = np.abs(surprise - entropy)
-    bins = (distance.view(np.uint32) >> BIN_SHIFT).astype(np.intp)
-    sums = np.bincount(bins, weights[positive]).cumsum()
+    distances: Logits = np.log(np.maximum(probabilities, TINY))
+    distances += np.dot(probabilities, -distances)  # the entropy minus the surprise
+    np.abs(distances, out=distances)
+    sums = _bin_sums(distances, weights, NUM_DISTANCE_BINS).cumsum()
     mass = share * float(sums[-1])
-    border = min(int(np.searchsorted(sums, mass)), len(sums) - 1)
-    members = np.flatnonzero(bins == border)
-    order = np.argsort(distance[members], kind="stable")
+    border = min(int(np.searchsorted(sums, mass)), NUM_DISTANCE_BINS - 1)
+    nearest, farthest = (np.array([border, border + 1], np.uint32) << BIN_SHIFT).view(np.float32)
+    kept: Mask = distances < nearest
+    members = np.flatnonzero((distances < farthest) & ~kept)
+    order = np.argsort(distances[members], kind="stable")
     rest = mass - (float(sums[border - 1]) if border else 0.0)
-    count = int(np.searchsorted(np.cumsum(weights[positive[members[order]]], dtype=np.float64), rest)) + 1
-    kept: Mask = np.zeros(len(weights), bool)
-    kept[positive[bins < border]] = True
-    kept[positive[members[order[:count]]]] = True
+    count = int(np.searchsorted(np.cumsum(weights[members[order]], dtype=np.float64), rest)) + 1
+    kept[members[order[:count]]] = True
     return kept
 
 
@@ -117,12 +119,12 @@ def _lower_bound(values: Logits, count: int) -> float:
     return float(np.partition(source, len(source) - count)[len(source) - count])
 
 
-def _bin_sums(weights: Logits) -> NDArray[np.float64]:
-    """Return the sum of the weights in each bin, ``[NUM_BINS]``."""
-    sums = np.zeros(NUM_BINS)
+def _bin_sums(keys: Logits, weights: Logits, num_bins: int) -> NDArray[np.float64]:
+    """Return the sum of the weights ``[n]`` in each bin of the ``keys [n]``, which are not negative, ``[num_bins]``."""
+    sums = np.zeros(num_bins)
     for start in range(0, len(weights), CHUNK):
-        chunk = weights[start : start + CHUNK]
-        sums += np.bincount((chunk.view(np.uint32) >> BIN_SHIFT).astype(np.intp), chunk, NUM_BINS)
+        bins = keys[start : start + CHUNK].view(np.uint32) >> BIN_SHIFT
+        sums += np.bincount(bins.astype(np.intp), weights[start : start + CHUNK], num_bins)
     return sums
 
 

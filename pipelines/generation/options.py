@@ -9,11 +9,13 @@ from typing import Any, cast
 
 import openvino_genai as genai
 
+from staticllm.adapters.adapter_set import AdapterUse
 from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError
 from staticllm.pipelines.generation.beam_search import BeamParams
 from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.generation.extra_options import EXTRA_NAMES, ExtraOptions, extra_options, number
+from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.method_options import MAX_BEAMS, beams_of, drafts_of
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.generation.structured.grammar import Grammar
@@ -55,6 +57,7 @@ _SUPPORTED = frozenset(
         "assistant_confidence_threshold",
         "parsers",
         CONFIG,
+        "adapters",
     ]
 )
 _INERT_WITHOUT_BEAMS = frozenset(
@@ -73,6 +76,7 @@ class GenerationOptions:
     ``eos_token_id``; with ``ignore_eos`` it is empty. ``beams`` is None without beam search, and ``drafts`` without drafts.
     ``extra`` holds the options that GenAI does not have; those among them that choose tokens are also in ``sampling``, except
     texts, which have no token ids yet. ``grammar`` comes from a keyword (``KEYWORDS``) or ``structured_output_config``.
+    ``adapters`` are None for those of the pipeline.
     """
 
     sampling: SamplingParams
@@ -90,6 +94,7 @@ class GenerationOptions:
     parsers: tuple[genai.Parser, ...] = ()
     extra: ExtraOptions = field(default_factory=ExtraOptions)
     grammar: Grammar | None = None
+    adapters: tuple[AdapterUse, ...] | None = None
 
     def max_tokens_after(self, prompt_len: int) -> int | None:
         """Return how many tokens these options allow after a prompt of ``prompt_len`` tokens; None if they set no limit."""
@@ -136,6 +141,7 @@ def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> Gen
 
     Raises:
         GenerationConfigError: a name is unknown, a value is impossible, or the decoding method is not supported.
+        AdapterError: an adapter is unknown, or its file is missing or damaged.
     """
     for name in overrides:
         if name not in _NAMES and name not in EXTRA_NAMES and name not in KEYWORDS:
@@ -160,6 +166,11 @@ def _ngram_size(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> int
 
 
 def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> GenerationOptions:
+    if options["num_beams"] != 1 and extra.choosing:
+        raise GenerationConfigError(
+            f"{extra.choosing[0]} with num_beams={options['num_beams']!r}: beams are chosen by the model's own "
+            "probabilities; leave one of them out"
+        )
     for name, value in options.items():
         if name in _SUPPORTED or name in _INERT_WITHOUT_BEAMS:
             continue
@@ -192,6 +203,7 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
         drafts=drafts_of(options),
         parsers=_parsers(options["parsers"]),
         extra=extra,
+        adapters=adapter_uses(options["adapters"]),
     )
 
 

@@ -135,10 +135,10 @@ class DryPenalty:
         limit = min(self._num_unbroken, int(self._most) + self._allowed)
         lengths = repeated_lengths(tokens, limit)
         places = np.flatnonzero(lengths >= self._allowed)
-        longest = np.zeros(len(logits))
-        np.maximum.at(longest, tokens[places + 1], lengths[places])
-        found = np.flatnonzero(longest)
-        logits[found] -= (self._multiplier * self._base ** (longest[found] - self._allowed)).astype(np.float32)
+        found, index = np.unique(tokens[places + 1], return_inverse=True)
+        longest = np.zeros(len(found))
+        np.maximum.at(longest, index, lengths[places])
+        logits[found] -= (self._multiplier * self._base ** (longest - self._allowed)).astype(np.float32)
 
     def accept(self, token: int) -> None:
         self._history.add(token)

@@ -31,8 +31,8 @@ from staticllm.pipelines.blobs.manifest import (
     Manifest,
     V,
     VariantFile,
-    shape_to_json,
 )
+from staticllm.pipelines.blobs.shape_fields import shape_to_json
 from staticllm.pipelines.model_loader.job import LoadJob, probes_of
 from staticllm.pipelines.programs.build import CompiledPrograms, compile_all
 from staticllm.pipelines.programs.compile_plan import CompilePlan, phase_properties, prepare

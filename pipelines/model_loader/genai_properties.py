@@ -12,6 +12,7 @@ import openvino_genai as genai
 
 from staticllm.config import MAX_SEQS
 from staticllm.errors import ConfigError
+from staticllm.pipelines.generation.genai_adapters import adapter_set_of
 
 BLOCK_SLOTS = 32
 """Tokens per KV block in GenAI on the CPU."""
@@ -38,6 +39,7 @@ def from_genai(properties: Mapping[Any, Any]) -> dict[Any, Any]:
 
     Raises:
         ConfigError: a value is impossible, or would change the tokens.
+        AdapterError: an adapter is unknown, or its file is missing, damaged or impossible.
     """
     ours = plain_properties(properties)
     for name, take in _TAKEN.items():
@@ -82,6 +84,11 @@ def _static_pipeline(properties: dict[Any, Any], value: object) -> None:
 def _enable_mmap(properties: dict[Any, Any], value: object) -> None:
     if value not in (True, "YES"):
         _has_no_effect("ENABLE_MMAP=False: the weights are always mapped")
+
+
+def _adapters(properties: dict[Any, Any], value: object) -> None:
+    if value is not None:
+        properties["ADAPTERS"] = adapter_set_of(value)
 
 
 def _prompt_lookup(properties: dict[Any, Any], value: object) -> None:
@@ -136,5 +143,6 @@ _TAKEN: dict[str, Callable[[dict[Any, Any], Any], None]] = {
     "STATIC_PIPELINE": _static_pipeline,
     "ENABLE_MMAP": _enable_mmap,
     "prompt_lookup": _prompt_lookup,
+    "adapters": _adapters,
     "scheduler_config": _scheduler_config,
 }

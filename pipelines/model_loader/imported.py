@@ -24,8 +24,9 @@ from staticllm.pipelines.blobs.blob_set import (
     read_steadily,
 )
 from staticllm.pipelines.blobs.fingerprint import Fingerprint
-from staticllm.pipelines.blobs.manifest import Manifest, V, shape_from_json
+from staticllm.pipelines.blobs.manifest import Manifest, V
 from staticllm.pipelines.blobs.measurements import CostsPlace
+from staticllm.pipelines.blobs.shape_fields import shape_from_json
 from staticllm.pipelines.model_loader.blob_export import fingerprint_of
 from staticllm.pipelines.model_loader.job import LoadJob
 from staticllm.pipelines.model_loader.loaded import Loaded, Origin
@@ -122,7 +123,8 @@ def _programs(job: LoadJob, manifest: Manifest, blobs: Mapping[str, bytes]) -> C
         blobs,
         lambda variant: ImportTarget(job.device, options.program_group(variant).properties, weights),
     )
-    return CompiledPrograms(shape_from_json(manifest.shape), options, compiled, manifest.costs_of(Variant))
+    shape, costs = shape_from_json(manifest.shape), manifest.costs_of(Variant)
+    return CompiledPrograms(shape, options, compiled, costs, adapters=job.config.adapters)
 
 
 def import_each(

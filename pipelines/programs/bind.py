@@ -17,7 +17,7 @@ from staticllm.compiler_passes.states.store_kv_as import ELEMENT_TYPES
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, Variant
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import StepBuffers
-from staticllm.ports import INPUT_IDS, LOGIT_ROWS, LOGITS, POSITION_IDS, port_of
+from staticllm.ports import ADAPTER_SCALES, INPUT_IDS, LOGIT_ROWS, LOGITS, POSITION_IDS, port_of
 
 
 class BoundRequest:
@@ -101,6 +101,8 @@ def bind(compiled: ov.CompiledModel, shape: ModelShape, cache: KVCache, buffers:
     """
     variant = buffers.variant
     tensors = {name: ov.Tensor(array, shared_memory=True) for name, array in _step_arrays(buffers).items()}
+    for name, array in buffers.adapters.items():
+        tensors[name] = ov.Tensor(array, ov.Shape(array.shape), ELEMENT_TYPES[shape.adapter_type])
     for index, state in enumerate(shape.kv_states):
         slots = {
             state.past_name: cache.arena.state_view(index, variant.kv_len),
@@ -126,5 +128,6 @@ def _step_arrays(buffers: StepBuffers) -> dict[str, NDArray[Any]]:
         **{kind.port_name: mask for kind, mask in buffers.masks.items()},
         KEY_POSITIONS: buffers.key_positions,
         QUERY_POSITIONS: buffers.query_positions,
+        ADAPTER_SCALES: buffers.adapter_scales if buffers.adapters else None,
     }
     return {name: array for name, array in arrays.items() if array is not None}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import openvino as ov
 
+from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.core import ModelShape, OnProgress, ProgressEvent, Variant
 from staticllm.errors import ConfigError
 from staticllm.kvcache.cache import KVCache
@@ -25,7 +26,7 @@ class CompiledPrograms:
     """Compiled programs of any origin, and what the host must know to run them.
 
     ``costs``: seconds per call, if a warm-up measured them before. ``kept_costs``: those that an earlier process measured at
-    leisure.
+    leisure. ``adapters``: what the inputs of ``shape.adapted`` hold.
     """
 
     shape: ModelShape
@@ -33,6 +34,7 @@ class CompiledPrograms:
     compiled: Mapping[Variant, ov.CompiledModel]
     costs: Mapping[Variant, float] = field(default_factory=dict)
     kept_costs: Mapping[Variant, float] = field(default_factory=dict)
+    adapters: AdapterSet | None = None
 
 
 def compile_all(core: ov.Core, plan: CompilePlan, on_progress: OnProgress = lambda event: None) -> CompiledPrograms:
@@ -41,7 +43,8 @@ def compile_all(core: ov.Core, plan: CompilePlan, on_progress: OnProgress = lamb
     Raises:
         DeviceError: the device refused a program.
     """
-    return CompiledPrograms(plan.lowered.shape, plan.options, dict(compile_each(core, plan, on_progress)))
+    compiled = dict(compile_each(core, plan, on_progress))
+    return CompiledPrograms(plan.lowered.shape, plan.options, compiled, adapters=plan.adapters)
 
 
 def compile_each(
@@ -125,6 +128,9 @@ def make_runner(
     shape, variants = programs.shape, tuple(planned) or tuple(programs.compiled)
     host = _allocated(shape, variants) if memory is None else memory.result()
     cache, pool = host.cache, host.pool
+    if programs.adapters is not None:
+        for name, matrix in programs.adapters.matrices(shape.adapted, shape.adapter_type).items():
+            pool.adapters[name][:] = matrix
     bound = BoundPrograms(
         programs.compiled, lambda variant, compiled: bind(compiled, shape, cache, StepBuffers(variant, pool))
     )

@@ -12,12 +12,15 @@ from typing import Any, Literal
 
 import openvino as ov
 
-from staticllm.compiler_passes.decoder import DECODER, DECODER_UNMERGED
+from staticllm.adapters.adapter_set import AdapterSet
+from staticllm.compiler_passes.decoder import DECODER, DECODER_UNMERGED, with_adapters
+from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.lower import LoweredModel, lower
 from staticllm.compiler_passes.model_kind import check_kind
-from staticllm.compiler_passes.pass_pipeline import LoweringOptions
+from staticllm.compiler_passes.pass_pipeline import LoweringOptions, PassPipeline
+from staticllm.compiler_passes.rewrites.fuse_adapters import fuse_adapters
 from staticllm.config import StaticLLMConfig
-from staticllm.core import KVType, OnProgress, Phase, ProgramLayout, ProgressEvent, Variant
+from staticllm.core import AdapterType, KVType, OnProgress, Phase, ProgramLayout, ProgressEvent, Variant
 from staticllm.devices import (
     check_device,
     default_kv_type,
@@ -44,14 +47,15 @@ StartWith = Literal["all programs", "one program"]
 class CompilePlan:
     """A model lowered for a device, and every choice that is made before compiling.
 
-    ``later`` chooses the options with which some variants get a program of their own while the model serves; None if all
-    programs are compiled with ``options``.
+    ``adapters`` fill the inputs of the programs, if there are any. ``later`` chooses the options with which some variants get a
+    program of their own while the model serves; None if all programs are compiled with ``options``.
     """
 
     lowered: LoweredModel
     options: CompileOptions
     variants: tuple[Variant, ...]
     weights: MappedWeights
+    adapters: AdapterSet | None = None
     later: Callable[[], CompileOptions] | None = None
 
     def restricted(self, variants: Iterable[Variant]) -> CompilePlan:
@@ -80,6 +84,7 @@ def prepare(
         UnsupportedModelError: a pass cannot lower the model.
         DeviceError: ``check`` refuses the device.
         ConfigError: an option is impossible for this model.
+        AdapterError: an adapter does not fit the model.
     """
     begin = time.perf_counter()
     core = get_core()
@@ -98,7 +103,9 @@ def prepare(
     read = time.perf_counter()
     on_progress(ProgressEvent("read", 1, 1, read - begin))
     passes = DECODER if merges_projections(device) else DECODER_UNMERGED
-    lowered = lower(model, LoweringOptions(config.num_kv_slots(mode), kv_type), passes)
+    adapter_type: AdapterType = "bf16" if default_kv_type(core, device, *properties.values()) == "bf16" else "f32"
+    lowering = LoweringOptions(config.num_kv_slots(mode), kv_type, adapter_type=adapter_type)
+    lowered = _lowered(model, lowering, passes, config.adapters)
     layout = program_layout(device, path, config, kv_type)
 
     def options_of(layout: ProgramLayout) -> CompileOptions:
@@ -109,7 +116,28 @@ def prepare(
     is_later = start == "one program" and _can_start_with_one(layout, properties)
     options, variants = options_of("shared" if is_later else layout), choose_variants(config, mode, lowered.shape)
     on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - read))
-    return core, CompilePlan(lowered, options, variants, weights, partial(options_of, layout) if is_later else None)
+    later = partial(options_of, layout) if is_later else None
+    return core, CompilePlan(lowered, options, variants, weights, config.adapters, later)
+
+
+def _lowered(
+    model: ov.Model,
+    options: LoweringOptions,
+    passes: PassPipeline[StepGraph, LoweringOptions],
+    adapters: AdapterSet | None,
+) -> LoweredModel:
+    """Lower a model. Adapters are folded into its weights, or their matrices become inputs.
+
+    Raises:
+        UnsupportedModelError: a pass cannot lower the graph.
+        AdapterError: an adapter does not fit the model.
+    """
+    if adapters is None:
+        return lower(model, options, passes)
+    if adapters.is_fused:
+        fuse_adapters(model, adapters.layouts, adapters.deltas())
+        return lower(model, options, passes)
+    return lower(model, replace(options, adapters=adapters.layouts), with_adapters(passes))
 
 
 def _options(

@@ -15,6 +15,8 @@ from staticllm.ports import INPUT_IDS, LOGIT_ROWS, POSITION_IDS, find_encoder_po
 
 VALUE_SCALE = 0.5
 """Standard deviation of random KV slots and states, about that of real keys and values."""
+ADAPTER_SCALE = 0.02
+"""Standard deviation of the random matrices of adapters: larger ones would make the values of deep layers explode."""
 
 
 def run_apart(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
@@ -64,13 +66,16 @@ def random_feeds(compiled: ov.CompiledModel, variant: Variant) -> dict[str, NDAr
         elif name.startswith("mask."):
             seen = np.arange(kv_len + rows)[None] <= np.arange(kv_len, kv_len + rows)[:, None]
             feeds[name] = np.where(seen, 0, HIDDEN).astype(np.float32).reshape(shape)
-        else:  # KV slots and recurrent states
-            feeds[name] = _random_values(random, shape, port.get_element_type())
+        else:  # KV slots, recurrent states and adapters
+            scale = ADAPTER_SCALE if name.startswith("adapter") else VALUE_SCALE
+            feeds[name] = _random_values(random, shape, port.get_element_type(), scale)
     return feeds
 
 
-def _random_values(random: np.random.Generator, shape: tuple[int, ...], element_type: ov.Type) -> NDArray[Any]:
-    values = (random.standard_normal(shape) * VALUE_SCALE).astype(np.float32)
+def _random_values(
+    random: np.random.Generator, shape: tuple[int, ...], element_type: ov.Type, scale: float
+) -> NDArray[Any]:
+    values = (random.standard_normal(shape) * scale).astype(np.float32)
     kind = element_type.get_type_name()
     if kind == "bf16":  # the upper half of an f32; numpy has no bf16
         return (values.view(np.uint32) >> 16).astype(np.uint16)

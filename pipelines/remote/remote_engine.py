@@ -12,6 +12,7 @@ from pathlib import Path
 
 from staticllm.core import FinishReason
 from staticllm.errors import ClosedError, GenerationConfigError, StaticLLMError, as_ours
+from staticllm.kvcache.sequence import AdapterScales
 from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, output_from_dict
@@ -109,7 +110,12 @@ class RemoteEngine:
         raise StaticLLMError("the engine is in the daemon: staticllm daemon trace records its calls")
 
     def save_snapshot(
-        self, tokens: list[int], path: str | os.PathLike[str], identity: Identity, key: bytes = b""
+        self,
+        tokens: list[int],
+        path: str | os.PathLike[str],
+        identity: Identity,
+        key: bytes = b"",
+        adapters: AdapterScales = (),
     ) -> int:
         """Save the keys and values of the longest cached prefix of ``tokens``. Return its number of tokens.
 
@@ -117,15 +123,19 @@ class RemoteEngine:
             SnapshotError: no cached sequence begins with these tokens, or the file cannot be written.
             ClosedError: the daemon has gone.
         """
+        assert not adapters, "models of the daemon have none"
         return self._snapshot("save", path, identity, key, tokens)
 
-    def load_snapshot(self, path: str | os.PathLike[str], identity: Identity, key: bytes = b"") -> int:
+    def load_snapshot(
+        self, path: str | os.PathLike[str], identity: Identity, key: bytes = b"", adapters: AdapterScales = ()
+    ) -> int:
         """Let the daemon read a snapshot. Return its number of tokens.
 
         Raises:
             SnapshotError: the file is missing, damaged or of another model, or there is no room for its tokens.
             ClosedError: the daemon has gone.
         """
+        assert not adapters, "models of the daemon have none"
         return self._snapshot("load", path, identity, key, [])
 
     def close(self, drain: bool = False) -> None:

@@ -81,10 +81,26 @@ class GenerationHandle:
             GenerationConfigError: it is not parsed, or several answers were requested.
             StaticLLMError: the request failed.
         """
-        if self._prepared.format is None:
-            raise GenerationConfigError("events of an answer that is not parsed: pass tools, or parse_tools=True")
+        self._check_parsed()
         for delta in self.deltas():
             yield from delta.events
+
+    async def events_async(self) -> AsyncGenerator[Event, None]:
+        """Yield the parts of the answer like ``events``, without blocking the event loop. Leaving early cancels the request.
+
+        Raises:
+            GenerationConfigError, StaticLLMError: as for ``events``.
+        """
+        self._check_parsed()
+        self._check_single()
+        async with contextlib.aclosing(self._deltas_async()) as deltas:
+            async for delta in deltas:
+                for event in delta.events:
+                    yield event
+
+    def _check_parsed(self) -> None:
+        if self._prepared.format is None:
+            raise GenerationConfigError("events of an answer that is not parsed: pass tools, or parse_tools=True")
 
     def __await__(self) -> Generator[object, None, Results]:
         """Wait for the end without blocking the event loop, and return the value that ``generate`` returns."""

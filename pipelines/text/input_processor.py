@@ -10,16 +10,19 @@ from typing import Any, cast
 import numpy as np
 import openvino_genai as genai
 
+from staticllm.adapters.adapter_set import AdapterSet, AdapterUse
 from staticllm.config import StaticLLMConfig
-from staticllm.errors import GenerationConfigError, ModelError, last_line
+from staticllm.errors import AdapterError, GenerationConfigError, ModelError, last_line
 from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule, shorten
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.drafts import DEFAULT_NGRAM_SIZE, DraftParams
 from staticllm.pipelines.generation.extra_options import ToolOptions
+from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.options import GenerationOptions, copy_config, limit_of, resolve
 from staticllm.pipelines.generation.user_processors import copies_for
 from staticllm.pipelines.text.parsing.formats import MessageFormat, find_format
+from staticllm.pipelines.text.parsing.required_calls import grammar_of_calls
 from staticllm.pipelines.text.special_tokens import SpecialTokens
 from staticllm.pipelines.text.tokenization import (
     Form,
@@ -112,9 +115,16 @@ class PreparedRequest:
 class InputProcessor:
     """Tokenizes prompts and merges options with the default generation config. Runs on the caller's thread."""
 
-    def __init__(self, tokenizer: genai.Tokenizer, generation_config: genai.GenerationConfig) -> None:
-        self.tokenizer = tokenizer
-        self._generation_config = generation_config
+    def __init__(
+        self,
+        tokenizer: genai.Tokenizer,
+        generation_config: genai.GenerationConfig,
+        adapters: AdapterSet | None = None,
+    ) -> None:
+        self.tokenizer, self._adapters = tokenizer, adapters
+        self._generation_config = copy_config(generation_config)
+        if adapters is not None:
+            self._generation_config.adapters = adapters.origin
         self._rng = np.random.default_rng(0)
         self._word_tokens, self._special_tokens = WordTokens(tokenizer), SpecialTokens(tokenizer)
 
@@ -127,6 +137,18 @@ class InputProcessor:
     def generation_config(self, config: genai.GenerationConfig) -> None:
         resolve(config, {})
         self._generation_config = self._complete(config)
+
+    @property
+    def adapter_scales(self) -> tuple[float, ...]:
+        """The factors of the adapters of the default generation config."""
+        return self._scales_of(adapter_uses(self._generation_config.adapters))
+
+    def adapter_identity(self) -> dict[str, str]:
+        """Return what identifies these adapters in another process; empty if there are none."""
+        own, scales = self._adapters, self.adapter_scales
+        if own is None or not (scales or own.is_fused):
+            return {}
+        return {"adapters": own.description if own.is_fused else own.name_of(scales)}
 
     def call_options(
         self,
@@ -191,6 +213,7 @@ class InputProcessor:
             PromptTooLongError: it has more tokens than ``limits.max_prompt_len``, and ``overflow`` is ``stop``.
             GenerationConfigError: ``max_length`` leaves no room after the prompt, or an option names a token outside the
                 vocabulary.
+            AdapterError: the pipeline was loaded without one of the adapters.
         """
         encoded, options = time.perf_counter(), call.options
         ids = shorten(prompt.ids, limits.max_prompt_len, call.overflow)
@@ -202,6 +225,8 @@ class InputProcessor:
             )
         _check_tokens(options, limits.vocab_size)
         processors = copies_for(options.extra.logits_processors, ids, options.num_return_sequences)
+        tools = options.extra.tool_options
+        format = self._format_of(prompt, tools)
         request = EngineRequest(
             prompt=tuple(ids),
             sampling=self._word_tokens.complete(options),
@@ -216,10 +241,10 @@ class InputProcessor:
             beams=options.beams,
             stop_strings=() if options.beams is None else tuple(sorted(options.stop_strings)),
             drafts=_drafts_of(options, limits),
-            grammar=options.grammar,
+            grammar=grammar_of_calls(format, options),
+            adapters=self._scales_of(options.adapters),
             arrival=call.started,
         )
-        format, tools = self._format_of(prompt, options.extra.tool_options), options.extra.tool_options.tools
         decode = self.decode if format is None else self._special_tokens.decoder(format.markers, self.decode)
         return PreparedRequest(
             request,
@@ -231,22 +256,39 @@ class InputProcessor:
             processors,
             decode,
             format,
-            tools,
+            tools.tools,
         )
 
     def _format_of(self, prompt: Prompt, tools: ToolOptions) -> MessageFormat | None:
-        """Return the format of the answer; None if it is not parsed.
-
-        Raises:
-            GenerationConfigError: a call is required, which needs a grammar.
-        """
-        if tools.choice in ("required", "function"):
-            raise GenerationConfigError(
-                f"tool_choice={tools.choice!r} is not there yet: it needs a grammar; use tool_choice='auto'"
-            )
+        """Return the format of the answer; None if it is not parsed."""
         if not (bool(tools.tools) if tools.parse is None else tools.parse):
             return None
         return find_format(self.tokenizer.chat_template).after(prompt.ending)
+
+    def _scales_of(self, uses: tuple[AdapterUse, ...] | None) -> tuple[float, ...]:
+        """Return the factor of each adapter of the pipeline for a request.
+
+        Raises:
+            AdapterError: the pipeline was loaded without one of the request's adapters, or has folded its own into the weights.
+        """
+        own = self._adapters
+        if own is None:
+            if uses:
+                raise AdapterError(
+                    "this pipeline was loaded without adapters: give the constructor adapters=AdapterConfig(...)"
+                )
+            return ()
+        try:
+            scales = own.scales(uses)
+        except KeyError:
+            raise AdapterError(
+                "an adapter that this pipeline was loaded without: give all adapters to its constructor"
+            ) from None
+        if not own.is_fused:
+            return scales
+        if scales != own.scales(None):
+            raise AdapterError("MODE_FUSE: the adapters are part of the weights: load without this mode to change them")
+        return ()
 
     def _seed_for(self, options: GenerationOptions) -> int:
         """Return the requested seed; for 0, which means unseeded as in GenAI, return a new one."""
@@ -328,10 +370,10 @@ def _drafts_of(options: GenerationOptions, limits: PromptLimits) -> DraftParams 
     if limits.has_prompt_lookup and not drafts.max_ngram_size:
         drafts = replace(drafts, max_ngram_size=DEFAULT_NGRAM_SIZE)
     if not drafts.max_ngram_size and not limits.has_draft_model:
-        name, value = ("num_assistant_tokens", drafts.max_tokens)
-        if drafts.confidence:
-            name, value = ("assistant_confidence_threshold", drafts.confidence)
+        is_confidence = drafts.confidence > 0
+        name = "assistant_confidence_threshold" if is_confidence else "num_assistant_tokens"
         raise GenerationConfigError(
-            f"{name}={value} without a draft model: load with draft_model, or set max_ngram_size for prompt lookup"
+            f"{name}={drafts.confidence if is_confidence else drafts.max_tokens} without a draft model: load with draft_model, "
+            "or set max_ngram_size for prompt lookup"
         )
     return replace(drafts, uses_model=limits.has_draft_model)

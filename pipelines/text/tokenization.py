@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import openvino as ov
@@ -115,7 +116,7 @@ def _templated(tokenizer: genai.Tokenizer, messages: Messages, options: ToolOpti
         "eos_token": tokenizer.get_eos_token(),
         "pad_token": tokenizer.get_pad_token(),
     }
-    text = render(tokenizer.chat_template, [_with_arguments(turn) for turn in turns], tokens, tools, extra)
+    text = _rendered(tokenizer.chat_template, turns, tokens, tools, extra)
     seconds = time.perf_counter() - start
     return Prompt(_encoded(tokenizer, text, add_special_tokens=False)[0], seconds, text[-MAX_ENDING_CHARS:])
 
@@ -129,24 +130,45 @@ def _tools_for(options: ToolOptions, template: str) -> list[dict[str, Any]]:
     return [{"type": "function", "function": dict(function_of(tool))} for tool in options.tools]
 
 
-def _with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message whose calls have arguments as templates take them: as a dict, where OpenAI's API has JSON text."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_call_with_arguments(call) for call in calls]}
-
-
-def _call_with_arguments(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    if not isinstance(arguments, str):
-        return call
+def _rendered(template: str, turns: Sequence[Mapping[str, Any]], *more: Any) -> str:
+    """Return the prompt. The arguments of calls are a dict for most templates, and JSON text for those that fail with a dict."""
+    if not any(turn.get("tool_calls") for turn in turns):
+        return render(template, turns, *more)
+    with_dicts = [_with_arguments(turn, _as_dict) for turn in turns]
     try:
-        values = json.loads(arguments or "{}")
+        return render(template, with_dicts, *more)
+    except PromptError:
+        with contextlib.suppress(PromptError):
+            return render(template, [_with_arguments(turn, _as_text) for turn in turns], *more)
+        raise
+
+
+def _with_arguments(message: Mapping[str, Any], convert: Callable[[object], object]) -> Mapping[str, Any]:
+    """Return a message with the arguments of its calls converted."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, (list, tuple)):
+        return message
+    changed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and "arguments" in function:
+            changed.append({**call, "function": {**function, "arguments": convert(function["arguments"])}})
+        else:
+            changed.append(call)
+    return {**message, "tool_calls": changed}
+
+
+def _as_dict(arguments: object) -> object:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments or "{}")
     except (ValueError, RecursionError) as error:
         raise PromptError(f"the arguments of a tool call are no JSON: {arguments[:80]!r}") from error
-    return {**call, "function": {**cast(Mapping[str, Any], function), "arguments": values}}
+
+
+def _as_text(arguments: object) -> object:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
 
 
 def _encoded(tokenizer: genai.Tokenizer, text: str, **options: Any) -> list[list[int]]:

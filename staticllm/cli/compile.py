@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from staticllm.adapters.adapter_set import AdapterSet
+from staticllm.adapters.lora import read_adapter
 from staticllm.cli import encoders
 from staticllm.cli.options import layout_options, model_argument, read_config
 from staticllm.cli.progress import Progress, progress
 from staticllm.core import EncoderVariant, ProgressEvent, Variant
-from staticllm.errors import DeviceError
+from staticllm.errors import ConfigError, DeviceError
 
 DONE = {"read": "model read", "passes": "model lowered", "compile": "program compiled", "export": "blob written"}
 
@@ -30,11 +33,21 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Compare the set's logits, or an encoder's vectors, with the CPU in f32; a set that differs too much is never loaded.",
 )
+@click.option(
+    "--adapter",
+    "adapters",
+    type=click.Path(),
+    multiple=True,
+    help="A LoRA adapter of the shapes that the set will serve.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
 @layout_options
-def command(model: str, target: str, is_verified: bool, as_json: bool, **options: Any) -> None:
+def command(
+    model: str, target: str, is_verified: bool, adapters: tuple[str, ...], as_json: bool, **options: Any
+) -> None:
     """Compile all programs of MODEL, a decoder or an encoder, and export them as a blob set, which the option BLOB_PATH loads."""
     _check_npu(options["device"])
+    options["adapters"] = adapters
     with progress("compiling") as shown:
         compile_it = encoders.compile_set if encoders.is_encoder(model, options) else _compile
         manifest = compile_it(model, target, is_verified, options, Steps(shown), shown)
@@ -55,7 +68,13 @@ def _compile(
     from staticllm.pipelines.model_loader.blob_export import export_set
     from staticllm.pipelines.model_loader.job import job_of
 
-    manifest = export_set(job_of(model, options["device"], read_config(options), steps), Path(target))
+    config = read_config(options)
+    if options["adapters"]:
+        if is_verified:
+            raise ConfigError("--verify compares a set with the original, which has no adapters: leave one of both out")
+        found = AdapterSet.of((read_adapter(path), 1.0) for path in options["adapters"])
+        config = replace(config, adapters=found)
+    manifest = export_set(job_of(model, options["device"], config, steps), Path(target))
     if not is_verified:
         return manifest
     from staticllm.pipelines.diagnostics.verify import verify_set

@@ -93,6 +93,8 @@ def compile_set(
     from staticllm.pipelines.embedding.encoder_job import encoder_job
     from staticllm.pipelines.embedding.encoder_set import export_encoder
 
+    if options.get("adapters"):
+        raise ConfigError("--adapter changes decoders, this model is an encoder: leave it out")
     manifest = export_encoder(encoder_job(model, options["device"], read_choices(options), steps), Path(target))
     if not is_verified:
         return manifest

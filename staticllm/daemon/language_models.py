@@ -185,6 +185,8 @@ def _check_fields(request: EngineRequest) -> None:
         raise ConfigError(f"overflow={request.overflow!r}: must be one of {', '.join(RULES)}")
     if request.grammar is not None:
         request.grammar.check()
+    if request.adapters:  # models of the daemon have none
+        raise ConfigError(f"a request with {len(request.adapters)} adapters: the model was loaded without")
     if not all(type(id) is int for id in request.stop_token_ids):
         raise ConfigError("stop_token_ids must be whole numbers")
     _check_beams(request)

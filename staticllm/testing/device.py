@@ -1,8 +1,9 @@
 """Provides fake programs, which are fast, answer predictably, and detect every mistake in slots, masks and positions.
 
 The fake model's next token is a checksum over all (position, token) pairs that the mask lets the last row see. Slots in the
-arena hold exactly these pairs, so a wrong slot, a wrong mask cell, or a lost or doubled commit changes the answer. A recurrent
-fake model folds all tokens of a call, including those of idle rows, into a state in their order.
+arena hold exactly these pairs, so a wrong slot, a wrong mask cell, or a lost or doubled commit changes the answer. A token
+that was computed with other adapters is another token (``adapted_tokens``). A recurrent fake model folds all tokens of a call,
+including those of idle rows, into a state in their order.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ POISON = VOCAB_SIZE
 CERTAIN = 100.0
 """The logit of a token that ``NextToken`` chose; all others have its negative, so that sampling at 1.0 chooses it too."""
 
+ADAPTED, MAX_ADAPTER_CODES = 1000, 1000
+"""What is added to a token for each eighth of an adapter's factor, and the number of different sums."""
 NextToken = Callable[[Sequence[int]], int | None]
 """Returns the token that follows these tokens of one sequence; None leaves the choice to the checksum."""
 
@@ -34,6 +37,7 @@ def fake_shape(
     vocab_size: int = VOCAB_SIZE,
     is_packable: bool = True,
     is_recurrent: bool = False,
+    num_adapters: int = 2,
 ) -> ModelShape:
     """Return a shape with one layer per mask kind; each head holds ``[token, position]`` in each slot."""
     states = [
@@ -47,6 +51,7 @@ def fake_shape(
         is_packable=is_packable and not is_recurrent,
         has_distances=True,
         recurrent_states=(RecurrentState(0, "fake.recurrent", (1, 1), "int64"),) if is_recurrent else (),
+        num_adapters=num_adapters,
     )
 
 
@@ -58,13 +63,14 @@ def fake_runner(
     is_recurrent: bool = False,
     is_staged: bool = False,
     next_token: NextToken | None = None,
+    num_adapters: int = 2,
 ) -> ModelRunner:
     """Return a runner over fake programs. ``runner.programs[variant].num_runs`` counts the calls.
 
     With ``is_staged`` it begins with the fewest programs that can serve; ``add_program`` adds those of ``runner.programs.late``.
     ``next_token`` replaces the checksum; the slots are checked all the same.
     """
-    shape, variants = fake_shape(masks, vocab_size, is_packable, is_recurrent), list(variants)
+    shape, variants = fake_shape(masks, vocab_size, is_packable, is_recurrent, num_adapters), list(variants)
     cache = KVCache(shape, [variant.kv_len for variant in variants])
     pool = BufferPool(variants, shape)
     programs = FakePrograms(
@@ -101,17 +107,18 @@ class FakeProgram:
         if meanwhile is not None:
             meanwhile()
         buffers = self.buffers
-        own = np.stack([buffers.input_ids[0], buffers.position_ids.reshape(-1, buffers.variant.rows)[0]], axis=-1)
+        ids = adapted_tokens(buffers.input_ids[0], buffers.adapter_scales[0])
+        own = np.stack([ids, buffers.position_ids.reshape(-1, buffers.variant.rows)[0]], axis=-1)
         for present in buffers.presents:
             present[:] = own
         for index, row in enumerate(buffers.logit_rows):
             seen = [self._seen(layer, int(row), own) for layer in range(len(self._shape.masks))]
-            checksum = sum(checksum_of(pairs[:, 0], pairs[:, 1]) for pairs in seen) + self._recur()
+            checksum = sum(checksum_of(pairs[:, 0], pairs[:, 1]) for pairs in seen) + self._recur(ids)
             chosen = self._chosen(seen[0])
             buffers.logits[0, index] = -1.0 if chosen is None else -CERTAIN
             token = checksum % self._shape.vocab_size if chosen is None else chosen
             buffers.logits[0, index, token] = 1.0 if chosen is None else CERTAIN
-        if any((rows[..., 0] == self._shape.vocab_size).any() for rows in (own, *self._past)):
+        if any((rows[..., 0] % ADAPTED == self._shape.vocab_size).any() for rows in (own, *self._past)):
             buffers.logits[:] = np.nan  # even if it is masked: 0 x NaN is NaN
         return (8 + buffers.variant.rows) * 1e-3
 
@@ -119,11 +126,11 @@ class FakeProgram:
         """Return what ``next_token`` says after these (token, position) ``pairs [n, 2]``."""
         return None if self._next_token is None else self._next_token(pairs[np.argsort(pairs[:, 1]), 0].tolist())
 
-    def _recur(self) -> int:
+    def _recur(self, ids: NDArray[np.int64]) -> int:
         """Fold every row of the call into the recurrent state, and return the state."""
         if not self._states:
             return 0
-        value = fold(self.buffers.input_ids[0], int(self._states.past[0][0, 0]))
+        value = fold(ids, int(self._states.past[0][0, 0]))
         self._states.present[0][:] = value
         return value
 
@@ -157,6 +164,13 @@ def checksum_of(tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
     return int(((tokens + 1) * (positions * 7919 + 13)).sum())
 
 
+def adapted_tokens(tokens: NDArray[np.int64], scales: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Return the tokens ``[n]`` that the fake model reads with the factors ``scales [n, adapters]``; the same without any."""
+    weights = np.arange(1, scales.shape[-1] + 1)
+    codes = np.rint(8 * scales @ weights).astype(np.int64) % MAX_ADAPTER_CODES
+    return tokens + ADAPTED * codes
+
+
 def fold(tokens: Iterable[int], value: int = 0) -> int:
     """Return the fake model's recurrent state after ``tokens``; their order matters."""
     for token in tokens:
@@ -169,12 +183,16 @@ def fake_next_token(
     masks: Sequence[MaskKind] = (CAUSAL,),
     vocab_size: int = VOCAB_SIZE,
     is_recurrent: bool = False,
+    adapters: Sequence[float] = (),
 ) -> int:
     """Return the token that the fake model must choose after ``tokens``, computed without a cache."""
-    ids, positions = np.asarray(tokens, np.int64), np.arange(len(tokens))
+    ids, positions = (
+        adapted_tokens(np.asarray(tokens, np.int64), np.asarray([adapters], np.float32)),
+        np.arange(len(tokens)),
+    )
     firsts = [kind.first(len(tokens) - 1) for kind in masks]
     seen = sum(checksum_of(ids[first:], positions[first:]) for first in firsts)
-    return (seen + (fold(tokens) if is_recurrent else 0)) % vocab_size
+    return (seen + (fold(ids) if is_recurrent else 0)) % vocab_size
 
 
 def fake_answer(
@@ -183,9 +201,10 @@ def fake_answer(
     masks: Sequence[MaskKind] = (CAUSAL,),
     is_recurrent: bool = False,
     vocab_size: int = VOCAB_SIZE,
+    adapters: Sequence[float] = (),
 ) -> list[int]:
     """Return the prompt and the expected answer of ``num_new`` tokens, computed without a cache."""
     answer = list(tokens)
     for _ in range(num_new):
-        answer.append(fake_next_token(answer, masks, vocab_size, is_recurrent))
+        answer.append(fake_next_token(answer, masks, vocab_size, is_recurrent, adapters))
     return answer

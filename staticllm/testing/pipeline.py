@@ -156,9 +156,13 @@ def _launch(
 ) -> Launched:
     """Make the engine that ``launch`` would, over fake programs of the sizes that the config asks for."""
     start, config = time.perf_counter(), candidates[0].config
-    shape = fake_shape(vocab_size=replies.vocab_size)
+    num_adapters = len(config.adapters.adapters) if config.adapters is not None else 0
+    shape = fake_shape(vocab_size=replies.vocab_size, num_adapters=num_adapters)
     runner = fake_runner(
-        choose_variants(config, "shared", shape), vocab_size=replies.vocab_size, next_token=replies.next_token
+        choose_variants(config, "shared", shape),
+        vocab_size=replies.vocab_size,
+        next_token=replies.next_token,
+        num_adapters=num_adapters,
     )
     programs = CompiledPrograms(shape, CompileOptions("CPU", "shared", "f32", {}), {})
     loaded = Loaded(runner, programs, config, "compiled", has_mapped_weights=False)

@@ -44,7 +44,7 @@ class BeamRequest(RequestState):
     def begin(self, feeds: Feeds, on_end: OnEnd) -> None:
         """Run the prompt; ``on_end`` is called with this request when it has ended."""
         self._feeds, self._on_end = feeds, on_end
-        self._beams = [feeds.open(self.request.priority, is_internal=True)]
+        self._beams = [feeds.open(self.request.priority, True, self.request.adapters)]
         self._feed(0, self.request.prompt)
 
     def end(self, reason: FinishReason, error: Exception | None = None) -> None:

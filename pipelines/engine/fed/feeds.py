@@ -6,6 +6,7 @@ from typing import Protocol
 
 from staticllm.core import FinishReason
 from staticllm.errors import PromptError
+from staticllm.kvcache.sequence import AdapterScales
 from staticllm.pipelines.engine.fed.state import FedRequest, FedState, FeedOrder, FeedResult, closed_error
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.options import EngineOptions
@@ -41,9 +42,9 @@ class Feeds:
         self.is_switching = False
         self._held: list[tuple[FedState, FeedOrder]] = []
 
-    def open(self, priority: int = 0, is_internal: bool = False) -> FedState:
-        """Return a new sequence, which is away; ``is_internal`` as in ``FedState``."""
-        state = FedState(self._core.vocab_size, priority, is_internal=is_internal)
+    def open(self, priority: int = 0, is_internal: bool = False, adapters: AdapterScales = ()) -> FedState:
+        """Return a new sequence, which is away; ``is_internal`` as in ``FedState``, and ``adapters`` as in ``EngineRequest``."""
+        state = FedState(self._core.vocab_size, priority, is_internal=is_internal, adapters=adapters)
         self._core.kv_manager.away.add(state)
         return state
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from staticllm.core import FinishReason
 from staticllm.errors import ClosedError, StaticLLMError
+from staticllm.kvcache.sequence import AdapterScales
 from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.request import EngineRequest, RequestState, SequenceState, new_id
 from staticllm.pipelines.generation.filters import Logits
@@ -85,9 +86,14 @@ class FedState(SequenceState):
     """
 
     def __init__(
-        self, vocab_size: int, priority: int = 0, think: ThinkTime | None = None, is_internal: bool = False
+        self,
+        vocab_size: int,
+        priority: int = 0,
+        think: ThinkTime | None = None,
+        is_internal: bool = False,
+        adapters: AdapterScales = (),
     ) -> None:
-        request = EngineRequest((), priority=priority, id=new_id())
+        request = EngineRequest((), priority=priority, id=new_id(), adapters=adapters)
         super().__init__(request, OutputQueue(), vocab_size)
         self.think = think or ThinkTime()
         self.is_internal = is_internal
@@ -104,7 +110,7 @@ class FedState(SequenceState):
 
     def forked(self) -> FedState:
         """Return another sequence of the same client with the same tokens, and without slots."""
-        other = FedState(self._vocab_size, self.request.priority, self.think, self.is_internal)
+        other = FedState(self._vocab_size, self.request.priority, self.think, self.is_internal, self.request.adapters)
         other.tokens, other.is_suspect = list(self.tokens), self.is_suspect
         other.request = replace(self.request, id=other.id)
         other.token_times = list(self.token_times)

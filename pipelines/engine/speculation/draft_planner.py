@@ -21,6 +21,8 @@ MOST_LOST = 1.0
 """The most decode steps that a draft counts as lost while the cost of its variant is not stable.
 
 The first run at a new size may take many times as long as the next one, and would rule it out for ever."""
+HOPED_ROW_COST = 0.1
+"""The most decode steps that a drafted row costs as long as the cost of its variant is not stable; the credit covers the risk."""
 MIN_GAIN = 1.02
 """The least expected speed-up; a smaller one is within the error of the costs."""
 LEAST_CHANCE = 0.05
@@ -34,6 +36,9 @@ FIRST_PLAIN, REFRESH_AFTER = 3, 48
 plain step costs must be known, and stay known: drafts are measured by it."""
 SLOWER_WEIGHT = 0.1
 """The weight of a slower call in the host's seconds per call. A faster one counts at once: others were delayed."""
+NO_DRAFT_SECONDS, DRAFT_SECONDS, OVERHEAD = 1e-5, 5e-5, 0.01
+"""About how long it takes to find that there is no draft, and that one does not pay, and the share of a decode step that this may
+take. Where steps are shorter, a request is asked for drafts less often."""
 MAX_KEPT = 1024
 """The number of sizes of calls whose variants are remembered."""
 
@@ -120,11 +125,16 @@ class DraftPlanner:
         proposed = [self._proposal(state, call, room) for state in states]
         chances = self._chances(states, proposed)[: max(room, 0)]
         option = self._best(call, chances, proposed) if chances else None
+        lengths = [0] * len(states)
+        for chance in chances[: option.most] if option is not None else ():
+            lengths[chance.index] += 1
+        longest = 1.0 / (OVERHEAD * self._step_seconds(call))
+        for state, draft, length in zip(states, proposed, lengths, strict=True):
+            if state.drafts is not None:
+                spent = 0.0 if length else DRAFT_SECONDS if draft.tokens else NO_DRAFT_SECONDS
+                state.drafts.pause(int(spent * longest))
         if option is None:
             return DraftPlan(call, call.variant)
-        lengths = [0] * len(states)
-        for chance in chances[: option.most]:
-            lengths[chance.index] += 1
         drafts = [replace(draft, tokens=draft.tokens[:n]) for draft, n in zip(proposed, lengths, strict=True)]
         modelled = [i for i, draft in enumerate(drafts) if draft.kind == KIND and draft.tokens]
         if self.model is None or not modelled:
@@ -137,6 +147,12 @@ class DraftPlanner:
             states[i].add_draft_seconds(model.seconds - before)
         variant = self._variant_for(call, sum(len(draft.tokens) for draft in drafts))
         return DraftPlan(call, variant, tuple(drafts), expected, model.seconds - before)
+
+    def skip(self) -> None:
+        """Count a decode step in which no request was due for a draft."""
+        self._num_plain += 1
+        self._num_drafted = 0
+        self._credit = min(self._credit + ALLOWANCE, MAX_CREDIT)
 
     def observe(self, plan: DraftPlan, num_accepted: int, host_seconds: float) -> None:
         """Learn that ``num_accepted`` drafted tokens of a call were accepted.
@@ -226,7 +242,8 @@ class DraftPlanner:
             is_known = self._runner.costs.is_stable(option.variant)
             if not held or (risk if is_known else min(risk, MOST_LOST)) > self._credit:
                 continue
-            speed = (1.0 + gains[held] / count) / max(1.0 + more, 0.1)
+            hoped = more if is_known else min(more, held * HOPED_ROW_COST + model_seconds[held] / base)
+            speed = (1.0 + gains[held] / count) / max(1.0 + hoped, 0.1)
             if speed > most:
                 best, most = _Option(option.variant, held), speed
             if cheapest is None or risk < least:

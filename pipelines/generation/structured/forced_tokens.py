@@ -16,6 +16,8 @@ class ForcedTokens(Generic[Draft]):
     ``make`` returns the draft of tokens, which may be none.
     """
 
+    can_pause = False
+
     def __init__(self, mask: GrammarMask, make: Callable[[tuple[int, ...]], Draft]) -> None:
         self._mask, self._make = mask, make
 

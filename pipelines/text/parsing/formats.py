@@ -12,7 +12,10 @@ from staticllm.pipelines.text.parsing import harmony
 Syntax = Literal["", "tagged", "xml", "named", "bare_json", "python", "harmony"]
 """How calls are written: JSON between tags, a tag per parameter, ``[TOOL_CALLS]``, JSON or Python without tags, channels."""
 
-TAGS = (("<tool_call>", "</tool_call>"), ("<|tool_call|>", "<|/tool_call|>"), ("<function_call>", "</function_call>"))
+TAGS = (
+    ("<tool_call>", "</tool_call>"), ("<|tool_call|>", "<|/tool_call|>"), ("<function_call>", "</function_call>"),
+    ("<|START_ACTION|>", "<|END_ACTION|>"),
+)  # fmt: skip
 NAMED, ARGS = "[TOOL_CALLS]", "[ARGS]"
 FUNCTION = "<function="
 PYTHON_TAG, PYTHON_START, PYTHON_END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"

@@ -10,7 +10,8 @@ from staticllm.pipelines.text.parsing.output import Output
 from staticllm.pipelines.text.parsing.source import MalformedError, Source, Steps
 
 ARGUMENT_KEYS = ("arguments", "parameters")
-CALL_KEYS = (*ARGUMENT_KEYS, "name", "function", "type", "id")
+NAME_KEYS = ("name", "tool_name")
+CALL_KEYS = (*ARGUMENT_KEYS, *NAME_KEYS, "function", "type", "id")
 MAX_ID_CHARS = 64
 
 
@@ -64,7 +65,7 @@ class CallObject:
         yield from source.skip_space()
         yield from source.expect(":")
         first = yield from source.skip_space()
-        if key == "name" or (key == "function" and first == '"'):
+        if key in NAME_KEYS or (key == "function" and first == '"'):
             if first != '"' or self._name is not None:
                 raise MalformedError("the name is no string, or comes twice")
             self._name = yield from take_value(source)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.extra_options import ToolOptions, function_of
+from staticllm.pipelines.generation.options import GenerationOptions
+from staticllm.pipelines.generation.structured.grammar import Grammar
 from staticllm.pipelines.text.parsing.formats import ARGS, FUNCTION, MessageFormat
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -30,7 +32,7 @@ class Json:
 
 @dataclass(frozen=True)
 class FreeText:
-    """Any text that does not contain ``end``, which follows as a part of its own."""
+    """Any text that does not contain ``end``. A ``Text`` that begins with ``end`` follows."""
 
     end: str
 
@@ -55,6 +57,36 @@ class RequiredCalls:
     calls: tuple[tuple[Part, ...], ...]
     lead: tuple[Part, ...] = ()
 
+    def to_structural_tag(self) -> dict[str, Any]:
+        """Return these answers as the JSON of a structural tag, with the formats of xgrammar and GenAI."""
+        choices = [_sequence(call) for call in self.calls]
+        call = choices[0] if len(choices) == 1 else {"type": "or", "elements": choices}
+        lead = _elements(self.lead)
+        format = {"type": "sequence", "elements": [*lead, call]} if lead else call
+        return {"type": "structural_tag", "format": format}
+
+
+def _sequence(parts: Sequence[Part]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": _elements(parts)}
+
+
+def _elements(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """Return the formats of these parts. Free text becomes a tag that ends with the beginning of the text after it."""
+    elements: list[dict[str, Any]] = []
+    end = ""
+    for part in parts:
+        if isinstance(part, FreeText):
+            end = part.end
+            elements.append({"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end})
+        elif isinstance(part, Json):
+            elements.append({"type": "json_schema", "json_schema": dict(part.schema)})
+        elif isinstance(part, OptionalParts):
+            elements.append({"type": "optional", "content": _sequence(part.parts)})
+        else:
+            text, end = part.text.removeprefix(end), ""
+            elements += [{"type": "const_string", "value": text}] if text else []
+    return elements
+
 
 def required_calls(format: MessageFormat, tools: ToolOptions) -> RequiredCalls:
     """Return the answers that ``tool_choice`` allows: a call of the named function, or of any function for ``required``.
@@ -73,6 +105,34 @@ def required_calls(format: MessageFormat, tools: ToolOptions) -> RequiredCalls:
         end = format.reasoning[1]
         lead = (FreeText(end), Text(end + "\n\n"))
     return RequiredCalls(tuple(_call(format, str(each["name"]), each.get("parameters")) for each in chosen), lead)
+
+
+def grammar_of_calls(format: MessageFormat | None, options: GenerationOptions) -> Grammar | None:
+    """Return the grammar of the answers that ``tool_choice`` allows; that of the options if it requires no call.
+
+    ``format`` is None if the answer is not parsed.
+
+    Raises:
+        GenerationConfigError: the chat template shows no format of calls, or another option contradicts a required call.
+    """
+    tools = options.extra.tool_options
+    if tools.choice not in ("required", "function"):
+        return options.grammar
+    if format is None:
+        raise GenerationConfigError(f"tool_choice={tools.choice!r} with parse_tools=False: leave one of them out")
+    asked = [
+        name
+        for name, is_asked in (
+            ("a grammar", options.grammar is not None),
+            ("num_beams", options.beams is not None),
+            ("ignore_eos", not options.stop_token_ids),
+        )
+        if is_asked
+    ]
+    if asked:
+        raise GenerationConfigError(f"tool_choice={tools.choice!r} with {asked[0]}: leave one of them out")
+    tag = required_calls(format, tools).to_structural_tag()
+    return Grammar("structural_tag", json.dumps(tag, ensure_ascii=False))
 
 
 def _call(format: MessageFormat, name: str, parameters: object) -> tuple[Part, ...]:

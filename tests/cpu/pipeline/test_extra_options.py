@@ -17,6 +17,10 @@ OPTIONS = {"MAX_PROMPT_LEN": 128, "MIN_RESPONSE_LEN": 64, "INFERENCE_PRECISION_H
 PROMPT = "Once upon a time"
 
 
+def print_nothing(input_ids, scores):
+    scores[input_ids[-1]] -= 1.0
+
+
 @pytest.fixture(scope="module")
 def pipe():
     with StaticLLMPipeline(demo_model_path(), "CPU", **OPTIONS) as pipe:
@@ -113,6 +117,9 @@ def test_dry_reads_its_breakers_as_text(pipe):
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size=-1"),
         ({"logits_processor": 3}, r"logits_processor=3: must be an object with process\(logits\), or a callable"),
         ({"logits_processor": LogitsProcessor}, "logits_processor=<class"),
+        ({"dry_multiplier": 0.8, "num_beams": 2}, "dry_multiplier with num_beams=2"),
+        ({"logit_bias": {5: False}, "num_beams": 2}, "logit_bias with num_beams=2"),
+        ({"logits_processor": print, "num_beams": 2}, "logits_processor with num_beams=2"),
         ({"parsers": ["x"]}, r"parsers=\['x'\]: must be a list of openvino_genai.Parser"),
     ],
 )
@@ -120,6 +127,27 @@ def test_wrong_values_are_one_line(pipe, options, said):
     with pytest.raises(GenerationConfigError, match=said) as error:
         pipe.generate(PROMPT, max_new_tokens=4, **options)
     one_line(error)
+
+
+def test_defaults_go_with_beams(pipe):
+    expected = tokens_of(pipe, num_beams=2)
+    assert tokens_of(pipe, num_beams=2, typical_p=1.0, logit_bias=None, bad_words=[], dry_multiplier=0.0) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dry_multiplier": 1.0},
+        {"no_repeat_ngram_size": 4},
+        {"do_sample": True, "temperature": 0.7, "rng_seed": 4, "xtc_probability": 0.5},
+        {"do_sample": True, "temperature": 0.7, "rng_seed": 4, "mirostat": 2, "mirostat_tau": 3.0},
+        {"do_sample": True, "temperature": 0.7, "rng_seed": 4, "typical_p": 0.8, "logits_processor": print_nothing},
+    ],
+)
+def test_drafts_do_not_change_what_is_chosen(pipe, options):
+    prompt = "the fox and the dog and the fox and the dog and the fox and the"
+    drafts = {"max_ngram_size": 3, "num_assistant_tokens": 4}
+    assert tokens_of(pipe, prompt, **drafts, **options) == tokens_of(pipe, prompt, **options)
 
 
 def test_a_users_processor_works_with_generate_and_submit(pipe):

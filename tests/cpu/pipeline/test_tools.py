@@ -11,6 +11,7 @@ import pytest
 from helpers import one_line
 
 from staticllm import AssistantMessage, GenerationConfigError, PromptError, ToolCall, demo_model_path
+from staticllm.pipelines.text.parsing import formats
 from staticllm.pipelines.text.parsing.events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta, message_of
 from staticllm.pipelines.text.special_tokens import SpecialTokens
 from staticllm.testing import fake_pipeline
@@ -84,6 +85,16 @@ def test_a_conversation_goes_on_with_the_message():
         assert second.finish_reasons == ["stop"]
 
 
+@pytest.mark.parametrize("arguments", [{"city": "Berlin"}, '{"city": "Berlin"}'])
+def test_a_template_that_takes_arguments_as_text_gets_text(arguments):
+    template = "{% for c in messages[0].tool_calls or [] %}{{ 'args ' + c.function.arguments }}{% endfor %}"
+    prompts = []
+    with pipe_of(lambda prompt: prompts.append(prompt) or "yes", template) as pipe:
+        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        pipe.generate([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert prompts == ['args {"city": "Berlin"}']
+
+
 def test_tools_of_a_chat_history_are_shown_and_parsed_only_when_asked():
     prompts = []
 
@@ -128,6 +139,11 @@ def test_events_stream_and_make_the_message():
             return await pipe.submit("How?", tools=[WEATHER])
 
         assert asyncio.run(wait()).tool_calls[0][0].name == "weather"
+
+        async def read():
+            return [event async for event in pipe.submit("How?", tools=[WEATHER]).events_async()]
+
+        assert message_of(asyncio.run(read())).tool_calls[0].parsed_arguments == {"city": "Berlin"}
 
 
 def test_a_call_that_is_cut_off_is_content():
@@ -182,6 +198,26 @@ def test_a_call_between_special_tokens_is_found():
     ids = tokenizer.encode(text, add_special_tokens=False).input_ids.data[0].tolist()
     assert shown(ids) == text
     assert tokenizer.decode(ids) == '{"name": "weather"}'
+
+
+def test_calls_between_special_tokens_reach_events_and_results(monkeypatch):
+    """As with a model whose markers are special tokens: here those of the demo model stand for them."""
+    monkeypatch.setattr(formats, "TAGS", (("<|user|>", "<|system|>"),))
+    template = (
+        "{# <|user|> <|system|> #}{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{{ messages[0].content }}"
+    )
+    text = '<|user|>{"name": "weather", "arguments": {"city": "Berlin"}}<|system|>'
+    with pipe_of("Look. " + text, template) as pipe:
+        plain = pipe.generate("How?")
+        assert "<|user|>" not in plain, "without tools special tokens are left out, as in GenAI"
+        result = pipe.generate("How?", tools=[WEATHER])
+        assert result == "Look. " + text, "markers are shown, and the end-of-sequence token is not"
+        assert result.messages[0].content == "Look."
+        assert result.tool_calls[0][0].parsed_arguments == {"city": "Berlin"}
+        seen = []
+        assert pipe.generate("How?", tools=[WEATHER], streamer=seen.append) == "".join(seen)
+        assert list(pipe.submit("How?", tools=[WEATHER]).events())[-1] == CallEnd(0)
+        assert pipe.generate("How?", tools=[WEATHER], stop_strings={"<|user|>"}) == "Look. "
 
 
 @pytest.mark.parametrize(

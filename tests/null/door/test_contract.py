@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from staticllm.core import (
+    AdaptedGroup,
+    AdaptedPart,
     EncoderMask,
     EncoderShape,
     EncoderVariant,
@@ -83,7 +85,10 @@ def test_all_ports_are_documented_as_inputs_or_outputs(page):
     inputs, outputs = (
         [name for row in rows_of(page, heading) for name in row.names] for heading in ("Inputs", "Outputs")
     )
-    shape = ModelShape(tuple(KV), (MaskKind(),), 9, 2, has_distances=True, recurrent_states=(STATE,))
+    adapted = (AdaptedGroup(0, 2, 2, (AdaptedPart(0, "p", 1, 0, 0),)),)
+    shape = ModelShape(
+        tuple(KV), (MaskKind(),), 9, 2, has_distances=True, recurrent_states=(STATE,), num_adapters=1, adapted=adapted
+    )
     assert sorted(inputs) == sorted(input_names(shape))
     assert sorted(outputs) == sorted([LOGITS, EMBEDDINGS, *(state.present_name for state in (*KV, STATE))])
     assert {find_port(name) for name in inputs + outputs} == set(PORTS)

@@ -4,7 +4,7 @@ import threading
 import warnings
 
 import pytest
-from engine_schedules import HOSTILE, MASKS, Disturbed, Schedule
+from engine_schedules import ADAPTERS, HOSTILE, MASKS, Disturbed, Schedule
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from output_queues import outputs_of, reason_of
@@ -53,6 +53,7 @@ schedules = st.fixed_dictionaries(
         "gap_ms": st.sampled_from([None, 0.01, 1.0]),
         "kind": st.sampled_from(["packed", "in turns", "recurrent"]),
         "poisoned": st.sets(st.integers(0, 8), max_size=2),
+        "adapters": st.lists(st.integers(0, len(ADAPTERS) - 1), max_size=4),
         "compiled": st.none() | st.permutations(range(len(FAKE_VARIANTS))),
     }
 )
@@ -61,7 +62,7 @@ schedules = st.fixed_dictionaries(
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules)
 def test_any_schedule_gives_each_request_its_own_answer(schedule):
-    """Schedules include swaps, time slices, preemptions, recurrent models, models that cannot be packed, and late programs."""
+    """Schedules include swaps, time slices, preemptions, adapters, recurrent and unpackable models, and late programs."""
     is_recurrent = schedule["kind"] == "recurrent"
     variants = FAKE_VARIANTS if schedule["kind"] == "packed" else [v for v in FAKE_VARIANTS if v.sequences == 1]
     engine = fake_engine(

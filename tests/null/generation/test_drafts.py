@@ -60,6 +60,8 @@ def test_a_shortened_conversation_is_indexed_anew():
 
 
 class Fixed:
+    can_pause = True
+
     def __init__(self, draft):
         self.draft, self.seen = draft, []
 

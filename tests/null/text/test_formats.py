@@ -1,5 +1,8 @@
 """Tests how the format of calls and reasoning is found in the text of a chat template, and what a required call must be."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from staticllm.errors import GenerationConfigError
@@ -45,6 +48,7 @@ TAGS = ("<tool_call>", "</tool_call>")
             "[THINK] [/THINK] [TOOL_CALLS]name[ARGS]",
             MessageFormat("named", ("[TOOL_CALLS]", ""), ("[THINK]", "[/THINK]"), has_args_marker=True),
         ),
+        ("<|START_ACTION|>[]<|END_ACTION|>", MessageFormat("tagged", ("<|START_ACTION|>", "<|END_ACTION|>"))),
         ("<|start|>assistant<|channel|>analysis<|message|>", MessageFormat("harmony")),
         (
             "{{ '<|tool_call|>' + tools + '<|/tool_call|>' }}",
@@ -136,6 +140,42 @@ def test_any_function_may_be_called_where_a_call_is_required():
     assert required_calls(thinking, options("required")).lead == (FreeText("</think>"), Text("</think>\n\n"))
     xml = required_calls(FORMATS[1], options("required")).calls[0]
     assert [type(part) for part in xml] == [Text, Text, FreeText, Text, OptionalParts, Text]
+
+
+def written(form, with_optional):
+    """Return a text that a format of a structural tag allows."""
+    kind = form["type"]
+    if kind == "sequence":
+        return "".join(written(each, with_optional) for each in form["elements"])
+    if kind == "optional":
+        return written(form["content"], with_optional) if with_optional else ""
+    if kind == "tag":
+        assert form["content"] == {"type": "any_text"}
+        return form["begin"] + "Berlin" + form["end"]
+    if kind == "json_schema":
+        both = '{"city": "Berlin", "days": 3}' if with_optional else '{"city": "Berlin"}'
+        return {"object": both, "string": '"Berlin"', "integer": "3"}[form["json_schema"]["type"]]
+    assert kind == "const_string"
+    assert form["value"]
+    return form["value"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("with_optional", [False, True])
+def test_the_structural_tag_of_a_required_call(format, with_optional):
+    tag = required_calls(format, options({"type": "function", "function": {"name": "weather"}})).to_structural_tag()
+    assert tag["type"] == "structural_tag"
+    assert json.loads(json.dumps(tag)) == tag
+    parser = MessageParser(format, TOOLS)
+    message = message_of([*parser.push(written(tag["format"], with_optional)), *parser.finish()])
+    (call,) = message.tool_calls
+    assert call.parsed_arguments == ({"city": "Berlin", "days": 3} if with_optional else {"city": "Berlin"})
+    any_of = required_calls(format, options("required")).to_structural_tag()["format"]
+    assert any_of["type"] == "or"
+    assert len(any_of["elements"]) == 2
+    thinking = replace(format, reasoning=THINK, is_reasoning_open=True)
+    lead, end, call = required_calls(thinking, options("required")).to_structural_tag()["format"]["elements"]
+    assert (lead["type"], lead["end"], end["value"], call) == ("tag", "</think>", "\n\n", any_of)
 
 
 def test_a_template_without_a_known_format_cannot_require_a_call():

@@ -84,6 +84,8 @@ CASES = [
      "", "", [BERLIN, ("now", {})]),
     (TAGGED, '<tool_call>{"type": "function", "function": {"name": "weather", "parameters": {"city": "Berlin"}}, "id": 7}',
      "", "", [BERLIN]),
+    (TAGGED, '<tool_call>[{"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Berlin"}}]</tool_call>',
+     "", "", [BERLIN]),
     (TAGGED, 'a <tool_call>{"name": "f", "arguments": [1]}</tool_call> b',
      'a <tool_call>{"name": "f", "arguments": [1]}</tool_call> b', "", []),
     (TAGGED, 'a <tool_call>{"name": "f", "arguments": {"x": oops}}</tool_call>',

@@ -1,0 +1,207 @@
+"""Reads a LoRA adapter: for each layer that it changes, two low-rank matrices (LoRA, arXiv 2106.09685, section 4.1).
+
+A *file* is what GenAI takes: the matrices alone. A *directory* is what PEFT writes: the file and ``adapter_config.json``, whose
+``lora_alpha`` and ``r`` scale the matrices. With a file, the alpha of a request is the whole factor, as in GenAI.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staticllm.adapters.safetensors_file import SafetensorsFile, open_safetensors, safetensors_in_memory
+from staticllm.errors import AdapterError
+from staticllm.files import read_regular
+
+FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+MAX_CONFIG = 1 << 20
+MAX_RANK = 1024
+"""The largest rank of one layer, over all adapters of a pipeline."""
+MAX_VALUE = 1e4
+"""The largest number in an adapter. Every row of a shared call is multiplied by every adapter, and then by 0 where it has another
+one; larger numbers could overflow before that, and make the answers of other requests NaN."""
+PREFIX = "base_model.model."
+_PART = re.compile(r"(?P<path>.+?)[._]lora[._](?P<part>A|B|down|up)(?:\.[\w-]+)?\.weight")
+_IGNORED = re.compile(r".+\.(alpha|base_layer\.weight)")
+"""Tensors that are left out, as in GenAI: an alpha, because that of the request counts, and the model's own weights, which PEFT
+saves beside an adapter of the head."""
+_SIDES = {"A": "a", "down": "a", "B": "b", "up": "b"}
+_TRAINED_OTHERWISE = ("use_dora", "alora_invocation_tokens", "use_qalora")
+"""Switches of ``adapter_config.json`` for methods that compute something else."""
+
+
+@dataclass(frozen=True)
+class LoraLayer:
+    """The change of one layer: ``y += alpha * scale * (x @ a.T) @ b.T``, with ``a [rank, in]`` and ``b [out, rank]`` f32."""
+
+    a: NDArray[np.float32]
+    b: NDArray[np.float32]
+    scale: float = 1.0
+
+    @property
+    def rank(self) -> int:
+        """The number of rows of ``a``."""
+        return int(self.a.shape[0])
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The numbers of values that the layer takes and returns."""
+        return int(self.a.shape[1]), int(self.b.shape[0])
+
+
+@dataclass(frozen=True, eq=False)
+class LoraAdapter:
+    """An adapter in memory. ``layers``: path of the module in the original model → its change.
+
+    ``name`` is a digest of the numbers: two adapters of the same name are the same. ``source`` names the file in errors.
+    """
+
+    name: str
+    layers: Mapping[str, LoraLayer]
+    source: str
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all matrices in f32."""
+        return sum(layer.a.nbytes + layer.b.nbytes for layer in self.layers.values())
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """What ``adapter_config.json`` says about the scale of the matrices."""
+
+    alpha: float
+    is_rank_stabilized: bool = False
+    alphas: Mapping[str, float] = field(default_factory=dict)  # alpha_pattern: the end of a path → its own alpha
+
+    def scale(self, path: str, rank: int) -> float:
+        """Return the factor of one layer's matrices: alpha / rank, or alpha / sqrt(rank) (arXiv 2312.03732)."""
+        own = (value for end, value in self.alphas.items() if re.fullmatch(rf"(.*\.)?{re.escape(end)}", path))
+        return next(own, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilized else rank)
+
+
+def read_adapter(path: str | os.PathLike[str]) -> LoraAdapter:
+    """Read a file, or a directory of PEFT.
+
+    Raises:
+        AdapterError: something is missing, damaged or impossible, or is no LoRA adapter.
+    """
+    try:
+        found = Path(os.fsdecode(path))
+        is_directory = found.is_dir()
+    except (TypeError, ValueError, OSError) as error:
+        raise AdapterError(f"the adapter {str(path)[:200]!r} cannot be read: {error}") from None
+    config = _read_config(found / CONFIG) if is_directory else None
+    with open_safetensors(found / FILE if is_directory else found) as file:
+        return _adapter(file, config)
+
+
+def adapter_in_memory(data: bytes) -> LoraAdapter:
+    """Return the adapter in the bytes of a safetensors file.
+
+    Raises:
+        AdapterError: they are damaged or impossible, or those of no LoRA adapter.
+    """
+    with safetensors_in_memory(data) as file:
+        return _adapter(file, None)
+
+
+def _adapter(file: SafetensorsFile, config: PeftConfig | None) -> LoraAdapter:
+    digest, layers = hashlib.blake2b(digest_size=16), dict[str, LoraLayer]()
+    for path, names in sorted(_pairs(file).items()):
+        a, b = _matrix(file, names["a"]), _matrix(file, names["b"])
+        if a.shape[0] != b.shape[1] or not a.size or not b.size:
+            raise AdapterError(
+                f"the adapter {file.name!r}: {path!r} has matrices of the shapes {list(a.shape)} and {list(b.shape)}, "
+                "must be [rank, in] and [out, rank]"
+            )
+        scale = 1.0 if config is None else config.scale(path, a.shape[0])
+        layers[path] = LoraLayer(a, b, scale)
+        digest.update(f"{path} {a.shape} {b.shape} {scale}".encode())
+        digest.update(a.tobytes() + b.tobytes())
+    return LoraAdapter(digest.hexdigest(), layers, file.name)
+
+
+def _pairs(file: SafetensorsFile) -> dict[str, dict[str, str]]:
+    """Return path → ``a`` and ``b`` → name of the tensor.
+
+    Raises:
+        AdapterError: there is a tensor of another kind, or a matrix without the other one.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for name in file.entries:
+        part = _PART.fullmatch(name)
+        if part is None:
+            if _IGNORED.fullmatch(name) is None:
+                raise AdapterError(
+                    f"the adapter {file.name!r} has the tensor {name[:120]!r}, which is no low-rank matrix (whole weights, "
+                    "biases, embeddings or DoRA): merge such an adapter into the model"
+                )
+            continue
+        path = part["path"].removeprefix(PREFIX)
+        if found.setdefault(path, {}).setdefault(_SIDES[part["part"]], name) != name:
+            raise AdapterError(f"the adapter {file.name!r} has two tensors for {path!r}: {name!r} is the second")
+    for path, names in found.items():
+        if len(names) != 2:
+            raise AdapterError(
+                f"the adapter {file.name!r} has one of two matrices for {path!r}: {next(iter(names.values()))!r}"
+            )
+    if not found:
+        raise AdapterError(f"the adapter {file.name!r} has no low-rank matrices (names that end in lora_A.weight)")
+    return found
+
+
+def _matrix(file: SafetensorsFile, name: str) -> NDArray[np.float32]:
+    """Return a tensor of two axes; further axes of size 1, as of a convolution, are dropped."""
+    shape = file.entries[name].shape
+    if len(shape) < 2 or any(size != 1 for size in shape[2:]) or min(shape[:2]) > MAX_RANK:
+        raise AdapterError(
+            f"the adapter {file.name!r}: {name!r} has the shape {list(shape)}, must be a matrix of rank {MAX_RANK} or less"
+        )
+    values = np.ascontiguousarray(file.read(name).reshape(shape[:2]))
+    if values.size and not float(np.abs(values).max()) <= MAX_VALUE:  # also if it is NaN
+        raise AdapterError(
+            f"the adapter {file.name!r}: {name!r} has numbers that are not finite, or larger than {MAX_VALUE:g}"
+        )
+    return values
+
+
+def _read_config(path: Path) -> PeftConfig:
+    try:
+        content = json.loads(read_regular(path, MAX_CONFIG))
+    except (OSError, ValueError, RecursionError) as error:
+        raise AdapterError(f"{str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(content, dict):
+        raise AdapterError(f"{str(path)!r} is no JSON object")
+    for name in _TRAINED_OTHERWISE:
+        if content.get(name):
+            raise AdapterError(f"{str(path)!r}: {name} is not supported: merge such an adapter into the model")
+    if str(content.get("peft_type", "LORA")).upper() != "LORA" or content.get("bias", "none") != "none":
+        kind = f"peft_type={content.get('peft_type')!r}, bias={content.get('bias')!r}"
+        raise AdapterError(f"{str(path)!r}: {kind[:120]}: only LoRA without biases can be run beside the model")
+    patterns = content.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise AdapterError(f"{str(path)!r}: alpha_pattern must be an object")
+    alphas = {end: _number(path, value) for end, value in patterns.items()}
+    return PeftConfig(_number(path, content.get("lora_alpha", 8)), bool(content.get("use_rslora")), alphas)
+
+
+def _number(path: Path, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= MAX_VALUE:
+        raise AdapterError(f"{str(path)!r}: lora_alpha={str(value)[:40]!r} must be a number up to {MAX_VALUE:g}")
+    return float(value)
+
+
+def shapes_of(adapter: LoraAdapter) -> Iterator[tuple[str, int, int, int]]:
+    """Yield path, rank, in and out size of each layer, sorted by path."""
+    for path, layer in sorted(adapter.layers.items()):
+        yield path, layer.rank, *layer.sizes

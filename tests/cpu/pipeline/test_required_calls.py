@@ -1,0 +1,90 @@
+"""Tests ``tool_choice``: a model that never calls anything must write a call that satisfies the function's schema."""
+
+from __future__ import annotations
+
+import json
+
+import openvino_genai as genai
+import pytest
+
+from staticllm import GenerationConfigError, StaticLLMPipeline, demo_model_path
+
+jsonschema = pytest.importorskip("jsonschema")
+pytest.importorskip("llguidance")
+
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TIME = {
+    "type": "object",
+    "properties": {"zone": {"enum": ["UTC", "CET"]}},
+    "required": ["zone"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "time", "parameters": TIME}},
+]
+BEGIN = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+TEMPLATES = {
+    "hermes": BEGIN + '{# <tool_call>{"name": "f", "arguments": {}}</tool_call> #}',
+    "xml": BEGIN + "{# <tool_call><function=f><parameter=x>1</parameter></function></tool_call> #}",
+    "llama": BEGIN + '{# <|python_tag|> {"name": "f", "parameters": {}} #}',
+    "mistral": BEGIN + '{# [TOOL_CALLS] [{"name": "f", "arguments": {}}] #}',
+}
+
+
+@pytest.fixture(scope="module")
+def pipes():
+    made = {}
+    for name, template in TEMPLATES.items():
+        tokenizer = genai.Tokenizer(str(demo_model_path()))
+        tokenizer.chat_template = template
+        made[name] = StaticLLMPipeline(demo_model_path(), "CPU", tokenizer=tokenizer)
+    yield made
+    for pipe in made.values():
+        pipe.close()
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_required_call_satisfies_a_schema(pipes, name, seed):
+    tools = TOOLS[1:] if name == "xml" else TOOLS  # a text of the XML format ends where the model ends it
+    result = pipes[name].generate(
+        "How is the weather?", tools=tools, tool_choice="required", do_sample=True, temperature=1.5, rng_seed=seed,
+        max_new_tokens=300,
+    )  # fmt: skip
+    calls = result.tool_calls[0]
+    assert calls, str(result)
+    for call in calls:
+        schema = {"weather": CITY, "time": TIME}[call.name]
+        jsonschema.validate(json.loads(call.arguments), schema)
+    assert result.finish_reasons == ["tool_call"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_named_function_is_called(pipes, name):
+    choice = {"type": "function", "function": {"name": "time"}}
+    result = pipes[name].generate("Hello", tools=TOOLS, tool_choice=choice, max_new_tokens=200)
+    assert [call.name for call in result.tool_calls[0]] == ["time"]
+    assert result.tool_calls[0][0].parsed_arguments["zone"] in ("UTC", "CET")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"regex": "a"}, "tool_choice='required' with a grammar"),
+        ({"num_beams": 2}, "tool_choice='required' with num_beams"),
+        ({"ignore_eos": True}, "tool_choice='required' with ignore_eos"),
+        ({"parse_tools": False}, "tool_choice='required' with parse_tools=False"),
+    ],
+)
+def test_contradictions_get_one_line(pipes, options, message):
+    with pytest.raises(GenerationConfigError, match=message):
+        pipes["hermes"].generate("Hello", tools=TOOLS, tool_choice="required", max_new_tokens=99, **options)
