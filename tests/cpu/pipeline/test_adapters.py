@@ -288,6 +288,21 @@ def test_a_blob_set_serves_every_adapter_of_its_layout(llama, tmp_path):
         assert "adapters" in one_line(caught)
 
 
+def test_a_cache_has_one_set_for_a_layout(llama, tmp_path):
+    other = Lora(llama.path, TARGETS["llama"], rank=4, seed=9).save(tmp_path / "other")
+    cache = {"CACHE_DIR": str(tmp_path / "cache"), **SHORT}
+    origins = []
+    for adapters in (
+        {"adapters": AdapterConfig(Adapter(llama.files()[0]))},
+        {"adapters": AdapterConfig(Adapter(other))},
+        {},
+    ):
+        with StaticLLMPipeline(llama.path, "CPU", **adapters, **cache) as pipe:
+            origins.append(pipe._launched.loaded.origin)
+            assert answer(pipe, AdapterConfig()) == llama.tokens()
+    assert origins == ["compiled", "cache", "compiled"]
+
+
 def test_fused_adapters_are_part_of_the_weights(llama, handles, tmp_path):
     blobs, fused = tmp_path / "set.blob", AdapterConfig(handles[0], 0.75, AdapterConfig.Mode.MODE_FUSE)
     with StaticLLMPipeline(llama.path, "CPU", adapters=fused, BLOB_PATH=blobs, EXPORT_BLOB=True, **SHORT) as pipe:
