@@ -185,15 +185,12 @@ def test_a_config_object_together_with_properties_is_refused(zoo):
 @pytest.mark.parametrize(
     ("inputs", "word"),
     [
-        ("", "empty"),
-        ([""], "empty"),
         (np.array([], np.int64), "no tokens"),
         (np.array([[5, 1024]]), "1024 is outside the vocabulary: ids go from 0 to 1023"),
         (np.array([-1]), "-1 is outside"),
         (np.array([1.5]), "float64"),
         (np.zeros((0, 4), np.int64), "shape [0, 4]"),
         (np.zeros((1, 1, 4), np.int64), "shape [1, 1, 4]"),
-        (["a", "", "c"], "empty"),
         ([], "list of prompts is empty"),
         (5, "a int"),
         (None, "NoneType"),
@@ -207,6 +204,15 @@ def test_bad_prompts_are_refused(pipe, inputs, word):
     with pytest.raises(PromptError) as error:
         pipe.generate(inputs, max_new_tokens=3)
     assert word in one_line(error)
+
+
+@pytest.mark.parametrize("inputs", ["", [""], ["a", "", "c"]])
+def test_an_empty_prompt_needs_a_chat_template(pipe, inputs):
+    """With a template, as in GenAI, there are tokens before the answer."""
+    with pytest.raises(PromptError, match="the prompt is empty"):
+        pipe.generate(inputs, max_new_tokens=3, apply_chat_template=False)
+    assert pipe.get_tokenizer().chat_template
+    pipe.generate(inputs, max_new_tokens=3)
 
 
 def test_a_prompt_longer_than_max_prompt_len_is_refused(pipe):
