@@ -51,11 +51,11 @@ class JSONClient:
     def record(self, max_records=1000):
         return self._engine.record(max_records)
 
-    def save_snapshot(self, tokens, path, identity, key=b""):
-        return self._engine.save_snapshot(tokens, path, identity, key)
+    def save_snapshot(self, tokens, path, identity, key=b"", adapters=()):
+        return self._engine.save_snapshot(tokens, path, identity, key, tuple(json.loads(json.dumps(adapters))))
 
-    def load_snapshot(self, path, identity, key=b""):
-        return self._engine.load_snapshot(path, identity, key)
+    def load_snapshot(self, path, identity, key=b"", adapters=()):
+        return self._engine.load_snapshot(path, identity, key, tuple(json.loads(json.dumps(adapters))))
 
     def close(self, drain=False):
         self.num_closed += 1
