@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -109,7 +110,9 @@ class TokenBounds:
     def _of_regex(self, pattern: str) -> int:
         """Return the fewest characters of a match, divided by the longest token of its characters."""
         try:
-            parsed = regex_parser.parse(pattern)
+            with warnings.catch_warnings():  # of what Python may read in another way one day
+                warnings.simplefilter("ignore")
+                parsed = regex_parser.parse(pattern)
         except (re.error, RecursionError, OverflowError):
             return 0  # Rust's syntax has more than Python's
         fewest, alphabet = int(parsed.getwidth()[0]), _alphabet(parsed)

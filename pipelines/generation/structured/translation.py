@@ -76,5 +76,5 @@ def choices_of(grammar: Grammar) -> list[str]:
     except ValueError:
         choices = None
     if not isinstance(choices, list) or not choices or not all(isinstance(text, str) for text in choices):
-        raise GenerationConfigError(f"choice={grammar.text[:80]}: must be a list of str that is not empty")
+        raise GenerationConfigError(f"choice={grammar.text[:80]!r}: must be a list of str that is not empty")
     return choices

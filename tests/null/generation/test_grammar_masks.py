@@ -448,3 +448,38 @@ def test_without_the_library_the_error_names_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(GenerationConfigError, match=r"pip install 'staticllm\[structured\]'"):
         compiler_of().matcher(Grammar("regex", "a"), VOCAB)
+
+
+SOURCES = {
+    "ebnf": 'root ::= "a" | [0-9]+ other\nother ::= ("x"){2,3}',
+    "regex": "[a-z]{1,3}(foo|bar)*",
+    "json_schema": '{"type":"object","properties":{"a":{"type":"string"}}}',
+    "structural_tag": json.dumps({"type": "triggered_tags", "triggers": ["<f"], "tags": TAGS}),
+    "lark": 'start: A B\nA: /x/\nB: "y"',
+    "choice": '["a","b"]',
+}
+damages = st.tuples(st.integers(0, 99), st.integers(0, 1), st.sampled_from('(){}[]|*+?\\"^$.a1:=-<>/\n{},é\x00'))
+
+
+@settings(deadline=None, max_examples=examples(2000))
+@given(
+    kind=st.sampled_from(sorted(SOURCES)), changes=st.lists(damages, min_size=1, max_size=4), seed=st.integers(0, 99)
+)
+def test_a_damaged_grammar_works_or_is_an_error_of_one_line(kind, changes, seed):
+    text = SOURCES[kind]
+    for drawn, num_removed, char in changes:
+        place = drawn % (len(text) + 1)
+        text = text[:place] + char + text[place + num_removed :]
+    rng = np.random.default_rng(seed)
+    try:
+        mask = mask_of(COMPILER, Grammar(kind, text), max_new_tokens=50)
+        for _ in range(4):
+            logits = rng.normal(size=VOCAB).astype(np.float32)
+            mask.process(logits)
+            token = int(logits.argmax())
+            assert np.isfinite(logits[token])
+            mask.accept(token)
+            if token == END:
+                break
+    except GenerationConfigError as error:
+        assert "\n" not in str(error)
