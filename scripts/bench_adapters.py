@@ -1,4 +1,4 @@
-"""Measures what LoRA adapters cost: the time of calls with none, one and several loaded, and with a change of adapters in each call.
+"""Measures what LoRA adapters cost: the time of calls with none, one and several loaded, and with other ones in each call.
 
 python scripts/bench_adapters.py MODEL                       # rank 16 at all linear layers, 1 and 4 adapters, all threads
 python scripts/bench_adapters.py MODEL --only q_proj,v_proj --rank 8 --threads 1
