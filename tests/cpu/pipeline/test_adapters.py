@@ -13,7 +13,16 @@ import pytest
 from helpers import PROMPT, SHORT, one_line, tokens_of
 from lora_files import PREFIX, Lora, merged_model, safetensors_bytes
 
-from staticllm import Adapter, AdapterConfig, AdapterError, BlobError, ConfigError, SnapshotError, StaticLLMPipeline
+from staticllm import (
+    Adapter,
+    AdapterConfig,
+    AdapterError,
+    BlobError,
+    ConfigError,
+    SnapshotError,
+    StaticLLMPipeline,
+    draft_model,
+)
 from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.genai_adapters import adapter_set_of
@@ -433,3 +442,49 @@ def test_requests_with_adapters_survive_the_way_to_another_process():
     request = EngineRequest((1, 2), adapters=(0.5, 0.0))
     plain = json.loads(json.dumps(request.to_dict()))
     assert EngineRequest.from_dict(plain).adapters == (0.5, 0.0)
+
+
+WAYS = {
+    "answers": {"do_sample": True, "num_return_sequences": 3, "rng_seed": 5, "temperature": 1.2},
+    "beams": {"num_beams": 4, "num_return_sequences": 2},
+    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
+    "prompt lookup": {"max_ngram_size": 2, "num_assistant_tokens": 3},
+    "long conversations": {"overflow": "shift", "max_new_tokens": 90},
+}
+"""Ways of generating that fork, reorder, cut or move the slots of a sequence."""
+
+
+@pytest.fixture(scope="module")
+def merged_pipe(llama):
+    llama.reference(0.5, 1.0)
+    folder = llama.folder / f"merged{list(llama._references).index((0.5, 1.0))}"
+    with StaticLLMPipeline(folder, "CPU", **SHORT) as pipe:
+        yield pipe
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_generating_keeps_its_adapters(way, pipe, merged_pipe, handles):
+    """Beside other requests with other adapters, and compared with a pipeline of merged weights."""
+    prompt, options = (
+        np.array([*PROMPT[:9], *PROMPT[:9], *PROMPT[:4]]),
+        {"max_new_tokens": 16, "ignore_eos": True, **WAYS[way]},
+    )
+    other = pipe.submit(prompt, adapters=AdapterConfig(handles[0]), max_new_tokens=40, ignore_eos=True)
+    found = pipe.generate(prompt, adapters=config_of(handles, (0.5, 1.0)), **options)
+    other.result()
+    expected = merged_pipe.generate(prompt, **options)
+    assert found.tokens == expected.tokens
+    assert found.tokens != pipe.generate(prompt, adapters=AdapterConfig(), **options).tokens
+
+
+def test_a_draft_model_has_no_adapters_and_guesses_all_the_same(llama, handles):
+    """The original drafts for requests with adapters, whose tokens differ, and for requests without."""
+    with StaticLLMPipeline(
+        llama.path, "CPU", adapters=AdapterConfig(handles), draft_model=draft_model(llama.path), **SHORT
+    ) as pipe:
+        for factors in ((0.5, 1.0), (), (1.0, 0.0)):
+            found = pipe.generate(
+                np.array(PROMPT), adapters=config_of(handles, factors), max_new_tokens=24, ignore_eos=True
+            )
+            assert list(found.tokens[0]) == llama.tokens(*factors, count=24)
+        assert pipe.stats().drafted_tokens
