@@ -33,9 +33,9 @@ CATCH_UP_SHARE, FORESEEN_TOKENS = 0.1, 256
 FIRST_PLAIN, REFRESH_AFTER = 3, 48
 """The number of steps without drafts before the first draft, and that of steps with drafts before the next one without. What a
 plain step costs must be known, and stay known: drafts are measured by it."""
-OVERHEAD_WEIGHTS, MOST_OVERHEAD = (0.05, 0.3), 4.0
-"""The weights of a new plain call and of one with drafts in the averages of what calls take beyond their costs, and the most that
-counts of one call, as a share of its cost."""
+OVERHEAD_WEIGHT, SLOWER_WEIGHT, MOST_OVERHEAD = 0.3, 0.05, 4.0
+"""The weight of a new call in the averages of what calls take beyond their costs, that of a slow call without drafts, which other
+work has delayed, and the most that counts of one call, as a share of its cost."""
 NO_DRAFT_SECONDS, DRAFT_SECONDS, OVERHEAD = 3e-5, 1e-4, 0.01
 """About how long it takes to find that there is no draft, and that one does not pay, and the share of a decode step that this may
 take. Where steps are shorter, a request is asked for drafts less often."""
@@ -154,12 +154,12 @@ class DraftPlanner:
     def observe(self, plan: DraftPlan, num_accepted: int, seconds: float) -> None:
         """Learn that ``num_accepted`` drafted tokens of a call were accepted.
 
-        It took ``seconds`` with the host's work around it, and with that of the draft model.
+        It took ``seconds`` with the host's work around it, and without that of the draft model.
         """
         call, has_drafts = plan.call, any(draft.tokens for draft in plan.drafts)
         gained = 0.0
         if call.is_pure:
-            gained = -self._count_overhead(plan.variant, has_drafts, seconds - plan.spent_seconds)
+            gained = -self._count_overhead(plan.variant, has_drafts, seconds)
         if not has_drafts:
             self._num_due, self._num_drafted = max(0, self._num_due - 1), 0
         self._num_plain += 1
@@ -188,10 +188,11 @@ class DraftPlanner:
         overhead = max(-cost, min(seconds - cost, MOST_OVERHEAD * cost))
         known = self._overheads.get(has_drafts, overhead)
         if has_drafts or self._num_plain:
-            self._overheads[has_drafts] = known + OVERHEAD_WEIGHTS[has_drafts] * (overhead - known)
+            weight = OVERHEAD_WEIGHT if has_drafts or overhead < known else SLOWER_WEIGHT
+            self._overheads[has_drafts] = known + weight * (overhead - known)
             return 0.0
         change = max(0.0, overhead - known)
-        self._overheads[True] = self._overheads.get(True, known) + OVERHEAD_WEIGHTS[True] * change
+        self._overheads[True] = self._overheads.get(True, known) + OVERHEAD_WEIGHT * change
         return change / (cost + max(known, 0.0))
 
     def _proposal(self, state: SequenceState, call: PlainCall, room: int) -> Draft:
