@@ -109,7 +109,7 @@ class StaticLLMPipeline:
         self._engine: EngineClient = self._launched.engine
         self._background = self._launched.background
         decode = self._input_processor.decode
-        self._launched.use_tokenizer(text.tokenizer, decode, given.tokenizer is None)
+        self._launched.use_tokenizer(text.tokenizer, decode, is_models_own=given.tokenizer is None)
         self._stop_checker = StopChecker(self._engine, decode)
         self._directory, self._key = source, self.config.integrity_key or b""
         self._model_identity, self._watch = "", watch_of(source, self.config, self._launched.has_mapped_weights)

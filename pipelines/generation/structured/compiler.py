@@ -83,8 +83,8 @@ class GrammarCompiler:
             return found.clone()
 
     def _compiled(self, grammar: Grammar, vocab_size: int) -> Matcher:
-        lark = lark_of(grammar)
         tokenizer = self._tokenizer(vocab_size)
+        lark = lark_of(grammar, self._known_vocabulary().special_by_text)
         from llguidance import LLMatcher
 
         inner = LLMatcher(tokenizer, lark, log_level=0)

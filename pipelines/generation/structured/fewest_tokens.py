@@ -25,6 +25,7 @@ from staticllm.pipelines.generation.structured.nodes import (
     Schema,
     Shortest,
     Text,
+    Token,
     children,
 )
 from staticllm.pipelines.generation.structured.translation import choices_of, tree_of
@@ -44,6 +45,7 @@ class TokenBounds:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._texts = [text for id, text in enumerate(vocabulary.tokens) if text and id not in vocabulary.special]
         self._known = frozenset(self._texts)
+        self._special = vocabulary.special_by_text
         self._longest = max(map(len, self._texts), default=1)
 
     @cached_property
@@ -68,7 +70,7 @@ class TokenBounds:
             return min(self._segments(text.encode()) for text in choices_of(grammar))
         if grammar.kind == "regex":
             return self._of_regex(grammar.text)
-        tree = tree_of(grammar)
+        tree = tree_of(grammar, self._special)
         return 0 if tree is None else _Bounds(self, tree.rules).of(tree.root)
 
     def covering(self, text: bytes) -> float:
@@ -144,6 +146,8 @@ class _Bounds:
             return SchemaBounds(self._bounds, node.schema).of(node.schema)
         if isinstance(node, Reference):
             return self._of_rule[node.name]
+        if isinstance(node, Token):
+            return 1
         return self._of_parts(node, list(map(self.of, children(node))))
 
     def _of_parts(self, node: Node, parts: list[float]) -> float:

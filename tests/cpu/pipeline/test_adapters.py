@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 
@@ -14,10 +15,13 @@ from lora_files import PREFIX, Lora, merged_model, safetensors_bytes
 
 from staticllm import Adapter, AdapterConfig, AdapterError, BlobError, ConfigError, SnapshotError, StaticLLMPipeline
 from staticllm.pipelines.diagnostics.reference import StatefulReference
+from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.genai_adapters import adapter_set_of
 from staticllm.pipelines.model_loader.load import load
 from staticllm.pipelines.scheduling.planner import POLICIES
 from staticllm.properties import resolve
+from staticllm.testing import fake_answer
+from staticllm.testing.pipeline import fake_pipeline
 
 TARGETS = {
     "demo": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -284,6 +288,21 @@ def test_a_blob_set_serves_every_adapter_of_its_layout(llama, tmp_path):
         assert "adapters" in one_line(caught)
 
 
+def test_a_cache_has_one_set_for_a_layout(llama, tmp_path):
+    other = Lora(llama.path, TARGETS["llama"], rank=4, seed=9).save(tmp_path / "other")
+    cache = {"CACHE_DIR": str(tmp_path / "cache"), **SHORT}
+    origins = []
+    for adapters in (
+        {"adapters": AdapterConfig(Adapter(llama.files()[0]))},
+        {"adapters": AdapterConfig(Adapter(other))},
+        {},
+    ):
+        with StaticLLMPipeline(llama.path, "CPU", **adapters, **cache) as pipe:
+            origins.append(pipe._launched.loaded.origin)
+            assert answer(pipe, AdapterConfig()) == llama.tokens()
+    assert origins == ["compiled", "cache", "compiled"]
+
+
 def test_fused_adapters_are_part_of_the_weights(llama, handles, tmp_path):
     blobs, fused = tmp_path / "set.blob", AdapterConfig(handles[0], 0.75, AdapterConfig.Mode.MODE_FUSE)
     with StaticLLMPipeline(llama.path, "CPU", adapters=fused, BLOB_PATH=blobs, EXPORT_BLOB=True, **SHORT) as pipe:
@@ -401,3 +420,16 @@ def test_programs_without_adapters_have_none_of_their_inputs(llama):
     with StaticLLMPipeline(llama.path, "CPU", **SHORT) as pipe:
         compiled = next(iter(pipe._launched.loaded.programs.compiled.values()))
     assert not [name for port in compiled.inputs for name in port.get_names() if name.startswith("adapter")]
+
+
+def test_a_fake_pipeline_tells_adapters_apart(llama, handles):
+    with fake_pipeline(adapters=AdapterConfig(handles)) as pipe:
+        for factors in ((1.0, 0.0), (0.5, 1.0), ()):
+            found = answer(pipe, config_of(handles, factors), count=5)
+            assert found == fake_answer(PROMPT, 5, vocab_size=pipe.vocab_size, adapters=factors)[len(PROMPT) :]
+
+
+def test_requests_with_adapters_survive_the_way_to_another_process():
+    request = EngineRequest((1, 2), adapters=(0.5, 0.0))
+    plain = json.loads(json.dumps(request.to_dict()))
+    assert EngineRequest.from_dict(plain).adapters == (0.5, 0.0)

@@ -262,6 +262,23 @@ def test_free_text_in_a_tag_ends_with_the_first_of_its_ends():
     assert allowed_tokens(mask) == {END}
 
 
+def test_the_text_of_a_special_token_in_a_structural_tag_is_the_token():
+    form = tag({"type": "any_text"}, begin="a<other>", end="<other>b")
+    grammar = Grammar("structural_tag", json.dumps(form))
+    mask = mask_of(COMPILER, grammar, max_new_tokens=4)
+    for token in (ord("a"), OTHER_SPECIAL, *encode("text with <other")):
+        assert token in allowed_tokens(mask)
+        mask.accept(token)
+    assert OTHER_SPECIAL in allowed_tokens(mask)
+    assert END not in allowed_tokens(mask)
+    for token in (OTHER_SPECIAL, ord("b")):
+        assert token in allowed_tokens(mask)
+        mask.accept(token)
+    assert allowed_tokens(mask) == {END}
+    plain = mask_of(COMPILER, Grammar("choice", '["<other>"]'))
+    assert OTHER_SPECIAL not in allowed_tokens(plain), "only structural tags mean tokens"
+
+
 def test_a_trigger_in_free_text_must_be_followed_by_one_of_its_tags():
     form = {"type": "triggered_tags", "triggers": ["<f"], "tags": TAGS}
     mask = mask_of(COMPILER, Grammar("structural_tag", json.dumps(form)))
