@@ -51,6 +51,11 @@ class Batch:
         return any(not entry.is_prefill for entry in self.entries)
 
     @property
+    def draft_seconds(self) -> float:
+        """The time that the draft model took for the drafts of the call."""
+        return 0.0 if self.drafting is None else self.drafting.spent_seconds
+
+    @property
     def checks(self) -> list[DraftCheck]:
         """The checks of all drafts of the call."""
         return [entry.check for entry in self.entries if entry.check is not None]

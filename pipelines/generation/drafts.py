@@ -150,7 +150,7 @@ class AcceptanceRates:
     ``others``, the average over requests, or ``OPTIMISM``. ``kept`` is the share of earlier observations that a draft leaves.
     """
 
-    OPTIMISM, MOST = 0.6, 0.7
+    OPTIMISM, MOST = 0.6, 0.8
     """The rate before any observation, and the highest initial rate of a request: another text may be quite different."""
     WEIGHT = 1.0
     """The number of tokens for which the initial rate counts."""

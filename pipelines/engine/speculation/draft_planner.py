@@ -15,11 +15,11 @@ from staticllm.pipelines.programs.variant_index import VariantIndex
 
 ALLOWANCE = 0.02
 """The share of the decode time that drafts may lose: what each decode step adds to the credit, in decode steps."""
-FIRST_CREDIT, MAX_CREDIT = 1.0, 1.5
-"""The credit of a new engine, and the largest credit, in decode steps."""
+FIRST_CREDIT, MAX_CREDIT, MAX_DEBT = 1.0, 1.5, 4.0
+"""The credit of a new engine, the largest credit, and the largest debt, in decode steps."""
 MOST_LOST = 1.0
-"""The credit that a draft needs at most while the cost of its variant is not stable: the first run at a new size may take many
-times as long as the next one, and would rule it out for ever. What it took is taken from the credit all the same."""
+"""The credit that is enough for any draft. One that takes longer leaves a debt: the first run at a new size may take many times
+as long as the next one, and would otherwise rule it out for ever."""
 HOPED_ROW_COST = 0.1
 """The most decode steps that a drafted row costs as long as the cost of its variant is not stable; the credit covers the risk."""
 MIN_GAIN = 1.02
@@ -33,9 +33,9 @@ CATCH_UP_SHARE, FORESEEN_TOKENS = 0.1, 256
 FIRST_PLAIN, REFRESH_AFTER = 3, 48
 """The number of steps without drafts before the first draft, and that of steps with drafts before the next one without. What a
 plain step costs must be known, and stay known: drafts are measured by it."""
-OVERHEAD_WEIGHTS, MOST_OVERHEAD = (0.05, 0.3), 4.0
-"""The weights of a new plain call and of one with drafts in the averages of what calls take beyond their costs, and the most that
-counts of one call, as a share of its cost."""
+OVERHEAD_WEIGHT, SLOWER_WEIGHT, MOST_OVERHEAD = 0.2, 0.05, 3.0
+"""The weight of a new call in the averages of what calls take beyond their costs, that of a slow call without drafts, which other
+work has delayed, and the most that counts of one call, in plain calls."""
 NO_DRAFT_SECONDS, DRAFT_SECONDS, OVERHEAD = 3e-5, 1e-4, 0.01
 """About how long it takes to find that there is no draft, and that one does not pay, and the share of a decode step that this may
 take. Where steps are shorter, a request is asked for drafts less often."""
@@ -154,12 +154,12 @@ class DraftPlanner:
     def observe(self, plan: DraftPlan, num_accepted: int, seconds: float) -> None:
         """Learn that ``num_accepted`` drafted tokens of a call were accepted.
 
-        It took ``seconds`` with the host's work around it, and with that of the draft model.
+        It took ``seconds`` with the host's work around it, and without that of the draft model.
         """
         call, has_drafts = plan.call, any(draft.tokens for draft in plan.drafts)
         gained = 0.0
         if call.is_pure:
-            gained = -self._count_overhead(plan.variant, has_drafts, seconds - plan.spent_seconds)
+            self._count_overhead(plan, has_drafts, seconds)
         if not has_drafts:
             self._num_due, self._num_drafted = max(0, self._num_due - 1), 0
         self._num_plain += 1
@@ -168,7 +168,7 @@ class DraftPlanner:
             self._num_due = int(self._num_drafted >= REFRESH_AFTER)
             more = (self._more_seconds(call, plan.variant) + plan.model_seconds) / self._step_seconds(call)
             gained, self._num_plain = num_accepted / call.num_decoding - more, 0
-        self._credit = max(-MAX_CREDIT, min(self._credit + ALLOWANCE + gained, MAX_CREDIT))
+        self._credit = max(-MAX_DEBT, min(self._credit + ALLOWANCE + gained, MAX_CREDIT))
 
     def use_model(self, model: DraftModel) -> None:
         """Let a model draft the tokens of requests that ask for it, from the next step on."""
@@ -179,20 +179,19 @@ class DraftPlanner:
         if self.model is not None:
             self.model.forget(answer)
 
-    def _count_overhead(self, variant: Variant, has_drafts: bool, seconds: float) -> float:
+    def _count_overhead(self, plan: DraftPlan, has_drafts: bool, seconds: float) -> None:
         """Count what a call took beyond its cost: the host's work, and what the device takes to change between sizes.
 
-        The change back, in the first call after a draft, counts as overhead of the draft. It is returned, in decode steps.
+        The change back, in the first call after a draft, counts as overhead of drafts.
         """
-        cost = self._runner.costs(variant)
-        overhead = max(-cost, min(seconds - cost, MOST_OVERHEAD * cost))
-        known = self._overheads.get(has_drafts, overhead)
-        if has_drafts or self._num_plain:
-            self._overheads[has_drafts] = known + OVERHEAD_WEIGHTS[has_drafts] * (overhead - known)
-            return 0.0
-        change = max(0.0, overhead - known)
-        self._overheads[True] = self._overheads.get(True, known) + OVERHEAD_WEIGHTS[True] * change
-        return change / (cost + max(known, 0.0))
+        base = self._runner.costs(plan.call.variant)
+        overhead = max(-base, min(seconds - self._runner.costs(plan.variant), MOST_OVERHEAD * base))
+        known = self._overheads.get(has_drafts, self._overheads.get(False, overhead))
+        if not has_drafts and not self._num_plain:  # the first call after a draft
+            self._overheads[True] = self._overheads.get(True, known) + OVERHEAD_WEIGHT * (overhead - known)
+            return
+        weight = OVERHEAD_WEIGHT if has_drafts or overhead < known else SLOWER_WEIGHT
+        self._overheads[has_drafts] = known + weight * (overhead - known)
 
     def _proposal(self, state: SequenceState, call: PlainCall, room: int) -> Draft:
         """Return the draft of a decoding answer, with tokens of the vocabulary only, and one token less than may follow.
@@ -234,27 +233,25 @@ class DraftPlanner:
     def _best(self, call: PlainCall, chances: Sequence[_Chance], proposed: Sequence[Draft]) -> _Option | None:
         """Return the variant that gives the most tokens per second, and how many drafted tokens it checks; None without drafts.
 
-        If none pays, it is the one that risks least, when the time has come to probe.
+        If none pays, there is one all the same when the time has come to probe.
         """
         gains = [0.0, *accumulate(chance.probability for chance in chances)]
         sure = sum(chance.probability == 1.0 for chance in chances)
         model_seconds = self._model_seconds(chances, proposed)
         base, count = self._step_seconds(call), call.num_decoding
-        best, most, cheapest, least = None, MIN_GAIN, None, self._credit
+        best, most = None, 0.0
         for option in self._options_for(call):
             held = min(option.most, len(chances))
             more = (self._more_seconds(call, option.variant) + model_seconds[held]) / base
             risk = more - min(sure, held) / count
-            is_known = self._runner.costs.is_stable(option.variant)
-            if not held or (risk if is_known else min(risk, MOST_LOST)) > self._credit:
+            if not held or min(risk, MOST_LOST) > self._credit:
                 continue
+            is_known = self._runner.costs.is_stable(option.variant)
             hoped = more if is_known else min(more, held * HOPED_ROW_COST + model_seconds[held] / base)
             speed = (1.0 + gains[held] / count) / max(1.0 + hoped, 0.1)
             if speed > most:
                 best, most = _Option(option.variant, held), speed
-            if cheapest is None or risk < least:
-                cheapest, least = _Option(option.variant, held), risk
-        return cheapest if best is None and self._num_plain >= PROBE_AFTER else best
+        return best if most > MIN_GAIN or self._num_plain >= PROBE_AFTER else None
 
     def _model_seconds(self, chances: Sequence[_Chance], proposed: Sequence[Draft]) -> list[float]:
         """Return how long the draft model takes for the first n of ``chances``, for each n from 0 on."""
