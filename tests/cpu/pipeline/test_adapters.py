@@ -450,6 +450,7 @@ WAYS = {
     "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
     "prompt lookup": {"max_ngram_size": 2, "num_assistant_tokens": 3},
     "long conversations": {"overflow": "shift", "max_new_tokens": 90},
+    "moved keys": {"overflow": "context_shift", "max_new_tokens": 90},
 }
 """Ways of generating that fork, reorder, cut or move the slots of a sequence."""
 
