@@ -82,12 +82,9 @@ class CostModel:
         self._num_updates[variant] = self._num_updates.get(variant, 0) + 1
         known = self._seconds.get(variant)
         if known is not None:
-            is_first_over = seconds < known and not self.is_stable(
-                variant
-            )  # the first run at a size may take many times as long
-            self._seconds[variant] = (
-                seconds if is_first_over else known + NEW_SHARE * (min(seconds, SLOWEST * known) - known)
-            )
+            is_faster = seconds < known and not self.is_stable(variant)  # the first run at a size may be very slow
+            mixed = known + NEW_SHARE * (min(seconds, SLOWEST * known) - known)
+            self._seconds[variant] = seconds if is_faster else mixed
             if is_faster:
                 self._estimates, self._parts = {}, None
             return
