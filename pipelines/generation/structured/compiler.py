@@ -72,7 +72,12 @@ class GrammarCompiler:
             found = self._kept.get((grammar, vocab_size))
             if found is None:
                 grammar.check()
-                found = self._compiled(grammar, vocab_size)
+                try:
+                    found = self._compiled(grammar, vocab_size)
+                except RecursionError:
+                    raise GenerationConfigError(
+                        f"the grammar ({grammar.kind}) is nested too deeply, or its rules are: use at most 100 levels"
+                    ) from None
                 self._kept[grammar, vocab_size] = found
                 while len(self._kept) > MAX_KEPT:
                     (dropped, _), _ = self._kept.popitem(last=False)

@@ -36,6 +36,12 @@ _NESTED = {"IN": None, "MAX_REPEAT": 2, "MIN_REPEAT": 2, "SUBPATTERN": -1}
 """Nodes of Python's parsed expressions that contain others, and where."""
 
 
+MAX_BYTES = 1 << 16
+"""Only so many bytes of a fixed text count; longer ones do not fit into an answer."""
+MAX_VISITS = 20_000
+"""The most rules and parts of schemas that are looked at. References to references can make exponentially many."""
+
+
 class TokenBounds:
     """Lower bounds for a vocabulary. They are exact for choices; otherwise an answer may need more tokens.
 
@@ -80,15 +86,16 @@ class TokenBounds:
             return 0
         if text in self._joined:
             return 1
+        text = text[:MAX_BYTES]
         costs = [math.inf] * (len(text) + 1)
         costs[0] = 0
         best = math.inf
         for start in range(len(text)):
-            if start and _has_prefix(self._reversed, text[:start][::-1]):
+            if 0 < start < self._longest and _has_prefix(self._reversed, text[:start][::-1]):
                 costs[start] = min(costs[start], 1)
             if math.isinf(costs[start]):
                 continue
-            if _has_prefix(self._sorted, text[start:]):
+            if len(text) - start <= self._longest and _has_prefix(self._sorted, text[start:]):
                 best = min(best, costs[start] + 1)
             self._extend(text, start, costs)
         return min(best, costs[len(text)])
@@ -131,11 +138,12 @@ class _Bounds:
     def __init__(self, bounds: TokenBounds, rules: Rules) -> None:
         self._bounds = bounds
         self._of_rule = dict.fromkeys(rules, math.inf)  # without a way to end, as far as known
-        for _ in range(len(rules) + 1):
-            found = {name: self.of(body) for name, body in rules.items()}
-            if found == self._of_rule:
+        for _ in range(max(2, MAX_VISITS // (2 * max(len(rules), 1)))):
+            before = dict(self._of_rule)
+            for name in (*reversed(rules), *rules):  # rules mostly refer to those after them
+                self._of_rule[name] = self.of(rules[name])
+            if before == self._of_rule:
                 break
-            self._of_rule = found
         else:
             self._of_rule = dict.fromkeys(rules, 0.0)
 
@@ -165,10 +173,12 @@ class SchemaBounds:
     def __init__(self, bounds: TokenBounds, root: Any) -> None:
         self._bounds, self._root = bounds, root
         self._open: set[str] = set()  # references that are being followed
+        self._num_left = MAX_VISITS
 
     def of(self, schema: Any) -> float:
         """Return the bound of a schema; every JSON value has at least one token."""
-        if not isinstance(schema, Mapping):
+        self._num_left -= 1
+        if not isinstance(schema, Mapping) or self._num_left < 0:
             return 1
         found = [1.0]
         if isinstance(schema.get("$ref"), str):

@@ -151,19 +151,23 @@ def split_at(text: str, special: Mapping[str, int]) -> list[str | int]:
 
 def regular_rules(rules: Rules) -> frozenset[str]:
     """Return the names of the rules that are regular expressions: neither they nor what they reach is recursive."""
-    direct = {name: {node.name for node in walk(body) if isinstance(node, Reference)} for name, body in rules.items()}
-    reached: dict[str, set[str]] = {}
-    for name in rules:
-        seen, todo = set[str](), [name]
-        while todo:
-            for other in direct.get(todo.pop(), ()):
-                if other not in seen:
-                    seen.add(other)
-                    todo.append(other)
-        reached[name] = seen
-    fixed = {name for name, body in rules.items() if any(isinstance(node, _IRREGULAR) for node in walk(body))}
-    recursive = {name for name, seen in reached.items() if name in seen}
-    return frozenset(name for name, seen in reached.items() if not (seen | {name}) & (fixed | recursive))
+    left, users = (
+        dict[str, int](),
+        {name: list[str]() for name in rules},
+    )  # by rule: references to rules, and who refers to it
+    for name, body in rules.items():
+        direct = {node.name for node in walk(body) if isinstance(node, Reference)} & rules.keys()
+        left[name] = len(direct) + any(isinstance(node, _IRREGULAR) for node in walk(body))  # then it never becomes 0
+        for other in direct:
+            users[other].append(name)
+    found, todo = set[str](), [name for name, count in left.items() if not count]
+    while todo:
+        found.add(name := todo.pop())
+        for user in users[name]:
+            left[user] -= 1
+            if not left[user]:
+                todo.append(user)
+    return frozenset(found)
 
 
 class LarkWriter:
