@@ -131,7 +131,10 @@ def _entries(start: bytes, read: Callable[[int], bytes], num_bytes: int, name: s
         if not isinstance(header, dict) or len(header) > MAX_TENSORS:
             raise ValueError(f"its header is no object of at most {MAX_TENSORS} tensors")
         left = num_bytes - 8 - length
-        return {key: _entry(key, value, 8 + length, left) for key, value in header.items() if key != "__metadata__"}
+        entries = {key: _entry(key, value, 8 + length, left) for key, value in header.items() if key != "__metadata__"}
+        if (total := sum(entry.num_bytes for entry in entries.values())) > left:
+            raise ValueError(f"its tensors overlap: they have {total} bytes, the file has {left}")
+        return entries
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         reason = (
             "its header is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else str(error)

@@ -233,3 +233,15 @@ def test_numbers_are_rounded_to_the_nearest_of_bf16(values):
     down = (exact.view(np.uint32) & 0xFFFF0000).view(np.float32)
     up = ((exact.view(np.uint32) & 0xFFFF0000) + 0x10000).view(np.float32)
     assert np.array_equal(np.abs(found - exact), np.minimum(np.abs(exact - down), np.abs(up - exact)))
+
+
+def test_tensors_that_overlap_are_refused():
+    """A small file could otherwise name its bytes thousands of times, and need any amount of memory."""
+
+    def change(header):
+        names = [name for name in header if name != "__metadata__"]
+        return {**header, **{f"x{index}.{name}": header[name] for index in range(50) for name in names}}
+
+    with pytest.raises(AdapterError, match="overlap") as caught:
+        adapter_in_memory(with_header(change))
+    one_line(caught)
