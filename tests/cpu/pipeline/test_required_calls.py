@@ -88,3 +88,38 @@ def test_a_named_function_is_called(pipes, name):
 def test_contradictions_get_one_line(pipes, options, message):
     with pytest.raises(GenerationConfigError, match=message):
         pipes["hermes"].generate("Hello", tools=TOOLS, tool_choice="required", max_new_tokens=99, **options)
+
+
+def call_of(pipe, parameters):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    result = pipe.generate("Call.", tools=tools, tool_choice="required", max_new_tokens=80)
+    assert [str(reason) for reason in result.finish_reasons] == ["tool_call"]
+    (call,) = result.tool_calls[0]
+    return json.loads(call.arguments)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "string", "enum": ["metric", "imperial"]},
+        {"type": "string", "const": "metric"},
+        {"$ref": "#/$defs/unit"},
+    ],
+)
+def test_arguments_are_one_of_the_texts_that_a_schema_lists(pipes, name, value):
+    """In XML, texts have no quotes. References lead to the definitions of the whole schema, as pydantic writes them."""
+    parameters = {
+        "type": "object", "properties": {"unit": value}, "required": ["unit"],
+        "$defs": {"unit": {"enum": ["metric", "imperial"]}},
+    }  # fmt: skip
+    jsonschema.validate(call_of(pipes[name], parameters), parameters)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("parameters", [{"properties": 5}, {"properties": {"a": {}}, "required": 5}])
+def test_parameters_of_a_wrong_type_are_refused(pipes, name, parameters):
+    with pytest.raises(GenerationConfigError) as caught:
+        call_of(pipes[name], parameters)
+    assert "\n" not in str(caught.value)
+    assert str(pipes[name].generate("Hello", max_new_tokens=2))
