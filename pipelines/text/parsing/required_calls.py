@@ -38,13 +38,20 @@ class FreeText:
 
 
 @dataclass(frozen=True)
+class OneText:
+    """One of several texts."""
+
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class OptionalParts:
     """Parts that may be there or not."""
 
-    parts: tuple[Text | Json | FreeText, ...]
+    parts: tuple[Text | Json | FreeText | OneText, ...]
 
 
-Part: TypeAlias = Text | Json | FreeText | OptionalParts
+Part: TypeAlias = Text | Json | FreeText | OneText | OptionalParts
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,9 @@ def _elements(parts: Sequence[Part]) -> list[dict[str, Any]]:
             elements.append({"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end})
         elif isinstance(part, Json):
             elements.append({"type": "json_schema", "json_schema": dict(part.schema)})
+        elif isinstance(part, OneText):
+            texts = [{"type": "const_string", "value": text} for text in part.texts]
+            elements.append(texts[0] if len(texts) == 1 else {"type": "or", "elements": texts})
         elif isinstance(part, OptionalParts):
             elements.append({"type": "optional", "content": _sequence(part.parts)})
         else:
@@ -173,12 +183,25 @@ def _python_call(markers: tuple[str, str], name: str, schema: Mapping[str, Any])
 def _members(schema: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any], bool]]:
     """Yield name, schema and whether it is required of each parameter; the required ones come first."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, (list, tuple)):
+        raise GenerationConfigError(
+            "the parameters of a tool have properties or required of a wrong type: must be an object and a list"
+        )
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}  # references go to these
     for key, value in sorted(properties.items(), key=lambda item: item[0] not in required):
-        yield key, value if isinstance(value, Mapping) else {}, key in required
+        yield key, {**shared, **value} if isinstance(value, Mapping) else {}, key in required
 
 
 def _xml_parts(key: str, schema: Mapping[str, Any], is_required: bool) -> tuple[Part, ...]:
-    is_text = schema.get("type") == "string" and "enum" not in schema
-    value = FreeText("\n</parameter>") if is_text else Json(schema)
-    parts = (Text(f"<parameter={key}>\n"), value, Text("\n</parameter>\n"))
+    parts = (Text(f"<parameter={key}>\n"), _xml_value(schema), Text("\n</parameter>\n"))
     return parts if is_required else (OptionalParts(parts),)
+
+
+def _xml_value(schema: Mapping[str, Any]) -> Json | FreeText | OneText:
+    """Return a value: strings are written without quotes, as ``take_xml_call`` reads them, and all else is JSON."""
+    if schema.get("type") != "string":
+        return Json(schema)
+    texts = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        return FreeText("\n</parameter>")
+    return OneText(tuple(texts))
