@@ -100,11 +100,7 @@ def prompt_of(length: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(10, VOCAB, (1, length))
 
 
-PARTS: dict[str, Callable[[StaticLLMPipeline, Path, int], None]] = {
-    "answers": answers,
-    "beams": beams,
-    "drafts": drafts,
-}
+PARTS: dict[str, Callable[[StaticLLMPipeline, Path, int], None]] = {"answers": answers, "beams": beams}
 
 if __name__ == "__main__":
     main()
