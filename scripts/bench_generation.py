@@ -1,13 +1,12 @@
-"""Measures what several answers, beams and drafts cost: prints a table of ratios, each of runs in turns.
+"""Measures what several answers and beams cost: prints a table of ratios, each of runs in turns.
 
     python scripts/bench_generation.py                    # about ten minutes on two cores
     python scripts/bench_generation.py --rounds 1 answers beams
 
 ``answers`` compares eight answers of one request with eight requests, one after the other. ``beams`` compares a search of
-four beams with openvino_genai's in its default and in its f32 setting. ``drafts`` compares prompt lookup with plain decoding,
-for a text that repeats itself and for a random one, and with openvino_genai's prompt lookup. The model is the one of
-scripts/make_bench_model.py, Qwen2-0.5B-shaped with random weights; a ratio is the median of the ratios of each round. Nothing
-else should run on the machine.
+four beams with openvino_genai's in its default and in its f32 setting. bench_drafts.py measures drafts, bench_grammars.py
+grammars, and bench_adapters.py adapters. The model is the one of scripts/make_bench_model.py, Qwen2-0.5B-shaped with random
+weights; a ratio is the median of the ratios of each round. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -74,25 +73,6 @@ def beams(pipe: StaticLLMPipeline, model: Path, rounds: int) -> None:
         show(times, "ours", name)
 
 
-def drafts(pipe: StaticLLMPipeline, model: Path, rounds: int) -> None:
-    """Time prompt lookup on a text that repeats itself and on a random one."""
-    plain = {"max_new_tokens": 128, "ignore_eos": True}
-    lookup = {**plain, "max_ngram_size": 3, "num_assistant_tokens": 5}
-    hot = {"do_sample": True, "temperature": 5.0, "rng_seed": 7}
-    peer = genai.LLMPipeline(model, "CPU", prompt_lookup=True)
-    ways: dict[str, Callable[[int], object]] = {
-        "lookup, repeating": lambda seed: pipe.generate(repeating(seed), **lookup),
-        "plain, repeating": lambda seed: pipe.generate(repeating(seed), **plain),
-        "genai lookup, repeating": lambda seed: peer.generate(ov.Tensor(repeating(seed)), **lookup),
-        "lookup, random": lambda seed: pipe.generate(prompt_of(128, seed), **lookup, **hot),
-        "plain, random": lambda seed: pipe.generate(prompt_of(128, seed + 500), **plain, **hot),
-    }
-    times = in_turns(ways, rounds)
-    show(times, "plain, repeating", "lookup, repeating")
-    show(times, "genai lookup, repeating", "lookup, repeating")
-    show(times, "plain, random", "lookup, random")
-
-
 def in_turns(ways: dict[str, Callable[[int], object]], rounds: int) -> Times:
     """Run every way once per round, after one round that does not count, and return the seconds of each."""
     times: Times = {name: [] for name in ways}
@@ -120,16 +100,7 @@ def prompt_of(length: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(10, VOCAB, (1, length))
 
 
-def repeating(seed: int) -> np.ndarray:
-    """Return token ids ``[1, 240]`` that repeat 24 random ones."""
-    return np.tile(np.random.default_rng(seed).integers(10, VOCAB, 24), 10)[None]
-
-
-PARTS: dict[str, Callable[[StaticLLMPipeline, Path, int], None]] = {
-    "answers": answers,
-    "beams": beams,
-    "drafts": drafts,
-}
+PARTS: dict[str, Callable[[StaticLLMPipeline, Path, int], None]] = {"answers": answers, "beams": beams}
 
 if __name__ == "__main__":
     main()

@@ -140,7 +140,7 @@ class _Bounds:
         self._of_rule = dict.fromkeys(rules, math.inf)  # without a way to end, as far as known
         for _ in range(max(2, MAX_VISITS // (2 * max(len(rules), 1)))):
             before = dict(self._of_rule)
-            for name in (*reversed(rules), *rules):  # rules mostly refer to those after them
+            for name in (*reversed(tuple(rules)), *rules):  # rules mostly refer to those after them
                 self._of_rule[name] = self.of(rules[name])
             if before == self._of_rule:
                 break
