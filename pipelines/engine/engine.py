@@ -306,7 +306,10 @@ class Engine:
                 else:
                     self._step_in_turn(self.device_use)
         except BaseException as error:  # a bug of ours: every request must end, or its reader would wait for ever
-            self._core.end_all(FinishReason.ERROR, as_ours(error))
+            try:
+                self._core.end_all(FinishReason.ERROR, as_ours(error))
+            except Exception:
+                self._core.abandon(as_ours(error))
 
     def _step_in_turn(self, device_use: DeviceUse) -> None:
         core = self._core

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -102,6 +103,8 @@ class EngineCore:
 
     def admit(self, request: RequestState) -> None:
         """Add a request; ``step`` serves it from now on."""
+        if request.request.overflow == "context_shift":
+            _ = self.runner.rotations  # found now: the calls would overwrite the logits of a step
         self.requests[request.request.id] = request
         if isinstance(request, BeamRequest):
             self._beams.begin(request)
@@ -130,6 +133,16 @@ class EngineCore:
             request.finish_from(0, reason, error)
         self.requests.clear()
         self.feeds.end_held(reason, error)
+
+    def abandon(self, error: Exception) -> None:
+        """End every request and forget all slots, after ``end_all`` has failed itself: no reader may wait for ever."""
+        for request in tuple(self.requests.values()):
+            with suppress(Exception):
+                request.finish_from(0, FinishReason.ERROR, error)
+        self.requests.clear()
+        self.runner.cache.reset()
+        self._beams = BeamRequests(self, self.feeds)
+        self.install(self.runner, self.options)
 
     def refuse(self, request: RequestState, reason: FinishReason) -> None:
         """End a request that was not admitted."""

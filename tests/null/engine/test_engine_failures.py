@@ -141,3 +141,26 @@ def test_a_failure_while_a_request_is_admitted_loses_no_other_request(monkeypatc
     assert [str(outputs_of(request)[-1].reason) for request in (first, second, third)] == ["error", "error", "length"]
     assert third.tokens == fake_answer([9, 10], 3)
     assert_empty(engine)
+
+
+@pytest.mark.parametrize("place", ["_report", "_beams.give_up", "kv_manager.clear"])
+def test_no_reader_waits_if_ending_everything_fails_too(monkeypatch, place):
+    engine = fake_engine(make_policy("dynamic"), starts_thread=False)
+    first, second = fake_request([1, 2, 3], 50), fake_request([4, 5], 50)
+    engine.enqueue([first, second])
+    for _ in range(4):
+        engine.step()
+
+    def fail(*_):
+        raise RuntimeError("a bug")
+
+    *owner, name = place.split(".")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._core, "_execute", fail)
+        patch.setattr(getattr(engine._core, owner[0]) if owner else engine._core, name, fail)
+        engine.step()
+    assert {str(outputs_of(request)[-1].reason) for request in (first, second)} == {"error"}
+    third = fake_request([1, 2, 3], 5)
+    run_to_end(engine, [third])
+    assert third.tokens == fake_answer([1, 2, 3], 5)
+    assert_empty(engine)
