@@ -309,7 +309,7 @@ class Engine:
             try:
                 self._core.end_all(FinishReason.ERROR, as_ours(error))
             except Exception:
-                self._core.abandon(as_ours(error))
+                self._core.drop_all(as_ours(error))
 
     def _step_in_turn(self, device_use: DeviceUse) -> None:
         core = self._core

@@ -134,7 +134,7 @@ class EngineCore:
         self.requests.clear()
         self.feeds.end_held(reason, error)
 
-    def abandon(self, error: Exception) -> None:
+    def drop_all(self, error: Exception) -> None:
         """End every request and forget all slots, after ``end_all`` has failed itself: no reader may wait for ever."""
         for request in tuple(self.requests.values()):
             with suppress(Exception):
