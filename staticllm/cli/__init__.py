@@ -20,6 +20,7 @@ from staticllm.errors import StaticLLMError
 
 _COMMANDS = {
     "run": "run",
+    "serve": "serve",
     "compile": "compile",
     "inspect": "inspect",
     "simulate": "simulate",
