@@ -25,6 +25,7 @@ Result = TypeVar("Result")
 SHORT_BODY = 16 << 10
 """Bytes up to which a body is parsed on the event loop: that takes less time than the way to a thread and back."""
 CLIENT_GONE = 499
+_FORMS = {"str", "int", "float", "bool", "list", "dict"}
 
 
 class Call:
@@ -116,14 +117,25 @@ def parsed(kind: type[Body], data: bytes) -> Body:
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
+    """Return the answer to a body that is not valid: about the problem that lies deepest in it, as of several forms of a field
+    the nearest one was meant."""
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    first = max(found, key=lambda each: len(each["loc"]))
+    is_unknown = first["type"] == "extra_forbidden"
+    *outer, last = first["loc"]
+    path = [part for part in outer if not _is_form(part)] + ([last] if is_unknown or not _is_form(last) else [])
+    where = ".".join(map(str, path))
+    if is_unknown:
         return ApiError(400, f"Unknown parameter: {where!r}", param=where, code="unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"Missing required parameter: {where!r}", param=where, code="missing_required_parameter")
     message = first["msg"].removeprefix("Value error, ")
     return ApiError(400, f"Invalid {where or 'body'}: {message}", param=where or None, code="invalid_value")
+
+
+def _is_form(part: int | str) -> bool:
+    """Return whether a part of a path names no field, but one of several forms that a field may have."""
+    return isinstance(part, str) and (not part.isidentifier() or part in _FORMS or part[0].isupper())
 
 
 class ChunkStream(EventSourceResponse):
