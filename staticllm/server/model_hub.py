@@ -35,13 +35,14 @@ class ModelHub:
         self._lock = asyncio.Lock()  # held while a model is loaded or unloaded
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._idle: asyncio.Task[None] | None = None
+        self.first_load: asyncio.Task[None] | None = None  # of the first model, if it is loaded at the start
         self._is_closed = False
         self._num_waiting = 0
 
     def start(self) -> None:
         """Begin to load the first model, unless the settings say otherwise, and watch for idle ones."""
         if not self._settings.is_lazy:
-            self._begin_load(next(iter(self.models.values())))
+            self.first_load = self._begin_load(next(iter(self.models.values())))
         if self._settings.idle_unload is not None:
             self._idle = asyncio.create_task(self._unload_idle(self._settings.idle_unload))
 

@@ -11,7 +11,7 @@ from types import FrameType
 
 import uvicorn
 
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, StaticLLMError
 from staticllm.server.app import create_app
 from staticllm.server.http_limits import protocol_with
 from staticllm.server.served_model import ModelSpec
@@ -82,6 +82,16 @@ class GracefulServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._state.hub.first_load is not None:
+            self._state.hub.first_load.add_done_callback(self._check_first_load)
+
+    def _check_first_load(self, load: asyncio.Task[None]) -> None:
+        """End the server if its first model cannot be loaded; ``serve`` raises the reason."""
+        if not load.cancelled() and isinstance(load.exception(), StaticLLMError):
+            self.should_exit = True
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._stopping is not None:
             self.should_exit = self.force_exit = True
@@ -111,14 +121,19 @@ def serve(
 
     Raises:
         ConfigError: the settings are not safe, the address cannot be used, or two models have the same name.
+        StaticLLMError: the first model was to be loaded at the start, and cannot be.
     """
     settings.check()
     listener = listen(settings)
 
     async def run() -> None:
-        server = GracefulServer(ServerState.of(specs, settings))
+        state = ServerState.of(specs, settings)
+        server = GracefulServer(state)
         on_listening(base_url(listener))
         await server.serve([listener])
+        load = state.hub.first_load
+        if load is not None and load.done() and not load.cancelled() and (error := load.exception()) is not None:
+            raise error
 
     try:
         asyncio.run(run())

@@ -86,8 +86,8 @@ def _prompts_of(prompt: Prompts) -> list[str] | list[list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
-    return prompt  # type: ignore[return-value]
+        return [prompt]
+    return prompt
 
 
 def _options(body: CompletionRequest, index: int) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class RerankDocument(Fields):
 
 
 class RerankRequest(IgnoredFields):
-    """The body of a request to sort texts, in Cohere's form."""
+    """The body of a request to sort texts, in the form that rerankers' clients send (`query`, `documents`, `top_n`)."""
 
     model_config = ConfigDict(title="RerankRequest")
 
