@@ -28,6 +28,7 @@ class Lifecycle:
     def __init__(self) -> None:
         self.is_stopping = False
         self.num_requests = 0
+        self._is_cut = False
         self._running: set[Cancellable] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -35,6 +36,8 @@ class Lifecycle:
     def add(self, handle: Cancellable) -> None:
         """Note an answer that runs; if the server is being cut off, end it."""
         self._running.add(handle)
+        if self._is_cut:
+            handle.cancel()
 
     def remove(self, handle: Cancellable) -> None:
         """Forget an answer that has ended."""
@@ -55,6 +58,7 @@ class Lifecycle:
         """Refuse new requests, wait up to ``grace`` seconds for running ones, and then cut off their answers."""
         self.is_stopping = True
         if not await self._idle_within(grace):
+            self._is_cut = True
             for handle in list(self._running):
                 handle.cancel()
             await self._idle_within(CUT_SECONDS)

@@ -205,9 +205,15 @@ class ModelHub:
                         with contextlib.suppress(StaticLLMError):
                             await self._unload(model)
 
-    async def close(self) -> None:
-        """Unload all models; waits for one that is being loaded."""
+    def give_up_loading(self) -> None:
+        """Load no more models; a loading in progress ends after its current part, and requests that wait get an error."""
         self._is_closed = True
+        for model in self.models.values():
+            model.is_given_up = True
+
+    async def close(self) -> None:
+        """Unload all models."""
+        self.give_up_loading()
         if self._idle is not None:
             self._idle.cancel()
         async with self._lock:

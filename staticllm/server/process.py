@@ -51,8 +51,8 @@ def listen(settings: ServerSettings) -> socket.socket:
 
 def base_url(listener: socket.socket) -> str:
     """Return the URL of a listening socket; a wildcard address stands for this machine."""
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    name, port = listener.getsockname()[:2]
+    host = str({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(name, name))
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -108,6 +108,7 @@ class GracefulServer(uvicorn.Server):
 
     async def _stop(self) -> None:
         _log.info("stopping")
+        self._state.hub.give_up_loading()
         try:
             await self._state.lifecycle.stop(self._state.settings.grace)
         finally:

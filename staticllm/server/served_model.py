@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, cast
 from staticllm.compiler_passes.model_kind import SCORES, check_kind, is_lowered_as, kind_of
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.devices import check_device, default_mode, get_core
-from staticllm.errors import ConfigError, ModelError, StaticLLMError
+from staticllm.errors import ClosedError, ConfigError, ModelError, StaticLLMError
 from staticllm.model_dir import check_model_dir, demo_model_path, read_model
 from staticllm.pipelines.diagnostics.encoder_reports import estimate_encoder
 from staticllm.pipelines.diagnostics.memory import estimate_memory
@@ -71,10 +71,11 @@ def _kind_in(directory: Path) -> Kind:
 
 
 class ServedModel:
-    """A model and its pipeline, which is None unless it is loaded. Belongs to the event loop, except ``load`` and ``size``.
+    """A model and its pipeline, which is None unless it is loaded. Belongs to the event loop, except ``load`` and ``estimate``.
 
     ``num_users`` counts requests that use it or wait for it, ``last_used`` is a moment of ``time.monotonic``, and ``progress``
-    the last part of loading. ``admission`` and ``size`` (bytes, by estimate) are known once it is loaded.
+    the last part of loading, which ``is_given_up`` ends. ``admission`` and ``size`` (bytes, by estimate, with a memory limit) are
+    known once it is loaded.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -82,6 +83,7 @@ class ServedModel:
         self.pipeline: Pipeline | None = None
         self.admission: Admission | None = None
         self.progress: ProgressEvent | None = None
+        self.is_given_up = False
         self.num_users = 0
         self.last_used = time.monotonic()
         self.created = int(time.time())
@@ -111,13 +113,17 @@ class ServedModel:
         if not isinstance(self.pipeline, StaticLLMPipeline):
             return ENCODER_REQUESTS
         config = self.pipeline.config
-        is_separate = (
-            default_mode(_first_device(device)) if config.programs == "auto" else config.programs
-        ) == "separate"
-        return config.num_seqs("separate" if is_separate else "shared")
+        mode = default_mode(_first_device(device)) if config.programs == "auto" else config.programs
+        return config.num_seqs("separate" if mode == "separate" else "shared")
 
     def take_progress(self, event: ProgressEvent) -> None:
-        """Note a part of loading. Runs on the thread that loads."""
+        """Note a part of loading. Runs on the thread that loads, and ends it if the server stops.
+
+        Raises:
+            ClosedError: ``is_given_up`` is set.
+        """
+        if self.is_given_up:
+            raise ClosedError("the server is stopping")
         self.progress = event
 
     def load(self, device: str, properties: Mapping[str, object]) -> Pipeline:

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 from pydantic import ConfigDict, Field
@@ -86,8 +86,8 @@ def _prompts_of(prompt: Prompts) -> list[str] | list[list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):
-        return [prompt]
-    return prompt
+        return [cast(list[int], prompt)]
+    return cast(list[str] | list[list[int]], prompt)
 
 
 def _options(body: CompletionRequest, index: int) -> dict[str, Any]:

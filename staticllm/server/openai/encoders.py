@@ -56,8 +56,9 @@ class RerankRequest(IgnoredFields):
 
 async def embeddings(call: Call, body: EmbeddingsRequest) -> Response:
     """Embed texts."""
-    texts = [body.input] if isinstance(body.input, str) else body.input
-    if not isinstance(texts[0], str):
+    given = [body.input] if isinstance(body.input, str) else body.input
+    texts = [text for text in given if isinstance(text, str)]
+    if len(texts) < len(given):
         raise ApiError(
             400,
             "input holds token ids: give texts (for langchain's OpenAIEmbeddings, check_embedding_ctx_length=False)",

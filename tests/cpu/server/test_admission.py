@@ -36,7 +36,7 @@ async def follow(steps, limits):
     waiting: list[tuple[str, asyncio.Task[None]]] = []
     running: list[str] = []
 
-    async def settle():
+    async def follow_tasks():
         for _ in range(4):
             await asyncio.sleep(0)
         for entry in list(waiting):
@@ -51,7 +51,7 @@ async def follow(steps, limits):
         if action == "enter":
             task = asyncio.create_task(admission.enter(client))
             waiting.append((client, task))
-            await settle()
+            await follow_tasks()
             if task.done() and not task.cancelled() and isinstance(task.exception(), ApiError):
                 assert task.exception().status == 429 and len(waiting) >= limits.max_waiting
         elif action == "leave" and running:
@@ -60,7 +60,7 @@ async def follow(steps, limits):
             if action == "cancel at once" and running:  # it is admitted in the moment in which it is cancelled
                 admission.leave(running.pop())
             waiting[number % len(waiting)][1].cancel()
-        await settle()
+        await follow_tasks()
         counts = Counter(running)
         assert admission.num_running == len(running) <= limits.max_running
         assert all(count <= limits.max_per_client for count in counts.values())
@@ -73,7 +73,7 @@ async def follow(steps, limits):
         for client in running:
             admission.leave(client)
         running.clear()
-        await settle()
+        await follow_tasks()
     assert not admission._clients and not admission._running and not admission.num_running
 
 

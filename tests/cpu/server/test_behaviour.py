@@ -292,3 +292,27 @@ def test_a_model_that_fails_to_load_is_an_answer():
         for _ in range(2):
             failed = httpx.post(served.url + CHAT, json=body(count=2))
             assert failed.status_code == 500 and failed.json()["error"]["message"] == "the device is on holiday"
+
+
+def test_a_stop_ends_a_loading_in_progress():
+    from staticllm.core import ProgressEvent
+
+    ended = threading.Event()
+
+    def load(device, properties):
+        model = served.state.hub.models["demo"]
+        try:
+            for number in range(3000):
+                model.take_progress(ProgressEvent("compile", number, 3000, 0.0))
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    with serving(pipelines={"demo": load}, is_lazy=True) as served, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(httpx.post, served.url + CHAT, json=body(count=2), timeout=60)
+        while not served.state.hub.loading:
+            time.sleep(0.005)
+        start = time.monotonic()
+        served.server.stop_soon()
+        assert waiting.result().status_code == 503
+        assert ended.is_set() and time.monotonic() - start < 10
