@@ -79,7 +79,8 @@ def endpoint(state: ServerState, kind: type[Body], handler: Handler[Body]) -> Ca
 
 async def guarded(state: ServerState, request: Request, work: Awaitable[Response]) -> Response:
     """Return the answer that ``work`` returns, or that to its exception; count both."""
-    path = request.scope["path"]
+    route = request.scope.get("route")  # its path has a name in place of what clients choose: labels must stay few
+    path = str(getattr(route, "path", ""))
     try:
         response = await work
     except ClientDisconnect:
@@ -149,35 +150,33 @@ class ChunkStream(EventSourceResponse):
     ) -> None:
         settings = call.state.settings
         super().__init__(
-            _events(call, chunks),
+            self._events(chunks),
             ping=settings.ping_seconds,
             sep="\n",
             ping_message_factory=lambda: ServerSentEvent(comment="ping", sep="\n"),
             send_timeout=settings.send_seconds,
-            client_close_handler_callable=self._count_closed,
         )
-        self._metrics, self._close = call.state.metrics, close
-
-    async def _count_closed(self, message: object) -> None:
-        self._metrics.cancelled.inc()
+        self._state, self._close, self._has_ended = call.state, close, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(TimeoutError):  # the client takes nothing: the connection is closed
                 await super().__call__(scope, receive, send)
         finally:
+            if not self._has_ended:
+                self._state.metrics.cancelled.inc()
             with anyio.CancelScope(shield=True):
                 await self._close()
 
-
-async def _events(call: Call, chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[ServerSentEvent, None]:
-    """Yield the chunks, and the mark of the end. An exception becomes a last chunk with an error."""
-    try:
-        async with contextlib.aclosing(chunks):
-            async for chunk in chunks:
-                yield ServerSentEvent(to_json(chunk), sep="\n")
-    except Exception as error:
-        found = api_error_of(error)
-        count_refusal(call.state, found)
-        yield ServerSentEvent(to_json(found.body), sep="\n")
-    yield ServerSentEvent("[DONE]", sep="\n")
+    async def _events(self, chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[ServerSentEvent, None]:
+        """Yield the chunks, and the mark of the end. An exception becomes a last chunk with an error."""
+        try:
+            async with contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    yield ServerSentEvent(to_json(chunk), sep="\n")
+        except Exception as error:
+            found = api_error_of(error)
+            count_refusal(self._state, found)
+            yield ServerSentEvent(to_json(found.body), sep="\n")
+        self._has_ended = True
+        yield ServerSentEvent("[DONE]", sep="\n")

@@ -58,6 +58,52 @@ def test_closing_a_stream_cancels_before_the_next_device_call(served):
     assert served.pipeline().stats().finish_reasons.get("cancelled") == 1
 
 
+def test_only_streams_that_were_closed_count_as_cancelled(served):
+    def cancelled():
+        (line,) = (
+            line
+            for line in httpx.get(served.url + "/metrics").text.splitlines()
+            if line.startswith("staticllm_cancelled_requests_total")
+        )
+        return float(line.split()[1])
+
+    before = cancelled()
+    with httpx.stream(
+        "POST", served.url + CHAT, json=body(count=5, stream=True), headers={"Connection": "close"}
+    ) as whole:
+        assert list(chunks_of(whole))[-1] == "[DONE]"
+    served.wait_until_idle()
+    assert cancelled() == before
+    with httpx.stream("POST", served.url + CHAT, json=body(stream=True)) as response:
+        next(chunks_of(response))
+    served.wait_until_idle()
+    assert cancelled() == before + 1
+
+
+def test_an_answer_that_fails_is_a_chunk_with_an_error(served, monkeypatch):
+    from staticllm.errors import DeviceError
+    from staticllm.pipelines.text.output_processor import OutputProcessor
+
+    push, seen = OutputProcessor.push, []
+
+    def failing(self, token):
+        seen.append(token)
+        if len(seen) > 4:
+            raise DeviceError("the device failed")
+        return push(self, token)
+
+    monkeypatch.setattr(OutputProcessor, "push", failing)
+    with httpx.stream("POST", served.url + CHAT, json=body(stream=True)) as response:
+        *_, error, done = chunks_of(response)
+    assert (
+        done == "[DONE]"
+        and error["error"]["message"] == "the device failed"
+        and error["error"]["type"] == "server_error"
+    )
+    monkeypatch.undo()
+    served.wait_until_idle()
+
+
 def test_closing_a_request_that_is_answered_whole_cancels_it(served):
     before = served.pipeline().stats().finish_reasons.get("cancelled", 0)
     with pytest.raises(httpx.ReadTimeout):
