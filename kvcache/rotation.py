@@ -23,6 +23,8 @@ RowsAt = Callable[[int, int], Sequence[Array]]
 """Takes a token and a position; returns the token's keys and values there, if it sees only itself: per group of states
 ``[n, heads, 1, head_dim]``."""
 
+STEP = 8
+"""The factor between the positions that are tried. At the larger one, the error of an angle must stay below half a turn."""
 TOLERANCE: dict[KVType, float] = {"f32": 2e-3, "f16": 1e-2, "bf16": 4e-2}
 """The largest difference of a turned key from the model's own, as a share of the key's largest number, by KV type."""
 
@@ -78,7 +80,8 @@ def find_rotations(
     """
     if any(state.kv_type not in TOLERANCE or state.is_scale for state in states):
         return None
-    positions = [0, *(1 << power for power in range(max_position.bit_length())), max_position]
+    powers = (STEP**power for power in range(max_position.bit_length()))
+    positions = sorted({0, *(place for place in powers if place < max_position), max_position * 3 // 4, max_position})
     groups = group_states(tuple(states))
     types: list[KVType] = [states[group.members[0]].kv_type for group in groups]
     shown = {

@@ -109,7 +109,7 @@ class StaticLLMPipeline:
         self._engine: EngineClient = self._launched.engine
         self._background = self._launched.background
         decode = self._input_processor.decode
-        self._launched.use_tokenizer(text.tokenizer, decode, given.tokenizer is None)
+        self._launched.use_tokenizer(text.tokenizer, decode, is_models_own=given.tokenizer is None)
         self._stop_checker = StopChecker(self._engine, decode)
         self._directory, self._key = source, self.config.integrity_key or b""
         self._model_identity, self._watch = "", watch_of(source, self.config, self._launched.has_mapped_weights)
@@ -201,7 +201,7 @@ class StaticLLMPipeline:
         if self._chat.takes(form):
             return self._take_turn(inputs, call, sink)
         prompts = self._input_processor.encode(inputs, call)
-        if len(prompts) == 1 and call.options.num_return_sequences == 1:
+        if len(prompts) == 1 and call.options.num_sequences == 1:
             outputs = [stream(self._begin(prompts[0], call), sink)]
         elif streamer is None:
             outputs = run_together(lambda prompt: self._begin(prompt, call), prompts)
@@ -349,8 +349,8 @@ class StaticLLMPipeline:
     def _take_turn(self, inputs: Inputs, call: CallOptions, sink: TokenSink) -> Results:
         """Run one turn of ``start_chat``'s conversation. A turn that its streamer cancels is not added to it."""
         turns = self._input_processor.turns(inputs, call)
-        if len(turns) != 1 or call.options.num_return_sequences != 1:
-            count = max(len(turns), call.options.num_return_sequences)
+        if len(turns) != 1 or call.options.num_sequences != 1:
+            count = max(len(turns), call.options.num_sequences)
             raise GenerationConfigError(
                 f"a chat takes one prompt and one answer per turn, not {count}: finish_chat first"
             )

@@ -35,6 +35,7 @@ SAMPLES: dict[str, list[str]] = {
     "chat_sample.py": ["MODEL"],
     "encrypted_model_causal_lm.py": ["MODEL", QUESTION],
     "benchmark_genai.py": ["-m", "MODEL", "-p", QUESTION, "-n", "2"],
+    "lora_greedy_causal_lm.py": ["MODEL", "ADAPTER", QUESTION],
     "beam_search_causal_lm.py": ["MODEL", QUESTION, "Hello!"],
     "prompt_lookup_decoding_lm.py": ["MODEL", QUESTION],
     "speculative_decoding_lm.py": ["MODEL", "MODEL", QUESTION],
@@ -42,7 +43,7 @@ SAMPLES: dict[str, list[str]] = {
     "compound_grammar_generation.py": ["MODEL"],
     "structural_tags_generation.py": ["MODEL"],
 }
-"""The samples that need no network, except two that need an adapter or a data set."""
+"""The samples that need no network, except one that needs a data set."""
 SAMPLE_NEEDS = {name: "pydantic" for name in SAMPLES if name.startswith(("structur", "compound"))}
 PASSED = ("passed", "xpassed", "xskipped")
 """Expected failures do not count as failures, whether they happen or not."""
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("checkout", type=Path, help="a checkout of openvino.genai")
     parser.add_argument("what", nargs="*", default=[*TESTS, "samples"], help="test files, or samples")
     parser.add_argument("--model", type=Path, help="model directory (default: the demo model)")
+    parser.add_argument("--adapter", type=Path, help="safetensors file of a LoRA adapter for the model, for its sample")
     parser.add_argument("--encoder", type=Path, help="directory of an embedding model (default: a tiny one)")
     parser.add_argument("--only", choices=("ours", "genai"), help="one class instead of both")
     parser.add_argument("--seconds", type=int, default=60, help="a test or sample that runs longer has failed")
@@ -135,7 +137,11 @@ def run_samples(options: argparse.Namespace, what: str, side: str) -> Outcomes:
         if needed and importlib.util.find_spec(needed) is None:
             print(f"{name} is skipped: {needed} is not installed", flush=True)
             continue
-        given = [str(options.model) if argument == "MODEL" else argument for argument in arguments]
+        if "ADAPTER" in arguments and options.adapter is None:
+            print(f"{name} is skipped: give --adapter", flush=True)
+            continue
+        files = {"MODEL": str(options.model), "ADAPTER": str(options.adapter)}
+        given = [files.get(argument, argument) for argument in arguments]
         command = [sys.executable, "-W", "ignore", str(SCRIPTS / f"{PLUGIN}.py"), str(folder / name), *given]
         outcomes[name] = run_sample(command, environment(options, side), options.seconds)
     return outcomes

@@ -206,6 +206,13 @@ def our_class() -> type:
     return LLMPipeline
 
 
+def our_draft_model(models_path: Any, device: str = "", **properties: Any) -> Any:
+    """Return our draft model, on the CPU if the tests ask for an NPU."""
+    import staticllm
+
+    return staticllm.draft_model(models_path, "CPU" if device == "NPU" else device, **properties)
+
+
 def note(**entry: str) -> None:
     if LOG:
         with Path(LOG).open("a", encoding="utf-8") as file:
@@ -246,6 +253,7 @@ def install() -> None:
     sys.meta_path.append(Finder(missing))
     if os.environ.get("GENAI_SUITE_CLASS") == "ours":
         genai.LLMPipeline = our_class()
+        genai.draft_model = our_draft_model
         genai_suite_encoders.put_our_classes()
 
 

@@ -52,7 +52,7 @@ class RawPerfMetrics:
     inference_durations: list[float] = field(default_factory=list)  # all device calls of a request
     sampling_durations: list[float] = field(default_factory=list)  # per token: choosing it
     chat_template_durations: list[float] = field(default_factory=list)
-    grammar_compile_times: list[float] = field(default_factory=list)  # always empty: grammars are not supported
+    grammar_compile_times: list[float] = field(default_factory=list)  # always empty: not measured
 
 
 class PerfMetrics:
@@ -163,11 +163,11 @@ class PerfMetrics:
         return self._ms("chat_template_durations")
 
     def get_grammar_compile_time(self) -> SummaryStats:
-        """Return -1 for all values: grammars are not supported."""
+        """Return -1 for all values: the time is not measured, since a grammar is compiled before its request begins."""
         return SummaryStats()
 
     def get_grammar_compiler_init_times(self) -> dict[str, float]:
-        """Return an empty dict: grammars are not supported."""
+        """Return an empty dict: the time is not measured."""
         return {}
 
     def get_ttst(self) -> MeanStdPair:

@@ -51,6 +51,11 @@ class Batch:
         return any(not entry.is_prefill for entry in self.entries)
 
     @property
+    def draft_seconds(self) -> float:
+        """The time that the draft model took for the drafts of the call."""
+        return 0.0 if self.drafting is None else self.drafting.spent_seconds
+
+    @property
     def checks(self) -> list[DraftCheck]:
         """The checks of all drafts of the call."""
         return [entry.check for entry in self.entries if entry.check is not None]
@@ -108,13 +113,13 @@ class BatchBuilder:
 
     def _with_drafts(self, batch: Batch) -> Batch:
         """Return the batch with drafts after the tokens that decode, where that pays."""
-        decoding = [entry for entry in batch.entries if not entry.is_prefill]
-        drafting = [entry.state.drafts for entry in decoding if entry.state.drafts is not None]
+        drafting = [e.state.drafts for e in batch.entries if e.state.drafts is not None and not e.is_prefill]
         if not drafting or not self._draft_planner.is_possible or self._quarantine.has_suspects:
             return batch
         if not sum(drafts.is_due() for drafts in drafting):
             self._draft_planner.skip()
             return batch
+        decoding = [entry for entry in batch.entries if not entry.is_prefill]
         num_rows = sum(len(entry.segment.tokens) for entry in batch.entries)
         num_logits = sum(entry.segment.num_logits for entry in batch.entries)
         call = PlainCall(batch.variant, num_rows, len(batch.entries), num_logits, len(decoding))
@@ -127,11 +132,11 @@ class BatchBuilder:
         entries = tuple(drafted.get(entry.state.id, entry) for entry in batch.entries)
         return replace(batch, entries=entries, variant=plan.variant, drafting=plan)
 
-    def observe(self, batch: Batch, host: HostTimes) -> None:
-        """Learn from the drafts of a call, and from the time of the host's work around it."""
+    def observe(self, batch: Batch, host: HostTimes, device_seconds: float) -> None:
+        """Learn from the drafts of a call, which took ``device_seconds``, and ``host`` around it."""
         if batch.drafting is not None:
             num_accepted = sum(check.num_accepted for check in batch.checks)
-            self._draft_planner.observe(batch.drafting, num_accepted, host.total)
+            self._draft_planner.observe(batch.drafting, num_accepted, device_seconds + host.total)
 
     def _entry(self, state: SequenceState, count: int, is_prefill: bool) -> BatchEntry:
         assert state.sequence is not None

@@ -176,8 +176,9 @@ class EngineCore:
         chosen = time.perf_counter()
         for entry, segment in zip(batch.entries, result.segments, strict=True):
             self._take_result(entry, segment, result)
-        host = HostTimes(ready - begin, result.prepare_seconds, result.commit_seconds, time.perf_counter() - chosen)
-        self._batches.observe(batch, host)
+        planning = ready - begin - batch.draft_seconds
+        host = HostTimes(planning, result.prepare_seconds, result.commit_seconds, time.perf_counter() - chosen)
+        self._batches.observe(batch, host, result.device_seconds)
         self._unposted += [entry.state for entry in batch.entries]
         self._unrecorded.append(partial(step_record, batch, result.start, result.device_seconds, context, host))
 

@@ -171,13 +171,16 @@ class KVCacheManager:
     def _shift(self, state: SequenceState, kept: list[int]) -> bool:
         """Remove the tokens between the attention sinks and the newest ones, without computing anything.
 
-        Return False if the model's keys cannot be moved.
+        Return False if the model's keys cannot be moved, or if there are no slots for them beside those that others share.
         """
         rotations = self.rotations()
         sequence, count = state.sequence, len(state.tokens) - len(kept)
         if rotations is None or sequence is None:
             return False
         start = min(SINKS, len(kept) // 2)
+        needed = len(sequence) - start - count - self.cache.slots.count_own(sequence.slots[start:])
+        if needed > 0 and not self.make_room(needed):  # the slots that are cut are shared, and stay in use
+            return False
         self.cache.shift(sequence, start, count, rotations)
         state.is_shifted = True
         state.replace_tokens(kept)

@@ -61,6 +61,7 @@ def step_record(
         has_failed=host is None,
         host=host,
         drafts=tuple((check.state.id, len(check.draft.tokens), check.num_accepted) for check in batch.checks),
+        draft_seconds=batch.draft_seconds,
     )
 
 

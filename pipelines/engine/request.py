@@ -95,6 +95,7 @@ class EngineRequest:
     def from_dict(cls, values: Mapping[str, Any]) -> EngineRequest:
         """Return the request that ``to_dict`` described, with an id of this process."""
         plain, now = dict(values), time.perf_counter()
+        plain.pop("id", None)  # one of another process could be that of a request here
         for name in ("arrival", "deadline"):
             plain[name] = None if plain[name] is None else plain[name] + now
         prompt, stops = tuple(plain.pop("prompt")), frozenset(plain.pop("stop_token_ids"))

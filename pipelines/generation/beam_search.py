@@ -237,7 +237,18 @@ class BeamSearch:
             heapq.heappop(group.finished)
 
     def _score(self, total: float, length: int) -> float:
-        return float(total / length**self._params.length_penalty)
+        return beam_score(total, length, self._params.length_penalty)
+
+
+def beam_score(total: float, length: int, length_penalty: float) -> float:
+    """Return the sum of log-probabilities of an answer of ``length`` tokens, divided by the length to the power of the penalty.
+
+    Where the power is beyond the range of floats, the score is -0.0 or -inf.
+    """
+    if total == 0.0:
+        return 0.0
+    with np.errstate(over="ignore", under="ignore", divide="ignore"):
+        return float(np.float64(total) / np.float64(length) ** length_penalty)
 
 
 def repeating_tokens(tokens: Sequence[int], size: int | None) -> set[int]:

@@ -150,8 +150,9 @@ class AcceptanceRates:
     ``others``, the average over requests, or ``OPTIMISM``. ``kept`` is the share of earlier observations that a draft leaves.
     """
 
-    OPTIMISM = 0.6
-    WEIGHT = 2.0
+    OPTIMISM, MOST = 0.6, 0.8
+    """The rate before any observation, and the highest initial rate of a request: another text may be quite different."""
+    WEIGHT = 1.0
     """The number of tokens for which the initial rate counts."""
 
     def __init__(self, others: AcceptanceRates | None = None, kept: float = 0.9) -> None:
@@ -162,7 +163,7 @@ class AcceptanceRates:
         """Return the probability that the next token of such a draft is accepted, below 1 unless the draft is certain."""
         if draft.is_certain:
             return 1.0
-        initial = self.OPTIMISM if self._others is None else self._others.rate(draft)
+        initial = self.OPTIMISM if self._others is None else min(self._others.rate(draft), self.MOST)
         num_checked, num_accepted = self._counts.get(draft.kind, (0.0, 0.0))
         return (num_accepted + self.WEIGHT * initial) / (num_checked + self.WEIGHT)
 

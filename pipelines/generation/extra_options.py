@@ -44,8 +44,9 @@ NUMBERS = {
 """The options that are numbers; their defaults are those of ``SamplingParams``."""
 EXTRA_NAMES = (
     *NUMBERS, "logit_bias", "bad_words", "bad_words_ids", "dry_sequence_breakers", "logits_processor",
-    "tools", "tool_choice", "parse_tools", "extra_context",
+    "tools", "tool_choice", "parse_tools", "extra_context", "best_of",
 )  # fmt: skip
+MAX_BEST_OF = 128
 _CHOOSING = ("logit_bias", "bad_words", "bad_words_ids", "logits_processor")
 
 
@@ -68,6 +69,7 @@ class ToolOptions:
 class ExtraOptions:
     """The checked options beyond GenAI's. ``bad_words`` and ``dry_sequence_breakers`` are texts, to be made tokens of.
 
+    ``best_of`` is the number of answers that are sampled, of which the most likely are returned; 0 for those that are returned.
     ``numbers`` holds fields of ``SamplingParams`` that were given, and ``choosing`` the names of all options that were given and
     change which token is chosen.
     """
@@ -80,6 +82,7 @@ class ExtraOptions:
     logits_processors: tuple[Any, ...] = ()
     choosing: tuple[str, ...] = ()
     tool_options: ToolOptions = field(default_factory=ToolOptions)
+    best_of: int = 0
 
 
 def extra_options(given: Mapping[str, Any], do_sample: bool) -> ExtraOptions:
@@ -105,6 +108,7 @@ def extra_options(given: Mapping[str, Any], do_sample: bool) -> ExtraOptions:
             *(name for name in _CHOOSING if given.get(name) not in (None, {}, (), [])),
         ),
         tool_options=_tool_options(given),
+        best_of=whole("best_of", given.get("best_of") or 0, 0, MAX_BEST_OF),
     )
 
 

@@ -96,6 +96,11 @@ class GenerationOptions:
     grammar: Grammar | None = None
     adapters: tuple[AdapterUse, ...] | None = None
 
+    @property
+    def num_sequences(self) -> int:
+        """The number of answers that are generated; of ``best_of`` the ``num_return_sequences`` most likely are returned."""
+        return max(self.num_return_sequences, self.extra.best_of)
+
     def max_tokens_after(self, prompt_len: int) -> int | None:
         """Return how many tokens these options allow after a prompt of ``prompt_len`` tokens; None if they set no limit."""
         if self.max_new_tokens is not None:
@@ -182,6 +187,11 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
     if not isinstance(options["stop_token_ids"], (set, frozenset, list, tuple)):
         raise GenerationConfigError(f"stop_token_ids={options['stop_token_ids']!r}: must be a set of token ids")
     stop_ids = {whole("stop_token_ids", token, 0) for token in options["stop_token_ids"]}
+    drafts = drafts_of(options)
+    if drafts is not None and extra.best_of > 1:
+        raise GenerationConfigError(
+            f"best_of={extra.best_of} with drafts: they are for single answers; leave one of them out"
+        )
     if options["eos_token_id"] != -1:
         stop_ids.add(whole("eos_token_id", options["eos_token_id"], 0))
     max_new_tokens = _limit(options, "max_new_tokens", 0 if options["echo"] else 1)
@@ -198,17 +208,22 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
         include_stop_str_in_output=bool(options["include_stop_str_in_output"]),
         echo=bool(options["echo"]),
         apply_chat_template=bool(options["apply_chat_template"]),
-        num_return_sequences=_num_sequences(options),
+        num_return_sequences=_num_sequences(options, extra.best_of),
         beams=beams_of(options),
-        drafts=drafts_of(options),
+        drafts=drafts,
         parsers=_parsers(options["parsers"]),
         extra=extra,
         adapters=adapter_uses(options["adapters"]),
     )
 
 
-def _num_sequences(options: Mapping[str, Any]) -> int:
+def _num_sequences(options: Mapping[str, Any], best_of: int) -> int:
     count = whole("num_return_sequences", options["num_return_sequences"], 1, MAX_SEQUENCES)
+    if best_of and (best_of < count or not options["do_sample"]):
+        wrong = f"num_return_sequences={count}" if best_of < count else "do_sample=False"
+        raise GenerationConfigError(
+            f"best_of={best_of} with {wrong}: it samples at least as many answers as it returns; set do_sample=True"
+        )
     num_beams = whole("num_beams", options["num_beams"], 1, MAX_BEAMS)
     if num_beams > 1 and count > num_beams:
         raise GenerationConfigError(f"num_return_sequences={count} is more than num_beams={num_beams}: lower it")
@@ -240,7 +255,7 @@ def _sampling(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) 
         presence_penalty=number(options, "presence_penalty", -2.0, 2.0),
         frequency_penalty=number(options, "frequency_penalty", -2.0, 2.0),
         rng_seed=whole("rng_seed", options["rng_seed"], 0, UNLIMITED),
-        wants_logprobs=bool(options["logprobs"]),
+        wants_logprobs=bool(options["logprobs"]) or extra.best_of > 0,
         no_repeat_ngram_size=ngram_size,
         logit_bias=extra.logit_bias,
         bad_words=extra.bad_words_ids,

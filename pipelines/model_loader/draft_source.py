@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +60,27 @@ def take_draft_source(given: Given, properties: dict[str, Any]) -> tuple[Given, 
         source, given = source or given.config[NAME], replace(given, config=others)
     if source is None or isinstance(source, DraftSource):
         return given, source
-    raise ConfigError(
-        f"draft_model is a {type(source).__name__}, which Python cannot read: use staticllm.draft_model(path, device)"
-    )
+    known = next((noted for value, noted in tuple(_KNOWN) if value is source), None)
+    if known is None:
+        raise ConfigError(
+            f"draft_model is a {type(source).__name__}, which Python cannot read: import StaticLLMPipeline before "
+            "openvino_genai.draft_model is called, or use staticllm.draft_model(path, device)"
+        )
+    return given, known
+
+
+def _noting_draft_model(models_path: str | os.PathLike[str], device: str = "", **properties: object) -> object:
+    """Call ``openvino_genai.draft_model``, and note its arguments, which its result does not tell."""
+    value: object = _native_draft_model(models_path, device, **properties)
+    _KNOWN.append((value, DraftSource(Path(os.fsdecode(models_path)), device, properties)))
+    return value
+
+
+_native_draft_model = getattr(genai.draft_model, "__wrapped__", genai.draft_model)
+_KNOWN: deque[tuple[object, DraftSource]] = deque(maxlen=8)
+"""What ``openvino_genai.draft_model`` has returned lately, and its arguments."""
+update_wrapper(_noting_draft_model, _native_draft_model)
+genai.draft_model = _noting_draft_model
 
 
 def load_draft(

@@ -64,7 +64,7 @@ class Launched:
         """Whether weights are read from their file as long as the model runs."""
         return self.loaded.has_mapped_weights
 
-    def use_tokenizer(self, tokenizer: genai.Tokenizer, decode: Decode, is_models_own: bool) -> None:
+    def use_tokenizer(self, tokenizer: genai.Tokenizer, decode: Decode, *, is_models_own: bool) -> None:
         """Let the engine decode tokens, and compile grammars; the vocabulary is read with the first request that has one."""
         del is_models_own
         self.engine.decode = decode

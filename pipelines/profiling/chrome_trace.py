@@ -95,6 +95,7 @@ def _step_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
     args = {
         "rows": variant.rows, "kv_len": variant.kv_len, "sequences": variant.sequences,
         "extra_logits": variant.extra_logits, "drafts": [list(draft) for draft in step.drafts],
+        "draft_ns": round(step.draft_seconds * 1e9),
         "prefill": [list(pair) for pair in step.prefill], "decode": list(step.decode), "padding": step.padding_rows,
         "slots_in_use": step.slots_in_use, "waiting": step.num_waiting, "running": step.num_running,
         "num_swapped": step.num_swapped, "swapped": list(step.swapped), "preempted": list(step.preempted),

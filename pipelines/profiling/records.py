@@ -36,8 +36,8 @@ class StepRecord:
     in the call. ``slots_in_use`` counts KV slots of the arena after the call. ``num_waiting``, ``num_swapped`` and
     ``num_running`` count requests in these states during the call, and ``swapped`` holds the ids of the swapped ones.
     ``preempted`` holds the ids of requests that lost their KV slots before the call. ``drafts`` holds triples of a
-    decoding request's id, the number of drafted tokens that the call checked for it, and how many of them were accepted. If
-    ``has_failed``, no keys and values of the call were kept.
+    decoding request's id, the number of drafted tokens that the call checked for it, and how many of them were accepted; a
+    draft model took ``draft_seconds`` for them before the call. If ``has_failed``, no keys and values of the call were kept.
     """
 
     start: float
@@ -54,6 +54,7 @@ class StepRecord:
     has_failed: bool = False
     host: HostTimes | None = None
     drafts: tuple[tuple[int, int, int], ...] = ()
+    draft_seconds: float = 0.0
 
     @property
     def end(self) -> float:

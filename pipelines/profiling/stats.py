@@ -36,7 +36,7 @@ class Stats:
     ``prefix_hit_tokens`` were found in the prefix cache. ``slots_in_use`` counts KV slots of the arena after the last call, and
     ``finish_reasons`` counts requests by reason. ``num_jobs`` calls of other models, such as embeddings, took ``job_seconds`` of
     device time, which is not in ``device_seconds``. Of ``drafted_tokens`` drafted tokens, which were checked beside tokens that
-    decoded, ``accepted_tokens`` were accepted.
+    decoded, ``accepted_tokens`` were accepted; a draft model took ``draft_seconds`` for them.
     """
 
     num_requests: int
@@ -64,6 +64,7 @@ class Stats:
     job_seconds: float = 0.0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    draft_seconds: float = 0.0
 
 
 @dataclass
@@ -77,6 +78,7 @@ class _Totals:
     decode_rows: int = 0
     drafted: int = 0
     accepted: int = 0
+    draft_seconds: float = 0.0
     computed_rows: int = 0
     slots_in_use: int = 0
     peak_slots: int = 0
@@ -149,6 +151,7 @@ def _add_step(totals: _Totals, step: StepRecord) -> None:
     totals.decode_rows += decode
     totals.drafted += sum(count for _, count, _ in step.drafts)
     totals.accepted += sum(accepted for _, _, accepted in step.drafts)
+    totals.draft_seconds += step.draft_seconds
     totals.computed_rows += step.variant.rows
     totals.slots_in_use = step.slots_in_use
     totals.peak_slots = max(totals.peak_slots, step.slots_in_use)
@@ -198,6 +201,7 @@ def _stats_of(totals: _Totals) -> Stats:
         job_seconds=totals.job_seconds,
         drafted_tokens=totals.drafted,
         accepted_tokens=totals.accepted,
+        draft_seconds=totals.draft_seconds,
     )
 
 

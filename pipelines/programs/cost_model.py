@@ -13,6 +13,8 @@ from staticllm.pipelines.programs.nnls import nonnegative_least_squares
 NEW_SHARE = 0.1
 """Weight of a new measurement: one noisy call changes little, and the costs follow a throttled machine within 20 calls. A faster
 call counts at once until the cost is stable."""
+SLOWEST = 3.0
+"""The most that a measurement counts, as a multiple of the known cost: a call may have been delayed by another program."""
 FIRST_SHARE = 0.5
 """Weight of the first measurement against the estimate, because it may be a first inference at a new shape."""
 
@@ -80,11 +82,10 @@ class CostModel:
         self._num_updates[variant] = self._num_updates.get(variant, 0) + 1
         known = self._seconds.get(variant)
         if known is not None:
-            is_first_over = seconds < known and not self.is_stable(
-                variant
-            )  # the first run at a size may take many times as long
-            self._seconds[variant] = seconds if is_first_over else known + NEW_SHARE * (seconds - known)
-            if is_first_over:
+            is_faster = seconds < known and not self.is_stable(variant)  # the first run at a size may be very slow
+            mixed = known + NEW_SHARE * (min(seconds, SLOWEST * known) - known)
+            self._seconds[variant] = seconds if is_faster else mixed
+            if is_faster:
                 self._estimates, self._parts = {}, None
             return
         guess = self(variant) if len(self._seconds) >= len(_features(variant)) else seconds

@@ -89,7 +89,8 @@ def memory_needs(path: Path, config: StaticLLMConfig, kv_type: KVType) -> Memory
     host_slots = config.max_seq_len if config.host_kv_slots is None else config.host_kv_slots
     slots = (config.num_kv_slots("shared") + host_slots + rows) * slot_bytes(path, config.kv_cache_precision or kv_type)
     packed = int(PACKED_SHARE * weights_size(path, config.weights_path))
-    return MemoryNeeds(BASE_BYTES + activations + slots, PROGRAM_BYTES + packed)
+    adapters = 0 if config.adapters is None else config.adapters.num_bytes
+    return MemoryNeeds(BASE_BYTES + activations + slots + adapters, PROGRAM_BYTES + packed)
 
 
 def with_host_slots(device: str, path: Path, config: StaticLLMConfig, kv_type: KVType) -> StaticLLMConfig:

@@ -189,7 +189,9 @@ class ModelRunner:
         """How keys are moved to other positions, found with a few calls; None if this model's cannot be."""
         last = self.cache.num_slots - 1
         vocab_size = self.cache.layout.vocab_size
-        tokens = sorted({vocab_size // 7, vocab_size // 3, vocab_size // 2})
+        tokens = sorted(
+            {vocab_size // 7, vocab_size // 3}
+        )  # calls take as long as decode steps, and requests wait meanwhile
         return None if self.cache.states else find_rotations(self.cache.kv_states, self._rows_at, tokens, last)
 
     def _rows_at(self, token: int, position: int) -> list[NDArray[Any]]:

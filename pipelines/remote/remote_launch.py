@@ -36,7 +36,7 @@ class RemoteLaunched:
     has_mapped_weights: bool
     background: None = None
 
-    def use_tokenizer(self, tokenizer: genai.Tokenizer, decode: Decode, is_models_own: bool) -> None:
+    def use_tokenizer(self, tokenizer: genai.Tokenizer, decode: Decode, *, is_models_own: bool) -> None:
         """Note whether the pipeline has the tokenizer of the model's directory, which the daemon uses."""
         del tokenizer, decode
         self.engine.has_own_tokenizer = not is_models_own

@@ -14,6 +14,7 @@ from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError, StaticLLMError
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue
+from staticllm.pipelines.generation.options import GenerationOptions
 from staticllm.pipelines.text.input_processor import PreparedRequest
 from staticllm.pipelines.text.output_processor import OutputProcessor, RequestOutput, TextDelta
 from staticllm.pipelines.text.parsing.events import Event
@@ -191,7 +192,9 @@ class GenerationHandle:
         return results_of(self._prepared.form, self.outputs(timeout), self._decode, parsers)
 
     def outputs(self, timeout: float | None = None) -> list[RequestOutput]:
-        """Wait for the end and return each answer with its timings. A beam search may find fewer than were requested.
+        """Wait for the end and return each answer with its timings: with ``best_of`` the most likely, best first.
+
+        A beam search may find fewer than were requested.
 
         Raises:
             TimeoutError, StaticLLMError: as for ``result``.
@@ -210,9 +213,7 @@ class GenerationHandle:
         finally:
             self._role.leave(token)
         self._raise_error()
-        outputs = [self._outputs[index] for index in range(len(self._processors))]
-        is_search = self._prepared.options.beams is not None
-        return [output for index, output in enumerate(outputs) if not is_search or output.tokens or not index]
+        return _kept([self._outputs[index] for index in range(len(self._processors))], self._prepared.options)
 
     def output(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end and return the first answer with its timings.
@@ -340,3 +341,11 @@ class GenerationHandle:
     def __del__(self) -> None:
         if not all(getattr(self, "_ends", [True])) and hasattr(self, "_client"):
             self._client.cancel(self._prepared.request.id)
+
+
+def _kept(outputs: list[RequestOutput], options: GenerationOptions) -> list[RequestOutput]:
+    """Return the answers that were requested: with ``best_of`` the most likely, and of a search those that it found."""
+    if options.extra.best_of:
+        return sorted(outputs, key=lambda output: -output.score)[: options.num_return_sequences]
+    is_search = options.beams is not None
+    return [output for index, output in enumerate(outputs) if not is_search or output.tokens or not index]

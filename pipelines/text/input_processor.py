@@ -56,14 +56,14 @@ class CallOptions:
         Raises:
             GenerationConfigError: there are several, and ``receiver`` could not tell them apart; or beams.
         """
-        count, beams = self.options.num_return_sequences, self.options.beams
+        count, beams = self.options.num_sequences, self.options.beams
         if beams is not None:
             raise GenerationConfigError(
                 f"a {receiver} for num_beams={beams.num_beams}: the tokens are known at the end; leave one of them out"
             )
         if count > 1:
             raise GenerationConfigError(
-                f"a {receiver} for num_return_sequences={count}: it could not tell the answers apart; leave one of them out"
+                f"a {receiver} for {count} answers: it could not tell the answers apart; leave one of them out"
             )
 
 
@@ -224,14 +224,14 @@ class InputProcessor:
                 f"overflow={call.overflow!r} with num_beams: beams cannot be shortened; use 'stop'"
             )
         _check_tokens(options, limits.vocab_size)
-        processors = copies_for(options.extra.logits_processors, ids, options.num_return_sequences)
+        processors = copies_for(options.extra.logits_processors, ids, options.num_sequences)
         tools = options.extra.tool_options
         format = self._format_of(prompt, tools)
         request = EngineRequest(
             prompt=tuple(ids),
             sampling=self._word_tokens.complete(options),
             seed=self._seed_for(options),
-            num_sequences=options.num_return_sequences,
+            num_sequences=options.num_sequences,
             max_new_tokens=limit_of(options, len(ids), limits.max_seq_len if call.overflow == "stop" else None),
             stop_token_ids=options.stop_token_ids,
             min_new_tokens=options.min_new_tokens,
@@ -363,7 +363,7 @@ def _drafts_of(options: GenerationOptions, limits: PromptLimits) -> DraftParams 
     Raises:
         GenerationConfigError: the options need a draft model, and there is none.
     """
-    asked, is_single = options.drafts, options.num_return_sequences == 1
+    asked, is_single = options.drafts, options.num_sequences == 1
     if asked is None and not (is_single and (limits.has_prompt_lookup or limits.has_draft_model)):
         return None
     drafts = asked or DraftParams()

@@ -10,6 +10,7 @@ from itertools import pairwise
 from staticllm.core import FinishReason
 from staticllm.metrics import MICRO, PerfMetrics
 from staticllm.pipelines.engine.output_queue import TokenOutput
+from staticllm.pipelines.generation.beam_search import beam_score
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.input_processor import PreparedRequest
 from staticllm.pipelines.text.parsing.events import Event, message_of
@@ -184,7 +185,7 @@ class OutputProcessor:
 
     def _score(self) -> float:
         total, beams = sum((token.logprob for token in self._received), 0.0), self._prepared.options.beams
-        return total if beams is None else total / max(len(self._received), 1) ** beams.length_penalty
+        return total if beams is None else beam_score(total, max(len(self._received), 1), beams.length_penalty)
 
     def _text(self) -> str:
         """Decode the tokens that are not decoded yet, and return the text that they add."""

@@ -40,6 +40,11 @@ class AdapterSet:
             alphas[adapter.name] = alphas.get(adapter.name, 0.0) + alpha
         return cls(tuple(adapters.values()), tuple(alphas.values()), is_fused, origin)
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all matrices in memory: as they were read, and as inputs, about half of which are zeros."""
+        return (1 if self.is_fused else 3) * sum(adapter.num_bytes for adapter in self.adapters)
+
     @cached_property
     def layouts(self) -> tuple[AdapterLayout, ...]:
         """The shapes of each adapter: what the passes must know."""

@@ -11,13 +11,13 @@ from typing import Any, get_args
 
 from staticllm.config import StaticLLMConfig
 from staticllm.daemon.devices import Devices
-from staticllm.errors import ConfigError, ModelError, PromptError
+from staticllm.errors import ConfigError, ModelError, PromptError, StaticLLMError
 from staticllm.model_dir import MODEL_XML, weights_of, weights_size
 from staticllm.pipelines.engine.device_use import DeviceUse
 from staticllm.pipelines.engine.overflow import RULES
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.beam_search import StopCriteria
-from staticllm.pipelines.generation.method_options import MAX_BEAMS
+from staticllm.pipelines.generation.method_options import LONGEST_DRAFT, MAX_BEAMS
 from staticllm.pipelines.generation.sampling_params import SEQUENCES, SamplingParams
 from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
 from staticllm.pipelines.generation.structured.vocabulary import read_vocabulary
@@ -28,6 +28,7 @@ from staticllm.wire.messages import Message, ProtocolError, text_of
 
 MAX_ANSWERS = 64
 MAX_SEQUENCE_TOKENS = 1 << 18
+MAX_NUMBER = 1 << 64
 _NUMBERS = {"float": (int, float), "int": (int,), "bool": (bool,)}
 
 
@@ -126,13 +127,15 @@ class LanguageModel:
         """
         try:
             request = EngineRequest.from_dict(values)
-        except (TypeError, KeyError, ValueError) as error:
+            _check_fields(request)
+        except StaticLLMError:
+            raise
+        except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"a request with wrong fields: {error}") from None
         vocab, limit = self.launched.vocab_size, self.launched.config.max_seq_len
         ids = request.prompt
         if not 0 < len(ids) <= limit or not all(type(id) is int and 0 <= id < vocab for id in ids):
             raise PromptError(f"a prompt of {len(ids)} ids: must be 1 to {limit} ids from 0 to {vocab - 1}")
-        _check_fields(request)
         return request
 
     def get_property(self, name: str) -> object:
@@ -190,15 +193,16 @@ def _check_fields(request: EngineRequest) -> None:
     if not all(type(id) is int for id in request.stop_token_ids):
         raise ConfigError("stop_token_ids must be whole numbers")
     _check_beams(request)
-    for moment in (request.arrival, request.deadline):
-        if moment is not None and not math.isfinite(moment):
-            raise ConfigError("arrival and deadline must be finite")
+    _check_drafts(request)
+    for moment in (request.arrival, request.deadline if request.deadline is not None else 0.0):
+        if type(moment) not in (int, float) or not math.isfinite(moment):
+            raise ConfigError("arrival and deadline must be finite numbers")
     for field in fields(SamplingParams):
         value = getattr(request.sampling, field.name)
         if field.name in SEQUENCES:
             _check_sequences(field.name, value)
-        elif type(value) not in _NUMBERS[str(field.type)] or not math.isfinite(value):
-            raise ConfigError(f"{field.name}={value!r}: must be of type {field.type} and finite")
+        elif type(value) not in _NUMBERS[str(field.type)] or not abs(value) <= MAX_NUMBER:
+            raise ConfigError(f"{field.name}={value!r}: must be of type {field.type} and at most {MAX_NUMBER}")
 
 
 def _check_beams(request: EngineRequest) -> None:
@@ -224,6 +228,25 @@ def _check_beams(request: EngineRequest) -> None:
             raise ConfigError(f"diversity_penalty and length_penalty must be finite numbers, not {value!r}")
     if beams.stop_criteria not in get_args(StopCriteria):
         raise ConfigError(f"stop_criteria={beams.stop_criteria!r}: must be one of {', '.join(get_args(StopCriteria))}")
+
+
+def _check_drafts(request: EngineRequest) -> None:
+    """Check how the tokens of a request from another process are drafted.
+
+    Raises:
+        ConfigError: a parameter is wrong.
+    """
+    drafts = request.drafts
+    if drafts is None:
+        return
+    for name in ("max_ngram_size", "max_tokens"):
+        value = getattr(drafts, name)
+        if type(value) is not int or not 0 <= value <= LONGEST_DRAFT:
+            raise ConfigError(f"{name}={value!r}: must be a whole number from 0 to {LONGEST_DRAFT}")
+    if type(drafts.uses_model) is not bool:
+        raise ConfigError(f"uses_model={drafts.uses_model!r}: must be True or False")
+    if type(drafts.confidence) not in (int, float) or not 0 <= drafts.confidence <= 1:
+        raise ConfigError(f"confidence={drafts.confidence!r}: must be a number from 0 to 1")
 
 
 def _check_sequences(name: str, rows: tuple[tuple[Any, ...], ...]) -> None:

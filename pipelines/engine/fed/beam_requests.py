@@ -51,20 +51,21 @@ class BeamRequest(RequestState):
         """End the search. Without an error, the best hypotheses so far are the answers. A second call does nothing."""
         if self._feeds is None:
             return
+        found: list[Hypothesis] = []
+        if error is None:
+            self._search.end(reason)
+            found = self._search.hypotheses()[: self.request.num_sequences]
         feeds, self._feeds = self._feeds, None
-        self._search.end(reason)
-        found = [] if error is not None else self._search.hypotheses()[: self.request.num_sequences]
         self._close_beams(feeds, found)
         for index, hypothesis in enumerate(found):
             self._report(index, hypothesis)
         self.finish_from(len(found), reason, error)
         self._on_end(self, reason)
 
-    def give_up(self, reason: FinishReason, error: Exception | None) -> None:
-        """End the search without answers, in any state that an exception left."""
-        feeds, self._feeds = self._feeds, None
+    def give_up(self, feeds: Feeds, reason: FinishReason, error: Exception | None) -> None:
+        """End the search without answers, in any state that an exception left, also one in the middle of its end."""
+        self._feeds = None
         for state in self._beams:
-            assert feeds is not None, "it has ended"
             feeds.forget(state)
         self.finish_from(0, reason, error)
 
@@ -160,7 +161,7 @@ class BeamRequests:
     def give_up(self, reason: FinishReason, error: Exception | None) -> None:
         """End all searches without answers, in any state that an exception left."""
         for request in self._requests.values():
-            request.give_up(reason, error)
+            request.give_up(self._feeds, reason, error)
         self._requests.clear()
 
     def _remove(self, request: BeamRequest, reason: FinishReason) -> None:

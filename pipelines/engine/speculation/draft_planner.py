@@ -15,12 +15,11 @@ from staticllm.pipelines.programs.variant_index import VariantIndex
 
 ALLOWANCE = 0.02
 """The share of the decode time that drafts may lose: what each decode step adds to the credit, in decode steps."""
-FIRST_CREDIT, MAX_CREDIT = 1.0, 4.0
-"""The credit of a new engine, and the largest credit, in decode steps."""
+FIRST_CREDIT, MAX_CREDIT, MAX_DEBT = 1.0, 1.5, 4.0
+"""The credit of a new engine, the largest credit, and the largest debt, in decode steps."""
 MOST_LOST = 1.0
-"""The most decode steps that a draft counts as lost while the cost of its variant is not stable.
-
-The first run at a new size may take many times as long as the next one, and would rule it out for ever."""
+"""The credit that is enough for any draft. One that takes longer leaves a debt: the first run at a new size may take many times
+as long as the next one, and would otherwise rule it out for ever."""
 HOPED_ROW_COST = 0.1
 """The most decode steps that a drafted row costs as long as the cost of its variant is not stable; the credit covers the risk."""
 MIN_GAIN = 1.02
@@ -34,9 +33,10 @@ CATCH_UP_SHARE, FORESEEN_TOKENS = 0.1, 256
 FIRST_PLAIN, REFRESH_AFTER = 3, 48
 """The number of steps without drafts before the first draft, and that of steps with drafts before the next one without. What a
 plain step costs must be known, and stay known: drafts are measured by it."""
-SLOWER_WEIGHT = 0.1
-"""The weight of a slower call in the host's seconds per call. A faster one counts at once: others were delayed."""
-NO_DRAFT_SECONDS, DRAFT_SECONDS, OVERHEAD = 1e-5, 5e-5, 0.01
+OVERHEAD_WEIGHT, SLOWER_WEIGHT, MOST_OVERHEAD = 0.2, 0.05, 3.0
+"""The weight of a new call in the averages of what calls take beyond their costs, that of a slow call without drafts, which other
+work has delayed, and the most that counts of one call, in plain calls."""
+NO_DRAFT_SECONDS, DRAFT_SECONDS, OVERHEAD = 3e-5, 1e-4, 0.01
 """About how long it takes to find that there is no draft, and that one does not pay, and the share of a decode step that this may
 take. Where steps are shorter, a request is asked for drafts less often."""
 MAX_KEPT = 1024
@@ -99,10 +99,12 @@ class DraftPlanner:
     covered by it as if no token were accepted. What drafts gain is added to it, what they lose is taken from it, and each
     decode step adds ``ALLOWANCE``. So a text whose drafts are never accepted is slower by that share, and not by more. The
     credit also pays for single drafts that find out whether the text has changed. ``model`` is the draft model; None without one.
+    ``is_possible``: whether rejected tokens can be cut off; a recurrent state cannot be.
     """
 
     def __init__(self, runner: ModelRunner, max_seq_len: int, model: DraftModel | None = None) -> None:
         self._runner, self._max_seq_len, self.model = runner, max_seq_len, model
+        self.is_possible = not runner.cache.states
         self._index: VariantIndex = runner.index
         self._options: dict[tuple[int, int, int, int], tuple[_Option, ...]] = {}
         self._rates = AcceptanceRates(kept=0.98)
@@ -110,12 +112,7 @@ class DraftPlanner:
         self._num_plain = PROBE_AFTER  # decode steps since the last draft
         self._num_due = FIRST_PLAIN  # steps without drafts that must come first
         self._num_drafted = 0  # steps with drafts since the last one without
-        self._host: dict[bool, float] = {}  # the host's seconds per call, with drafts and without
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether rejected tokens can be cut off: a recurrent state cannot be."""
-        return not self._runner.cache.states
+        self._overheads: dict[bool, float] = {}  # the seconds beyond the cost of a call, with drafts and without
 
     def plan(self, states: Sequence[SequenceState], call: PlainCall) -> DraftPlan:
         """Return the drafts for the decoding ``states`` of a call. No slot is freed for a draft."""
@@ -154,25 +151,24 @@ class DraftPlanner:
         self._num_drafted = 0
         self._credit = min(self._credit + ALLOWANCE, MAX_CREDIT)
 
-    def observe(self, plan: DraftPlan, num_accepted: int, host_seconds: float) -> None:
+    def observe(self, plan: DraftPlan, num_accepted: int, seconds: float) -> None:
         """Learn that ``num_accepted`` drafted tokens of a call were accepted.
 
-        ``host_seconds`` is the time of the host's work around the call, with that of the draft model.
+        It took ``seconds`` with the host's work around it, and without that of the draft model.
         """
         call, has_drafts = plan.call, any(draft.tokens for draft in plan.drafts)
+        gained = 0.0
         if call.is_pure:
-            self._count_host(has_drafts, host_seconds - plan.spent_seconds)
+            self._count_overhead(plan, has_drafts, seconds)
         if not has_drafts:
             self._num_due, self._num_drafted = max(0, self._num_due - 1), 0
         self._num_plain += 1
-        gained = 0.0
         if has_drafts or plan.model_seconds:
             self._num_drafted += 1
             self._num_due = int(self._num_drafted >= REFRESH_AFTER)
             more = (self._more_seconds(call, plan.variant) + plan.model_seconds) / self._step_seconds(call)
-            more = more if self._runner.costs.is_stable(plan.variant) else min(more, MOST_LOST)
             gained, self._num_plain = num_accepted / call.num_decoding - more, 0
-        self._credit = max(-MAX_CREDIT, min(self._credit + ALLOWANCE + gained, MAX_CREDIT))
+        self._credit = max(-MAX_DEBT, min(self._credit + ALLOWANCE + gained, MAX_CREDIT))
 
     def use_model(self, model: DraftModel) -> None:
         """Let a model draft the tokens of requests that ask for it, from the next step on."""
@@ -183,10 +179,19 @@ class DraftPlanner:
         if self.model is not None:
             self.model.forget(answer)
 
-    def _count_host(self, has_drafts: bool, seconds: float) -> None:
-        known = self._host.get(has_drafts, seconds)
-        more = SLOWER_WEIGHT * (min(seconds, 2 * known) - known)
-        self._host[has_drafts] = min(seconds, known + more)
+    def _count_overhead(self, plan: DraftPlan, has_drafts: bool, seconds: float) -> None:
+        """Count what a call took beyond its cost: the host's work, and what the device takes to change between sizes.
+
+        The change back, in the first call after a draft, counts as overhead of drafts.
+        """
+        base = self._runner.costs(plan.call.variant)
+        overhead = max(-base, min(seconds - self._runner.costs(plan.variant), MOST_OVERHEAD * base))
+        known = self._overheads.get(has_drafts, self._overheads.get(False, overhead))
+        if not has_drafts and not self._num_plain:  # the first call after a draft
+            self._overheads[True] = self._overheads.get(True, known) + OVERHEAD_WEIGHT * (overhead - known)
+            return
+        weight = OVERHEAD_WEIGHT if has_drafts or overhead < known else SLOWER_WEIGHT
+        self._overheads[has_drafts] = known + weight * (overhead - known)
 
     def _proposal(self, state: SequenceState, call: PlainCall, room: int) -> Draft:
         """Return the draft of a decoding answer, with tokens of the vocabulary only, and one token less than may follow.
@@ -228,27 +233,25 @@ class DraftPlanner:
     def _best(self, call: PlainCall, chances: Sequence[_Chance], proposed: Sequence[Draft]) -> _Option | None:
         """Return the variant that gives the most tokens per second, and how many drafted tokens it checks; None without drafts.
 
-        If none pays, it is the one that risks least, when the time has come to probe.
+        If none pays, there is one all the same when the time has come to probe.
         """
         gains = [0.0, *accumulate(chance.probability for chance in chances)]
         sure = sum(chance.probability == 1.0 for chance in chances)
         model_seconds = self._model_seconds(chances, proposed)
         base, count = self._step_seconds(call), call.num_decoding
-        best, most, cheapest, least = None, MIN_GAIN, None, self._credit
+        best, most = None, 0.0
         for option in self._options_for(call):
             held = min(option.most, len(chances))
             more = (self._more_seconds(call, option.variant) + model_seconds[held]) / base
             risk = more - min(sure, held) / count
-            is_known = self._runner.costs.is_stable(option.variant)
-            if not held or (risk if is_known else min(risk, MOST_LOST)) > self._credit:
+            if not held or min(risk, MOST_LOST) > self._credit:
                 continue
+            is_known = self._runner.costs.is_stable(option.variant)
             hoped = more if is_known else min(more, held * HOPED_ROW_COST + model_seconds[held] / base)
             speed = (1.0 + gains[held] / count) / max(1.0 + hoped, 0.1)
             if speed > most:
                 best, most = _Option(option.variant, held), speed
-            if cheapest is None or risk < least:
-                cheapest, least = _Option(option.variant, held), risk
-        return cheapest if best is None and self._num_plain >= PROBE_AFTER else best
+        return best if most > MIN_GAIN or self._num_plain >= PROBE_AFTER else None
 
     def _model_seconds(self, chances: Sequence[_Chance], proposed: Sequence[Draft]) -> list[float]:
         """Return how long the draft model takes for the first n of ``chances``, for each n from 0 on."""
@@ -276,16 +279,17 @@ class DraftPlanner:
         return next(options) if num_more else call.variant
 
     def _step_seconds(self, call: PlainCall) -> float:
-        """Return the seconds of a plain decode step of the call's decoding requests, with the host's work."""
+        """Return the seconds of a plain decode step of the call's decoding requests, with what is around it."""
         count, past = call.num_decoding, self._runner.cache.slots.high_slot
         variant = call.variant if call.is_pure else self._runner.index.smallest(count, count, past) or call.variant
-        return self._runner.costs(variant) + self._host.get(False, 0.0)
+        cost = self._runner.costs(variant)
+        return max(cost + self._overheads.get(False, 0.0), 0.5 * cost)
 
     def _more_seconds(self, call: PlainCall, variant: Variant) -> float:
         """Return by how many seconds the call takes longer with drafts in ``variant``."""
-        costs, host = self._runner.costs, self._host
-        more_host = host[True] - host[False] if len(host) > 1 else 0.0
-        return costs(variant) - costs(call.variant) + more_host
+        costs, around = self._runner.costs, self._overheads
+        more_around = around[True] - around[False] if len(around) > 1 else 0.0
+        return costs(variant) - costs(call.variant) + more_around
 
 
 def _options(index: VariantIndex, call: PlainCall, past: int) -> list[_Option]:

@@ -72,7 +72,12 @@ class GrammarCompiler:
             found = self._kept.get((grammar, vocab_size))
             if found is None:
                 grammar.check()
-                found = self._compiled(grammar, vocab_size)
+                try:
+                    found = self._compiled(grammar, vocab_size)
+                except RecursionError:
+                    raise GenerationConfigError(
+                        f"the grammar ({grammar.kind}) is nested too deeply, or its rules are: use at most 100 levels"
+                    ) from None
                 self._kept[grammar, vocab_size] = found
                 while len(self._kept) > MAX_KEPT:
                     (dropped, _), _ = self._kept.popitem(last=False)
@@ -83,8 +88,8 @@ class GrammarCompiler:
             return found.clone()
 
     def _compiled(self, grammar: Grammar, vocab_size: int) -> Matcher:
-        lark = lark_of(grammar)
         tokenizer = self._tokenizer(vocab_size)
+        lark = lark_of(grammar, self._known_vocabulary().special_by_text)
         from llguidance import LLMatcher
 
         inner = LLMatcher(tokenizer, lark, log_level=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -25,6 +26,7 @@ from staticllm.pipelines.generation.structured.nodes import (
     Schema,
     Shortest,
     Text,
+    Token,
     children,
 )
 from staticllm.pipelines.generation.structured.translation import choices_of, tree_of
@@ -32,6 +34,12 @@ from staticllm.pipelines.generation.structured.vocabulary import Vocabulary
 
 _NESTED = {"IN": None, "MAX_REPEAT": 2, "MIN_REPEAT": 2, "SUBPATTERN": -1}
 """Nodes of Python's parsed expressions that contain others, and where."""
+
+
+MAX_BYTES = 1 << 16
+"""Only so many bytes of a fixed text count; longer ones do not fit into an answer."""
+MAX_VISITS = 20_000
+"""The most rules and parts of schemas that are looked at. References to references can make exponentially many."""
 
 
 class TokenBounds:
@@ -44,6 +52,7 @@ class TokenBounds:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._texts = [text for id, text in enumerate(vocabulary.tokens) if text and id not in vocabulary.special]
         self._known = frozenset(self._texts)
+        self._special = vocabulary.special_by_text
         self._longest = max(map(len, self._texts), default=1)
 
     @cached_property
@@ -68,7 +77,7 @@ class TokenBounds:
             return min(self._segments(text.encode()) for text in choices_of(grammar))
         if grammar.kind == "regex":
             return self._of_regex(grammar.text)
-        tree = tree_of(grammar)
+        tree = tree_of(grammar, self._special)
         return 0 if tree is None else _Bounds(self, tree.rules).of(tree.root)
 
     def covering(self, text: bytes) -> float:
@@ -77,15 +86,16 @@ class TokenBounds:
             return 0
         if text in self._joined:
             return 1
+        text = text[:MAX_BYTES]
         costs = [math.inf] * (len(text) + 1)
         costs[0] = 0
         best = math.inf
         for start in range(len(text)):
-            if start and _has_prefix(self._reversed, text[:start][::-1]):
+            if 0 < start < self._longest and _has_prefix(self._reversed, text[:start][::-1]):
                 costs[start] = min(costs[start], 1)
             if math.isinf(costs[start]):
                 continue
-            if _has_prefix(self._sorted, text[start:]):
+            if len(text) - start <= self._longest and _has_prefix(self._sorted, text[start:]):
                 best = min(best, costs[start] + 1)
             self._extend(text, start, costs)
         return min(best, costs[len(text)])
@@ -107,7 +117,9 @@ class TokenBounds:
     def _of_regex(self, pattern: str) -> int:
         """Return the fewest characters of a match, divided by the longest token of its characters."""
         try:
-            parsed = regex_parser.parse(pattern)
+            with warnings.catch_warnings():  # of what Python may read in another way one day
+                warnings.simplefilter("ignore")
+                parsed = regex_parser.parse(pattern)
         except (re.error, RecursionError, OverflowError):
             return 0  # Rust's syntax has more than Python's
         fewest, alphabet = int(parsed.getwidth()[0]), _alphabet(parsed)
@@ -126,11 +138,12 @@ class _Bounds:
     def __init__(self, bounds: TokenBounds, rules: Rules) -> None:
         self._bounds = bounds
         self._of_rule = dict.fromkeys(rules, math.inf)  # without a way to end, as far as known
-        for _ in range(len(rules) + 1):
-            found = {name: self.of(body) for name, body in rules.items()}
-            if found == self._of_rule:
+        for _ in range(max(2, MAX_VISITS // (2 * max(len(rules), 1)))):
+            before = dict(self._of_rule)
+            for name in (*reversed(tuple(rules)), *rules):  # rules mostly refer to those after them
+                self._of_rule[name] = self.of(rules[name])
+            if before == self._of_rule:
                 break
-            self._of_rule = found
         else:
             self._of_rule = dict.fromkeys(rules, 0.0)
 
@@ -144,6 +157,8 @@ class _Bounds:
             return SchemaBounds(self._bounds, node.schema).of(node.schema)
         if isinstance(node, Reference):
             return self._of_rule[node.name]
+        if isinstance(node, Token):
+            return 1
         return self._of_parts(node, list(map(self.of, children(node))))
 
     def _of_parts(self, node: Node, parts: list[float]) -> float:
@@ -158,10 +173,12 @@ class SchemaBounds:
     def __init__(self, bounds: TokenBounds, root: Any) -> None:
         self._bounds, self._root = bounds, root
         self._open: set[str] = set()  # references that are being followed
+        self._num_left = MAX_VISITS
 
     def of(self, schema: Any) -> float:
         """Return the bound of a schema; every JSON value has at least one token."""
-        if not isinstance(schema, Mapping):
+        self._num_left -= 1
+        if not isinstance(schema, Mapping) or self._num_left < 0:
             return 1
         found = [1.0]
         if isinstance(schema.get("$ref"), str):

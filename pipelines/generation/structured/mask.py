@@ -29,7 +29,8 @@ class GrammarMask:
     """Forbids the tokens that a grammar does not allow. It belongs to one answer.
 
     ``prepare`` finds the next mask while the device runs; otherwise ``process`` does. Special tokens among
-    ``stop_token_ids`` are allowed where the answer may end. Any other one is text, which is allowed where the grammar allows it.
+    ``stop_token_ids`` are allowed where the answer may end, or where the grammar has them. Any other one is text, which is
+    allowed where the grammar allows it.
     """
 
     remedy = "let the grammar allow more, or raise top_k and the like"
@@ -138,7 +139,8 @@ class GrammarMask:
             return
         try:
             allowed = self._matcher.allowed()
-            allowed[self._ends] = self._matcher.can_end
+            if self._matcher.can_end:
+                allowed[self._ends] = True
             few = np.flatnonzero(allowed) if np.count_nonzero(allowed) <= FEW else None
             self._mask = Mask(few, None if few is not None else ~allowed)
         except GenerationConfigError as error:

@@ -9,6 +9,7 @@ one terminal as a whole, and so is exact.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -77,8 +78,16 @@ class Repeat:
     most: int | None
 
 
-Node: TypeAlias = Text | Pattern | Shortest | Schema | Reference | Sequence | Choice | Repeat
+@dataclass(frozen=True)
+class Token:
+    """One token, which stands for no text of its own."""
+
+    id: int
+
+
+Node: TypeAlias = Text | Pattern | Shortest | Schema | Reference | Sequence | Choice | Repeat | Token
 Rules: TypeAlias = Mapping[str, Node]
+_IRREGULAR = (Schema, Shortest, Token)
 
 
 def children(node: Node) -> tuple[Node, ...]:
@@ -105,21 +114,60 @@ def in_order(parts: list[Node]) -> Node:
     return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
 
+def with_special_tokens(node: Node, special: Mapping[str, int]) -> Node:
+    """Return a tree in which special tokens, by their text, stand for their text: a model writes them as these tokens.
+
+    Free text ends with a special token only if its end begins with one; it cannot contain special tokens itself.
+    """
+    if isinstance(node, Text):
+        pieces = [Text(piece) if isinstance(piece, str) else Token(piece) for piece in split_at(node.text, special)]
+        return in_order(list(pieces)) if pieces else node
+    if isinstance(node, Shortest):
+        ends: list[Node] = []
+        for end in node.ends:
+            pieces_of_end = split_at(end, special)
+            begins_special = bool(pieces_of_end) and isinstance(pieces_of_end[0], int)
+            ends.append(
+                Sequence((Pattern("(?s:.*)"), with_special_tokens(Text(end), special)))
+                if begins_special
+                else Shortest((end,), node.least, node.most)
+            )
+        return node if all(isinstance(each, Shortest) for each in ends) else one_of(ends)
+    if isinstance(node, Repeat):
+        return Repeat(with_special_tokens(node.part, special), node.least, node.most)
+    if isinstance(node, (Sequence, Choice)):
+        return type(node)(tuple(with_special_tokens(part, special) for part in node.parts))
+    return node
+
+
+def split_at(text: str, special: Mapping[str, int]) -> list[str | int]:
+    """Return the pieces of a text: texts without special tokens, and the ids of special tokens."""
+    if not special or not text:
+        return [text] if text else []
+    pattern = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+    pieces = re.split(f"({pattern})", text)
+    return [special.get(piece, piece) for piece in pieces if piece]
+
+
 def regular_rules(rules: Rules) -> frozenset[str]:
     """Return the names of the rules that are regular expressions: neither they nor what they reach is recursive."""
-    direct = {name: {node.name for node in walk(body) if isinstance(node, Reference)} for name, body in rules.items()}
-    reached: dict[str, set[str]] = {}
-    for name in rules:
-        seen, todo = set[str](), [name]
-        while todo:
-            for other in direct.get(todo.pop(), ()):
-                if other not in seen:
-                    seen.add(other)
-                    todo.append(other)
-        reached[name] = seen
-    fixed = {name for name, body in rules.items() if any(isinstance(n, (Schema, Shortest)) for n in walk(body))}
-    recursive = {name for name, seen in reached.items() if name in seen}
-    return frozenset(name for name, seen in reached.items() if not (seen | {name}) & (fixed | recursive))
+    left, users = (
+        dict[str, int](),
+        {name: list[str]() for name in rules},
+    )  # by rule: references to rules, and who refers to it
+    for name, body in rules.items():
+        direct = {node.name for node in walk(body) if isinstance(node, Reference)} & rules.keys()
+        left[name] = len(direct) + any(isinstance(node, _IRREGULAR) for node in walk(body))  # then it never becomes 0
+        for other in direct:
+            users[other].append(name)
+    found, todo = set[str](), [name for name, count in left.items() if not count]
+    while todo:
+        found.add(name := todo.pop())
+        for user in users[name]:
+            left[user] -= 1
+            if not left[user]:
+                todo.append(user)
+    return frozenset(found)
 
 
 class LarkWriter:
@@ -139,12 +187,14 @@ class LarkWriter:
     def _is_regular(self, node: Node) -> bool:
         if isinstance(node, Reference):
             return node.name in self._regular
-        return not isinstance(node, (Schema, Shortest)) and all(map(self._is_regular, children(node)))
+        return not isinstance(node, _IRREGULAR) and all(map(self._is_regular, children(node)))
 
     def _rule_text(self, node: Node) -> str:
         """Return what stands for a node in a rule."""
         if self._is_regular(node):
             return self._regular_text(node)
+        if isinstance(node, Token):
+            return f"<[{node.id}]>"
         if isinstance(node, Schema):
             return self._named("j", node, lambda: f"%json {json.dumps(node.schema)}", "j{}: {}")
         if isinstance(node, Shortest):

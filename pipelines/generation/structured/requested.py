@@ -65,7 +65,7 @@ def _of_schema(value: Any) -> Grammar:
     if isinstance(value, Mapping):
         try:
             value = json.dumps(value, ensure_ascii=False)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise GenerationConfigError(f"the JSON schema is no JSON: {error}") from None
     return _with_text("json_schema", value, "a str, a dict or a pydantic model")
 
@@ -114,7 +114,11 @@ KEYWORDS: dict[str, Callable[[Any], Grammar]] = {
 
 
 def _of_tag(value: Any) -> Grammar:
-    return Grammar("structural_tag", json.dumps(format_of(value), ensure_ascii=False))
+    try:
+        text = json.dumps(format_of(value), ensure_ascii=False)
+    except RecursionError:
+        raise GenerationConfigError(f"a {type(value).__name__} is nested too deeply: use at most 100 levels") from None
+    return Grammar("structural_tag", text)
 
 
 def format_of(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from staticllm.errors import GenerationConfigError
@@ -18,6 +19,7 @@ from staticllm.pipelines.generation.structured.nodes import (
     Schema,
     Text,
     one_of,
+    with_special_tokens,
 )
 from staticllm.pipelines.generation.structured.regex import rust_regex
 from staticllm.pipelines.generation.structured.structural_tags import StructuralTag
@@ -31,8 +33,10 @@ class SyntaxTree:
     rules: Rules = field(default_factory=dict)
 
 
-def tree_of(grammar: Grammar) -> SyntaxTree | None:
+def tree_of(grammar: Grammar, special: Mapping[str, int] | None = None) -> SyntaxTree | None:
     """Return the syntax tree of a grammar; None for one in Lark, which only llguidance reads.
+
+    Where a structural tag has the text of one of the ``special`` tokens (ids by text), it stands for the token.
 
     Raises:
         GenerationConfigError: the grammar is malformed.
@@ -47,17 +51,17 @@ def tree_of(grammar: Grammar) -> SyntaxTree | None:
         return SyntaxTree(Reference(ROOT), parse_ebnf(grammar.text))
     if grammar.kind == "structural_tag":
         tag = StructuralTag(grammar.text)
-        return SyntaxTree(tag.root, tag.rules)
+        return SyntaxTree(with_special_tokens(tag.root, special or {}), tag.rules)
     return None
 
 
-def lark_of(grammar: Grammar) -> str:
-    """Return the text of a grammar for llguidance.
+def lark_of(grammar: Grammar, special: Mapping[str, int] | None = None) -> str:
+    """Return the text of a grammar for llguidance. ``special`` is as for ``tree_of``.
 
     Raises:
         GenerationConfigError: the grammar is malformed.
     """
-    tree = tree_of(grammar)
+    tree = tree_of(grammar, special)
     return grammar.text if tree is None else LarkWriter(tree.rules).write(tree.root)
 
 
@@ -72,5 +76,5 @@ def choices_of(grammar: Grammar) -> list[str]:
     except ValueError:
         choices = None
     if not isinstance(choices, list) or not choices or not all(isinstance(text, str) for text in choices):
-        raise GenerationConfigError(f"choice={grammar.text[:80]}: must be a list of str that is not empty")
+        raise GenerationConfigError(f"choice={grammar.text[:80]!r}: must be a list of str that is not empty")
     return choices

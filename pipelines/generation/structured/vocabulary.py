@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -52,6 +53,11 @@ class Vocabulary:
     special: frozenset[int]
     end: int | None
     encode: Callable[[str], Sequence[int]] = field(compare=False)
+
+    @cached_property
+    def special_by_text(self) -> Mapping[str, int]:
+        """The ids of special tokens by their texts, such as ``<|im_end|>``."""
+        return {self.tokens[id].decode(errors="replace"): id for id in self.special if self.tokens[id]}
 
 
 def read_vocabulary(tokenizer: TextTokenizer) -> Vocabulary:

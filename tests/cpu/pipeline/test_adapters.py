@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 
 import numpy as np
 import openvino as ov
-import openvino_genai as genai
 import pytest
-from helpers import PROMPT, SHORT, one_line, tokens_of
-from lora_files import PREFIX, Lora, merged_model, safetensors_bytes
+from adapter_models import COUNT, TARGETS, Models, answer, config_of
+from helpers import PROMPT, SHORT, one_line
+from lora_files import Lora, merged_model
 
-from staticllm import Adapter, AdapterConfig, AdapterError, BlobError, ConfigError, SnapshotError, StaticLLMPipeline
+from staticllm import (
+    Adapter,
+    AdapterConfig,
+    AdapterError,
+    BlobError,
+    SnapshotError,
+    StaticLLMPipeline,
+)
 from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.pipelines.generation.genai_adapters import adapter_set_of
 from staticllm.pipelines.model_loader.load import load
 from staticllm.pipelines.scheduling.planner import POLICIES
 from staticllm.properties import resolve
 
-TARGETS = {
-    "demo": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    "llama": ("q_proj", "v_proj", "down_proj", "lm_head"),
-    "gpt2": ("c_attn", "c_proj", "c_fc"),
-    "qwen2": ("q_proj", "k_proj", "v_proj", "up_proj"),
-    "gpt_neox": ("query_key_value", "dense"),
-    "lfm2": ("in_proj", "q_proj", "w1"),
-}
-"""The layers that the adapters of a model change: merged and single projections, with and without a bias, and a head."""
 NAMES = [
     "demo",
     "llama",
@@ -35,36 +32,6 @@ NAMES = [
     "qwen2",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_neox", "lfm2")),
 ]
-COUNT = 12
-
-
-class Models:
-    """A model, two adapters for it, and the tokens of merged models."""
-
-    def __init__(self, path, targets, folder):
-        self.path, self.folder = path, folder
-        self.loras = [Lora(path, targets, rank=4, seed=1), Lora(path, targets[:2], rank=2, seed=2, alpha=3.0)]
-        self.directories = [lora.save(folder / f"lora{index}") for index, lora in enumerate(self.loras)]
-        self._references, self._tokens = {}, {}
-
-    def files(self):
-        return [folder / "adapter_model.safetensors" for folder in self.directories]
-
-    def reference(self, *factors):
-        """Return the original with the adapters folded in with these factors."""
-        if not any(factors):
-            factors = ()
-        if factors not in self._references:
-            folder = self.folder / f"merged{len(self._references)}"
-            path = merged_model(self.path, folder, *zip(self.loras, factors, strict=False)) if factors else self.path
-            self._references[factors] = StatefulReference(path)
-        return self._references[factors]
-
-    def tokens(self, *factors, prompt=PROMPT, count=COUNT):
-        key = (factors, tuple(prompt), count)
-        if key not in self._tokens:
-            self._tokens[key] = self.reference(*factors).greedy(prompt, count)
-        return self._tokens[key]
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +60,6 @@ def handles(llama):
 def pipe(llama, handles):
     with StaticLLMPipeline(llama.path, "CPU", adapters=AdapterConfig(handles), **SHORT) as pipe:
         yield pipe
-
-
-def answer(pipe, adapters=None, prompt=PROMPT, count=COUNT):
-    return tokens_of(pipe, prompt, count, **({} if adapters is None else {"adapters": adapters}))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -204,10 +167,6 @@ def test_requests_with_different_adapters_share_calls(policy, llama, handles):
     assert policy == "decode_first" or any(step.swapped or step.preempted for step in trace.steps)
 
 
-def config_of(handles, factors):
-    return AdapterConfig(list(zip(handles, factors, strict=False)))
-
-
 def test_neighbours_with_adapters_do_not_change_a_row(pipe, llama):
     """At one program shape, a row without adapters is bit-identical to what it is beside rows with adapters."""
     runner = pipe.engine.runner
@@ -284,6 +243,21 @@ def test_a_blob_set_serves_every_adapter_of_its_layout(llama, tmp_path):
         assert "adapters" in one_line(caught)
 
 
+def test_a_cache_has_one_set_for_a_layout(llama, tmp_path):
+    other = Lora(llama.path, TARGETS["llama"], rank=4, seed=9).save(tmp_path / "other")
+    cache = {"CACHE_DIR": str(tmp_path / "cache"), **SHORT}
+    origins = []
+    for adapters in (
+        {"adapters": AdapterConfig(Adapter(llama.files()[0]))},
+        {"adapters": AdapterConfig(Adapter(other))},
+        {},
+    ):
+        with StaticLLMPipeline(llama.path, "CPU", **adapters, **cache) as pipe:
+            origins.append(pipe._launched.loaded.origin)
+            assert answer(pipe, AdapterConfig()) == llama.tokens()
+    assert origins == ["compiled", "cache", "compiled"]
+
+
 def test_fused_adapters_are_part_of_the_weights(llama, handles, tmp_path):
     blobs, fused = tmp_path / "set.blob", AdapterConfig(handles[0], 0.75, AdapterConfig.Mode.MODE_FUSE)
     with StaticLLMPipeline(llama.path, "CPU", adapters=fused, BLOB_PATH=blobs, EXPORT_BLOB=True, **SHORT) as pipe:
@@ -308,96 +282,3 @@ def test_compressed_weights_cannot_take_an_adapter_in(models_of):
     with pytest.raises(AdapterError, match="MODE_FUSE") as caught:
         StaticLLMPipeline(models.path, "CPU", adapters=fused, **SHORT)
     one_line(caught)
-
-
-@pytest.mark.parametrize("mode", ["MODE_AUTO", "MODE_DYNAMIC", "MODE_STATIC_RANK", "MODE_STATIC"])
-def test_all_other_modes_use_inputs(mode, llama, handles):
-    config = AdapterConfig(handles[0], 0.5, getattr(AdapterConfig.Mode, mode))
-    with StaticLLMPipeline(llama.path, "CPU", adapters=config, **SHORT) as pipe:
-        assert answer(pipe) == llama.tokens(0.5, 0.0)
-        assert answer(pipe, AdapterConfig(handles[0], 1.0)) == llama.tokens(1.0, 0.0)
-
-
-def test_genais_own_objects_are_taken(llama):
-    """Also copies of them: an AdapterConfig and a GenerationConfig give back other objects than they were given."""
-    first, second = (genai.Adapter(str(path)) for path in llama.files())
-    in_memory = genai.Adapter(ov.Tensor(np.frombuffer(llama.files()[1].read_bytes(), np.uint8).copy()))
-    config = genai.AdapterConfig()
-    config.add(first, 0.75)
-    config.add(second)
-    with StaticLLMPipeline(llama.path, "CPU", {**SHORT, "adapters": config}) as pipe:
-        assert answer(pipe) == llama.tokens(0.75, 1.0)
-        generation = genai.GenerationConfig()
-        generation.adapters = genai.AdapterConfig([(first, 1.0)])
-        generation.max_new_tokens, generation.ignore_eos = COUNT, True
-        assert list(pipe.generate(np.array(PROMPT), generation).tokens[0]) == llama.tokens(1.0, 0.0)
-        assert answer(pipe, genai.AdapterConfig(in_memory)) == llama.tokens(
-            0.0, 1.0
-        )  # the same numbers, another object
-        assert answer(pipe, genai.AdapterConfig(genai.Adapter(str(llama.files()[0])), 0.5)) == llama.tokens(0.5, 0.0)
-        own = pipe.get_generation_config()
-        assert [alpha for _, alpha in own.adapters.get_adapters_and_alphas()] == [0.75, 1.0]
-        pipe.set_generation_config(generation)
-        assert answer(pipe) == llama.tokens(1.0, 0.0)
-
-
-def test_mistakes_with_requests_get_one_line(pipe, llama, handles, tmp_path):
-    stranger = Adapter(Lora(llama.path, ("q_proj",), seed=5).save(tmp_path / "stranger"))
-    gone = tmp_path / "gone.safetensors"
-    shutil.copyfile(llama.files()[0], gone)
-    unread = genai.Adapter(str(gone))
-    gone.unlink()
-    for value, kind in (
-        (AdapterConfig(stranger), AdapterError),
-        (genai.AdapterConfig(unread), AdapterError),
-        (handles[0], ConfigError),
-        ("lora", ConfigError),
-        (AdapterConfig(handles[0], float("nan")), ConfigError),
-        (AdapterConfig(handles[0], float("inf")), ConfigError),
-        (AdapterConfig(Adapter.__mro__[1]()), AdapterError),
-    ):
-        with pytest.raises(kind) as caught:
-            answer(pipe, value)
-        one_line(caught)
-    assert answer(pipe, AdapterConfig(handles[0])) == llama.tokens(1.0, 0.0)
-    with StaticLLMPipeline(llama.path, "CPU", **SHORT) as plain:
-        with pytest.raises(AdapterError, match="without adapters") as caught:
-            answer(plain, AdapterConfig(handles[0]))
-        one_line(caught)
-        assert answer(plain, AdapterConfig()) == llama.tokens()
-
-
-def test_adapters_that_do_not_fit_the_model_get_one_line(llama, tmp_path):
-    path = next(iter(llama.loras[0].matrices))
-    a, b = llama.loras[0].matrices[path]
-    cases = {
-        "no linear layer": {f"{PREFIX}model.layers.9.mlp.up_proj": (a, b)},
-        "another model": {PREFIX + path: (a[:, :-1], b)},
-        "rank": {PREFIX + path: (np.zeros((600, a.shape[1]), np.float32), np.zeros((b.shape[0], 600), np.float32))},
-    }
-    for index, (message, layers) in enumerate(cases.items()):
-        handles = []
-        for number in range(2):
-            file = tmp_path / f"{index}-{number}.safetensors"
-            tensors = {
-                f"{name}.lora_{side}.weight": value + number
-                for name, pair in layers.items()
-                for side, value in zip("AB", pair, strict=True)
-            }
-            file.write_bytes(safetensors_bytes(tensors))
-            handles.append(Adapter(file))
-        with pytest.raises(AdapterError, match=message) as caught:
-            StaticLLMPipeline(llama.path, "CPU", adapters=AdapterConfig(handles), **SHORT)
-        one_line(caught)
-
-
-def test_adapters_do_not_go_to_the_daemon(llama, handles):
-    with pytest.raises(ConfigError, match="daemon") as caught:
-        StaticLLMPipeline(llama.path, "CPU", adapters=AdapterConfig(handles[0]), daemon=True)
-    one_line(caught)
-
-
-def test_programs_without_adapters_have_none_of_their_inputs(llama):
-    with StaticLLMPipeline(llama.path, "CPU", **SHORT) as pipe:
-        compiled = next(iter(pipe._launched.loaded.programs.compiled.values()))
-    assert not [name for port in compiled.inputs for name in port.get_names() if name.startswith("adapter")]

@@ -185,15 +185,12 @@ def test_a_config_object_together_with_properties_is_refused(zoo):
 @pytest.mark.parametrize(
     ("inputs", "word"),
     [
-        ("", "empty"),
-        ([""], "empty"),
         (np.array([], np.int64), "no tokens"),
         (np.array([[5, 1024]]), "1024 is outside the vocabulary: ids go from 0 to 1023"),
         (np.array([-1]), "-1 is outside"),
         (np.array([1.5]), "float64"),
         (np.zeros((0, 4), np.int64), "shape [0, 4]"),
         (np.zeros((1, 1, 4), np.int64), "shape [1, 1, 4]"),
-        (["a", "", "c"], "empty"),
         ([], "list of prompts is empty"),
         (5, "a int"),
         (None, "NoneType"),
@@ -207,6 +204,13 @@ def test_bad_prompts_are_refused(pipe, inputs, word):
     with pytest.raises(PromptError) as error:
         pipe.generate(inputs, max_new_tokens=3)
     assert word in one_line(error)
+
+
+@pytest.mark.parametrize("inputs", ["", [""], ["a", "", "c"]])
+def test_an_empty_text_without_a_template_is_refused(pipe, inputs):
+    with pytest.raises(PromptError) as error:
+        pipe.generate(inputs, max_new_tokens=3, apply_chat_template=False)
+    assert "empty" in one_line(error)
 
 
 def test_a_prompt_longer_than_max_prompt_len_is_refused(pipe):
@@ -235,8 +239,8 @@ def test_a_prompt_longer_than_max_prompt_len_is_refused(pipe):
         ({"do_sample": True, "top_k": -1}, "top_k=-1"),
         ({"repetition_penalty": 0}, "repetition_penalty=0"),
         ({"presence_penalty": 3}, "presence_penalty=3"),
-        ({"num_beams": 4}, "num_beams=4 is not supported"),
-        ({"num_beams": 2, "diversity_penalty": 0.5}, "num_beams=2 is not supported"),
+        ({"num_beams": 4, "do_sample": True}, "do_sample=True with num_beams=4"),
+        ({"num_beams": 2, "diversity_penalty": 0.5}, "diversity_penalty=0.5 with num_beam_groups=1"),
         ({"num_assistant_tokens": 3}, "num_assistant_tokens=3 without a draft model"),
         ({"assistant_confidence_threshold": 0.5}, "assistant_confidence_threshold=0.5 without a draft model"),
         ({"assistant_confidence_threshold": 2}, "assistant_confidence_threshold=2: must be a number from 0, up to 1"),
@@ -270,7 +274,7 @@ def test_bad_generation_options_are_refused(pipe, options, word):
 
 def test_a_bad_default_config_keeps_the_old_one(pipe):
     bad = genai.GenerationConfig()
-    bad.num_beams = 4
+    bad.num_beams, bad.num_beam_groups = 4, 3
     with pytest.raises(GenerationConfigError):
         pipe.set_generation_config(bad)
     assert pipe.get_generation_config().num_beams == 1

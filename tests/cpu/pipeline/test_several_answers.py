@@ -79,3 +79,27 @@ def test_an_unread_request_ends_at_its_stop_string(zoo):
         assert pipe.stats().num_tokens < 200, "it ended long before the slots were full"
         assert handle.result() == whole[: whole.index(stop)]
         assert handle.finish_reason == "stop"
+
+
+def test_best_of_returns_the_most_likely_answers(pipe):
+    options = {"do_sample": True, "temperature": 1.5, "rng_seed": 3, "max_new_tokens": 12, "ignore_eos": True}
+    every = pipe.generate(["Hello"], num_return_sequences=6, logprobs=1, **options)
+    best = pipe.generate(["Hello"], best_of=6, num_return_sequences=2, **options)
+    order = sorted(range(6), key=lambda index: -every.scores[index])
+    assert best.texts == [every.texts[index] for index in order[:2]]
+    assert best.scores == pytest.approx([every.scores[index] for index in order[:2]])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"best_of": 2}, "best_of=2 with do_sample=False"),
+        ({"best_of": 2, "do_sample": True, "num_return_sequences": 3}, "best_of=2 with num_return_sequences=3"),
+        ({"best_of": 200, "do_sample": True}, "best_of=200"),
+        ({"best_of": 2, "do_sample": True, "max_ngram_size": 2}, "best_of=2 with drafts"),
+        ({"best_of": 2, "do_sample": True, "streamer": print}, "a streamer for 2 answers"),
+    ],
+)
+def test_best_of_is_checked(pipe, options, message):
+    with pytest.raises(GenerationConfigError, match=message):
+        pipe.generate("Hello", max_new_tokens=3, **options)

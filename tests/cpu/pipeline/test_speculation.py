@@ -245,10 +245,17 @@ def test_another_model_of_the_same_tokenizer_drafts(zoo, prompt_of, original):
             pipe.generate("a", do_sample=True, num_return_sequences=2, num_assistant_tokens=3)
 
 
+def test_the_draft_model_of_genai_is_taken(zoo, prompt_of):
+    draft = genai.draft_model(str(zoo / "llama"), "CPU", **EXACT)
+    with StaticLLMPipeline(zoo / "llama", "CPU", draft_model=draft, **SIZES, **EXACT) as pipe:
+        result = pipe.generate(np.array([prompt_of(20)]), max_new_tokens=20, ignore_eos=True)
+        assert result.perf_metrics.get_num_accepted_tokens() > 0
+
+
 def test_impossible_draft_models_are_one_line_errors(zoo):
     threads = threading.active_count()
     for draft, message in (
-        (genai.draft_model(zoo / "llama", "CPU"), "Python cannot read: use staticllm.draft_model"),
+        (genai.draft_model.__wrapped__(zoo / "llama", "CPU"), "use staticllm.draft_model"),
         (5, "draft_model is a int"),
         (staticllm.draft_model(staticllm.demo_model_path(), "CPU"), "another tokenizer"),
     ):

@@ -209,3 +209,49 @@ def test_a_request_survives_json():
     again = EngineRequest.from_dict(request.to_dict())
     assert again.beams == request.beams
     assert again.stop_strings == request.stop_strings
+
+
+@pytest.mark.parametrize("length_penalty", [1000.0, -1000.0])
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_scores_beyond_the_range_of_floats_end_no_other_request(length_penalty, is_cancelled):
+    engine = fake_engine(make_policy("dynamic"), masks=MASKS, starts_thread=False)
+    params = BeamParams(3, length_penalty=length_penalty)
+    search = BeamRequest(EngineRequest(tuple(range(20)), max_new_tokens=9, beams=params), VOCAB_SIZE)
+    other = fake_request(range(100, 130), 20)
+    engine.enqueue([search, other])
+    for _ in range(6):
+        engine.step()
+    if is_cancelled:
+        search.cancel()
+    run_to_end(engine)
+    _, ends = answers_of(search)
+    assert ends[0].error is None
+    assert len(outputs_of(other)) == 21
+    assert_empty(engine)
+
+
+def test_an_error_in_the_end_of_a_search_ends_it_alone(monkeypatch):
+    engine = fake_engine(make_policy("dynamic"), masks=MASKS, starts_thread=False)
+    search, other = beam_request(range(20), 9), fake_request(range(100, 130), 20)
+    monkeypatch.setattr(BeamSearch, "hypotheses", lambda _: 1 // 0)
+    run_to_end(engine, [search, other])
+    assert all(end.error is not None for end in answers_of(search)[1].values())
+    assert len(outputs_of(other)) == 21
+    assert_empty(engine)
+
+
+def test_an_error_in_the_end_of_a_cancelled_search_leaves_a_usable_engine(monkeypatch):
+    engine = fake_engine(make_policy("dynamic"), masks=MASKS, starts_thread=False)
+    search, other = beam_request(range(20), 9), fake_request(range(100, 130), 20)
+    engine.enqueue([search, other])
+    for _ in range(6):
+        engine.step()
+    search.cancel()
+    with monkeypatch.context() as patch:
+        patch.setattr(BeamSearch, "hypotheses", lambda _: 1 // 0)
+        run_to_end(engine)
+    assert all(end.error is not None for end in answers_of(search)[1].values())
+    assert isinstance(outputs_of(other)[-1], Finished)
+    run_to_end(engine, [again := fake_request(range(50), 3)])
+    assert len(outputs_of(again)) == 4
+    assert_empty(engine)

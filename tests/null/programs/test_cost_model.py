@@ -52,3 +52,17 @@ def test_a_slow_first_inference_does_not_set_the_cost():
     new = Variant(128, 256)
     table.update(new, 10 * seconds(new))
     assert table(new) < 6 * seconds(new)
+
+
+def test_a_slow_first_run_and_a_delayed_call_change_little():
+    variant, costs = Variant(4, 256, 4), CostModel()
+    costs.update(variant, 0.5)  # the first run at this size
+    costs.update(variant, 0.01)
+    assert costs(variant) == 0.01
+    for _ in range(10):
+        costs.update(variant, 0.01)
+    costs.update(variant, 5.0)  # another program had the processor
+    assert costs(variant) <= 0.012
+    for _ in range(40):
+        costs.update(variant, 0.1)  # the machine is throttled
+    assert costs(variant) >= 0.09

@@ -1,0 +1,83 @@
+"""Tests requests with wrong values from another process: each is refused, and the requests of others go on."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from staticllm.daemon.language_models import LanguageModel
+from staticllm.errors import StaticLLMError
+from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.generation.beam_search import BeamParams
+from staticllm.pipelines.generation.drafts import DraftParams
+from staticllm.pipelines.generation.structured.grammar import Grammar
+from staticllm.testing import fake_pipeline
+
+PROMPT = tuple(range(5, 25))
+HOSTILE = (
+    None, True, -1, 0, 1.5, 1e308, 10**400, 1 << 64, math.nan, math.inf, "x", "", [], [1], [None], [[1]], [["x"]],
+    [[1, math.nan]], {}, {"a": 1}, {"kind": "regex", "text": "a"},
+)  # fmt: skip
+NESTED = {
+    "sampling": EngineRequest(PROMPT).to_dict()["sampling"],
+    "beams": EngineRequest(PROMPT, beams=BeamParams(3)).to_dict()["beams"],
+    "drafts": EngineRequest(PROMPT, drafts=DraftParams(3, 5)).to_dict()["drafts"],
+    "grammar": EngineRequest(PROMPT, grammar=Grammar("regex", "[0-9]{2}")).to_dict()["grammar"],
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    with fake_pipeline(MAX_NUM_SEQS=3) as pipe:
+        model = object.__new__(LanguageModel)  # without the turns of a daemon's devices
+        model.launched, model.engine = pipe._launched, pipe.engine
+        yield model
+
+
+def plain(**changes):
+    request = EngineRequest(PROMPT, max_new_tokens=6, stop_token_ids=frozenset({1})).to_dict()
+    return {**request, **changes}
+
+
+def run(model, values):
+    """Run a request as the daemon does, if it is not refused, until it ends."""
+    try:
+        request = model.request_of(json.loads(json.dumps(values)))
+        queue = model.engine.submit(request)
+    except StaticLLMError as error:
+        assert "\n" not in str(error)
+        return
+    ends = 0
+    while ends < request.num_sequences:
+        ends += type(queue.get(30)).__name__ == "Finished"
+
+
+def check(model, values):
+    other = EngineRequest(PROMPT, max_new_tokens=40)
+    queue = model.engine.submit(other)
+    queue.get(30)
+    run(model, values)
+    while type(output := queue.get(30)).__name__ != "Finished":
+        pass
+    assert output.error is None, values
+
+
+@pytest.mark.parametrize("name", [*plain(), "id", "unknown"])
+def test_a_wrong_field_ends_no_other_request(model, name):
+    for value in HOSTILE:
+        check(model, plain(**{name: value}))
+
+
+@pytest.mark.parametrize("part", sorted(NESTED))
+def test_a_wrong_part_of_a_field_ends_no_other_request(model, part):
+    for name in NESTED[part]:
+        for value in HOSTILE:
+            check(model, plain(**{part: {**NESTED[part], name: value}}))
+
+
+def test_a_client_cannot_choose_the_id_of_its_request(model):
+    """With the id of another request it would take that request's place, whose reader would wait for ever."""
+    other = EngineRequest(PROMPT)
+    assert model.request_of(plain(id=other.id)).id != other.id
