@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import ConfigDict, Field
@@ -85,9 +85,11 @@ def _check(body: CompletionRequest) -> None:
 def _prompts_of(prompt: Prompts) -> list[str] | list[list[int]]:
     if isinstance(prompt, str):
         return [prompt]
-    if isinstance(prompt[0], int):
-        return [cast(list[int], prompt)]
-    return cast(list[str] | list[list[int]], prompt)
+    texts = [each for each in prompt if isinstance(each, str)]
+    ids = [each for each in prompt if isinstance(each, int)]
+    if texts or ids:
+        return texts or [ids]
+    return [each for each in prompt if isinstance(each, list)]
 
 
 def _options(body: CompletionRequest, index: int) -> dict[str, Any]:
