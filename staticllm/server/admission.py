@@ -98,6 +98,7 @@ class Admission:
             place = self._clients[name].waiting.popleft()
             self.num_waiting -= 1
             if place.cancelled():  # its task has not run yet
+                self._forget(name)
                 continue
             self._take(name)
             place.set_result(None)
