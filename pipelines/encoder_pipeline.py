@@ -52,6 +52,11 @@ class EncoderHandle(ABC, Generic[Result]):
         return self._request.future.cancel()
 
     @property
+    def num_tokens(self) -> int:
+        """The number of tokens of all texts."""
+        return sum(map(len, self._request.texts))
+
+    @property
     def future(self) -> Future[Vectors]:
         """The future of what the device computes, ``[n, width]``, for ``concurrent.futures`` and ``asyncio.wrap_future``."""
         return self._request.future

@@ -51,6 +51,29 @@ class EmbeddingHandle(EncoderHandle[Vectors]):
         return np.asarray(vectors[0], np.float32)
 
 
+class EmbeddingsHandle(EncoderHandle[Vectors]):
+    """The vectors of texts that were submitted together: ``result`` waits for them, ``await`` too; ``cancel`` gives them up."""
+
+    _pipeline: StaticEmbeddingPipeline
+
+    def __init__(
+        self, request: EmbeddingRequest, pipeline: StaticEmbeddingPipeline, dimensions: int | None = None
+    ) -> None:
+        super().__init__(request, pipeline)
+        self._dimensions = dimensions
+
+    def result(self, timeout: float | None = None) -> Vectors:
+        """Return the vectors ``[n, width]``.
+
+        Raises:
+            StaticLLMError: a text failed, or its deadline passed.
+            TimeoutError: they took longer than ``timeout`` seconds.
+            concurrent.futures.CancelledError: they were cancelled.
+        """
+        vectors = np.asarray(self._request.future.result(timeout), np.float32)
+        return vectors if self._dimensions is None else self._pipeline._cut(vectors, self._dimensions)
+
+
 class StaticEmbeddingPipeline(EncoderPipeline):
     """Embeds texts on a device that only executes graphs of fixed shape. Any number of threads may call its methods."""
 
@@ -229,6 +252,26 @@ class StaticEmbeddingPipeline(EncoderPipeline):
             BusyError: too many texts wait.
         """
         return EmbeddingHandle(self._submitted(self._prompted([text], prompt, priority, deadline_ms)), self)
+
+    def submit_texts(
+        self,
+        texts: Sequence[str],
+        *,
+        prompt: str = "",
+        dimensions: int | None = None,
+        priority: int = 0,
+        deadline_ms: float | None = None,
+    ) -> EmbeddingsHandle:
+        """Submit several texts and return at once. The options are those of ``encode``.
+
+        Raises:
+            PromptError: a text is not valid.
+            ConfigError: an option is impossible.
+            BusyError: too many texts wait.
+        """
+        self._check_dimensions(dimensions)
+        request = self._submitted(self._prompted(texts, prompt, priority, deadline_ms))
+        return EmbeddingsHandle(request, self, dimensions)
 
     def _prompted(
         self, texts: Sequence[str], prompt: str, priority: int = 0, deadline_ms: float | None = None

@@ -74,6 +74,14 @@ class RerankHandle(EncoderHandle[Ranking]):
         """
         return self._pipeline._ranked(self._request.future.result(timeout))
 
+    def scores(self, timeout: float | None = None) -> Scores:
+        """Return the score of each text, ``[n]``, in the order of the texts.
+
+        Raises:
+            StaticLLMError, TimeoutError, concurrent.futures.CancelledError: as for ``result``.
+        """
+        return self._pipeline._scored(self._request.future.result(timeout))
+
 
 class StaticRerankPipeline(EncoderPipeline):
     """Sorts texts by a cross-encoder, or by a causal language model that answers "yes" or "no", on a device of fixed shapes.

@@ -93,11 +93,22 @@ class GenerationHandle:
             GenerationConfigError, StaticLLMError: as for ``events``.
         """
         self._check_parsed()
-        self._check_single()
-        async with contextlib.aclosing(self._deltas_async()) as deltas:
+        async with contextlib.aclosing(self.deltas_async()) as deltas:
             async for delta in deltas:
                 for event in delta.events:
                     yield event
+
+    async def deltas_async(self) -> AsyncGenerator[TextDelta, None]:
+        """Yield increments like ``deltas``, without blocking the event loop. Leaving early cancels the request.
+
+        Raises:
+            GenerationConfigError, StaticLLMError: as for ``deltas``.
+        """
+        self._check_single()
+        self._processors[0].wants_text = True
+        async with contextlib.aclosing(self._deltas_async()) as deltas:
+            async for delta in deltas:
+                yield delta
 
     def _check_parsed(self) -> None:
         if self._prepared.format is None:
@@ -117,9 +128,7 @@ class GenerationHandle:
 
     async def __aiter__(self) -> AsyncIterator[str]:
         """Yield text as it is generated, without blocking the event loop. Leaving the loop early cancels the request."""
-        self._check_single()
-        self._processors[0].wants_text = True
-        async with contextlib.aclosing(self._deltas_async()) as deltas:
+        async with contextlib.aclosing(self.deltas_async()) as deltas:
             async for delta in deltas:
                 if delta.text:
                     yield delta.text
@@ -320,9 +329,7 @@ class GenerationHandle:
             return delta
         self._client.cancel(self._prepared.request.id, output.index, FinishReason.STOP)
         rest = self._close(Finished(FinishReason.STOP, index=output.index))
-        if delta and rest:
-            return TextDelta([*delta.tokens, *rest.tokens], delta.text + rest.text, delta.events + rest.events)
-        return delta or rest
+        return delta + rest if delta and rest else delta or rest
 
     def _close(self, end: Finished, is_dropped: bool = False) -> TextDelta | None:
         """Record the end of one answer, and return its last increment."""

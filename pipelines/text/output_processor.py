@@ -20,11 +20,23 @@ from staticllm.results import AssistantMessage
 
 @dataclass(frozen=True)
 class TextDelta:
-    """One increment of an answer: confirmed tokens, the text that they add, and the events of that text if it is parsed."""
+    """One increment of an answer: confirmed tokens, the text that they add, and the events of that text if it is parsed.
+
+    ``logprobs`` has the log-probability of each token (0.0 unless requested); it is empty for the prompt (``echo``).
+    """
 
     tokens: list[int]
     text: str
     events: list[Event] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def __add__(self, other: TextDelta) -> TextDelta:
+        return TextDelta(
+            self.tokens + other.tokens,
+            self.text + other.text,
+            self.events + other.events,
+            self.logprobs + other.logprobs,
+        )
 
 
 @dataclass(frozen=True)
@@ -37,7 +49,8 @@ class RequestOutput:
     the answer. ``token_times``, ``sampling_seconds`` and ``device_seconds`` have an entry per chosen token, also for those that
     a stop string cut off; ``device_seconds`` is the time of the device calls since the token before. ``num_cached`` is the
     number of prompt tokens that the prefix cache had. ``detokenization_seconds`` is None if nothing was decoded.
-    ``message`` has the parts of the text; None if it was not parsed.
+    ``message`` has the parts of the text; None if it was not parsed. ``logprobs`` has the log-probability of each of ``tokens``
+    (0.0 unless requested).
     """
 
     tokens: list[int]
@@ -53,6 +66,7 @@ class RequestOutput:
     detokenization_seconds: float | None
     metrics: PerfMetrics
     message: AssistantMessage | None = None
+    logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -119,8 +133,14 @@ class OutputProcessor:
             self._keep_tokens_of(self._detokenizer.text)
         if self._detokenizer.is_holding:
             return TextDelta([], text, self._parse(text)) if text else None
+        return self._taken(text, self._parse(text))
+
+    def _taken(self, text: str, events: list[Event]) -> TextDelta:
+        """Return the tokens that were not sent yet, with this text and these events."""
         tokens, self._unsent = self._unsent, []
-        return TextDelta(tokens, text, self._parse(text))
+        first = len(self._tokens) - len(tokens)
+        logprobs = [token.logprob for token in self._received[first : first + len(tokens)]]
+        return TextDelta(tokens, text, events, logprobs)
 
     def _parse(self, text: str) -> list[Event]:
         """Parse a piece of the text, and return its events."""
@@ -157,11 +177,11 @@ class OutputProcessor:
             detokenization_seconds=self._detokenization_seconds,
             metrics=self._metrics(),
             message=message,
+            logprobs=[token.logprob for token in received[: len(self._tokens)]],
         )
         if reason == FinishReason.CANCELLED or not (rest or self._unsent or events):
             return Ending(output, None)
-        tokens, self._unsent = self._unsent, []
-        return Ending(output, TextDelta(tokens, rest, events))
+        return Ending(output, self._taken(rest, events))
 
     def _score(self) -> float:
         total, beams = sum((token.logprob for token in self._received), 0.0), self._prepared.options.beams

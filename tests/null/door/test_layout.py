@@ -46,7 +46,7 @@ LEVELS = (
     "pipelines.simulator pipelines.diagnostics",
     "pipelines.simulator.papers",
     "daemon.packed",
-    "daemon",
+    "daemon server",
     "cli pyinstaller",
     "testing __main__",
     "",

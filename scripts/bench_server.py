@@ -1,0 +1,160 @@
+"""Measures what the server costs: TTFT and throughput over HTTP against the same pipeline in process, in turns.
+
+python scripts/bench_server.py --clients 1 8 --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+
+import psutil
+from _setup import ROOT
+
+from staticllm import StaticLLMPipeline, demo_model_path
+
+WORDS = (
+    "fox",
+    "river",
+    "rain",
+    "house",
+    "light",
+    "stone",
+    "bread",
+    "music",
+    "winter",
+    "garden",
+    "road",
+    "paper",
+    "engine",
+)
+SETTINGS = {"MIN_RESPONSE_LEN": 512}
+_numbers = count()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Seconds to the first text, and the number of tokens."""
+
+    ttft: float
+    num_tokens: int
+
+
+Ask = Callable[[list[dict[str, str]], int], Answer]
+
+
+def prompt() -> list[dict[str, str]]:
+    """Return a conversation that shares no long prefix with another one."""
+    number = next(_numbers)
+    words = [WORDS[(number * 7 + place * place) % len(WORDS)] for place in range(24)]
+    return [{"role": "user", "content": f"{number} {' '.join(words)}"}]
+
+
+def ask_pipeline(pipe: StaticLLMPipeline) -> Ask:
+    def ask(messages: list[dict[str, str]], num_tokens: int) -> Answer:
+        start, ttft = time.perf_counter(), 0.0
+        handle = pipe.submit(messages, max_new_tokens=num_tokens, ignore_eos=True, parse_tools=True)
+        for _ in handle:
+            ttft = ttft or time.perf_counter() - start
+        return Answer(ttft, len(handle.output().tokens))
+
+    return ask
+
+
+def ask_server(port: int) -> Ask:
+    def ask(messages: list[dict[str, str]], num_tokens: int) -> Answer:
+        body = json.dumps(
+            {"messages": messages, "max_tokens": num_tokens, "ignore_eos": True, "stream": True,
+             "stream_options": {"include_usage": True}}
+        )  # fmt: skip
+        start, ttft, last = time.perf_counter(), 0.0, b""
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        for line in response:
+            if not ttft and b'"content":"' in line and b'"role"' not in line:
+                ttft = time.perf_counter() - start
+            if line.startswith(b"data: {"):
+                last = line
+        connection.close()
+        return Answer(ttft, json.loads(last[6:])["usage"]["completion_tokens"])
+
+    return ask
+
+
+@dataclass(frozen=True)
+class Round:
+    """The median TTFT in ms, and tokens per second of all clients together."""
+
+    ttft_ms: float
+    tokens_per_second: float
+
+
+def run(ask: Ask, clients: int, requests: int, num_tokens: int) -> Round:
+    """Let each client send its requests one after another."""
+
+    def one(_: int) -> list[Answer]:
+        return [ask(prompt(), num_tokens) for _ in range(requests)]
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        answers = [answer for found in pool.map(one, range(clients)) for answer in found]
+    seconds = time.perf_counter() - start
+    return Round(
+        statistics.median(answer.ttft for answer in answers) * 1e3,
+        sum(answer.num_tokens for answer in answers) / seconds,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=6, help="requests of each client in a round")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--model", default=str(demo_model_path()))
+    options = parser.parse_args()
+    command = [sys.executable, "-m", "staticllm", "serve", options.model, "--port", "0", "--max-per-client", "64"]
+    command += [word for name, value in SETTINGS.items() for word in ("-p", f"{name}={value}")]
+    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert server.stdout is not None
+        port = int(server.stdout.readline().split("/v1")[0].rsplit(":", 1)[1])
+        with StaticLLMPipeline(options.model, "CPU", **SETTINGS) as pipe:
+            asks = {"pipeline": ask_pipeline(pipe), "server": ask_server(port)}
+            for ask in asks.values():
+                run(ask, 8, 2, 32)  # warm up
+            print(f"{psutil.cpu_count()} cores, load before {psutil.getloadavg()[0]:.1f}")
+            for clients in options.clients:
+                compare(asks, clients, options)
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def compare(asks: dict[str, Ask], clients: int, options: argparse.Namespace) -> None:
+    """Run both in turns, and print the medians of the rounds."""
+    rounds: dict[str, list[Round]] = {name: [] for name in asks}
+    for number in range(options.rounds):
+        for name in sorted(asks, reverse=bool(number % 2)):
+            rounds[name].append(run(asks[name], clients, options.requests, options.tokens))
+    ttft = {name: statistics.median(each.ttft_ms for each in found) for name, found in rounds.items()}
+    speed = {name: statistics.median(each.tokens_per_second for each in found) for name, found in rounds.items()}
+    for name in asks:
+        print(f"{clients} clients  {name:<9} TTFT {ttft[name]:7.2f} ms  {speed[name]:7.1f} tokens/s")
+    extra, share = ttft["server"] - ttft["pipeline"], speed["server"] / speed["pipeline"]
+    print(f"{clients} clients  server: TTFT {extra:+.2f} ms, throughput {share:.3f}")
+
+
+if __name__ == "__main__":
+    main()

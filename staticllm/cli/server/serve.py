@@ -1,0 +1,96 @@
+"""`staticllm serve` answers OpenAI's API over HTTP, with the models of this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from staticllm.cli.options import Number, layout_options, read_properties
+from staticllm.errors import ConfigError
+
+KEY_VARIABLE = "STATICLLM_API_KEY"
+
+
+@click.command("serve", short_help="Serve models over HTTP, with OpenAI's API.")
+@click.argument("models", nargs=-1, metavar="[[NAME=]PATH]...")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 lets the system choose."
+)
+@click.option(
+    "--api-key", "api_keys", multiple=True, help=f"A key that clients must send; may be repeated.  [${KEY_VARIABLE}]"
+)
+@click.option("--api-key-file", type=click.Path(dir_okay=False), help="A file with one key per line.")
+@click.option("--insecure", is_flag=True, help="Let other machines connect without a key.")
+@click.option("--allowed-origins", multiple=True, metavar="ORIGIN", help="Web pages that may send requests; * for all.")
+@click.option(
+    "--max-waiting", type=click.IntRange(1), default=64, show_default=True, help="Requests that wait per model."
+)
+@click.option("--max-per-client", type=click.IntRange(1), help="Answers of one client at once.  [3/4 of all]")
+@click.option("--memory-limit-mb", type=click.IntRange(1), help="Memory of all loaded models together, by estimate.")
+@click.option("--idle-unload", type=Number(0.1), metavar="SECONDS", help="Unload models that nobody used for so long.")
+@click.option("--lazy", is_flag=True, help="Load the first model by its first request, too.")
+@click.option(
+    "--grace", type=Number(0), default=10.0, show_default=True, help="Seconds for running answers at the end."
+)
+@click.option("--max-body-mb", type=click.IntRange(1, 1024), default=16, show_default=True, help="Largest request.")
+@layout_options
+def command(models: tuple[str, ...], **options: Any) -> None:
+    """Serve MODELS, directories of chat models, embedders and rerankers, by name. Without any, the embedded model is served.
+
+    Each model is loaded by its first request, the first one at once. Clients use http://127.0.0.1:8000/v1 and any key. A
+    signal to end (SIGTERM, Ctrl-C) refuses new requests and finishes running ones within --grace.
+    """
+    try:
+        from staticllm.server.process import serve
+        from staticllm.server.served_model import demo_spec, model_spec
+        from staticllm.server.settings import ServerSettings
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed: pip install 'staticllm[server]'") from None
+    settings = ServerSettings(
+        host=options["host"],
+        port=options["port"],
+        api_keys=_keys(options["api_keys"], options["api_key_file"]),
+        allowed_origins=options["allowed_origins"],
+        is_insecure=options["insecure"],
+        device=options["device"],
+        properties=read_properties(options),
+        max_waiting=options["max_waiting"],
+        max_per_client=options["max_per_client"],
+        memory_limit=None if options["memory_limit_mb"] is None else options["memory_limit_mb"] << 20,
+        idle_unload=options["idle_unload"],
+        is_lazy=options["lazy"],
+        grace=options["grace"],
+        max_body=options["max_body_mb"] << 20,
+    )
+    settings.check()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    for name in ("uvicorn", "sse_starlette"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    specs = [model_spec(model) for model in models] or [demo_spec()]
+    serve(specs, settings, lambda url: click.echo(f"{url}/v1  {', '.join(spec.name for spec in specs)}"))
+
+
+def _keys(given: tuple[str, ...], path: str | None) -> tuple[str, ...]:
+    """Return the keys of the options, of the file, or else of the environment.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no key.
+    """
+    keys = list(given)
+    if path is not None:
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file {path!r} cannot be read: {error}") from None
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise ConfigError(f"--api-key-file {path!r} has no key: write one per line")
+        keys += found
+    if not keys and (variable := os.environ.get(KEY_VARIABLE)):
+        keys.append(variable)
+    return tuple(dict.fromkeys(keys))

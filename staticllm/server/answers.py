@@ -1,0 +1,199 @@
+"""The answers of one HTTP request: each waits for its turn, enters the engine, and is read to its end or given up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+
+from staticllm.pipelines.text.handle import GenerationHandle
+from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
+from staticllm.server.metrics import AnswerTimer
+from staticllm.server.served_model import ServedModel
+from staticllm.server.state import ServerState
+
+
+@dataclass(frozen=True)
+class AnswerDelta:
+    """An increment of answer ``index``."""
+
+    index: int
+    delta: TextDelta
+
+
+@dataclass(frozen=True)
+class AnswerEnd:
+    """The end of answer ``index``; of a beam search that of all its answers, of which this is the first."""
+
+    index: int
+    outputs: list[RequestOutput]
+
+
+Part = AnswerDelta | AnswerEnd
+Submit = Callable[[], GenerationHandle]
+
+
+class Answers:
+    """Runs answers on a model that its caller has acquired. ``begin``, then ``parts``; ``close`` in any case.
+
+    ``submits`` has one function per answer. They run in threads, and return handles. ``is_search``: the only answer is a beam
+    search, whose tokens come at its end.
+    """
+
+    def __init__(
+        self, state: ServerState, model: ServedModel, client: str, submits: Sequence[Submit], is_search: bool = False
+    ) -> None:
+        assert model.admission is not None, "the model is not loaded"
+        self._state, self._model, self._client, self._submits = state, model, client, submits
+        self._admission, self._is_search = model.admission, is_search
+        self._first: _Answer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._running: set[_Answer] = set()
+        self._arrival = time.perf_counter()
+
+    async def begin(self) -> None:
+        """Wait until the first answer is in the engine, so that errors of the request can still be its status.
+
+        Raises:
+            ApiError: too many requests wait.
+            StaticLLMError: the request is refused.
+        """
+        self._first = await self._enter(0)
+
+    async def _enter(self, index: int) -> _Answer:
+        name, metrics = self._model.spec.name, self._state.metrics
+        start, timer = time.perf_counter(), metrics.timer(name)
+        await self._admission.enter(self._client)
+        metrics.queue_time.labels(name).observe(time.perf_counter() - start)
+        try:
+            handle = await self._state.workers.run(self._submits[index], GenerationHandle.cancel)
+        except BaseException:
+            self._admission.leave(self._client)
+            raise
+        answer = _Answer(index, handle, timer)
+        self._running.add(answer)
+        self._state.lifecycle.add(handle)
+        metrics.running.labels(name).inc()
+        return answer
+
+    def _leave(self, answer: _Answer) -> None:
+        if answer not in self._running:
+            return
+        self._running.discard(answer)
+        answer.handle.cancel()  # does nothing after the end
+        self._state.lifecycle.remove(answer.handle)
+        self._state.metrics.running.labels(self._model.spec.name).dec()
+        self._admission.leave(self._client)
+
+    async def parts(self) -> AsyncGenerator[Part, None]:
+        """Yield the increments and ends of all answers, as they come.
+
+        Raises:
+            StaticLLMError: an answer failed.
+        """
+        assert self._first is not None, "begin was not called"
+        if len(self._submits) == 1:
+            async with contextlib.aclosing(self._read(self._first)) as parts:
+                async for part in parts:
+                    yield part
+            return
+        queue: asyncio.Queue[Part | BaseException] = asyncio.Queue()
+        self._tasks = [asyncio.create_task(self._run(index, queue)) for index in range(len(self._submits))]
+        num_left = len(self._tasks)
+        while num_left:
+            found = await queue.get()
+            if isinstance(found, BaseException):
+                raise found
+            num_left -= isinstance(found, AnswerEnd)
+            yield found
+
+    async def outputs(self) -> list[list[RequestOutput]]:
+        """Return all answers at their end, a list per handle.
+
+        Raises:
+            StaticLLMError: an answer failed.
+        """
+        ends: dict[int, list[RequestOutput]] = {}
+        async with contextlib.aclosing(self.parts()) as parts:
+            async for part in parts:
+                if isinstance(part, AnswerEnd):
+                    ends[part.index] = part.outputs
+        return [ends[index] for index in sorted(ends)]
+
+    async def _run(self, index: int, queue: asyncio.Queue[Part | BaseException]) -> None:
+        try:
+            answer = self._first if index == 0 and self._first is not None else await self._enter(index)
+            async with contextlib.aclosing(self._read(answer)) as parts:
+                async for part in parts:
+                    queue.put_nowait(part)
+        except Exception as error:  # the reader raises it
+            queue.put_nowait(error)
+
+    async def _read(self, answer: _Answer) -> AsyncGenerator[Part, None]:
+        handle = answer.handle
+        try:
+            if self._is_search:
+                await handle
+            else:
+                async with contextlib.aclosing(handle.deltas_async()) as deltas:
+                    async for delta in deltas:
+                        answer.timer.tick()
+                        yield AnswerDelta(answer.index, delta)
+            outputs = handle.outputs(0)
+            self._count(outputs)
+            yield AnswerEnd(answer.index, outputs)
+        finally:
+            self._leave(answer)
+
+    def _count(self, outputs: list[RequestOutput]) -> None:
+        name, metrics = self._model.spec.name, self._state.metrics
+        usage = Usage.of([outputs], 1)
+        metrics.prompt_tokens.labels(name).inc(usage.prompt_tokens)
+        metrics.output_tokens.labels(name).inc(usage.completion_tokens)
+        metrics.cached_tokens.labels(name).inc(usage.cached_tokens)
+
+    async def close(self) -> None:
+        """Give up what still runs: each answer is cancelled before the next device call, and its place is free."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        for answer in list(self._running):
+            self._leave(answer)
+
+
+@dataclass(eq=False, frozen=True)
+class _Answer:
+    index: int
+    handle: GenerationHandle
+    timer: AnswerTimer
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The tokens of answers: of the prompt, how many of them were cached, and those that were generated."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    @classmethod
+    def of(cls, handles: Sequence[Sequence[RequestOutput]], per_prompt: int) -> Usage:
+        """Return the tokens of the answers of each handle; each prompt has ``per_prompt`` handles and is counted once."""
+        firsts = [outputs[0] for outputs in handles[::per_prompt]]
+        return cls(
+            sum(first.metrics.get_num_input_tokens() for first in firsts),
+            sum(len(output.tokens) for outputs in handles for output in outputs),
+            sum(first.num_cached for first in firsts),
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the usage as OpenAI's API has it."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }

@@ -1,0 +1,104 @@
+"""Turns exceptions into answers of the API: a status, and a body with message, type, parameter and code."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from staticllm.errors import (
+    AdapterError,
+    BusyError,
+    ClosedError,
+    ConfigError,
+    PromptError,
+    PromptTooLongError,
+    StaticLLMError,
+    last_line,
+)
+
+INVALID, SERVER, BUSY = "invalid_request_error", "server_error", "rate_limit_error"
+MAX_RETRY_SECONDS = 600
+_log = logging.getLogger("staticllm.server")
+
+
+class ApiError(Exception):
+    """An error with the fields of OpenAI's error object. ``knob`` is the option of the server that would have helped."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        knob: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind, self.code, self.param = status, message, kind, code, param
+        self.headers, self.knob = dict(headers or {}), knob
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON body of the answer."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """Return the answer."""
+        return json_response(self.body, self.status, self.headers)
+
+
+def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return an answer with a JSON body."""
+    return Response(to_json(content), status, dict(headers or {}), media_type="application/json")
+
+
+def to_json(content: object) -> str:
+    """Return the compact JSON text of a value."""
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def api_error_of(error: BaseException) -> ApiError:
+    """Return the answer to an exception. An unexpected one is logged without its message, which may hold text of a prompt."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, PromptTooLongError):
+        return ApiError(
+            400,
+            f"This model's maximum context length for prompts is {error.limit} tokens, your messages have "
+            f"{error.num_tokens} tokens: shorten them, or serve with --max-prompt-len {error.num_tokens} or more",
+            code="context_length_exceeded",
+            param="messages",
+            knob="--max-prompt-len",
+        )
+    if isinstance(error, BusyError):
+        return busy(str(error), error.retry_after)
+    if isinstance(error, StaticLLMError):
+        return _of_ours(error)
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    _log.error("unexpected %s\n%s", type(error).__name__, frames)
+    return ApiError(500, f"unexpected {type(error).__name__}: the log has more", kind=SERVER, code="server_error")
+
+
+def _of_ours(error: StaticLLMError) -> ApiError:
+    if isinstance(error, ClosedError):
+        return ApiError(
+            503, "the model is being unloaded: try again", kind=SERVER, code="unloading", headers={"Retry-After": "1"}
+        )
+    if isinstance(error, (ConfigError, PromptError, AdapterError)):
+        return ApiError(400, last_line(error))
+    return ApiError(500, last_line(error), kind=SERVER, code="server_error")
+
+
+def busy(message: str, retry_after: float | None = None, knob: str = "--max-waiting") -> ApiError:
+    """Return the answer of a server with too many requests."""
+    seconds = 1.0 if retry_after is None or math.isnan(retry_after) else min(retry_after, MAX_RETRY_SECONDS)
+    headers = {"Retry-After": str(max(1, math.ceil(seconds)))}
+    return ApiError(429, message, kind=BUSY, code="busy", headers=headers, knob=knob)

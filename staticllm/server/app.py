@@ -1,0 +1,139 @@
+"""Makes the ASGI application: its endpoints, and the layers that every request passes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from staticllm.server.access import AccessMiddleware, Origins, Preflights
+from staticllm.server.api_error import ApiError, json_response
+from staticllm.server.endpoint import endpoint, guarded
+from staticllm.server.http_limits import PathMiddleware
+from staticllm.server.lifecycle import LifecycleMiddleware
+from staticllm.server.openai.chat import ChatRequest, chat_completions
+from staticllm.server.openai.completions import CompletionRequest, completions
+from staticllm.server.openai.encoders import EmbeddingsRequest, RerankRequest, embeddings, rerank
+from staticllm.server.openai.model_list import describe, model_list
+from staticllm.server.openai.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from staticllm.server.state import ServerState
+
+POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
+    ("/v1/chat/completions", ChatRequest, chat_completions),
+    ("/v1/completions", CompletionRequest, completions),
+    ("/v1/embeddings", EmbeddingsRequest, embeddings),
+    ("/v1/rerank", RerankRequest, rerank),
+    ("/tokenize", TokenizeRequest, tokenize),
+    ("/detokenize", DetokenizeRequest, detokenize),
+)
+MODELS, HEALTH, METRICS, SCHEMA = "/v1/models", "/health", "/metrics", "/openapi.json"
+METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
+
+
+def create_app(state: ServerState) -> FastAPI:
+    """Return the application of a server. Its models begin to load when it starts, and are unloaded when it ends."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        state.hub.start()
+        yield
+        await state.hub.close()
+        state.workers.close()
+
+    app = FastAPI(
+        title="staticllm", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=SCHEMA, redirect_slashes=False
+    )
+    for path, kind, handler in POSTS:
+        app.add_api_route(
+            path,
+            endpoint(state, kind, handler),
+            methods=["POST"],
+            openapi_extra=_body_schema(kind),
+            response_model=None,
+        )
+    for path, answer in _gets(state).items():
+        app.add_api_route(path, answer, methods=["GET"], response_model=None)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    origins = Origins(state.settings)  # the last layer that is added is the first that a request passes
+    app.add_middleware(LifecycleMiddleware, lifecycle=state.lifecycle)
+    app.add_middleware(AccessMiddleware, settings=state.settings, origins=origins)
+    app.add_middleware(Preflights, origins=origins)
+    paths = [path for path, *_ in POSTS] + [MODELS, HEALTH, METRICS, SCHEMA]
+    app.add_middleware(PathMiddleware, paths=paths)
+    return app
+
+
+def _gets(state: ServerState) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+    async def models(request: Request) -> Response:
+        return json_response(model_list(state))
+
+    async def one_model(request: Request) -> Response:
+        async def answer() -> Response:
+            return json_response(describe(state, state.hub.named(request.path_params["name"])))
+
+        return await guarded(state, request, answer())
+
+    async def health(request: Request) -> Response:
+        return _health(state)
+
+    async def metrics(request: Request) -> Response:
+        async def answer() -> Response:
+            return Response(await state.workers.run(state.metrics.text), media_type=METRICS_TYPE)
+
+        return await guarded(state, request, answer())
+
+    return {MODELS: models, MODELS + "/{name:path}": one_model, HEALTH: health, METRICS: metrics}
+
+
+def _health(state: ServerState) -> Response:
+    """Return 200 if requests are served: 503 while the server stops, and until a model that is being loaded is the first."""
+    loading = []
+    for model in state.hub.loading:
+        event = model.progress
+        progress = {} if event is None else {"stage": event.stage, "index": event.index, "total": event.total}
+        loading.append({"model": model.spec.name, **progress})
+    if state.lifecycle.is_stopping:
+        return json_response({"status": "stopping"}, 503)
+    is_ready = bool(state.hub.loaded) or not loading
+    headers = {} if is_ready else {"Retry-After": "1"}
+    body = {"status": "ok" if is_ready else "loading", "loading": loading}
+    return json_response(body, 200 if is_ready else 503, headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Return the answer for an unknown path or method, in the form of all errors."""
+    assert isinstance(error, HTTPException)
+    path, method = request.scope["path"][:200], request.method
+    known = ", ".join([path for path, *_ in POSTS] + [MODELS, HEALTH, METRICS])
+    message = (
+        f"{method} {path} is not served: there are {known}" if error.status_code in (404, 405) else str(error.detail)
+    )
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+
+
+def _body_schema(kind: type[BaseModel]) -> dict[str, Any]:
+    """Return the part of a route's description that names the schema of its body."""
+    reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI description, with the schemas of all bodies."""
+    if app.openapi_schema is None:
+        found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schemas = found.setdefault("components", {}).setdefault("schemas", {})
+        for _, kind, _ in POSTS:
+            schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas.update(schema.pop("$defs", {}))
+            schemas[kind.__name__] = schema
+        app.openapi_schema = found
+    return app.openapi_schema

@@ -1,0 +1,182 @@
+"""Runs an endpoint: reads and checks the body, calls its function, and turns exceptions into answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import anyio
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from staticllm.server.access import CLIENT
+from staticllm.server.api_error import ApiError, api_error_of, to_json
+from staticllm.server.http_limits import read_body, wait_for_disconnect
+from staticllm.server.state import ServerState
+
+Body = TypeVar("Body", bound=BaseModel)
+Result = TypeVar("Result")
+SHORT_BODY = 16 << 10
+"""Bytes up to which a body is parsed on the event loop: that takes less time than the way to a thread and back."""
+CLIENT_GONE = 499
+_FORMS = {"str", "int", "float", "bool", "list", "dict"}
+
+
+class Call:
+    """One request of a client."""
+
+    def __init__(self, state: ServerState, request: Request) -> None:
+        self.state, self.request = state, request
+        self.client = str(request.scope.get(CLIENT, ""))
+
+    async def connected(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Return the result of ``work``, which is cancelled if the client closes the connection.
+
+        Raises:
+            ClientDisconnect: the client has closed the connection.
+        """
+        task = asyncio.ensure_future(work)
+        watcher = asyncio.ensure_future(wait_for_disconnect(self.request))
+        try:
+            await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientDisconnect
+            return task.result()
+        finally:
+            watcher.cancel()
+            task.cancel()
+            await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+Handler = Callable[[Call, Body], Awaitable[Response]]
+
+
+def endpoint(state: ServerState, kind: type[Body], handler: Handler[Body]) -> Callable[[Request], Awaitable[Response]]:
+    """Return the function of a route that takes a JSON body of this ``kind``."""
+
+    async def run(request: Request) -> Response:
+        call = Call(state, request)
+
+        async def answer() -> Response:
+            data = await read_body(request, state.settings.max_body, state.settings.body_seconds)
+            if len(data) <= SHORT_BODY:
+                body = parsed(kind, data)
+            else:
+                body = await state.workers.run(lambda: parsed(kind, data))
+            return await handler(call, body)
+
+        return await guarded(state, request, answer())
+
+    run.__name__ = handler.__name__
+    return run
+
+
+async def guarded(state: ServerState, request: Request, work: Awaitable[Response]) -> Response:
+    """Return the answer that ``work`` returns, or that to its exception; count both."""
+    route = request.scope.get("route")  # its path has a name in place of what clients choose: labels must stay few
+    path = str(getattr(route, "path", ""))
+    try:
+        response = await work
+    except ClientDisconnect:
+        state.metrics.cancelled.inc()
+        response = Response(status_code=CLIENT_GONE)
+    except Exception as error:
+        found = api_error_of(error)
+        count_refusal(state, found)
+        response = found.response()
+    state.metrics.requests.labels(path, str(response.status_code)).inc()
+    return response
+
+
+def count_refusal(state: ServerState, error: ApiError) -> None:
+    """Count an error of the API by its reason."""
+    state.metrics.rejected.labels(error.code or str(error.status), error.knob).inc()
+
+
+def parsed(kind: type[Body], data: bytes) -> Body:
+    """Return the checked body of a request. Fields that are null count as absent.
+
+    Raises:
+        ApiError: it is no JSON object, has an unknown field, or a field has an impossible value.
+    """
+    try:
+        values = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(values, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    try:
+        return kind.model_validate({name: value for name, value in values.items() if value is not None})
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    """Return the answer to a body that is not valid: about the problem that lies deepest in it, as of several forms of a field
+    the nearest one was meant."""
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    first = max(found, key=lambda each: len(each["loc"]))
+    is_unknown = first["type"] == "extra_forbidden"
+    *outer, last = first["loc"]
+    path = [part for part in outer if not _is_form(part)] + ([last] if is_unknown or not _is_form(last) else [])
+    where = ".".join(map(str, path))
+    if is_unknown:
+        return ApiError(400, f"Unknown parameter: {where!r}", param=where, code="unknown_parameter")
+    if first["type"] == "missing":
+        return ApiError(400, f"Missing required parameter: {where!r}", param=where, code="missing_required_parameter")
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"Invalid {where or 'body'}: {message}", param=where or None, code="invalid_value")
+
+
+def _is_form(part: int | str) -> bool:
+    """Return whether a part of a path names no field, but one of several forms that a field may have."""
+    return isinstance(part, str) and (not part.isidentifier() or part in _FORMS or part[0].isupper())
+
+
+class ChunkStream(EventSourceResponse):
+    """A stream of JSON chunks as server-sent events, with comment lines while it is silent.
+
+    ``close`` is awaited at the end, also if the client has gone before the first chunk.
+    """
+
+    def __init__(
+        self, call: Call, chunks: AsyncGenerator[dict[str, Any], None], close: Callable[[], Awaitable[None]]
+    ) -> None:
+        settings = call.state.settings
+        super().__init__(
+            self._events(chunks),
+            ping=settings.ping_seconds,
+            sep="\n",
+            ping_message_factory=lambda: ServerSentEvent(comment="ping", sep="\n"),
+            send_timeout=settings.send_seconds,
+        )
+        self._state, self._close, self._has_ended = call.state, close, False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(TimeoutError):  # the client takes nothing: the connection is closed
+                await super().__call__(scope, receive, send)
+        finally:
+            if not self._has_ended:
+                self._state.metrics.cancelled.inc()
+            with anyio.CancelScope(shield=True):
+                await self._close()
+
+    async def _events(self, chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[ServerSentEvent, None]:
+        """Yield the chunks, and the mark of the end. An exception becomes a last chunk with an error."""
+        try:
+            async with contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    yield ServerSentEvent(to_json(chunk), sep="\n")
+        except Exception as error:
+            found = api_error_of(error)
+            count_refusal(self._state, found)
+            yield ServerSentEvent(to_json(found.body), sep="\n")
+        self._has_ended = True
+        yield ServerSentEvent("[DONE]", sep="\n")

@@ -1,0 +1,127 @@
+"""Limits of HTTP: paths in their known form, the size of bodies, and the time that headers and bodies may take."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from staticllm.server.api_error import ApiError
+
+PREFIX = "/v1"
+
+
+class PathMiddleware:
+    """Finds endpoints without ``/v1`` and with slashes at the end."""
+
+    def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
+        self._app, self._paths = app, tuple(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = "/" + scope["path"].strip("/")
+            if not self._is_known(path) and self._is_known(PREFIX + path):
+                path = PREFIX + path
+            scope = {**scope, "path": path, "raw_path": path.encode("utf-8", "surrogateescape")}
+        await self._app(scope, receive, send)
+
+    def _is_known(self, path: str) -> bool:
+        return path in self._paths or any(path.startswith(known + "/") for known in self._paths)
+
+
+async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        ApiError: it is too large (413), or takes too long (408).
+        ClientDisconnect: the client has gone.
+    """
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > max_bytes:
+        raise _too_large(max_bytes)
+    try:
+        return await asyncio.wait_for(_collected(request, max_bytes), seconds)
+    except asyncio.TimeoutError:
+        raise ApiError(
+            408, f"the body did not arrive within {seconds:g} seconds", code="timeout", headers={"Connection": "close"}
+        ) from None
+
+
+async def _collected(request: Request, max_bytes: int) -> bytes:
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the request is larger than {max_bytes} bytes: send less, or serve with a larger --max-body-mb",
+        code="request_too_large",
+        headers={"Connection": "close"},
+        knob="--max-body-mb",
+    )
+
+
+async def wait_for_disconnect(request: Request) -> None:
+    """Return when the client has closed the connection. The body must have been read."""
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            return
+
+
+class TimedProtocol(H11Protocol):
+    """uvicorn's protocol, which closes connections whose next request takes longer than ``header_seconds`` to begin."""
+
+    header_seconds = 10.0
+
+    def __init__(self, config: Config, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        self._header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Start the timer if headers are expected, and stop it if a request is in progress."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_watching()
+        elif self._header_timer is None and not self.transport.is_closing():
+            self._header_timer = self.loop.call_later(self.header_seconds, self._give_up)
+
+    def _stop_watching(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _give_up(self) -> None:
+        self._header_timer = None
+        if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
+            self.transport.close()
+
+
+def protocol_with(header_seconds: float) -> type[TimedProtocol]:
+    """Return the protocol with this limit."""
+    return type("LimitedProtocol", (TimedProtocol,), {"header_seconds": header_seconds})
+
+
+__all__ = ["ClientDisconnect", "PathMiddleware", "protocol_with", "read_body", "wait_for_disconnect"]

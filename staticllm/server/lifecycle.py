@@ -1,0 +1,95 @@
+"""The life of a server: which requests run, and how they end when it stops."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from staticllm.server.api_error import SERVER, ApiError
+
+CUT_SECONDS = 5.0
+"""The time for answers that were cut off to reach their clients."""
+OPEN_WHILE_STOPPING = ("/health", "/metrics")
+
+
+class Cancellable(Protocol):
+    """A handle of something that runs."""
+
+    def cancel(self) -> object:
+        """End it soon."""
+        ...
+
+
+class Lifecycle:
+    """Counts the running requests, and ends them. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self.is_stopping = False
+        self.num_requests = 0
+        self._is_cut = False
+        self._running: set[Cancellable] = set()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    def add(self, handle: Cancellable) -> None:
+        """Note an answer that runs; if the server is being cut off, end it."""
+        self._running.add(handle)
+        if self._is_cut:
+            handle.cancel()
+
+    def remove(self, handle: Cancellable) -> None:
+        """Forget an answer that has ended."""
+        self._running.discard(handle)
+
+    def begin(self) -> None:
+        """Count a request that has begun."""
+        self.num_requests += 1
+        self._is_idle.clear()
+
+    def end(self) -> None:
+        """Count a request that has ended."""
+        self.num_requests -= 1
+        if not self.num_requests:
+            self._is_idle.set()
+
+    async def stop(self, grace: float) -> None:
+        """Refuse new requests, wait up to ``grace`` seconds for running ones, and then cut off their answers."""
+        self.is_stopping = True
+        if not await self._idle_within(grace):
+            self._is_cut = True
+            for handle in list(self._running):
+                handle.cancel()
+            await self._idle_within(CUT_SECONDS)
+
+    async def _idle_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._is_idle.wait(), seconds)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+
+class LifecycleMiddleware:
+    """Counts requests, and refuses new ones with status 503 while the server stops."""
+
+    def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
+        self._app, self._lifecycle = app, lifecycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_WHILE_STOPPING:
+            await self._app(scope, receive, send)
+            return
+        if self._lifecycle.is_stopping:
+            error = ApiError(
+                503, "the server is stopping", kind=SERVER, code="stopping",
+                headers={"Retry-After": "5", "Connection": "close"},
+            )  # fmt: skip
+            await error.response()(scope, receive, send)
+            return
+        self._lifecycle.begin()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._lifecycle.end()

@@ -1,0 +1,227 @@
+"""The models that are served: loaded on first use, one at a time, and unloaded when they are idle or memory is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from staticllm.errors import ClosedError, ConfigError, StaticLLMError
+from staticllm.server.admission import Admission, AdmissionLimits
+from staticllm.server.api_error import SERVER, ApiError, busy
+from staticllm.server.served_model import Kind, ModelSpec, Pipeline, ServedModel
+from staticllm.server.settings import ServerSettings
+
+Result = TypeVar("Result")
+_log = logging.getLogger("staticllm.server")
+KINDS = {"chat": "a chat model", "embedding": "an embedding model", "rerank": "a reranker"}
+
+
+class ModelHub:
+    """The served models by name. Belongs to one event loop; models are loaded and unloaded on a thread of the hub."""
+
+    def __init__(self, specs: Sequence[ModelSpec], settings: ServerSettings) -> None:
+        names = [spec.name for spec in specs]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"two models are named {name!r}: give them as NAME=PATH")
+        self.models = {spec.name: ServedModel(spec) for spec in specs}
+        self._settings = settings
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="staticllm-loader")
+        self._lock = asyncio.Lock()  # held while a model is loaded or unloaded
+        self._loads: dict[str, asyncio.Task[None]] = {}
+        self._idle: asyncio.Task[None] | None = None
+        self.first_load: asyncio.Task[None] | None = None  # of the first model, if it is loaded at the start
+        self._is_closed = False
+        self._num_waiting = 0
+
+    def start(self) -> None:
+        """Begin to load the first model, unless the settings say otherwise, and watch for idle ones."""
+        if not self._settings.is_lazy:
+            self.first_load = self._begin_load(next(iter(self.models.values())))
+        if self._settings.idle_unload is not None:
+            self._idle = asyncio.create_task(self._unload_idle(self._settings.idle_unload))
+
+    def find(self, name: str | None, kind: Kind) -> ServedModel:
+        """Return the model of a request. Without a name it is the first of its kind.
+
+        Raises:
+            ApiError: there is none (404), or it is of another kind (400).
+        """
+        if name is None:
+            model = next((each for each in self.models.values() if each.spec.kind == kind), None)
+            if model is None:
+                raise ApiError(
+                    404, f"{KINDS[kind]} is not served: the models are {self._listed()}", code="model_not_found"
+                )
+            return model
+        model = self.named(name)
+        if model.spec.kind != kind:
+            raise ApiError(
+                400,
+                f"The model {name!r} is {KINDS[model.spec.kind]}, this endpoint needs {KINDS[kind]}",
+                param="model",
+                code="wrong_model_kind",
+            )
+        return model
+
+    def named(self, name: str) -> ServedModel:
+        """Return the model of this name.
+
+        Raises:
+            ApiError: there is none (404).
+        """
+        model = self.models.get(name)
+        if model is None:
+            message = f"The model {name[:200]!r} does not exist: the models are {self._listed()}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return model
+
+    def _listed(self) -> str:
+        return ", ".join(map(repr, self.models))
+
+    async def acquire(self, model: ServedModel) -> None:
+        """Load a model if necessary, and keep it loaded until ``release``.
+
+        Raises:
+            ApiError: too many requests wait for a model to be loaded, or memory for it is in use.
+            StaticLLMError: it cannot be loaded.
+        """
+        model.num_users += 1
+        try:
+            while model.pipeline is None:
+                await self._wait_until_loaded(model)
+        except BaseException:
+            self.release(model)
+            raise
+
+    async def _wait_until_loaded(self, model: ServedModel) -> None:
+        if self._is_closed:
+            raise ClosedError("the server is stopping")
+        limit = self._settings.max_waiting
+        if self._num_waiting >= limit:
+            raise busy(f"{self._num_waiting} requests wait for a model to be loaded, --max-waiting is {limit}", 5.0)
+        self._num_waiting += 1
+        try:
+            await asyncio.shield(self._begin_load(model))
+        finally:
+            self._num_waiting -= 1
+
+    def release(self, model: ServedModel) -> None:
+        """End the use that ``acquire`` began."""
+        model.num_users -= 1
+        model.last_used = time.monotonic()
+
+    @property
+    def loading(self) -> list[ServedModel]:
+        """The models that are being loaded, or wait for it."""
+        return [self.models[name] for name in self._loads]
+
+    @property
+    def loaded(self) -> list[ServedModel]:
+        """The models that are loaded."""
+        return [model for model in self.models.values() if model.pipeline is not None]
+
+    def _begin_load(self, model: ServedModel) -> asyncio.Task[None]:
+        name = model.spec.name
+        task = self._loads.get(name)
+        if task is None:
+            task = self._loads[name] = asyncio.create_task(self._load(model))
+            task.add_done_callback(lambda done: self._end_load(name, done))
+        return task
+
+    def _end_load(self, name: str, task: asyncio.Task[None]) -> None:
+        self._loads.pop(name, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("the model %r was not loaded: %s", name, error)
+
+    async def _load(self, model: ServedModel) -> None:
+        settings = self._settings
+        async with self._lock:
+            if self._is_closed:
+                raise ClosedError("the server is stopping")
+            if model.pipeline is not None:
+                return
+            model.progress = None
+            if settings.memory_limit is not None:
+                await self._make_room(model, settings.memory_limit)
+            _log.info("loading %r", model.spec.name)
+            start = time.monotonic()
+            pipeline: Pipeline = await self._in_thread(lambda: model.load(settings.device, settings.properties))
+            model.pipeline = pipeline
+            limits = AdmissionLimits.of(model.num_seqs(settings.device), settings.max_per_client, settings.max_waiting)
+            model.admission = Admission(limits)
+            model.created, model.last_used = int(time.time()), time.monotonic()
+            _log.info("loaded %r in %.1f s", model.spec.name, time.monotonic() - start)
+
+    async def _make_room(self, model: ServedModel, limit: int) -> None:
+        """Unload the models that were not used for the longest time, until this one fits.
+
+        Raises:
+            ApiError: it needs more than the limit by itself, or the others are in use.
+        """
+        if model.size is None:
+            model.size = await self._in_thread(lambda: model.estimate(self._settings.device, self._settings.properties))
+        needed = model.size
+        if needed > limit:
+            raise ApiError(
+                400,
+                f"the model {model.spec.name!r} needs {needed >> 20} MiB, --memory-limit-mb is {limit >> 20}: raise it",
+                code="model_too_large",
+                knob="--memory-limit-mb",
+            )
+        while sum(each.size or 0 for each in self.loaded) + needed > limit:
+            idle = [each for each in self.loaded if each.num_users == 0]
+            if not idle:
+                raise ApiError(
+                    503,
+                    f"the model {model.spec.name!r} needs {needed >> 20} MiB, and the loaded models are in use: try again later, "
+                    "or raise --memory-limit-mb",
+                    kind=SERVER,
+                    code="no_memory",
+                    headers={"Retry-After": "5"},
+                    knob="--memory-limit-mb",
+                )
+            await self._unload(min(idle, key=lambda each: each.last_used))
+
+    async def _unload(self, model: ServedModel) -> None:
+        """Release a model that nobody uses. The caller holds the lock."""
+        pipeline, model.pipeline, model.admission = model.pipeline, None, None
+        if pipeline is not None:
+            _log.info("unloading %r", model.spec.name)
+            await self._in_thread(pipeline.close)
+
+    async def _unload_idle(self, seconds: float) -> None:
+        while True:
+            await asyncio.sleep(min(1.0, seconds / 4))
+            async with self._lock:
+                now = time.monotonic()
+                for model in self.loaded:
+                    if model.num_users == 0 and now - model.last_used >= seconds:
+                        with contextlib.suppress(StaticLLMError):
+                            await self._unload(model)
+
+    def give_up_loading(self) -> None:
+        """Load no more models; a loading in progress ends after its current part, and requests that wait get an error."""
+        self._is_closed = True
+        for model in self.models.values():
+            model.is_given_up = True
+
+    async def close(self) -> None:
+        """Unload all models."""
+        self.give_up_loading()
+        if self._idle is not None:
+            self._idle.cancel()
+        async with self._lock:
+            for model in self.loaded:
+                await self._unload(model)
+        self._thread.shutdown(wait=False)
+
+    async def _in_thread(self, function: Callable[[], Result]) -> Result:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().run_in_executor(self._thread, function)
+        result: Result = await future
+        return result

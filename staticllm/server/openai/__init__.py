@@ -1,0 +1,1 @@
+"""The endpoints of OpenAI's API, and those beside it that have the same form."""

@@ -1,0 +1,190 @@
+"""``/v1/chat/completions``: a conversation is answered, as one object or as a stream of chunks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from starlette.responses import Response
+
+from staticllm.pipelines.text.output_processor import RequestOutput
+from staticllm.server.answers import AnswerDelta, Answers, Usage
+from staticllm.server.api_error import ApiError
+from staticllm.server.endpoint import Call, ChunkStream
+from staticllm.server.openai.chat_chunks import ChatChunks
+from staticllm.server.openai.fields import Fields, SamplingFields
+from staticllm.server.openai.generation import Close, Handles, respond
+from staticllm.server.openai.messages import MAX_MESSAGES, Message, template_messages
+from staticllm.server.openai.reasons import finish_reason, token_logprobs
+from staticllm.server.openai.sampling import max_new_tokens, sampling_options
+from staticllm.server.served_model import ServedModel
+
+
+class JsonSchema(Fields):
+    """A named JSON schema. The answer always satisfies it; ``strict`` changes nothing."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    """What the answer must be: any text, any JSON object, or JSON that satisfies a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Function(Fields):
+    """A function that the model may call. ``parameters`` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    """A tool: functions are the only ones."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChatRequest(SamplingFields):
+    """The body of a request for an answer in a conversation."""
+
+    model_config = ConfigDict(title="ChatCompletionRequest")
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: int | None = Field(None, ge=-1, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=-1, lt=2**31)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = Field(None, max_length=512)
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+async def chat_completions(call: Call, body: ChatRequest) -> Response:
+    """Answer a conversation."""
+    model = call.state.hub.find(body.model, "chat")
+    messages = template_messages(body.messages)
+    inputs = [(messages, chat_options(body, index)) for index in range(body.num_answers)]
+    return await respond(
+        call, body, model, inputs, partial(_completion, body, model), partial(_stream, call, body, model)
+    )
+
+
+def chat_options(body: ChatRequest, index: int) -> dict[str, Any]:
+    """Return the options of answer ``index`` for ``StaticLLMPipeline.submit``.
+
+    Raises:
+        ApiError: fields contradict each other, or ask for what is not there.
+    """
+    limits = {body.max_tokens, body.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise ApiError(400, "max_tokens and max_completion_tokens differ: give one", param="max_tokens")
+    limit = limits.pop() if limits else None
+    if limit == 0:
+        raise ApiError(400, "max_tokens is 0: give at least 1, or -1 for as many as fit", param="max_tokens")
+    if body.top_logprobs:
+        raise ApiError(
+            400, f"top_logprobs is {body.top_logprobs}: only the chosen tokens have log-probabilities, so leave it at 0",
+            param="top_logprobs", code="unsupported_parameter",
+        )  # fmt: skip
+    if body.logprobs and body.is_search:
+        raise ApiError(400, "logprobs with num_beams: leave one out", param="logprobs")
+    options = {**sampling_options(body, index), **max_new_tokens(limit), **_format_options(body.response_format)}
+    if body.logprobs:
+        options["logprobs"] = 1
+    if not body.is_search:
+        options["parse_tools"] = True
+    if body.tools:
+        options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        options["tool_choice"] = body.tool_choice or "auto"
+    elif body.tool_choice not in (None, "none", "auto"):
+        raise ApiError(400, "tool_choice without tools: pass the functions as tools", param="tool_choice")
+    context = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        context["reasoning_effort"] = body.reasoning_effort
+    return {**options, "extra_context": context} if context else options
+
+
+def _format_options(format: ResponseFormat | None) -> dict[str, Any]:
+    if format is None or format.type == "text":
+        return {}
+    if format.type == "json_object":
+        return {"json_schema": {"type": "object"}}
+    if format.json_schema is None or format.json_schema.schema_ is None:
+        raise ApiError(
+            400, "response_format of type json_schema needs json_schema.schema", param="response_format.json_schema"
+        )
+    return {"json_schema": format.json_schema.schema_}
+
+
+def _completion(body: ChatRequest, model: ServedModel, handles: Handles) -> dict[str, Any]:
+    decode = model.chat.get_tokenizer().decode
+    choices = []
+    for index, output in enumerate(output for outputs in handles for output in outputs):
+        logprobs = None
+        if body.logprobs:
+            logprobs = {"content": token_logprobs(output.tokens, output.logprobs, decode), "refusal": None}
+        choices.append(
+            {
+                "index": index,
+                "message": _message(output),
+                "logprobs": logprobs,
+                "finish_reason": finish_reason(output.finish_reason),
+            }
+        )
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model.spec.name,
+        "choices": choices,
+        "usage": Usage.of(handles, body.num_answers).as_dict(),
+    }
+
+
+def _message(output: RequestOutput) -> dict[str, Any]:
+    """Return the message of an answer; ``content`` is null if there are only calls."""
+    if output.message is None:
+        return {"role": "assistant", "content": output.text, "refusal": None}
+    message: dict[str, Any] = {**output.message.to_dict(), "refusal": None}
+    if output.message.tool_calls and not output.message.content.strip():
+        message["content"] = None
+    return message
+
+
+def _stream(call: Call, body: ChatRequest, model: ServedModel, answers: Answers, close: Close) -> Response:
+    decode = model.chat.get_tokenizer().decode if body.logprobs else None
+    chunks = ChatChunks(model.spec.name, body.has_usage_chunk, decode)
+
+    async def generate() -> AsyncGenerator[dict[str, Any], None]:
+        for index in range(body.num_answers):
+            yield chunks.role(index)
+        handles: dict[int, list[RequestOutput]] = {}
+        async with contextlib.aclosing(answers.parts()) as parts:
+            async for part in parts:
+                if isinstance(part, AnswerDelta):
+                    for chunk in chunks.of_delta(part.index, part.delta):
+                        yield chunk
+                else:
+                    handles[part.index] = part.outputs
+                    for chunk in chunks.of_end(part.index, part.outputs[0]):
+                        yield chunk
+        if body.has_usage_chunk:
+            yield chunks.usage(Usage.of([handles[index] for index in sorted(handles)], body.num_answers))
+
+    return ChunkStream(call, generate(), close)

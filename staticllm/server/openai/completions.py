@@ -1,0 +1,163 @@
+"""``/v1/completions``: texts or token ids are continued, without a chat template."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import ConfigDict, Field
+from starlette.responses import Response
+
+from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
+from staticllm.server.answers import AnswerDelta, Answers, Usage
+from staticllm.server.api_error import ApiError
+from staticllm.server.endpoint import Call, ChunkStream
+from staticllm.server.openai.fields import MAX_ANSWERS, SamplingFields
+from staticllm.server.openai.generation import Close, Handles, respond
+from staticllm.server.openai.reasons import finish_reason
+from staticllm.server.openai.sampling import max_new_tokens, sampling_options
+from staticllm.server.served_model import ServedModel
+
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Prompts = str | Annotated[list[str], Field(min_length=1)] | Ids | Annotated[list[Ids], Field(min_length=1)]
+DEFAULT_TOKENS = 16
+"""OpenAI's number of tokens for requests that do not say it."""
+
+
+class CompletionRequest(SamplingFields):
+    """The body of a request to continue prompts: a text, token ids, or a list of either."""
+
+    model_config = ConfigDict(title="CompletionRequest")
+
+    prompt: Prompts
+    max_tokens: int = Field(DEFAULT_TOKENS, ge=-1, lt=2**31)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=5)
+    best_of: int | None = Field(None, ge=1, le=MAX_ANSWERS)
+    suffix: str | None = None
+
+
+async def completions(call: Call, body: CompletionRequest) -> Response:
+    """Continue prompts."""
+    model = call.state.hub.find(body.model, "chat")
+    _check(body)
+    prompts = _prompts_of(body.prompt)
+    if len(prompts) * body.n > MAX_ANSWERS:
+        raise ApiError(400, f"{len(prompts)} prompts with n={body.n}: at most {MAX_ANSWERS} answers", param="prompt")
+    if body.is_search and not isinstance(prompts[0], str):
+        raise ApiError(400, "num_beams with token ids: give the prompt as text", param="num_beams")
+    inputs = [
+        (prompt if isinstance(prompt, str) else np.array(prompt), _options(body, index))
+        for prompt in prompts
+        for index in range(body.num_answers)
+    ]
+    return await respond(
+        call, body, model, inputs, partial(_completion, body, model), partial(_stream, call, body, model)
+    )
+
+
+def _check(body: CompletionRequest) -> None:
+    if body.suffix is not None:
+        raise ApiError(400, "suffix is not supported: leave it out", param="suffix", code="unsupported_parameter")
+    if body.best_of not in (None, body.n):
+        raise ApiError(
+            400,
+            "best_of is not supported: leave it out, or try num_beams",
+            param="best_of",
+            code="unsupported_parameter",
+        )
+    if body.logprobs:
+        raise ApiError(
+            400, f"logprobs is {body.logprobs}: only the chosen tokens have log-probabilities, so give 0",
+            param="logprobs", code="unsupported_parameter",
+        )  # fmt: skip
+    if body.logprobs is not None and (body.echo or body.is_search):
+        raise ApiError(400, "logprobs with echo or num_beams: leave one out", param="logprobs")
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens is 0: give at least 1, or -1 for as many as fit", param="max_tokens")
+
+
+def _prompts_of(prompt: Prompts) -> list[str] | list[list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    texts = [each for each in prompt if isinstance(each, str)]
+    ids = [each for each in prompt if isinstance(each, int)]
+    if texts or ids:
+        return texts or [ids]
+    return [each for each in prompt if isinstance(each, list)]
+
+
+def _options(body: CompletionRequest, index: int) -> dict[str, Any]:
+    options = {**sampling_options(body, index), **max_new_tokens(body.max_tokens), "apply_chat_template": False}
+    if body.echo:
+        options["echo"] = True
+    if body.logprobs is not None:
+        options["logprobs"] = 1
+    return options
+
+
+def _logprobs(delta: TextDelta | RequestOutput, decode: Callable[[list[int]], str], start: int) -> dict[str, Any]:
+    """Return the log-probabilities of tokens whose text begins at character ``start`` of the answer."""
+    texts = [decode([token]) for token in delta.tokens]
+    offsets = [start + sum(map(len, texts[:index])) for index in range(len(texts))]
+    return {
+        "tokens": texts,
+        "token_logprobs": [max(logprob, -9999.0) for logprob in delta.logprobs],
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }
+
+
+def _head(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{uuid.uuid4().hex}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model.spec.name,
+    }
+
+
+def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _completion(body: CompletionRequest, model: ServedModel, handles: Handles) -> dict[str, Any]:
+    decode = model.chat.get_tokenizer().decode
+    choices = []
+    for index, output in enumerate(output for outputs in handles for output in outputs):
+        text = (decode(output.echo) if output.echo else "") + output.text
+        logprobs = None if body.logprobs is None else _logprobs(output, decode, 0)
+        choices.append(_choice(index, text, logprobs, finish_reason(output.finish_reason)))
+    return {**_head(model), "choices": choices, "usage": Usage.of(handles, body.num_answers).as_dict()}
+
+
+def _stream(call: Call, body: CompletionRequest, model: ServedModel, answers: Answers, close: Close) -> Response:
+    head, decode = _head(model), model.chat.get_tokenizer().decode
+    if body.has_usage_chunk:
+        head["usage"] = None
+
+    async def generate() -> AsyncGenerator[dict[str, Any], None]:
+        handles: dict[int, list[RequestOutput]] = {}
+        lengths: dict[int, int] = {}
+        async with contextlib.aclosing(answers.parts()) as parts:
+            async for part in parts:
+                if isinstance(part, AnswerDelta):
+                    delta, start = part.delta, lengths.get(part.index, 0)
+                    logprobs = None if body.logprobs is None else _logprobs(delta, decode, start)
+                    lengths[part.index] = start + len(delta.text)
+                    if delta.text or logprobs:
+                        yield {**head, "choices": [_choice(part.index, delta.text, logprobs, None)]}
+                else:
+                    handles[part.index] = part.outputs
+                    reason = finish_reason(part.outputs[0].finish_reason)
+                    yield {**head, "choices": [_choice(part.index, "", None, reason)]}
+        if body.has_usage_chunk:
+            usage = Usage.of([handles[index] for index in sorted(handles)], body.num_answers)
+            yield {**head, "choices": [], "usage": usage.as_dict()}
+
+    return ChunkStream(call, generate(), close)

@@ -1,0 +1,151 @@
+"""``/v1/embeddings`` and ``/v1/rerank``: texts become vectors, or are sorted by a query."""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+from pydantic import ConfigDict, Field
+from starlette.responses import Response
+
+from staticllm.pipelines.encoder_pipeline import EncoderHandle
+from staticllm.server.api_error import ApiError, json_response
+from staticllm.server.endpoint import Call
+from staticllm.server.openai.fields import Fields, IgnoredFields, Text
+from staticllm.server.served_model import ServedModel
+
+MAX_TEXTS = 2048
+"""OpenAI's limit of texts in one request."""
+Handle = TypeVar("Handle", bound=EncoderHandle[Any])
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)]
+Ids = Annotated[list[int], Field(min_length=1)]
+
+
+class EmbeddingsRequest(IgnoredFields):
+    """The body of a request for vectors. ``input_type`` puts the model's own prompt for queries or documents before the texts."""
+
+    model_config = ConfigDict(title="EmbeddingsRequest")
+
+    model: Text | None = None
+    input: str | Texts | Ids | list[Ids]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1, lt=2**31)
+    input_type: Literal["query", "document"] | None = None
+
+
+class RerankDocument(Fields):
+    """A document with its text."""
+
+    text: str
+
+
+class RerankRequest(IgnoredFields):
+    """The body of a request to sort texts, in the form that rerankers' clients send (`query`, `documents`, `top_n`)."""
+
+    model_config = ConfigDict(title="RerankRequest")
+
+    model: Text | None = None
+    query: str
+    documents: Annotated[list[str | RerankDocument], Field(min_length=1, max_length=MAX_TEXTS)]
+    top_n: int | None = Field(None, ge=1, lt=2**31)
+    return_documents: bool = False
+
+
+async def embeddings(call: Call, body: EmbeddingsRequest) -> Response:
+    """Embed texts."""
+    given = [body.input] if isinstance(body.input, str) else body.input
+    texts = [text for text in given if isinstance(text, str)]
+    if len(texts) < len(given):
+        raise ApiError(
+            400,
+            "input holds token ids: give texts (for langchain's OpenAIEmbeddings, check_embedding_ctx_length=False)",
+            param="input",
+            code="unsupported_input",
+        )
+    model = call.state.hub.find(body.model, "embedding")
+
+    async def run() -> Response:
+        pipeline = model.embedding
+        prompt = pipeline.prompts.get(body.input_type, "") if body.input_type else ""
+        handle = await _submitted(call, lambda: pipeline.submit_texts(texts, prompt=prompt, dimensions=body.dimensions))
+        vectors = await _finished(handle)
+        return await call.state.workers.run(lambda: json_response(_embedded(body, model, vectors, handle.num_tokens)))
+
+    return await _on_model(call, model, run)
+
+
+async def rerank(call: Call, body: RerankRequest) -> Response:
+    """Sort texts by a query."""
+    model = call.state.hub.find(body.model, "rerank")
+    texts = [document if isinstance(document, str) else document.text for document in body.documents]
+
+    async def run() -> Response:
+        pipeline = model.rerank
+        handle = await _submitted(call, lambda: pipeline.submit(body.query, texts))
+        await _finished(handle)
+        scores = handle.scores(0)
+        order = np.argsort(-scores, kind="stable")[: body.top_n]
+        results: list[dict[str, Any]] = []
+        for index in map(int, order):
+            result: dict[str, Any] = {"index": index, "relevance_score": float(scores[index])}
+            results.append({**result, "document": {"text": texts[index]}} if body.return_documents else result)
+        tokens = handle.num_tokens
+        call.state.metrics.prompt_tokens.labels(model.spec.name).inc(tokens)
+        return json_response(
+            {
+                "id": f"rerank-{uuid.uuid4().hex}",
+                "model": model.spec.name,
+                "results": results,
+                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+                "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
+            }
+        )
+
+    return await _on_model(call, model, run)
+
+
+async def _on_model(call: Call, model: ServedModel, run: Callable[[], Awaitable[Response]]) -> Response:
+    """Run a request in its turn on a loaded model; it ends if the client goes."""
+
+    async def admitted() -> Response:
+        await call.state.hub.acquire(model)
+        try:
+            admission = model.admission
+            assert admission is not None, "the model is not loaded"
+            await admission.enter(call.client)
+            running = call.state.metrics.running.labels(model.spec.name)
+            running.inc()
+            try:
+                return await run()
+            finally:
+                running.dec()
+                admission.leave(call.client)
+        finally:
+            call.state.hub.release(model)
+
+    return await call.connected(admitted())
+
+
+async def _submitted(call: Call, submit: Callable[[], Handle]) -> Handle:
+    return await call.state.workers.run(submit, lambda handle: handle.cancel())
+
+
+async def _finished(handle: EncoderHandle[Any]) -> Any:
+    """Return the result of a handle; if the caller is cancelled, give it up."""
+    try:
+        return await handle
+    except BaseException:
+        handle.cancel()
+        raise
+
+
+def _embedded(body: EmbeddingsRequest, model: ServedModel, vectors: Any, num_tokens: int) -> dict[str, Any]:
+    data = []
+    for index, vector in enumerate(np.asarray(vectors, "<f4")):
+        shown = vector.tolist() if body.encoding_format == "float" else base64.b64encode(vector.tobytes()).decode()
+        data.append({"object": "embedding", "index": index, "embedding": shown})
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return {"object": "list", "data": data, "model": model.spec.name, "usage": usage}

@@ -1,0 +1,69 @@
+"""What chats and completions share: a model is acquired, answers run on it, and everything is released at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
+
+from starlette.responses import Response
+
+from staticllm.pipelines.text.handle import GenerationHandle
+from staticllm.pipelines.text.output_processor import RequestOutput
+from staticllm.server.answers import Answers
+from staticllm.server.api_error import json_response
+from staticllm.server.endpoint import Call
+from staticllm.server.openai.fields import SamplingFields
+from staticllm.server.served_model import ServedModel
+
+Handles = list[list[RequestOutput]]
+"""The answers of each handle: one, or those of a beam search."""
+Close = Callable[[], Awaitable[None]]
+
+
+async def respond(
+    call: Call,
+    body: SamplingFields,
+    model: ServedModel,
+    inputs: Sequence[tuple[Any, dict[str, Any]]],
+    complete: Callable[[Handles], dict[str, Any]],
+    stream: Callable[[Answers, Close], Response],
+) -> Response:
+    """Run one answer for each of ``inputs``, a prompt with its options, and return the response.
+
+    ``complete`` makes a body of all answers; it runs in a thread. ``stream`` makes a response that must await ``Close``.
+
+    Raises:
+        ApiError, StaticLLMError: the request is refused, or an answer failed.
+        ClientDisconnect: the client has closed the connection.
+    """
+    await call.connected(call.state.hub.acquire(model))
+    answers: Answers | None = None
+    is_handed_over = False
+
+    async def close() -> None:
+        try:
+            if answers is not None:
+                await answers.close()
+        finally:
+            call.state.hub.release(model)
+
+    try:
+        pipeline = model.chat
+
+        def submit(number: int) -> GenerationHandle:
+            prompt, options = inputs[number]
+            return pipeline.submit(prompt, **options)
+
+        submits = [partial(submit, number) for number in range(len(inputs))]
+        answers = Answers(call.state, model, call.client, submits, body.is_search)
+        await call.connected(answers.begin())
+        if body.stream:
+            response = stream(answers, close)
+            is_handed_over = True
+            return response
+        handles = await call.connected(answers.outputs())
+        return await call.state.workers.run(lambda: json_response(complete(handles)))
+    finally:
+        if not is_handed_over:
+            await close()

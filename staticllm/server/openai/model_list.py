@@ -1,0 +1,30 @@
+"""``/v1/models``: the models that are served, and what is known about each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from staticllm.server.served_model import ServedModel
+from staticllm.server.state import ServerState
+
+
+def model_list(state: ServerState) -> dict[str, Any]:
+    """Return all models."""
+    return {"object": "list", "data": [describe(state, model) for model in state.hub.models.values()]}
+
+
+def describe(state: ServerState, model: ServedModel) -> dict[str, Any]:
+    """Return one model. ``status`` is ``loaded``, ``loading`` or ``unloaded``; ``max_model_len`` is known while it is loaded."""
+    is_loaded = model.pipeline is not None
+    status = "loaded" if is_loaded else "loading" if model in state.hub.loading else "unloaded"
+    described: dict[str, Any] = {
+        "id": model.spec.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "staticllm",
+        "type": model.spec.kind,
+        "status": status,
+    }
+    if is_loaded and model.spec.kind == "chat":
+        described["max_model_len"] = model.chat.config.max_seq_len
+    return described

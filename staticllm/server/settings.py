@@ -1,0 +1,89 @@
+"""The settings of a server: frozen values with their limits, which `staticllm serve` reads from its options."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from staticllm.errors import ConfigError
+
+DEFAULT_PORT = 8000
+LOCAL_NAMES = ("localhost", "tauri.localhost")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How a server answers.
+
+    Attributes:
+        host: The address that it listens at.
+        port: The port; 0 lets the system choose one.
+        api_keys: The keys that clients may use; without keys everybody is served.
+        allowed_origins: Origins of web pages that may send requests, beside local ones and those of desktop apps; ``*``: all.
+        is_insecure: Whether other machines may connect without a key.
+        device: The OpenVINO device of the models, or several in their order (``NPU,GPU,CPU``).
+        properties: The properties that chat models are loaded with.
+        max_waiting: The most requests per model that wait for their turn; more are refused with status 429.
+        max_per_client: The most answers of one client that run at once; None for three quarters of what a model runs at once.
+        memory_limit: Bytes of all loaded models together, by estimate; None for no limit.
+        idle_unload: Seconds after its last request after which a model is unloaded; None for never.
+        is_lazy: Whether the first model is loaded by its first request, not at the start.
+        grace: Seconds that running answers have after a signal to stop; then they are cut off.
+        max_body: Bytes of the body of a request.
+        header_seconds, body_seconds: Seconds that a client has to send the headers, and the body, of a request.
+        send_seconds: Seconds that a client has to take what was sent, before the connection is closed.
+        ping_seconds: Seconds between the comment lines of a stream that has nothing to say.
+        max_connections: Connections at once; more are answered with status 503.
+        num_threads: Threads that parse long bodies and run templates and tokenizers.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    is_insecure: bool = False
+    device: str = "CPU"
+    properties: Mapping[str, object] = field(default_factory=dict)
+    max_waiting: int = 64
+    max_per_client: int | None = None
+    memory_limit: int | None = None
+    idle_unload: float | None = None
+    is_lazy: bool = False
+    grace: float = 10.0
+    max_body: int = 16 << 20
+    header_seconds: float = 10.0
+    body_seconds: float = 60.0
+    send_seconds: float = 120.0
+    ping_seconds: float = 15.0
+    max_connections: int = 1024
+    num_threads: int = 4
+
+    def check(self) -> None:
+        """Check that these settings are safe.
+
+        Raises:
+            ConfigError: other machines could connect without a key.
+        """
+        if not (self.is_local or self.api_keys or self.is_insecure):
+            raise ConfigError(
+                f"host {self.host!r} is reachable from other machines and there is no API key: give --api-key, or --insecure"
+            )
+        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
+            raise ConfigError("an API key is empty or has spaces or characters outside ASCII: choose another")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can connect."""
+        return is_local_name(self.host)
+
+
+def is_local_name(name: str) -> bool:
+    """Return whether a host name or address, without its port, stands for this machine."""
+    name = name.strip("[]").lower()
+    if name in LOCAL_NAMES or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

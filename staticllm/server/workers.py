@@ -1,0 +1,63 @@
+"""Runs what would block the event loop in a bounded number of threads: long JSON, templates, tokenizers, grammars."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from staticllm.server.api_error import busy
+
+Result = TypeVar("Result")
+WAITING_PER_THREAD = 64
+
+
+class Workers:
+    """A pool of threads with a bounded queue."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="staticllm-server")
+        self._limit = num_threads * (WAITING_PER_THREAD + 1)
+        self._num_calls = 0
+
+    async def run(
+        self, function: Callable[[], Result], on_abandoned: Callable[[Result], object] | None = None
+    ) -> Result:
+        """Call ``function`` in a thread and return what it returns.
+
+        ``on_abandoned`` gets the result if the caller was cancelled meanwhile.
+
+        Raises:
+            ApiError: too many calls wait (status 429).
+            Exception: ``function`` raised it.
+        """
+        if self._num_calls >= self._limit:
+            raise busy(f"{self._num_calls} requests are being read or tokenized: try again later", knob="")
+        self._num_calls += 1
+        future = self._pool.submit(function)
+        loop = asyncio.get_running_loop()
+        future.add_done_callback(lambda _: _call_soon(loop, self._end_call))
+        try:
+            return await asyncio.shield(asyncio.wrap_future(future))
+        except asyncio.CancelledError:
+            if not future.cancel() and on_abandoned is not None:
+                future.add_done_callback(lambda done: _hand_over(done, on_abandoned))
+            raise
+
+    def _end_call(self) -> None:
+        self._num_calls -= 1
+
+    def close(self) -> None:
+        """End the threads after their calls; calls that wait are dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _hand_over(future: Future[Result], function: Callable[[Result], object]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        function(future.result())
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function)

@@ -1,0 +1,100 @@
+"""Tests the order in which requests enter a model, for any sequence of arrivals, ends and cancellations."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
+    pytest.importorskip(package)
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from quick import examples  # noqa: E402
+
+from staticllm.server.admission import Admission, AdmissionLimits  # noqa: E402
+from staticllm.server.api_error import ApiError  # noqa: E402
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["enter", "leave", "cancel", "cancel at once"]), st.integers(0, 3)), max_size=60
+)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    steps=STEPS,
+    limits=st.builds(AdmissionLimits, st.integers(1, 4), st.integers(1, 4), st.integers(1, 5)),
+)
+def test_limits_hold_and_nobody_is_forgotten(steps, limits):
+    asyncio.run(follow(steps, limits))
+
+
+async def follow(steps, limits):
+    admission = Admission(limits)
+    waiting: list[tuple[str, asyncio.Task[None]]] = []
+    running: list[str] = []
+
+    async def follow_tasks():
+        for _ in range(4):
+            await asyncio.sleep(0)
+        for entry in list(waiting):
+            client, task = entry
+            if task.done():
+                waiting.remove(entry)
+                if not task.cancelled() and task.exception() is None:
+                    running.append(client)
+
+    for action, number in steps:
+        client = f"client {number}"
+        if action == "enter":
+            task = asyncio.create_task(admission.enter(client))
+            waiting.append((client, task))
+            await follow_tasks()
+            if task.done() and not task.cancelled() and isinstance(task.exception(), ApiError):
+                assert task.exception().status == 429 and len(waiting) >= limits.max_waiting
+        elif action == "leave" and running:
+            admission.leave(running.pop(number % len(running)))
+        elif action.startswith("cancel") and waiting:
+            if action == "cancel at once" and running:  # it is admitted in the moment in which it is cancelled
+                admission.leave(running.pop())
+            waiting[number % len(waiting)][1].cancel()
+        await follow_tasks()
+        counts = Counter(running)
+        assert admission.num_running == len(running) <= limits.max_running
+        assert all(count <= limits.max_per_client for count in counts.values())
+        assert admission.num_waiting == len(waiting) <= limits.max_waiting
+        for waits, _ in waiting:  # nobody waits without a reason
+            assert len(running) == limits.max_running or counts[waits] == limits.max_per_client
+    while running or waiting:
+        for _, task in waiting:
+            task.cancel()
+        for client in running:
+            admission.leave(client)
+        running.clear()
+        await follow_tasks()
+    assert not admission._clients and not admission._running and not admission.num_running
+
+
+def test_the_client_with_fewest_running_answers_is_next():
+    async def run():
+        admission = Admission(AdmissionLimits(3, 3, 20))
+        order = []
+
+        async def enter(client):
+            await admission.enter(client)
+            order.append(client)
+
+        tasks = [asyncio.create_task(enter("many")) for _ in range(8)]
+        await asyncio.sleep(0.01)
+        tasks += [asyncio.create_task(enter("late")) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        for _ in range(3):
+            admission.leave("many")
+            await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        return order[3:]
+
+    assert asyncio.run(run()) == ["late", "many", "late"]  # with one each, it is the turn of "many"

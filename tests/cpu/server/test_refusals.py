@@ -1,0 +1,279 @@
+"""Tests what the server refuses, and how: each with its status and one line that names the reason."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+
+import pytest
+
+for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
+    pytest.importorskip(package)
+
+import httpx  # noqa: E402
+from served import serving  # noqa: E402
+
+HELLO = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(max_body=1 << 20, header_seconds=1.0, body_seconds=1.0) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with httpx.Client(base_url=served.url, timeout=60) as client:
+        yield client
+
+
+def error_of(response, status):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and "\n" not in error["message"]
+    return error
+
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    "change, param, words",
+    [
+        ({"max_token": 4}, "max_token", "Unknown parameter: 'max_token'"),
+        ({"web_search_options": {}}, "web_search_options", "Unknown parameter"),
+        ({"messages": [{"role": "user", "content": "a", "colour": 1}]}, "messages.0.colour", "Unknown parameter"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "bishop", "content": "a"}]}, "messages.0.role", "Input should be"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"temperature": "hot"}, "temperature", "valid number"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"stop": [""]}, "stop.0", "at least 1 character"),
+        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs", "only the chosen tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differ"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "without stream"),
+        ({"tool_choice": "required"}, "tool_choice", "without tools"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"99999999": 1}}, None, "99999999"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}}, None, ""),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.0.content.0", "only text",
+        ),
+        ({"messages": [{"role": "user", "content": ""}]}, None, "empty"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, None, "shows no tools"),
+        ({"repeat_penalty": 1.1, "repetition_penalty": 1.1}, "repeat_penalty", "the same"),
+        ({"mirostat": 1, "temperature": 1.0}, None, "mirostat"),
+    ],
+)  # fmt: skip
+def test_an_impossible_request_is_refused_by_name(client, change, param, words):
+    error = error_of(client.post(CHAT, json={**HELLO, **change}), 400)
+    assert words in error["message"]
+    assert param is None or error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
+        {"safety_identifier": "x", "prompt_cache_key": "y", "parallel_tool_calls": False, "verbosity": "low"},
+        {"functions": None, "audio": None},
+    ],
+)
+def test_known_fields_without_a_meaning_here_are_accepted(client, change):
+    assert client.post(CHAT, json={**HELLO, **change}).status_code == 200
+
+
+@pytest.mark.parametrize("body", ["", "{", "[]", '"text"', "\xff", "[" * 100_000, '{"a":' * 5000, '{"n": NaN}'])
+def test_a_body_that_is_no_json_object_is_refused(client, body):
+    error = error_of(client.post(CHAT, content=body.encode("latin-1")), 400)
+    assert error["code"] in ("invalid_json", "unknown_parameter")
+
+
+def test_a_long_prompt_is_refused_with_both_numbers(client, served):
+    limit = served.pipeline().config.max_prompt_len
+    long = {**HELLO, "messages": [{"role": "user", "content": "fox " * 3 * limit}]}
+    for stream in (False, True):
+        error = error_of(client.post(CHAT, json={**long, "stream": stream}), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert f"maximum context length for prompts is {limit} tokens" in error["message"]
+        found = client.post("/tokenize", json={"messages": long["messages"]}).json()
+        assert f"have {found['count']} tokens" in error["message"]
+
+
+def test_an_unknown_model_is_not_found(client):
+    error = error_of(client.post(CHAT, json={**HELLO, "model": "../../etc"}), 404)
+    assert error["code"] == "model_not_found" and "'demo'" in error["message"]
+    assert error_of(client.get("/v1/models/other"), 404)["code"] == "model_not_found"
+    error = error_of(client.post("/v1/embeddings", json={"model": "demo", "input": "a"}), 400)
+    assert error["code"] == "wrong_model_kind"
+
+
+def test_unknown_paths_and_methods_say_what_is_there(client):
+    assert "/v1/chat/completions" in error_of(client.get("/v1/responses"), 404)["message"]
+    assert error_of(client.get(CHAT), 405)["code"] == "method_not_allowed"
+    assert error_of(client.get("/v1/../../etc/passwd"), 404)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions/", "/chat/completions", "/chat/completions/", "//v1/chat/completions"]
+)
+def test_paths_without_the_version_and_with_a_slash_are_known(served, path):
+    with httpx.Client() as client:
+        assert client.post(served.url + path, json=HELLO).status_code == 200
+
+
+def test_models_are_listed_at_every_form_of_the_path(client):
+    for path in ("/v1/models", "/models", "/v1/models/", "/models/"):
+        (entry,) = client.get(path).json()["data"]
+        assert entry["id"] == "demo" and entry["object"] == "model" and entry["type"] == "chat"
+    assert client.get("/models/demo").json()["max_model_len"] == 1152
+
+
+def test_a_large_body_is_refused_before_it_is_read(client):
+    large = {**HELLO, "messages": [{"role": "user", "content": "a" * (2 << 20)}]}
+    assert error_of(client.post(CHAT, json=large), 413)["code"] == "request_too_large"
+
+    def pieces():
+        for _ in range(32):
+            yield b" " * (64 << 10)
+
+    assert error_of(client.post(CHAT, content=pieces()), 413)["code"] == "request_too_large"
+
+
+def talk(url, data, seconds=5.0):
+    """Send bytes to a server, and return all that it sends until it closes the connection."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=seconds) as connection:
+        connection.sendall(data)
+        received = b""
+        while part := connection.recv(65536):
+            received += part
+    return received
+
+
+def test_slow_headers_close_the_connection(served):
+    start = time.monotonic()
+    assert talk(served.url, b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n") == b""
+    assert talk(served.url, b"") == b""
+    assert 1.5 < time.monotonic() - start < 5
+
+
+def test_a_slow_body_gets_a_timeout(served):
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{"
+    assert b" 408 " in talk(served.url, head).split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 4\r\nContent-Length: 5\r\n\r\naaaaa",
+        b"GET /v1/models HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nbad header\r\n\r\n",
+    ],
+)
+def test_smuggled_and_broken_headers_are_refused(served, head):
+    assert b" 400 " in talk(served.url, head).split(b"\r\n")[0]
+
+
+def test_endless_headers_close_the_connection(served):
+    try:
+        answer = talk(served.url, b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"a" * 1_000_000)
+    except ConnectionError:  # closed while we still sent
+        return
+    assert b" 400 " in answer.split(b"\r\n")[0]
+
+
+LOCAL = ["app://obsidian.md", "tauri://localhost", "null", "file://", "vscode-webview://abc", "http://localhost:3000",
+         "http://127.0.0.1:5173", "http://tauri.localhost", "http://[::1]:80"]  # fmt: skip
+FOREIGN = [
+    "https://evil.example",
+    "http://localhost.evil.example",
+    "http://127.0.0.1.evil.example",
+    "https://app.example",
+]
+
+
+@pytest.mark.parametrize("origin", LOCAL)
+def test_pages_of_this_machine_may_send_requests(client, origin):
+    asked = {
+        "Origin": origin,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    response = client.options(CHAT, headers=asked)
+    assert response.status_code == 204 and response.content == b""
+    assert response.headers["access-control-allow-origin"] == origin
+    assert response.headers["access-control-allow-headers"] == "authorization"
+    found = client.post(CHAT, json=HELLO, headers={"Origin": origin})
+    assert found.status_code == 200 and found.headers["access-control-allow-origin"] == origin
+
+
+@pytest.mark.parametrize("origin", FOREIGN)
+def test_foreign_pages_are_refused(client, origin):
+    asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    preflight = client.options(CHAT, headers=asked)
+    assert error_of(preflight, 403)["code"] == "origin_not_allowed"
+    assert "access-control-allow-origin" not in preflight.headers
+    plain = client.post(CHAT, content=json.dumps(HELLO), headers={"Origin": origin, "Content-Type": "text/plain"})
+    assert error_of(plain, 403)["code"] == "origin_not_allowed"
+
+
+def test_a_host_name_that_was_rebound_is_refused(client, served):
+    port = served.url.rsplit(":", 1)[1]
+    headers = {"Host": f"evil.example:{port}", "Origin": f"http://evil.example:{port}"}
+    assert error_of(client.post(CHAT, json=HELLO, headers=headers), 403)["code"] == "host_not_allowed"
+
+
+def test_keys_are_checked():
+    with serving(api_keys=("first-key", "second-key"), allowed_origins=("https://chat.example",)) as served:
+        assert httpx.get(served.url + "/health").status_code == 200
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "first-key"},
+            {"Authorization": "Bearer first-key-and-more"},
+        ):
+            for path in ("/v1/models", "/metrics", "/models", "/unknown"):
+                response = httpx.get(served.url + path, headers=headers)
+                assert error_of(response, 401)["code"] == "invalid_api_key"
+                assert response.headers["www-authenticate"] == "Bearer"
+        for key in ("first-key", "second-key"):
+            headers = {"Authorization": f"Bearer {key}", "Origin": "https://chat.example"}
+            response = httpx.get(served.url + "/v1/models", headers=headers)
+            assert response.status_code == 200
+            assert response.headers["access-control-allow-origin"] == "https://chat.example"
+        refused = httpx.get(served.url + "/v1/models", headers={"Origin": "https://chat.example"})
+        assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers
+
+
+def test_no_prompt_is_in_a_log(served, client, caplog):
+    caplog.set_level("DEBUG", logger="staticllm")
+    caplog.set_level("DEBUG", logger="uvicorn")
+    secret = "xylophone-1234"
+    client.post(CHAT, json={**HELLO, "messages": [{"role": "user", "content": secret}]})
+    client.post(CHAT, json={**HELLO, secret: 1})
+    assert secret not in caplog.text
+
+
+def test_the_schema_describes_every_endpoint(client):
+    schema = client.get("/openapi.json").json()
+    assert {"/v1/chat/completions", "/v1/embeddings", "/v1/models", "/health"} <= set(schema["paths"])
+    references = set()
+
+    def collect(value):
+        if isinstance(value, dict):
+            references.add(value.get("$ref"))
+            list(map(collect, value.values()))
+        elif isinstance(value, list):
+            list(map(collect, value))
+
+    collect(schema)
+    known = {f"#/components/schemas/{name}" for name in schema["components"]["schemas"]}
+    assert {"#/components/schemas/ChatRequest"} <= references - {None} <= known

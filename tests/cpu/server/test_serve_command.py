@@ -1,0 +1,91 @@
+"""Tests `staticllm serve` as a process: its options, its first line, and signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
+    pytest.importorskip(package)
+
+import httpx  # noqa: E402
+
+
+def start(*arguments, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-m", "staticllm", "serve", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to send")
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_until_a_signal(tmp_path, stop):
+    keys = tmp_path / "keys"
+    keys.write_text("from-the-file\n\n")
+    process = start("--port", "0", "--api-key-file", str(keys), "--lazy", "--grace", "30")
+    try:
+        url, names = process.stdout.readline().split()
+        assert names == "demo" and url.endswith("/v1")
+        headers = {"Authorization": "Bearer from-the-file"}
+        body = {"messages": [{"role": "user", "content": "What is an NPU?"}], "stream": True}
+        with httpx.stream("POST", url + "/chat/completions", json=body, headers=headers, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(stop)
+            *_, last = (line for line in lines if line)
+        assert last == "data: [DONE]"
+        assert process.wait(30) == 0
+        assert "What is an NPU" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_key_can_be_in_the_environment():
+    process = start("--port", "0", "--lazy", STATICLLM_API_KEY="of-the-environment")
+    try:
+        url = process.stdout.readline().split()[0]
+        assert httpx.get(url + "/models").status_code == 401
+        assert httpx.get(url + "/models", headers={"Authorization": "Bearer of-the-environment"}).status_code == 200
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--host", "0.0.0.0"], "there is no API key"),
+        (["--api-key", "two words"], "API key"),
+        (["--api-key-file", "missing"], "cannot be read"),
+        (["no-such-folder"], "no model directory"),
+        (["--host", "no such host", "--insecure"], "cannot be used"),
+        (["-p", "NO_SUCH=1", "--host", "256.1.1.1", "--insecure"], "cannot be used"),
+    ],
+)
+def test_mistakes_get_one_line(arguments, words):
+    process = start("--port", "0", *arguments)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and not out
+    assert err.startswith("Error: ") and words in err and err.count("\n") == 1
+
+
+def test_it_ends_if_its_first_model_cannot_be_loaded():
+    process = start("--port", "0", "-p", "NO_SUCH=1")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "demo" in out
+    assert err.splitlines()[-1].startswith("Error: ") and "NO_SUCH" in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def test_two_models_of_one_name_are_refused(root):
+    from staticllm import demo_model_path
+
+    process = start("--port", "0", str(demo_model_path()), str(demo_model_path()))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "two models are named 'demo_model'" in err

@@ -1,0 +1,138 @@
+"""Tests calls of tools and reasoning through OpenAI's client, with a template that shows tools and thinks."""
+
+from __future__ import annotations
+
+import json
+
+import openvino_genai as genai
+import pytest
+
+for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
+    pytest.importorskip(package)
+openai = pytest.importorskip("openai")
+jsonschema = pytest.importorskip("jsonschema")
+pytest.importorskip("llguidance")
+
+from served import serving  # noqa: E402
+
+from staticllm import StaticLLMPipeline, demo_model_path  # noqa: E402
+from staticllm.testing import fake_pipeline  # noqa: E402
+
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": CITY}}]
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    '{# <tool_call>{"name": "f", "arguments": {}}</tool_call> <think> </think> #}'
+)
+QUESTION = [{"role": "user", "content": "How is the weather?"}]
+
+
+def tokenizer():
+    made = genai.Tokenizer(str(demo_model_path()))
+    made.chat_template = TEMPLATE
+    return made
+
+
+def client_of(served):
+    return openai.OpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def client():
+    def load(device, properties):
+        return StaticLLMPipeline(demo_model_path(), device, tokenizer=tokenizer())
+
+    with serving(pipelines={"demo": load}) as served, client_of(served) as client:
+        yield client
+
+
+def streamed(client, **options):
+    """Return the message that the chunks of a stream make, and the reason of its end."""
+    message, calls, reason = {"content": "", "reasoning_content": ""}, {}, None
+    for chunk in client.chat.completions.create(stream=True, **options):
+        choice = chunk.choices[0]
+        message["content"] += choice.delta.content or ""
+        message["reasoning_content"] += getattr(choice.delta, "reasoning_content", None) or ""
+        for call in choice.delta.tool_calls or []:
+            known = calls.setdefault(call.index, {"id": call.id, "name": call.function.name, "arguments": ""})
+            assert known["id"], "the first chunk of a call names it"
+            known["arguments"] += call.function.arguments or ""
+        reason = choice.finish_reason or reason
+    return message, [calls[index] for index in sorted(calls)], reason
+
+
+def test_a_required_call_satisfies_its_schema(client):
+    options = {
+        "model": "demo", "messages": QUESTION, "tools": TOOLS, "tool_choice": "required", "temperature": 1.2, "seed": 2,
+        "max_tokens": 300,
+    }  # fmt: skip
+    found = client.chat.completions.create(**options).choices[0]
+    assert found.finish_reason == "tool_calls" and found.message.content is None
+    assert found.message.tool_calls
+    for call in found.message.tool_calls:
+        assert call.function.name == "weather" and call.id
+        jsonschema.validate(json.loads(call.function.arguments), CITY)
+    message, calls, reason = streamed(client, **options)
+    assert reason == "tool_calls" and not message["content"].strip()
+    assert [call["arguments"] for call in calls] == [call.function.arguments for call in found.message.tool_calls]
+
+
+def test_a_named_function_is_called_and_its_result_is_taken(client):
+    choice = {"type": "function", "function": {"name": "weather"}}
+    options = {"model": "demo", "tools": TOOLS, "max_tokens": 200}
+    message = client.chat.completions.create(messages=QUESTION, tool_choice=choice, **options).choices[0].message
+    (call,) = message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    found = client.chat.completions.create(messages=[*QUESTION, message, result], tool_choice="none", **options)
+    assert found.choices[0].finish_reason in ("stop", "length")
+
+
+@pytest.fixture(scope="module")
+def fake():
+    """A server whose answer is the text of the last message."""
+
+    def load(device, properties):
+        return fake_pipeline(lambda prompt: prompt.rsplit("ANSWER:", 1)[1], tokenizer=tokenizer())
+
+    with serving(pipelines={"demo": load}) as served, client_of(served) as client:
+        yield client
+
+
+def test_reasoning_is_apart_from_content(fake):
+    asked = [{"role": "user", "content": "Q ANSWER:<think>first this</think>then that"}]
+    options = {"model": "demo", "messages": asked, "max_tokens": 64}
+    found = fake.chat.completions.create(**options).choices[0].message
+    assert (found.content.strip(), found.reasoning_content.strip()) == ("then that", "first this")
+    message, calls, reason = streamed(fake, **options)
+    assert (message["content"].strip(), message["reasoning_content"].strip()) == ("then that", "first this")
+    assert not calls and reason == "stop"
+
+
+def test_two_calls_and_a_broken_one(fake):
+    one = '<tool_call>{"name": "weather", "arguments": {"city": "Rome", "days": 2}}</tool_call>'
+    asked = [{"role": "user", "content": f"Q ANSWER:{one}{one.replace('Rome', 'Oslo')}"}]
+    options = {"model": "demo", "messages": asked, "tools": TOOLS, "max_tokens": 200}
+    found = fake.chat.completions.create(**options).choices[0]
+    cities = [json.loads(call.function.arguments)["city"] for call in found.message.tool_calls]
+    assert cities == ["Rome", "Oslo"] and found.finish_reason == "tool_calls"
+    _, calls, reason = streamed(fake, **options)
+    assert [json.loads(call["arguments"])["city"] for call in calls] == cities and reason == "tool_calls"
+    broken = [{"role": "user", "content": 'Q ANSWER:<tool_call>{"name": "weather", oh no</tool_call> sorry'}]
+    found = fake.chat.completions.create(**{**options, "messages": broken}).choices[0]
+    assert found.message.tool_calls is None and "sorry" in found.message.content and found.finish_reason == "stop"
+
+
+def test_half_characters_never_reach_a_client(fake):
+    text = "naïve café 🦊🐻 東京 – done"
+    options = {"model": "demo", "messages": [{"role": "user", "content": f"Q ANSWER:{text}"}], "max_tokens": 200}
+    pieces = [chunk.choices[0].delta.content or "" for chunk in fake.chat.completions.create(stream=True, **options)]
+    assert "".join(pieces).strip() == text
+    assert not any("\ufffd" in piece for piece in pieces) and len(pieces) > 10
