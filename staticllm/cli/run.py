@@ -21,6 +21,7 @@ from staticllm.cli.options import (
     read_text,
 )
 from staticllm.cli.progress import Progress, progress
+from staticllm.errors import PromptError
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
@@ -69,11 +70,14 @@ def command(prompt: str | None, model: str, **options: Any) -> None:
 
 def _prompt(argument: str | None) -> str | None:
     """Return the argument, or the text that is piped into stdin; None for a chat."""
-    if argument is not None:
-        return as_text(argument, "the prompt")
-    if sys.stdin is None:
+    if argument is None and sys.stdin is None:
         raise click.UsageError("standard input is closed and there is no PROMPT: give one")
-    return None if sys.stdin.isatty() else read_text(sys.stdin)
+    if argument is None and sys.stdin.isatty():
+        return None
+    text = read_text(sys.stdin) if argument is None else as_text(argument, "the prompt")
+    if not text:
+        raise PromptError("the prompt is empty: give at least one character")
+    return text
 
 
 def _load(model: str, options: dict[str, Any]) -> StaticLLMPipeline:
