@@ -42,5 +42,5 @@ def test_sequences_and_scores_equal(name, case, model_path, prompt_of):
             other = theirs.generate(ov.Tensor(ids), **options, **more)
             assert mine.tokens == other.tokens, (length, more)
             scale = max(1.0, 16 ** -CASES[case].get("length_penalty", 1.0))  # a negative penalty multiplies the sum
-            assert mine.scores == pytest.approx(other.scores, abs=1e-4 * scale, rel=1e-4)  # GenAI adds in f32
+            assert mine.scores == pytest.approx(other.scores, abs=1e-4 * scale, rel=1e-5 * scale)  # GenAI adds in f32
             assert list(map(str, mine.finish_reasons)) == [str(r.name).lower() for r in other.finish_reasons]
