@@ -101,8 +101,11 @@ def read_adapter(path: str | os.PathLike[str]) -> LoraAdapter:
     except (TypeError, ValueError, OSError) as error:
         raise AdapterError(f"the adapter {str(path)[:200]!r} cannot be read: {error}") from None
     config = _read_config(found / CONFIG) if is_directory else None
-    with open_safetensors(found / FILE if is_directory else found) as file:
-        return _adapter(file, config)
+    try:
+        with open_safetensors(found / FILE if is_directory else found) as file:
+            return _adapter(file, config)
+    except OSError as error:
+        raise AdapterError(f"the adapter {str(path)[:200]!r} cannot be read: {error.strerror or error}") from None
 
 
 def adapter_in_memory(data: bytes) -> LoraAdapter:

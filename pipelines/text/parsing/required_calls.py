@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -145,8 +146,28 @@ def grammar_of_calls(format: MessageFormat | None, options: GenerationOptions) -
     return Grammar("structural_tag", json.dumps(tag, ensure_ascii=False))
 
 
+_NAMES = {
+    "python": re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII),
+    "xml": re.compile(r"[!-=?-~]+"),
+    "harmony": re.compile(r"[\w.-]+", re.ASCII),
+}
+"""The names of functions and parameters that can be written in a syntax; all in those that are not listed."""
+
+
+def _check_names(syntax: str, name: str, schema: Mapping[str, Any]) -> None:
+    known = _NAMES.get(syntax)
+    parameters = schema.get("properties", {}) if syntax in ("python", "xml") else {}
+    for each in (name, *(parameters if isinstance(parameters, Mapping) else ())):
+        if known is not None and not known.fullmatch(str(each)):
+            raise GenerationConfigError(
+                f"a required call of {name!r}: the name {each!r} cannot be written in the model's format of calls; rename it, "
+                "or use tool_choice='auto'"
+            )
+
+
 def _call(format: MessageFormat, name: str, parameters: object) -> tuple[Part, ...]:
     schema: Mapping[str, Any] = parameters if isinstance(parameters, Mapping) else ANY_OBJECT
+    _check_names(format.syntax, name, schema)
     if format.syntax == "xml":
         return _xml_call(format.call, name, schema)
     if format.syntax == "python":

@@ -36,6 +36,7 @@ TEMPLATES = {
     "hermes": BEGIN + '{# <tool_call>{"name": "f", "arguments": {}}</tool_call> #}',
     "xml": BEGIN + "{# <tool_call><function=f><parameter=x>1</parameter></function></tool_call> #}",
     "llama": BEGIN + '{# <|python_tag|> {"name": "f", "parameters": {}} #}',
+    "pythonic": BEGIN + "{# <|python_start|> [f(x=1)] #}",
     "mistral": BEGIN + '{# [TOOL_CALLS] [{"name": "f", "arguments": {}}] #}',
 }
 
@@ -123,3 +124,14 @@ def test_parameters_of_a_wrong_type_are_refused(pipes, name, parameters):
         call_of(pipes[name], parameters)
     assert "\n" not in str(caught.value)
     assert str(pipes[name].generate("Hello", max_new_tokens=2))
+
+
+@pytest.mark.parametrize(
+    "name, function, parameter",
+    [("pythonic", "get-weather", "a"), ("pythonic", "time", "a-b"), ("xml", "two words", "a"), ("xml", "time", "a>b")],
+)
+def test_names_that_a_format_cannot_write_get_one_line(pipes, name, function, parameter):
+    tool = {"name": function, "parameters": {"type": "object", "properties": {parameter: {"type": "integer"}}}}
+    with pytest.raises(GenerationConfigError, match="cannot be written in the model's format of calls") as caught:
+        pipes[name].generate("Hello", tools=[{"type": "function", "function": tool}], tool_choice="required")
+    assert "\n" not in str(caught.value)
