@@ -66,6 +66,17 @@ class CallOptions:
                 f"a {receiver} for {count} answers: it could not tell the answers apart; leave one of them out"
             )
 
+    def check_overflow(self) -> None:
+        """Check that the overflow rule goes with the decoding method.
+
+        Raises:
+            GenerationConfigError: beams, which cannot be shortened.
+        """
+        if self.options.beams is not None and self.overflow != "stop":
+            raise GenerationConfigError(
+                f"overflow={self.overflow!r} with num_beams: beams cannot be shortened; use 'stop'"
+            )
+
 
 @dataclass(frozen=True)
 class PromptLimits:
@@ -219,14 +230,10 @@ class InputProcessor:
         ids = shorten(prompt.ids, limits.max_prompt_len, call.overflow)
         check_ids(ids, limits.vocab_size, limits.max_prompt_len, call.is_chat)
         options.check_room(len(ids))
-        if options.beams is not None and call.overflow != "stop":
-            raise GenerationConfigError(
-                f"overflow={call.overflow!r} with num_beams: beams cannot be shortened; use 'stop'"
-            )
+        call.check_overflow()
         _check_tokens(options, limits.vocab_size)
         processors = copies_for(options.extra.logits_processors, ids, options.num_sequences)
-        tools = options.extra.tool_options
-        format = self._format_of(prompt, tools)
+        format = self._format_of(prompt, options.extra.tool_options)
         request = EngineRequest(
             prompt=tuple(ids),
             sampling=self._word_tokens.complete(options),
@@ -256,7 +263,7 @@ class InputProcessor:
             processors,
             decode,
             format,
-            tools.tools,
+            options.extra.tool_options.tools,
         )
 
     def _format_of(self, prompt: Prompt, tools: ToolOptions) -> MessageFormat | None:
