@@ -176,7 +176,7 @@ class StaticLLMPipeline:
             generation_config: Replaces the pipeline's own for this call.
             streamer: A callable that takes text, or an ``openvino_genai.StreamerBase`` that takes lists of tokens; only for
                 one prompt. It runs in the calling thread; its exceptions reach the caller, and the pipeline stays usable.
-            overflow: The rule if its slots are full: ``stop``, ``truncate_middle``, ``shift``, ``context_shift``.
+            overflow: If a conversation fills its slots: ``stop``, ``truncate_middle``, ``shift``, ``context_shift``.
             priority: Requests with a higher priority are served first.
             kwargs: Fields of ``GenerationConfig``, which override both configs, and our own options: samplers,
                 ``logits_processor``, ``tools``, ``json_schema`` … (docs/generation.md).
