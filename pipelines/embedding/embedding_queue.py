@@ -128,7 +128,8 @@ class EmbeddingQueue:
             self._is_closed = True
             left = [text.request for plan in self._plans.values() for text in plan.texts]
             left += [request for backlog in self._backlogs.values() for request in backlog.requests]
-            self._backlogs, self._plans, self._deadlines = {}, {}, []
+            left += self._dropped
+            self._backlogs, self._plans, self._deadlines, self._dropped = {}, {}, [], []
             self._num_waiting = 0
         for request in {request.id: request for request in left}.values():
             request.fail(ClosedError("the pipeline was closed before these texts were embedded"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,20 +30,29 @@ class Finished:
 class RemoteRequest:
     """An infer request in the daemon. One thread at a time may call the methods.
 
-    ``epoch`` is that of the client. ``is_closed`` is true after an exception in the middle of an exchange, from which the
-    connection does not recover.
+    ``epoch`` is that of the client.
     """
 
     def __init__(self, channel: Channel, model: int, epoch: int) -> None:
         self._channel, self._model, self.epoch = channel, model, epoch
         self._number = 0
-        self.is_closed = False
+        self._is_closed = False
+        self._pid = os.getpid()
         self.is_running = False
         try:
             checked(self._ask(Message(Kind.REQUEST, model)))
         except BaseException:
             self.close()
             raise
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the request cannot be used any more.
+
+        So it is after an exception in the middle of an exchange, from which a connection does not recover, and in a forked
+        child, which would read the answers to its parent.
+        """
+        return self._is_closed or self._pid != os.getpid()
 
     def start(self, inputs: dict[int, Array]) -> None:
         """Send a call.
@@ -119,7 +129,7 @@ class RemoteRequest:
 
     def close(self) -> None:
         """End the request; the daemon frees it. A second call does nothing."""
-        self.is_closed, self.is_running = True, False
+        self._is_closed, self.is_running = True, False
         self._channel.close()
 
     def __del__(self) -> None:

@@ -136,14 +136,16 @@ def test_a_forked_child_has_a_connection_of_its_own(environment):
     model = demo_model_path() / "openvino_model.xml"
     code = STEPS + (
         "before = answer(4)\n"
+        "place = request._far._place\n"  # both would read the answers to both on this one
         "child = os.fork()\n"
         "if not child:\n"
-        "    os._exit(0 if answer(4) == before else 3)\n"
+        "    os._exit(0 if answer(4) == before and request._far._place is not place else 3)\n"
         "after = answer(4)\n"
-        "print([before == after, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])])\n"
+        "is_kept = request._far._place is place\n"
+        "print([before == after, is_kept, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])])\n"
     )
     done = run(environment, "-c", code, model)
-    assert done.stdout.strip() == "[True, 0]", done.stderr
+    assert done.stdout.strip() == "[True, True, 0]", done.stderr
 
 
 def test_what_is_not_taken_runs_natively_or_fails_as_asked(environment, tmp_path):

@@ -18,8 +18,10 @@ pytestmark = pytest.mark.usefixtures("shared_programs")
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 SIZES = {"MAX_PROMPT_LEN": 256, "MIN_RESPONSE_LEN": 128}
-ALWAYS = {"MAX_CREDIT": 1e9, "ALLOWANCE": 1e9, "MIN_GAIN": 0.0, "LEAST_CHANCE": 0.0, "CATCH_UP_SHARE": 1e9}
-"""Constants with which every draft is checked, whether it pays on this machine or not."""
+ALWAYS = {
+    "MAX_CREDIT": 1e9, "ALLOWANCE": 1e9, "MIN_GAIN": 0.0, "LEAST_CHANCE": 0.0, "CATCH_UP_SHARE": 1e9, "OVERHEAD": 1e9
+}  # fmt: skip
+"""Constants with which every draft is looked for and checked, whether it pays on this machine or not."""
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1}
 
 

@@ -73,11 +73,12 @@ def test_a_staged_start_fills_the_cache(zoo, tmp_path, expected):
 
 
 def test_an_error_in_the_background_reaches_the_user(zoo, expected, monkeypatch):
-    compile_each, calls, events = build.compile_each, [], []
+    compile_each, calls, events, may_fail = build.compile_each, [], [], threading.Event()
 
     def failing(*arguments):
         calls.append(arguments)
         if len(calls) > 2:
+            may_fail.wait(60)
             raise DeviceError("the compiler is out of memory")
         return compile_each(*arguments)
 
@@ -86,6 +87,7 @@ def test_an_error_in_the_background_reaches_the_user(zoo, expected, monkeypatch)
         with pytest.warns(
             RuntimeWarning, match="the loaded programs keep serving: DeviceError: the compiler is out of memory"
         ):
+            may_fail.set()
             while not pipe.is_complete:
                 time.sleep(0.01)
             gc.collect()

@@ -114,6 +114,18 @@ def test_closing_ends_what_waits():
         queue.submit(request(3))
 
 
+def test_closing_ends_late_texts_that_made_room_for_others():
+    queue = EmbeddingQueue(Adder(), 2)
+    late, other = request(1, 2, deadline=time.perf_counter()), request(3)
+    queue.submit(late)
+    queue.submit(other)
+    queue.close()
+    for each in (late, other):
+        with pytest.raises(ClosedError):
+            each.future.result(1)
+    assert not queue.has_jobs
+
+
 def test_a_text_that_is_late_or_cancelled_after_planning_does_not_run():
     queue = EmbeddingQueue(Adder(), 100)
     late, cancelled, kept = request(1, deadline=time.perf_counter() + 1), request(2), request(3)
