@@ -1,12 +1,13 @@
 """The texts of ``bench_embedding.py``: words of this repository's pages, cut to committed lengths.
 
-The lengths, in words, are those of the paragraphs of the pages when the benchmark was written, in their order, so that it keeps
+The lengths, in words, are those of the paragraphs of the pages when the benchmark was written, in a random order, so that it keeps
 them when pages change. To write them again: python scripts/bench_embedding_texts.py
 """
 
 from __future__ import annotations
 
 import json
+import random
 import re
 from itertools import cycle, islice
 from pathlib import Path
@@ -38,4 +39,6 @@ def texts(count: int, seed: int = 0) -> list[str]:
 
 
 if __name__ == "__main__":
-    LENGTHS.write_text(json.dumps([len(text.split()) for text in all_paragraphs()]) + "\n", encoding="utf-8")
+    found = [len(text.split()) for text in all_paragraphs()]
+    random.Random(0).shuffle(found)  # the pages that come first have short paragraphs
+    LENGTHS.write_text(json.dumps(found) + "\n", encoding="utf-8")

@@ -12,6 +12,7 @@ import numpy as np
 
 from staticllm.core import EncoderVariant
 from staticllm.errors import BusyError, ClosedError, NumericalError, StaticLLMError, as_ours
+from staticllm.pipelines.embedding.company import Company
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.embedding.packing import PackedCall, plan_calls
@@ -46,7 +47,7 @@ class EmbeddingQueue:
         self._is_running = threading.RLock()  # held during a call; what it ends may close the queue
         self._backlogs: dict[int, Backlog] = {}  # priority -> texts that are not planned
         self._plans: dict[int, Plan] = {}
-        self._arrears = Arrears()
+        self._arrears, self._company = Arrears(), Company()
         self._num_waiting = 0
         self._is_closed = False
         self._deadlines: list[tuple[float, int, weakref.ref[EmbeddingRequest]]] = []  # a heap; also of what has ended
@@ -69,6 +70,7 @@ class EmbeddingQueue:
             self._check_room(len(request.texts))
             self._backlogs.setdefault(request.priority, Backlog()).add(request)
             self._num_waiting += len(request.texts)
+            self._company.come(request)
             if request.deadline is not None:
                 heapq.heappush(self._deadlines, (request.deadline, request.id, weakref.ref(request)))
             plan = self._plans.get(request.priority)
@@ -89,6 +91,12 @@ class EmbeddingQueue:
     def has_jobs(self) -> bool:
         """Whether texts wait, or ends of requests."""
         return self._num_waiting > 0 or bool(self._dropped)
+
+    @property
+    def wait_seconds(self) -> float:
+        """How much longer the next call should wait for texts that come soon, in seconds."""
+        with self._lock:
+            return self._company.seconds(time.perf_counter())
 
     def next_job(self, max_seconds: float | None = None) -> JobView | None:
         """Return the next call as a policy sees it; None if no text waits.
@@ -269,7 +277,11 @@ class EmbeddingQueue:
     def _run(self, call: PackedCall, texts: list[WaitingText], meanwhile: Callable[[], None] | None) -> None:
         places = iter(texts)
         sequences = [[next(places).tokens for _ in sequence] for sequence in call.sequences]
+        begin = time.perf_counter()
         vectors = self.runner.run(call.variant, sequences, meanwhile)
+        with self._lock:  # before the clients are told: they may ask again at once
+            now, num_requests = time.perf_counter(), len({text.request.id for text in texts})
+            self._company.serve(num_requests, now - begin, not self._num_waiting, now)
         suspects = []
         for text, vector in zip(texts, vectors, strict=True):
             if np.isfinite(vector).all():

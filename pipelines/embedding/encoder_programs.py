@@ -22,7 +22,8 @@ from staticllm.ports import INPUT_IDS
 
 SIZES = ((1, 16), (1, 32), (1, 64), (1, 128), (2, 128), (4, 128), (8, 128), (1, 256), (1, 512))
 """The batches and rows of the programs. Sequences of 128 are the fastest, because attention is quadratic in their length."""
-SHARED_SIZES = (*SIZES, (1, 24), (1, 40), (1, 48), (1, 80), (1, 96), (1, 192))
+MORE_ROWS = (12, 20, 24, 28, 36, 40, 44, 48, 56, 72, 80, 88, 96, 112, 160, 192, 224)
+SHARED_SIZES = (*SIZES, *((1, rows) for rows in MORE_ROWS))
 """The same where one program runs all sizes, so that another one costs no memory: a text alone has fewer idle rows."""
 TOKENS_PER_TEXT = 8
 """A call holds at most one text for so many of its tokens."""

@@ -71,6 +71,9 @@ class JobEngine:
     def _waits_for_jobs(self) -> bool:
         """Wait until there may be a job, and return True; False at the end."""
         with self._wake:
-            while not self._is_closing and not self._jobs.has_jobs:
-                self._wake.wait()
-            return not self._is_closing
+            while not self._is_closing:
+                seconds = self._jobs.wait_seconds if self._jobs.has_jobs else None
+                if seconds == 0:
+                    return True
+                self._wake.wait(seconds)
+            return False

@@ -23,7 +23,7 @@ def new_source_id() -> int:
 class JobSource(Protocol):
     """Composes jobs, such as calls with packed texts, and runs them on the thread that owns the device.
 
-    ``id`` is its number in plans. Any thread may call ``has_jobs`` and ``close``.
+    ``id`` is its number in plans. Any thread may call ``has_jobs``, ``wait_seconds`` and ``close``.
     """
 
     @property
@@ -34,6 +34,11 @@ class JobSource(Protocol):
     @property
     def has_jobs(self) -> bool:
         """Whether something may wait; found without composing a job."""
+        ...
+
+    @property
+    def wait_seconds(self) -> float:
+        """How much longer the next job should wait for parts that come soon, in seconds; 0 if the device may begin it."""
         ...
 
     def attach(self, wake: Callable[[], None]) -> None:
@@ -123,6 +128,11 @@ class JobSources:
     def has_jobs(self) -> bool:
         """Whether a source may have a job."""
         return any(source.has_jobs for source in self._sources.values())
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long a device without other work should wait before the next job, in seconds."""
+        return min((source.wait_seconds for source in self._sources.values() if source.has_jobs), default=0.0)
 
     def run(self, id: int, meanwhile: Callable[[], None] | None = None) -> int:
         """Run the next job of a source, and return its number of parts. A source that fails is closed, with a warning."""

@@ -24,7 +24,7 @@ class Counter:
         self.id, self.count, self.seconds, self.priority = new_source_id(), count, seconds, priority
         self.arrival, self.ran, self.is_closed, self.max_seconds = time.perf_counter(), [], False, None
         self.failure, self.has_ended = None, threading.Event()
-        self.wake = lambda: None
+        self.wake, self.wait_seconds = lambda: None, 0.0
 
     @property
     def has_jobs(self):

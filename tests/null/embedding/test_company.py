@@ -1,0 +1,91 @@
+"""Tests that a call waits a moment for the clients that got vectors together, and for nobody else."""
+
+import time
+
+import pytest
+from fake_encoders import Adder, request
+
+from staticllm.pipelines.embedding import company
+from staticllm.pipelines.embedding.company import LONGEST, SHARE, Company
+from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
+from staticllm.pipelines.engine.job_engine import JobEngine
+
+
+def served(num_requests, seconds=0.1, is_last=True):
+    found = Company()
+    for number in range(num_requests):
+        found.come(request(number + 1))
+    found.serve(num_requests, seconds, is_last, now=5.0)
+    return found
+
+
+def test_a_call_waits_until_as_many_have_come_as_were_served():
+    found = served(3)
+    for number in range(3):
+        assert found.seconds(5.0) == pytest.approx(0.1 * SHARE)
+        found.come(request(number + 1))
+    assert found.seconds(5.0) == 0.0
+
+
+def test_the_wait_has_an_end():
+    assert served(3, seconds=1.0).seconds(5.0) == pytest.approx(LONGEST)
+    assert served(3).seconds(5.0 + 0.1 * SHARE) == 0.0
+
+
+@pytest.mark.parametrize("more", [{"priority": 1}, {"deadline": 9.0}])
+def test_an_urgent_request_waits_for_nobody(more):
+    found = served(3)
+    found.come(request(1, **more))
+    assert found.seconds(5.0) == 0.0
+
+
+def test_nobody_waits_after_one_client_or_while_others_wait():
+    alone, early = served(1), served(3, is_last=False)
+    for each in (alone, early):
+        each.come(request(9))
+        assert each.seconds(5.0) == 0.0
+
+
+def test_calls_one_after_another_serve_clients_that_came_together():
+    found = served(3, is_last=False)
+    found.serve(2, 0.1, is_last=True, now=5.1)
+    for number in range(5):
+        assert found.seconds(5.1) > 0.0
+        found.come(request(number + 1))
+    assert found.seconds(5.1) == 0.0
+
+
+@pytest.fixture
+def queue(monkeypatch):
+    """The queue of an engine whose first call, of three requests, lasts until ``gate`` is called; waits last up to 20 s."""
+    monkeypatch.setattr(company, "SHARE", 1e9)
+    monkeypatch.setattr(company, "LONGEST", 20.0)
+    engine, found = JobEngine(), EmbeddingQueue(Adder(), 100)
+    for number in (1, 2, 3):
+        found.submit(request(number))
+    engine.add_jobs(found)
+    yield found
+    engine.close()
+
+
+def test_clients_that_ask_again_one_after_another_share_the_next_call(queue):
+    first = request(4)
+    queue.submit(first)
+    first.future.result(20)
+    waiting = [request(number) for number in (5, 6, 7, 8)]
+    for each in waiting:
+        time.sleep(0.02)
+        queue.submit(each)
+    for each in waiting:
+        each.future.result(20)
+    assert [sorted(call) for call in queue.runner.calls] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+def test_a_client_that_comes_alone_is_served_in_the_end(queue, monkeypatch):
+    monkeypatch.setattr(company, "LONGEST", 0.05)
+    first, second = request(4), request(5)
+    queue.submit(first)
+    first.future.result(20)
+    queue.submit(second)
+    second.future.result(20)
+    assert [sorted(call) for call in queue.runner.calls] == [[1, 2, 3, 4], [5]]
