@@ -1,7 +1,7 @@
 """The texts of ``bench_embedding.py``: words of this repository's pages, cut to committed lengths.
 
-The lengths, in words, are those of the paragraphs of the pages when the benchmark was written, in a random order, so that it keeps
-them when pages change. To write them again: python scripts/bench_embedding_texts.py
+The lengths, in words, are those of the paragraphs of the pages when the benchmark was written, in a random order. So
+it keeps them when pages change. To write them again: python scripts/bench_embedding_texts.py
 """
 
 from __future__ import annotations

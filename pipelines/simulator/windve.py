@@ -157,4 +157,4 @@ class _Clock:
 
     def _finish(self) -> None:
         end, index = heapq.heappop(self._ends)
-        self._latencies += [end - query.arrival for query in self._manager.finish(index)]
+        self._latencies += [end - query.arrival for query in self._manager.finish(index, end)]

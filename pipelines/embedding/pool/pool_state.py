@@ -211,7 +211,7 @@ class PoolState:
         if device.call != batch.call:  # the device was thought to hang
             self.revive(device, now)
             return
-        self.manager.finish(device.number)
+        self.manager.finish(device.number, now)
         device.ends_by, device.num_failures = math.inf, 0
         self._follow(device, len(batch.texts), now - batch.begin, batch.predicted)
         self._admit_held(now)

@@ -58,11 +58,13 @@ class QueueManager:
             self._take_bulk(device, now)
         return queue.begin(now, self._policy.most_seconds) if queue.num_waiting else ()
 
-    def finish(self, device: int) -> tuple[Query, ...]:
-        """End the batch of the device, and return it."""
+    def finish(self, device: int, now: float | None = None) -> tuple[Query, ...]:
+        """End the batch of the device, and return it. The policy learns the moment ``now`` at which it ended, if it is given."""
         batch = self.devices[device].finish()
         for query in batch:
             del self._places[query.id]
+            if now is not None:
+                self._policy.learn(query, now)
         return batch
 
     def cancel(self, query_id: int) -> bool:

@@ -10,8 +10,10 @@ from typing import Protocol
 from staticllm.errors import ConfigError
 from staticllm.pipelines.embedding.windve.device_queue import QUERY, Busy, DeviceQueue, Query
 
-MARGIN = 0.9
+MARGIN, LEAST_MARGIN, MOST_MARGIN = 0.9, 0.5, 0.97
 """The share of the latency limit that ``Predicted`` fills; the rest is for errors of the predicted costs."""
+LATE_SHARE, MARGIN_STEP = 0.005, 0.02
+"""The share of queries that may end late, and by how much the margin shrinks for each of them."""
 BULK_SHARE = 0.25
 """The share of the latency limit that a batch with bulk documents may take, and that a query may have to wait for it."""
 BULK_SECONDS = 0.25
@@ -39,6 +41,10 @@ class QueuePolicy(Protocol):
         """Return the index of the device that takes the query, or why none does."""
         ...
 
+    def learn(self, query: Query, end: float) -> None:
+        """Take the moment at which a query ended."""
+        ...
+
 
 class Windve:
     """Algorithm 1 of the paper: the first device whose queue is not full takes the query; if all are full, it is busy.
@@ -64,6 +70,9 @@ class Windve:
         return Busy(
             wait, f"the queues of all devices are full (queue depths: {depths or 'no device works'}): try again later"
         )
+
+    def learn(self, query: Query, end: float) -> None:
+        """Do nothing: the queue depths are given."""
 
     def length(self, queue: DeviceQueue) -> int:
         """Return the length that is compared with the queue depth."""
@@ -115,12 +124,17 @@ class Plain:
             return Busy(ends[first] - query.deadline, _too_late(ends[first] - now, query.deadline - now))
         return first
 
+    def learn(self, query: Query, end: float) -> None:
+        """Do nothing: there is no limit."""
+
 
 class Predicted:
     """Takes a query only if its predicted end meets the latency limit, at the first device that can; the default.
 
     A device can take a query if its running batch, and after it the timed queries with this one, are predicted to end within
-    ``margin`` of the limit of the oldest. Costs count tokens and shapes. A text that is long for the first device that can take
+    a margin of the limit of the oldest. The margin begins at ``margin``, shrinks with each query that ends late, and grows slowly
+    with the others, so that ``LATE_SHARE`` of them end late in the long run, however much the costs vary (Robbins and Monro: A
+    stochastic approximation method, 1951). Costs count tokens and shapes. A text that is long for the first device that can take
     it goes to the one that needs the least time for it. Bulk documents go where they would end first, and wait for queries.
     """
 
@@ -135,12 +149,12 @@ class Predicted:
         if not 0 < limit_s < math.inf:
             raise ConfigError(f"a latency limit of {limit_s:g} s: must be more than 0")
         self._limit_s = limit_s
-        self._margin = margin
+        self._margin, self._most = margin, max(margin, MOST_MARGIN)
         self.most_seconds = BULK_SHARE * limit_s
         self._plain = Plain(max_waiting)
 
     def limit(self, query: Query) -> float | None:
-        """Return the arrival plus 0.9 T, or the deadline if it is earlier; None for bulk work."""
+        """Return the arrival plus a share of T, or the deadline if it is earlier; None for bulk work."""
         if query.priority < QUERY:
             return None
         limit = query.arrival + self._margin * self._limit_s
@@ -159,6 +173,14 @@ class Predicted:
         if len(able) > 1 and queues[able[0]].alone(query.num_tokens) > LONG_SHARE * self._limit_s:
             return min(able, key=lambda index: queues[index].alone(query.num_tokens))
         return able[0]
+
+    def learn(self, query: Query, end: float) -> None:
+        """Adapt the margin to whether a query met the latency limit. One whose limit is its own deadline does not count."""
+        if query.priority < QUERY or (query.deadline or math.inf) < query.arrival + self._limit_s:
+            return
+        is_late = end > query.arrival + self._limit_s
+        changed = self._margin + MARGIN_STEP * (LATE_SHARE - is_late)
+        self._margin = min(self._most, max(LEAST_MARGIN, changed))
 
     def _can_take(self, queue: DeviceQueue, query: Query, limit: float, now: float) -> bool:
         end = now + queue.left(now) + queue.timed_seconds_with(query.num_tokens)
