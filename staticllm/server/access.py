@@ -86,7 +86,7 @@ class AccessMiddleware:
         headers = Headers(scope=scope)
         error = self._refusal(scope, headers)
         if error is not None:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
