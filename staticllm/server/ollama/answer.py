@@ -49,12 +49,19 @@ class _Begun:
 
 class AnswerForm:
     """Makes the objects of one answer. ``model`` is the name that the client sent, ``begin`` and ``loaded`` are moments of
-    ``time.perf_counter``; ``decode`` is None without log-probabilities."""
+    ``time.perf_counter``; ``decode`` is None without log-probabilities. ``is_parsed``: whether increments have events."""
 
     def __init__(
-        self, form: Form, model: str, begin: float, loaded: float, decode: Callable[[list[int]], str] | None
+        self,
+        form: Form,
+        model: str,
+        begin: float,
+        loaded: float,
+        decode: Callable[[list[int]], str] | None,
+        is_parsed: bool,
     ) -> None:
         self._form, self._model, self._begin, self._loaded, self._decode = form, model, begin, loaded, decode
+        self._is_parsed = is_parsed
         self._begun: dict[int, _Begun] = {}
         self._logprobs: list[Object] = []  # of tokens that had no text yet
 
@@ -62,7 +69,8 @@ class AnswerForm:
         """Yield the objects of an increment. A call is one object, when its arguments are complete."""
         if self._decode is not None:
             self._logprobs += _logprobs(delta, self._decode)
-        for event in merged(delta.events) if delta.events or not delta.text else [ContentDelta(delta.text)]:
+        plain = [ContentDelta(delta.text)] if delta.text else []
+        for event in merged(delta.events) if self._is_parsed else plain:
             part = self._part(event)
             if part is not None:
                 yield {**self._head(), **part, "done": False, **self._taken_logprobs()}

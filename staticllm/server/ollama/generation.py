@@ -65,7 +65,8 @@ async def _answer(call: Call, body: OllamaGeneration, form: Form, inputs: Any) -
         if body.think or getattr(body, "tools", None):
             _check(body, await call.state.workers.run(lambda: current_facts(model)))
         tokenizer = model.chat.get_tokenizer()
-        maker = AnswerForm(form, body.model, begin, loaded, tokenizer.decode if body.logprobs else None)
+        decode, options = tokenizer.decode if body.logprobs else None, _options(body, model)
+        maker = AnswerForm(form, body.model, begin, loaded, decode, options["parse_tools"])
 
         def whole(handles: Handles) -> dict[str, Any]:
             return maker.whole(handles[0][0])
@@ -73,7 +74,7 @@ async def _answer(call: Call, body: OllamaGeneration, form: Form, inputs: Any) -
         def stream(answers: Answers, close: Close) -> Response:
             return LineStream(call, _pieces(maker, answers), close)
 
-        return await respond(call, body, model, [(inputs, _options(body, model))], whole, stream)
+        return await respond(call, body, model, [(inputs, options)], whole, stream)
     finally:
         call.state.hub.release(model)
 

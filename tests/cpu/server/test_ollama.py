@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import time
 
+import numpy as np
 import pytest
 
 for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
     pytest.importorskip(package)
 
 import httpx  # noqa: E402
+from echo_model import CALL, asking, load_echo  # noqa: E402
+from encoder_directories import TEXTS, a_directory  # noqa: E402
 from served import serving  # noqa: E402
 
 from staticllm.pipelines.generation.options import UNLIMITED  # noqa: E402
 from staticllm.server.ollama.names import seconds_of  # noqa: E402
+from staticllm.server.served_model import model_spec  # noqa: E402
 
 QUESTION = "What is an NPU?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -94,7 +98,7 @@ def test_options_reach_the_engine(post, answer):
     assert drawn(7) == drawn(7)
     assert len({drawn(seed) for seed in range(6)}) > 1
     assert drawn(0) == drawn(0)
-    settings = {"num_ctx": 8192, "num_gpu": -1, "num_thread": 4, "num_batch": 512, "use_mmap": True, "num_keep": 24}
+    settings = {"num_ctx": 8192, "num_gpu": -1, "num_thread": 4, "num_batch": 512, "use_mmap": True, "num_predict": 40}
     assert post("generate", prompt=QUESTION, stream=False, options=settings).json()["response"] == answer.texts[0]
 
 
@@ -228,3 +232,63 @@ def test_an_answer_without_a_limit_is_bounded(served):
     body = OllamaGenerateRequest(model="demo", shift=False, options={"num_predict": -2})
     found = generation_options(body, 100)
     assert found["max_new_tokens"] == UNLIMITED and "overflow" not in found
+
+
+@pytest.fixture(scope="module")
+def echo():
+    with serving(pipelines={"demo": load_echo}) as served:
+        yield lambda **body: httpx.post(served.url + "/api/chat", json={"model": "demo", **body}, timeout=60)
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_thinking_is_apart_from_content(echo):
+    messages = asking("<think>first this</think>then that")
+    found = echo(messages=messages, stream=False, think=True).json()["message"]
+    assert (found["thinking"].strip(), found["content"].strip()) == ("first this", "then that")
+    pieces = [piece["message"] for piece in lines_of(echo(messages=messages, think="high"))]
+    assert "".join(piece.get("thinking", "") for piece in pieces).strip() == "first this"
+    assert "".join(piece["content"] for piece in pieces).strip() == "then that"
+
+
+def test_calls_are_objects_with_objects_as_arguments(echo):
+    messages = asking(CALL + CALL.replace("Rome", "Oslo"))
+    found = echo(messages=messages, stream=False, tools=[WEATHER]).json()
+    functions = [call["function"] for call in found["message"]["tool_calls"]]
+    assert [function["arguments"] for function in functions] == [{"city": city, "days": 2} for city in ("Rome", "Oslo")]
+    assert [function["index"] for function in functions] == [0, 1] and found["done_reason"] == "stop"
+    pieces = lines_of(echo(messages=messages, tools=[WEATHER]))
+    streamed = [call["function"] for piece in pieces for call in piece["message"].get("tool_calls", [])]
+    assert streamed == functions
+    answered = [
+        *messages,
+        found["message"],
+        {"role": "tool", "tool_name": "weather", "content": "ANSWER:sunny"},
+    ]
+    assert echo(messages=answered, stream=False, tools=[WEATHER]).json()["message"]["content"].strip() == "sunny"
+
+
+def test_texts_are_embedded_as_by_the_pipeline(tmp_path):
+    with serving([model_spec(f"tiny={a_directory(tmp_path)}")]) as served:
+        expected = served.pipeline("tiny").embed_documents(TEXTS)
+
+        def embed(path="embed", **body):
+            return httpx.post(f"{served.url}/api/{path}", json={"model": "tiny:latest", **body})
+
+        found = embed(input=TEXTS).json()
+        np.testing.assert_allclose(found["embeddings"], expected, rtol=1e-5, atol=1e-6)
+        assert found["prompt_eval_count"] > len(TEXTS) and found["total_duration"] > 0
+        assert embed(input=TEXTS[0]).json()["embeddings"] == found["embeddings"][:1]
+        np.testing.assert_allclose(embed("embeddings", prompt=TEXTS[0]).json()["embedding"], expected[0], atol=1e-6)
+        assert embed(input=[]).json()["embeddings"] == []
+        assert len(embed(input="x", dimensions=4).json()["embeddings"][0]) == 4
+        long = "many words " * 2000
+        assert embed(input=long).status_code == 200
+        refused = embed(input=long, truncate=False)
+        assert refused.status_code == 400 and "context length" in refused.json()["error"]
+        (listed,) = httpx.get(served.url + "/api/ps").json()["models"]
+        assert listed["context_length"] == served.pipeline("tiny").max_length
+        shown = httpx.post(served.url + "/api/show", json={"model": "tiny"}).json()
+        assert shown["capabilities"] == ["embedding"]
+        assert "embedding model" in embed("chat", messages=MESSAGES).json()["error"]
