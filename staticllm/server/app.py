@@ -24,6 +24,7 @@ from staticllm.server.openai.completions import CompletionRequest, completions
 from staticllm.server.openai.encoders import EmbeddingsRequest, RerankRequest, embeddings, rerank
 from staticllm.server.openai.model_list import describe, model_list
 from staticllm.server.openai.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from staticllm.server.page.routes import add_page_routes
 from staticllm.server.state import ServerState
 
 OPENAI_POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
@@ -46,6 +47,7 @@ def create_app(state: ServerState) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.hub.start()
         yield
+        state.scheduler.close()
         await state.hub.close()
         state.workers.close()
 
@@ -67,13 +69,14 @@ def create_app(state: ServerState) -> FastAPI:
         app.add_api_route(
             path, ollama.refusal(state), methods=[*ollama.REFUSED_METHODS], response_model=None, include_in_schema=False
         )
+    page_paths = add_page_routes(app, state)
     app.add_exception_handler(HTTPException, _http_error)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     origins = Origins(state.settings)  # the last layer that is added is the first that a request passes
     app.add_middleware(LifecycleMiddleware, lifecycle=state.lifecycle)
     app.add_middleware(AccessMiddleware, settings=state.settings, origins=origins)
     app.add_middleware(Preflights, origins=origins)
-    paths = [path for path, *_ in POSTS] + [*gets, SCHEMA, *ollama.REFUSED]
+    paths = [path for path, *_ in POSTS] + [*gets, SCHEMA, *ollama.REFUSED, *page_paths]
     app.add_middleware(PathMiddleware, paths=paths)
     return app
 
