@@ -165,6 +165,16 @@ class GenerationHandle:
         self._raise_error()
 
     @property
+    def request_id(self) -> int:
+        """The number of the request in its engine, as in ``Engine.progress``."""
+        return self._prepared.request.id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The number of tokens of the prompt."""
+        return len(self._prepared.request.prompt)
+
+    @property
     def is_done(self) -> bool:
         """Whether the reader has read the end of every answer."""
         return self._error is not None or all(self._ends)

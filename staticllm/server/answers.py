@@ -109,6 +109,12 @@ class Answers:
             num_left -= isinstance(found, AnswerEnd)
             yield found
 
+    @property
+    def first_handle(self) -> GenerationHandle:
+        """The handle of the first answer, after ``begin``."""
+        assert self._first is not None, "begin was not called"
+        return self._first.handle
+
     async def outputs(self) -> list[list[RequestOutput]]:
         """Return all answers at their end, a list per handle.
 

@@ -25,7 +25,22 @@ from staticllm.errors import (
 INVALID, SERVER, BUSY = "invalid_request_error", "server_error", "rate_limit_error"
 MAX_RETRY_SECONDS = 600
 OLLAMA_NAMES = frozenset(
-    ["chat", "generate", "embed", "embeddings", "tags", "show", "ps", "version", "pull", "push", "create", "copy", "delete", "blobs"]
+    [
+        "chat",
+        "generate",
+        "embed",
+        "embeddings",
+        "tags",
+        "show",
+        "ps",
+        "version",
+        "pull",
+        "push",
+        "create",
+        "copy",
+        "delete",
+        "blobs",
+    ]
 )
 """The first part of each path of Ollama's API, after ``/api/``."""
 _log = logging.getLogger("staticllm.server")

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from staticllm.server.access import AccessMiddleware, Origins, Preflights
 from staticllm.server.api_error import ApiError, json_response
+from staticllm.server.catalog import routes as catalog
 from staticllm.server.endpoint import endpoint, guarded
 from staticllm.server.http_limits import PathMiddleware
 from staticllm.server.lifecycle import LifecycleMiddleware
@@ -62,7 +63,7 @@ def create_app(state: ServerState) -> FastAPI:
             openapi_extra=_body_schema(kind),
             response_model=None,
         )
-    gets = {**_gets(state), **ollama.gets(state)}
+    gets = {**_gets(state), **catalog.gets(state), **ollama.gets(state)}
     for path, answer in gets.items():
         app.add_api_route(path, answer, methods=["GET"], response_model=None)
     for path in ollama.REFUSED:

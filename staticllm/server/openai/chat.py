@@ -20,6 +20,7 @@ from staticllm.server.openai.chat_chunks import ChatChunks
 from staticllm.server.openai.fields import Fields, SamplingFields
 from staticllm.server.openai.generation import Close, Handles, respond
 from staticllm.server.openai.messages import MAX_MESSAGES, Message, template_messages
+from staticllm.server.openai.progress import PromptProgress, timings_of, with_progress
 from staticllm.server.openai.reasons import finish_reason, token_logprobs
 from staticllm.server.openai.sampling import max_new_tokens, sampling_options
 from staticllm.server.served_model import ServedModel
@@ -154,6 +155,7 @@ def _completion(body: ChatRequest, model: ServedModel, handles: Handles) -> dict
         "model": model.spec.name,
         "choices": choices,
         "usage": Usage.of(handles, body.num_answers).as_dict(),
+        "timings": timings_of(handles[0][0]),
     }
 
 
@@ -175,9 +177,12 @@ def _stream(call: Call, body: ChatRequest, model: ServedModel, answers: Answers,
         for index in range(body.num_answers):
             yield chunks.role(index)
         handles: dict[int, list[RequestOutput]] = {}
-        async with contextlib.aclosing(answers.parts()) as parts:
+        found = with_progress(model.chat.engine, answers) if body.return_progress else answers.parts()
+        async with contextlib.aclosing(found) as parts:
             async for part in parts:
-                if isinstance(part, AnswerDelta):
+                if isinstance(part, PromptProgress):
+                    yield chunks.progress(part)
+                elif isinstance(part, AnswerDelta):
                     for chunk in chunks.of_delta(part.index, part.delta):
                         yield chunk
                 else:
@@ -185,6 +190,6 @@ def _stream(call: Call, body: ChatRequest, model: ServedModel, answers: Answers,
                     for chunk in chunks.of_end(part.index, part.outputs[0]):
                         yield chunk
         if body.has_usage_chunk:
-            yield chunks.usage(Usage.of([handles[index] for index in sorted(handles)], body.num_answers))
+            yield chunks.usage(Usage.of([handles[index] for index in sorted(handles)], body.num_answers), handles[0][0])
 
     return ChunkStream(call, generate(), close)

@@ -17,6 +17,7 @@ from staticllm.pipelines.text.parsing.events import (
     merged,
 )
 from staticllm.server.answers import Usage
+from staticllm.server.openai.progress import PromptProgress, timings_of
 from staticllm.server.openai.reasons import finish_reason, token_logprobs
 
 Chunk = dict[str, Any]
@@ -51,11 +52,16 @@ class ChatChunks:
     def of_end(self, index: int, output: RequestOutput) -> Iterator[Chunk]:
         """Yield the last chunk of an answer. Its tokens without text, such as that of the end, are in it."""
         rest = self._logprobs.pop(index, [])
-        yield self._chunk(index, {}, finish_reason(output.finish_reason), rest)
+        chunk = self._chunk(index, {}, finish_reason(output.finish_reason), rest)
+        yield chunk if self._has_usage else {**chunk, "timings": timings_of(output)}
 
-    def usage(self, usage: Usage) -> Chunk:
-        """Return the chunk about tokens."""
-        return {**self._head, "choices": [], "usage": usage.as_dict()}
+    def progress(self, progress: PromptProgress) -> Chunk:
+        """Return a chunk about a prompt that runs."""
+        return {**self._chunk(0, {}), "prompt_progress": progress.as_dict()}
+
+    def usage(self, usage: Usage, first: RequestOutput) -> Chunk:
+        """Return the chunk about tokens, with the times of the ``first`` answer."""
+        return {**self._head, "choices": [], "usage": usage.as_dict(), "timings": timings_of(first)}
 
     def _chunk(
         self, index: int, delta: Chunk, reason: str | None = None, logprobs: list[dict[str, Any]] | None = None

@@ -19,6 +19,7 @@ from staticllm.server.api_error import ApiError
 from staticllm.server.endpoint import Call, ChunkStream
 from staticllm.server.openai.fields import MAX_ANSWERS, SamplingFields
 from staticllm.server.openai.generation import Close, Handles, respond
+from staticllm.server.openai.progress import PromptProgress, timings_of, with_progress
 from staticllm.server.openai.reasons import finish_reason
 from staticllm.server.openai.sampling import max_new_tokens, sampling_options
 from staticllm.server.served_model import ServedModel
@@ -133,7 +134,8 @@ def _completion(body: CompletionRequest, model: ServedModel, handles: Handles) -
         text = (decode(output.echo) if output.echo else "") + output.text
         logprobs = None if body.logprobs is None else _logprobs(output, decode, 0)
         choices.append(_choice(index, text, logprobs, finish_reason(output.finish_reason)))
-    return {**_head(model), "choices": choices, "usage": Usage.of(handles, body.num_answers).as_dict()}
+    usage = Usage.of(handles, body.num_answers).as_dict()
+    return {**_head(model), "choices": choices, "usage": usage, "timings": timings_of(handles[0][0])}
 
 
 def _stream(call: Call, body: CompletionRequest, model: ServedModel, answers: Answers, close: Close) -> Response:
@@ -144,9 +146,12 @@ def _stream(call: Call, body: CompletionRequest, model: ServedModel, answers: An
     async def generate() -> AsyncGenerator[dict[str, Any], None]:
         handles: dict[int, list[RequestOutput]] = {}
         lengths: dict[int, int] = {}
-        async with contextlib.aclosing(answers.parts()) as parts:
+        found = with_progress(model.chat.engine, answers) if body.return_progress else answers.parts()
+        async with contextlib.aclosing(found) as parts:
             async for part in parts:
-                if isinstance(part, AnswerDelta):
+                if isinstance(part, PromptProgress):
+                    yield {**head, "choices": [_choice(0, "", None, None)], "prompt_progress": part.as_dict()}
+                elif isinstance(part, AnswerDelta):
                     delta, start = part.delta, lengths.get(part.index, 0)
                     logprobs = None if body.logprobs is None else _logprobs(delta, decode, start)
                     lengths[part.index] = start + len(delta.text)
@@ -155,9 +160,10 @@ def _stream(call: Call, body: CompletionRequest, model: ServedModel, answers: An
                 else:
                     handles[part.index] = part.outputs
                     reason = finish_reason(part.outputs[0].finish_reason)
-                    yield {**head, "choices": [_choice(part.index, "", None, reason)]}
+                    last = {**head, "choices": [_choice(part.index, "", None, reason)]}
+                    yield last if body.has_usage_chunk else {**last, "timings": timings_of(part.outputs[0])}
         if body.has_usage_chunk:
             usage = Usage.of([handles[index] for index in sorted(handles)], body.num_answers)
-            yield {**head, "choices": [], "usage": usage.as_dict()}
+            yield {**head, "choices": [], "usage": usage.as_dict(), "timings": timings_of(handles[0][0])}
 
     return ChunkStream(call, generate(), close)

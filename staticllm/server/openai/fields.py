@@ -29,6 +29,7 @@ class IgnoredFields(Fields):
     prompt_cache_retention: Any = None
     parallel_tool_calls: Any = None
     verbosity: Any = None
+    cache_prompt: Any = None
 
 
 class StreamOptions(Fields):
@@ -70,6 +71,7 @@ class SamplingFields(IgnoredFields):
     num_beams: int | None = Field(None, ge=1, le=64)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
+    return_progress: bool = False
     priority: int = Field(0, ge=-1000, le=1000)
 
     @property

@@ -171,7 +171,16 @@ def test_an_answer_is_finished_before_its_model_is_unloaded(served, post, answer
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [(0, 0), (1.5, 1.5), (-1, float("inf")), ("0", 0), ("5m", 300), ("1h30m", 5400), ("-1s", float("inf")), ("90ms", 0.09)],
+    [
+        (0, 0),
+        (1.5, 1.5),
+        (-1, float("inf")),
+        ("0", 0),
+        ("5m", 300),
+        ("1h30m", 5400),
+        ("-1s", float("inf")),
+        ("90ms", 0.09),
+    ],
 )
 def test_spans_of_time_are_gos(text, seconds):
     assert seconds_of(text) == pytest.approx(seconds)

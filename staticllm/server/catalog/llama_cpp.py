@@ -1,0 +1,38 @@
+"""llama.cpp's ``/props``: the settings of a chat model, its template, and how many answers run at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import staticllm
+from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+from staticllm.server.catalog.facts import context_length, current_facts
+from staticllm.server.served_model import ServedModel
+from staticllm.server.state import ServerState
+
+_PARAMS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def props(state: ServerState, model: ServedModel) -> dict[str, Any]:
+    """Return the properties of a chat model; those of its generation config only while it is loaded. Runs in a thread.
+
+    ``model_path`` is the model's name: clients learn no paths of this machine.
+    """
+    facts, length, pipeline = current_facts(model), context_length(model, state.settings), model.pipeline
+    found: dict[str, Any] = {
+        "default_generation_settings": {"n_ctx": length, "params": {}},
+        "model_alias": model.spec.name,
+        "model_path": model.spec.name,
+        "chat_template": facts.template,
+        "chat_template_caps": {"supports_tools": facts.has_tools, "supports_tool_calls": facts.has_tools},
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"staticllm-{staticllm.__version__}",
+        "is_sleeping": pipeline is None,
+    }
+    if isinstance(pipeline, StaticLLMPipeline):
+        config, tokenizer = pipeline.get_generation_config(), pipeline.get_tokenizer()
+        params = {name: getattr(config, name) for name in _PARAMS}
+        found["default_generation_settings"]["params"] = params if config.do_sample else {**params, "temperature": 0.0}
+        found["total_slots"] = model.num_seqs(state.settings.device)
+        found["bos_token"], found["eos_token"] = tokenizer.get_bos_token(), tokenizer.get_eos_token()
+    return found
