@@ -142,8 +142,10 @@ def _is_form(part: int | str) -> bool:
 class ChunkStream(EventSourceResponse):
     """A stream of JSON chunks as server-sent events, with comment lines while it is silent.
 
-    ``close`` is awaited at the end, also if the client has gone before the first chunk.
+    ``close`` is awaited at the end, also if the client has gone before the first chunk. Subclasses say how chunks are written.
     """
+
+    END_MARK = "[DONE]"
 
     def __init__(
         self, call: Call, chunks: AsyncGenerator[dict[str, Any], None], close: Callable[[], Awaitable[None]]
@@ -168,15 +170,26 @@ class ChunkStream(EventSourceResponse):
             with anyio.CancelScope(shield=True):
                 await self._close()
 
-    async def _events(self, chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[ServerSentEvent, None]:
+    async def _events(
+        self, chunks: AsyncGenerator[dict[str, Any], None]
+    ) -> AsyncGenerator[ServerSentEvent | bytes, None]:
         """Yield the chunks, and the mark of the end. An exception becomes a last chunk with an error."""
         try:
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
-                    yield ServerSentEvent(to_json(chunk), sep="\n")
+                    yield self._encoded(chunk)
         except Exception as error:
             found = api_error_of(error)
             count_refusal(self._state, found)
-            yield ServerSentEvent(to_json(found.body()), sep="\n")
+            yield self._encoded(self._chunk_of(found))
         self._has_ended = True
-        yield ServerSentEvent("[DONE]", sep="\n")
+        if self.END_MARK:
+            yield ServerSentEvent(self.END_MARK, sep="\n")
+
+    def _encoded(self, chunk: dict[str, Any]) -> ServerSentEvent | bytes:
+        """Return a chunk as it is sent."""
+        return ServerSentEvent(to_json(chunk), sep="\n")
+
+    def _chunk_of(self, error: ApiError) -> dict[str, Any]:
+        """Return the chunk that tells of an error."""
+        return error.body()

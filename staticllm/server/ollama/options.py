@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 from staticllm.server.api_error import ApiError
+from staticllm.server.ollama.fields import OllamaGeneration, OllamaMessage, OllamaOptions
 from staticllm.server.openai.fields import SamplingFields
 from staticllm.server.openai.sampling import max_new_tokens, sampling_options
-from staticllm.server.ollama.fields import OllamaGeneration, OllamaMessage, OllamaOptions
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "presence_penalty",
              "frequency_penalty", "mirostat", "mirostat_tau", "mirostat_eta", "stop")  # fmt: skip

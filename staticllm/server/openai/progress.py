@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any
 
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.text.handle import GenerationHandle
