@@ -26,7 +26,7 @@ OPEN_PATHS = ("/health", *ASSETS)
 """Paths that need no key. The files of the page hold no data, and ask for the key that their requests need."""
 CLIENT = "staticllm.client"
 """The entry of a request's scope that names its client for fairness."""
-METHODS = ("GET", "POST", "OPTIONS")
+METHODS = ("GET", "POST", "DELETE", "OPTIONS")
 
 
 class Origins:

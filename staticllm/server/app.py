@@ -26,6 +26,8 @@ from staticllm.server.openai.encoders import EmbeddingsRequest, RerankRequest, e
 from staticllm.server.openai.model_list import describe, model_list
 from staticllm.server.openai.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from staticllm.server.page.routes import add_page_routes
+from staticllm.server.responses.fields import ResponsesRequest
+from staticllm.server.responses.routes import add_responses_routes
 from staticllm.server.state import ServerState
 
 OPENAI_POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
@@ -70,6 +72,7 @@ def create_app(state: ServerState) -> FastAPI:
         app.add_api_route(
             path, ollama.refusal(state), methods=[*ollama.REFUSED_METHODS], response_model=None, include_in_schema=False
         )
+    responses_paths = add_responses_routes(app, state, _body_schema(ResponsesRequest))
     page_paths = add_page_routes(app, state)
     app.add_exception_handler(HTTPException, _http_error)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
@@ -77,7 +80,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.add_middleware(LifecycleMiddleware, lifecycle=state.lifecycle)
     app.add_middleware(AccessMiddleware, settings=state.settings, origins=origins)
     app.add_middleware(Preflights, origins=origins)
-    paths = [path for path, *_ in POSTS] + [*gets, SCHEMA, *ollama.REFUSED, *page_paths]
+    paths = [path for path, *_ in POSTS] + [*gets, SCHEMA, *ollama.REFUSED, *responses_paths, *page_paths]
     app.add_middleware(PathMiddleware, paths=paths)
     return app
 
@@ -140,7 +143,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         found = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = found.setdefault("components", {}).setdefault("schemas", {})
-        for _, kind, _ in POSTS:
+        for kind in (*(kind for _, kind, _ in POSTS), ResponsesRequest):
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))
             schemas[kind.__name__] = schema

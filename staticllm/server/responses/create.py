@@ -1,0 +1,217 @@
+"""``POST /v1/responses``: an answer as one object or as events; the server remembers it for the next request."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sse_starlette import ServerSentEvent
+from starlette.responses import Response
+
+from staticllm.pipelines.text.output_processor import RequestOutput
+from staticllm.server.answers import AnswerDelta, Answers, Usage
+from staticllm.server.api_error import ApiError, to_json
+from staticllm.server.endpoint import Call, ChunkStream
+from staticllm.server.openai.chat import ChatRequest, Function, JsonSchema, ResponseFormat, Tool, chat_options
+from staticllm.server.openai.generation import Close, Handles, respond
+from staticllm.server.openai.reasons import finish_reason
+from staticllm.server.responses.events import EventMaker
+from staticllm.server.responses.fields import ResponsesRequest
+from staticllm.server.responses.items import Item, Message, input_items, items_of, messages_of, new_id
+from staticllm.server.responses.store import ResponseStore, StoredResponse
+from staticllm.server.served_model import ServedModel
+
+_SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+         "stop", "chat_template_kwargs", "priority")  # fmt: skip
+
+
+async def create(store: ResponseStore, call: Call, body: ResponsesRequest) -> Response:
+    """Answer, in the conversation of ``previous_response_id`` or in a new one."""
+    model = call.state.hub.find(body.model, "chat")
+    before: tuple[Message, ...] = ()
+    if body.previous_response_id is not None:
+        before = store.previous(body.previous_response_id, call.client).messages
+    conversation = [*before, *messages_of(body.input)]
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    if not conversation and not system:
+        raise ApiError(400, "Missing required parameter: 'input'", param="input", code="missing_required_parameter")
+    maker = ResponseMaker(body, model, store, call.client, tuple(conversation))
+
+    def stream(answers: Answers, close: Close) -> Response:
+        return ResponseStream(call, maker, answers, close)
+
+    options = response_options(body)
+    return await respond(call, body, model, [([*system, *conversation], options)], maker.whole, stream)
+
+
+def response_options(body: ResponsesRequest) -> dict[str, Any]:
+    """Return the options of an answer for ``StaticLLMPipeline.submit``.
+
+    Raises:
+        ApiError: fields contradict each other, or ask for what is not there.
+    """
+    chat = ChatRequest.model_construct(**{name: getattr(body, name) for name in _SAME})
+    chat.max_completion_tokens, chat.reasoning_effort = body.max_output_tokens, body.reasoning.effort
+    format = body.text.format
+    if format.type != "text":
+        schema = JsonSchema.model_construct(schema_=format.schema_) if format.schema_ is not None else None
+        chat.response_format = ResponseFormat.model_construct(type=format.type, json_schema=schema)
+    chat.tools = [
+        Tool(type="function", function=Function(name=tool.name, description=tool.description, parameters=tool.parameters))
+        for tool in body.tools
+    ]
+    chat.tool_choice = _tool_choice(body.tool_choice)
+    options = chat_options(chat, 0)
+    return {**options, "overflow": "truncate_middle"} if body.truncation == "auto" else options
+
+
+def _tool_choice(choice: Any) -> Any:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+        raise ApiError(
+            400, "tool_choice must be none, auto, required, or {type: function, name: NAME}", param="tool_choice",
+            code="invalid_value",
+        )  # fmt: skip
+    return {"type": "function", "function": {"name": choice["name"]}}
+
+
+@dataclass(frozen=True)
+class _Result:
+    """How an answer ended: OpenAI's status, and the reason if it is incomplete."""
+
+    status: str
+    reason: str | None
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> _Result:
+        is_cut = finish_reason(output.finish_reason) == "length"
+        return cls("incomplete", "max_output_tokens") if is_cut else cls("completed", None)
+
+
+class ResponseMaker:
+    """Makes the objects of one answer, and stores it at its end. Any thread may call."""
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        model: ServedModel,
+        store: ResponseStore,
+        owner: str,
+        conversation: tuple[Message, ...],
+    ) -> None:
+        self._body, self._model, self._store, self._owner = body, model, store, owner
+        self._conversation = conversation
+        self._id, self._created = new_id("resp"), int(time.time())
+
+    def whole(self, handles: Handles) -> dict[str, Any]:
+        """Return an answer that is not streamed."""
+        output = handles[0][0]
+        assert output.message is not None, "answers are parsed"
+        return self.finished(output, items_of(output.message, _Result.of(output).status))
+
+    def unfinished(self, error: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the answer before its end, or the one that failed."""
+        return self._object("in_progress" if error is None else "failed", [], None, error)
+
+    def finished(self, output: RequestOutput, items: list[Item]) -> dict[str, Any]:
+        """Return the answer at its end, and store it."""
+        result = _Result.of(output)
+        found = self._object(result.status, items, result.reason, None)
+        found["usage"] = self._usage(output)
+        if result.status == "completed":
+            found["completed_at"] = int(time.time())
+        if self._body.store:
+            assert output.message is not None, "answers are parsed"
+            messages = (*self._conversation, output.message.to_dict())
+            self._store.put(StoredResponse(found, messages, tuple(input_items(self._body.input)), self._owner))
+        return found
+
+    def _usage(self, output: RequestOutput) -> dict[str, Any]:
+        usage, message = Usage.of([[output]], 1), output.message
+        reasoning = message.reasoning_content if message is not None else ""
+        num_reasoning = 0
+        if reasoning:
+            encoded = self._model.chat.get_tokenizer().encode(reasoning, add_special_tokens=False)
+            num_reasoning = int(encoded.input_ids.get_size())
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": min(num_reasoning, usage.completion_tokens)},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+
+    def _object(
+        self, status: str, items: list[Item], reason: str | None, error: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        body = self._body
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": None,
+            "status": status,
+            "background": False,
+            "error": error,
+            "incomplete_details": None if reason is None else {"reason": reason},
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self._model.spec.name,
+            "output": items,
+            "parallel_tool_calls": True,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
+            "store": body.store,
+            "temperature": body.temperature,
+            "text": {"format": body.text.format.model_dump(exclude_none=True, exclude_defaults=True, by_alias=True)
+                     | {"type": body.text.format.type}},
+            "tool_choice": body.tool_choice,
+            "tools": [{"strict": None, **tool.model_dump()} for tool in body.tools],
+            "top_p": body.top_p,
+            "truncation": body.truncation,
+            "usage": None,
+            "user": body.user if isinstance(body.user, str) else None,
+            "metadata": body.metadata if isinstance(body.metadata, dict) else {},
+        }  # fmt: skip
+
+
+class ResponseStream(ChunkStream):
+    """A stream of numbered events, which ends with that of the finished answer."""
+
+    END_MARK = ""
+
+    def __init__(
+        self, call: Call, maker: ResponseMaker, answers: Answers, close: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._maker, self._number = maker, 0
+        super().__init__(call, _events(call, maker, answers), close)
+
+    def _encoded(self, chunk: dict[str, Any]) -> ServerSentEvent:
+        numbered = {"type": chunk["type"], "sequence_number": self._number, **chunk}
+        self._number += 1
+        return ServerSentEvent(to_json(numbered), event=chunk["type"], sep="\n")
+
+    def _chunk_of(self, error: ApiError) -> dict[str, Any]:
+        described = {"code": error.code or "server_error", "message": error.message}
+        return {"type": "response.failed", "response": self._maker.unfinished(described)}
+
+
+async def _events(call: Call, maker: ResponseMaker, answers: Answers) -> AsyncGenerator[dict[str, Any], None]:
+    begun, events = maker.unfinished(), EventMaker()
+    yield {"type": "response.created", "response": begun}
+    yield {"type": "response.in_progress", "response": begun}
+    async with contextlib.aclosing(answers.parts()) as parts:
+        async for part in parts:
+            if isinstance(part, AnswerDelta):
+                for event in events.of(part.delta.events):
+                    yield event
+                continue
+            output = part.outputs[0]
+            for event in events.end(_Result.of(output).status):
+                yield event
+            found = await call.state.workers.run(lambda output=output: maker.finished(output, events.items))
+            yield {"type": f"response.{found['status']}", "response": found}

@@ -1,0 +1,133 @@
+"""The events of a streamed answer: items are added, grow piece by piece, and are done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from staticllm.pipelines.text.parsing.events import (
+    ArgumentsDelta,
+    CallBegin,
+    CallBroken,
+    CallEnd,
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    merged,
+)
+from staticllm.server.responses.items import Item, call_item, message_item, new_id, reasoning_item
+
+StreamEvent = dict[str, Any]
+Kind = Literal["message", "reasoning", "call"]
+
+
+@dataclass
+class _Open:
+    """The item that grows now. ``call_id`` and ``name`` are those of a call."""
+
+    kind: Kind
+    id: str
+    index: int
+    text: str = ""
+    call_id: str = ""
+    name: str = ""
+
+    def item(self, status: str) -> Item:
+        if self.kind == "message":
+            return message_item(self.id, self.text, status)
+        if self.kind == "reasoning":
+            return reasoning_item(self.id, self.text, status)
+        return call_item(self.id, self.call_id, self.name, self.text, status)
+
+    def empty(self) -> Item:
+        """Return the item as it is added: without its text, and without parts."""
+        item = self.item("in_progress")
+        return {**item, "content": []} if "content" in item else item
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """The only part of a message or of reasoning, with the text so far."""
+        part: dict[str, Any] = self.item("")["content"][0]
+        return part
+
+
+class EventMaker:
+    """Makes the events of one answer from the events of its parser. ``items`` are those that are done.
+
+    Blank text between two items is no item.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self._open: _Open | None = None
+        self._blank = ""
+        self._num_added = 0
+
+    def of(self, events: list[Event]) -> Iterator[StreamEvent]:
+        """Yield the events of an increment."""
+        for event in merged(events):
+            if isinstance(event, ContentDelta):
+                yield from self._text("message", event.text)
+            elif isinstance(event, ReasoningDelta):
+                yield from self._text("reasoning", event.text)
+            elif isinstance(event, CallBegin):
+                yield from self._begin("call", event.id, event.name)
+            elif isinstance(event, ArgumentsDelta):
+                yield self._grow(event.text)
+            elif isinstance(event, (CallEnd, CallBroken)):
+                yield from self.close("completed" if isinstance(event, CallEnd) else "incomplete")
+
+    def end(self, status: str) -> Iterator[StreamEvent]:
+        """Yield the last events of items: the open one is done, and an answer without any item is an empty text."""
+        if self._open is None and not self.items:
+            yield from self._begin("message")
+        yield from self.close(status)
+
+    def _text(self, kind: Kind, text: str) -> Iterator[StreamEvent]:
+        if self._open is None or self._open.kind != kind:
+            if not text.strip():
+                self._blank += text
+                return
+            yield from self._begin(kind)
+            text, self._blank = self._blank + text, ""
+        yield self._grow(text)
+
+    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[StreamEvent]:
+        yield from self.close("completed")
+        prefix = {"message": "msg", "reasoning": "rs", "call": "fc"}[kind]
+        opened = self._open = _Open(kind, new_id(prefix), self._num_added, "", call_id, name)
+        self._num_added += 1
+        yield {"type": "response.output_item.added", "output_index": opened.index, "item": opened.empty()}
+        if kind != "call":
+            yield {"type": "response.content_part.added", **self._place(opened), "part": opened.part}
+
+    def _grow(self, text: str) -> StreamEvent:
+        opened = self._open
+        assert opened is not None, "no item is open"
+        opened.text += text
+        event: StreamEvent = {"type": f"response.{_NAMES[opened.kind]}.delta", **self._place(opened), "delta": text}
+        return {**event, "logprobs": []} if opened.kind == "message" else event
+
+    def close(self, status: str) -> Iterator[StreamEvent]:
+        """Yield the events that end the open item, if there is one."""
+        opened, self._open = self._open, None
+        if opened is None:
+            return
+        done: StreamEvent = {"type": f"response.{_NAMES[opened.kind]}.done", **self._place(opened)}
+        if opened.kind == "call":
+            yield {**done, "name": opened.name, "arguments": opened.text}
+        else:
+            yield {**done, "text": opened.text, **({"logprobs": []} if opened.kind == "message" else {})}
+            yield {"type": "response.content_part.done", **self._place(opened), "part": opened.part}
+        item = opened.item(status)
+        if opened.kind != "call" or status == "completed":  # a call that turned out to be none is not part of the answer
+            self.items.append(item)
+        yield {"type": "response.output_item.done", "output_index": opened.index, "item": item}
+
+    def _place(self, opened: _Open) -> StreamEvent:
+        place: StreamEvent = {"item_id": opened.id, "output_index": opened.index}
+        return place if opened.kind == "call" else {**place, "content_index": 0}
+
+
+_NAMES = {"message": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}

@@ -1,0 +1,127 @@
+"""The body of a request to ``/v1/responses``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from staticllm.server.openai.fields import MAX_STOPS, Fields, IgnoredFields, Text
+from staticllm.server.openai.messages import MAX_MESSAGES
+
+
+class InputPart(Fields):
+    """A part of a message. Only text is there; the other fields are named so that the refusal can say it."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    image_url: Any = None
+    file_id: Any = None
+    file_data: Any = None
+    filename: Any = None
+    detail: Any = None
+    input_audio: Any = None
+
+
+Parts = Annotated[list[InputPart], Field(max_length=1000)]
+
+
+class InputItem(Fields):
+    """An item of a conversation: a message, a call of a function, its result, or reasoning. Which fields it has depends on
+    ``type``; without one it is a message."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | Parts | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | Parts | None = None
+    summary: list[Any] | None = None
+    encrypted_content: str | None = None
+
+
+class FunctionTool(Fields):
+    """A function that the model may call. ``parameters`` is a JSON schema."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Fields):
+    """What the text must be: anything, any JSON object, or JSON that satisfies a schema."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Fields):
+    """How the text is written. ``verbosity`` is accepted without effect."""
+
+    format: TextFormat = Field(default_factory=TextFormat)
+    verbosity: Any = None
+
+
+class ReasoningOptions(Fields):
+    """How much the model reasons. Summaries are accepted without effect: the reasoning itself is returned."""
+
+    effort: str | None = None
+    summary: Any = None
+    generate_summary: Any = None
+
+
+class ResponsesStreamOptions(Fields):
+    """What a stream has beside its events."""
+
+    include_obfuscation: bool = False
+
+
+class ResponsesRequest(IgnoredFields):
+    """The body of a request for an answer that the server remembers. The fields from ``top_k`` on are not OpenAI's."""
+
+    model_config = ConfigDict(title="ResponsesRequest")
+
+    model: Text | None = None
+    input: str | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)] = ""
+    instructions: str | None = None
+    previous_response_id: Text | None = None
+    store: bool = True
+    stream: bool = False
+    stream_options: ResponsesStreamOptions | None = None
+    background: Literal[False] = False
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
+    top_logprobs: Literal[0] = 0
+    text: TextOptions = Field(default_factory=TextOptions)
+    reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
+    tools: list[FunctionTool] = Field(default_factory=list, max_length=512)
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
+    truncation: Literal["auto", "disabled"] = "disabled"
+    include: Annotated[list[str], Field(max_length=0)] | Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] | None = None
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, lt=1)
+    repetition_penalty: float | None = Field(None, ge=0.001, le=1000)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: int = Field(0, ge=-1000, le=1000)
+
+    @property
+    def is_search(self) -> bool:
+        """There is no beam search here."""
+        return False

@@ -1,0 +1,129 @@
+"""Turns items of the Responses API into the messages that chat templates take, and answers into items."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from staticllm.results import AssistantMessage
+from staticllm.server.api_error import ApiError
+from staticllm.server.responses.fields import InputItem, InputPart
+
+Item = dict[str, Any]
+Message = dict[str, Any]
+TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+def new_id(kind: str) -> str:
+    """Return a new id: ``msg_…``."""
+    return f"{kind}_{uuid.uuid4().hex}"
+
+
+def messages_of(items: str | list[InputItem]) -> list[Message]:
+    """Return the messages of a request's input. Calls and reasoning join the assistant's message that they belong to.
+
+    Raises:
+        ApiError: a part is not text, or an item lacks what its type needs.
+    """
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}] if items else []
+    found: list[Message] = []
+    for index, item in enumerate(items):
+        where = f"input.{index}"
+        if item.type == "message":
+            _add_message(found, item, where)
+        elif item.type == "function_call_output":
+            content = _text_of(_needed(item.output, f"{where}.output"), f"{where}.output")
+            call_id = _needed(item.call_id, f"{where}.call_id")
+            found.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        elif item.type == "function_call":
+            name, arguments = _needed(item.name, f"{where}.name"), _needed(item.arguments, f"{where}.arguments")
+            call = {"id": _needed(item.call_id, f"{where}.call_id"), "type": "function"}
+            function = {"name": name, "arguments": arguments}
+            _assistant(found).setdefault("tool_calls", []).append({**call, "function": function})
+        else:
+            text = _text_of(item.content, f"{where}.content")
+            if text:
+                found.append({"role": "assistant", "content": "", "reasoning_content": text})
+    return found
+
+
+def _add_message(found: list[Message], item: InputItem, where: str) -> None:
+    role = _needed(item.role, f"{where}.role")
+    text = _text_of(item.content, f"{where}.content")
+    last = found[-1] if found else {}
+    if role == "assistant" and last.get("role") == "assistant" and not last["content"] and "tool_calls" not in last:
+        last["content"] = text  # it follows its reasoning
+    else:
+        found.append({"role": "system" if role == "developer" else role, "content": text})
+
+
+def _assistant(found: list[Message]) -> Message:
+    """Return the assistant's message that a call belongs to: the last one, or a new one."""
+    if not found or found[-1]["role"] != "assistant":
+        found.append({"role": "assistant", "content": ""})
+    return found[-1]
+
+
+def _needed(value: Any, where: str) -> Any:
+    if value is None:
+        raise ApiError(400, f"Missing required parameter: {where!r}", param=where, code="missing_required_parameter")
+    return value
+
+
+def _text_of(content: str | list[InputPart] | None, where: str) -> str:
+    if not isinstance(content, list):
+        return content or ""
+    texts = []
+    for index, part in enumerate(content):
+        text = part.text if part.type in TEXTS else part.refusal if part.type == "refusal" else None
+        if text is None:
+            raise ApiError(
+                400,
+                f"{where}.{index} is of type {part.type[:50]!r}: only text is supported",
+                param=f"{where}.{index}",
+                code="unsupported_content",
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def input_items(items: str | list[InputItem]) -> list[Item]:
+    """Return the input of a request as items with ids, as ``/v1/responses/ID/input_items`` lists them."""
+    if isinstance(items, str):
+        content = [{"type": "input_text", "text": items}]
+        return [{"id": new_id("msg"), "type": "message", "role": "user", "status": "completed", "content": content}]
+    shown = [item.model_dump(exclude_none=True) for item in items]
+    return [{"id": new_id("item"), **item} for item in shown]
+
+
+def message_item(id: str, text: str, status: str) -> Item:
+    """Return the item of a text."""
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+    return {"id": id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+def reasoning_item(id: str, text: str, status: str) -> Item:
+    """Return the item of reasoning."""
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"id": id, "type": "reasoning", "status": status, "summary": [], "content": content}
+
+
+def call_item(id: str, call_id: str, name: str, arguments: str, status: str) -> Item:
+    """Return the item of a call."""
+    found = {"id": id, "type": "function_call", "status": status, "call_id": call_id}
+    return {**found, "name": name, "arguments": arguments}
+
+
+def items_of(message: AssistantMessage, status: str) -> list[Item]:
+    """Return the items of an answer: its reasoning, its text, and its calls. ``status`` is that of the last one."""
+    found: list[Item] = []
+    if message.reasoning_content.strip():
+        found.append(reasoning_item(new_id("rs"), message.reasoning_content, "completed"))
+    if message.content.strip() or not message.tool_calls:
+        found.append(message_item(new_id("msg"), message.content, "completed"))
+    found += [
+        call_item(new_id("fc"), call.id, call.name, call.arguments, "completed") for call in message.tool_calls
+    ]
+    found[-1]["status"] = status
+    return found
