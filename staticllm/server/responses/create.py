@@ -14,10 +14,12 @@ from starlette.responses import Response
 from staticllm.pipelines.text.output_processor import RequestOutput
 from staticllm.server.answers import AnswerDelta, Answers, Usage
 from staticllm.server.api_error import ApiError, to_json
+from staticllm.server.catalog.facts import context_length
 from staticllm.server.endpoint import Call, ChunkStream
 from staticllm.server.openai.chat import ChatRequest, Function, JsonSchema, ResponseFormat, Tool, chat_options
 from staticllm.server.openai.generation import Close, Handles, respond
 from staticllm.server.openai.reasons import finish_reason
+from staticllm.server.openai.sampling import max_new_tokens
 from staticllm.server.responses.events import EventMaker
 from staticllm.server.responses.fields import ResponsesRequest
 from staticllm.server.responses.items import Item, Message, input_items, items_of, messages_of, new_id
@@ -43,12 +45,15 @@ async def create(store: ResponseStore, call: Call, body: ResponsesRequest) -> Re
     def stream(answers: Answers, close: Close) -> Response:
         return ResponseStream(call, maker, answers, close)
 
-    options = response_options(body)
+    options = response_options(body, context_length(model, call.state.settings))
     return await respond(call, body, model, [([*system, *conversation], options)], maker.whole, stream)
 
 
-def response_options(body: ResponsesRequest) -> dict[str, Any]:
+def response_options(body: ResponsesRequest, max_seq_len: int | None) -> dict[str, Any]:
     """Return the options of an answer for ``StaticLLMPipeline.submit``.
+
+    With ``truncation`` a prompt or conversation that is too long loses its middle; without a limit of its own the answer then has
+    at most ``max_seq_len`` tokens.
 
     Raises:
         ApiError: fields contradict each other, or ask for what is not there.
@@ -65,7 +70,9 @@ def response_options(body: ResponsesRequest) -> dict[str, Any]:
     ]
     chat.tool_choice = _tool_choice(body.tool_choice)
     options = chat_options(chat, 0)
-    return {**options, "overflow": "truncate_middle"} if body.truncation == "auto" else options
+    if body.truncation == "disabled":
+        return options
+    return {**max_new_tokens(max_seq_len), **options, "overflow": "truncate_middle"}
 
 
 def _tool_choice(choice: Any) -> Any:

@@ -1,0 +1,255 @@
+"""Tests the Responses API with OpenAI's client: whole and streamed answers, conversations that the server remembers, calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
+    pytest.importorskip(package)
+openai = pytest.importorskip("openai")
+pytest.importorskip("llguidance")
+
+import httpx  # noqa: E402
+from echo_model import CALL, asking, load_echo  # noqa: E402
+from served import serving  # noqa: E402
+
+from staticllm.server.api_error import ApiError  # noqa: E402
+from staticllm.server.responses.store import ResponseStore, StoredResponse  # noqa: E402
+
+QUESTION = "What is an NPU?"
+MESSAGES = [{"role": "user", "content": QUESTION}]
+TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving() as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with openai.OpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def answer(served):
+    """The answer of the pipeline itself."""
+    return served.pipeline().generate(MESSAGES, max_new_tokens=60)
+
+
+def test_an_answer_is_that_of_the_pipeline(client, answer):
+    found = client.responses.create(model="demo", input=QUESTION, max_output_tokens=60)
+    assert found.output_text == answer.texts[0] and found.status == "completed"
+    assert found.output[0].role == "assistant" and found.object == "response"
+    assert found.usage.output_tokens == len(answer.tokens[0])
+    assert found.usage.input_tokens == answer.perf_metrics.get_num_input_tokens()
+    assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
+    cut = client.responses.create(model="demo", input=QUESTION, max_output_tokens=3)
+    assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
+
+
+def test_a_stream_has_the_events_that_the_client_accumulates(client, answer):
+    with client.responses.stream(model="demo", input=QUESTION, max_output_tokens=60) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert final.output_text == answer.texts[0]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == answer.texts[0] and len(deltas) > 5
+    assert kinds[:4] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"
+    ]  # fmt: skip
+    assert kinds[-4:] == [
+        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed"
+    ]  # fmt: skip
+    assert len({event.response.id for event in events if hasattr(event, "response")}) == 1
+
+
+def test_a_stream_is_sent_as_named_events_without_a_mark_of_the_end(served):
+    body = {"model": "demo", "input": QUESTION, "stream": True, "max_output_tokens": 3}
+    with httpx.stream("POST", served.url + "/v1/responses", json=body) as response:
+        events = response.read().decode().strip().split("\n\n")
+    for event in events:
+        name, data = event.split("\n")
+        assert name.removeprefix("event: ") == json.loads(data.removeprefix("data: "))["type"]
+    assert "response.incomplete" in events[-1]
+
+
+def test_the_server_remembers_a_conversation(served, client):
+    first = client.responses.create(model="demo", input="Tell me about a fox. " * 8, max_output_tokens=8)
+    second = client.responses.create(
+        model="demo", input="And then?", previous_response_id=first.id, max_output_tokens=8
+    )
+    messages = [
+        {"role": "user", "content": "Tell me about a fox. " * 8},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "And then?"},
+    ]
+    assert second.output_text == served.pipeline().generate(messages, max_new_tokens=8).texts[0]
+    assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
+    assert second.previous_response_id == first.id
+    third = client.responses.create(
+        model="demo", input="More.", previous_response_id=second.id, instructions="Be brief.", max_output_tokens=8
+    )
+    system = [{"role": "system", "content": "Be brief."}, *messages]
+    system += [{"role": "assistant", "content": second.output_text}, {"role": "user", "content": "More."}]
+    assert third.output_text == served.pipeline().generate(system, max_new_tokens=8).texts[0]
+
+
+def test_answers_are_retrieved_and_deleted(client):
+    made = client.responses.create(model="demo", input=QUESTION, max_output_tokens=4)
+    assert client.responses.retrieve(made.id).output_text == made.output_text
+    (item,) = client.responses.input_items.list(made.id).data
+    assert item.content[0].text == QUESTION
+    client.responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(made.id)
+    with pytest.raises(openai.BadRequestError) as error:
+        client.responses.create(model="demo", input="x", previous_response_id=made.id)
+    assert error.value.code == "previous_response_not_found"
+    unstored = client.responses.create(model="demo", input=QUESTION, max_output_tokens=4, store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unstored.id)
+
+
+def test_a_schema_is_kept(client):
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    format = {"type": "json_schema", "name": "letter", "schema": schema, "strict": True}
+    found = client.responses.create(model="demo", input=QUESTION, text={"format": format})
+    assert 0 <= json.loads(found.output_text)["a"] <= 9
+    assert found.text.format.schema_ == schema
+
+
+def test_the_async_client_reads_streams(served, answer):
+    async def read():
+        async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0) as client:
+            stream = await client.responses.create(model="demo", input=QUESTION, max_output_tokens=60, stream=True)
+            return [event async for event in stream]
+
+    events = asyncio.run(read())
+    assert events[-1].type == "response.completed" and events[-1].response.output_text == answer.texts[0]
+
+
+@pytest.fixture(scope="module")
+def echo():
+    with serving(pipelines={"demo": load_echo}) as served:
+        with openai.OpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0) as client:
+            yield client
+
+
+def test_calls_and_their_results_are_items(echo):
+    text = CALL + "\n" + CALL.replace("Rome", "Oslo")
+    found = echo.responses.create(model="demo", input=asking(text), tools=[TOOL])
+    calls = [item for item in found.output if item.type == "function_call"]
+    assert [json.loads(call.arguments)["city"] for call in calls] == ["Rome", "Oslo"] and len(found.output) == 2
+    with echo.responses.stream(model="demo", input=asking(text), tools=[TOOL]) as stream:
+        events = list(stream)
+    streamed = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.arguments for item in streamed] == [call.arguments for call in calls]
+    pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(pieces) == "".join(call.arguments for call in calls)
+    results = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": f"{index} ANSWER:sunny"}
+        for index, call in enumerate(calls)
+    ]
+    answered = echo.responses.create(model="demo", input=results, previous_response_id=found.id, tools=[TOOL])
+    assert answered.output_text == "sunny"
+    items = [*asking("none"), *found.output, *results]
+    again = echo.responses.create(model="demo", input=[_plain(item) for item in items], tools=[TOOL])
+    assert again.output_text == "sunny"
+
+
+def _plain(item):
+    return item if isinstance(item, dict) else item.model_dump(exclude_none=True)
+
+
+def test_reasoning_is_an_item_of_its_own(echo):
+    asked = asking("<think>first this</think>\n\nthen that")
+    found = echo.responses.create(model="demo", input=asked, reasoning={"effort": "high"})
+    reasoning, message = found.output
+    assert reasoning.type == "reasoning" and reasoning.content[0].text.strip() == "first this"
+    assert message.content[0].text.strip() == "then that"
+    assert 0 < found.usage.output_tokens_details.reasoning_tokens < found.usage.output_tokens
+    with echo.responses.stream(model="demo", input=asked) as stream:
+        final = stream.get_final_response()
+    assert [item.type for item in final.output] == ["reasoning", "message"]
+    assert final.output_text.strip() == "then that"
+    items = [_plain(reasoning), _plain(message), *asking("go on")]
+    assert echo.responses.create(model="demo", input=items).output_text == "go on"
+
+
+def test_a_broken_call_is_text_in_the_answer(echo):
+    asked = asking('<tool_call>{"name": "weather", oh no</tool_call> sorry')
+    with echo.responses.stream(model="demo", input=asked, tools=[TOOL]) as stream:
+        final = stream.get_final_response()
+    assert "sorry" in final.output_text and [item.type for item in final.output] == ["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id"),
+        ({"input": []}, "input"),
+        ({"input": "x", "background": True}, "background"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"input": "x", "tool_choice": {"type": "file_search"}}, "tool_choice"),
+        ({"input": "x", "nonsense": 1}, "nonsense"),
+        ({"input": "x", "n": 2}, "n"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_its_name(served, body, param):
+    found = httpx.post(served.url + "/v1/responses", json={"model": "demo", **body})
+    assert found.status_code == 400 and found.json()["error"]["param"] == param
+
+
+def test_a_prompt_that_is_too_long_is_an_error_unless_it_may_be_truncated(served):
+    body = {"model": "demo", "input": "fox " * 3000, "max_output_tokens": 4}
+    found = httpx.post(served.url + "/v1/responses", json=body)
+    assert found.json()["error"]["code"] == "context_length_exceeded"
+    found = httpx.post(served.url + "/v1/responses", json={**body, "truncation": "auto"})
+    assert found.status_code == 200 and found.json()["usage"]["output_tokens"] == 4
+
+
+def test_one_client_cannot_continue_the_conversation_of_another():
+    with serving(api_keys=("one", "two")) as served:
+        clients = [openai.OpenAI(base_url=served.url + "/v1", api_key=key, max_retries=0) for key in ("one", "two")]
+        made = clients[0].responses.create(model="demo", input=QUESTION, max_output_tokens=2)
+        assert clients[0].responses.retrieve(made.id).id == made.id
+        with pytest.raises(openai.NotFoundError):
+            clients[1].responses.retrieve(made.id)
+        with pytest.raises(openai.BadRequestError):
+            clients[1].responses.create(model="demo", input="x", previous_response_id=made.id)
+        for client in clients:
+            client.close()
+
+
+def test_the_store_forgets_the_oldest():
+    store = ResponseStore(max_responses=3, max_chars=400)
+
+    def put(name, text="x"):
+        store.put(StoredResponse({"id": name}, ({"role": "user", "content": text},), (), "me"))
+
+    for name in "abcd":
+        put(name)
+    assert store.find("a", "me") is None and len(store) == 3
+    assert store.find("b", "me") is not None and store.find("b", "you") is None
+    put("e")
+    assert store.find("c", "me") is None and store.find("b", "me") is not None, "it was used meanwhile"
+    put("long", "x" * 300)
+    assert len(store) < 3 and store.find("long", "me") is not None
+    put("too long", "x" * 1000)
+    assert len(store) == 0
+    with pytest.raises(ApiError, match="not found"):
+        store.previous("a", "me")
+    put("f")
+    store.remove("f", "me")
+    assert len(store) == 0 and store._num_chars == 0
