@@ -13,6 +13,7 @@ from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
 from staticllm.server.metrics import AnswerTimer
 from staticllm.server.served_model import ServedModel
 from staticllm.server.state import ServerState
+from staticllm.server.telemetry.record import current_record
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ class Answers:
                 async with contextlib.aclosing(handle.deltas_async()) as deltas:
                     async for delta in deltas:
                         answer.timer.tick()
+                        current_record().note_token()
                         yield AnswerDelta(answer.index, delta)
             outputs = handle.outputs(0)
             self._count(outputs)
@@ -159,6 +161,7 @@ class Answers:
         metrics.prompt_tokens.labels(name).inc(usage.prompt_tokens)
         metrics.output_tokens.labels(name).inc(usage.completion_tokens)
         metrics.cached_tokens.labels(name).inc(usage.cached_tokens)
+        current_record().note_outputs(outputs)
 
     async def close(self) -> None:
         """Give up what still runs: each answer is cancelled before the next device call, and its place is free."""

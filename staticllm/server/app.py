@@ -29,6 +29,8 @@ from staticllm.server.page.routes import add_page_routes
 from staticllm.server.responses.fields import ResponsesRequest
 from staticllm.server.responses.routes import add_responses_routes
 from staticllm.server.state import ServerState
+from staticllm.server.telemetry.middleware import TelemetryMiddleware
+from staticllm.server.telemetry.sinks import make_sinks
 
 OPENAI_POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
     ("/v1/chat/completions", ChatRequest, chat_completions),
@@ -46,6 +48,8 @@ METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 def create_app(state: ServerState) -> FastAPI:
     """Return the application of a server. Its models begin to load when it starts, and are unloaded when it ends."""
 
+    sinks = make_sinks(state.settings)
+
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.hub.start()
@@ -53,6 +57,8 @@ def create_app(state: ServerState) -> FastAPI:
         state.scheduler.close()
         await state.hub.close()
         state.workers.close()
+        for sink in sinks:
+            sink.close()
 
     app = FastAPI(
         title="staticllm", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=SCHEMA, redirect_slashes=False
@@ -80,6 +86,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.add_middleware(LifecycleMiddleware, lifecycle=state.lifecycle)
     app.add_middleware(AccessMiddleware, settings=state.settings, origins=origins)
     app.add_middleware(Preflights, origins=origins)
+    app.add_middleware(TelemetryMiddleware, sinks=sinks)
     paths = [path for path, *_ in POSTS] + [*gets, SCHEMA, *ollama.REFUSED, *responses_paths, *page_paths]
     app.add_middleware(PathMiddleware, paths=paths)
     return app

@@ -19,6 +19,7 @@ from staticllm.server.access import CLIENT
 from staticllm.server.api_error import ApiError, api_error_of, to_json
 from staticllm.server.http_limits import read_body, wait_for_disconnect
 from staticllm.server.state import ServerState
+from staticllm.server.telemetry.record import current_record
 
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
@@ -69,6 +70,7 @@ def endpoint(state: ServerState, kind: type[Body], handler: Handler[Body]) -> Ca
                 body = parsed(kind, data)
             else:
                 body = await state.workers.run(lambda: parsed(kind, data))
+            current_record().note_parameters(body)
             return await handler(call, body)
 
         return await guarded(state, request, answer())
@@ -84,7 +86,7 @@ async def guarded(state: ServerState, request: Request, work: Awaitable[Response
     try:
         response = await work
     except ClientDisconnect:
-        state.metrics.cancelled.inc()
+        count_cancelled(state)
         response = Response(status_code=CLIENT_GONE)
     except Exception as error:
         found = api_error_of(error)
@@ -97,6 +99,13 @@ async def guarded(state: ServerState, request: Request, work: Awaitable[Response
 def count_refusal(state: ServerState, error: ApiError) -> None:
     """Count an error of the API by its reason."""
     state.metrics.rejected.labels(error.code or str(error.status), error.knob).inc()
+    current_record().error = error.code or str(error.status)
+
+
+def count_cancelled(state: ServerState) -> None:
+    """Count a request whose client has closed the connection."""
+    state.metrics.cancelled.inc()
+    current_record().is_disconnected = True
 
 
 def parsed(kind: type[Body], data: bytes) -> Body:
@@ -166,7 +175,7 @@ class ChunkStream(EventSourceResponse):
                 await super().__call__(scope, receive, send)
         finally:
             if not self._has_ended:
-                self._state.metrics.cancelled.inc()
+                count_cancelled(self._state)
             with anyio.CancelScope(shield=True):
                 await self._close()
 

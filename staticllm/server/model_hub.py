@@ -16,6 +16,7 @@ from staticllm.server.admission import Admission, AdmissionLimits
 from staticllm.server.api_error import SERVER, ApiError, busy
 from staticllm.server.served_model import Kind, ModelSpec, Pipeline, ServedModel
 from staticllm.server.settings import ServerSettings
+from staticllm.server.telemetry.record import current_record
 
 Result = TypeVar("Result")
 MIN_IDLE_CHECK, MAX_IDLE_CHECK = 0.05, 0.5
@@ -111,6 +112,7 @@ class ModelHub:
             StaticLLMError: it cannot be loaded.
         """
         model.num_users += 1
+        current_record().model = model.spec.name
         try:
             while model.pipeline is None:
                 await self._wait_until_loaded(model)

@@ -35,6 +35,8 @@ class ServerSettings:
         send_seconds: Seconds that a client has to take what was sent, before the connection is closed.
         ping_seconds: Seconds between the comment lines of a stream that has nothing to say.
         max_connections: Connections at once; more are answered with status 503.
+        access_log: The file of the access log, ``-`` for standard error; None for no log.
+        has_spans: Whether spans of OpenTelemetry are exported.
         num_threads: Threads that parse long bodies and run templates and tokenizers.
     """
 
@@ -57,6 +59,8 @@ class ServerSettings:
     send_seconds: float = 120.0
     ping_seconds: float = 15.0
     max_connections: int = 1024
+    access_log: str | None = None
+    has_spans: bool = False
     num_threads: int = 4
 
     def check(self) -> None:

@@ -38,6 +38,8 @@ KEY_VARIABLE = "STATICLLM_API_KEY"
     "--grace", type=Number(0), default=10.0, show_default=True, help="Seconds for running answers at the end."
 )
 @click.option("--max-body-mb", type=click.IntRange(1, 1024), default=16, show_default=True, help="Largest request.")
+@click.option("--access-log", metavar="FILE", help="Write a line of JSON per request to FILE; - for standard error.")
+@click.option("--otel", is_flag=True, help="Send spans of OpenTelemetry, to where its own variables (OTEL_…) say.")
 @layout_options
 def command(models: tuple[str, ...], **options: Any) -> None:
     """Serve MODELS, directories of chat models, embedders and rerankers, by name. Without any, the embedded model is served.
@@ -66,6 +68,8 @@ def command(models: tuple[str, ...], **options: Any) -> None:
         is_lazy=options["lazy"],
         grace=options["grace"],
         max_body=options["max_body_mb"] << 20,
+        access_log=options["access_log"],
+        has_spans=options["otel"],
     )
     settings.check()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

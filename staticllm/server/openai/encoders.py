@@ -16,6 +16,7 @@ from staticllm.server.api_error import ApiError, json_response
 from staticllm.server.endpoint import Call
 from staticllm.server.openai.fields import Fields, IgnoredFields, Text
 from staticllm.server.served_model import ServedModel
+from staticllm.server.telemetry.record import current_record
 
 MAX_TEXTS = 2048
 """OpenAI's limit of texts in one request."""
@@ -137,6 +138,7 @@ async def submitted(call: Call, submit: Callable[[], Handle]) -> Handle:
 
 async def finished(handle: EncoderHandle[Any]) -> Any:
     """Return the result of a handle; if the caller is cancelled, give it up."""
+    current_record().prompt_tokens += handle.num_tokens
     try:
         return await handle
     except BaseException:
