@@ -4,17 +4,37 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from staticllm.kvcache.sequence import AdapterScales, common_prefix
 from staticllm.kvcache.stored import StoredSequence
 
 _Key = tuple[AdapterScales, tuple[int, ...]]
+MAX_CLAIMS = 64
+"""The most sessions that may claim a conversation each; the oldest claims are dropped."""
+
+
+@dataclass
+class _Claim:
+    """The conversation of a session, as it was when it claimed it last. ``keys``: what of it was kept; some may be dropped."""
+
+    ids: NDArray[np.int64]
+    adapters: AdapterScales
+    keys: set[_Key] = field(default_factory=set)
+
+    def covers(self, stored: StoredSequence) -> bool:
+        """Return whether a kept conversation is the session's, up to a last turn that was cut or tokenized differently."""
+        common = common_prefix(stored.ids, self.ids) if stored.adapters == self.adapters else 0
+        return 2 * common > len(self.ids)
 
 
 class HostPool:
     """Stores at most ``num_slots`` slots. Swapped requests stay until they are taken. The oldest conversations are dropped.
+
+    Those that a session has claimed are dropped after the others, as long as they have at most half of the slots.
 
     The recurrent states of one conversation count as ``state_slots`` slots. A conversation with such states can only be reused
     as a whole.
@@ -26,8 +46,20 @@ class HostPool:
         self.num_slots, self._state_slots = num_slots, state_slots
         self._swapped: dict[int, StoredSequence] = {}
         self._kept: OrderedDict[_Key, StoredSequence] = OrderedDict()
+        self._claims: OrderedDict[str, _Claim] = OrderedDict()  # the newest last
         self.num_swapped_slots = 0
         self.num_kept_slots = 0
+
+    def claim(self, session: str, tokens: Sequence[int], adapters: AdapterScales = ()) -> None:
+        """Drop the conversation that begins with ``tokens`` only after those that no session has claimed.
+
+        It replaces the session's earlier claim.
+        """
+        self._claims.pop(session, None)
+        claim = self._claims[session] = _Claim(np.array(tokens, np.int64), adapters)
+        claim.keys = {key for key, stored in self._kept.items() if claim.covers(stored)}
+        if len(self._claims) > MAX_CLAIMS:
+            self._claims.popitem(last=False)
 
     @property
     def free_slots(self) -> int:
@@ -60,6 +92,9 @@ class HostPool:
             if not self._state_slots or old.tokens == stored.tokens:
                 self._drop(_key(old))
         self._kept[_key(stored)] = stored
+        for claim in self._claims.values():
+            if claim.covers(stored):
+                claim.keys.add(_key(stored))
         self.num_kept_slots += self._size(stored.tokens)
         self._shrink()
         return True
@@ -79,19 +114,39 @@ class HostPool:
             common = common_prefix(stored.ids, ids)
             if common > length and (common == len(stored.tokens) or not is_whole):
                 best, length = stored, common
-        if best is not None:
-            self._kept.move_to_end(_key(best))
         return best, length
+
+    def touch(self, stored: StoredSequence) -> None:
+        """Note that a kept conversation was used: it is dropped after those that were used before."""
+        self._kept.move_to_end(_key(stored))
 
     def clear(self) -> None:
         """Drop all swapped sequences and all conversations."""
         self._kept.clear()
+        self._claims.clear()
         self._swapped.clear()
         self.num_kept_slots = self.num_swapped_slots = 0
 
     def _shrink(self) -> None:
-        while self._kept and self.num_swapped_slots + self.num_kept_slots > self.num_slots:
-            self._drop(next(iter(self._kept)))
+        if self.num_swapped_slots + self.num_kept_slots <= self.num_slots:
+            return
+        claimed = self._claimed()
+        for key in sorted(self._kept, key=lambda key: key in claimed):  # stable: the oldest first among equals
+            if self.num_swapped_slots + self.num_kept_slots <= self.num_slots:
+                return
+            self._drop(key)
+
+    def _claimed(self) -> set[_Key]:
+        """Return the conversations that sessions have claimed, of the newest claims as many as fit into half of the slots."""
+        found: set[_Key] = set()
+        num_left = self.num_slots // 2
+        for claim in reversed(self._claims.values()):
+            claim.keys &= self._kept.keys()
+            for key in claim.keys - found:
+                if self._size(key[1]) <= num_left:
+                    num_left -= self._size(key[1])
+                    found.add(key)
+        return found
 
     def _drop(self, key: _Key) -> None:
         self.num_kept_slots -= self._size(self._kept.pop(key).tokens)

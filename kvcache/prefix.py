@@ -76,6 +76,8 @@ class PrefixCache:
         stored, stored_length = self._host_pool.longest(wanted, self._is_whole, adapters)
         if max(length, stored_length) < min(MIN_PREFIX, (len(tokens) + 1) // 2):
             return self._cache.open(adapters)
+        if stored is not None and stored_length == max(length, stored_length):
+            self._host_pool.touch(stored)
         if stored is not None and stored_length > length and self._cache.slots.num_free > len(tokens):
             return self._cache.bring_back(stored, stored_length)
         if source is None or not length:

@@ -170,9 +170,19 @@ class GenerationHandle:
         return self._prepared.request.id
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """The number of tokens of the prompt."""
-        return len(self._prepared.request.prompt)
+    def prompt_tokens(self) -> tuple[int, ...]:
+        """The tokens of the prompt."""
+        return self._prepared.request.prompt
+
+    @property
+    def num_cached(self) -> int | None:
+        """The number of prompt tokens that the prefix cache had; None before the first token of the first answer."""
+        return self._processors[0].num_cached
+
+    @property
+    def adapter_scales(self) -> tuple[float, ...]:
+        """The factor of each adapter that the model was loaded with; empty if the request uses none."""
+        return self._prepared.request.adapters
 
     @property
     def is_done(self) -> bool:

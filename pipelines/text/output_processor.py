@@ -117,6 +117,11 @@ class OutputProcessor:
         return self._detokenizer.is_stopped
 
     @property
+    def num_cached(self) -> int | None:
+        """The number of prompt tokens that the prefix cache had; None before the first token."""
+        return self._received[0].num_cached if self._received else None
+
+    @property
     def has_ended(self) -> bool:
         """Whether the answer contains a stop string or ends in a stop token."""
         tokens = self._tokens

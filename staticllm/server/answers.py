@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
+from staticllm.errors import ClosedError
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
 from staticllm.server.metrics import AnswerTimer
@@ -32,6 +33,8 @@ class AnswerEnd:
     outputs: list[RequestOutput]
 
 
+MAX_SESSION = 200
+"""Characters of the name of a session that count."""
 Part = AnswerDelta | AnswerEnd
 Submit = Callable[[], GenerationHandle]
 
@@ -151,6 +154,7 @@ class Answers:
                         yield AnswerDelta(answer.index, delta)
             outputs = handle.outputs(0)
             self._count(outputs)
+            self._claim(handle, outputs[0])
             yield AnswerEnd(answer.index, outputs)
         finally:
             self._leave(answer)
@@ -162,6 +166,16 @@ class Answers:
         metrics.output_tokens.labels(name).inc(usage.completion_tokens)
         metrics.cached_tokens.labels(name).inc(usage.cached_tokens)
         current_record().note_outputs(outputs)
+
+    def _claim(self, handle: GenerationHandle, output: RequestOutput) -> None:
+        """Keep the conversation of a session that the client has named (``x-session-affinity``) longer than others."""
+        session = current_record().session
+        if session is None:
+            return
+        name = f"{self._client}\n{session[:MAX_SESSION]}"
+        engine, tokens = self._model.chat.engine, [*handle.prompt_tokens, *output.tokens]
+        with contextlib.suppress(ClosedError):
+            engine.call_soon(lambda: engine.kv_manager.host_pool.claim(name, tokens, handle.adapter_scales))
 
     async def close(self) -> None:
         """Give up what still runs: each answer is cancelled before the next device call, and its place is free."""

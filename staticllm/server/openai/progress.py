@@ -35,7 +35,7 @@ class PromptProgress:
 async def with_progress(engine: Engine, answers: Answers) -> AsyncGenerator[Part | PromptProgress, None]:
     """Yield the parts of answers, and before the first one the progress of its prompt whenever that has changed, the last time
     when all of it has run."""
-    begin, last = time.perf_counter(), PromptProgress(answers.first_handle.num_prompt_tokens, 0, -1, 0.0)
+    begin, last = time.perf_counter(), PromptProgress(len(answers.first_handle.prompt_tokens), 0, -1, 0.0)
     async with contextlib.aclosing(answers.parts()) as parts:
         first = asyncio.ensure_future(anext(parts))
         try:
@@ -50,7 +50,8 @@ async def with_progress(engine: Engine, answers: Answers) -> AsyncGenerator[Part
             await asyncio.gather(first, return_exceptions=True)
         part = first.result()
         if last.processed < last.total:
-            yield PromptProgress(last.total, last.cached, last.total, time.perf_counter() - begin)
+            cached = answers.first_handle.num_cached or 0
+            yield PromptProgress(last.total, cached, last.total, time.perf_counter() - begin)
         yield part
         async for part in parts:
             yield part

@@ -110,3 +110,23 @@ def test_a_client_that_goes_while_its_prompt_runs_is_cancelled(served):
     with httpx.stream("POST", served.url + "/v1/completions", json=body, timeout=60) as response:
         next(response.iter_lines())
     served.wait_until_idle()
+
+
+def test_a_named_session_keeps_its_prefix_while_others_come_and_go():
+    def load(device, properties):
+        return StaticLLMPipeline(demo_model_path(), device, MAX_PROMPT_LEN=256, KV_SLOTS=400, HOST_KV_SLOTS=800)
+
+    def ask(served, words, **headers):
+        messages = [{"role": "user", "content": words}]
+        body = {"messages": messages, "max_tokens": 4}
+        return httpx.post(served.url + "/v1/chat/completions", json=body, headers=headers, timeout=60).json()["usage"]
+
+    with serving(pipelines={"demo": load}) as served:
+        for name, words in (("x-session-affinity", "A " + LONG * 10), ("x-other", "B " + LONG * 10)):
+            ask(served, words, **{name: "my talk"})
+        for number in range(12):
+            ask(served, f"{number} others " + LONG * 10)
+        named = ask(served, "A " + LONG * 10 + "And then?", **{"x-session-affinity": "my talk"})
+        unnamed = ask(served, "B " + LONG * 10 + "And then?")
+        assert named["prompt_tokens_details"]["cached_tokens"] > 100
+        assert unnamed["prompt_tokens_details"]["cached_tokens"] < 20
