@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import openvino_genai as genai
 
-from staticllm import demo_model_path
+from staticllm import StaticLLMPipeline, demo_model_path
 from staticllm.testing import fake_pipeline
 
 TEMPLATE = (
@@ -17,10 +17,19 @@ TEMPLATE = (
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome", "days": 2}}</tool_call>'
 
 
-def load_echo(device, properties):
+def tokenizer_with_tools():
     tokenizer = genai.Tokenizer(str(demo_model_path()))
     tokenizer.chat_template = TEMPLATE
-    return fake_pipeline(lambda prompt: prompt.rsplit("ANSWER:", 1)[1], tokenizer=tokenizer)
+    return tokenizer
+
+
+def load_echo(device, properties):
+    return fake_pipeline(lambda prompt: prompt.rsplit("ANSWER:", 1)[1], tokenizer=tokenizer_with_tools())
+
+
+def load_demo_with_tools(device, properties):
+    """Load the embedded model with this template; its calls are those that a grammar makes of it."""
+    return StaticLLMPipeline(demo_model_path(), device, tokenizer=tokenizer_with_tools())
 
 
 def asking(answer):
