@@ -169,11 +169,11 @@ class Answers:
 
     def _claim(self, handle: GenerationHandle, output: RequestOutput) -> None:
         """Keep the conversation of a session that the client has named (``x-session-affinity``) longer than others."""
-        session = current_record().session
-        if session is None:
+        session, engine = current_record().session, self._model.local_engine
+        if session is None or engine is None:
             return
         name = f"{self._client}\n{session[:MAX_SESSION]}"
-        engine, tokens = self._model.chat.engine, [*handle.prompt_tokens, *output.tokens]
+        tokens = [*handle.prompt_tokens, *output.tokens]
         with contextlib.suppress(ClosedError):
             engine.call_soon(lambda: engine.kv_manager.host_pool.claim(name, tokens, handle.adapter_scales))
 

@@ -13,11 +13,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from staticllm.server.api_error import ApiError
 
-PREFIX = "/v1"
+PREFIX, LM_STUDIO = "/v1", "/api/v0"
 
 
 class PathMiddleware:
-    """Finds endpoints without ``/v1`` and with slashes at the end."""
+    """Finds endpoints without ``/v1``, with LM Studio's ``/api/v0`` in its place, and with slashes at the end."""
 
     def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
         self._app, self._paths = app, tuple(paths)
@@ -25,8 +25,9 @@ class PathMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             path = "/" + scope["path"].strip("/")
-            if not self._is_known(path) and self._is_known(PREFIX + path):
-                path = PREFIX + path
+            short = path.removeprefix(LM_STUDIO)
+            if not self._is_known(path) and self._is_known(PREFIX + short):
+                path = PREFIX + short
             scope = {**scope, "path": path, "raw_path": path.encode("utf-8", "surrogateescape")}
         await self._app(scope, receive, send)
 

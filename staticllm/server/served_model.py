@@ -17,6 +17,7 @@ from staticllm.pipelines.diagnostics.encoder_reports import estimate_encoder
 from staticllm.pipelines.diagnostics.memory import estimate_memory
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.embedding.encoder_job import EncoderChoices
+from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.model_loader.arguments import resolve_candidates
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
@@ -95,6 +96,14 @@ class ServedModel:
     def chat(self) -> StaticLLMPipeline:
         """The pipeline of a chat model that is loaded."""
         return cast(StaticLLMPipeline, self._loaded())
+
+    @property
+    def local_engine(self) -> Engine | None:
+        """The engine of a chat model that is loaded; None if it is in another process."""
+        try:
+            return self.chat.engine
+        except ConfigError:
+            return None
 
     @property
     def embedding(self) -> StaticEmbeddingPipeline:

@@ -8,12 +8,17 @@ from staticllm.server.catalog.facts import context_length, current_facts
 from staticllm.server.served_model import ServedModel
 from staticllm.server.state import ServerState
 
-TYPES = {"chat": "llm", "embedding": "embeddings", "rerank": "rerank"}
+TYPES = {"chat": "llm", "embedding": "embeddings"}
+"""LM Studio's names of our kinds. It has none for rerankers, and clients refuse lists with types that they do not know."""
+STATES = {"loaded": "loaded", "loading": "loading", "unloaded": "not-loaded"}
+FORMAT = "gguf"
+"""Our models are not GGUF files, but Zed refuses lists with other formats than those that LM Studio runs."""
 
 
 def model_list(state: ServerState) -> dict[str, Any]:
     """Return all models. Reads their files; runs in a thread."""
-    return {"object": "list", "data": [describe(state, model) for model in state.hub.models.values()]}
+    listed = [describe(state, model) for model in state.hub.models.values() if model.spec.kind in TYPES]
+    return {"object": "list", "data": listed}
 
 
 def describe(state: ServerState, model: ServedModel) -> dict[str, Any]:
@@ -22,12 +27,12 @@ def describe(state: ServerState, model: ServedModel) -> dict[str, Any]:
     found: dict[str, Any] = {
         "id": model.spec.name,
         "object": "model",
-        "type": TYPES[model.spec.kind],
+        "type": TYPES.get(model.spec.kind, model.spec.kind),
         "publisher": "local",
         "arch": facts.architecture,
-        "compatibility_type": "openvino",
+        "compatibility_type": FORMAT,
         "quantization": facts.precision.upper(),
-        "state": "loaded" if model.pipeline is not None else "not-loaded",
+        "state": STATES[state.hub.status(model)],
         "capabilities": ["tool_use"] if facts.has_tools else [],
     }
     if length is not None:

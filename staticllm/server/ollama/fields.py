@@ -37,6 +37,7 @@ class OllamaOptions(Fields):
     num_keep: Number | None = None
     num_batch: Number | None = None
     num_gpu: Number | None = None
+    num_gqa: Number | None = None
     num_thread: Number | None = None
     main_gpu: Number | None = None
     repeat_last_n: Number | None = None

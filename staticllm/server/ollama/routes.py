@@ -24,7 +24,7 @@ from staticllm.server.ollama.model_list import running, show, tags
 from staticllm.server.state import ServerState
 
 Answer = Callable[[Request], Awaitable[Response]]
-API_VERSION = "0.12.6"
+API_VERSION = "0.13.0"
 """The version of Ollama whose API these endpoints follow: clients refuse older ones."""
 POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
     ("/api/chat", OllamaChatRequest, chat),

@@ -177,7 +177,7 @@ def _stream(call: Call, body: ChatRequest, model: ServedModel, answers: Answers,
         for index in range(body.num_answers):
             yield chunks.role(index)
         handles: dict[int, list[RequestOutput]] = {}
-        found = with_progress(model.chat.engine, answers) if body.return_progress else answers.parts()
+        found = with_progress(model.local_engine, answers) if body.return_progress else answers.parts()
         async with contextlib.aclosing(found) as parts:
             async for part in parts:
                 if isinstance(part, PromptProgress):

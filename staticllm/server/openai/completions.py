@@ -146,7 +146,7 @@ def _stream(call: Call, body: CompletionRequest, model: ServedModel, answers: An
     async def generate() -> AsyncGenerator[dict[str, Any], None]:
         handles: dict[int, list[RequestOutput]] = {}
         lengths: dict[int, int] = {}
-        found = with_progress(model.chat.engine, answers) if body.return_progress else answers.parts()
+        found = with_progress(model.local_engine, answers) if body.return_progress else answers.parts()
         async with contextlib.aclosing(found) as parts:
             async for part in parts:
                 if isinstance(part, PromptProgress):

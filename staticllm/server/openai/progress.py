@@ -32,7 +32,7 @@ class PromptProgress:
         return {"total": self.total, "cache": self.cached, "processed": self.processed, "time_ms": milliseconds}
 
 
-async def with_progress(engine: Engine, answers: Answers) -> AsyncGenerator[Part | PromptProgress, None]:
+async def with_progress(engine: Engine | None, answers: Answers) -> AsyncGenerator[Part | PromptProgress, None]:
     """Yield the parts of answers, and before the first one the progress of its prompt whenever that has changed, the last time
     when all of it has run."""
     begin, last = time.perf_counter(), PromptProgress(len(answers.first_handle.prompt_tokens), 0, -1, 0.0)
@@ -57,9 +57,9 @@ async def with_progress(engine: Engine, answers: Answers) -> AsyncGenerator[Part
             yield part
 
 
-def _progress_of(engine: Engine, handle: GenerationHandle, begin: float) -> PromptProgress | None:
-    """Return how far the prompt of a request is; None once it has ended."""
-    for request in engine.progress().requests:
+def _progress_of(engine: Engine | None, handle: GenerationHandle, begin: float) -> PromptProgress | None:
+    """Return how far the prompt of a request is; None once it has ended, or if its engine is in another process."""
+    for request in () if engine is None else engine.progress().requests:
         if request.id == handle.request_id:
             seconds = time.perf_counter() - begin
             processed = min(max(request.num_computed, request.num_cached), request.num_prompt)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from datetime import datetime
 
 import pytest
 
 for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
     pytest.importorskip(package)
 
+import httpx  # noqa: E402
 from echo_model import CALL, asking, load_demo_with_tools, load_echo  # noqa: E402
 from encoder_directories import a_directory  # noqa: E402
 from recorded import recording  # noqa: E402
@@ -288,3 +290,59 @@ class TestWhatClientsSend:
         assert path == "/api/chat" and body["messages"][0]["images"] == []
         ((_, path, body),) = self.sent(served, lambda: package.completion(model="ollama/demo", **options))
         assert path == "/api/generate" and body["images"] == [] and body["prompt"].startswith("### User:")
+
+
+class TestApplications:
+    """The calls of applications that are not installed here, written down from their sources."""
+
+    def post(self, served, path, **body):
+        return httpx.post(served.url + path, json={"model": "demo", **body}, timeout=60)
+
+    def test_zed_with_lm_studio(self, served):
+        """Its types of models, formats and states are closed: one unknown word, and it shows no model at all."""
+        listed = httpx.get(served.url + "/api/v0/models").json()["data"]
+        assert [model["type"] for model in listed] == ["llm", "embeddings"]
+        for model in listed:
+            assert model["compatibility_type"] in ("gguf", "mlx")
+            assert model["state"] in ("loaded", "loading", "not-loaded")
+            assert all(isinstance(model[name], str) for name in ("id", "object", "publisher", "arch"))
+        body = {"messages": [{"role": "assistant", "content": None}, *MESSAGES], "stream": True, "max_tokens": 2, "stop": []}
+        found = self.post(served, "/api/v0/chat/completions", **body)
+        lines = [line.removeprefix("data: ") for line in found.text.splitlines() if line.startswith("data: ")]
+        for line in lines[:-1]:
+            assert isinstance(json.loads(line)["choices"], list) and json.loads(line)["object"]
+
+    def test_zed_with_ollama(self, served, echo):
+        for model in httpx.get(served.url + "/api/tags").json()["models"]:
+            assert all(isinstance(model[name], str) for name in ("name", "modified_at", "digest"))
+            assert isinstance(model["details"]["format"], str) and isinstance(model["details"]["families"], list)
+        body = {"stream": True, "keep_alive": -1, "tools": [], "think": None,
+                "options": {"num_ctx": 4096, "num_predict": None, "stop": [], "temperature": 1.0, "top_p": None}}  # fmt: skip
+        assistant = {"role": "assistant", "content": "", "tool_calls": None, "thinking": None}
+        messages = [*MESSAGES, assistant, {"role": "tool", "tool_name": "f", "content": "x"}, *MESSAGES]
+        body["options"]["num_predict"] = 3
+        found = [json.loads(line) for line in self.post(served, "/api/chat", messages=messages, **body).text.splitlines()]
+        assert all(line["message"]["role"] == "assistant" and "content" in line["message"] for line in found)
+
+    def test_continue(self, served):
+        shown = httpx.post(served.url + "/api/show", json={"name": "demo"}).json()
+        assert shown["parameters"] == "" and ".Suffix" not in shown["template"]
+        options = {"temperature": 0.5, "num_predict": 3, "num_ctx": 4096, "stop": ["x y z"], "use_mmap": True}
+        found = self.post(served, "/api/generate", prompt="The", raw=True, options=options, keep_alive=1800, stream=True)
+        assert all(isinstance(json.loads(line)["response"], str) for line in found.text.splitlines())
+
+    def test_open_webui(self, served):
+        assert len([int(part) for part in httpx.get(served.url + "/api/version").json()["version"].split(".")]) == 3
+        assert self.post(served, "/api/generate", prompt="").json()["done_reason"] == "load"
+        expiry = httpx.get(served.url + "/api/ps").json()["models"][0]["expires_at"]
+        datetime.fromisoformat(expiry.replace("Z", "+00:00"))
+        body = {"messages": MESSAGES, "stream": True, "options": {"num_predict": 2}, "keep_alive": "5m"}
+        assert self.post(served, "/api/chat", **body, model="demo:latest").status_code == 200
+        body = {"messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 2}
+        assert self.post(served, "/chat/completions", **body).status_code == 200
+
+    def test_anythingllm(self, served):
+        body = {"messages": MESSAGES, "stream": True, "temperature": 0.7, "max_tokens": 2}
+        assert self.post(served, "/v1/chat/completions", **body).status_code == 200
+        embedded = self.post(served, "/v1/embeddings", model="tiny", input=["a", "b"], encoding_format="base64")
+        assert len(embedded.json()["data"]) == 2

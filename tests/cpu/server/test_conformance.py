@@ -1,0 +1,126 @@
+"""Sends thousands of requests that schemathesis makes of the served schema: no status above 499, no hang, nothing left over."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import zlib
+from collections import Counter
+
+import pytest
+
+for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
+    pytest.importorskip(package)
+schemathesis = pytest.importorskip("schemathesis")
+hypothesis = pytest.importorskip("hypothesis")
+psutil = pytest.importorskip("psutil")
+
+import httpx  # noqa: E402
+from encoder_directories import a_directory  # noqa: E402
+from served import serving  # noqa: E402
+
+from staticllm.server.served_model import demo_spec, model_spec  # noqa: E402
+
+SECONDS = 60
+SHORT = {"max_tokens": 3, "max_completion_tokens": 3, "max_output_tokens": 3}
+FORMATS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/api/chat", "/api/generate")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    specs = [demo_spec(), model_spec(f"tiny={a_directory(tmp_path_factory.mktemp('embedder'))}")]
+    with serving(specs) as served:
+        httpx.post(served.url + "/v1/embeddings", json={"model": "tiny", "input": "x"}, timeout=SECONDS)
+        yield served
+
+
+def shortened(path, body):
+    """Return a body whose answers are short, and half of whose models are known: else most requests would end early."""
+    if not isinstance(body, dict):
+        return body
+    found = dict(body)
+    for name, value in SHORT.items():
+        if isinstance(found.get(name), int) and found[name] > value:
+            found[name] = value
+    if path in FORMATS and not any(name in found for name in SHORT):
+        found["options" if path.startswith("/api") else SHORT_OF[path]] = (
+            {"num_predict": 3} if path.startswith("/api") else 3
+        )
+    if "model" in found and zlib.crc32(repr(sorted(found, key=str)).encode()) % 2:
+        found["model"] = "tiny" if "embed" in path else "demo"
+    return found
+
+
+SHORT_OF = {"/v1/chat/completions": "max_tokens", "/v1/completions": "max_tokens", "/v1/responses": "max_output_tokens"}
+
+
+def operations(served):
+    schema = schemathesis.openapi.from_url(served.url + "/openapi.json")
+    return [operation.ok() for operation in schema.get_all_operations()]
+
+
+def sent(served, client, case, statuses):
+    """Send a case and return the response; the connection is closed after it."""
+    path = case.path
+    body = shortened(path, case.body) if case.method.upper() == "POST" else None
+    url = served.url + case.formatted_path
+    options = {} if case.method.upper() != "POST" else {"json": body}
+    try:
+        response = client.request(case.method.upper(), url, params=case.query or None, timeout=SECONDS, **options)
+    except (httpx.InvalidURL, UnicodeEncodeError, ValueError):
+        return  # no client can send it
+    statuses[path, response.status_code] += 1
+    assert response.status_code < 500, (path, body, response.text[:500])
+    if response.status_code >= 400:
+        error = response.json()["error"]
+        message = error if isinstance(error, str) else error["message"]
+        assert message and "\n" not in message and "Traceback" not in message, (path, body, message)
+
+
+def run(served, num_examples, mode):
+    statuses: Counter[tuple[str, int]] = Counter()
+    settings = hypothesis.settings(
+        max_examples=num_examples, deadline=None, suppress_health_check=list(hypothesis.HealthCheck), database=None,
+        derandomize=True, phases=[hypothesis.Phase.generate],
+    )  # fmt: skip
+    with httpx.Client() as client:
+        for operation in operations(served):
+
+            @settings
+            @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+            def send(case):
+                sent(served, client, case, statuses)
+
+            send()
+    return statuses
+
+
+def held():
+    process = psutil.Process()
+    gc.collect()
+    return process.num_fds() if hasattr(process, "num_fds") else process.num_handles()
+
+
+@pytest.mark.slow
+def test_thousands_of_generated_requests_leave_nothing_over(served):
+    modes = schemathesis.GenerationMode
+    run(served, 3, modes.POSITIVE)  # what is made on first use
+    files, threads = held(), threading.active_count()
+    memory = psutil.Process().memory_info().rss
+    total: Counter[tuple[str, int]] = Counter()
+    for mode in (modes.POSITIVE, modes.NEGATIVE):
+        total += run(served, int(os.environ.get("STATICLLM_CONFORMANCE", "150")), mode)
+    print(dict(sorted(total.items())))
+    assert sum(total.values()) > 2000
+    assert {path for path, status in total if status == 200} >= set(FORMATS), "some requests of each kind were served"
+    served.wait_until_idle()
+    assert held() <= files + 8
+    assert threading.active_count() <= threads + 2
+    assert psutil.Process().memory_info().rss - memory < 256 << 20
+
+
+def test_each_operation_takes_a_few_generated_requests(served):
+    statuses = run(served, 4, schemathesis.GenerationMode.POSITIVE)
+    assert {path for path, _ in statuses} >= set(FORMATS)
+    served.wait_until_idle()
