@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
 import zlib
@@ -62,13 +63,16 @@ def operations(served):
 
 def sent(served, client, case, statuses):
     """Send a case and return the response; the connection is closed after it."""
-    path = case.path
-    body = shortened(path, case.body) if case.method.upper() == "POST" else None
-    url = served.url + case.formatted_path
-    options = {} if case.method.upper() != "POST" else {"json": body}
+    path, method = case.path, case.method.upper()
+    body = shortened(path, case.body) if method == "POST" else b""
+    headers = {"Content-Type": "application/json"} if body else {}
     try:
-        response = client.request(case.method.upper(), url, params=case.query or None, timeout=SECONDS, **options)
-    except (httpx.InvalidURL, UnicodeEncodeError, ValueError):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode("utf-8", "surrogatepass")
+        url = served.url + case.formatted_path
+        response = client.request(
+            method, url, params=case.query or None, content=data, headers=headers, timeout=SECONDS
+        )
+    except (httpx.InvalidURL, UnicodeEncodeError, ValueError, TypeError):
         return  # no client can send it
     statuses[path, response.status_code] += 1
     assert response.status_code < 500, (path, body, response.text[:500])
