@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 
-import staticllm.server.process as process
+from staticllm.server import process
 
 
 class Recorder:

@@ -65,7 +65,9 @@ def response_options(body: ResponsesRequest, max_seq_len: int | None) -> dict[st
         schema = JsonSchema.model_construct(schema_=format.schema_) if format.schema_ is not None else None
         chat.response_format = ResponseFormat.model_construct(type=format.type, json_schema=schema)
     chat.tools = [
-        Tool(type="function", function=Function(name=tool.name, description=tool.description, parameters=tool.parameters))
+        Tool(
+            type="function", function=Function(name=tool.name, description=tool.description, parameters=tool.parameters)
+        )
         for tool in body.tools
     ]
     chat.tool_choice = _tool_choice(body.tool_choice)

@@ -121,7 +121,9 @@ class EventMaker:
             yield {**done, "text": opened.text, **({"logprobs": []} if opened.kind == "message" else {})}
             yield {"type": "response.content_part.done", **self._place(opened), "part": opened.part}
         item = opened.item(status)
-        if opened.kind != "call" or status == "completed":  # a call that turned out to be none is not part of the answer
+        if (
+            opened.kind != "call" or status == "completed"
+        ):  # a call that turned out to be none is not part of the answer
             self.items.append(item)
         yield {"type": "response.output_item.done", "output_index": opened.index, "item": item}
 

@@ -110,7 +110,11 @@ class ResponsesRequest(IgnoredFields):
     tools: list[FunctionTool] = Field(default_factory=list, max_length=512)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
     truncation: Literal["auto", "disabled"] = "disabled"
-    include: Annotated[list[str], Field(max_length=0)] | Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] | None = None
+    include: (
+        Annotated[list[str], Field(max_length=0)]
+        | Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)]
+        | None
+    ) = None
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, lt=1)
     repetition_penalty: float | None = Field(None, ge=0.001, le=1000)

@@ -122,8 +122,6 @@ def items_of(message: AssistantMessage, status: str) -> list[Item]:
         found.append(reasoning_item(new_id("rs"), message.reasoning_content, "completed"))
     if message.content.strip() or not message.tool_calls:
         found.append(message_item(new_id("msg"), message.content, "completed"))
-    found += [
-        call_item(new_id("fc"), call.id, call.name, call.arguments, "completed") for call in message.tool_calls
-    ]
+    found += [call_item(new_id("fc"), call.id, call.name, call.arguments, "completed") for call in message.tool_calls]
     found[-1]["status"] = status
     return found

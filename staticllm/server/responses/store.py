@@ -68,7 +68,7 @@ class ResponseStore:
         if found is None:
             raise ApiError(
                 400,
-                f"Previous response with id {id[:100]!r} not found: the server keeps the last {self._max_responses}, until it ends",
+                f"Previous response with id {id[:100]!r} not found: the server keeps the last {self._max_responses} until it ends",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
@@ -82,7 +82,9 @@ class ResponseStore:
         """
         found = self.find(id, owner)
         if found is None:
-            raise ApiError(404, f"Response with id {id[:100]!r} not found", param="response_id", code="response_not_found")
+            raise ApiError(
+                404, f"Response with id {id[:100]!r} not found", param="response_id", code="response_not_found"
+            )
         return found
 
     def remove(self, id: str, owner: str) -> None:

@@ -28,12 +28,9 @@ class AccessLog:
     """
 
     def __init__(self, path: str) -> None:
-        handler: logging.Handler
         try:
-            if path == STANDARD_ERROR:
-                handler = logging.StreamHandler(sys.stderr)
-            else:
-                handler = logging.FileHandler(path, encoding="utf-8")
+            stream = sys.stderr if path == STANDARD_ERROR else None
+            handler = logging.FileHandler(path, encoding="utf-8") if stream is None else logging.StreamHandler(stream)
         except OSError as error:
             raise ConfigError(f"--access-log {path!r} cannot be written: {error.strerror}") from None
         handler.setFormatter(logging.Formatter("%(message)s"))

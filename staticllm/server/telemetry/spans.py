@@ -87,7 +87,7 @@ def attributes_of(record: RequestRecord) -> dict[str, Any]:
 
 
 def otlp_spans() -> Spans:
-    """Return spans that are sent as OTLP over HTTP, to where OpenTelemetry's own variables say (``OTEL_EXPORTER_OTLP_ENDPOINT`` …).
+    """Return spans that are sent as OTLP over HTTP, to where OpenTelemetry's variables say (``OTEL_EXPORTER_OTLP_ENDPOINT`` …).
 
     Raises:
         ModuleNotFoundError: the exporter is not installed.

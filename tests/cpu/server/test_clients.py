@@ -242,11 +242,13 @@ class TestInstructor:
         openai, pydantic = pytest.importorskip("openai"), pytest.importorskip("pydantic")
         name, age = pydantic.Field(max_length=8), pydantic.Field(ge=0, le=99)
         person = pydantic.create_model("Person", name=(str, name), age=(int, age))
-        with serving(pipelines={"demo": load_demo_with_tools}) as served:
-            with openai.OpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0) as plain:
-                found = package.from_openai(plain, mode=package.Mode.TOOLS).chat.completions.create(
-                    model="demo", messages=MESSAGES, response_model=person, max_retries=0, max_tokens=200
-                )
+        with (
+            serving(pipelines={"demo": load_demo_with_tools}) as served,
+            openai.OpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0) as plain,
+        ):
+            found = package.from_openai(plain, mode=package.Mode.TOOLS).chat.completions.create(
+                model="demo", messages=MESSAGES, response_model=person, max_retries=0, max_tokens=200
+            )
         assert len(found.name) <= 8 and 0 <= found.age <= 99
 
 
@@ -306,7 +308,12 @@ class TestApplications:
             assert model["compatibility_type"] in ("gguf", "mlx")
             assert model["state"] in ("loaded", "loading", "not-loaded")
             assert all(isinstance(model[name], str) for name in ("id", "object", "publisher", "arch"))
-        body = {"messages": [{"role": "assistant", "content": None}, *MESSAGES], "stream": True, "max_tokens": 2, "stop": []}
+        body = {
+            "messages": [{"role": "assistant", "content": None}, *MESSAGES],
+            "stream": True,
+            "max_tokens": 2,
+            "stop": [],
+        }
         found = self.post(served, "/api/v0/chat/completions", **body)
         lines = [line.removeprefix("data: ") for line in found.text.splitlines() if line.startswith("data: ")]
         for line in lines[:-1]:
@@ -321,14 +328,18 @@ class TestApplications:
         assistant = {"role": "assistant", "content": "", "tool_calls": None, "thinking": None}
         messages = [*MESSAGES, assistant, {"role": "tool", "tool_name": "f", "content": "x"}, *MESSAGES]
         body["options"]["num_predict"] = 3
-        found = [json.loads(line) for line in self.post(served, "/api/chat", messages=messages, **body).text.splitlines()]
+        found = [
+            json.loads(line) for line in self.post(served, "/api/chat", messages=messages, **body).text.splitlines()
+        ]
         assert all(line["message"]["role"] == "assistant" and "content" in line["message"] for line in found)
 
     def test_continue(self, served):
         shown = httpx.post(served.url + "/api/show", json={"name": "demo"}).json()
         assert shown["parameters"] == "" and ".Suffix" not in shown["template"]
         options = {"temperature": 0.5, "num_predict": 3, "num_ctx": 4096, "stop": ["x y z"], "use_mmap": True}
-        found = self.post(served, "/api/generate", prompt="The", raw=True, options=options, keep_alive=1800, stream=True)
+        found = self.post(
+            served, "/api/generate", prompt="The", raw=True, options=options, keep_alive=1800, stream=True
+        )
         assert all(isinstance(json.loads(line)["response"], str) for line in found.text.splitlines())
 
     def test_open_webui(self, served):

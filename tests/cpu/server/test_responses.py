@@ -24,6 +24,10 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
 
 
+def client_of(served):
+    return openai.OpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0)
+
+
 @pytest.fixture(scope="module")
 def served():
     with serving() as served:
@@ -32,7 +36,7 @@ def served():
 
 @pytest.fixture(scope="module")
 def client(served):
-    with openai.OpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0) as client:
+    with client_of(served) as client:
         yield client
 
 
@@ -139,9 +143,8 @@ def test_the_async_client_reads_streams(served, answer):
 
 @pytest.fixture(scope="module")
 def echo():
-    with serving(pipelines={"demo": load_echo}) as served:
-        with openai.OpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0) as client:
-            yield client
+    with serving(pipelines={"demo": load_echo}) as served, client_of(served) as client:
+        yield client
 
 
 def test_calls_and_their_results_are_items(echo):
