@@ -68,7 +68,7 @@ class ResponseStore:
         if found is None:
             raise ApiError(
                 400,
-                f"Previous response with id {id[:100]!r} not found: the server keeps the last {self._max_responses} until it ends",
+                f"Previous response with id {id[:100]!r} not found: the last {self._max_responses} are kept until the server ends",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
