@@ -68,7 +68,7 @@ class ResponseStore:
         if found is None:
             raise ApiError(
                 400,
-                f"Previous response with id {id[:100]!r} not found: the last {self._max_responses} are kept until the server ends",
+                f"Previous response with id {id[:100]!r} not found: the last {self._max_responses} are kept until the end",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
