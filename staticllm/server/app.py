@@ -150,7 +150,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         found = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = found.setdefault("components", {}).setdefault("schemas", {})
-        for kind in (*(kind for _, kind, _ in POSTS), ResponsesRequest):
+        kinds: list[type[BaseModel]] = [*(kind for _, kind, _ in POSTS), ResponsesRequest]
+        for kind in kinds:
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))
             schemas[kind.__name__] = schema

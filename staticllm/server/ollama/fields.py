@@ -53,9 +53,14 @@ class OllamaOptions(Fields):
     embedding_only: bool | None = None
 
 
+def no_options() -> OllamaOptions:
+    """Return options that leave everything to the model and the server."""
+    return OllamaOptions.model_construct()
+
+
 class _Request(Fields):
     model: Text
-    options: OllamaOptions = Field(default_factory=OllamaOptions)
+    options: OllamaOptions = Field(default_factory=no_options)
     keep_alive: KeepAlive | None = None
     truncate: bool = True
 

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sse_starlette import ServerSentEvent
@@ -222,5 +223,5 @@ async def _events(call: Call, maker: ResponseMaker, answers: Answers) -> AsyncGe
             output = part.outputs[0]
             for event in events.end(_Result.of(output).status):
                 yield event
-            found = await call.state.workers.run(lambda output=output: maker.finished(output, events.items))
+            found = await call.state.workers.run(partial(maker.finished, output, events.items))
             yield {"type": f"response.{found['status']}", "response": found}

@@ -67,10 +67,15 @@ class TextFormat(Fields):
     strict: bool | None = None
 
 
+def any_text() -> TextFormat:
+    """Return the format of a text that may be anything."""
+    return TextFormat.model_construct()
+
+
 class TextOptions(Fields):
     """How the text is written. ``verbosity`` is accepted without effect."""
 
-    format: TextFormat = Field(default_factory=TextFormat)
+    format: TextFormat = Field(default_factory=any_text)
     verbosity: Any = None
 
 

@@ -36,13 +36,13 @@ class AccessLog:
         handler.setFormatter(logging.Formatter("%(message)s"))
         self._handler = handler
         lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
-        self._queue = logging.handlers.QueueHandler(lines)  # type: ignore[arg-type]
-        self._listener = logging.handlers.QueueListener(lines, handler)  # type: ignore[arg-type]
+        self._queue = logging.handlers.QueueHandler(lines)
+        self._listener = logging.handlers.QueueListener(lines, handler)
         self._listener.start()
 
     def begin(self, record: RequestRecord, headers: Headers) -> Callable[[], None]:
         """Return the function that writes the line of a request."""
-        return lambda: self._queue.handle(logging.makeLogRecord({"msg": line_of(record)}))
+        return lambda: self._queue.emit(logging.makeLogRecord({"msg": line_of(record)}))
 
     def close(self) -> None:
         """Write all lines, and close the file."""
