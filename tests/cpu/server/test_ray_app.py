@@ -1,0 +1,180 @@
+"""Tests the server on a cluster of several nodes: lost machines, replacement, autoscaling, several models, encoders."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import httpx
+import pytest
+
+for package in ("ray", "fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
+    pytest.importorskip(package)
+
+from ray_cluster import RayCluster, text_of  # noqa: E402
+
+from staticllm import StaticLLMPipeline, demo_model_path  # noqa: E402
+
+pytestmark = pytest.mark.slow
+QUESTIONS = [f"Tell me a story about {name}." for name in ("a fox", "the sea", "a king", "my friend", "two birds", "rain")]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    found = RayCluster(num_nodes=3, port=18765)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """The greedy answers of a pipeline in this process."""
+    with StaticLLMPipeline(demo_model_path()) as pipeline:
+        tokenizer = pipeline.get_tokenizer()
+        prompts = [
+            tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True) for text in QUESTIONS
+        ]
+        return [pipeline.generate(prompt, max_new_tokens=100, apply_chat_template=False) for prompt in prompts]
+
+
+def together(function, items):
+    """Return the results of a function on a thread per item."""
+    results = [None] * len(items)
+
+    def run(index, item):
+        try:
+            results[index] = function(item)
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(items)]
+    for thread in threads:
+        thread.start()
+    return threads, results
+
+
+def finished(threads, results):
+    for thread in threads:
+        thread.join(180)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def test_every_answer_is_right_when_a_machine_is_lost(cluster, answers):
+    cluster.run(min_replicas=3, max_replicas=3, imbalance=0)
+    cluster.wait_for(3)
+    begun = threading.Barrier(2 * len(QUESTIONS) + 1)
+
+    def ask(index):
+        is_waiting = True
+
+        def wait_once():
+            nonlocal is_waiting
+            if is_waiting:
+                is_waiting = False
+                begun.wait(60)
+
+        return text_of(cluster.stream(QUESTIONS[index % len(QUESTIONS)], 100, wait_once, temperature=0))
+
+    running = together(ask, range(2 * len(QUESTIONS)))
+    begun.wait(60)  # every stream has begun
+    whole = together(lambda index: cluster.chat(QUESTIONS[index], 100)["choices"][0]["message"]["content"], range(6))
+    cluster.kill(cluster.nodes.pop(0))
+    assert finished(*running) == [*answers, *answers]
+    assert finished(*whole) == answers
+    cluster.nodes.append(cluster.add_node())
+    cluster.wait_for(3)
+
+
+def test_a_sampled_stream_is_continued_by_its_seed(cluster):
+    cluster.run(min_replicas=3, max_replicas=3)
+    cluster.wait_for(3)
+    alone = [text_of(cluster.stream(text, 60, temperature=1, seed=number)) for number, text in enumerate(QUESTIONS)]
+    running = together(lambda n: text_of(cluster.stream(QUESTIONS[n], 60, temperature=1, seed=n)), range(len(QUESTIONS)))
+    time.sleep(0.4)
+    cluster.kill(cluster.nodes.pop(0))
+    assert finished(*running) == alone
+    cluster.nodes.append(cluster.add_node())
+    cluster.wait_for(3)
+
+
+def test_nothing_is_refused_while_replicas_are_replaced(cluster, answers):
+    cluster.run(min_replicas=2, max_replicas=2)
+    cluster.wait_for(2)
+    is_over, found = threading.Event(), []
+
+    def ask(index):
+        while not is_over.is_set():
+            found.append(cluster.chat(QUESTIONS[index], 100)["choices"][0]["message"]["content"] == answers[index])
+
+    running = together(ask, range(3))
+    time.sleep(1)
+    cluster.run(min_replicas=2, max_replicas=2, target_requests=7.0, max_body=1 << 20)  # other settings: all are replaced
+    cluster.wait_for(2)
+    num_before = len(found)
+    time.sleep(2)
+    is_over.set()
+    finished(*running)
+    assert all(found) and len(found) > num_before > 0
+
+
+def test_replicas_are_added_under_load(cluster):
+    cluster.run(min_replicas=1, max_replicas=3, target_requests=1.0)
+    cluster.wait_for(1)
+    is_over = threading.Event()
+
+    def ask(index):
+        while not is_over.is_set():
+            cluster.chat(QUESTIONS[index], 100)
+
+    running = together(ask, range(6))
+    try:
+        cluster.wait_for(3)
+    finally:
+        is_over.set()
+        finished(*running)
+
+
+def test_a_replica_keeps_as_many_models_as_it_may(cluster):
+    models = [f"{name}={demo_model_path()}" for name in ("one", "two", "three")]
+    cluster.run(models=models, models_per_replica=2)
+    cluster.wait_for(1)
+    listed = httpx.get(cluster.url + "/v1/models", timeout=60).json()["data"]
+    assert [each["id"] for each in listed] == ["one", "two", "three"]
+    texts = [cluster.chat("What is an NPU?", model=name)["choices"][0]["message"]["content"] for name in ("one", "two", "three", "one")]
+    assert len(set(texts)) == 1
+    until = time.monotonic() + 30
+    while True:
+        states = httpx.get(cluster.url + "/v1/models", timeout=60).json()["data"]
+        if sum(bool(each["loaded"]) for each in states) == 2:
+            break
+        assert time.monotonic() < until, states
+        time.sleep(0.2)
+
+
+def test_bad_requests_get_the_answers_of_the_server(cluster):
+    cluster.run(api_keys=("secret",), max_body=2000)
+    cluster.wait_for(1)
+    url, headers = cluster.url + "/v1/chat/completions", {"Authorization": "Bearer secret"}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    assert httpx.post(url, json=body).status_code == 401
+    assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
+    assert httpx.post(url, json={**body, "model": "no"}, headers=headers).json()["error"]["code"] == "model_not_found"
+    assert httpx.post(url, content=b"[" * 1000, headers=headers).json()["error"]["code"] == "invalid_json"
+    assert httpx.post(url, json={**body, "stop": "x" * 3000}, headers=headers).status_code == 413
+    assert httpx.get(cluster.url + "/no/such/path", headers=headers).status_code == 404
+
+
+def test_a_closed_connection_frees_the_replica(cluster):
+    cluster.run()
+    cluster.wait_for(1)
+    body = {"messages": [{"role": "user", "content": "Count to one thousand."}], "stream": True, "max_tokens": 700, "ignore_eos": True}
+    body.pop("ignore_eos")
+    with httpx.stream("POST", cluster.url + "/v1/chat/completions", json=body, timeout=60) as answer:
+        next(answer.iter_lines())
+    until = time.monotonic() + 20
+    while "staticllm_running_requests{model=\"demo\"} 0.0" not in httpx.get(cluster.url + "/metrics", timeout=60).text:
+        assert time.monotonic() < until
+        time.sleep(0.2)
