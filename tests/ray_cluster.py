@@ -12,6 +12,8 @@ import staticllm
 
 NAME = "staticllm"
 STORE = 80 << 20
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+"""Other settings round differently in other company, so that another machine may give another answer."""
 
 
 class RayCluster:
@@ -25,7 +27,7 @@ class RayCluster:
         self.url = f"http://127.0.0.1:{port}"
         self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": STORE})
         self.nodes = [self.add_node() for _ in range(num_nodes)]
-        paths = {"PYTHONPATH": ":".join(str(each.parent) for each in [Path(staticllm.__file__).parent])}
+        paths = {"PYTHONPATH": str(Path(staticllm.__file__).parent.parent)}
         ray.init(address=self._cluster.address, log_to_driver=False, runtime_env={"env_vars": paths})
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
 
@@ -41,6 +43,7 @@ class RayCluster:
 
         from staticllm.server.ray_app import ClusterSettings, app
 
+        settings.setdefault("properties", EXACT)
         serve.run(app(ClusterSettings(**settings)), name=NAME)
 
     def num_replicas(self, group="chat"):

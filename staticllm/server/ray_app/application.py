@@ -9,7 +9,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from staticllm.server.ray_app.cluster_settings import ClusterSettings
 from staticllm.server.ray_app.ingress import Ingress
-from staticllm.server.ray_app.prefix_tree import HEAD_NODE, ROUTER
+from staticllm.server.ray_app.prefix_router import HEAD_NODE, ROUTER
 from staticllm.server.ray_app.replica import Replica
 
 MAX_ONGOING = 256

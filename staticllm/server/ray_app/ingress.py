@@ -15,7 +15,7 @@ from staticllm.server.endpoint import CLIENT_GONE
 from staticllm.server.http_limits import read_body
 from staticllm.server.ray_app.cluster_settings import ClusterSettings
 from staticllm.server.ray_app.messages import ReplicaRequest, prompt_of
-from staticllm.server.ray_app.prefix_tree import keep_tree_here
+from staticllm.server.ray_app.prefix_router import keep_tree_here
 from staticllm.server.ray_app.relay import Relay
 from staticllm.server.ray_app.replay import RESUMED_PATHS, EventReplay, seeded
 from staticllm.server.served_model import ModelSpec

@@ -11,14 +11,12 @@ import pytest
 for package in ("ray", "fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
     pytest.importorskip(package)
 
-from ray_cluster import RayCluster, text_of  # noqa: E402
+from ray_cluster import EXACT, RayCluster, text_of  # noqa: E402
 
 from staticllm import StaticLLMPipeline, demo_model_path  # noqa: E402
 
 pytestmark = pytest.mark.slow
 QUESTIONS = [f"Tell me a story about {name}." for name in ("a fox", "the sea", "a king", "my friend", "two birds", "rain")]
-
-
 @pytest.fixture(scope="module")
 def cluster():
     found = RayCluster(num_nodes=3, port=18765)
@@ -29,12 +27,8 @@ def cluster():
 @pytest.fixture(scope="module")
 def answers():
     """The greedy answers of a pipeline in this process."""
-    with StaticLLMPipeline(demo_model_path()) as pipeline:
-        tokenizer = pipeline.get_tokenizer()
-        prompts = [
-            tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True) for text in QUESTIONS
-        ]
-        return [pipeline.generate(prompt, max_new_tokens=100, apply_chat_template=False) for prompt in prompts]
+    with StaticLLMPipeline(demo_model_path(), **EXACT) as pipeline:
+        return [pipeline.generate(text, max_new_tokens=100) for text in QUESTIONS]
 
 
 def together(function, items):
@@ -148,7 +142,7 @@ def test_a_replica_keeps_as_many_models_as_it_may(cluster):
     until = time.monotonic() + 30
     while True:
         states = httpx.get(cluster.url + "/v1/models", timeout=60).json()["data"]
-        if sum(bool(each["loaded"]) for each in states) == 2:
+        if sum((each["status"] == "loaded") for each in states) == 2:
             break
         assert time.monotonic() < until, states
         time.sleep(0.2)
@@ -170,8 +164,6 @@ def test_bad_requests_get_the_answers_of_the_server(cluster):
 def test_a_closed_connection_frees_the_replica(cluster):
     cluster.run()
     cluster.wait_for(1)
-    body = {"messages": [{"role": "user", "content": "Count to one thousand."}], "stream": True, "max_tokens": 700, "ignore_eos": True}
-    body.pop("ignore_eos")
     with httpx.stream("POST", cluster.url + "/v1/chat/completions", json=body, timeout=60) as answer:
         next(answer.iter_lines())
     until = time.monotonic() + 20
