@@ -1,5 +1,6 @@
 """Makes the application of Ray Serve: an ingress, and a deployment for each kind of model."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any
@@ -59,5 +60,3 @@ def _deployment(group: str, settings: ClusterSettings) -> serve.Deployment:
         graceful_shutdown_timeout_s=settings.grace,
         **options,
     )
-
-

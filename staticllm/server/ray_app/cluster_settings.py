@@ -15,7 +15,7 @@ class ClusterSettings(BaseModel):
     """How an application is spread over the machines of a cluster.
 
     Attributes:
-        models: The served models, ``NAME=PATH`` or ``PATH``; each machine has them at the same path. Empty for the embedded model.
+        models: The served models, ``NAME=PATH`` or ``PATH``, at the same path on each machine. Empty for the embedded model.
         device: The OpenVINO device of each machine, or several in their order (``NPU,GPU,CPU``).
         properties: The properties that chat models are loaded with.
         api_keys: The keys that clients may use.

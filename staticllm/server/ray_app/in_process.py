@@ -47,7 +47,9 @@ async def answer_parts(app: ASGIApp, request: ReplicaRequest) -> AsyncGenerator[
     try:
         while (message := await parts.get()) is not None:
             if message["type"] == "http.response.start":
-                yield ReplicaHead(message["status"], tuple((bytes(key), bytes(value)) for key, value in message["headers"]))
+                yield ReplicaHead(
+                    message["status"], tuple((bytes(key), bytes(value)) for key, value in message["headers"])
+                )
             elif message["type"] == "http.response.body" and message.get("body"):
                 yield bytes(message["body"])
         await task

@@ -5,12 +5,13 @@ only otherwise. Two things of Ray 2.60 would stop every request after the loss o
 is an actor that may run on any machine, and replicas that have gone come back into the tree with requests on their way.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any
 
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
-from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_router import PrefixTreeActor
+from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTreeActor
 from ray.serve._private.constants import SERVE_NAMESPACE
 from ray.serve.handle import DeploymentHandle
 

@@ -1,5 +1,6 @@
 """Takes one answer from a replica, and asks another one if the first is lost."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import asyncio

@@ -1,7 +1,8 @@
 """Continues a streamed answer whose replica was lost: another replica makes it again, and what was sent is left out.
 
 The ingress gives such a request a seed, so that the second answer is the first one again. Where it is another one after all
-(the numbers of two devices differ in their last bits, and a draw lies at the border of two tokens), the stream ends with an error.
+(numbers differ in their last bits in other company, and a draw lies at the border of two tokens), the stream ends with an
+error.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from staticllm.server.api_error import SERVER, ApiError, to_json
 
 TEXTS = ("content", "reasoning_content", "text")
-RESUMED_PATHS = ("/v1/chat/completions", "/v1/completions")
+RESUMED_PATHS = ("/chat/completions", "/completions")
 LARGEST_SEED = 2**31 - 1
 
 
@@ -67,7 +68,7 @@ class EventReplay:
         data = event.removeprefix(b"data: ")
         if data == b"[DONE]":
             self._is_complete = True
-        if data == event or data == b"[DONE]":  # a comment, or the end
+        if data in (event, b"[DONE]"):  # a comment, or the end
             return event + b"\n\n"
         chunk = json.loads(data)
         if "error" in chunk:

@@ -1,5 +1,6 @@
 """One replica: the server of one machine without its socket. Ray sends requests to it, and stops and replaces it."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import asyncio
@@ -17,7 +18,6 @@ from staticllm.server.ray_app.in_process import answer_parts
 from staticllm.server.ray_app.messages import ReplicaHead, ReplicaRequest
 from staticllm.server.served_model import ModelSpec
 from staticllm.server.state import ServerState
-
 
 _unloading: set[asyncio.Future[None]] = set()  # the loop itself holds tasks weakly
 
@@ -56,9 +56,10 @@ class Replica:
 
         return load
 
-    async def metrics(self) -> bytes:
-        """Return the metrics of this replica in Prometheus' text format."""
-        return await self._state.workers.run(self._state.metrics.text)
+    async def metrics(self) -> tuple[str, bytes]:
+        """Return the name of this replica, and its metrics in Prometheus' text format."""
+        name = serve.get_replica_context().replica_id.unique_id
+        return name, await self._state.workers.run(self._state.metrics.text)
 
     async def check_health(self) -> None:
         """Tell Ray whether requests can be served. Ray calls it every few seconds, and replaces a replica that raises.

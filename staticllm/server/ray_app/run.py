@@ -1,9 +1,11 @@
 """Runs the application on a cluster until a signal ends it: `staticllm serve --ray`."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import logging
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +21,7 @@ from staticllm.server.ray_app.application import application
 from staticllm.server.ray_app.cluster_settings import ClusterSettings
 
 APPLICATION = "staticllm"
+CONNECT_SECONDS = 5.0
 
 
 def settings_of(values: dict[str, Any]) -> ClusterSettings:
@@ -77,8 +80,27 @@ def _free_address(settings: ClusterSettings, port: int) -> tuple[str, int]:
         return base_url(listener), int(listener.getsockname()[1])
 
 
+def _check_address(address: str) -> None:
+    """Check that something listens there: Ray itself waits for minutes.
+
+    Raises:
+        ConfigError: nothing does.
+    """
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+    if address == "auto":
+        return
+    try:
+        if not port.isdecimal():
+            raise OSError("it is not HOST:PORT")
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"no Ray cluster at {address!r}: {error}; start one with `ray start --head`") from None
+
+
 @contextmanager
 def _cluster(address: str | None) -> Any:
+    if address is not None:
+        _check_address(address)
     try:
         ray.init(address=address or "local", logging_level=logging.WARNING, log_to_driver=False)
     except (ConnectionError, ValueError, RuntimeError) as error:

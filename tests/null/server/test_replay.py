@@ -47,14 +47,26 @@ def cut(text, lengths):
 LENGTHS = st.lists(st.integers(1, 5), max_size=8)
 
 
-@given(st.text(max_size=20), LENGTHS, LENGTHS, st.integers(0, 600), st.integers(1, 200), st.sampled_from(["content", "text"]))
+@given(
+    st.text(max_size=20),
+    LENGTHS,
+    LENGTHS,
+    st.integers(0, 600),
+    st.integers(1, 200),
+    st.sampled_from(["content", "text"]),
+)
 def test_a_stream_lost_anywhere_is_continued_exactly_once(text, first, second, lost_after, step, field):
     if field == "text":  # completions have the text in the choice
+
         def made(lengths, identity):
             deltas = [{"index": 0, "text": piece, "finish_reason": None} for piece in cut(text, lengths)]
             deltas.append({"index": 0, "text": "", "finish_reason": "length"})
-            return b"".join(event({"id": identity, "created": 1, "choices": [each]}) for each in deltas) + b"data: [DONE]\n\n"
+            return (
+                b"".join(event({"id": identity, "created": 1, "choices": [each]}) for each in deltas)
+                + b"data: [DONE]\n\n"
+            )
     else:
+
         def made(lengths, identity):
             return b": ping\n\n" + b"".join(answer(cut(text, lengths), identity))
 
@@ -65,7 +77,9 @@ def test_a_stream_lost_anywhere_is_continued_exactly_once(text, first, second, l
         again = made(second, "two")
         sent += b"".join(replay.take(again[start : start + step]) for start in range(0, len(again), step))
     chunks = chunks_of(sent)
-    found = "".join(each["choices"][0].get("text", each["choices"][0].get("delta", {}).get("content", "")) for each in chunks)
+    found = "".join(
+        each["choices"][0].get("text", each["choices"][0].get("delta", {}).get("content", "")) for each in chunks
+    )
     assert found == text
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert [each["choices"][0]["finish_reason"] for each in chunks if each["choices"][0]["finish_reason"]] == [
