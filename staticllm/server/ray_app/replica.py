@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any
 
 from ray import serve
 
@@ -29,7 +30,7 @@ class Replica:
         self._state = ServerState.of(specs, settings.of_replica())
         self._app = create_app(self._state)
         self._watch = DeviceWatch()
-        self._start: asyncio.Task[None] | None = None
+        self._start: asyncio.Task[Any] | None = None
         self._keep = serve.multiplexed(max_num_models_per_replica=settings.models_per_replica)(self._loaded())
 
     async def answer(self, request: ReplicaRequest) -> AsyncGenerator[ReplicaHead | bytes, None]:
@@ -44,7 +45,7 @@ class Replica:
             async for part in parts:
                 yield part
 
-    def _loaded(self):  # type: ignore[no-untyped-def]
+    def _loaded(self) -> Callable[[str], Awaitable[LoadedModel]]:
         """Return the function that loads a model for Ray, which says when to unload it."""
         hub = self._state.hub
 
