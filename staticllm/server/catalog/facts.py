@@ -1,4 +1,4 @@
-"""Reads what clients ask about a model from its files, without loading it: size, precision, architecture, chat template."""
+"""Reads what clients ask about a model from its files, without loading it: size, precision, chat template."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from staticllm.server.served_model import ModelSpec, ServedModel
 from staticllm.server.settings import ServerSettings
 
 MAX_CONFIG = 1 << 20
+ARCHITECTURE = "openvino"
+"""What clients get as the architecture of every model: nothing here depends on the names of architectures."""
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
 
 
@@ -35,7 +37,6 @@ class ModelFacts:
     of the weights. ``modified`` is in seconds since 1970. ``template`` is the Jinja chat template, "" without one.
     """
 
-    architecture: str
     num_parameters: int
     precision: str
     num_bytes: int
@@ -81,7 +82,6 @@ def _read(spec: ModelSpec, stamp: tuple[int, int, int, int]) -> ModelFacts:
     hidden = config.get("hidden_size")
     matrices = [constant for constant in read_ir(xml).constants.values() if len(constant.shape) > 1]
     return ModelFacts(
-        architecture=str(config.get("model_type") or "unknown"),
         num_parameters=sum(math.prod(constant.shape) for constant in matrices),
         precision=_main_type(matrices),
         num_bytes=stamp[3],

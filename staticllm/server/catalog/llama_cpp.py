@@ -1,4 +1,4 @@
-"""llama.cpp's ``/props``: the settings of a chat model, its template, and how many answers run at once."""
+"""llamacpp's ``/props``: the settings of a chat model, its template, and how many answers run at once."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from staticllm.server.catalog.facts import context_length, current_facts
+from staticllm.server.catalog.facts import ARCHITECTURE, context_length, current_facts
 from staticllm.server.served_model import ServedModel
 from staticllm.server.state import ServerState
 
@@ -29,7 +29,7 @@ def describe(state: ServerState, model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "type": TYPES.get(model.spec.kind, model.spec.kind),
         "publisher": "local",
-        "arch": facts.architecture,
+        "arch": ARCHITECTURE,
         "compatibility_type": FORMAT,
         "quantization": facts.precision.upper(),
         "state": STATES[state.hub.status(model)],

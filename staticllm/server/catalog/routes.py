@@ -1,4 +1,4 @@
-"""The paths under which LM Studio's and llama.cpp's clients look for models."""
+"""The paths under which LM Studio's and llamacpp's clients look for models."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 
 from staticllm.server.api_error import ApiError, json_response
-from staticllm.server.catalog.facts import ModelFacts, context_length, current_facts
+from staticllm.server.catalog.facts import ARCHITECTURE, ModelFacts, context_length, current_facts
 from staticllm.server.endpoint import Call
 from staticllm.server.ollama.fields import OllamaShowRequest
 from staticllm.server.ollama.names import FAR_FUTURE, served_name, tagged, timestamp
@@ -89,8 +89,8 @@ def _details(facts: ModelFacts) -> dict[str, Any]:
     return {
         "parent_model": "",
         "format": "openvino",
-        "family": facts.architecture,
-        "families": [facts.architecture],
+        "family": ARCHITECTURE,
+        "families": [ARCHITECTURE],
         "parameter_size": facts.size_label,
         "quantization_level": facts.precision.upper(),
     }
@@ -98,14 +98,12 @@ def _details(facts: ModelFacts) -> dict[str, Any]:
 
 def _model_info(facts: ModelFacts, length: int | None) -> dict[str, Any]:
     """Return the keys that clients look for, as in the header of a GGUF file. The length is that of the server's settings."""
-    family = facts.architecture
     info: dict[str, Any] = {
-        "general.architecture": family,
-        "general.basename": family,
+        "general.architecture": ARCHITECTURE,
         "general.parameter_count": facts.num_parameters,
     }
     if length is not None:
-        info[f"{family}.context_length"] = length
+        info[f"{ARCHITECTURE}.context_length"] = length
     if facts.hidden_size is not None:
-        info[f"{family}.embedding_length"] = facts.hidden_size
+        info[f"{ARCHITECTURE}.embedding_length"] = facts.hidden_size
     return info

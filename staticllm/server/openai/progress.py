@@ -1,4 +1,4 @@
-"""llama.cpp's additions to OpenAI's answers: how far the prompt is while it runs, and how long its parts took."""
+"""llamacpp's additions to OpenAI's answers: how far the prompt is while it runs, and how long its parts took."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PromptProgress:
     seconds: float
 
     def as_dict(self) -> dict[str, int]:
-        """Return it as llama.cpp's ``prompt_progress``."""
+        """Return it as llamacpp's ``prompt_progress``."""
         milliseconds = round(self.seconds * 1e3)
         return {"total": self.total, "cache": self.cached, "processed": self.processed, "time_ms": milliseconds}
 
@@ -68,7 +68,7 @@ def _progress_of(engine: Engine | None, handle: GenerationHandle, begin: float) 
 
 
 def timings_of(output: RequestOutput) -> dict[str, float]:
-    """Return how long the parts of an answer took, as llama.cpp's ``timings``.
+    """Return how long the parts of an answer took, as llamacpp's ``timings``.
 
     ``prompt_n`` counts the tokens of the prompt that ran, ``cache_n`` those that the prefix cache had; ``prompt_ms`` is the time
     of their device calls, which other requests may share. ``predicted_ms`` is the time from the first token to the last.

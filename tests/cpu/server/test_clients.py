@@ -89,8 +89,8 @@ class TestOllama:
         assert names == {"demo:latest", "tiny:latest"}
         assert {model.model for model in client.ps().models} <= names
         shown = client.show("demo")
-        assert shown.capabilities == ["completion"] and shown.modelinfo["llama.context_length"] == 1152
-        assert shown.details.family == "llama"
+        assert shown.capabilities == ["completion"] and shown.modelinfo["openvino.context_length"] == 1152
+        assert shown.details.family == "openvino"
 
     def test_it_takes_a_schema(self, client):
         pytest.importorskip("llguidance")

@@ -122,7 +122,9 @@ def test_thousands_of_generated_requests_leave_nothing_over(served):
     assert {path for path, status in total if status == 200} >= set(FORMATS), "some requests of each kind were served"
     served.wait_until_idle()
     assert held() <= files + 8
-    pool = served.settings.num_threads + 2  # its threads, the stop checker's and the loader's start when they are needed
+    pool = (
+        served.settings.num_threads + 2
+    )  # its threads, the stop checker's and the loader's start when they are needed
     assert threading.active_count() <= threads + pool
     assert psutil.Process().memory_info().rss - memory < 256 << 20
 

@@ -41,7 +41,7 @@ def test_lm_studios_list_says_type_state_and_length(served):
     assert listed == httpx.get(served.url + "/api/v0/models/demo").json()
     assert listed["type"] == "llm" and listed["state"] == "loaded" and listed["capabilities"] == []
     assert listed["max_context_length"] == listed["loaded_context_length"] == served.pipeline().config.max_seq_len
-    assert (listed["arch"], listed["quantization"]) == ("llama", "I8")
+    assert (listed["arch"], listed["quantization"]) == ("openvino", "I8")
     error = httpx.get(served.url + "/api/v0/models/nobody")
     assert error.status_code == 404 and error.json()["error"]["code"] == "model_not_found"
 

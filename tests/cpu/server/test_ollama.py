@@ -133,10 +133,10 @@ def test_models_are_listed_with_a_tag_and_known_with_and_without_it(served, post
     (listed,) = httpx.get(served.url + "/api/tags").json()["models"]
     assert listed["name"] == listed["model"] == "demo:latest"
     assert listed["size"] > 1 << 20 and len(listed["digest"]) == 64
-    assert listed["details"]["family"] == "llama" and listed["details"]["parameter_size"].endswith("M")
+    assert listed["details"]["family"] == "openvino" and listed["details"]["parameter_size"].endswith("M")
     for name in ("demo", "demo:latest"):
         shown = httpx.post(served.url + "/api/show", json={"model": name}).json()
-        assert shown["model_info"]["llama.context_length"] == served.pipeline().config.max_seq_len
+        assert shown["model_info"]["openvino.context_length"] == served.pipeline().config.max_seq_len
         assert shown["capabilities"] == ["completion"]
         assert "<|assistant|>" in shown["template"]
         assert post("chat", model=name, messages=MESSAGES, stream=False).json()["model"] == name

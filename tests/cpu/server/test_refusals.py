@@ -116,7 +116,8 @@ def test_an_unknown_model_is_not_found(client):
 
 
 def test_unknown_paths_and_methods_say_what_is_there(client):
-    assert "/v1/chat/completions" in error_of(client.get("/v1/responses"), 404)["message"]
+    assert "/openapi.json" in error_of(client.get("/v1/audio/speech"), 404)["message"]
+    assert "/v1/chat/completions" in client.get("/openapi.json").json()["paths"]
     assert error_of(client.get(CHAT), 405)["code"] == "method_not_allowed"
     assert error_of(client.get("/v1/../../etc/passwd"), 404)
 
