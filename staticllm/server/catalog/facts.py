@@ -24,7 +24,7 @@ from staticllm.server.settings import ServerSettings
 
 MAX_CONFIG = 1 << 20
 ARCHITECTURE = "openvino"
-"""What clients get as the architecture of every model: nothing here depends on the names of architectures."""
+"""What clients get as the architecture of every model: nothing here depends on what a model is called."""
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
 
 
