@@ -33,8 +33,6 @@ class AnswerEnd:
     outputs: list[RequestOutput]
 
 
-MAX_SESSION = 200
-"""Characters of the name of a session that count."""
 Part = AnswerDelta | AnswerEnd
 Submit = Callable[[], GenerationHandle]
 
@@ -172,7 +170,7 @@ class Answers:
         session, engine = current_record().session, self._model.local_engine
         if session is None or engine is None:
             return
-        name = f"{self._client}\n{session[:MAX_SESSION]}"
+        name = f"{self._client}\n{session}"
         tokens = [*handle.prompt_tokens, *output.tokens]
         with contextlib.suppress(ClosedError):
             engine.call_soon(lambda: engine.kv_manager.host_pool.claim(name, tokens, handle.adapter_scales))

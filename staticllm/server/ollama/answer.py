@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from pydantic_core import from_json
 
 from staticllm.core import FinishReason
 from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
@@ -20,6 +21,7 @@ from staticllm.pipelines.text.parsing.events import (
     ReasoningDelta,
     merged,
 )
+from staticllm.server.api_error import to_json
 from staticllm.server.ollama.names import nanoseconds, timestamp
 from staticllm.server.openai.reasons import token_logprobs
 
@@ -142,7 +144,17 @@ def without_answer(form: Form, model: str, reason: str) -> Object:
 
 
 def _call(index: int, id: str, name: str, arguments: str) -> Object:
-    return {"id": id, "function": {"index": index, "name": name, "arguments": json.loads(arguments or "{}")}}
+    return {"id": id, "function": {"index": index, "name": name, "arguments": _parsed(arguments)}}
+
+
+def _parsed(arguments: str) -> Object:
+    """Return the arguments of a call as an object; a text that is none, such as one with NaN, stands below ``arguments``."""
+    try:
+        found = from_json(arguments or "{}", allow_inf_nan=False)
+        to_json(found)  # refuses 1e999, which is read as infinite
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"arguments": arguments}
 
 
 def _logprobs(delta: TextDelta | RequestOutput, decode: Callable[[list[int]], str]) -> list[Object]:

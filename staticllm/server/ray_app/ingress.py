@@ -54,7 +54,7 @@ class Ingress:
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         except ApiError as error:
-            return error.response()
+            return error.response(request.url.path)
         if path == METRICS and head.status == 200:  # the key is right
             return Response(await self._metrics(), media_type=METRICS_TYPE)
         answer = StreamingResponse(relay.parts(), head.status)

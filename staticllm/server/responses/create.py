@@ -42,6 +42,7 @@ async def create(store: ResponseStore, call: Call, body: ResponsesRequest) -> Re
     if not conversation and not system:
         raise ApiError(400, "Missing required parameter: 'input'", param="input", code="missing_required_parameter")
     maker = ResponseMaker(body, model, store, call.client, tuple(conversation))
+    await call.state.workers.run(maker.check)
 
     def stream(answers: Answers, close: Close) -> Response:
         return ResponseStream(call, maker, answers, close)
@@ -116,6 +117,17 @@ class ResponseMaker:
         self._body, self._model, self._store, self._owner = body, model, store, owner
         self._conversation = conversation
         self._id, self._created = new_id("resp"), int(time.time())
+
+    def check(self) -> None:
+        """Check that what the answer repeats of its request can be written as JSON.
+
+        Raises:
+            ApiError: a number is outside the range of JSON's readers, such as 1e999, which was read as infinite.
+        """
+        try:
+            to_json([self.unfinished(), self._conversation])
+        except ValueError:
+            raise ApiError(400, "a number of the request is not finite: leave it out", code="invalid_value") from None
 
     def whole(self, handles: Handles) -> dict[str, Any]:
         """Return an answer that is not streamed."""

@@ -17,7 +17,6 @@ from staticllm.server.api_error import to_json
 from staticllm.server.telemetry.record import RequestRecord
 
 STANDARD_ERROR = "-"
-MAX_SESSION = 100
 
 
 class AccessLog:
@@ -65,7 +64,7 @@ def line_of(record: RequestRecord) -> str:
     if record.is_disconnected:
         found["disconnected"] = True
     if record.session is not None:
-        found["session"] = record.session[:MAX_SESSION]
+        found["session"] = record.session
     if record.error is not None:
         found["error"] = record.error
     if record.model is not None:

@@ -12,6 +12,8 @@ from staticllm.server.access import CLIENT
 from staticllm.server.telemetry.record import MAX_PATH, RequestRecord, set_current
 
 SESSION = "x-session-affinity"
+MAX_SESSION = 200
+"""Characters of the name of a session that count."""
 
 
 class Sink(Protocol):
@@ -37,7 +39,10 @@ class TelemetryMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        record = RequestRecord(scope["method"], scope["path"][:MAX_PATH], session=headers.get(SESSION))
+        session = headers.get(SESSION)
+        record = RequestRecord(
+            scope["method"], scope["path"][:MAX_PATH], session=None if session is None else session[:MAX_SESSION]
+        )
         ends = [sink.begin(record, headers) for sink in self._sinks]
         set_current(record)
 

@@ -278,6 +278,19 @@ def test_calls_are_objects_with_objects_as_arguments(echo):
     assert echo(messages=answered, stream=False, tools=[WEATHER]).json()["message"]["content"].strip() == "sunny"
 
 
+@pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": 1e999}', '{"city": "Rome"}'])
+def test_arguments_that_json_cannot_repeat_are_text(echo, arguments):
+    messages = asking(f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>')
+    found = echo(messages=messages, stream=False, tools=[WEATHER])
+    assert found.status_code == 200 and echo(messages=messages, tools=[WEATHER]).status_code == 200
+    message = found.json()["message"]
+    told = [call["function"]["arguments"] for call in message.get("tool_calls", [])]
+    if "Rome" in arguments:
+        assert told == [{"city": "Rome"}]
+    else:
+        assert told == [{"arguments": arguments}] or (not told and arguments in message["content"])
+
+
 def test_texts_are_embedded_as_by_the_pipeline(tmp_path):
     with serving([model_spec(f"tiny={a_directory(tmp_path)}")]) as served:
         expected = served.pipeline("tiny").embed_documents(TEXTS)

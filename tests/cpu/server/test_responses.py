@@ -214,6 +214,14 @@ def test_what_is_not_there_is_refused_by_its_name(served, body, param):
     assert found.status_code == 400 and found.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize("value", ["1e999", "-1e999"])
+def test_numbers_that_json_cannot_repeat_are_refused(served, value):
+    for field in ('"metadata": {"a": %s}', '"tools": [{"type": "function", "name": "f", "parameters": {"a": %s}}]'):
+        body = '{"input": "x", "max_output_tokens": 2, %s}' % (field % value)
+        found = httpx.post(served.url + "/v1/responses", content=body, headers={"content-type": "application/json"})
+        assert found.status_code == 400 and "not finite" in found.json()["error"]["message"]
+
+
 def test_a_prompt_that_is_too_long_is_an_error_unless_it_may_be_truncated(served):
     body = {"model": "demo", "input": "fox " * 3000, "max_output_tokens": 4}
     found = httpx.post(served.url + "/v1/responses", json=body)
