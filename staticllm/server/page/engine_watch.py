@@ -44,6 +44,7 @@ class EngineWatch:
         self._lock = threading.Lock()
         self._last_tokens: dict[int, float] = {}  # the moment of each request's last token
         self._decoding: set[int] = set()
+        self._ended: list[int] = []  # their last call is recorded after them
 
     def append(self, record: Record) -> None:
         """Keep a record. Runs on the engine's thread."""
@@ -120,15 +121,19 @@ class EngineWatch:
         for number, _ in step.prefill:
             if number not in self._decoding:  # a preempted request has a last token
                 self._last_tokens[number] = step.end
+        for number in self._ended:
+            self._last_tokens.pop(number, None)
+            self._decoding.discard(number)
+        self._ended.clear()
         return _ms(max(gaps)) if gaps else None
 
     def _forget_tokens(self) -> None:
         self._last_tokens.clear()
         self._decoding.clear()
+        self._ended.clear()
 
     def _answer(self, request: RequestRecord) -> dict[str, Any]:
-        self._last_tokens.pop(request.id, None)
-        self._decoding.discard(request.id)
+        self._ended.append(request.id)
         times = request.token_times
         gaps = [after - before for before, after in pairwise(times)]
         return {
