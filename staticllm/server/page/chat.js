@@ -116,6 +116,9 @@ export class Chat {
       this.isAtEnd = scrollHeight - scrollTop - clientHeight < 60;
       byId("to-end").hidden = this.isAtEnd;
     });
+    const onSize = new ResizeObserver(() => this.follow());
+    onSize.observe(this.scroller);
+    onSize.observe(this.log);
     byId("to-end").addEventListener("click", () => {
       this.isAtEnd = true;
       this.follow();
@@ -343,7 +346,7 @@ class MessageView {
     const redo = iconButton("redo", "Answer again", () => chat.redo(message));
     redo.classList.add("needs-rest");
     this.actions = el("div", { class: "actions" }, copy, redo);
-    this.foot.append(this.actions, this.stats);
+    this.foot.append(this.stats, this.actions);
     this.update();
   }
 

@@ -11,7 +11,7 @@ const NUM_CALLS = 96; // in the strip
 const NUM_ROWS = 8; // in the tables of calls and answers
 const RATE_SECONDS = 5;
 const MAX_QUEUED = 20; // rows of requests that wait in the server
-const PLOT = { width: 320, height: 120, left: 44, bottom: 18, top: 8, right: 6 };
+const PLOT = { width: 280, height: 130, left: 48, bottom: 20, top: 8, right: 6 };
 const ORDER = { running: 0, prefilling: 1, swapped: 2, waiting: 3, queued: 4 };
 const NAMES = { running: "Decoding", prefilling: "Prefill", swapped: "Swapped", waiting: "Waiting", queued: "Queued" };
 
@@ -272,7 +272,7 @@ function callRow(call) {
     call.preempted.length > 0 && el("span", { class: "chip bad" }, `preempted ${call.preempted.map((id) => `#${id}`).join(" ")}`),
     call.failed && el("span", { class: "chip bad" }, "failed"),
   ];
-  return el("tr", {}, el("th", { scope: "row", class: "number" }, `${call.number}`), el("td", { class: "wide chips" }, chips), el("td", { class: "number" }, `${call.rows} × ${call.kv_len}`), el("td", { class: "number" }, duration(call.ms)));
+  return el("tr", {}, el("th", { scope: "row", class: "wide chips" }, chips), el("td", { class: "number" }, `${call.rows} × ${call.kv_len}`), el("td", { class: "number" }, duration(call.ms)));
 }
 
 function answerRow(answer) {
@@ -300,7 +300,7 @@ function strip(calls) {
       at -= size;
       return svg("rect", { class: call.failed ? "failed" : name, x: (index + NUM_CALLS - calls.length) * step, y: at, width: step - 1.5, height: size });
     });
-    return svg("g", {}, svg("title", {}, `Call ${call.number}, ${call.rows} rows, ${duration(call.ms)}: ${heldText(call)}`), rects);
+    return svg("g", {}, svg("title", {}, `${call.rows} rows, ${duration(call.ms)}: ${heldText(call)}`), rects);
   });
   return svg("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" }, columns);
 }
@@ -329,7 +329,7 @@ function plotBase(node, top, labelOf) {
 function plotDots(node, points, end) {
   const top = niceTop(Math.max(10, ...points.map(({ y }) => y)));
   plotBase(node, top, duration0);
-  node.append(...points.map(({ x, y }) => svg("circle", { class: "dot", cx: plotX(Math.max(x, end - WINDOW), end), cy: plotY(y / top), r: 2.6 })));
+  node.append(...points.map(({ x, y }) => svg("circle", { class: "dot", cx: plotX(Math.max(x, end - WINDOW), end), cy: plotY(y / top), r: 3 })));
 }
 
 function plotGaps(node, seconds, end) {
