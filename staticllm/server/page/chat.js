@@ -105,6 +105,9 @@ export class Chat {
       this.sendInput();
     });
     byId("stop").addEventListener("click", () => this.stop());
+    addEventListener("beforeunload", () => {
+      for (const run of this.runs.values()) run.stop(); // else their connections would be lost, which is an error
+    });
     this.input.addEventListener("input", () => this.fitInput());
     this.input.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -299,7 +302,7 @@ class MessageView {
   edit() {
     const { message, chat } = this;
     if (chat.isRunning(chat.conversation)) return;
-    const field = el("textarea", { "aria-label": "Edit message", rows: Math.min(12, message.content.split("\n").length + 1) });
+    const field = el("textarea", { "aria-label": "Edited message", rows: Math.min(12, message.content.split("\n").length + 1) });
     field.value = message.content;
     const cancel = () => {
       this.node.classList.remove("is-edited");

@@ -7,7 +7,7 @@ import { getJson } from "./server.js";
 const POLL_MS = 500;
 const RETRY_MS = 3000;
 const WINDOW = 60; // seconds of the plots
-const NUM_CALLS = 96; // in the strip
+const NUM_CALLS = 160; // in the strip
 const NUM_ROWS = 8; // in the tables of calls and answers
 const RATE_SECONDS = 5;
 const MAX_QUEUED = 20; // rows of requests that wait in the server
@@ -138,7 +138,7 @@ export class SchedulerView {
     const prefill = sum("prefill");
     const decode = sum("decode");
     const inUse = totals?.slots_in_use ?? 0;
-    card("waiting", count("waiting") + queued.length, queued.length ? `${queued.length} outside the engine` : "");
+    card("waiting", count("waiting") + queued.length, queued.length ? `${queued.length} queued in the server` : "");
     card("prefilling", count("prefilling"), count("swapped") ? `${count("swapped")} swapped` : "");
     card("running", count("running"), limits ? `of ${limits.num_seqs}` : "");
     card("rate", (sum("tokens") / RATE_SECONDS).toFixed(0), "per second");
@@ -181,8 +181,9 @@ export class SchedulerView {
     const last = this.calls.at(-1);
     if (this.shownCall === last.number) return;
     this.shownCall = last.number;
-    byId("strip").replaceChildren(strip(this.calls));
-    byId("calls").replaceChildren(...this.calls.slice(-NUM_ROWS).reverse().map(callRow));
+    this.mostRows = Math.max(16, this.mostRows ?? 0, ...this.calls.map((call) => call.rows));
+    byId("strip").replaceChildren(strip(this.calls, this.mostRows));
+    byId("calls").replaceChildren(...grouped(this.calls).slice(-NUM_ROWS).reverse().map(callRow));
     setText(byId("calls-note"), dropped ? `${dropped} calls were too many to be sent` : "");
   }
 
@@ -260,7 +261,21 @@ function heldText(call) {
   return [...prompts, ...decode].join("; ");
 }
 
-function callRow(call) {
+/** Return runs of calls that decode the same requests and hold nothing else; every other call is a run of its own. */
+function grouped(calls) {
+  const groups = [];
+  for (const call of calls) {
+    const last = groups.at(-1);
+    const isSame = last && !call.prefill.length && !call.failed && last.key === `${call.rows} ${call.decode}`;
+    if (isSame) last.calls.push(call);
+    else groups.push({ key: call.prefill.length || call.failed ? null : `${call.rows} ${call.decode}`, calls: [call] });
+  }
+  return groups.map((group) => group.calls);
+}
+
+function callRow(calls) {
+  const call = calls.at(-1);
+  const ms = calls.reduce((sum, each) => sum + each.ms, 0) / calls.length;
   const { padding } = rowsOf(call);
   const ids = call.decode.slice(0, 8).map((id) => `#${id}`).join(" ") + (call.decode.length > 8 ? ` +${call.decode.length - 8}` : "");
   const chips = [
@@ -272,7 +287,7 @@ function callRow(call) {
     call.preempted.length > 0 && el("span", { class: "chip bad" }, `preempted ${call.preempted.map((id) => `#${id}`).join(" ")}`),
     call.failed && el("span", { class: "chip bad" }, "failed"),
   ];
-  return el("tr", {}, el("th", { scope: "row", class: "wide chips" }, chips), el("td", { class: "number" }, `${call.rows} × ${call.kv_len}`), el("td", { class: "number" }, duration(call.ms)));
+  return el("tr", {}, el("th", { scope: "row", class: "wide chips" }, chips, calls.length > 1 && el("span", { class: "times" }, `${calls.length} calls`)), el("td", { class: "number" }, `${call.rows} × ${call.kv_len}`), el("td", { class: "number" }, duration(ms)));
 }
 
 function answerRow(answer) {
@@ -284,11 +299,10 @@ function answerRow(answer) {
 }
 
 /** Return a picture of calls: a column each, as high as its rows. The table below has the same for screen readers. */
-function strip(calls) {
+function strip(calls, most) {
   const width = 960;
   const height = 84;
   const step = width / NUM_CALLS;
-  const most = Math.max(4, ...calls.map((call) => call.rows));
   const scale = (count) => (Math.log2(1 + count) / Math.log2(1 + most)) * height;
   const columns = calls.map((call, index) => {
     const { prefill, decode, padding } = rowsOf(call);
@@ -298,7 +312,7 @@ function strip(calls) {
     const rects = parts.map(([name, count]) => {
       const size = (count / call.rows) * whole;
       at -= size;
-      return svg("rect", { class: call.failed ? "failed" : name, x: (index + NUM_CALLS - calls.length) * step, y: at, width: step - 1.5, height: size });
+      return svg("rect", { class: call.failed ? "failed" : name, x: (index + NUM_CALLS - calls.length) * step, y: at, width: step - 1, height: size });
     });
     return svg("g", {}, svg("title", {}, `${call.rows} rows, ${duration(call.ms)}: ${heldText(call)}`), rects);
   });
