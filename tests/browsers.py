@@ -1,13 +1,25 @@
-"""Opens the page of a server in a headless Chromium, and fails on errors of its scripts and of its security policy."""
+"""Opens the page of a server in a headless Chromium, and fails on errors of its scripts and of its security policy.
+
+The model behind it answers what a test wants.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 
+import openvino_genai as genai
 import pytest
 
+from staticllm import demo_model_path
+from staticllm.testing import fake_pipeline
+
 SECONDS = 30
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{# <think> </think> #}"
+)
 
 
 def launched(playwright):
@@ -83,3 +95,35 @@ def tab_of(browser, url, **options):
         assert tab.problems == []
     finally:
         context.close()
+
+
+class ScriptedModel:
+    """A model that answers what its last message asks for: of ``answers``, or ``count N``. ``pause`` is the time of a call."""
+
+    def __init__(self, answers=()):
+        self.pause, self.prompts, self._answers = 0.0, [], dict(answers)
+
+    def load(self, device, properties):
+        tokenizer = genai.Tokenizer(str(demo_model_path()))
+        tokenizer.chat_template = TEMPLATE
+        lengths = {"MAX_PROMPT_LEN": 2048, "MIN_RESPONSE_LEN": 4000, "MAX_NUM_SEQS": 4, "MEASURE_COSTS": False}
+        pipe = fake_pipeline(lambda prompt: self.answer(prompt), tokenizer=tokenizer, **lengths)  # noqa: PLW0108 - a test replaces it
+        config = pipe.get_generation_config()
+        config.max_new_tokens = 4000
+        pipe.set_generation_config(config)
+        runner = pipe.engine.runner
+        run = runner.run
+
+        def slow(*arguments):
+            time.sleep(self.pause)
+            return run(*arguments)
+
+        runner.run = slow
+        return pipe
+
+    def answer(self, prompt):
+        self.prompts.append(prompt)
+        asked = prompt.rsplit("[user]", 1)[1].removesuffix("[assistant]").strip()
+        if asked.startswith("count"):
+            return " ".join(f"n{number}" for number in range(int(asked.split()[1])))
+        return self._answers.get(asked, f"You said {asked}.")

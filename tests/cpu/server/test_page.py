@@ -1,86 +1,27 @@
-"""Tests the web page in a real browser: chats, several at once, hostile answers, the scheduler, and the keyboard alone."""
+"""Tests the web page in a real browser: chats, several at once, the scheduler, and the keyboard alone."""
 
 from __future__ import annotations
 
 import threading
-import time
 
 import httpx
-import openvino_genai as genai
 import pytest
 
 for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
     pytest.importorskip(package)
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install 'staticllm[browser]'")
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: pip install 'staticllm[browser]'"
+)
 
-from browsers import launched, tab_of  # noqa: E402
+from browsers import ScriptedModel, launched, tab_of  # noqa: E402
 from served import serving  # noqa: E402
 
-from staticllm import demo_model_path  # noqa: E402
-from staticllm.testing import fake_pipeline  # noqa: E402
-
 pytestmark = pytest.mark.slow
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-    "{# <think> </think> #}"
-)
-HOSTILE = """
-<script>window.hacked = 1</script>
-
-<img src=x onerror="window.hacked = 1"> <svg onload="window.hacked = 1"></svg>
-<a href="javascript:window.hacked=1">raw</a> <iframe srcdoc="<script>parent.hacked=1</script>"></iframe>
-
-[one](javascript:window.hacked=1) [two](JaVaScRiPt:window.hacked=1) [three](data:text/html,<script>1</script>)
-[four](java\tscript:window.hacked=1) [five](vbscript:x) [six](//evil.invalid/x) [seven](&#106;avascript:x)
-[good](https://example.org/a?b=c) ![picture](https://evil.invalid/pixel.png) <https://example.org/auto>
-
-```html
-<script>window.hacked = 1</script>
-```
-
-| head <img src=x onerror=window.hacked=1> | b |
-|---|:-:|
-| `</td><script>window.hacked=1</script>` | **bold** |
-"""
-LIVELY = "# Title\n\nSome **bold**, *slanted* and `code`.\n\n- one\n- two\n  - three\n\n1. first\n2. second\n\n> said\n"
-ANSWERS = {"hostile": HOSTILE, "lively": LIVELY, "think": "<think>first this</think>then that"}
-
-
-class Model:
-    """A model that answers what its last message asks for: of ANSWERS, or ``count N``. ``pause`` is the time of a call."""
-
-    def __init__(self):
-        self.pause, self.prompts = 0.0, []
-
-    def load(self, device, properties):
-        tokenizer = genai.Tokenizer(str(demo_model_path()))
-        tokenizer.chat_template = TEMPLATE
-        lengths = {"MAX_PROMPT_LEN": 2048, "MIN_RESPONSE_LEN": 4000, "MAX_NUM_SEQS": 4, "MEASURE_COSTS": False}
-        pipe = fake_pipeline(lambda prompt: self.answer(prompt), tokenizer=tokenizer, **lengths)  # noqa: PLW0108 - a test replaces it
-        config = pipe.get_generation_config()
-        config.max_new_tokens = 4000
-        pipe.set_generation_config(config)
-        runner = pipe.engine.runner
-        run = runner.run
-
-        def slow(*arguments):
-            time.sleep(self.pause)
-            return run(*arguments)
-
-        runner.run = slow
-        return pipe
-
-    def answer(self, prompt):
-        self.prompts.append(prompt)
-        asked = prompt.rsplit("[user]", 1)[1].removesuffix("[assistant]").strip()
-        if asked.startswith("count"):
-            return " ".join(f"n{number}" for number in range(int(asked.split()[1])))
-        return ANSWERS.get(asked, f"You said {asked}.")
 
 
 @pytest.fixture(scope="module")
 def model():
-    return Model()
+    return ScriptedModel()
 
 
 @pytest.fixture(scope="module")
@@ -200,52 +141,6 @@ def test_leaving_the_page_stops_its_answer_and_keeps_what_had_come(tab, model, s
     assert "stopped" in tab.page.locator(".stats").inner_text() and tab.send.is_visible()
 
 
-def test_hostile_answers_stay_text(tab):
-    requests = []
-    tab.page.on("request", lambda request: requests.append(request.url))
-    tab.ask("hostile")
-    page, shown = tab.page, tab.page.locator(".markdown")
-    assert page.evaluate("window.hacked") is None
-    assert shown.locator("script, img, iframe, svg:not(.icon), object, embed, form, style, [onerror], [onload]").count() == 0
-    links = [link.get_attribute("href") for link in shown.locator("a").all()]
-    assert links == [
-        "https://example.org/a?b=c", "https://evil.invalid/pixel.png", "https://example.org/auto",
-    ]  # fmt: skip
-    assert all("noopener" in link.get_attribute("rel") for link in shown.locator("a").all())
-    assert "<script>window.hacked = 1</script>" in tab.text() and 'onerror="window.hacked = 1"' in tab.text()
-    assert shown.locator("td code").inner_text() == "</td><script>window.hacked=1</script>"
-    assert shown.locator("td strong").inner_text() == "bold"
-    assert not [url for url in requests if "evil" in url]
-
-
-def test_the_policy_forbids_html_from_strings_and_inline_scripts(browser, served):
-    with tab_of(browser, served.url) as tab:
-        page = tab.open().page
-        assert "TrustedHTML" in page.evaluate("() => { try { document.body.innerHTML = '<b>x</b>'; } catch (e) { return e.message; } }")
-        load = "() => { try { document.createElement('script').src = 'data:text/javascript,window.hacked=1'; } catch (e) { return e.message; } }"
-        assert "TrustedScriptURL" in page.evaluate(load)
-        listen = "() => { try { document.body.setAttribute('onclick', 'window.hacked = 1'); } catch (e) { return e.message; } }"
-        assert "TrustedScript" in page.evaluate(listen)
-        assert page.evaluate("window.hacked") is None
-        assert tab.problems, "the browser reports what the policy has stopped"
-        tab.problems.clear()
-
-
-def test_markdown_and_reasoning_are_shown(tab):
-    tab.ask("lively")
-    shown = tab.page.locator(".markdown").last
-    assert shown.locator("h3").inner_text() == "Title"
-    assert shown.locator("strong").inner_text() == "bold" and shown.locator("em").inner_text() == "slanted"
-    assert shown.locator("ul > li").count() == 3 and shown.locator("ul ul > li").inner_text() == "three"
-    assert shown.locator("ol > li").count() == 2 and shown.locator("blockquote").inner_text() == "said"
-    tab.ask("think")
-    assert tab.text() == "then that"
-    reasoning = tab.page.locator("details.reasoning").last
-    assert not reasoning.locator(".reasoning-text").is_visible()
-    reasoning.locator("summary").click()
-    assert reasoning.locator(".reasoning-text").inner_text() == "first this"
-
-
 def test_an_error_is_one_line_with_a_retry(tab, model):
     def fail(prompt):
         raise RuntimeError("secret of the server")
@@ -309,11 +204,13 @@ def test_the_scheduler_shows_what_runs_and_what_waits(tab, model, served):
     for thread in threads:
         thread.start()
     rows = tab.page.locator("#requests tr")
-    tab.page.wait_for_function("() => document.querySelectorAll('#requests .badge.running').length >= 3")
-    assert rows.count() == 6 and tab.page.locator("#requests .badge.queued").count() == 2
-    assert tab.page.locator("#card-waiting").inner_text() == "2"
+    badges = "document.querySelectorAll('#requests .badge"
+    tab.page.wait_for_function(f"() => {badges}.running').length === 4 && {badges}.queued').length === 2")
+    assert rows.count() == 6 and tab.page.locator("#card-waiting").inner_text() == "2"
     assert "decode" in tab.page.locator("#calls tr").first.inner_text()
-    tab.page.wait_for_function("() => document.querySelector('#requests [role=progressbar]').getAttribute('aria-valuenow') > 0")
+    tab.page.wait_for_function(
+        "() => document.querySelector('#requests [role=progressbar]').getAttribute('aria-valuenow') > 0"
+    )
     for thread in threads:
         thread.join()
     tab.page.get_by_text("No request is in the engine").wait_for()
@@ -335,7 +232,7 @@ def test_nobody_is_watched_behind_a_hidden_view(tab, served):
 
 def test_the_keyboard_alone_is_enough(tab, model):
     page = tab.page
-    focused = "() => document.activeElement.getAttribute('aria-label') || document.activeElement.textContent || document.activeElement.id"
+    focused = "() => { const now = document.activeElement; return now.getAttribute('aria-label') || now.textContent || now.id; }"
     page.wait_for_function("() => document.activeElement.id === 'message'")
     page.keyboard.type("first")
     page.keyboard.press("Shift+Enter")
@@ -354,10 +251,20 @@ def test_the_keyboard_alone_is_enough(tab, model):
     for _ in range(25):
         page.keyboard.press("Shift+Tab")
         seen.append(page.evaluate(focused).strip())
-        outline = page.evaluate("getComputedStyle(document.activeElement.closest('form') ?? document.activeElement).boxShadow")
+        outline = page.evaluate(
+            "getComputedStyle(document.activeElement.closest('form') ?? document.activeElement).boxShadow"
+        )
         outline += page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert outline != "nonenone" or page.evaluate("document.activeElement === document.body"), seen[-1]
-    wanted = ["Answer again", "Copy answer", "Edit message", "Settings of this conversation", "New conversation", "Scheduler", "Chat"]
+    wanted = [
+        "Answer again",
+        "Copy answer",
+        "Edit message",
+        "Settings of this conversation",
+        "New conversation",
+        "Scheduler",
+        "Chat",
+    ]
     places = [seen.index(name) for name in wanted]
     assert places == sorted(places), f"the order of focus is {seen}"
     while "Edit message" not in page.evaluate(focused):
