@@ -65,15 +65,16 @@ class EngineWatch:
         return self._next
 
     def since(self, after: int) -> Watched:
-        """Return what came after the record of this number."""
+        """Return what came after the record of this number; all that is kept if there is no such record yet."""
         self._number_records()
         with self._lock:
             entries, cursor = list(self._entries), self._next - 1
+        after = after if after <= cursor else 0
         oldest = entries[0][0] if entries else self._next
         found = [entry for number, entry in entries if number > after]
         calls = [entry for entry in found if "rows" in entry]
         ended = [entry for entry in found if "rows" not in entry]
-        num_dropped = max(0, oldest - after - 1) if 0 < after <= cursor else 0
+        num_dropped = max(0, oldest - after - 1) if after else 0
         return Watched(calls, ended, cursor, num_dropped)
 
     def _number_records(self) -> None:

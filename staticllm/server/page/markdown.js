@@ -128,7 +128,7 @@ function paragraph(lines, at) {
 function nodeOf(block, depth) {
   if (block.kind === "code") return codeBlock(block);
   if (block.kind === "rule") return el("hr");
-  if (block.kind === "heading") return el(`h${Math.min(6, block.level + 2)}`, {}, inline(block.text));
+  if (block.kind === "heading") return el(`h${Math.min(6, block.level + 1)}`, {}, inline(block.text));
   if (block.kind === "list") {
     const start = block.isOrdered && block.start !== 1 ? block.start : null;
     return el(block.isOrdered ? "ol" : "ul", { start }, block.items.map((item) => el("li", {}, nested(item, depth))));

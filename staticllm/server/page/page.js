@@ -212,6 +212,7 @@ function showView() {
       else link.removeAttribute("aria-current");
     }
   }
+  byId("skip").setAttribute("href", view === "chat" ? "#message" : "#scheduler-body");
   document.title = view === "chat" ? "staticllm" : "Scheduler · staticllm";
   scheduler.setVisible(view === "scheduler" && !document.hidden);
   showDrawer(false);
@@ -254,6 +255,10 @@ byId("model").addEventListener("change", () => {
 });
 for (const button of document.querySelectorAll(".open-settings")) button.addEventListener("click", () => openSettings());
 for (const button of document.querySelectorAll(".menu")) button.addEventListener("click", () => showDrawer(true));
+byId("skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the hash is the view
+  byId(byId("skip").getAttribute("href").slice(1)).focus();
+});
 byId("shade").addEventListener("click", () => showDrawer(false));
 NARROW.addEventListener("change", () => showDrawer(false));
 addEventListener("keydown", onKey);

@@ -39,7 +39,7 @@ FORBIDDEN = {
     "document.createElement('script').src = 'data:text/javascript,window.hacked=1';": "TrustedScriptURL",
     "document.body.setAttribute('onclick', 'window.hacked = 1');": "TrustedScript",
 }
-ALLOWED = "A BLOCKQUOTE BR BUTTON CODE DEL DIV EM H3 H4 H5 H6 HR LI OL P PRE SPAN STRONG SVG TABLE TBODY TD TH THEAD TR UL USE"
+ALLOWED = "A BLOCKQUOTE BR BUTTON CODE DEL DIV EM H2 H3 H4 H5 H6 HR LI OL P PRE SPAN STRONG SVG TABLE TBODY TD TH THEAD TR UL USE"
 FUZZ = r"""async ({ allowed, rounds }) => {
   const { showMarkdown } = await import("/page/markdown.js");
   const parts = ["<script>", "</script>", "<img src=x onerror=hacked=1>", "javascript:hacked=1", "[", "](", ")", "!", "`",
@@ -138,7 +138,7 @@ def test_the_policy_forbids_html_from_strings_and_inline_scripts(browser, served
 def test_markdown_and_reasoning_are_shown(tab):
     tab.ask("lively")
     shown = tab.page.locator(".markdown").last
-    assert shown.locator("h3").inner_text() == "Title"
+    assert shown.locator("h2").inner_text() == "Title"
     assert shown.locator("strong").inner_text() == "bold" and shown.locator("em").inner_text() == "slanted"
     assert shown.locator("ul > li").count() == 3 and shown.locator("ul ul > li").inner_text() == "three"
     assert shown.locator("ol > li").count() == 2 and shown.locator("blockquote").inner_text() == "said"
@@ -151,10 +151,13 @@ def test_markdown_and_reasoning_are_shown(tab):
 
 
 def test_no_text_makes_anything_but_known_elements(tab, in_full):
-    assert tab.page.evaluate(FUZZ, {"allowed": ALLOWED.split(), "rounds": 5000 if in_full else 500}) == ""
+    options = {"allowed": ALLOWED.split(), "rounds": 5000 if in_full else 500}
+    assert tab.page.evaluate(FUZZ, options) == ""
 
 
-PARTS = [*"**a |*a* |[|![|[a](|`|``a|_a|~~|> |- |  - |<|h|https://|*_|1. a\n".split("|"), "|a", "|\n|-"]
+PARTS = [
+    "**a ", "*a* ", "[", "![", "[a](", "`", "``a", "_a", "~~", "> ", "- ", "  - ", "<", "h", "https://", "*_", "1. a\n", "|a", "|\n|-",
+]  # fmt: skip
 SHOW = """async (text) => {
   const { showMarkdown } = await import("/page/markdown.js");
   const begin = performance.now();
