@@ -156,7 +156,8 @@ def test_no_text_makes_anything_but_known_elements(tab, in_full):
 
 
 PARTS = [
-    "**a ", "*a* ", "[", "![", "[a](", "`", "``a", "_a", "~~", "> ", "- ", "  - ", "<", "h", "https://", "*_", "1. a\n", "|a", "|\n|-",
+    "**a ", "*a* ", "[", "![", "[a](", "`", "``a", "_a", "~~", "> ", "- ", "  - ", "<", "h", "https://", "*_",
+    "1. a\n", "|a", "|\n|-",
 ]  # fmt: skip
 SHOW = """async (text) => {
   const { showMarkdown } = await import("/page/markdown.js");
