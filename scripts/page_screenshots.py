@@ -21,9 +21,9 @@ import httpx
 from playwright.sync_api import Page, sync_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
-SIZE, PHONE = {"width": 1200, "height": 760}, {"width": 390, "height": 780}
+SIZE, PHONE, TALL = ({"width": 1200, "height": 740}, {"width": 390, "height": 740}, {"width": 1120, "height": 1180})
 MAX_BYTES = 150_000
-NUM_CLIENTS, LOAD_SECONDS = 9, 25
+NUM_CLIENTS, LOAD_SECONDS = 8, 40
 CHATS = (
     ("Tell me a story about a lighthouse.",),
     ("What is the capital of France?", "And of Italy?"),
@@ -55,8 +55,10 @@ def chat(page: Page, texts: tuple[str, ...]) -> None:
         page.wait_for_timeout(200)
 
 
-def load(url: str, stop: threading.Event) -> list[threading.Thread]:
-    """Start clients with prompts and answers of different lengths."""
+@contextmanager
+def load(url: str) -> Iterator[None]:
+    """Let clients send prompts, with answers of different lengths."""
+    stop = threading.Event()
 
     def run(number: int) -> None:
         turn = 0
@@ -71,7 +73,12 @@ def load(url: str, stop: threading.Event) -> list[threading.Thread]:
     threads = [threading.Thread(target=run, args=(number,)) for number in range(NUM_CLIENTS)]
     for thread in threads:
         thread.start()
-    return threads
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 def shoot(page: Page, path: Path) -> None:
@@ -98,16 +105,12 @@ def main() -> None:
         page.set_viewport_size(PHONE)
         page.emulate_media(color_scheme="light")
         shoot(page, folder / "page_phone.png")
-        page.set_viewport_size({"width": 1200, "height": 1240})
+        page.set_viewport_size(TALL)
         page.goto(url + "/#scheduler")
-        stop = threading.Event()
-        threads = load(url, stop)
-        page.wait_for_timeout(LOAD_SECONDS * 1000)
-        shoot(page, folder / "page_scheduler.png")
-        stop.set()
+        with load(url):
+            page.wait_for_timeout(LOAD_SECONDS * 1000)
+            shoot(page, folder / "page_scheduler.png")
         browser.close()
-        for thread in threads:
-            thread.join()
 
 
 if __name__ == "__main__":

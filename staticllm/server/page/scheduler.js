@@ -8,7 +8,8 @@ const POLL_MS = 500;
 const RETRY_MS = 3000;
 const WINDOW = 60; // seconds of the plots
 const NUM_CALLS = 160; // in the strip
-const NUM_ROWS = 8; // in the tables of calls and answers
+const NUM_GROUPS = 5; // of calls in the table
+const NUM_ANSWERS = 8; // in the table
 const RATE_SECONDS = 5;
 const MAX_QUEUED = 20; // rows of requests that wait in the server
 const PLOT = { width: 280, height: 130, left: 48, bottom: 20, top: 8, right: 6 };
@@ -94,7 +95,7 @@ export class SchedulerView {
     for (const call of feed.calls) this.addToSecond(call);
     const oldest = feed.now - WINDOW - 2;
     for (const second of this.seconds.keys()) if (second < oldest) this.seconds.delete(second);
-    this.lastAnswers = [...(this.cursor === 0 ? [] : (this.lastAnswers ?? [])), ...feed.ended].slice(-NUM_ROWS);
+    this.lastAnswers = [...(this.cursor === 0 ? [] : (this.lastAnswers ?? [])), ...feed.ended].slice(-NUM_ANSWERS);
   }
 
   addToSecond(call) {
@@ -138,7 +139,7 @@ export class SchedulerView {
     const prefill = sum("prefill");
     const decode = sum("decode");
     const inUse = totals?.slots_in_use ?? 0;
-    card("waiting", count("waiting") + queued.length, queued.length ? `${queued.length} queued in the server` : "");
+    card("waiting", count("waiting") + queued.length, queued.length ? `${queued.length} queued` : "");
     card("prefilling", count("prefilling"), count("swapped") ? `${count("swapped")} swapped` : "");
     card("running", count("running"), limits ? `of ${limits.num_seqs}` : "");
     card("rate", (sum("tokens") / RATE_SECONDS).toFixed(0), "per second");
@@ -183,7 +184,7 @@ export class SchedulerView {
     this.shownCall = last.number;
     this.mostRows = Math.max(16, this.mostRows ?? 0, ...this.calls.map((call) => call.rows));
     byId("strip").replaceChildren(strip(this.calls, this.mostRows));
-    byId("calls").replaceChildren(...grouped(this.calls).slice(-NUM_ROWS).reverse().map(callRow));
+    byId("calls").replaceChildren(...grouped(this.calls).slice(-NUM_GROUPS).reverse().map(callRow));
     setText(byId("calls-note"), dropped ? `${dropped} calls were too many to be sent` : "");
   }
 
@@ -261,25 +262,27 @@ function heldText(call) {
   return [...prompts, ...decode].join("; ");
 }
 
-/** Return runs of calls that decode the same requests and hold nothing else; every other call is a run of its own. */
+/** Return runs of calls of the same program that hold the same requests; a call that failed is a run of its own. */
 function grouped(calls) {
   const groups = [];
+  let last = null;
   for (const call of calls) {
-    const last = groups.at(-1);
-    const isSame = last && !call.prefill.length && !call.failed && last.key === `${call.rows} ${call.decode}`;
-    if (isSame) last.calls.push(call);
-    else groups.push({ key: call.prefill.length || call.failed ? null : `${call.rows} ${call.decode}`, calls: [call] });
+    const key = call.failed ? null : JSON.stringify([call.rows, call.decode, call.prefill.map(([id]) => id)]);
+    if (key !== null && key === last) groups.at(-1).push(call);
+    else groups.push([call]);
+    last = key;
   }
-  return groups.map((group) => group.calls);
+  return groups;
 }
 
 function callRow(calls) {
   const call = calls.at(-1);
   const ms = calls.reduce((sum, each) => sum + each.ms, 0) / calls.length;
+  const prefill = call.prefill.map(([id], index) => [id, calls.reduce((sum, each) => sum + each.prefill[index][1], 0)]);
   const { padding } = rowsOf(call);
   const ids = call.decode.slice(0, 8).map((id) => `#${id}`).join(" ") + (call.decode.length > 8 ? ` +${call.decode.length - 8}` : "");
   const chips = [
-    ...call.prefill.slice(0, 4).map(([id, count]) => el("span", { class: "chip prefill" }, `#${id} prefill ${count}`)),
+    ...prefill.slice(0, 4).map(([id, count]) => el("span", { class: "chip prefill" }, `#${id} prefill ${count}`)),
     call.prefill.length > 4 && el("span", { class: "chip prefill" }, `+${call.prefill.length - 4}`),
     call.decode.length > 0 && el("span", { class: "chip decode" }, `decode ${ids}`),
     call.drafted > 0 && el("span", { class: "chip" }, `drafts ${call.accepted}/${call.drafted}`),
