@@ -26,6 +26,7 @@ class Run {
     let first = 0;
     let last = 0;
     let num = 0;
+    let rate = null; // as the server has measured it
     const onChunk = (chunk) => {
       const choice = chunk.choices?.[0];
       const delta = choice?.delta ?? {};
@@ -41,7 +42,8 @@ class Run {
       const seconds = (last - first) / 1000;
       const stats = { ttft: first ? first - begin : null, reason: reason ?? message.stats?.reason, output: chunk.usage?.completion_tokens ?? num };
       if (chunk.usage) Object.assign(stats, { prompt: chunk.usage.prompt_tokens, cached: chunk.usage.prompt_tokens_details?.cached_tokens ?? 0 });
-      stats.rate = stats.output > 1 && seconds > 0 ? (stats.output - 1) / seconds : null;
+      rate = chunk.timings?.predicted_per_second || rate;
+      stats.rate = rate ?? (stats.output > 1 && seconds > 0 ? (stats.output - 1) / seconds : null);
       message.stats = stats;
       this.onUpdate(this);
     };
@@ -365,7 +367,7 @@ class MessageView {
     this.text.classList.toggle("is-streaming", isStreaming && Boolean(message.content));
     this.wait.hidden = !isStreaming || Boolean(message.content);
     setText(this.hint, hint || (message.reasoning ? "" : "Waiting for the first token"));
-    this.actions.hidden = isStreaming;
+    this.actions.hidden = isStreaming || (message.state === "error" && !message.content);
     this.showStats();
     this.showError();
   }
