@@ -191,25 +191,28 @@ export class Chat {
 
   /** Show what has come, at most every RENDER_MS. */
   update(run) {
+    if (!this.store.has(run.conversation)) return; // it was deleted
     this.store.save(run.conversation, true);
     run.timer ??= setTimeout(() => {
       run.timer = null;
-      if (this.conversation === run.conversation && this.runs.get(run.conversation.id) === run) {
-        this.views.get(run.message.id)?.update(run.hint);
-        this.follow();
-      }
-    }, RENDER_MS);
+      if (this.conversation !== run.conversation || this.runs.get(run.conversation.id) !== run) return;
+      const begin = performance.now();
+      this.views.get(run.message.id)?.update(run.hint);
+      this.follow();
+      run.renderMs = performance.now() - begin;
+    }, Math.max(RENDER_MS, 4 * (run.renderMs ?? 0)));
   }
 
   end(run) {
     const { conversation, message } = run;
     clearTimeout(run.timer);
+    if (!this.store.has(conversation)) return; // it was deleted
     conversation.updated = Date.now();
     const isKept = this.store.save(conversation);
     if (!isKept) this.hooks.notify("This conversation is too long to be kept in this browser.");
     const isShown = this.conversation === conversation;
     if (isShown) this.views.get(message.id)?.update();
-    else if (this.store.get(conversation.id)) this.unread.add(conversation.id);
+    else this.unread.add(conversation.id);
     this.refresh();
     this.follow();
     const where = isShown ? "" : `In “${conversation.title}”: `;

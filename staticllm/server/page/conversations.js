@@ -12,9 +12,10 @@ export function newMessage(role, content, state = "done") {
   return { id: newId(), role, content, state };
 }
 
-/** The conversations of this browser, newest first. `onChange` is called with the id of one that another tab has changed. */
+/** The conversations of this browser, newest first. `onChange(id)` is called when another tab has changed one, unless it `isBusy(id)` here. */
 export class Conversations {
-  constructor(onChange) {
+  constructor({ onChange, isBusy }) {
+    this.isBusy = isBusy;
     this.all = new Map();
     for (const key of Object.keys(localStorage)) {
       const found = key.startsWith(PREFIX) && parse(localStorage.getItem(key));
@@ -26,6 +27,7 @@ export class Conversations {
       if (!event.key?.startsWith(PREFIX)) return;
       const id = event.key.slice(PREFIX.length);
       const found = parse(event.newValue);
+      if (this.isBusy(id)) return; // it is streamed here: this tab writes it
       if (found) this.all.set(id, found);
       else this.all.delete(id);
       onChange(id);
@@ -38,6 +40,11 @@ export class Conversations {
 
   get(id) {
     return this.all.get(id);
+  }
+
+  /** Return whether a conversation is kept: it was neither deleted nor replaced by that of another tab. */
+  has(conversation) {
+    return this.all.get(conversation.id) === conversation;
   }
 
   /** Return a new conversation. It is kept as soon as it has a message. */

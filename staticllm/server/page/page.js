@@ -10,10 +10,7 @@ const THEME = "staticllm.theme";
 const NOTICE_MS = 8000;
 const NARROW = matchMedia("(max-width: 760px)");
 
-const store = new Conversations((id) => {
-  if (chat.conversation?.id === id && !chat.isRunning(chat.conversation)) chat.show(store.get(id) ?? store.create(defaultModel()));
-  showList();
-});
+const store = new Conversations({ onChange: showChanged, isBusy: (id) => chat.runs.has(id) });
 const chat = new Chat(store, { changed: () => showList(), needsKey: () => openSettings("api-key"), notify });
 const scheduler = new SchedulerView({ needsKey: () => openSettings("api-key") });
 let models = [];
@@ -101,9 +98,15 @@ function listItem(each) {
   return el("li", {}, button, iconButton("trash", `Delete “${each.title}”`, () => remove(each), { class: "icon-button delete" }));
 }
 
+/** Show what another tab has changed. */
+function showChanged(id) {
+  if (chat.conversation.id === id) open(store.get(id) ?? store.create(defaultModel()));
+  showList();
+}
+
 function remove(conversation) {
-  chat.runs.get(conversation.id)?.stop();
   store.remove(conversation.id);
+  chat.runs.get(conversation.id)?.stop();
   if (chat.conversation === conversation) open(store.list()[0] ?? store.create(defaultModel()));
   showList();
   byId("new").focus();
@@ -230,7 +233,7 @@ function showDrawer(isOpen) {
 function onKey(event) {
   if (byId("settings").open) return;
   const isMain = event.ctrlKey || event.metaKey;
-  if (event.key === "Escape") {
+  if (event.key === "Escape" && !event.isComposing) {
     if (document.body.classList.contains("has-drawer")) {
       showDrawer(false);
       document.querySelector("main:not([hidden]) .menu").focus();

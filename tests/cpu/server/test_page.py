@@ -131,6 +131,30 @@ def test_two_conversations_stream_at_once_and_survive_a_reload(tab, model, serve
     tab.wait_for_text("n149")
 
 
+def test_a_conversation_that_is_deleted_while_it_streams_stays_deleted(tab, model, served):
+    model.pause = 0.02
+    tab.ask("count 900", is_complete=False)
+    tab.wait_for_text("n3 ")
+    tab.page.get_by_role("button", name="Delete “count 900”").click()
+    served.wait_until_idle()
+    tab.page.wait_for_timeout(1500)
+    assert tab.page.locator(".conversation").count() == 0
+    tab.page.reload()
+    tab.page.get_by_text("Conversations stay in this browser.").wait_for()
+
+
+def test_two_tabs_show_the_same_conversations(tab):
+    tab.ask("one")
+    other = tab.page.context.new_page()
+    other.goto(tab.url)
+    other.get_by_text("You said one.").wait_for()
+    tab.ask("two")
+    other.get_by_text("You said two.").wait_for()
+    other.get_by_role("button", name="Delete “one”").click()
+    tab.page.get_by_text("Conversations stay in this browser.").wait_for()
+    other.close()
+
+
 def test_leaving_the_page_stops_its_answer_and_keeps_what_had_come(tab, model, served):
     model.pause = 0.02
     tab.ask("count 900", is_complete=False)
