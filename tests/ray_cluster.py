@@ -13,7 +13,7 @@ import staticllm
 NAME = "staticllm"
 STORE = 80 << 20
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
-"""Other settings round differently in other company, so that another machine may give another answer."""
+"""Other settings round differently in other calls, so that another machine may give another answer."""
 
 
 class RayCluster:

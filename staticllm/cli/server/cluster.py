@@ -22,7 +22,7 @@ def cluster_options(command: Command) -> Command:
     return command
 
 
-class Replicas(click.ParamType):  # type: ignore[type-arg] - click 8.1 has no type arguments
+class Replicas(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has none
     """A number of replicas, or bounds of it: ``2``, ``1:4``."""
 
     name = "N|MIN:MAX"

@@ -1,7 +1,7 @@
 """Continues a streamed answer whose replica was lost: another replica makes it again, and what was sent is left out.
 
 The ingress gives such a request a seed, so that the second answer is the first one again. Where it is another one after all
-(numbers differ in their last bits in other company, and a draw lies at the border of two tokens), the stream ends with an
+(numbers differ in their last bits in other calls, and a draw lies at the border of two tokens), the stream ends with an
 error.
 """
 
