@@ -40,7 +40,7 @@ OPENAI_POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
     ("/tokenize", TokenizeRequest, tokenize),
     ("/detokenize", DetokenizeRequest, detokenize),
 )
-POSTS = OPENAI_POSTS + ollama.POSTS
+POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (*OPENAI_POSTS, *ollama.POSTS)
 MODELS, HEALTH, METRICS, SCHEMA = "/v1/models", "/health", "/metrics", "/openapi.json"
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 

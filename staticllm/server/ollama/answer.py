@@ -62,7 +62,8 @@ class AnswerForm:
         decode: Callable[[list[int]], str] | None,
         is_parsed: bool,
     ) -> None:
-        self._form, self._model, self._begin, self._loaded, self._decode = form, model, begin, loaded, decode
+        self._form: Form = form
+        self._model, self._begin, self._loaded, self._decode = model, begin, loaded, decode
         self._is_parsed = is_parsed
         self._begun: dict[int, _Begun] = {}
         self._logprobs: list[Object] = []  # of tokens that had no text yet

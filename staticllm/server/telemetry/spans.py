@@ -1,5 +1,7 @@
 """Spans of OpenTelemetry with the attributes of its conventions for generative models (``gen_ai.*``)."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Callable
