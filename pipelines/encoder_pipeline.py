@@ -95,6 +95,19 @@ class EncoderPipeline:
             )
         return self._engine
 
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a text, or of a query with a text."""
+        return self._served.info.max_length
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Return the tokens of each text with its special ones, before it is truncated to ``max_length``.
+
+        Raises:
+            PromptError: a text is not valid.
+        """
+        return self._tokenizer.count(texts)
+
     def close(self) -> None:
         """Release the device; texts that wait get a ``ClosedError``. An engine that was given goes on."""
         self._served.close()

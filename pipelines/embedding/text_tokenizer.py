@@ -37,6 +37,16 @@ class TextTokenizer:
         _check(prompt, "the prompt")
         return len(next(self._encoded([prompt]))) - self._num_last if prompt else 0
 
+    def count(self, texts: Sequence[str]) -> list[int]:
+        """Return the tokens of each text with its special ones, before it is truncated.
+
+        Raises:
+            PromptError, ModelError: as for ``encode``.
+        """
+        for index, text in enumerate(texts):
+            _check(text, f"text {index}")
+        return [len(ids) for ids in self._encoded(texts)]
+
     def encode(self, texts: Sequence[str], num_prompt: int = 0) -> list[TokenizedText]:
         """Return the ids of each text, of which the first ``num_prompt`` do not count in its vector.
 

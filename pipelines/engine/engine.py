@@ -25,9 +25,11 @@ from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.output_queue import OutputQueue
+from staticllm.pipelines.engine.recording import progress_of
 from staticllm.pipelines.engine.request import EngineRequest, RequestState, mask_of
 from staticllm.pipelines.engine.speculation.draft_model import DraftModel
 from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
+from staticllm.pipelines.profiling.progress import EngineProgress
 from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.programs.model_runner import ModelRunner
@@ -135,6 +137,10 @@ class Engine:
     def stats(self) -> Stats:
         """Return statistics since the engine was made."""
         return self.profiler.stats()
+
+    def progress(self) -> EngineProgress:
+        """Return how far each request is. Any thread may call; the engine's thread does not wait for it."""
+        return progress_of((*self._inbox.values(), *self._core.requests.values()), self._core.runner)
 
     def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
         """Record every step of a ``with`` block.

@@ -25,6 +25,10 @@ from staticllm.errors import (
 
 INVALID, SERVER, BUSY = "invalid_request_error", "server_error", "rate_limit_error"
 MAX_RETRY_SECONDS = 600
+OLLAMA_NAMES = frozenset(
+    ["chat", "generate", "embed", "embeddings", "tags", "show", "ps", "version", "pull", "push", "create", "copy", "delete", "blobs"]
+)
+"""The first part of each path of Ollama's API, after ``/api/``."""
 _log = logging.getLogger("staticllm.server")
 
 
@@ -46,14 +50,21 @@ class ApiError(Exception):
         self.status, self.message, self.kind, self.code, self.param = status, message, kind, code, param
         self.headers, self.knob = dict(headers or {}), knob
 
-    @property
-    def body(self) -> dict[str, Any]:
-        """The JSON body of the answer."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """Return the JSON body of the answer: OpenAI's error object, or for a ``path`` of Ollama's API only the message."""
+        if is_ollama(path):
+            return {"error": self.message}
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """Return the answer."""
-        return json_response(self.body, self.status, self.headers)
+    def response(self, path: str = "") -> Response:
+        """Return the answer to a request for ``path``."""
+        return json_response(self.body(path), self.status, self.headers)
+
+
+def is_ollama(path: str) -> bool:
+    """Return whether a path belongs to Ollama's API."""
+    room, _, name = path.strip("/").partition("/")
+    return room == "api" and name.partition("/")[0] in OLLAMA_NAMES
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

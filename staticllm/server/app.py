@@ -18,14 +18,16 @@ from staticllm.server.api_error import ApiError, json_response
 from staticllm.server.endpoint import endpoint, guarded
 from staticllm.server.http_limits import PathMiddleware
 from staticllm.server.lifecycle import LifecycleMiddleware
+from staticllm.server.ollama import routes as ollama
 from staticllm.server.openai.chat import ChatRequest, chat_completions
 from staticllm.server.openai.completions import CompletionRequest, completions
 from staticllm.server.openai.encoders import EmbeddingsRequest, RerankRequest, embeddings, rerank
 from staticllm.server.openai.model_list import describe, model_list
 from staticllm.server.openai.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from staticllm.server.page.routes import add_page_routes
 from staticllm.server.state import ServerState
 
-POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
+OPENAI_POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
     ("/v1/chat/completions", ChatRequest, chat_completions),
     ("/v1/completions", CompletionRequest, completions),
     ("/v1/embeddings", EmbeddingsRequest, embeddings),
@@ -33,6 +35,7 @@ POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
     ("/tokenize", TokenizeRequest, tokenize),
     ("/detokenize", DetokenizeRequest, detokenize),
 )
+POSTS = OPENAI_POSTS + ollama.POSTS
 MODELS, HEALTH, METRICS, SCHEMA = "/v1/models", "/health", "/metrics", "/openapi.json"
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
@@ -44,6 +47,7 @@ def create_app(state: ServerState) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.hub.start()
         yield
+        state.scheduler.close()
         await state.hub.close()
         state.workers.close()
 
@@ -58,15 +62,21 @@ def create_app(state: ServerState) -> FastAPI:
             openapi_extra=_body_schema(kind),
             response_model=None,
         )
-    for path, answer in _gets(state).items():
+    gets = {**_gets(state), **ollama.gets(state)}
+    for path, answer in gets.items():
         app.add_api_route(path, answer, methods=["GET"], response_model=None)
+    for path in ollama.REFUSED:
+        app.add_api_route(
+            path, ollama.refusal(state), methods=[*ollama.REFUSED_METHODS], response_model=None, include_in_schema=False
+        )
+    page_paths = add_page_routes(app, state)
     app.add_exception_handler(HTTPException, _http_error)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     origins = Origins(state.settings)  # the last layer that is added is the first that a request passes
     app.add_middleware(LifecycleMiddleware, lifecycle=state.lifecycle)
     app.add_middleware(AccessMiddleware, settings=state.settings, origins=origins)
     app.add_middleware(Preflights, origins=origins)
-    paths = [path for path, *_ in POSTS] + [MODELS, HEALTH, METRICS, SCHEMA]
+    paths = [path for path, *_ in POSTS] + [*gets, SCHEMA, *ollama.REFUSED, *page_paths]
     app.add_middleware(PathMiddleware, paths=paths)
     return app
 
@@ -112,12 +122,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Return the answer for an unknown path or method, in the form of all errors."""
     assert isinstance(error, HTTPException)
     path, method = request.scope["path"][:200], request.method
-    known = ", ".join([path for path, *_ in POSTS] + [MODELS, HEALTH, METRICS])
-    message = (
-        f"{method} {path} is not served: there are {known}" if error.status_code in (404, 405) else str(error.detail)
-    )
+    is_unknown = error.status_code in (404, 405)
+    message = f"{method} {path} is not served: {SCHEMA} lists what is" if is_unknown else str(error.detail)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+    return ApiError(error.status_code, message, code=code, headers=error.headers).response(path)
 
 
 def _body_schema(kind: type[BaseModel]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ async def guarded(state: ServerState, request: Request, work: Awaitable[Response
     except Exception as error:
         found = api_error_of(error)
         count_refusal(state, found)
-        response = found.response()
+        response = found.response(request.scope["path"])
     state.metrics.requests.labels(path, str(response.status_code)).inc()
     return response
 
@@ -177,6 +177,6 @@ class ChunkStream(EventSourceResponse):
         except Exception as error:
             found = api_error_of(error)
             count_refusal(self._state, found)
-            yield ServerSentEvent(to_json(found.body), sep="\n")
+            yield ServerSentEvent(to_json(found.body()), sep="\n")
         self._has_ended = True
         yield ServerSentEvent("[DONE]", sep="\n")

@@ -86,7 +86,7 @@ class LifecycleMiddleware:
                 503, "the server is stopping", kind=SERVER, code="stopping",
                 headers={"Retry-After": "5", "Connection": "close"},
             )  # fmt: skip
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         self._lifecycle.begin()
         try:

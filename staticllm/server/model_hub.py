@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ from staticllm.server.served_model import Kind, ModelSpec, Pipeline, ServedModel
 from staticllm.server.settings import ServerSettings
 
 Result = TypeVar("Result")
+MIN_IDLE_CHECK, MAX_IDLE_CHECK = 0.05, 0.5
+"""Seconds between two looks for idle models."""
 _log = logging.getLogger("staticllm.server")
 KINDS = {"chat": "a chat model", "embedding": "an embedding model", "rerank": "a reranker"}
 
@@ -44,7 +47,23 @@ class ModelHub:
         if not self._settings.is_lazy:
             self.first_load = self._begin_load(next(iter(self.models.values())))
         if self._settings.idle_unload is not None:
-            self._idle = asyncio.create_task(self._unload_idle(self._settings.idle_unload))
+            self._watch_idle()
+
+    def _watch_idle(self) -> None:
+        if self._idle is None and not self._is_closed:
+            self._idle = asyncio.create_task(self._unload_idle())
+
+    def keep_alive(self, model: ServedModel, seconds: float | None) -> None:
+        """Set after how many seconds without a request a model is unloaded: 0 for at once, ``math.inf`` for never, None for the
+        server's own."""
+        model.keep_alive = seconds
+        if seconds is not None:
+            self._watch_idle()
+
+    def idle_limit(self, model: ServedModel) -> float:
+        """Return after how many seconds without a request a model is unloaded; ``math.inf`` for never."""
+        own = self._settings.idle_unload if model.keep_alive is None else model.keep_alive
+        return math.inf if own is None else own
 
     def find(self, name: str | None, kind: Kind) -> ServedModel:
         """Return the model of a request. Without a name it is the first of its kind.
@@ -121,6 +140,10 @@ class ModelHub:
         """The models that are being loaded, or wait for it."""
         return [self.models[name] for name in self._loads]
 
+    def status(self, model: ServedModel) -> str:
+        """Return ``loaded``, ``loading`` or ``unloaded``."""
+        return "loaded" if model.pipeline is not None else "loading" if model.spec.name in self._loads else "unloaded"
+
     @property
     def loaded(self) -> list[ServedModel]:
         """The models that are loaded."""
@@ -151,6 +174,7 @@ class ModelHub:
                 await self._make_room(model, settings.memory_limit)
             _log.info("loading %r", model.spec.name)
             start = time.monotonic()
+            model.keep_alive = None
             pipeline: Pipeline = await self._in_thread(lambda: model.load(settings.device, settings.properties))
             model.pipeline = pipeline
             limits = AdmissionLimits.of(model.num_seqs(settings.device), settings.max_per_client, settings.max_waiting)
@@ -195,13 +219,14 @@ class ModelHub:
             _log.info("unloading %r", model.spec.name)
             await self._in_thread(pipeline.close)
 
-    async def _unload_idle(self, seconds: float) -> None:
+    async def _unload_idle(self) -> None:
         while True:
-            await asyncio.sleep(min(1.0, seconds / 4))
+            shortest = min((self.idle_limit(model) for model in self.loaded), default=math.inf)
+            await asyncio.sleep(min(MAX_IDLE_CHECK, max(MIN_IDLE_CHECK, shortest / 4)))
             async with self._lock:
-                now = time.monotonic()
                 for model in self.loaded:
-                    if model.num_users == 0 and now - model.last_used >= seconds:
+                    is_idle = model.num_users == 0 and time.monotonic() - model.last_used >= self.idle_limit(model)
+                    if is_idle:
                         with contextlib.suppress(StaticLLMError):
                             await self._unload(model)
 

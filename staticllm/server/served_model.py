@@ -74,7 +74,8 @@ class ServedModel:
     """A model and its pipeline, which is None unless it is loaded. Belongs to the event loop, except ``load`` and ``estimate``.
 
     ``num_users`` counts requests that use it or wait for it, ``last_used`` is a moment of ``time.monotonic``, and ``progress``
-    the last part of loading, which ``is_given_up`` ends. ``admission`` and ``size`` (bytes, by estimate, with a memory limit) are
+    the last part of loading, which ``is_given_up`` ends. ``keep_alive``: seconds without a request after which it is unloaded,
+    as its last client said; None for the server's own. ``admission`` and ``size`` (bytes, by estimate, with a memory limit) are
     known once it is loaded.
     """
 
@@ -86,6 +87,7 @@ class ServedModel:
         self.is_given_up = False
         self.num_users = 0
         self.last_used = time.monotonic()
+        self.keep_alive: float | None = None
         self.created = int(time.time())
         self.size: int | None = None
 

@@ -19,6 +19,7 @@ from staticllm.server.served_model import ServedModel
 
 MAX_TEXTS = 2048
 """OpenAI's limit of texts in one request."""
+Result = TypeVar("Result")
 Handle = TypeVar("Handle", bound=EncoderHandle[Any])
 Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)]
 Ids = Annotated[list[int], Field(min_length=1)]
@@ -70,11 +71,11 @@ async def embeddings(call: Call, body: EmbeddingsRequest) -> Response:
     async def run() -> Response:
         pipeline = model.embedding
         prompt = pipeline.prompts.get(body.input_type, "") if body.input_type else ""
-        handle = await _submitted(call, lambda: pipeline.submit_texts(texts, prompt=prompt, dimensions=body.dimensions))
-        vectors = await _finished(handle)
+        handle = await submitted(call, lambda: pipeline.submit_texts(texts, prompt=prompt, dimensions=body.dimensions))
+        vectors = await finished(handle)
         return await call.state.workers.run(lambda: json_response(_embedded(body, model, vectors, handle.num_tokens)))
 
-    return await _on_model(call, model, run)
+    return await on_model(call, model, run)
 
 
 async def rerank(call: Call, body: RerankRequest) -> Response:
@@ -84,8 +85,8 @@ async def rerank(call: Call, body: RerankRequest) -> Response:
 
     async def run() -> Response:
         pipeline = model.rerank
-        handle = await _submitted(call, lambda: pipeline.submit(body.query, texts))
-        await _finished(handle)
+        handle = await submitted(call, lambda: pipeline.submit(body.query, texts))
+        await finished(handle)
         scores = handle.scores(0)
         order = np.argsort(-scores, kind="stable")[: body.top_n]
         results: list[dict[str, Any]] = []
@@ -104,13 +105,13 @@ async def rerank(call: Call, body: RerankRequest) -> Response:
             }
         )
 
-    return await _on_model(call, model, run)
+    return await on_model(call, model, run)
 
 
-async def _on_model(call: Call, model: ServedModel, run: Callable[[], Awaitable[Response]]) -> Response:
+async def on_model(call: Call, model: ServedModel, run: Callable[[], Awaitable[Result]]) -> Result:
     """Run a request in its turn on a loaded model; it ends if the client goes."""
 
-    async def admitted() -> Response:
+    async def admitted() -> Result:
         await call.state.hub.acquire(model)
         try:
             admission = model.admission
@@ -129,11 +130,12 @@ async def _on_model(call: Call, model: ServedModel, run: Callable[[], Awaitable[
     return await call.connected(admitted())
 
 
-async def _submitted(call: Call, submit: Callable[[], Handle]) -> Handle:
+async def submitted(call: Call, submit: Callable[[], Handle]) -> Handle:
+    """Return the handle of texts that ``submit`` enqueues, in a thread."""
     return await call.state.workers.run(submit, lambda handle: handle.cancel())
 
 
-async def _finished(handle: EncoderHandle[Any]) -> Any:
+async def finished(handle: EncoderHandle[Any]) -> Any:
     """Return the result of a handle; if the caller is cancelled, give it up."""
     try:
         return await handle

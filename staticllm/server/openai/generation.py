@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.responses import Response
 
@@ -13,7 +13,6 @@ from staticllm.pipelines.text.output_processor import RequestOutput
 from staticllm.server.answers import Answers
 from staticllm.server.api_error import json_response
 from staticllm.server.endpoint import Call
-from staticllm.server.openai.fields import SamplingFields
 from staticllm.server.served_model import ServedModel
 
 Handles = list[list[RequestOutput]]
@@ -21,9 +20,19 @@ Handles = list[list[RequestOutput]]
 Close = Callable[[], Awaitable[None]]
 
 
+class Asked(Protocol):
+    """What a request says about its answers: whether they are streamed, and whether they are found by beam search."""
+
+    @property
+    def stream(self) -> bool: ...
+
+    @property
+    def is_search(self) -> bool: ...
+
+
 async def respond(
     call: Call,
-    body: SamplingFields,
+    body: Asked,
     model: ServedModel,
     inputs: Sequence[tuple[Any, dict[str, Any]]],
     complete: Callable[[Handles], dict[str, Any]],

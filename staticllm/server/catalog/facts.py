@@ -1,0 +1,147 @@
+"""Reads what clients ask about a model from its files, without loading it: size, precision, architecture, chat template."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from staticllm.errors import StaticLLMError
+from staticllm.files import read_regular
+from staticllm.ir_file import MAX_XML, Constant, read_ir
+from staticllm.model_dir import MODEL_XML, weights_of
+from staticllm.pipelines.embedding.encoder_files import read_encoder_files
+from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+from staticllm.pipelines.model_loader.arguments import read_tokenizer, resolve_candidates
+from staticllm.pipelines.text.parsing.formats import find_format, takes_tools
+from staticllm.server.served_model import ModelSpec, ServedModel
+from staticllm.server.settings import ServerSettings
+
+MAX_CONFIG = 1 << 20
+_UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model directory says.
+
+    ``num_bytes`` is the size of the weights file, ``precision`` the element type of most weights (``u4``, ``f16`` …), and
+    ``num_parameters`` counts the elements of its matrices. ``digest`` (SHA-256, hexadecimal) identifies the graph and the size
+    of the weights. ``modified`` is in seconds since 1970. ``template`` is the Jinja chat template, "" without one.
+    """
+
+    architecture: str
+    num_parameters: int
+    precision: str
+    num_bytes: int
+    digest: str
+    modified: float
+    hidden_size: int | None
+    template: str
+
+    @property
+    def size_label(self) -> str:
+        """The number of parameters as people write it: ``7.6B``."""
+        for unit, name in _UNITS:
+            if self.num_parameters >= unit:
+                return f"{self.num_parameters / unit:.1f}{name}"
+        return str(self.num_parameters)
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the chat template shows tools to the model."""
+        return takes_tools(self.template)
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the chat template separates reasoning from the answer."""
+        found = find_format(self.template)
+        return bool(found.reasoning[0]) or found.syntax == "harmony"
+
+
+def facts_of(spec: ModelSpec) -> ModelFacts:
+    """Return what the files of a model say. The first call for a model takes up to seconds; any thread may call.
+
+    Raises:
+        ModelError: its files are not those that the server started with, and are damaged.
+    """
+    stat, weights = (spec.path / MODEL_XML).stat(), weights_of(spec.path).stat()
+    return _read(spec, (stat.st_mtime_ns, stat.st_size, weights.st_mtime_ns, weights.st_size))
+
+
+@lru_cache(64)
+def _read(spec: ModelSpec, stamp: tuple[int, int, int, int]) -> ModelFacts:
+    xml = read_regular(spec.path / MODEL_XML, MAX_XML)
+    config = _config_of(spec.path)
+    hidden = config.get("hidden_size")
+    matrices = [constant for constant in read_ir(xml).constants.values() if len(constant.shape) > 1]
+    return ModelFacts(
+        architecture=str(config.get("model_type") or "unknown"),
+        num_parameters=sum(math.prod(constant.shape) for constant in matrices),
+        precision=_main_type(matrices),
+        num_bytes=stamp[3],
+        digest=hashlib.sha256(xml + b"%d" % stamp[3]).hexdigest(),
+        modified=max(stamp[0], stamp[2]) / 1e9,
+        hidden_size=hidden if type(hidden) is int and hidden > 0 else None,
+        template=_template_of(spec),
+    )
+
+
+def _main_type(matrices: list[Constant]) -> str:
+    sizes: Counter[str] = Counter()
+    for constant in matrices:
+        sizes[constant.element_type] += constant.size
+    return sizes.most_common(1)[0][0] if sizes else "unknown"
+
+
+def _config_of(directory: Path) -> Mapping[str, object]:
+    try:
+        config = json.loads(read_regular(directory / "config.json", MAX_CONFIG))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(config, dict):
+        return {}
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config
+
+
+def _template_of(spec: ModelSpec) -> str:
+    if spec.kind != "chat":
+        return ""
+    try:
+        return str(read_tokenizer(spec.path).chat_template or "")
+    except StaticLLMError:
+        return ""
+
+
+def current_facts(model: ServedModel) -> ModelFacts:
+    """Return the facts of a model; of a loaded chat model with the template that is in use.
+
+    Raises:
+        ModelError: its files are damaged.
+    """
+    found, pipeline = facts_of(model.spec), model.pipeline
+    if not isinstance(pipeline, StaticLLMPipeline):
+        return found
+    template = str(pipeline.get_tokenizer().chat_template or "")
+    return found if template == found.template else ModelFacts(**{**vars(found), "template": template})
+
+
+def context_length(model: ServedModel, settings: ServerSettings) -> int | None:
+    """Return the most tokens of a prompt with its answer, or of a text; None if that is known only once the model is loaded."""
+    spec, pipeline = model.spec, model.pipeline
+    try:
+        if isinstance(pipeline, StaticLLMPipeline):
+            return pipeline.config.max_seq_len
+        if spec.kind == "chat":
+            return resolve_candidates(settings.device, dict(settings.properties), {})[0].config.max_seq_len
+        if pipeline is not None:
+            return pipeline.max_length
+        return read_encoder_files(spec.path).max_length
+    except StaticLLMError:
+        return None

@@ -1,0 +1,150 @@
+"""Answers in Ollama's form: pieces of a stream, whole answers, and what both say at their end."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from staticllm.core import FinishReason
+from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
+from staticllm.pipelines.text.parsing.events import (
+    ArgumentsDelta,
+    CallBegin,
+    CallBroken,
+    CallEnd,
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    merged,
+)
+from staticllm.server.ollama.names import nanoseconds, timestamp
+from staticllm.server.openai.reasons import token_logprobs
+
+Form = Literal["chat", "generate"]
+Object = dict[str, Any]
+MICRO = 1e6
+
+
+def part_of(form: Form, content: str = "", thinking: str = "", calls: list[Object] | None = None) -> Object:
+    """Return the part of an object that holds text: of a chat a message, else the text itself."""
+    if form == "generate":
+        return {"response": content, **({"thinking": thinking} if thinking else {})}
+    message: Object = {"role": "assistant", "content": content}
+    if thinking:
+        message["thinking"] = thinking
+    if calls:
+        message["tool_calls"] = calls
+    return {"message": message}
+
+
+@dataclass
+class _Begun:
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+
+class AnswerForm:
+    """Makes the objects of one answer. ``model`` is the name that the client sent, ``begin`` and ``loaded`` are moments of
+    ``time.perf_counter``; ``decode`` is None without log-probabilities. ``is_parsed``: whether increments have events."""
+
+    def __init__(
+        self,
+        form: Form,
+        model: str,
+        begin: float,
+        loaded: float,
+        decode: Callable[[list[int]], str] | None,
+        is_parsed: bool,
+    ) -> None:
+        self._form, self._model, self._begin, self._loaded, self._decode = form, model, begin, loaded, decode
+        self._is_parsed = is_parsed
+        self._begun: dict[int, _Begun] = {}
+        self._logprobs: list[Object] = []  # of tokens that had no text yet
+
+    def pieces(self, delta: TextDelta) -> Iterator[Object]:
+        """Yield the objects of an increment. A call is one object, when its arguments are complete."""
+        if self._decode is not None:
+            self._logprobs += _logprobs(delta, self._decode)
+        plain = [ContentDelta(delta.text)] if delta.text else []
+        for event in merged(delta.events) if self._is_parsed else plain:
+            part = self._part(event)
+            if part is not None:
+                yield {**self._head(), **part, "done": False, **self._taken_logprobs()}
+
+    def _part(self, event: Event) -> Object | None:
+        if isinstance(event, ContentDelta):
+            return part_of(self._form, event.text)
+        if isinstance(event, ReasoningDelta):
+            return part_of(self._form, thinking=event.text)
+        if isinstance(event, CallBegin):
+            self._begun[event.index] = _Begun(event.id, event.name)
+        elif isinstance(event, ArgumentsDelta):
+            self._begun[event.index].arguments.append(event.text)
+        elif isinstance(event, CallBroken):
+            self._begun.pop(event.index, None)
+        elif isinstance(event, CallEnd):
+            begun = self._begun.pop(event.index)
+            call = _call(event.index, begun.id, begun.name, "".join(begun.arguments))
+            return part_of(self._form, calls=[call])
+        return None
+
+    def last(self, output: RequestOutput) -> Object:
+        """Return the last object of a stream."""
+        return {**self._head(), **part_of(self._form), **self._taken_logprobs(), **self._end(output)}
+
+    def whole(self, output: RequestOutput) -> Object:
+        """Return an answer that is not streamed."""
+        message = output.message
+        if message is None:
+            part = part_of(self._form, output.text)
+        else:
+            calls = [_call(index, call.id, call.name, call.arguments) for index, call in enumerate(message.tool_calls)]
+            part = part_of(self._form, message.content, message.reasoning_content, calls)
+        found = {} if self._decode is None else {"logprobs": _logprobs(output, self._decode)}
+        return {**self._head(), **part, **found, **self._end(output)}
+
+    def _head(self) -> Object:
+        return {"model": self._model, "created_at": timestamp(time.time())}
+
+    def _taken_logprobs(self) -> Object:
+        taken, self._logprobs = self._logprobs, []
+        return {"logprobs": taken} if taken else {}
+
+    def _end(self, output: RequestOutput) -> Object:
+        """Return the reason, the durations and the numbers of tokens.
+
+        ``prompt_eval_count`` counts the whole prompt, also tokens that were cached.
+        """
+        metrics, times = output.metrics, output.token_times
+        first = sum(metrics.raw_metrics.m_times_to_first_token) / MICRO
+        is_over = output.finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALL)
+        return {
+            "done": True,
+            "done_reason": "stop" if is_over else "length",
+            "total_duration": nanoseconds(time.perf_counter() - self._begin),
+            "load_duration": nanoseconds(self._loaded - self._begin),
+            "prompt_eval_count": metrics.get_num_input_tokens(),
+            "prompt_eval_duration": nanoseconds(first),
+            "eval_count": len(output.tokens),
+            "eval_duration": nanoseconds(times[-1] - times[0] if times else 0.0),
+        }
+
+
+def without_answer(form: Form, model: str, reason: str) -> Object:
+    """Return the answer to a request that only loads or unloads a model."""
+    return {
+        "model": model, "created_at": timestamp(time.time()), **part_of(form), "done": True, "done_reason": reason
+    }  # fmt: skip
+
+
+def _call(index: int, id: str, name: str, arguments: str) -> Object:
+    return {"id": id, "function": {"index": index, "name": name, "arguments": json.loads(arguments or "{}")}}
+
+
+def _logprobs(delta: TextDelta | RequestOutput, decode: Callable[[list[int]], str]) -> list[Object]:
+    found = token_logprobs(delta.tokens, delta.logprobs, decode)
+    return [{name: entry[name] for name in ("token", "logprob", "bytes")} for entry in found]

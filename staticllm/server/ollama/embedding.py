@@ -1,0 +1,73 @@
+"""``/api/embed`` and the older ``/api/embeddings``: texts become vectors."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+from starlette.responses import Response
+
+from staticllm.server.api_error import ApiError, json_response
+from staticllm.server.endpoint import Call
+from staticllm.server.ollama.fields import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from staticllm.server.ollama.names import nanoseconds, seconds_of, served_name
+from staticllm.server.openai.encoders import finished, on_model, submitted
+from staticllm.server.served_model import ServedModel
+
+
+async def embed(call: Call, body: OllamaEmbedRequest) -> Response:
+    """Embed one text or several."""
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    begin = time.perf_counter()
+    vectors, num_tokens, loaded = await _vectors(call, body, texts, body.dimensions)
+    answer = {
+        "model": body.model,
+        "embeddings": vectors,
+        "total_duration": nanoseconds(time.perf_counter() - begin),
+        "load_duration": nanoseconds(loaded - begin),
+        "prompt_eval_count": num_tokens,
+    }
+    return await call.state.workers.run(lambda: json_response(answer))
+
+
+async def embeddings(call: Call, body: OllamaEmbeddingsRequest) -> Response:
+    """Embed one text, in the older form."""
+    vectors, _, _ = await _vectors(call, body, [body.prompt] if body.prompt else [], None)
+    return json_response({"embedding": vectors[0] if vectors else []})
+
+
+async def _vectors(
+    call: Call, body: OllamaEmbedRequest | OllamaEmbeddingsRequest, texts: list[str], dimensions: int | None
+) -> tuple[list[list[float]], int, float]:
+    """Return the vectors, the number of tokens, and the moment at which the model was loaded.
+
+    Raises:
+        ApiError: the model does not exist or is of another kind, or a text is too long and ``truncate`` is false.
+    """
+    hub, seconds = call.state.hub, None if body.keep_alive is None else seconds_of(body.keep_alive)
+    model = hub.find(served_name(hub, body.model), "embedding")
+
+    async def run() -> tuple[list[list[float]], int, float]:
+        loaded = time.perf_counter()
+        hub.keep_alive(model, seconds)
+        if not texts:
+            return [], 0, loaded
+        handle = await submitted(call, lambda: _submit(model, body.truncate, texts, dimensions))
+        found = await finished(handle)
+        rows = await call.state.workers.run(lambda: np.asarray(found, "<f4").tolist())
+        return rows, handle.num_tokens, loaded
+
+    return await on_model(call, model, run)
+
+
+def _submit(model: ServedModel, is_truncated: bool, texts: list[str], dimensions: int | None) -> Any:
+    pipeline = model.embedding
+    if not is_truncated and (longest := max(pipeline.count_tokens(texts))) > pipeline.max_length:
+        raise ApiError(
+            400,
+            f"the input has {longest} tokens, more than the context length of {pipeline.max_length}: shorten it, or leave "
+            "truncate out",
+            code="context_length_exceeded",
+        )
+    return pipeline.submit_texts(texts, dimensions=dimensions)

@@ -1,0 +1,174 @@
+"""The bodies of Ollama's requests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from staticllm.server.openai.fields import MAX_STOPS, Fields, Text
+from staticllm.server.openai.messages import MAX_MESSAGES
+
+Number = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+KeepAlive = float | Annotated[str, Field(max_length=100)]
+Think = bool | Literal["low", "medium", "high", "max"]
+Format = Literal["", "json"] | dict[str, Any]
+Images = Annotated[list[Any], Field(max_length=64)]
+
+
+class OllamaOptions(Fields):
+    """How tokens are chosen. The fields from ``num_ctx`` on are accepted without effect: they are settings of the server."""
+
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    top_p: float | None = Field(None, gt=0, le=1)
+    min_p: float | None = Field(None, ge=0, lt=1)
+    typical_p: float | None = Field(None, gt=0, le=1)
+    repeat_penalty: float | None = Field(None, ge=0.001, le=1000)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    mirostat: int | None = Field(None, ge=0, le=2)
+    mirostat_tau: float | None = Field(None, gt=0, le=100)
+    mirostat_eta: float | None = Field(None, ge=0, le=10)
+    seed: Number | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
+    num_ctx: Number | None = None
+    num_keep: Number | None = None
+    num_batch: Number | None = None
+    num_gpu: Number | None = None
+    num_thread: Number | None = None
+    main_gpu: Number | None = None
+    repeat_last_n: Number | None = None
+    tfs_z: float | None = None
+    penalize_newline: bool | None = None
+    numa: bool | None = None
+    low_vram: bool | None = None
+    f16_kv: bool | None = None
+    logits_all: bool | None = None
+    vocab_only: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+    embedding_only: bool | None = None
+
+
+class _Request(Fields):
+    model: Text
+    options: OllamaOptions = Field(default_factory=OllamaOptions)
+    keep_alive: KeepAlive | None = None
+    truncate: bool = True
+
+
+class OllamaGeneration(_Request):
+    """What chats and texts have in common. A request streams unless it says otherwise."""
+
+    stream: bool = True
+    format: Format | None = None
+    think: Think | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    shift: bool = True
+
+    @property
+    def is_search(self) -> bool:
+        """Ollama's API has no beam search."""
+        return False
+
+
+class OllamaFunctionCall(Fields):
+    """A function with its arguments, as an object."""
+
+    name: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    index: int | None = None
+    description: str | None = None
+
+
+class OllamaToolCall(Fields):
+    """A call that the model made before."""
+
+    function: OllamaFunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+class OllamaMessage(Fields):
+    """A message of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: Images | None = None
+    tool_calls: list[OllamaToolCall] | None = None
+    tool_name: str | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaFunction(Fields):
+    """A function that the model may call. ``parameters`` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class OllamaTool(Fields):
+    """A tool: functions are the only ones."""
+
+    type: Literal["function"] = "function"
+    function: OllamaFunction
+
+
+class OllamaChatRequest(OllamaGeneration):
+    """The body of ``/api/chat``. Without messages, the model is loaded, or with ``keep_alive`` 0 unloaded."""
+
+    model_config = ConfigDict(title="OllamaChatRequest")
+
+    messages: list[OllamaMessage] = Field(default_factory=list, max_length=MAX_MESSAGES)
+    tools: list[OllamaTool] = Field(default_factory=list, max_length=512)
+
+
+class OllamaGenerateRequest(OllamaGeneration):
+    """The body of ``/api/generate``: a prompt with the chat template, or without it (``raw``)."""
+
+    model_config = ConfigDict(title="OllamaGenerateRequest")
+
+    prompt: str = ""
+    system: str = ""
+    raw: bool = False
+    suffix: str = ""
+    template: str = ""
+    images: Images | None = None
+    context: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=1 << 20)] | None = None
+
+
+class OllamaEmbedRequest(_Request):
+    """The body of ``/api/embed``: one text or several."""
+
+    model_config = ConfigDict(title="OllamaEmbedRequest")
+
+    input: str | Annotated[list[str], Field(max_length=2048)]
+    dimensions: int | None = Field(None, ge=1, lt=2**31)
+
+
+class OllamaEmbeddingsRequest(_Request):
+    """The body of ``/api/embeddings``, the older form: one text."""
+
+    model_config = ConfigDict(title="OllamaEmbeddingsRequest")
+
+    prompt: str = ""
+
+
+class OllamaShowRequest(Fields):
+    """The body of ``/api/show``; ``name`` is the older word for ``model``. The other fields are accepted without effect."""
+
+    model_config = ConfigDict(title="OllamaShowRequest")
+
+    model: Text | None = None
+    name: Text | None = None
+    verbose: bool = False
+    system: str = ""
+    template: str = ""
+    options: dict[str, Any] | None = None

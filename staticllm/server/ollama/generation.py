@@ -1,0 +1,121 @@
+"""``/api/chat`` and ``/api/generate``: conversations are answered and prompts continued, as lines of JSON or as one object."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.responses import Response
+
+from staticllm.server.answers import AnswerDelta, Answers
+from staticllm.server.api_error import ApiError, json_response
+from staticllm.server.catalog.facts import ModelFacts, current_facts
+from staticllm.server.endpoint import Call
+from staticllm.server.ollama.answer import AnswerForm, Form, without_answer
+from staticllm.server.ollama.fields import OllamaChatRequest, OllamaGenerateRequest, OllamaGeneration
+from staticllm.server.ollama.line_stream import LineStream
+from staticllm.server.ollama.names import seconds_of, served_name
+from staticllm.server.ollama.options import generation_options, template_messages
+from staticllm.server.openai.generation import Close, Handles, respond
+from staticllm.server.served_model import ServedModel
+
+
+async def chat(call: Call, body: OllamaChatRequest) -> Response:
+    """Answer a conversation."""
+    if not body.messages:
+        return await _without_answer(call, body, "chat")
+    return await _answer(call, body, "chat", template_messages(body.messages))
+
+
+async def generate(call: Call, body: OllamaGenerateRequest) -> Response:
+    """Continue a prompt: as the user's message in a conversation, or as it stands (``raw``)."""
+    for name, value in (("suffix", body.suffix), ("template", body.template), ("images", body.images)):
+        if value:
+            raise ApiError(400, f"{name} is not supported: leave it out")
+    if body.context:
+        raise ApiError(400, "context is not supported: send the conversation to /api/chat")
+    if not body.prompt:
+        return await _without_answer(call, body, "generate")
+    if body.raw:
+        if body.system:
+            raise ApiError(400, "system with raw: leave one of them out")
+        return await _answer(call, body, "generate", body.prompt)
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    return await _answer(call, body, "generate", [*system, {"role": "user", "content": body.prompt}])
+
+
+def find_chat_model(call: Call, name: str) -> ServedModel:
+    """Return the chat model of a request.
+
+    Raises:
+        ApiError: there is none of this name (404), or it is of another kind (400).
+    """
+    return call.state.hub.find(served_name(call.state.hub, name), "chat")
+
+
+async def _answer(call: Call, body: OllamaGeneration, form: Form, inputs: Any) -> Response:
+    model, begin = find_chat_model(call, body.model), time.perf_counter()
+    seconds = None if body.keep_alive is None else seconds_of(body.keep_alive)
+    await call.connected(call.state.hub.acquire(model))
+    try:
+        loaded = time.perf_counter()
+        call.state.hub.keep_alive(model, seconds)
+        if body.think or getattr(body, "tools", None):
+            _check(body, await call.state.workers.run(lambda: current_facts(model)))
+        tokenizer = model.chat.get_tokenizer()
+        decode, options = tokenizer.decode if body.logprobs else None, _options(body, model)
+        maker = AnswerForm(form, body.model, begin, loaded, decode, options["parse_tools"])
+
+        def whole(handles: Handles) -> dict[str, Any]:
+            return maker.whole(handles[0][0])
+
+        def stream(answers: Answers, close: Close) -> Response:
+            return LineStream(call, _pieces(maker, answers), close)
+
+        return await respond(call, body, model, [(inputs, options)], whole, stream)
+    finally:
+        call.state.hub.release(model)
+
+
+def _options(body: OllamaGeneration, model: ServedModel) -> dict[str, Any]:
+    options = generation_options(body, model.chat.config.max_seq_len)
+    if isinstance(body, OllamaChatRequest) and body.tools:
+        options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    if isinstance(body, OllamaGenerateRequest) and body.raw:
+        options |= {"apply_chat_template": False, "parse_tools": False}
+    return options
+
+
+def _check(body: OllamaGeneration, facts: ModelFacts) -> None:
+    """Check that the model can do what a request asks for.
+
+    Raises:
+        ApiError: it does not reason, or its template shows it no tools.
+    """
+    if body.think and not facts.has_reasoning:
+        raise ApiError(400, f"{body.model!r} does not support thinking: leave think out")
+    if isinstance(body, OllamaChatRequest) and body.tools and not facts.has_tools:
+        raise ApiError(400, f"{body.model!r} does not support tools: its chat template does not show them")
+
+
+async def _pieces(maker: AnswerForm, answers: Answers) -> AsyncGenerator[dict[str, Any], None]:
+    async with contextlib.aclosing(answers.parts()) as parts:
+        async for part in parts:
+            if isinstance(part, AnswerDelta):
+                for piece in maker.pieces(part.delta):
+                    yield piece
+            else:
+                yield maker.last(part.outputs[0])
+
+
+async def _without_answer(call: Call, body: OllamaGeneration, form: Form) -> Response:
+    """Load a model, or with ``keep_alive`` 0 unload it as soon as nobody uses it."""
+    hub, model = call.state.hub, find_chat_model(call, body.model)
+    seconds = None if body.keep_alive is None else seconds_of(body.keep_alive)
+    if seconds != 0:
+        await call.connected(hub.acquire(model))
+        hub.release(model)
+    hub.keep_alive(model, seconds)
+    return json_response(without_answer(form, body.model, "unload" if seconds == 0 else "load"))
