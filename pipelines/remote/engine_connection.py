@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -95,6 +96,14 @@ class EngineConnection:
         answer = future.result()
         check(answer)
         return answer
+
+    def tell(self, message: Message) -> None:
+        """Send a message about the model without waiting for an answer. A daemon that has ended is ignored."""
+        with self._lock:
+            if not (self._is_closed or self._has_ended):
+                number = QUESTION + next(self._numbers)
+                with contextlib.suppress(OSError):
+                    self._channel.send(Message(message.kind, self._handle, number, body=message.body))
 
     def close(self) -> None:
         """End this program's requests, and give the model back. A second call does nothing."""

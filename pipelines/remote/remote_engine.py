@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -87,8 +86,7 @@ class RemoteEngine:
         if os.getpid() != self._pid or not connection.has(request):
             return
         body = {"request": request, "index": index, "reason": str(reason)}
-        with contextlib.suppress(ClosedError):  # then the request has ended
-            connection.ask(Message(Kind.CANCEL, body=body))
+        connection.tell(Message(Kind.CANCEL, body=body))
 
     def check_process(self) -> None:
         """Check that this is the process that the engine belongs to.

@@ -44,6 +44,8 @@ PORT_IN_USE = 3
     "--grace", type=Number(0), default=10.0, show_default=True, help="Seconds for running answers at the end."
 )
 @click.option("--max-body-mb", type=click.IntRange(1, 1024), default=16, show_default=True, help="Largest request.")
+@click.option("--supervise", is_flag=True, help="Run each chat model in a process of its own, which is started again after a crash.")
+@click.option("--daemon", is_flag=True, help="Run chat models in your daemon, which other programs share.")
 @click.option("--random-key", is_flag=True, help="Make a key that only the ready file or descriptor tells.")
 @click.option("--ready-fd", type=click.IntRange(1), metavar="N",
               help="Write URL, port, key and pid as JSON to this file descriptor once it serves.")  # fmt: skip
@@ -66,6 +68,8 @@ def command(models: tuple[str, ...], **options: Any) -> None:
         raise ConfigError(f"{error.name} is not installed: pip install 'staticllm[server]'") from None
     if options["random_key"] and options["ready_fd"] is None and options["ready_file"] is None:
         raise click.UsageError("--random-key goes with --ready-fd or --ready-file: nobody else learns the key")
+    if options["supervise"] and options["daemon"]:
+        raise click.UsageError("--supervise and --daemon: leave one of them out")
     settings = _settings(options)
     settings.check()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -99,6 +103,7 @@ def _settings(options: dict[str, Any]) -> ServerSettings:
         memory_limit=None if options["memory_limit_mb"] is None else options["memory_limit_mb"] << 20,
         idle_unload=options["idle_unload"],
         is_lazy=options["lazy"],
+        runs_in="worker" if options["supervise"] else "daemon" if options["daemon"] else "process",
         grace=options["grace"],
         max_body=options["max_body_mb"] << 20,
     )
