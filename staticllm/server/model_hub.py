@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from staticllm.errors import ClosedError, ConfigError, StaticLLMError
+from staticllm.errors import ClosedError, ConfigError, ProcessLostError, StaticLLMError
 from staticllm.server.admission import Admission, AdmissionLimits
 from staticllm.server.api_error import SERVER, ApiError, busy
 from staticllm.server.served_model import Kind, ModelSpec, Pipeline, ServedModel
@@ -267,7 +267,10 @@ class ModelHub:
         """
         assert model.home is not None, "it runs in this process"
         start = time.monotonic()
-        await self._in_thread(model.home.reconnect)
+        try:
+            await self._in_thread(model.home.reconnect)
+        except ProcessLostError:  # it ended again while it started
+            await self._in_thread(model.home.reconnect)
         _log.info("loaded %r again in %.1f s", model.spec.name, time.monotonic() - start)
 
     async def _unload_idle(self) -> None:

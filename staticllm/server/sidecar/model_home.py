@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from staticllm.daemon.used_sets import forget_sets, read_sets
+from staticllm.errors import ProcessLostError
 from staticllm.pipelines.blobs.crashes import LIMIT, count_crash, crash_name, quarantine_text
 from staticllm.pipelines.remote.daemon_home import UserDaemon
 from staticllm.pipelines.remote.remote_engine import RemoteEngine
@@ -101,14 +102,16 @@ class WorkerHome(ModelHome):
 
     @property
     def pid(self) -> int | None:
-        """The id of the process; None before its start."""
-        return None if self._process is None else self._process.pid
+        """The id of the process; None while there is none."""
+        process = self._process
+        return None if process is None else process.pid
 
     def start(self) -> None:
         """Start the process; after a crash of the one before, that is counted against its blob set.
 
         Raises:
             EndpointError: it does not listen in time.
+            ProcessLostError: it crashed or was killed meanwhile.
         """
         self._bury()
         folder = self.folder
@@ -130,6 +133,8 @@ class WorkerHome(ModelHome):
                 return
             time.sleep(LOOK_SECONDS)
         code = self._process.poll()
+        if code is not None and (code < 0 or crash_name(code) is not None):
+            raise ProcessLostError(f"the process of {self.name!r} was ended while it started ({code}): send the request again")
         why = f"it ended with exit code {code}" if code is not None else f"it does not listen after {START_SECONDS:g} s"
         raise EndpointError(f"the process of {self.name!r} cannot be started: {why}")
 
