@@ -36,13 +36,13 @@ class EngineConnection:
         self._answers: dict[int, Future[Message]] = {}  # by the question's number
         self._numbers = count(1)
         self._lock = threading.Lock()
-        self._is_closed = self._has_ended = False
+        self._is_closed = self._is_lost = False
         self._thread = start_thread(self._read, "staticllm-remote")
 
     @property
     def is_alive(self) -> bool:
         """Whether the daemon is still there, as far as is known."""
-        return not self._has_ended
+        return not self._is_lost
 
     def submit(self, request: EngineRequest, queue: OutputQueue) -> None:
         """Submit a request, and return when the daemon has accepted it; ``queue`` gets its outputs.
@@ -79,10 +79,10 @@ class EngineConnection:
         """
         future: Future[Message] = Future()
         with self._lock:
+            if self._is_lost:
+                raise ProcessLostError(GONE)
             if self._is_closed:
                 raise ClosedError("the pipeline is closed: load the model again")
-            if self._has_ended:
-                raise ProcessLostError(GONE)
             number = message.number or QUESTION + next(self._numbers)
             self._answers[number] = future
             try:
@@ -100,7 +100,7 @@ class EngineConnection:
     def tell(self, message: Message) -> None:
         """Send a message about the model without waiting for an answer. A daemon that has ended is ignored."""
         with self._lock:
-            if not (self._is_closed or self._has_ended):
+            if not (self._is_closed or self._is_lost):
                 number = QUESTION + next(self._numbers)
                 with contextlib.suppress(OSError):
                     self._channel.send(Message(message.kind, self._handle, number, body=message.body))
@@ -128,11 +128,11 @@ class EngineConnection:
         except (ProtocolError, KeyError, TypeError, ValueError) as damaged:
             error = as_ours(damaged)
         with self._lock:
-            self._has_ended = True
+            is_closed = self._is_closed
+            self._is_lost = not is_closed
             answers, queues, left = dict(self._answers), dict(self._queues), dict(self._left)
             for table in (self._answers, self._queues, self._left):
                 table.clear()
-            is_closed = self._is_closed
         reason = FinishReason.CANCELLED if is_closed else FinishReason.ERROR
         for id, queue in queues.items():
             for index in left[id] if id not in answers else ():  # one that was not accepted may be submitted again
