@@ -37,7 +37,9 @@ class Sidecar:
         body = json.dumps({"messages": messages, "stream": True, **options}).encode()
         headers = {"Authorization": f"Bearer {self.ready['key']}", "Content-Type": "application/json"}
         try:
-            response = urllib.request.urlopen(urllib.request.Request(self.ready["url"] + "/chat/completions", body, headers))
+            response = urllib.request.urlopen(
+                urllib.request.Request(self.ready["url"] + "/chat/completions", body, headers)
+            )
         except urllib.error.HTTPError as error:
             raise RuntimeError(json.load(error)["error"]["message"]) from None
         with response:

@@ -30,8 +30,19 @@ import h11
 import psutil
 from _setup import ROOT
 
-EXACT = ("INFERENCE_PRECISION_HINT=f32", "KV_CACHE_PRECISION=f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE=0", "PROGRAMS=shared")
-PROMPTS = ("What is an NPU?", "Hello, who are you?", "Tell me about the sea.", "Why is the sky blue?", "How does a fridge work?")
+EXACT = (
+    "INFERENCE_PRECISION_HINT=f32",
+    "KV_CACHE_PRECISION=f32",
+    "DYNAMIC_QUANTIZATION_GROUP_SIZE=0",
+    "PROGRAMS=shared",
+)
+PROMPTS = (
+    "What is an NPU?",
+    "Hello, who are you?",
+    "Tell me about the sea.",
+    "Why is the sky blue?",
+    "How does a fridge work?",
+)
 MAX_TOKENS = 48
 MAX_BODY_MB = 1
 ANSWER_SECONDS = 180.0
@@ -341,7 +352,11 @@ def report(found: Found, before: Held, held: Held, left: dict[str, float], slots
         problems.append(f"{held.mib} MiB at the end, {before.mib} before")
     return {
         "ends": dict(sorted(found.ends.items())),
-        "gap_ms": {"p50": percentile(found.gaps, 0.5), "p99": percentile(found.gaps, 0.99), "max": percentile(found.gaps, 1.0)},
+        "gap_ms": {
+            "p50": percentile(found.gaps, 0.5),
+            "p99": percentile(found.gaps, 0.99),
+            "max": percentile(found.gaps, 1.0),
+        },
         "ttft_ms": {"p50": percentile(found.ttfts, 0.5), "p99": percentile(found.ttfts, 0.99)},
         "mean_gap_ms": round(statistics.fmean(found.gaps) * 1e3, 1) if found.gaps else 0.0,
         "before": vars(before),

@@ -76,7 +76,8 @@ class CachePlace:
     def read(self, import_set: Callable[[Manifest], Result], compile_again: Callable[[], Result]) -> Result | None:
         """Return what ``import_set`` makes of the cached set; None, with a warning, if there is none or it cannot be read.
 
-        If the blobs of this model failed verification before, or crashed twice, ``compile_again`` compiles the programs and writes nothing.
+        If the blobs of this model failed verification before, or crashed twice, ``compile_again`` compiles the programs and
+        writes nothing.
         """
         if not self.path.is_dir():
             return None

@@ -23,7 +23,9 @@ START_SECONDS = 20.0
 """Seconds in which a daemon that is started must listen."""
 
 
-GONE = "the process that runs the model has ended, and with it this request: send it again, which starts another process"
+GONE = (
+    "the process that runs the model has ended, and with it this request: send it again, which starts another process"
+)
 
 
 class Startable(Protocol):

@@ -51,9 +51,7 @@ if TYPE_CHECKING:
     "--profile", type=click.Path(), help="Write a Chrome trace (ui.perfetto.dev); print where a token's time goes."
 )
 @layout_options
-def command(
-    prompt: str | None, model: str | None, server: str | None, api_key: str | None, **options: Any
-) -> None:
+def command(prompt: str | None, model: str | None, server: str | None, api_key: str | None, **options: Any) -> None:
     """Generate text: for PROMPT, for stdin if it is piped, else in a chat.
 
     In a chat, Ctrl-C stops the answer, and a second Ctrl-C leaves; /help lists the commands. With --server, a model of that

@@ -78,9 +78,9 @@ class ServedModel:
 
     ``num_users`` counts requests that use it or wait for it, ``last_used`` is a moment of ``time.monotonic``, and ``progress``
     the last part of loading, which ``is_given_up`` ends. ``keep_alive``: seconds without a request after which it is unloaded,
-    as its last client said; None for the server's own. ``home``: the other process in which it runs, if it does, and
-    ``revived`` the moment at which it was last loaded again because that had ended. ``admission`` and ``size`` (bytes, by estimate, with a memory limit) are
-    known once it is loaded.
+    as its last client said; None for the server's own. ``home``: the other process in which it runs, if it does; ``revived``:
+    the moment at which it was last loaded again because that had ended. ``admission`` and ``size`` (bytes, by estimate, with a
+    memory limit) are known once it is loaded.
     """
 
     def __init__(self, spec: ModelSpec) -> None:

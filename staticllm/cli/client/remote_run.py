@@ -12,7 +12,16 @@ import click
 from staticllm.cli.client.server_client import ServerClient, ServerError
 from staticllm.errors import StaticLLMError
 
-NOT_HERE = ("device", "max_prompt_len", "min_response_len", "programs", "precision", "kv_precision", "properties", "profile")
+NOT_HERE = (
+    "device",
+    "max_prompt_len",
+    "min_response_len",
+    "programs",
+    "precision",
+    "kv_precision",
+    "properties",
+    "profile",
+)
 """Options of ``staticllm run`` that are the server's to decide."""
 
 
@@ -21,7 +30,13 @@ class RemoteRun:
 
     def __init__(self, client: ServerClient, model: str | None, options: dict[str, Any]) -> None:
         self._client, self._options = client, options
-        names = {"max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed"}
+        names = {
+            "max_new_tokens": "max_tokens",
+            "temperature": "temperature",
+            "top_p": "top_p",
+            "top_k": "top_k",
+            "seed": "seed",
+        }
         self._body = {names[name]: options[name] for name in names if options[name] is not None}
         self._body |= {"stream": True, "stream_options": {"include_usage": True}}
         if model is not None:

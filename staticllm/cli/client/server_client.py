@@ -153,7 +153,9 @@ class ServerClient:
         if status == 401:
             raise ServerError(f"the server at {self.url} refuses the key: give --api-key or set {KEY_VARIABLE}", status)
         if status >= 400:
-            message = _message_of(found) or f"it is no server of 'staticllm serve' (status {status} for {response.url.path})"
+            message = (
+                _message_of(found) or f"it is no server of 'staticllm serve' (status {status} for {response.url.path})"
+            )
             raise ServerError(f"the server at {self.url}: {message}", status)
         if found is None:
             raise ServerError(f"what answers at {self.url} is no server of 'staticllm serve'", status)

@@ -20,7 +20,9 @@ MAX_REQUESTS = 20
 
 @click.command("top", short_help="Watch the scheduler of a server.")
 @click.argument("model", required=False)
-@click.option("--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between looks.")
+@click.option(
+    "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between looks."
+)
 @click.option("--count", type=click.IntRange(min=1), help="End after this number of looks.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per look.")
 @server_options
@@ -58,9 +60,14 @@ def lines_of(url: str, found: dict[str, Any], before: dict[str, Any] | None) -> 
         f"{limits['max_waiting']} wait in the server"
     )
     if limits["kv_slots"]:
-        lines.append(f"KV slots  {_bar(totals['slots_in_use'] / limits['kv_slots'])} {totals['slots_in_use']} of {limits['kv_slots']}")
+        lines.append(
+            f"KV slots  {_bar(totals['slots_in_use'] / limits['kv_slots'])} {totals['slots_in_use']} of {limits['kv_slots']}"
+        )
     if found["requests"]:
-        lines += ["", table(["id", "state", "prompt", "cached", "computed", "answer", "TTFT ms"], _rows(found["requests"]))]
+        lines += [
+            "",
+            table(["id", "state", "prompt", "cached", "computed", "answer", "TTFT ms"], _rows(found["requests"])),
+        ]
         if len(found["requests"]) > MAX_REQUESTS:
             lines.append(f"and {len(found['requests']) - MAX_REQUESTS} more")
     return lines

@@ -44,12 +44,18 @@ PORT_IN_USE = 3
     "--grace", type=Number(0), default=10.0, show_default=True, help="Seconds for running answers at the end."
 )
 @click.option("--max-body-mb", type=click.IntRange(1, 1024), default=16, show_default=True, help="Largest request.")
-@click.option("--supervise", is_flag=True, help="Run each chat model in a process of its own, which is started again after a crash.")
+@click.option(
+    "--supervise",
+    is_flag=True,
+    help="Run each chat model in a process of its own, which is started again after a crash.",
+)
 @click.option("--daemon", is_flag=True, help="Run chat models in your daemon, which other programs share.")
 @click.option("--random-key", is_flag=True, help="Make a key that only the ready file or descriptor tells.")
 @click.option("--ready-fd", type=click.IntRange(1), metavar="N",
               help="Write URL, port, key and pid as JSON to this file descriptor once it serves.")  # fmt: skip
-@click.option("--ready-file", type=click.Path(), help="Write them to this file, which only you can read, until the end.")
+@click.option(
+    "--ready-file", type=click.Path(), help="Write them to this file, which only you can read, until the end."
+)
 @click.option("--parent-pid", type=click.IntRange(1), metavar="PID", help="End when this process ends.")
 @layout_options
 def command(models: tuple[str, ...], **options: Any) -> None:

@@ -134,7 +134,9 @@ class WorkerHome(ModelHome):
             time.sleep(LOOK_SECONDS)
         code = self._process.poll()
         if code is not None and (code < 0 or crash_name(code) is not None):
-            raise ProcessLostError(f"the process of {self.name!r} was ended while it started ({code}): send the request again")
+            raise ProcessLostError(
+                f"the process of {self.name!r} was ended while it started ({code}): send the request again"
+            )
         why = f"it ended with exit code {code}" if code is not None else f"it does not listen after {START_SECONDS:g} s"
         raise EndpointError(f"the process of {self.name!r} cannot be started: {why}")
 

@@ -74,7 +74,9 @@ def server_at(port: int) -> str | None:
 def _line(folder: Path, port: int) -> str:
     try:
         note = json.loads(read_regular(folder / f"{port}.json", MAX_NOTE))
-        return f"a server already runs at {note['url']} (process {note['pid']}): use or stop it, or choose another --port"
+        return (
+            f"a server already runs at {note['url']} (process {note['pid']}): use or stop it, or choose another --port"
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return f"another server starts at port {port}: choose another --port"
 

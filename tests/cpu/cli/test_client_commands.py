@@ -52,10 +52,21 @@ def test_run_asks_the_server(served):
     found = json.loads(ok("run", PROMPT, "--server", served.url, "-n", 12, "--json"))
     assert found["text"] + "\n" == text and found["model"] == "demo"
     assert found["generated_tokens"] == 12 and found["finish_reason"] == "length" and found["ttft_ms"] > 0
-    assert json.loads(ok("run", PROMPT, "--server", served.url, "-n", 12, "--json", "-m", "demo"))["text"] == found["text"]
+    assert (
+        json.loads(ok("run", PROMPT, "--server", served.url, "-n", 12, "--json", "-m", "demo"))["text"] == found["text"]
+    )
     # with a key of the command line, a URL with /v1 and without http://, piped text, and the figures
     result = call(
-        "run", "--server", served.url.removeprefix("http://") + "/v1/", "--api-key", KEY, "-n", 12, "--stats", key="", input=PROMPT
+        "run",
+        "--server",
+        served.url.removeprefix("http://") + "/v1/",
+        "--api-key",
+        KEY,
+        "-n",
+        12,
+        "--stats",
+        key="",
+        input=PROMPT,
     )
     assert result.stdout == text and "12 generated (length)" in result.stderr
 
@@ -65,7 +76,9 @@ def test_run_sends_its_options(served):
 
     with StaticLLMPipeline(demo_model_path(), "CPU", PROGRAMS="shared") as pipe:
         raw = pipe.generate(PROMPT, max_new_tokens=8, apply_chat_template=False)
-        drawn = pipe.generate(PROMPT, max_new_tokens=8, do_sample=True, temperature=1.5, top_k=20, top_p=0.9, rng_seed=4)
+        drawn = pipe.generate(
+            PROMPT, max_new_tokens=8, do_sample=True, temperature=1.5, top_k=20, top_p=0.9, rng_seed=4
+        )
     assert ok("run", PROMPT, "--server", served.url, "-n", 8, "--raw") == raw + "\n"
     options = ("--temperature", 1.5, "--top-k", 20, "--top-p", 0.9, "--seed", 4)
     assert ok("run", PROMPT, "--server", served.url, "-n", 8, *options) == drawn + "\n"
@@ -82,7 +95,9 @@ def test_a_chat_with_the_server_remembers_and_forgets(served, monkeypatch):
     monkeypatch.setattr(
         server_client.ServerClient,
         "stream",
-        lambda self, path, body: bodies.append([each["content"] for each in body["messages"]]) or stream(self, path, body),
+        lambda self, path, body: (
+            bodies.append([each["content"] for each in body["messages"]]) or stream(self, path, body)
+        ),
     )
     assert ok("run", "--server", served.url, "-n", 8, "--system", "Be short.")
     assert [len(each) for each in bodies] == [2, 4, 2] and all(each[0] == "Be short." for each in bodies)
@@ -130,7 +145,10 @@ def test_a_model_in_use_is_unloaded_afterwards(served, monkeypatch):
 
 def test_top_shows_the_scheduler(served):
     ok("run", PROMPT, "--server", served.url, "-n", 4)
-    looks = [json.loads(line) for line in ok("top", "--json", "--count", 2, "--interval", 0.1, server=served.url).splitlines()]
+    looks = [
+        json.loads(line)
+        for line in ok("top", "--json", "--count", 2, "--interval", 0.1, server=served.url).splitlines()
+    ]
     assert len(looks) == 2 and looks[1]["totals"]["requests"] >= 1 and looks[1]["now"] > looks[0]["now"]
     text = ok("top", "demo", "--count", 2, "--interval", 0.1, server=served.url)
     assert text.count("demo at http://") == 2 and "tokens/s" in text and "TTFT" in text and "KV slots" in text
@@ -141,7 +159,14 @@ def test_top_lists_requests_and_lost_models():
 
     totals = dict.fromkeys(
         ("requests", "calls", "preemptions", "output_tokens", "prompt_tokens", "cached_tokens", "prefill_seconds"), 0
-    ) | {"decode_seconds": 0.0, "slots_in_use": 50, "ttft_ms": 5.0, "ttft_p95_ms": 9.0, "tpot_ms": 2.0, "longest_gap_ms": 3.0}
+    ) | {
+        "decode_seconds": 0.0,
+        "slots_in_use": 50,
+        "ttft_ms": 5.0,
+        "ttft_p95_ms": 9.0,
+        "tpot_ms": 2.0,
+        "longest_gap_ms": 3.0,
+    }
     request = {
         "id": 7, "status": "running", "prompt_tokens": 9, "cached_tokens": 0, "computed_tokens": 12, "output_tokens": 3,
         "ttft_ms": None,
@@ -157,7 +182,13 @@ def test_top_lists_requests_and_lost_models():
     assert "is being started" in "\n".join(lines_of("http://x", {**found, "totals": None}, None))
 
 
-COMMANDS = (["run", PROMPT, "--server"], ["list", "--server"], ["ps", "--server"], ["stop", "demo", "--server"], ["top", "--server"])
+COMMANDS = (
+    ["run", PROMPT, "--server"],
+    ["list", "--server"],
+    ["ps", "--server"],
+    ["stop", "demo", "--server"],
+    ["top", "--server"],
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
@@ -194,7 +225,11 @@ def test_what_is_no_server_of_ours_gets_one_line(command):
 
 
 def test_wrong_models_and_options_get_one_line(served):
-    for command in (["run", PROMPT, "-m", "no-such", "--server"], ["stop", "no-such", "--server"], ["top", "no-such", "--server"]):
+    for command in (
+        ["run", PROMPT, "-m", "no-such", "--server"],
+        ["stop", "no-such", "--server"],
+        ["top", "no-such", "--server"],
+    ):
         line = refused(*command, served.url)
         assert "'no-such' does not exist" in line and "'demo'" in line
     assert "--max-prompt-len" in refused("run", PROMPT, "--server", served.url, "--max-prompt-len", 64, code=2)

@@ -159,7 +159,12 @@ def test_the_window_talks_to_its_server(monkeypatch, tmp_path):
             "PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")]),
         }  # fmt: skip
         result = subprocess.run(
-            [sys.executable, "-c", DRIVE], capture_output=True, encoding="utf-8", timeout=SECONDS, check=False, env=environment
+            [sys.executable, "-c", DRIVE],
+            capture_output=True,
+            encoding="utf-8",
+            timeout=SECONDS,
+            check=False,
+            env=environment,
         )
     finally:
         screen.terminate()

@@ -181,7 +181,8 @@ def test_a_killed_daemon_ends_requests_with_an_error_and_the_next_one_starts_ano
     try:
         results = []
         threads = [
-            threading.Thread(target=lambda: results.append(str(pipe.generate(PROMPT, max_new_tokens=24)))) for _ in range(4)
+            threading.Thread(target=lambda: results.append(str(pipe.generate(PROMPT, max_new_tokens=24))))
+            for _ in range(4)
         ]
         for thread in threads:
             thread.start()
@@ -201,7 +202,9 @@ def test_a_daemon_that_cannot_be_started_again_is_said_and_tried_again(monkeypat
         pipe = load(daemon=True)
         process.kill()
         process.wait()
-        monkeypatch.setenv("STATICLLM_DAEMON_COMMAND", json.dumps([sys.executable, "-c", "raise SystemExit('no room')"]))
+        monkeypatch.setenv(
+            "STATICLLM_DAEMON_COMMAND", json.dumps([sys.executable, "-c", "raise SystemExit('no room')"])
+        )
         with pytest.raises(DeviceError, match="no room"):
             pipe.generate(PROMPT, max_new_tokens=24)
         monkeypatch.delenv("STATICLLM_DAEMON_COMMAND")

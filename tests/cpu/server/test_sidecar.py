@@ -140,7 +140,9 @@ def test_a_second_server_at_a_port_is_told_who_has_it(tmp_path):
         assert json.loads(path.read_text()) == ready  # the second one left the first one's file
         first.send_signal(signal.SIGKILL)
         first.wait()
-    with started(tmp_path, "--port", port, "--lazy", "--ready-file", str(path)) as third:  # a killed server blocks nothing
+    with started(
+        tmp_path, "--port", port, "--lazy", "--ready-file", str(path)
+    ) as third:  # a killed server blocks nothing
         wait_for(lambda: path.exists() and json.loads(path.read_text())["pid"] == third.pid, 60)
 
 

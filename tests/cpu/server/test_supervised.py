@@ -138,7 +138,9 @@ def test_a_blob_set_that_crashed_twice_is_not_used_again(run_folder, tmp_path, c
         for number in (0, 1, 2):
             assert text_of(ask(served.url)) == expected
             process = worker_of(served)
-            os.kill(process.pid, signal.SIGKILL if number == 0 else signal.SIGSEGV)  # the first says nothing about the blobs
+            os.kill(
+                process.pid, signal.SIGKILL if number == 0 else signal.SIGSEGV
+            )  # the first says nothing about the blobs
             wait_for(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)  # noqa: B023
             assert text_of(ask(served.url)) == expected
             assert num_crashes(folder) == number
