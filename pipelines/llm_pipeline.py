@@ -29,7 +29,8 @@ from staticllm.pipelines.model_loader.text_reader import TextReader
 from staticllm.pipelines.model_loader.weights_watch import watch_of
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
-from staticllm.pipelines.remote.remote_launch import DaemonHome, RemoteLaunched, check_sendable, remote_launcher
+from staticllm.pipelines.remote.daemon_home import DaemonHome
+from staticllm.pipelines.remote.remote_launch import RemoteLaunched, check_sendable, remote_launcher
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.text.handle import GenerationHandle
@@ -61,8 +62,7 @@ class StaticLLMPipeline:
         on_progress: Called with a ``ProgressEvent`` after each part of loading; an exception in it aborts the loading.
         scheduler: Scheduling policy: a name, or an object with a method ``plan(view)`` (docs/scheduling.md). Defaults to
             ``config.scheduler``.
-        daemon: Load the model in the daemon, a process that owns the devices for all programs of this user, or in that of a
-            ``DaemonHome``. Programs with the same model and properties share its weights (docs/daemon.md).
+        daemon: Whether the model runs in the daemon, which programs of this user share, or a ``DaemonHome`` (docs/daemon.md).
         properties: GenAI's and OpenVINO's properties: ``MAX_PROMPT_LEN``, ``adapters``, ``draft_model`` …
 
     Raises:

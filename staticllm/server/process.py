@@ -48,8 +48,9 @@ def listen(settings: ServerSettings) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"host {settings.host!r} cannot be used: {error.strerror}") from None
     try:
-        # where SO_REUSEADDR would let two processes listen at one port, the opposite is asked for
-        option = socket.SO_EXCLUSIVEADDRUSE if sys.platform == "win32" else socket.SO_REUSEADDR
+        option = socket.SO_REUSEADDR
+        if sys.platform == "win32":  # where that would let two processes listen at one port, the opposite is asked for
+            option = socket.SO_EXCLUSIVEADDRUSE
         found.setsockopt(socket.SOL_SOCKET, option, 1)
         found.bind(address)
         found.listen(2048)

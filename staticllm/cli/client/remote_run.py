@@ -98,7 +98,8 @@ class RemoteRun:
         path = "/v1/completions" if is_raw else "/v1/chat/completions"
         body = {**self._body, **({"prompt": prompt} if is_raw else {"messages": messages})}
         pieces: list[str] = []
-        reason, usage, model = None, {}, None
+        reason, model = None, None
+        usage: dict[str, Any] = {}
         begin, first = time.perf_counter(), None
         with self._client.stream(path, body) as events:
             for event in events:

@@ -13,7 +13,10 @@ from staticllm.errors import StaticLLMError
 
 WAIT_SECONDS = 10.0
 LOOK_SECONDS = 0.1
-ENDPOINTS = {"chat": ("/api/generate", {}), "embedding": ("/api/embed", {"input": []})}
+ENDPOINTS: dict[str, tuple[str, dict[str, object]]] = {
+    "chat": ("/api/generate", {}),
+    "embedding": ("/api/embed", {"input": []}),
+}
 """What unloads a model of each kind, with ``keep_alive`` 0."""
 
 

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from staticllm.server.settings import ServerSettings
 
 KEY_VARIABLE = "STATICLLM_API_KEY"
-PORT_IN_USE = 3
-"""The exit code if another process has the port."""
+
+
+class _PortInUse(click.ClickException):
+    """Another process has the port."""
+
+    exit_code = 3
 
 
 @click.command("serve", short_help="Serve models over HTTP, with OpenAI's API.")
@@ -87,9 +91,7 @@ def command(models: tuple[str, ...], **options: Any) -> None:
     try:
         serve(specs, settings, lambda url: click.echo(f"{url}/v1  {', '.join(spec.name for spec in specs)}"), sidecar)
     except PortInUseError as error:
-        refusal = click.ClickException(str(error))
-        refusal.exit_code = PORT_IN_USE
-        raise refusal from None
+        raise _PortInUse(str(error)) from None
 
 
 def _settings(options: dict[str, Any]) -> ServerSettings:

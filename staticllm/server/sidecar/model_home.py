@@ -116,7 +116,9 @@ class WorkerHome(ModelHome):
         self._bury()
         folder = self.folder
         environment = {name: value for name, value in os.environ.items() if name != "STATICLLM_ATTACH"}
-        flags = subprocess.CREATE_NEW_PROCESS_GROUP if sys.platform == "win32" else 0
+        flags = 0
+        if sys.platform == "win32":
+            flags = subprocess.CREATE_NEW_PROCESS_GROUP
         try:
             self._process = subprocess.Popen(
                 worker_command(os.getpid()), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, creationflags=flags,
