@@ -273,6 +273,16 @@ class ModelHub:
             await self._in_thread(model.home.reconnect)
         _log.info("loaded %r again in %.1f s", model.spec.name, time.monotonic() - start)
 
+    async def unload(self, name: str) -> None:
+        """Release a model after its last answer. Does nothing if it is not loaded."""
+        model = self.models[name]
+        while True:
+            async with self._lock:
+                if model.pipeline is None or model.num_users == 0:
+                    await self._unload(model)
+                    return
+            await asyncio.sleep(0.1)
+
     async def _unload_idle(self) -> None:
         while True:
             shortest = min((self.idle_limit(model) for model in self.loaded), default=math.inf)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from staticllm.cli.options import Number, layout_options, read_properties
+from staticllm.cli.server.cluster import check_cluster_options, cluster_options, serve_on_ray
 from staticllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class _PortInUse(click.ClickException):
     "--ready-file", type=click.Path(), help="Write them to this file, which only you can read, until the end."
 )
 @click.option("--parent-pid", type=click.IntRange(1), metavar="PID", help="End when this process ends.")
+@cluster_options
 @layout_options
 def command(models: tuple[str, ...], **options: Any) -> None:
     """Serve MODELS, directories of chat models, embedders and rerankers, by name. Without any, the embedded model is served.
@@ -70,6 +72,10 @@ def command(models: tuple[str, ...], **options: Any) -> None:
 
     Exit codes: 0 ended as asked, 1 an error, 2 wrong usage, 3 another process has the port.
     """
+    check_cluster_options(options)
+    if options["ray"]:
+        serve_on_ray(models, _keys(options["api_keys"], options["api_key_file"]), options)
+        return
     try:
         from staticllm.server.process import SidecarOptions, serve
         from staticllm.server.served_model import demo_spec, model_spec
