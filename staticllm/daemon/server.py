@@ -25,8 +25,8 @@ from staticllm.daemon.models import Compile, ModelTable, ServedModel
 from staticllm.daemon.packed_service import compile_model_of
 from staticllm.daemon.session import Session
 from staticllm.daemon.timeline import Timeline
-from staticllm.daemon.used_sets import note_set
 from staticllm.errors import BusyError, ConfigError
+from staticllm.pipelines.blobs.used_sets import note_set
 from staticllm.threads import start_thread
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 
-from staticllm.daemon.used_sets import forget_sets, read_sets
 from staticllm.errors import ProcessLostError
 from staticllm.pipelines.blobs.crashes import LIMIT, count_crash, crash_name, quarantine_text
+from staticllm.pipelines.blobs.used_sets import forget_sets, read_sets
 from staticllm.pipelines.remote.daemon_home import UserDaemon
 from staticllm.pipelines.remote.remote_engine import RemoteEngine
 from staticllm.wire import endpoint

@@ -1,4 +1,4 @@
-"""The blob sets that a daemon has imported, in its runtime folder: what is read there after it has crashed."""
+"""The blob sets that a process has imported, in a file that is read after it has crashed."""
 
 from __future__ import annotations
 
