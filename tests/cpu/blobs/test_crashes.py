@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("openvino")
 
-from staticllm.pipelines.blobs import crashes  # noqa: E402
+from staticllm.pipelines.blobs import crashes
 
 
 @pytest.mark.skipif(os.name == "nt", reason="exit codes of signals are POSIX")

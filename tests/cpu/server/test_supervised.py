@@ -27,8 +27,11 @@ from staticllm.pipelines.blobs.crashes import num_crashes  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals end the processes here")
 BODY = {"messages": [{"role": "user", "content": "What is an NPU?"}], "temperature": 0, "max_tokens": 12}
-LONG = {**BODY, "stream": True, "max_tokens": 700, "ignore_eos": True}
-PROPERTIES = {"PROGRAMS": "shared"}
+LONG = {**BODY, "stream": True, "max_tokens": 3900, "ignore_eos": True}
+PROPERTIES = {
+    "PROGRAMS": "shared",
+    "MIN_RESPONSE_LEN": 4000,
+}  # long answers are still running when the worker is killed
 
 
 @pytest.fixture
@@ -79,12 +82,13 @@ def test_a_killed_worker_ends_its_answers_with_an_error_and_the_next_is_served(r
     with supervised() as served:
         assert text_of(ask(served.url)) == expected
         first = worker_of(served)
-        with streaming(served.url) as response:
+        # a client is made before, which takes long on a busy machine
+        with httpx.Client(timeout=60) as other, streaming(served.url) as response:
             next(lines := response.iter_lines())
-            whole = []
-            waiter = threading.Thread(target=lambda: whole.append(ask(served.url, max_tokens=700, ignore_eos=True)))
+            whole, path = [], served.url + "/v1/chat/completions"
+            waiter = threading.Thread(target=lambda: whole.append(other.post(path, json={**LONG, "stream": False})))
             waiter.start()
-            wait_for(lambda: served.state.lifecycle.num_requests == 2)
+            wait_for(lambda: served.state.hub.models["demo"].admission.num_running == 2)
             time.sleep(0.2)  # the second one is in the worker too
             first.kill()
             *_, error, done = [line for line in lines if line and not line.startswith(":")]
