@@ -13,8 +13,8 @@ class RequestProgress:
     """One answer that has not ended.
 
     Moments are those of ``time.perf_counter``: of its arrival, of its first device call, and of its first token; None before.
-    Of ``num_prompt`` prompt tokens ``num_cached`` were found in the prefix cache, and ``num_computed`` tokens of prompt and answer
-    have keys and values. ``max_new_tokens`` is None if only the slots limit the answer.
+    Of ``num_prompt`` prompt tokens ``num_cached`` were in the prefix cache. ``num_computed`` tokens have keys
+    and values, those of the answer included. ``max_new_tokens`` is None if only the slots limit the answer.
     """
 
     id: int

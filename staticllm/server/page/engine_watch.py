@@ -44,6 +44,7 @@ class EngineWatch:
         self._lock = threading.Lock()
         self._last_tokens: dict[int, float] = {}  # the moment of each request's last token
         self._decoding: set[int] = set()
+        self._ended: list[int] = []  # their last call is recorded after them
 
     def append(self, record: Record) -> None:
         """Keep a record. Runs on the engine's thread."""
@@ -64,15 +65,16 @@ class EngineWatch:
         return self._next
 
     def since(self, after: int) -> Watched:
-        """Return what came after the record of this number."""
+        """Return what came after the record of this number; all that is kept if there is no such record yet."""
         self._number_records()
         with self._lock:
             entries, cursor = list(self._entries), self._next - 1
+        after = after if after <= cursor else 0
         oldest = entries[0][0] if entries else self._next
         found = [entry for number, entry in entries if number > after]
         calls = [entry for entry in found if "rows" in entry]
         ended = [entry for entry in found if "rows" not in entry]
-        num_dropped = max(0, oldest - after - 1) if 0 < after <= cursor else 0
+        num_dropped = max(0, oldest - after - 1) if after else 0
         return Watched(calls, ended, cursor, num_dropped)
 
     def _number_records(self) -> None:
@@ -120,15 +122,19 @@ class EngineWatch:
         for number, _ in step.prefill:
             if number not in self._decoding:  # a preempted request has a last token
                 self._last_tokens[number] = step.end
+        for number in self._ended:
+            self._last_tokens.pop(number, None)
+            self._decoding.discard(number)
+        self._ended.clear()
         return _ms(max(gaps)) if gaps else None
 
     def _forget_tokens(self) -> None:
         self._last_tokens.clear()
         self._decoding.clear()
+        self._ended.clear()
 
     def _answer(self, request: RequestRecord) -> dict[str, Any]:
-        self._last_tokens.pop(request.id, None)
-        self._decoding.discard(request.id)
+        self._ended.append(request.id)
         times = request.token_times
         gaps = [after - before for before, after in pairwise(times)]
         return {

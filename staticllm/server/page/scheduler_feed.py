@@ -35,7 +35,8 @@ class SchedulerFeed:
         """
         pipeline, admission, now = model.pipeline, model.admission, time.perf_counter()
         if not isinstance(pipeline, StaticLLMPipeline) or admission is None:
-            return lambda: self._document(now, NOTHING)
+            known = self._watches.get(model.spec.name)
+            return lambda: self._document(now, NOTHING if known is None else known.watch.since(after))
         limits, waiting = admission.limits, [round((now - since) * 1e3, 3) for since in admission.waiting_since]
         bounds = {
             "num_seqs": model.num_seqs(device),
