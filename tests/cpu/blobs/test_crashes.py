@@ -35,7 +35,9 @@ def test_crashes_are_counted_until_the_set_is_in_quarantine(tmp_path):
     assert crashes.count_crash(tmp_path / "missing", "SIGSEGV") == 0
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"crashes": "2"}', '{"crashes": true}', '{"crashes": -5}', "x" * 10000])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"crashes": "2"}', '{"crashes": true}', '{"crashes": -5}', "x" * 10000]
+)
 def test_a_damaged_note_counts_as_none(tmp_path, text):
     (tmp_path / "crashes.json").write_text(text)
     assert crashes.num_crashes(tmp_path) == 0

@@ -37,6 +37,11 @@ def test_a_refusal_must_be_proper():
     body = json.dumps({"error": {"message": "too much"}}).encode()
     assert check_refusal(413, {}, body, (413,)) == "refused with 413"
     assert check_refusal(429, {"retry-after": "1"}, body, (429,)) == "refused with 429"
-    for status, headers, data in ((429, {}, body), (500, {}, body), (413, {}, b"<html>"), (413, {}, b'{"error": "text"}')):
+    for status, headers, data in (
+        (429, {}, body),
+        (500, {}, body),
+        (413, {}, b"<html>"),
+        (413, {}, b'{"error": "text"}'),
+    ):
         with pytest.raises(WrongError):
             check_refusal(status, headers, data, (413, 429))
