@@ -1,5 +1,6 @@
 """Ask a model of a server that this program starts and ends: python sidecar_client.py [PROMPT]. Needs no package itself."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -36,10 +37,9 @@ class Sidecar:
         """Yield the pieces of an answer; closing the iterator stops it."""
         body = json.dumps({"messages": messages, "stream": True, **options}).encode()
         headers = {"Authorization": f"Bearer {self.ready['key']}", "Content-Type": "application/json"}
+        request = urllib.request.Request(self.ready["url"] + "/chat/completions", body, headers)
         try:
-            response = urllib.request.urlopen(
-                urllib.request.Request(self.ready["url"] + "/chat/completions", body, headers)
-            )
+            response = urllib.request.urlopen(request)
         except urllib.error.HTTPError as error:
             raise RuntimeError(json.load(error)["error"]["message"]) from None
         with response:
@@ -58,11 +58,8 @@ class Sidecar:
 
 
 if __name__ == "__main__":
-    sidecar = Sidecar()
     question = {"role": "user", "content": " ".join(sys.argv[1:]) or "What is an NPU?"}
-    try:
+    with contextlib.closing(Sidecar()) as sidecar:
         for piece in sidecar.chat([question], max_tokens=64):
             print(piece, end="", flush=True)
-        print()
-    finally:
-        sidecar.close()
+    print()
