@@ -29,7 +29,8 @@ from staticllm.pipelines.model_loader.text_reader import TextReader
 from staticllm.pipelines.model_loader.weights_watch import watch_of
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
-from staticllm.pipelines.remote.remote_launch import RemoteLaunched, check_sendable, launch_remote
+from staticllm.pipelines.remote.daemon_home import DaemonHome
+from staticllm.pipelines.remote.remote_launch import RemoteLaunched, check_sendable, remote_launcher
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.text.handle import GenerationHandle
@@ -61,8 +62,7 @@ class StaticLLMPipeline:
         on_progress: Called with a ``ProgressEvent`` after each part of loading; an exception in it aborts the loading.
         scheduler: Scheduling policy: a name, or an object with a method ``plan(view)`` (docs/scheduling.md). Defaults to
             ``config.scheduler``.
-        daemon: Load the model in the daemon, a process that owns the devices for all programs of this user, and is started if
-            it does not run. Programs with the same model and properties share its weights (docs/daemon.md).
+        daemon: Whether the model runs in the daemon, which programs of this user share, or a ``DaemonHome`` (docs/daemon.md).
         properties: GenAI's and OpenVINO's properties: ``MAX_PROMPT_LEN``, ``adapters``, ``draft_model`` …
 
     Raises:
@@ -76,7 +76,7 @@ class StaticLLMPipeline:
     """
 
     _launch = staticmethod(launch)  # staticllm.testing replaces it
-    _launch_in_daemon = staticmethod(launch_remote)
+    _launch_in_daemon = staticmethod(remote_launcher)
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class StaticLLMPipeline:
         tokenizer: genai.Tokenizer | None = None,
         on_progress: Callable[[ProgressEvent], None] | None = None,
         scheduler: Scheduler | Policy | None = None,
-        daemon: bool = False,
+        daemon: bool | DaemonHome = False,
         **properties: object,
     ) -> None:
         start = time.perf_counter()
@@ -100,7 +100,7 @@ class StaticLLMPipeline:
         source, candidates = source_of(models_path, given, candidates)
         self._source = weakref.finalize(self, forget_in_memory, source)
         with TextReader(source, given, on_progress) as reader:
-            start_engine = self._launch_in_daemon if daemon else self._launch
+            start_engine = self._launch_in_daemon(daemon) if daemon else self._launch
             self._launched: Launched | RemoteLaunched = start_engine(source, candidates, policy, reader.on_progress)
             text = reader.files()
             use_draft(draft, self._launched, text.tokenizer, reader.on_progress)

@@ -16,6 +16,7 @@
     ├── SnapshotError          a snapshot that is damaged, or of another model
     ├── BusyError              more than ``MAX_WAITING`` waiting requests, or no device in time for a text
     └── ClosedError            the pipeline was closed
+        └── ProcessLostError   the other process in which the model runs has ended
 """
 
 from __future__ import annotations
@@ -107,6 +108,10 @@ class BusyError(StaticLLMError):
 
 class ClosedError(StaticLLMError):
     """The pipeline was closed; requests that had not ended were cancelled."""
+
+
+class ProcessLostError(ClosedError):
+    """The daemon or worker process in which the model runs has ended; the next request starts another one."""
 
 
 class SnapshotError(StaticLLMError):

@@ -42,6 +42,8 @@ from staticllm.pipelines.blobs.manifest import (
 MANIFEST, LOCK = "manifest.json", ".staticllm.lock"
 COSTS = "costs.json"
 """The measured costs of a set's programs (``measurements.py``), which are no part of the set."""
+CRASHES = "crashes.json"
+"""How often a process crashed with a set (``crashes.py``); no part of the set."""
 SCRATCH = ".staticllm-"
 """Prefix of the names of files that are being written."""
 LOCK_TIMEOUT = 60.0
@@ -371,7 +373,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 def _is_own_file(name: str) -> bool:
     """Return whether our writers use this file name. Other files in the folder are left alone."""
-    return name in (MANIFEST, LOCK, COSTS) or name.startswith(SCRATCH) or _WRITTEN.fullmatch(name) is not None
+    return name in (MANIFEST, LOCK, COSTS, CRASHES) or name.startswith(SCRATCH) or _WRITTEN.fullmatch(name) is not None
 
 
 def _write(path: Path, data: bytes) -> None:

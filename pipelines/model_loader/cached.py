@@ -14,6 +14,7 @@ from staticllm.core import Variant
 from staticllm.errors import BlobError, ConfigError
 from staticllm.pipelines.blobs.blob_set import failed_verification_text, read_manifest, remove_set
 from staticllm.pipelines.blobs.cache import BlobCache, key_of
+from staticllm.pipelines.blobs.crashes import quarantine_text
 from staticllm.pipelines.blobs.file_lock import Lease
 from staticllm.pipelines.blobs.fingerprint import Fingerprint
 from staticllm.pipelines.blobs.manifest import Manifest
@@ -75,13 +76,18 @@ class CachePlace:
     def read(self, import_set: Callable[[Manifest], Result], compile_again: Callable[[], Result]) -> Result | None:
         """Return what ``import_set`` makes of the cached set; None, with a warning, if there is none or it cannot be read.
 
-        If the blobs of this model failed verification before, ``compile_again`` compiles the programs and writes nothing.
+        If the blobs of this model failed verification before, or crashed twice, ``compile_again`` compiles the programs and
+        writes nothing.
         """
         if not self.path.is_dir():
             return None
         try:
             manifest = read_manifest(self.path, self.job.key)
             self.cache.touch(self.key)
+            crashed = quarantine_text(self.path)
+            if crashed is not None:
+                warnings.warn(f"CACHE_DIR is not used: {crashed}", RuntimeWarning, stacklevel=2)
+                return compile_again()
             if manifest.has_failed_verification:
                 self._warn_of_quarantine(manifest)
                 return compile_again()

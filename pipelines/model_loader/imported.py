@@ -11,7 +11,7 @@ from typing import cast
 
 import openvino as ov
 
-from staticllm.core import KVType, Part, ProgramLayout, ProgressEvent, Variant
+from staticllm.core import KVType, OnProgress, Part, ProgramLayout, ProgressEvent, Variant
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, StaticLLMError, last_line
 from staticllm.pipelines.blobs.blob_set import (
@@ -23,6 +23,7 @@ from staticllm.pipelines.blobs.blob_set import (
     read_blobs,
     read_steadily,
 )
+from staticllm.pipelines.blobs.crashes import check_crashes
 from staticllm.pipelines.blobs.fingerprint import Fingerprint
 from staticllm.pipelines.blobs.manifest import Manifest, V
 from staticllm.pipelines.blobs.measurements import CostsPlace
@@ -48,6 +49,7 @@ def load_blob_set(job: LoadJob, folder: Path) -> Loaded:
 
     def import_it(manifest: Manifest) -> Loaded:
         check_kind(folder, manifest, "decoder")
+        check_crashes(folder)
         return import_set(decided_by(manifest, job), folder, manifest, "blob")
 
     return read_steadily(folder, import_it, job.key)
@@ -69,7 +71,7 @@ def import_set(
     Raises:
         BlobError: the set is damaged, or was made for something else.
     """
-    config = job.config
+    config, job = job.config, replace(job, on_progress=_naming(folder, job.on_progress))
     blobs = read_checked(job, folder, manifest, lambda: fingerprint or fingerprint_of(job))
     check_properties(folder, manifest, phase_properties(job.device, config))
     kept = CostsPlace(folder, manifest.fingerprint, job.key).costs_of(_options(job, manifest))
@@ -77,6 +79,15 @@ def import_set(
         programs = replace(_programs(job, manifest, blobs), kept_costs=kept.read())
         runner = _runner(job, folder, programs, memory)
     return Loaded(runner, programs, config, origin, has_mapped_weights=manifest.is_weightless, kept_costs=kept)
+
+
+def _naming(folder: Path, on_progress: OnProgress) -> OnProgress:
+    """Return a callback that adds the folder to events of importing: should the process crash, it is known with which set."""
+
+    def tell(event: ProgressEvent) -> None:
+        on_progress(replace(event, message=str(folder)) if event.stage == "import" else event)
+
+    return tell
 
 
 def read_checked(

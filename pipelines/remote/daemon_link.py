@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import openvino as ov
 
-from staticllm.errors import BusyError, ClosedError, DeviceError, StaticLLMError
+from staticllm.errors import BusyError, DeviceError, ProcessLostError, StaticLLMError
 from staticllm.pipelines.engine.output_queue import KNOWN_ERRORS
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
@@ -21,6 +21,32 @@ from staticllm.wire.messages import PROTOCOL, Kind, Message, ProtocolError
 
 START_SECONDS = 20.0
 """Seconds in which a daemon that is started must listen."""
+
+
+GONE = (
+    "the process that runs the model has ended, and with it this request: send it again, which starts another process"
+)
+
+
+class Startable(Protocol):
+    """A daemon: where it listens, and how it is started."""
+
+    @property
+    def folder(self) -> Path:
+        """Its runtime folder.
+
+        Raises:
+            EndpointError: it cannot be used.
+        """
+        ...
+
+    def start(self) -> None:
+        """Start it, and return when it listens. Called if nobody listens.
+
+        Raises:
+            EndpointError: it does not listen in time.
+        """
+        ...
 
 
 class DaemonLink:
@@ -33,7 +59,7 @@ class DaemonLink:
         StaticLLMError: it refused this program.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, home: Startable) -> None:
         self._hello: dict[str, Any] = {
             "protocol": PROTOCOL,
             "openvino": ov.get_version(),
@@ -42,8 +68,8 @@ class DaemonLink:
             "priority": _priority() + 100,
         }
         try:
-            self._folder = endpoint.runtime_folder()
-            self._first = self._open()
+            self._folder = home.folder
+            self._first = self._open(home)
         except EndpointError as error:
             raise DeviceError(f"the daemon cannot be reached: {error}") from error
         try:
@@ -81,7 +107,7 @@ class DaemonLink:
         """End this client; the daemon frees all that it had. A second call does nothing."""
         self._first.close()
 
-    def _open(self) -> Channel:
+    def _open(self, home: Startable) -> Channel:
         """Connect, and start the daemon if nobody listens.
 
         Raises:
@@ -90,7 +116,7 @@ class DaemonLink:
         try:
             return Channel(endpoint.connect(self._folder))
         except EndpointError:
-            start_daemon()
+            home.start()
         return Channel(endpoint.connect(self._folder))
 
 
@@ -122,13 +148,13 @@ def ask(channel: Channel, message: Message) -> Message:
     """Send a message and return the answer.
 
     Raises:
-        StaticLLMError: the daemon refused it (``BusyError``), it failed, or it has gone (``ClosedError``).
+        StaticLLMError: the daemon refused it (``BusyError``), it failed, or it has gone (``ProcessLostError``).
     """
     try:
         channel.send(message)
         answer = channel.receive()
     except (EOFError, OSError, ProtocolError) as error:
-        raise ClosedError("the daemon has gone: load the model again, which starts another one") from error
+        raise ProcessLostError(GONE) from error
     check(answer)
     return answer
 

@@ -1,50 +1,56 @@
-"""The ``EngineClient`` of an engine in the daemon: requests go there as plain values, and tokens come back."""
+"""The ``EngineClient`` of an engine in the daemon, which connects again after the daemon has ended."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from concurrent.futures import Future
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from itertools import count
 from pathlib import Path
 
 from staticllm.core import FinishReason
-from staticllm.errors import ClosedError, GenerationConfigError, StaticLLMError, as_ours
+from staticllm.errors import ClosedError, GenerationConfigError, ProcessLostError, StaticLLMError
 from staticllm.kvcache.sequence import AdapterScales
 from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.client import UserProcessors
-from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, output_from_dict
+from staticllm.pipelines.engine.output_queue import Finished, OutputQueue
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
-from staticllm.pipelines.remote.daemon_link import DaemonLink, check
-from staticllm.threads import check_process, start_thread
-from staticllm.wire.messages import LAST, Kind, Message, ProtocolError
-
-QUESTION = 1 << 62
-"""Numbers from here on are those of questions; smaller ones are those of requests."""
-GONE = "the daemon has gone: load the model again, which starts another one"
+from staticllm.pipelines.remote.engine_connection import EngineConnection, OnLost
+from staticllm.threads import check_process
+from staticllm.wire.messages import Kind, Message
 
 
 class RemoteEngine:
-    """Submits requests to model ``handle`` of the daemon. One connection carries all of them; a thread reads it.
+    """Submits requests to a model of the daemon. One connection carries all of them.
 
-    Any thread may call the methods. A daemon that dies ends every request with a ``ClosedError``.
+    ``connect`` loads the model in the daemon and returns a connection, which calls the function that it got when it is lost.
+    A daemon that ends ends the running requests with a ``ProcessLostError``; the next request, or ``reconnect``, loads the
+    model again, in a daemon that is started if none runs. Any thread may call the methods.
     """
 
-    def __init__(self, link: DaemonLink, handle: int) -> None:
-        self._link, self._handle = link, handle
-        self._channel = link.connect()
-        self._queues: dict[int, OutputQueue] = {}  # by the request's id
-        self._left: dict[int, set[int]] = {}  # the answers of each that have not ended
-        self._answers: dict[int, Future[Message]] = {}  # by the question's number
-        self._numbers = count(1)
-        self._lock = threading.Lock()
+    def __init__(self, connect: Callable[[OnLost], EngineConnection]) -> None:
+        self._connect = connect
+        self.on_lost: OnLost = lambda: None  # called on the connection's thread when the daemon has ended
+        self._connecting = threading.Lock()  # held while the model is loaded
         self._is_closed = self.has_own_tokenizer = False
         self._pid = os.getpid()
-        self._thread = start_thread(self._read, "staticllm-remote")
+        self._connection = connect(self._lose)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the daemon is still there, as far as is known."""
+        return self._connection.is_alive
+
+    def reconnect(self) -> None:
+        """Load the model in the daemon again if it has ended. Takes as long as loading does.
+
+        Raises:
+            ClosedError: the engine was closed.
+            StaticLLMError: the daemon cannot be started, or refuses the model.
+        """
+        self._connected()
 
     def submit(
         self, request: EngineRequest, queue: OutputQueue | None = None, processors: UserProcessors = ()
@@ -53,7 +59,8 @@ class RemoteEngine:
 
         Raises:
             BusyError: ``MAX_WAITING`` requests are waiting in the daemon's engine.
-            ClosedError: the engine was closed, or the daemon has gone.
+            ClosedError: the engine was closed.
+            ProcessLostError: the daemon has ended twice before it accepted the request.
             GenerationConfigError: there are ``processors``, which cannot go to another process; or the grammar cannot be
                 compiled, or has no answer that is short enough.
         """
@@ -67,23 +74,19 @@ class RemoteEngine:
                 "leave one of them out"
             )
         queue = queue or OutputQueue()
-        with self._lock:
-            self._queues[request.id] = queue
-            self._left[request.id] = set(range(request.num_sequences))
         try:
-            self._ask(Message(Kind.SUBMIT, self._handle, request.id, body={"request": request.to_dict()}))
-        except BaseException:
-            self._forget(request.id)
-            raise
+            self._connected().submit(request, queue)
+        except ProcessLostError:  # it was not accepted: nothing of it has run
+            self._connected().submit(request, queue)
         return queue
 
     def cancel(self, request: int, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request, or one of its answers, before the next device call. Unknown and ended requests are ignored."""
-        if os.getpid() != self._pid or request not in self._queues:
+        connection = self._connection
+        if os.getpid() != self._pid or not connection.has(request):
             return
         body = {"request": request, "index": index, "reason": str(reason)}
-        with contextlib.suppress(ClosedError):  # then the request has ended
-            self._ask(Message(Kind.CANCEL, self._handle, body=body))
+        connection.tell(Message(Kind.CANCEL, body=body))
 
     def check_process(self) -> None:
         """Check that this is the process that the engine belongs to.
@@ -97,9 +100,10 @@ class RemoteEngine:
         """Return the statistics of the daemon's engine, over all programs that use it.
 
         Raises:
-            ClosedError: the daemon has gone.
+            ClosedError: the engine was closed, or the daemon has ended.
         """
-        return Stats(**self._ask(Message(Kind.STATS, self._handle, body={"of": "engine"})).body)
+        self.check_process()
+        return Stats(**self._connection.ask(Message(Kind.STATS, body={"of": "engine"})).body)
 
     def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
         """Raise an error: a recording holds the calls of all programs, and is made in the daemon.
@@ -121,7 +125,7 @@ class RemoteEngine:
 
         Raises:
             SnapshotError: no cached sequence begins with these tokens, or the file cannot be written.
-            ClosedError: the daemon has gone.
+            ClosedError: the engine was closed, or the daemon has ended.
         """
         assert not adapters, "models of the daemon have none"
         return self._snapshot("save", path, identity, key, tokens)
@@ -133,7 +137,7 @@ class RemoteEngine:
 
         Raises:
             SnapshotError: the file is missing, damaged or of another model, or there is no room for its tokens.
-            ClosedError: the daemon has gone.
+            ClosedError: the engine was closed, or the daemon has ended.
         """
         assert not adapters, "models of the daemon have none"
         return self._snapshot("load", path, identity, key, [])
@@ -144,15 +148,29 @@ class RemoteEngine:
             return
         if drain:
             self._drain()
-        with self._lock:
-            was_closed, self._is_closed = self._is_closed, True
-        if was_closed:
-            return
-        self._channel.shut()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-        self._channel.close()
-        self._link.close()
+        self._is_closed = True
+        with self._connecting:  # a connection that is being made is closed as well
+            self._connection.close()
+
+    def _connected(self) -> EngineConnection:
+        """Return a connection that works, as far as is known.
+
+        Raises:
+            ClosedError: the engine was closed.
+            StaticLLMError: the daemon cannot be started, or refuses the model.
+        """
+        self.check_process()
+        with self._connecting:
+            if self._is_closed:
+                raise ClosedError("the pipeline is closed: load the model again")
+            if not self._connection.is_alive:
+                self._connection.close()
+                self._connection = self._connect(self._lose)
+            return self._connection
+
+    def _lose(self) -> None:
+        if not self._is_closed:
+            self.on_lost()
 
     def _snapshot(
         self, action: str, path: str | os.PathLike[str], identity: Identity, key: bytes, tokens: list[int]
@@ -161,79 +179,12 @@ class RemoteEngine:
             "action": action, "path": str(Path(path).absolute()), "identity": dict(identity), "key": key.hex(),
             "tokens": tokens,
         }  # fmt: skip
-        return int(self._ask(Message(Kind.SNAPSHOT, self._handle, body=body)).body["tokens"])
+        return int(self._connected().ask(Message(Kind.SNAPSHOT, body=body)).body["tokens"])
 
     def _drain(self) -> None:
-        with self._lock:
-            queues = list(self._queues.values())
+        connection = self._connection
         ended = threading.Semaphore(0)
-        for queue in queues:
+        for queue in connection.queues():
             queue.add_listener(lambda output: ended.release() if isinstance(output, Finished) else None)
-        while self._queues and self._thread.is_alive():
+        while connection.queues() and connection.is_alive:
             ended.acquire(timeout=0.2)
-
-    def _ask(self, message: Message) -> Message:
-        """Send a question and wait for its answer, while outputs of requests go on.
-
-        Raises:
-            StaticLLMError: it was refused or failed.
-        """
-        self.check_process()
-        future: Future[Message] = Future()
-        with self._lock:
-            if self._is_closed or not self._thread.is_alive():
-                raise ClosedError("the pipeline is closed: load the model again" if self._is_closed else GONE)
-            number = message.number or QUESTION + next(self._numbers)
-            self._answers[number] = future
-            message = Message(message.kind, message.handle, number, body=message.body)
-            try:
-                self._channel.send(message)
-            except OSError as error:
-                raise ClosedError(GONE) from error
-        answer = future.result()
-        check(answer)
-        return answer
-
-    def _read(self) -> None:
-        """Read outputs and answers until the connection ends; then end everything that waits."""
-        error: Exception = ClosedError(GONE)
-        try:
-            while True:
-                self._take(self._channel.receive())
-        except (EOFError, OSError):
-            pass
-        except (ProtocolError, KeyError, TypeError, ValueError) as damaged:
-            error = as_ours(damaged)
-        with self._lock:
-            answers, queues, left = list(self._answers.values()), dict(self._queues), dict(self._left)
-            for table in (self._answers, self._queues, self._left):
-                table.clear()
-        reason = FinishReason.CANCELLED if self._is_closed else FinishReason.ERROR
-        for id, queue in queues.items():
-            for index in left[id]:
-                queue.put(Finished(reason, None if self._is_closed else error, index))
-        for future in answers:
-            future.set_exception(error)
-
-    def _take(self, message: Message) -> None:
-        if message.kind is not Kind.OUTPUT:
-            with self._lock:
-                future = self._answers.pop(message.number, None)
-            if future is not None:
-                future.set_result(message)
-            return
-        queue = self._queues.get(message.number)
-        if queue is None:
-            return
-        for values in message.body["outputs"]:
-            output = output_from_dict(values)
-            if isinstance(output, Finished):
-                self._left[message.number].discard(output.index)
-            if message.flags & LAST and values is message.body["outputs"][-1]:
-                self._forget(message.number)
-            queue.put(output)
-
-    def _forget(self, request: int) -> None:
-        with self._lock:
-            self._queues.pop(request, None)
-            self._left.pop(request, None)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import openvino_genai as genai
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, ModelError
 from staticllm.pipelines.engine.fed.beam_requests import Decode
 from staticllm.pipelines.model_loader.arguments import Candidate
+from staticllm.pipelines.remote.daemon_home import DaemonHome, UserDaemon
 from staticllm.pipelines.remote.daemon_link import DaemonLink
+from staticllm.pipelines.remote.engine_connection import EngineConnection, OnLost
 from staticllm.pipelines.remote.remote_engine import RemoteEngine
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.wire.messages import Kind, Message
@@ -46,42 +49,80 @@ class RemoteLaunched:
         self.engine.close(drain)
 
 
-def launch_remote(
-    directory: Path, candidates: Sequence[Candidate], policy: Policy, on_progress: OnProgress
-) -> RemoteLaunched:
-    """Load a model in the daemon, which is started if it does not run; a model that it has is shared.
+Launch = Callable[[Path, Sequence[Candidate], Policy, OnProgress], RemoteLaunched]
 
-    Raises:
-        ConfigError: a property cannot be sent to another process.
-        DeviceError: no daemon can be reached.
-        StaticLLMError: the daemon refused the model; the message says why.
+
+def remote_launcher(daemon: bool | DaemonHome) -> Launch:
+    """Return a function that loads a model in a daemon; True stands for the one that the programs of this user share.
+
+    It raises ``ConfigError`` if a property cannot be sent to another process, ``DeviceError`` if no daemon can be reached,
+    and another ``StaticLLMError`` if the daemon refuses the model; the message says why.
     """
+    home = UserDaemon() if isinstance(daemon, bool) else daemon
+    return partial(_launch, home)
+
+
+def _launch(
+    home: DaemonHome, directory: Path, candidates: Sequence[Candidate], policy: Policy, on_progress: OnProgress
+) -> RemoteLaunched:
     del policy  # its name is in the config; an object of this process is refused before
     begin = time.perf_counter()
-    body = {
-        "directory": str(directory.absolute()),
-        "candidates": [
-            {"device": each.device, "config": _plain(each.config), "explicit": sorted(each.explicit)}
-            for each in candidates
-        ],
-    }
+    model = _RemoteModel(directory, candidates, home)
     on_progress(ProgressEvent("compile", 1, 1, 0.0, is_done=False, message="in the daemon"))
-    link = DaemonLink()
+    engine = RemoteEngine(model.connect)
     try:
-        answer = link.ask(Message(Kind.MODEL, body=body)).body
-        engine = RemoteEngine(link, answer["model"])
+        home.adopt(engine)
+        answer = model.described
+        config = replace(
+            next(each.config for each in candidates if each.device == answer["device"]),
+            max_prompt_len=answer["max_prompt_len"],
+            min_response_len=answer["min_response_len"],
+        )
+        on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
     except BaseException:
-        link.close()
+        engine.close()
         raise
-    config = replace(
-        next(each.config for each in candidates if each.device == answer["device"]),
-        max_prompt_len=answer["max_prompt_len"],
-        min_response_len=answer["min_response_len"],
-    )
-    on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
     return RemoteLaunched(
         engine, config, answer["device"], answer["vocab_size"], answer["kv_type"], answer["has_mapped_weights"]
     )
+
+
+class _RemoteModel:
+    """A model that a daemon loads, as often as a daemon ends. ``described``: what the first one said of it."""
+
+    def __init__(self, directory: Path, candidates: Sequence[Candidate], home: DaemonHome) -> None:
+        self._home = home
+        self._body = {
+            "directory": str(directory.absolute()),
+            "candidates": [
+                {"device": each.device, "config": _plain(each.config), "explicit": sorted(each.explicit)}
+                for each in candidates
+            ],
+        }
+        self.described: dict[str, Any] = {}
+
+    def connect(self, on_lost: OnLost) -> EngineConnection:
+        """Load the model, and return a connection to its engine.
+
+        Raises:
+            DeviceError: no daemon can be reached.
+            ModelError: the daemon serves the model with other limits than the one before.
+            StaticLLMError: the daemon refused the model.
+        """
+        link = DaemonLink(self._home)
+        try:
+            answer = link.ask(Message(Kind.MODEL, body=self._body)).body
+            self.described = self.described or answer
+            for name in ("vocab_size", "kv_type", "max_prompt_len", "min_response_len"):
+                if answer[name] != self.described[name]:
+                    raise ModelError(
+                        f"another daemon serves the model on {answer['device']} with {name} {answer[name]} instead of "
+                        f"{self.described[name]}: load the pipeline again"
+                    )
+            return EngineConnection(link, answer["model"], on_lost)
+        except BaseException:
+            link.close()
+            raise
 
 
 def check_sendable(scheduler: object, draft_model: object) -> None:

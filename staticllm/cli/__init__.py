@@ -1,6 +1,7 @@
 """The ``staticllm`` command imports each subcommand when it is used.
 
-Exit codes: 0 for success, 1 for an error of the model, device or input (one line on stderr), 2 for wrong usage, 130 for Ctrl-C.
+Exit codes: 0 for success, 1 for an error of the model, device or input (one line on stderr), 2 for wrong usage, 3 if another
+process has the port of a server, 130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from staticllm.errors import StaticLLMError
 _COMMANDS = {
     "run": "run",
     "serve": "server.serve",
+    "list": "client.list_models",
+    "ps": "client.ps",
+    "stop": "client.stop",
+    "top": "client.top",
     "compile": "compile",
     "inspect": "inspect",
     "simulate": "simulate",

@@ -56,10 +56,14 @@ def _open(folder: str) -> BlobCache:
 
 
 def _row(entry: Entry, problem: str = "") -> dict[str, Any]:
+    from staticllm.pipelines.blobs.crashes import LIMIT, num_crashes
+
     manifest = entry.manifest
     problem = problem or entry.problem
     if manifest is not None and manifest.has_failed_verification:
         problem = problem or "failed verification: never used"
+    if num_crashes(entry.folder) >= LIMIT:
+        problem = problem or "crashed twice: never used, remove it"
     return {
         "key": entry.key,
         "bytes": entry.num_bytes,

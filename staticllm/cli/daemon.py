@@ -13,7 +13,7 @@ import click
 
 from staticllm.cli.progress import Progress, progress
 from staticllm.daemon import lifetime
-from staticllm.daemon.limits import default_limits
+from staticllm.daemon.limits import default_limits, worker_limits
 from staticllm.errors import StaticLLMError
 from staticllm.wire import endpoint
 from staticllm.wire.messages import Kind, Message
@@ -29,9 +29,13 @@ def command() -> None:
 @click.option(
     "--idle-seconds", type=click.FloatRange(min=0.1), help="Seconds without a program after which it ends (600)."
 )
-def start(foreground: bool, idle_seconds: float | None) -> None:
+@click.option("--worker-of", type=click.IntRange(1), hidden=True)  # staticllm serve --supervise
+def start(foreground: bool, idle_seconds: float | None, worker_of: int | None) -> None:
     """Start the daemon; programs under `staticllm attach` also start it when they need it."""
     folder = _folder()
+    if worker_of is not None:
+        lifetime.serve(folder, worker_limits(), worker_of)
+        return
     if not foreground:
         click.echo(f"daemon {lifetime.start(folder, idle_seconds)} serves {folder}")
         return

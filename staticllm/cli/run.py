@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from staticllm.cli.client.remote_run import check_options
+from staticllm.cli.client.remote_run import run as run_there
+from staticllm.cli.client.server_client import api_key_option, server_option
 from staticllm.cli.options import (
+    MODEL_HELP,
     Number,
     Whole,
     as_text,
     check_output,
     layout_options,
-    model_option,
+    model_directory,
     profiling,
     read_properties,
     read_text,
@@ -30,7 +34,9 @@ if TYPE_CHECKING:
 
 @click.command("run", short_help="Answer a prompt or piped text, or chat.")
 @click.argument("prompt", required=False)
-@model_option
+@click.option("-m", "--model", type=click.Path(), help=MODEL_HELP + " With --server, a name.")
+@server_option
+@api_key_option
 @click.option("-n", "--max-new-tokens", type=Whole(1), default=256, show_default=True,
               help="Longest answer, in tokens.")  # fmt: skip
 @click.option("--system", default="", help="System message.")
@@ -45,10 +51,11 @@ if TYPE_CHECKING:
     "--profile", type=click.Path(), help="Write a Chrome trace (ui.perfetto.dev); print where a token's time goes."
 )
 @layout_options
-def command(prompt: str | None, model: str, **options: Any) -> None:
+def command(prompt: str | None, model: str | None, server: str | None, api_key: str | None, **options: Any) -> None:
     """Generate text: for PROMPT, for stdin if it is piped, else in a chat.
 
-    In a chat, Ctrl-C stops the answer, and a second Ctrl-C leaves; /help lists the commands.
+    In a chat, Ctrl-C stops the answer, and a second Ctrl-C leaves; /help lists the commands. With --server, a model of that
+    server answers.
     """
     prompt = _prompt(prompt)
     options["system"] = as_text(options["system"], "--system")
@@ -56,9 +63,15 @@ def command(prompt: str | None, model: str, **options: Any) -> None:
         raise click.UsageError("--raw goes with a prompt and without --system: a chat needs the template")
     if prompt is None and options["as_json"]:
         raise click.UsageError("--json goes with a prompt: a chat prints text")
+    if server is not None:
+        check_options(click.get_current_context())
+        run_there(server, api_key, model, prompt, options)
+        return
+    if api_key is not None:
+        raise click.UsageError("--api-key goes with --server")
     if options["profile"] is not None:
         check_output(options["profile"])
-    pipe = _load(model, options)
+    pipe = _load(model_directory(model), options)
     with profiling(pipe, options["profile"]):
         if prompt is None:
             from staticllm.cli.chat import Chat

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from staticllm.config import StaticLLMConfig
+from staticllm.core import OnProgress
 from staticllm.daemon.devices import Devices
 from staticllm.errors import ConfigError, ModelError, PromptError, StaticLLMError
 from staticllm.model_dir import MODEL_XML, weights_of, weights_size
@@ -265,7 +266,9 @@ def _check_sequences(name: str, rows: tuple[tuple[Any, ...], ...]) -> None:
             raise ConfigError(f"{name}={row!r}: must be a token id and a finite number")
 
 
-def compile_language_model(source: LanguageSource, id: int, devices: Devices) -> LanguageModel:
+def compile_language_model(
+    source: LanguageSource, id: int, devices: Devices, on_progress: OnProgress = lambda event: None
+) -> LanguageModel:
     """Load a language model on the first of its devices that can run it, and start its engine.
 
     Raises:
@@ -273,6 +276,6 @@ def compile_language_model(source: LanguageSource, id: int, devices: Devices) ->
     """
     candidates = list(source.candidates)
     policy = make_policy(candidates[0].config.scheduler)
-    model = LanguageModel(id, launch(source.directory, candidates, policy, lambda _: None), devices)
+    model = LanguageModel(id, launch(source.directory, candidates, policy, on_progress), devices)
     model.engine.grammars = GrammarCompiler(lambda: read_vocabulary(read_tokenizer(source.directory)))
     return model

@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from staticllm.daemon.limits import Limits
 from staticllm.daemon.server import Daemon
 from staticllm.errors import StaticLLMError
+from staticllm.parent_watch import ParentWatch
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
 from staticllm.wire.endpoint import EndpointError
@@ -31,11 +32,14 @@ STOP_SECONDS = 15.0
 LOG_BYTES = 1 << 20
 
 
-def serve(folder: Path, limits: Limits | None = None) -> None:
+def serve(folder: Path, limits: Limits | None = None, worker_of: int | None = None) -> None:
     """Be the daemon of a runtime folder until it is stopped, or idle for long. Log into ``daemon.log``.
+
+    ``worker_of``: the process that this daemon works for alone, and with which it ends.
 
     Raises:
         StaticLLMError: another daemon serves this folder.
+        ConfigError: there is no process ``worker_of``.
     """
     lock = FileLock(folder / "lock")
     try:
@@ -44,10 +48,13 @@ def serve(folder: Path, limits: Limits | None = None) -> None:
         raise StaticLLMError(f"a daemon serves {folder} already: staticllm daemon stop ends it") from None
     try:
         _log_into(folder / "daemon.log")
-        daemon = Daemon(folder, limits)
+        daemon = Daemon(folder, limits, is_worker=worker_of is not None)
+        watch = None if worker_of is None else ParentWatch(worker_of, daemon.stop)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: daemon.stop())
         daemon.run()
+        if watch is not None:
+            watch.close()
     finally:
         for name in ("socket", "pipe", "key"):
             with contextlib.suppress(OSError):

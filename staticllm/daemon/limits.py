@@ -6,6 +6,9 @@ from dataclasses import asdict, dataclass
 
 import psutil
 
+FOREVER = 1e9
+"""Seconds; JSON has no infinity."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -37,3 +40,8 @@ class Limits:
 def default_limits() -> Limits:
     """Return the limits of this machine: models may take half of its memory."""
     return Limits(model_bytes=psutil.virtual_memory().total // 2)
+
+
+def worker_limits() -> Limits:
+    """Return the limits of a daemon that works for one process: its models may take what they would take there."""
+    return Limits(model_bytes=psutil.virtual_memory().total, idle_seconds=FOREVER)

@@ -15,6 +15,7 @@ from typing import Any
 import openvino as ov
 import psutil
 
+from staticllm.core import ProgressEvent
 from staticllm.daemon.connection import MAX_PRIORITY, ClientConnection
 from staticllm.daemon.devices import Devices
 from staticllm.daemon.language_models import LanguageSource, compile_language_model
@@ -25,6 +26,7 @@ from staticllm.daemon.packed_service import compile_model_of
 from staticllm.daemon.session import Session
 from staticllm.daemon.timeline import Timeline
 from staticllm.errors import BusyError, ConfigError
+from staticllm.pipelines.blobs.used_sets import note_set
 from staticllm.threads import start_thread
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
@@ -42,11 +44,17 @@ SWITCH_SECONDS = 0.0005
 class Daemon:
     """Serves the clients of one user. ``run`` serves on the calling thread; any thread may call the other methods."""
 
-    def __init__(self, folder: Path, limits: Limits | None = None, compile_model: Compile | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        limits: Limits | None = None,
+        compile_model: Compile | None = None,
+        is_worker: bool = False,
+    ) -> None:
         self.limits = limits or default_limits()
         self.devices = Devices()
         self.models = ModelTable(compile_model or self._compile, self.limits)
-        self._folder = folder
+        self._folder, self._is_worker = folder, is_worker
         self._sessions: dict[str, Session] = {}
         self._connections: dict[ClientConnection, threading.Thread | None] = {}
         self._lock = threading.Lock()
@@ -132,8 +140,13 @@ class Daemon:
 
     def _compile(self, source: ModelSource | LanguageSource, id: int) -> ServedModel:
         if isinstance(source, LanguageSource):
-            return compile_language_model(source, id, self.devices)
+            return compile_language_model(source, id, self.devices, self._note_progress)
         return compile_model_of(source, id, self.devices)
+
+    def _note_progress(self, event: ProgressEvent) -> None:
+        """Note which blob set is used: should this process crash, whoever started it reads that."""
+        if self._is_worker and event.stage == "import" and event.message:
+            note_set(self._folder, event.message)
 
     def _find(self, hello: Message) -> Session | None:
         if "session" not in hello.body:

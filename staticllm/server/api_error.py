@@ -16,6 +16,7 @@ from staticllm.errors import (
     BusyError,
     ClosedError,
     ConfigError,
+    ProcessLostError,
     PromptError,
     PromptTooLongError,
     StaticLLMError,
@@ -114,6 +115,8 @@ def api_error_of(error: BaseException) -> ApiError:
 
 
 def _of_ours(error: StaticLLMError) -> ApiError:
+    if isinstance(error, ProcessLostError):
+        return ApiError(503, last_line(error), kind=SERVER, code="process_lost", headers={"Retry-After": "1"})
     if isinstance(error, ClosedError):
         return ApiError(
             503, "the model is being unloaded: try again", kind=SERVER, code="unloading", headers={"Retry-After": "1"}

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from staticllm.errors import ProcessLostError
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.server.served_model import ServedModel
 
@@ -110,7 +111,10 @@ class _Engines(Collector):
                 waiting.add_metric([name], admission.num_waiting)
             if not isinstance(pipeline, StaticLLMPipeline):
                 continue
-            stats = pipeline.stats()
+            try:
+                stats = pipeline.stats()
+            except ProcessLostError:  # it is loaded again soon
+                continue
             slots.add_metric([name], stats.slots_in_use)
             seconds.add_metric([name, "prefill"], stats.device_seconds * stats.prefill_share)
             seconds.add_metric([name, "decode"], stats.device_seconds * stats.decode_share)

@@ -11,16 +11,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from staticllm.errors import ClosedError, ConfigError, StaticLLMError
+from staticllm.errors import ClosedError, ConfigError, ProcessLostError, StaticLLMError
 from staticllm.server.admission import Admission, AdmissionLimits
 from staticllm.server.api_error import SERVER, ApiError, busy
 from staticllm.server.served_model import Kind, ModelSpec, Pipeline, ServedModel
 from staticllm.server.settings import ServerSettings
+from staticllm.server.sidecar.model_home import ModelHome, WorkerHome
 from staticllm.server.telemetry.record import current_record
 
 Result = TypeVar("Result")
 MIN_IDLE_CHECK, MAX_IDLE_CHECK = 0.05, 0.5
 """Seconds between two looks for idle models."""
+REVIVE_SECONDS = 5.0
+"""A process that ends again within this time after a start is started by the next request, not at once."""
 _log = logging.getLogger("staticllm.server")
 KINDS = {"chat": "a chat model", "embedding": "an embedding model", "rerank": "a reranker"}
 
@@ -114,7 +117,7 @@ class ModelHub:
         model.num_users += 1
         current_record().model = model.spec.name
         try:
-            while model.pipeline is None:
+            while model.pipeline is None or model.is_lost:
                 await self._wait_until_loaded(model)
         except BaseException:
             self.release(model)
@@ -144,7 +147,8 @@ class ModelHub:
 
     def status(self, model: ServedModel) -> str:
         """Return ``loaded``, ``loading`` or ``unloaded``."""
-        return "loaded" if model.pipeline is not None else "loading" if model.spec.name in self._loads else "unloaded"
+        is_there = model.pipeline is not None and not model.is_lost
+        return "loaded" if is_there else "loading" if model.spec.name in self._loads else "unloaded"
 
     @property
     def loaded(self) -> list[ServedModel]:
@@ -169,6 +173,8 @@ class ModelHub:
         async with self._lock:
             if self._is_closed:
                 raise ClosedError("the server is stopping")
+            if model.is_lost:
+                await self._reload(model)
             if model.pipeline is not None:
                 return
             model.progress = None
@@ -177,7 +183,12 @@ class ModelHub:
             _log.info("loading %r", model.spec.name)
             start = time.monotonic()
             model.keep_alive = None
-            pipeline: Pipeline = await self._in_thread(lambda: model.load(settings.device, settings.properties))
+            model.home = self._home_of(model)
+            try:
+                pipeline: Pipeline = await self._in_thread(lambda: model.load(settings.device, settings.properties))
+            except BaseException:
+                await self._leave_home(model)
+                raise
             model.pipeline = pipeline
             limits = AdmissionLimits.of(model.num_seqs(settings.device), settings.max_per_client, settings.max_waiting)
             model.admission = Admission(limits)
@@ -220,6 +231,49 @@ class ModelHub:
         if pipeline is not None:
             _log.info("unloading %r", model.spec.name)
             await self._in_thread(pipeline.close)
+            await self._leave_home(model)
+
+    def _home_of(self, model: ServedModel) -> ModelHome | None:
+        """Return the other process in which a model is loaded; None for this one."""
+        kinds: dict[str, type[ModelHome]] = {"daemon": ModelHome, "worker": WorkerHome}
+        kind = kinds.get(self._settings.runs_in) if model.spec.kind == "chat" else None
+        if kind is None:
+            return None
+        loop = asyncio.get_running_loop()
+
+        def on_lost() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(self._revive, model)
+
+        return kind(model.spec.name, on_lost)
+
+    async def _leave_home(self, model: ServedModel) -> None:
+        home, model.home = model.home, None
+        if home is not None:
+            await self._in_thread(home.close)
+
+    def _revive(self, model: ServedModel) -> None:
+        """Load a model again whose process has ended, so that the next request need not wait for it as long."""
+        _log.warning("the process that runs %r has ended", model.spec.name)
+        now = time.monotonic()
+        is_wanted = model.is_lost and model.home is not None and model.home.starts_at_once
+        if is_wanted and not self._is_closed and now - model.revived > REVIVE_SECONDS:
+            model.revived = now
+            self._begin_load(model)
+
+    async def _reload(self, model: ServedModel) -> None:
+        """Load a model again, in another process. The caller holds the lock.
+
+        Raises:
+            StaticLLMError: that failed; the next request tries again.
+        """
+        assert model.home is not None, "it runs in this process"
+        start = time.monotonic()
+        try:
+            await self._in_thread(model.home.reconnect)
+        except ProcessLostError:  # it ended again while it started
+            await self._in_thread(model.home.reconnect)
+        _log.info("loaded %r again in %.1f s", model.spec.name, time.monotonic() - start)
 
     async def unload(self, name: str) -> None:
         """Release a model after its last answer. Does nothing if it is not loaded."""

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
+import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
 from staticllm.errors import ConfigError, StaticLLMError
+from staticllm.parent_watch import ParentWatch
 from staticllm.server.app import create_app
 from staticllm.server.http_limits import protocol_with
 from staticllm.server.served_model import ModelSpec
 from staticllm.server.settings import ServerSettings
+from staticllm.server.sidecar.port_lock import PortInUseError, PortLock, server_at
+from staticllm.server.sidecar.ready import Ready, ReadySignal
 from staticllm.server.state import ServerState
 
 CLOSE_SECONDS = 5
@@ -28,6 +37,7 @@ def listen(settings: ServerSettings) -> socket.socket:
     """Return a socket at the address of the settings; its port is known now, also if it was 0.
 
     Raises:
+        PortInUseError: another process has the port.
         ConfigError: the address cannot be used.
     """
     try:
@@ -38,11 +48,17 @@ def listen(settings: ServerSettings) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"host {settings.host!r} cannot be used: {error.strerror}") from None
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        option = socket.SO_REUSEADDR
+        if sys.platform == "win32":  # where that would let two processes listen at one port, the opposite is asked for
+            option = socket.SO_EXCLUSIVEADDRUSE
+        found.setsockopt(socket.SOL_SOCKET, option, 1)
         found.bind(address)
         found.listen(2048)
     except (OSError, OverflowError) as error:
         found.close()
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            reason = f"another process has the port {settings.port} at {settings.host}: choose another --port"
+            raise PortInUseError(server_at(settings.port) or reason) from None
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{settings.host}:{settings.port} cannot be used: {reason}; choose another --port") from None
     found.setblocking(False)
@@ -59,8 +75,9 @@ def base_url(listener: socket.socket) -> str:
 class GracefulServer(uvicorn.Server):
     """A uvicorn server that finishes running answers when it is told to stop. A second signal ends it at once."""
 
-    def __init__(self, state: ServerState) -> None:
-        settings = state.settings
+    def __init__(self, state: ServerState, on_ready: Callable[[], object] = lambda: None) -> None:
+        settings, self._on_ready = state.settings, on_ready
+        self.error: StaticLLMError | None = None
         config = uvicorn.Config(
             create_app(state),
             http=protocol_with(settings.header_seconds),
@@ -77,20 +94,36 @@ class GracefulServer(uvicorn.Server):
         self._state = state
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Task[None] | None = None
+        self._is_unwanted = False
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        if self._is_unwanted:
+            self._begin_stop()
         await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self._state.hub.first_load is not None:
+        if self._state.hub.first_load is None:
+            self._become_ready()
+        else:
             self._state.hub.first_load.add_done_callback(self._check_first_load)
 
     def _check_first_load(self, load: asyncio.Task[None]) -> None:
-        """End the server if its first model cannot be loaded; ``serve`` raises the reason."""
-        if not load.cancelled() and isinstance(load.exception(), StaticLLMError):
-            self.should_exit = True
+        """Tell that the server is ready, or end it if its first model cannot be loaded; ``error`` is the reason."""
+        if load.cancelled():
+            return
+        error = load.exception()
+        if error is None:
+            self._become_ready()
+        elif isinstance(error, StaticLLMError) and self._stopping is None:  # else it was given up
+            self.error, self.should_exit = error, True
+
+    def _become_ready(self) -> None:
+        try:
+            self._on_ready()
+        except StaticLLMError as error:
+            self.error, self.should_exit = error, True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._stopping is not None:
@@ -98,7 +131,8 @@ class GracefulServer(uvicorn.Server):
         self.stop_soon()
 
     def stop_soon(self) -> None:
-        """Begin to stop. Any thread, and a handler of a signal, may call."""
+        """Begin to stop. Any thread, and a handler of a signal, may call, also before the server has begun."""
+        self._is_unwanted = True
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._begin_stop)
 
@@ -115,30 +149,75 @@ class GracefulServer(uvicorn.Server):
             self.should_exit = True
 
 
+@dataclass(frozen=True)
+class SidecarOptions:
+    """How a server belongs to the application that started it (docs/desktop.md).
+
+    Attributes:
+        ready_fd: A file descriptor that gets one line of JSON when the server serves; not on Windows.
+        ready_file: A file that gets it.
+        parent_pid: The process with which the server ends.
+    """
+
+    ready_fd: int | None = None
+    ready_file: Path | None = None
+    parent_pid: int | None = None
+
+
 def serve(
-    specs: Sequence[ModelSpec], settings: ServerSettings, on_listening: Callable[[str], object] = lambda url: None
+    specs: Sequence[ModelSpec],
+    settings: ServerSettings,
+    on_listening: Callable[[str], object] = lambda url: None,
+    sidecar: SidecarOptions | None = None,
 ) -> None:
-    """Serve models until a signal (SIGTERM, SIGINT) ends it. ``on_listening`` gets the URL.
+    """Serve models until a signal (SIGTERM, SIGINT) or the end of the parent ends it. ``on_listening`` gets the URL.
 
     Raises:
-        ConfigError: the settings are not safe, the address cannot be used, or two models have the same name.
+        PortInUseError: another process has the port.
+        ConfigError: the settings are not safe, the address cannot be used, two models have the same name, the parent has
+            ended, or the application cannot be told that the server is ready.
         StaticLLMError: the first model was to be loaded at the start, and cannot be.
     """
     settings.check()
-    listener = listen(settings)
+    options = sidecar or SidecarOptions()
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(listen(settings))
+        lock = PortLock(listener.getsockname()[1], base_url(listener))
+        stack.callback(lock.close)
+        ready = ReadySignal(options.ready_fd, options.ready_file)  # after the lock: the file may be that of its holder
+        stack.callback(ready.close)
+        try:
+            asyncio.run(_run(specs, settings, listener, on_listening, ready, options.parent_pid))
+        except KeyboardInterrupt:
+            raise SystemExit(128 + signal.SIGINT) from None
 
-    async def run() -> None:
-        state = ServerState.of(specs, settings)
-        server = GracefulServer(state)
-        on_listening(base_url(listener))
-        await server.serve([listener])
-        load = state.hub.first_load
-        if load is not None and load.done() and not load.cancelled() and (error := load.exception()) is not None:
-            raise error
 
+async def _run(
+    specs: Sequence[ModelSpec],
+    settings: ServerSettings,
+    listener: socket.socket,
+    on_listening: Callable[[str], object],
+    ready: ReadySignal,
+    parent_pid: int | None,
+) -> None:
+    state, url = ServerState.of(specs, settings), base_url(listener)
+
+    def tell() -> None:
+        key = settings.api_keys[0] if settings.api_keys else None
+        names = tuple(spec.name for spec in specs)
+        ready.write(Ready(f"{url}/v1", listener.getsockname()[1], key, os.getpid(), names))
+
+    def end_with_parent() -> None:
+        _log.info("the process %s has ended", parent_pid)
+        server.stop_soon()
+
+    server = GracefulServer(state, tell)
+    watch = None if parent_pid is None else ParentWatch(parent_pid, end_with_parent)
     try:
-        asyncio.run(run())
-    except KeyboardInterrupt:
-        raise SystemExit(128 + signal.SIGINT) from None
+        on_listening(url)
+        await server.serve([listener])
     finally:
-        listener.close()
+        if watch is not None:
+            await asyncio.to_thread(watch.close)
+    if server.error is not None:
+        raise server.error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ from staticllm.pipelines.embedding.encoder_job import EncoderChoices
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.model_loader.arguments import resolve_candidates
+from staticllm.pipelines.remote.daemon_home import DaemonHome
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
 from staticllm.server.admission import Admission
+from staticllm.server.sidecar.model_home import ModelHome
 
 Kind = Literal["chat", "embedding", "rerank"]
 Pipeline: TypeAlias = StaticLLMPipeline | StaticEmbeddingPipeline | StaticRerankPipeline
@@ -76,8 +79,9 @@ class ServedModel:
 
     ``num_users`` counts requests that use it or wait for it, ``last_used`` is a moment of ``time.monotonic``, and ``progress``
     the last part of loading, which ``is_given_up`` ends. ``keep_alive``: seconds without a request after which it is unloaded,
-    as its last client said; None for the server's own. ``admission`` and ``size`` (bytes, by estimate, with a memory limit) are
-    known once it is loaded.
+    as its last client said; None for the server's own. ``home``: the other process in which it runs, if it does; ``revived``:
+    the moment at which it was last loaded again because that had ended. ``admission`` and ``size`` (bytes, by estimate, with a
+    memory limit) are known once it is loaded.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -86,6 +90,8 @@ class ServedModel:
         self.admission: Admission | None = None
         self.progress: ProgressEvent | None = None
         self.is_given_up = False
+        self.home: ModelHome | None = None
+        self.revived = -math.inf
         self.num_users = 0
         self.last_used = time.monotonic()
         self.keep_alive: float | None = None
@@ -127,6 +133,11 @@ class ServedModel:
         mode = default_mode(_first_device(device)) if config.programs == "auto" else config.programs
         return config.num_seqs("separate" if mode == "separate" else "shared")
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was loaded in another process that has ended."""
+        return self.home is not None and self.home.is_lost
+
     def take_progress(self, event: ProgressEvent) -> None:
         """Note a part of loading. Runs on the thread that loads, and ends it if the server stops.
 
@@ -143,7 +154,7 @@ class ServedModel:
         Raises:
             StaticLLMError: the model cannot be loaded.
         """
-        return load_pipeline(self.spec, device, properties, self.take_progress)
+        return load_pipeline(self.spec, device, properties, self.take_progress, self.home or False)
 
     def estimate(self, device: str, properties: Mapping[str, object]) -> int:
         """Return the bytes that the model will need, by estimate. Takes seconds.
@@ -154,14 +165,22 @@ class ServedModel:
         return estimated_size(self.spec, device, properties)
 
 
-def load_pipeline(spec: ModelSpec, device: str, properties: Mapping[str, object], on_progress: OnProgress) -> Pipeline:
+def load_pipeline(
+    spec: ModelSpec,
+    device: str,
+    properties: Mapping[str, object],
+    on_progress: OnProgress,
+    daemon: bool | DaemonHome = False,
+) -> Pipeline:
     """Load a model. The properties are those of chat models; encoders use the device's own.
+
+    ``daemon``: the process in which a chat model runs; False for this one.
 
     Raises:
         StaticLLMError: the model cannot be loaded.
     """
     if spec.kind == "chat":
-        return StaticLLMPipeline(spec.path, device, config=dict(properties), on_progress=on_progress)
+        return StaticLLMPipeline(spec.path, device, config=dict(properties), on_progress=on_progress, daemon=daemon)
     first = _first_device(device)
     if spec.kind == "embedding":
         return StaticEmbeddingPipeline(spec.path, first, on_progress=on_progress)

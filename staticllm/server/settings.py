@@ -5,9 +5,11 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from staticllm.errors import ConfigError
 
+RunsIn = Literal["process", "worker", "daemon"]
 DEFAULT_PORT = 8000
 LOCAL_NAMES = ("localhost", "tauri.localhost")
 
@@ -24,6 +26,7 @@ class ServerSettings:
         is_insecure: Whether other machines may connect without a key.
         device: The OpenVINO device of the models, or several in their order (``NPU,GPU,CPU``).
         properties: The properties that chat models are loaded with.
+        runs_in: Where chat models run: in this ``process``, in a ``worker`` process each, or in the ``daemon`` of this user.
         max_waiting: The most requests per model that wait for their turn; more are refused with status 429.
         max_per_client: The most answers of one client that run at once; None for three quarters of what a model runs at once.
         memory_limit: Bytes of all loaded models together, by estimate; None for no limit.
@@ -47,6 +50,7 @@ class ServerSettings:
     is_insecure: bool = False
     device: str = "CPU"
     properties: Mapping[str, object] = field(default_factory=dict)
+    runs_in: RunsIn = "process"
     max_waiting: int = 64
     max_per_client: int | None = None
     memory_limit: int | None = None

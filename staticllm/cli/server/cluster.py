@@ -11,8 +11,11 @@ from staticllm.cli.options import read_properties
 from staticllm.errors import ConfigError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-ONE_MACHINE = ("max_waiting", "max_per_client", "memory_limit_mb", "idle_unload", "lazy")
-"""Options of a server of one machine: a cluster decides about these by replicas."""
+ONE_MACHINE = (
+    "max_waiting", "max_per_client", "memory_limit_mb", "idle_unload", "lazy",
+    "supervise", "daemon", "random_key", "ready_fd", "ready_file", "parent_pid",
+)  # fmt: skip
+"""Options of a server of one machine: a cluster decides about the first ones by replicas, and belongs to no application."""
 
 
 def cluster_options(command: Command) -> Command:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,7 +14,16 @@ from staticllm.cli.options import Number, layout_options, read_properties
 from staticllm.cli.server.cluster import check_cluster_options, cluster_options, serve_on_ray
 from staticllm.errors import ConfigError
 
+if TYPE_CHECKING:
+    from staticllm.server.settings import ServerSettings
+
 KEY_VARIABLE = "STATICLLM_API_KEY"
+
+
+class _PortInUse(click.ClickException):
+    """Another process has the port."""
+
+    exit_code = 3
 
 
 @click.command("serve", short_help="Serve models over HTTP, with OpenAI's API.")
@@ -41,6 +51,19 @@ KEY_VARIABLE = "STATICLLM_API_KEY"
 @click.option("--max-body-mb", type=click.IntRange(1, 1024), default=16, show_default=True, help="Largest request.")
 @click.option("--access-log", metavar="FILE", help="Write a line of JSON per request to FILE; - for standard error.")
 @click.option("--otel", is_flag=True, help="Send spans of OpenTelemetry, to where its own variables (OTEL_…) say.")
+@click.option(
+    "--supervise",
+    is_flag=True,
+    help="Run each chat model in a process of its own, which is started again after a crash.",
+)
+@click.option("--daemon", is_flag=True, help="Run chat models in your daemon, which other programs share.")
+@click.option("--random-key", is_flag=True, help="Make a key that only the ready file or descriptor tells.")
+@click.option("--ready-fd", type=click.IntRange(1), metavar="N",
+              help="Write URL, port, key and pid as JSON to this file descriptor once it serves.")  # fmt: skip
+@click.option(
+    "--ready-file", type=click.Path(), help="Write them to this file, which only you can read, until the end."
+)
+@click.option("--parent-pid", type=click.IntRange(1), metavar="PID", help="End when this process ends.")
 @cluster_options
 @layout_options
 def command(models: tuple[str, ...], **options: Any) -> None:
@@ -48,21 +71,45 @@ def command(models: tuple[str, ...], **options: Any) -> None:
 
     Each model is loaded by its first request, the first one at once. Clients use http://127.0.0.1:8000/v1 and any key. A
     signal to end (SIGTERM, Ctrl-C) refuses new requests and finishes running ones within --grace.
+
+    Exit codes: 0 ended as asked, 1 an error, 2 wrong usage, 3 another process has the port.
     """
     check_cluster_options(options)
     if options["ray"]:
         serve_on_ray(models, _keys(options["api_keys"], options["api_key_file"]), options)
         return
     try:
-        from staticllm.server.process import serve
+        from staticllm.server.process import SidecarOptions, serve
         from staticllm.server.served_model import demo_spec, model_spec
-        from staticllm.server.settings import ServerSettings
+        from staticllm.server.sidecar.port_lock import PortInUseError
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'staticllm[server]'") from None
-    settings = ServerSettings(
+    if options["random_key"] and options["ready_fd"] is None and options["ready_file"] is None:
+        raise click.UsageError("--random-key goes with --ready-fd or --ready-file: nobody else learns the key")
+    if options["supervise"] and options["daemon"]:
+        raise click.UsageError("--supervise and --daemon: leave one of them out")
+    settings = _settings(options)
+    settings.check()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    for name in ("uvicorn", "sse_starlette"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    specs = [model_spec(model) for model in models] or [demo_spec()]
+    file = None if options["ready_file"] is None else Path(options["ready_file"])
+    sidecar = SidecarOptions(options["ready_fd"], file, options["parent_pid"])
+    try:
+        serve(specs, settings, lambda url: click.echo(f"{url}/v1  {', '.join(spec.name for spec in specs)}"), sidecar)
+    except PortInUseError as error:
+        raise _PortInUse(str(error)) from None
+
+
+def _settings(options: dict[str, Any]) -> ServerSettings:
+    from staticllm.server.settings import ServerSettings
+
+    keys = _keys(options["api_keys"], options["api_key_file"])
+    return ServerSettings(
         host=options["host"],
         port=options["port"],
-        api_keys=_keys(options["api_keys"], options["api_key_file"]),
+        api_keys=(secrets.token_urlsafe(32), *keys) if options["random_key"] else keys,
         allowed_origins=options["allowed_origins"],
         is_insecure=options["insecure"],
         device=options["device"],
@@ -72,17 +119,12 @@ def command(models: tuple[str, ...], **options: Any) -> None:
         memory_limit=None if options["memory_limit_mb"] is None else options["memory_limit_mb"] << 20,
         idle_unload=options["idle_unload"],
         is_lazy=options["lazy"],
+        runs_in="worker" if options["supervise"] else "daemon" if options["daemon"] else "process",
         grace=options["grace"],
         max_body=options["max_body_mb"] << 20,
         access_log=options["access_log"],
         has_spans=options["otel"],
     )
-    settings.check()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    for name in ("uvicorn", "sse_starlette"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    specs = [model_spec(model) for model in models] or [demo_spec()]
-    serve(specs, settings, lambda url: click.echo(f"{url}/v1  {', '.join(spec.name for spec in specs)}"))
 
 
 def _keys(given: tuple[str, ...], path: str | None) -> tuple[str, ...]:

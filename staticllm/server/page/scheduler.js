@@ -143,9 +143,9 @@ export class SchedulerView {
     card("prefilling", count("prefilling"), count("swapped") ? `${count("swapped")} swapped` : "");
     card("running", count("running"), limits ? `of ${limits.num_seqs}` : "");
     card("rate", (sum("tokens") / RATE_SECONDS).toFixed(0), "per second");
-    card("slots", inUse, limits ? `of ${limits.kv_slots}` : "");
+    card("slots", inUse, limits?.kv_slots ? `of ${limits.kv_slots}` : "");
     card("busy", `${Math.min(100, ((prefill + decode) / RATE_SECONDS) * 100).toFixed(0)} %`, prefill + decode ? `${((prefill / (prefill + decode)) * 100).toFixed(0)} % prefill` : "idle");
-    byId("slots-meter").style.width = `${limits ? Math.min(100, (inUse / limits.kv_slots) * 100) : 0}%`;
+    byId("slots-meter").style.width = `${limits?.kv_slots ? Math.min(100, (inUse / limits.kv_slots) * 100) : 0}%`;
     const share = prefill + decode ? (prefill / (prefill + decode)) * 100 : 0;
     byId("share-prefill").style.width = `${share}%`;
     byId("share-decode").style.width = `${prefill + decode ? 100 - share : 0}%`;

@@ -37,8 +37,18 @@ class SchedulerFeed:
         if not isinstance(pipeline, StaticLLMPipeline) or admission is None:
             known = self._watches.get(model.spec.name)
             return lambda: self._document(now, NOTHING if known is None else known.watch.since(after))
-        watch = self._watch(model.spec.name, pipeline.engine.profiler)
         limits, waiting = admission.limits, [round((now - since) * 1e3, 3) for since in admission.waiting_since]
+        bounds = {
+            "num_seqs": model.num_seqs(device),
+            "max_running": limits.max_running,
+            "max_per_client": limits.max_per_client,
+            "max_waiting": limits.max_waiting,
+        }
+        head = {**self._document(now, NOTHING), "waiting_ms": waiting}
+        if model.home is not None:  # another process knows the calls
+            totals = {"limits": {**bounds, "kv_slots": None}}
+            return lambda: {**head, **totals, "totals": None if model.is_lost else totals_of(pipeline.stats())}
+        watch = self._watch(model.spec.name, pipeline.engine.profiler)
 
         def read() -> dict[str, Any]:
             progress = pipeline.engine.progress()
@@ -47,13 +57,7 @@ class SchedulerFeed:
                 "waiting_ms": waiting,
                 "requests": [self._request(each) for each in progress.requests],
                 "totals": totals_of(pipeline.stats()),
-                "limits": {
-                    "num_seqs": model.num_seqs(device),
-                    "kv_slots": progress.num_slots,
-                    "max_running": limits.max_running,
-                    "max_per_client": limits.max_per_client,
-                    "max_waiting": limits.max_waiting,
-                },
+                "limits": {**bounds, "kv_slots": progress.num_slots},
             }
 
         return read

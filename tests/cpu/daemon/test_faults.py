@@ -315,9 +315,9 @@ def test_requests_with_wrong_fields_are_refused(daemon, change):
 
         values = {**EngineRequest((1, 2, 3), max_new_tokens=4).to_dict(), **change}
         engine = pipe._engine
-        answer = Message(Kind.SUBMIT, engine._handle, 77, body={"request": values})
+        question = Message(Kind.SUBMIT, number=77, body={"request": values})
         with pytest.raises(staticllm.StaticLLMError) as raised:
-            engine._ask(answer)
+            engine._connection.ask(question)
         assert "\n" not in str(raised.value)
         assert len(pipe.generate("Hi", max_new_tokens=4)) > 0
 

@@ -12,7 +12,16 @@ import pytest
 
 import staticllm
 from staticllm import StaticLLMPipeline
-from staticllm.errors import ClosedError, ConfigError, GenerationConfigError, PromptTooLongError, StaticLLMError
+from staticllm.daemon import lifetime
+from staticllm.errors import (
+    ClosedError,
+    ConfigError,
+    DeviceError,
+    GenerationConfigError,
+    ProcessLostError,
+    PromptTooLongError,
+    StaticLLMError,
+)
 from staticllm.pipelines.engine.request import EngineRequest
 from tests.daemons import daemon_process, daemon_thread, wait_for
 from tests.helpers import EXACT
@@ -157,19 +166,50 @@ def test_a_snapshot_is_written_and_read_by_the_daemon(daemon, tmp_path):
         assert pipe.load_snapshot(tmp_path / "snapshot") == count
 
 
-def test_a_killed_daemon_ends_requests_with_an_error_and_another_one_serves(monkeypatch, tmp_path, expected):
+def test_a_killed_daemon_ends_requests_with_an_error_and_the_next_one_starts_another(monkeypatch, tmp_path, expected):
     with daemon_process(monkeypatch, tmp_path / "run") as process:
         pipe = load(daemon=True)
-        handle = pipe.submit(PROMPT, max_new_tokens=200, ignore_eos=True)
-        next(iter(handle))
+        handles = [pipe.submit(PROMPT, max_new_tokens=200, ignore_eos=True) for _ in range(3)]
+        next(iter(handles[0]))
         process.kill()
-        with pytest.raises(ClosedError, match="the daemon has gone"):
-            handle.result()
-        with pytest.raises(ClosedError, match="the daemon has gone"):
-            pipe.generate(PROMPT)
+        for handle in handles:
+            with pytest.raises(ProcessLostError, match="send it again"):
+                handle.result()
+        process.wait()
+    with pytest.raises(ProcessLostError, match="has ended"):
+        pipe.stats()
+    try:
+        results = []
+        threads = [
+            threading.Thread(target=lambda: results.append(str(pipe.generate(PROMPT, max_new_tokens=24))))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == [expected["greedy"]] * 4
+        assert pipe.stats().num_requests == 4  # one connection, one engine
+    finally:
         pipe.close()
-    with daemon_process(monkeypatch, tmp_path / "run"), load(daemon=True) as pipe:
-        assert pipe.generate(PROMPT, max_new_tokens=24) == expected["greedy"]
+        lifetime.stop(tmp_path / "run")
+    with pytest.raises(ClosedError, match="is closed"):
+        pipe.generate(PROMPT)
+
+
+def test_a_daemon_that_cannot_be_started_again_is_said_and_tried_again(monkeypatch, tmp_path, expected):
+    with daemon_process(monkeypatch, tmp_path / "run") as process:
+        pipe = load(daemon=True)
+        process.kill()
+        process.wait()
+        monkeypatch.setenv(
+            "STATICLLM_DAEMON_COMMAND", json.dumps([sys.executable, "-c", "raise SystemExit('no room')"])
+        )
+        with pytest.raises(DeviceError, match="no room"):
+            pipe.generate(PROMPT, max_new_tokens=24)
+        monkeypatch.delenv("STATICLLM_DAEMON_COMMAND")
+        with daemon_process(monkeypatch, tmp_path / "run"), pipe:
+            assert pipe.generate(PROMPT, max_new_tokens=24) == expected["greedy"]
 
 
 def test_a_trace_has_a_track_for_each_program_and_engine(daemon, tmp_path):

@@ -17,7 +17,7 @@ def test_only_the_listed_names_are_public():
         "GenerationConfigError", "GenerationHandle", "ModelError", "NumericalError", "PerfMetrics", "Plan", "Policy",
         "EmbeddingConfig", "EmbeddingHandle", "StaticEmbeddingPipeline", "RerankConfig", "RerankHandle",
         "StaticRerankPipeline",
-        "ProgressEvent", "PromptError", "RequestStatus", "RequestView", "Stats", "Trace", "View",
+        "ProcessLostError", "ProgressEvent", "PromptError", "RequestStatus", "RequestView", "Stats", "Trace", "View",
         "Device", "VariantIndex",
         "PromptTooLongError", "SnapshotError",
         "StaticLLMConfig", "StaticLLMError", "StaticLLMPipeline", "UnsupportedModelError", "Variant",

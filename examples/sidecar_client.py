@@ -1,0 +1,65 @@
+"""Ask a model of a server that this program starts and ends: python sidecar_client.py [PROMPT]. Needs no package itself."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+COMMAND = [sys.executable, "-m", "staticllm"]  # an application that ships the server names its executable here
+
+
+class Sidecar:
+    """A server of this program's own, which ends with it, also if it is killed."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        ready = Path(self.folder.name) / "ready.json"
+        own = ["serve", "--port", "0", "--random-key", "--ready-file", str(ready), "--parent-pid", str(os.getpid())]
+        self.log = (Path(self.folder.name) / "log").open("w+", encoding="utf-8", errors="replace")
+        self.process = subprocess.Popen([*COMMAND, *own, *arguments], stdout=self.log, stderr=self.log)
+        while not ready.exists():
+            if self.process.poll() is not None:
+                self.log.seek(0)
+                lines = self.log.read().splitlines()
+                self.close()
+                raise RuntimeError(lines[-1] if lines else f"exit code {self.process.returncode}")
+            time.sleep(0.05)
+        self.ready = json.loads(ready.read_text(encoding="utf-8"))
+
+    def chat(self, messages: list[dict[str, str]], **options: object) -> Iterator[str]:
+        """Yield the pieces of an answer; closing the iterator stops it."""
+        body = json.dumps({"messages": messages, "stream": True, **options}).encode()
+        headers = {"Authorization": f"Bearer {self.ready['key']}", "Content-Type": "application/json"}
+        request = urllib.request.Request(self.ready["url"] + "/chat/completions", body, headers)
+        try:
+            response = urllib.request.urlopen(request)
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(json.load(error)["error"]["message"]) from None
+        with response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise RuntimeError(event["error"]["message"])
+                    yield from (choice["delta"].get("content") or "" for choice in event["choices"])
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+        self.log.close()
+        self.folder.cleanup()
+
+
+if __name__ == "__main__":
+    question = {"role": "user", "content": " ".join(sys.argv[1:]) or "What is an NPU?"}
+    with contextlib.closing(Sidecar()) as sidecar:
+        for piece in sidecar.chat([question], max_tokens=64):
+            print(piece, end="", flush=True)
+    print()

@@ -1,0 +1,166 @@
+"""One connection to an engine in the daemon: requests go there as plain values, and a thread reads what comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import count
+
+from staticllm.core import FinishReason
+from staticllm.errors import ClosedError, ProcessLostError, as_ours
+from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, output_from_dict
+from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.remote.daemon_link import GONE, DaemonLink, check
+from staticllm.threads import start_thread
+from staticllm.wire.messages import LAST, Kind, Message, ProtocolError
+
+QUESTION = 1 << 62
+"""Numbers from here on are those of questions; smaller ones are those of requests."""
+OnLost = Callable[[], object]
+
+
+class EngineConnection:
+    """Carries requests to model ``handle`` of a daemon, and their outputs. Any thread may call the methods.
+
+    When the daemon ends, every request that it has accepted ends with a ``ProcessLostError``, and then ``on_lost`` is called on
+    the connection's own thread.
+    """
+
+    def __init__(self, link: DaemonLink, handle: int, on_lost: OnLost) -> None:
+        self._link, self._handle, self._on_lost = link, handle, on_lost
+        self._channel = link.connect()
+        self._queues: dict[int, OutputQueue] = {}  # by the request's id
+        self._left: dict[int, set[int]] = {}  # the answers of each that have not ended
+        self._answers: dict[int, Future[Message]] = {}  # by the question's number
+        self._numbers = count(1)
+        self._lock = threading.Lock()
+        self._is_closed = self._is_lost = False
+        self._thread = start_thread(self._read, "staticllm-remote")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the daemon is still there, as far as is known."""
+        return not self._is_lost
+
+    def submit(self, request: EngineRequest, queue: OutputQueue) -> None:
+        """Submit a request, and return when the daemon has accepted it; ``queue`` gets its outputs.
+
+        Raises:
+            ProcessLostError: the daemon has ended before it accepted the request; nothing was put into ``queue``.
+            StaticLLMError: it was refused.
+        """
+        with self._lock:
+            self._queues[request.id] = queue
+            self._left[request.id] = set(range(request.num_sequences))
+        try:
+            self.ask(Message(Kind.SUBMIT, number=request.id, body={"request": request.to_dict()}))
+        except BaseException:
+            self._forget(request.id)
+            raise
+
+    def has(self, request: int) -> bool:
+        """Return whether a request runs."""
+        return request in self._queues
+
+    def queues(self) -> list[OutputQueue]:
+        """Return the queues of the requests that run."""
+        with self._lock:
+            return list(self._queues.values())
+
+    def ask(self, message: Message) -> Message:
+        """Send a question about the model and wait for its answer, while outputs of requests go on.
+
+        Raises:
+            ClosedError: the connection was closed.
+            ProcessLostError: the daemon has ended.
+            StaticLLMError: it refused, or failed.
+        """
+        future: Future[Message] = Future()
+        with self._lock:
+            if self._is_lost:
+                raise ProcessLostError(GONE)
+            if self._is_closed:
+                raise ClosedError("the pipeline is closed: load the model again")
+            number = message.number or QUESTION + next(self._numbers)
+            self._answers[number] = future
+            try:
+                self._channel.send(Message(message.kind, self._handle, number, body=message.body))
+            except OSError as error:
+                self._answers.pop(number)
+                raise ProcessLostError(GONE) from error
+            except BaseException:
+                self._answers.pop(number)
+                raise
+        answer = future.result()
+        check(answer)
+        return answer
+
+    def tell(self, message: Message) -> None:
+        """Send a message about the model without waiting for an answer. A daemon that has ended is ignored."""
+        with self._lock:
+            if not (self._is_closed or self._is_lost):
+                number = QUESTION + next(self._numbers)
+                with contextlib.suppress(OSError):
+                    self._channel.send(Message(message.kind, self._handle, number, body=message.body))
+
+    def close(self) -> None:
+        """End this program's requests, and give the model back. A second call does nothing."""
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if was_closed:
+            return
+        self._channel.shut()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._channel.close()
+        self._link.close()
+
+    def _read(self) -> None:
+        """Read outputs and answers until the connection ends; then end everything that waits."""
+        error: Exception = ProcessLostError(GONE)
+        try:
+            while True:
+                self._take(self._channel.receive())
+        except (EOFError, OSError):
+            pass
+        except (ProtocolError, KeyError, TypeError, ValueError) as damaged:
+            error = as_ours(damaged)
+        with self._lock:
+            is_closed = self._is_closed
+            self._is_lost = not is_closed
+            answers, queues, left = dict(self._answers), dict(self._queues), dict(self._left)
+            for table in (self._answers, self._queues, self._left):
+                table.clear()
+        reason = FinishReason.CANCELLED if is_closed else FinishReason.ERROR
+        for id, queue in queues.items():
+            for index in left[id] if id not in answers else ():  # one that was not accepted may be submitted again
+                queue.put(Finished(reason, None if is_closed else error, index))
+        for future in answers.values():
+            future.set_exception(error)
+        if not is_closed:
+            self._on_lost()
+
+    def _take(self, message: Message) -> None:
+        if message.kind is not Kind.OUTPUT:
+            with self._lock:
+                future = self._answers.pop(message.number, None)
+            if future is not None:
+                future.set_result(message)
+            return
+        queue = self._queues.get(message.number)
+        if queue is None:
+            return
+        for values in message.body["outputs"]:
+            output = output_from_dict(values)
+            if isinstance(output, Finished):
+                self._left[message.number].discard(output.index)
+            if message.flags & LAST and values is message.body["outputs"][-1]:
+                self._forget(message.number)
+            queue.put(output)
+
+    def _forget(self, request: int) -> None:
+        with self._lock:
+            self._queues.pop(request, None)
+            self._left.pop(request, None)

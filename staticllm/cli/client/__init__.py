@@ -1,0 +1,1 @@
+"""The commands that ask a server of ``staticllm serve``, here or on another machine."""

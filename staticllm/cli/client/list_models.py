@@ -1,0 +1,23 @@
+"""`staticllm list` lists the models that a server knows."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from staticllm.cli.client.server_client import ServerClient, server_options
+from staticllm.cli.client.tables import table
+
+
+@click.command("list", short_help="List the models of a server.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@server_options
+def command(client: ServerClient, as_json: bool) -> None:
+    """List the models that a server knows, with their kinds, and whether they are loaded."""
+    models = client.get("/v1/models")["data"]
+    if as_json:
+        click.echo(json.dumps(models, indent=2))
+        return
+    rows = [[each["id"], each["type"], each["status"], str(each.get("max_model_len", ""))] for each in models]
+    click.echo(table(["name", "kind", "status", "tokens"], rows))

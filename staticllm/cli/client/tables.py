@@ -1,0 +1,23 @@
+"""Tables of text for terminals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return lines of aligned columns; columns of numbers are aligned to the right."""
+    lines = [head, *rows]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(head))]
+    is_right = [bool(rows) and all(_is_number(row[index]) for row in rows) for index in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            text.rjust(width) if right else text.ljust(width)
+            for text, width, right in zip(line, widths, is_right, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _is_number(text: str) -> bool:
+    return not text or text[0].isdigit() or text == "-"

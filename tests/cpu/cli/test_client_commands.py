@@ -1,0 +1,238 @@
+"""Tests the commands that ask a server: run --server, list, ps, stop, top."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+
+import pytest
+
+for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx", "httpx_sse"):
+    pytest.importorskip(package)
+
+from click.testing import CliRunner  # noqa: E402
+from daemons import wait_for  # noqa: E402
+from served import serving  # noqa: E402
+
+from staticllm.cli import cli  # noqa: E402
+
+PROMPT = "What is an NPU?"
+KEY = "only-this-one"
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(api_keys=(KEY,), properties={"PROGRAMS": "shared"}) as served:
+        yield served
+
+
+def call(*arguments, key=KEY, server=None, **more):
+    environment = {"STATICLLM_API_KEY": key, "STATICLLM_SERVER": server}
+    return CliRunner().invoke(cli, [str(each) for each in arguments], env=environment, **more)
+
+
+def ok(*arguments, **more):
+    result = call(*arguments, **more)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*arguments, code=1, **more):
+    result = call(*arguments, **more)
+    assert result.exit_code == code and not result.stdout, result.output
+    assert "Traceback" not in result.stderr
+    line = result.stderr.strip().splitlines()[-1]
+    assert line.startswith("Error: ") and (code == 2 or result.stderr.count("\n") == 1), result.stderr
+    return line
+
+
+def test_run_asks_the_server(served):
+    text = ok("run", PROMPT, "--server", served.url, "-n", 12)
+    found = json.loads(ok("run", PROMPT, "--server", served.url, "-n", 12, "--json"))
+    assert found["text"] + "\n" == text and found["model"] == "demo"
+    assert found["generated_tokens"] == 12 and found["finish_reason"] == "length" and found["ttft_ms"] > 0
+    assert (
+        json.loads(ok("run", PROMPT, "--server", served.url, "-n", 12, "--json", "-m", "demo"))["text"] == found["text"]
+    )
+    # with a key of the command line, a URL with /v1 and without http://, piped text, and the figures
+    result = call(
+        "run",
+        "--server",
+        served.url.removeprefix("http://") + "/v1/",
+        "--api-key",
+        KEY,
+        "-n",
+        12,
+        "--stats",
+        key="",
+        input=PROMPT,
+    )
+    assert result.stdout == text and "12 generated (length)" in result.stderr
+
+
+def test_run_sends_its_options(served):
+    from staticllm import StaticLLMPipeline, demo_model_path
+
+    with StaticLLMPipeline(demo_model_path(), "CPU", PROGRAMS="shared") as pipe:
+        raw = pipe.generate(PROMPT, max_new_tokens=8, apply_chat_template=False)
+        drawn = pipe.generate(
+            PROMPT, max_new_tokens=8, do_sample=True, temperature=1.5, top_k=20, top_p=0.9, rng_seed=4
+        )
+    assert ok("run", PROMPT, "--server", served.url, "-n", 8, "--raw") == raw + "\n"
+    options = ("--temperature", 1.5, "--top-k", 20, "--top-p", 0.9, "--seed", 4)
+    assert ok("run", PROMPT, "--server", served.url, "-n", 8, *options) == drawn + "\n"
+
+
+def test_a_chat_with_the_server_remembers_and_forgets(served, monkeypatch):
+    lines = iter(["My name is Ada.", "What is my name?", "/clear", "", "What is my name?", "/exit"])
+    bodies = []
+    monkeypatch.setattr("staticllm.cli.run._prompt", lambda argument: None)
+    monkeypatch.setattr("staticllm.cli.chat.line_reader", lambda: lambda: next(lines))
+    from staticllm.cli.client import server_client
+
+    stream = server_client.ServerClient.stream
+    monkeypatch.setattr(
+        server_client.ServerClient,
+        "stream",
+        lambda self, path, body: (
+            bodies.append([each["content"] for each in body["messages"]]) or stream(self, path, body)
+        ),
+    )
+    assert ok("run", "--server", served.url, "-n", 8, "--system", "Be short.")
+    assert [len(each) for each in bodies] == [2, 4, 2] and all(each[0] == "Be short." for each in bodies)
+    assert bodies[1][1] == "My name is Ada." and bodies[2][1] == "What is my name?"
+
+
+def test_list_ps_and_stop(served):
+    ok("run", PROMPT, "--server", served.url, "-n", 1)
+    (model,) = json.loads(ok("list", "--json", "--server", served.url))
+    assert (model["id"], model["type"], model["status"]) == ("demo", "chat", "loaded")
+    head, row = ok("list", server=served.url).splitlines()
+    assert head.split() == ["name", "kind", "status", "tokens"]
+    assert row.split() == ["demo", "chat", "loaded", str(model["max_model_len"])]
+    (loaded,) = json.loads(ok("ps", "--json", server=served.url))
+    assert loaded["size"] > 0
+    assert ok("ps", server=served.url).splitlines()[1].split()[0] == "demo"
+    assert json.loads(ok("stop", "demo", "--json", server=served.url)) == {"model": "demo", "status": "unloaded"}
+    assert served.pipeline() is None
+    assert json.loads(ok("ps", "--json", server=served.url)) == []
+    assert ok("list", server=served.url).splitlines()[1].split() == ["demo", "chat", "unloaded"]
+    assert ok("ps", server=served.url).splitlines() == ["name  size  tokens  until"]
+    ok("run", PROMPT, "--server", served.url, "-n", 1)
+    assert "demo is unloaded" in ok("stop", "demo", server=served.url)
+
+
+def test_a_model_in_use_is_unloaded_afterwards(served, monkeypatch):
+    monkeypatch.setattr("staticllm.cli.client.stop.WAIT_SECONDS", 0.3)
+    pieces, thread = [], None
+    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 600, "ignore_eos": True}
+
+    def ask():
+        import httpx
+
+        headers = {"Authorization": f"Bearer {KEY}"}
+        pieces.append(httpx.post(served.url + "/v1/chat/completions", json=body, headers=headers, timeout=120))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_for(lambda: served.pipeline() is not None and served.state.hub.models["demo"].num_users, 60)
+    assert "is in use" in ok("stop", "demo", server=served.url)
+    thread.join()
+    assert pieces[0].status_code == 200
+    wait_for(lambda: served.pipeline() is None, 30)
+
+
+def test_top_shows_the_scheduler(served):
+    ok("run", PROMPT, "--server", served.url, "-n", 4)
+    looks = [
+        json.loads(line)
+        for line in ok("top", "--json", "--count", 2, "--interval", 0.1, server=served.url).splitlines()
+    ]
+    assert len(looks) == 2 and looks[1]["totals"]["requests"] >= 1 and looks[1]["now"] > looks[0]["now"]
+    text = ok("top", "demo", "--count", 2, "--interval", 0.1, server=served.url)
+    assert text.count("demo at http://") == 2 and "tokens/s" in text and "TTFT" in text and "KV slots" in text
+
+
+def test_top_lists_requests_and_lost_models():
+    from staticllm.cli.client.top import lines_of
+
+    totals = dict.fromkeys(
+        ("requests", "calls", "preemptions", "output_tokens", "prompt_tokens", "cached_tokens", "prefill_seconds"), 0
+    ) | {
+        "decode_seconds": 0.0,
+        "slots_in_use": 50,
+        "ttft_ms": 5.0,
+        "ttft_p95_ms": 9.0,
+        "tpot_ms": 2.0,
+        "longest_gap_ms": 3.0,
+    }
+    request = {
+        "id": 7, "status": "running", "prompt_tokens": 9, "cached_tokens": 0, "computed_tokens": 12, "output_tokens": 3,
+        "ttft_ms": None,
+    }  # fmt: skip
+    found = {
+        "model": "demo", "models": [{"name": "demo", "status": "loaded"}], "now": 10.0, "totals": totals,
+        "limits": {"num_seqs": 4, "max_waiting": 64, "kv_slots": 100}, "requests": [request] * 25, "waiting_ms": [1.0, 2.0],
+    }  # fmt: skip
+    later = {**found, "now": 12.0, "totals": {**totals, "output_tokens": 30, "decode_seconds": 1.0, "calls": 5}}
+    text = "\n".join(lines_of("http://x", later, found))
+    assert "15.0 generated" in text and "50% decode" in text and "50 of 100" in text
+    assert "25 running (at most 4 at once); 2 of at most 64 wait" in text and "and 5 more" in text
+    assert "is being started" in "\n".join(lines_of("http://x", {**found, "totals": None}, None))
+
+
+COMMANDS = (
+    ["run", PROMPT, "--server"],
+    ["list", "--server"],
+    ["ps", "--server"],
+    ["stop", "demo", "--server"],
+    ["top", "--server"],
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_bad_servers_and_keys_get_one_line(served, command):
+    assert "there is no server at http://127.0.0.1:9:" in refused(*command, "127.0.0.1:9")
+    assert "refuses the key" in refused(*command, served.url, key="another")
+    assert "refuses the key" in refused(*command, served.url, key="")
+    assert "is no URL" in refused(*command, "ftp://x")
+    assert "outside ASCII" in refused(*command, served.url, key="schlüssel")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_what_is_no_server_of_ours_gets_one_line(command):
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>hello</html>")
+
+        do_POST = do_GET  # noqa: N815
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        try:
+            line = refused(*command, f"127.0.0.1:{other.server_port}")
+        finally:
+            other.shutdown()
+            thread.join()
+    assert "no server of 'staticllm serve'" in line or "cannot be read" in line
+
+
+def test_wrong_models_and_options_get_one_line(served):
+    for command in (
+        ["run", PROMPT, "-m", "no-such", "--server"],
+        ["stop", "no-such", "--server"],
+        ["top", "no-such", "--server"],
+    ):
+        line = refused(*command, served.url)
+        assert "'no-such' does not exist" in line and "'demo'" in line
+    assert "--max-prompt-len" in refused("run", PROMPT, "--server", served.url, "--max-prompt-len", 64, code=2)
+    assert "--property" in refused("run", PROMPT, "--server", served.url, "-p", "KV_SLOTS=64", code=2)
+    assert "goes with --server" in refused("run", PROMPT, "--api-key", "x", code=2)
+    assert "tokens" in refused("run", "word " * 5000, "--server", served.url)
