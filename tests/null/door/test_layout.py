@@ -41,7 +41,7 @@ LEVELS = (
     "pipelines.embedding.windve",
     "pipelines.embedding.pool",
     "pipelines.encoder_pipeline",
-    "pipelines.chat_session pipelines.text_embedding_pipeline pipelines.text_rerank_pipeline",
+    "pipelines.chat_session pipelines.snapshots pipelines.text_embedding_pipeline pipelines.text_rerank_pipeline",
     "pipelines.llm_pipeline",
     "pipelines.simulator pipelines.diagnostics",
     "pipelines.simulator.papers",
