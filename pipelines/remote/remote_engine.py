@@ -55,15 +55,16 @@ class RemoteEngine:
             BusyError: ``MAX_WAITING`` requests are waiting in the daemon's engine.
             ClosedError: the engine was closed, or the daemon has gone.
             GenerationConfigError: there are ``processors``, which cannot go to another process; or the grammar cannot be
-                compiled, or has no answer that is short enough.
+                compiled, or has no answer that is short enough; or it needs another tokenizer than the daemon's.
         """
         if processors:
             raise GenerationConfigError(
                 "a logits_processor cannot go to the daemon, which is another process: load the model without daemon=True"
             )
-        if request.grammar is not None and self.has_own_tokenizer:
+        if self.has_own_tokenizer and (request.grammar is not None or request.stop_strings):
+            what = "a grammar" if request.grammar is not None else "stop_strings of beams"
             raise GenerationConfigError(
-                "a grammar with tokenizer= and daemon=True: the daemon knows only the tokenizer in the model's directory; "
+                f"{what} with tokenizer= and daemon=True: the daemon knows only the tokenizer in the model's directory; "
                 "leave one of them out"
             )
         queue = queue or OutputQueue()
@@ -123,8 +124,7 @@ class RemoteEngine:
             SnapshotError: no cached sequence begins with these tokens, or the file cannot be written.
             ClosedError: the daemon has gone.
         """
-        assert not adapters, "models of the daemon have none"
-        return self._snapshot("save", path, identity, key, tokens)
+        return self._snapshot("save", path, identity, key, adapters, tokens)
 
     def load_snapshot(
         self, path: str | os.PathLike[str], identity: Identity, key: bytes = b"", adapters: AdapterScales = ()
@@ -135,8 +135,7 @@ class RemoteEngine:
             SnapshotError: the file is missing, damaged or of another model, or there is no room for its tokens.
             ClosedError: the daemon has gone.
         """
-        assert not adapters, "models of the daemon have none"
-        return self._snapshot("load", path, identity, key, [])
+        return self._snapshot("load", path, identity, key, adapters, [])
 
     def close(self, drain: bool = False) -> None:
         """End this program's requests, or with ``drain`` wait for them, and give the model back. A second call does nothing."""
@@ -155,11 +154,17 @@ class RemoteEngine:
         self._link.close()
 
     def _snapshot(
-        self, action: str, path: str | os.PathLike[str], identity: Identity, key: bytes, tokens: list[int]
+        self,
+        action: str,
+        path: str | os.PathLike[str],
+        identity: Identity,
+        key: bytes,
+        adapters: AdapterScales,
+        tokens: list[int],
     ) -> int:
         body = {
             "action": action, "path": str(Path(path).absolute()), "identity": dict(identity), "key": key.hex(),
-            "tokens": tokens,
+            "adapters": adapters, "tokens": tokens,
         }  # fmt: skip
         return int(self._ask(Message(Kind.SNAPSHOT, self._handle, body=body)).body["tokens"])
 

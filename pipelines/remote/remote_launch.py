@@ -10,11 +10,13 @@ from typing import Any
 
 import openvino_genai as genai
 
+from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import ConfigError
 from staticllm.pipelines.engine.fed.beam_requests import Decode
 from staticllm.pipelines.model_loader.arguments import Candidate
+from staticllm.pipelines.model_loader.draft_source import DraftSource
 from staticllm.pipelines.remote.daemon_link import DaemonLink
 from staticllm.pipelines.remote.remote_engine import RemoteEngine
 from staticllm.pipelines.scheduling.interface import Policy
@@ -47,9 +49,15 @@ class RemoteLaunched:
 
 
 def launch_remote(
-    directory: Path, candidates: Sequence[Candidate], policy: Policy, on_progress: OnProgress
+    directory: Path,
+    candidates: Sequence[Candidate],
+    policy: Policy,
+    on_progress: OnProgress,
+    draft: DraftSource | None = None,
 ) -> RemoteLaunched:
     """Load a model in the daemon, which is started if it does not run; a model that it has is shared.
+
+    The daemon reads the adapters and the draft model from their files.
 
     Raises:
         ConfigError: a property cannot be sent to another process.
@@ -64,6 +72,8 @@ def launch_remote(
             {"device": each.device, "config": _plain(each.config), "explicit": sorted(each.explicit)}
             for each in candidates
         ],
+        "adapters": _plain_adapters(candidates[0].config.adapters),
+        "draft": _plain_draft(draft),
     }
     on_progress(ProgressEvent("compile", 1, 1, 0.0, is_done=False, message="in the daemon"))
     link = DaemonLink()
@@ -84,16 +94,14 @@ def launch_remote(
     )
 
 
-def check_sendable(scheduler: object, draft_model: object) -> None:
-    """Check that these arguments of a pipeline can be sent to the daemon.
+def check_sendable(scheduler: object) -> None:
+    """Check that the policy of a pipeline can be sent to the daemon.
 
     Raises:
-        ConfigError: one cannot.
+        ConfigError: it cannot.
     """
     if not (scheduler is None or isinstance(scheduler, str)):
         raise ConfigError("scheduler is an object of this program: the daemon takes a name, such as 'dynamic'")
-    if draft_model is not None:
-        raise ConfigError("draft_model with daemon=True: the daemon loads no draft models, leave one of them out")
 
 
 def _plain(config: StaticLLMConfig) -> dict[str, Any]:
@@ -102,9 +110,7 @@ def _plain(config: StaticLLMConfig) -> dict[str, Any]:
     Raises:
         ConfigError: one is a secret or a function of this process.
     """
-    if config.adapters is not None:
-        raise ConfigError("adapters cannot be sent to the daemon: load the model without daemon=True")
-    values = asdict(config)
+    values = asdict(replace(config, adapters=None))
     for name in SECRETS:
         if values.pop(name) is not None:
             raise ConfigError(f"{name.upper()} cannot be sent to the daemon: load the model without daemon=True")
@@ -113,6 +119,34 @@ def _plain(config: StaticLLMConfig) -> dict[str, Any]:
     for name in ("device_properties", "prefill_config", "generate_config"):
         values[name] = {key: _value(key, value) for key, value in values[name].items()}
     return values
+
+
+def _plain_adapters(adapters: AdapterSet | None) -> dict[str, Any] | None:
+    """Return path, name and alpha of each adapter, and whether they are folded into the weights.
+
+    Raises:
+        ConfigError: one was made of bytes in this process.
+    """
+    if adapters is None:
+        return None
+    members = []
+    for adapter, alpha in zip(adapters.adapters, adapters.alphas, strict=True):
+        if adapter.path is None:
+            raise ConfigError("an adapter made of a tensor cannot be sent to the daemon: write it to a file, and give its path")
+        members.append([str(adapter.path), adapter.name, alpha])
+    return {"members": members, "is_fused": adapters.is_fused}
+
+
+def _plain_draft(draft: DraftSource | None) -> dict[str, Any] | None:
+    """Return the fields of a draft model as JSON types.
+
+    Raises:
+        ConfigError: a property cannot be sent.
+    """
+    if draft is None:
+        return None
+    properties = {name: _value(name, value) for name, value in draft.properties.items()}
+    return {"directory": str(draft.models_path.absolute()), "device": draft.device, "properties": properties}
 
 
 def _value(name: str, value: object) -> object:
