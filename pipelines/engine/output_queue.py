@@ -9,15 +9,19 @@ from typing import Any
 
 from staticllm.core import FinishReason
 from staticllm.errors import (
+    AdapterError,
+    BlobError,
     BusyError,
     ClosedError,
     ConfigError,
     DeviceError,
     GenerationConfigError,
+    ModelError,
     NumericalError,
     PromptError,
     SnapshotError,
     StaticLLMError,
+    UnsupportedModelError,
 )
 
 
@@ -57,14 +61,18 @@ Output = TokenOutput | Finished
 KNOWN_ERRORS: dict[str, type[StaticLLMError]] = {
     kind.__name__: kind
     for kind in (
+        AdapterError,
+        BlobError,
         BusyError,
         ClosedError,
         ConfigError,
         DeviceError,
         GenerationConfigError,
+        ModelError,
         NumericalError,
         PromptError,
         SnapshotError,
+        UnsupportedModelError,
     )
 }
 """Errors of an engine that keep their class when they cross a process."""

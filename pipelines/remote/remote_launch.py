@@ -17,6 +17,7 @@ from staticllm.errors import ConfigError
 from staticllm.pipelines.engine.fed.beam_requests import Decode
 from staticllm.pipelines.model_loader.arguments import Candidate
 from staticllm.pipelines.model_loader.draft_source import DraftSource
+from staticllm.pipelines.model_loader.genai_properties import plain_properties
 from staticllm.pipelines.remote.daemon_link import DaemonLink
 from staticllm.pipelines.remote.remote_engine import RemoteEngine
 from staticllm.pipelines.scheduling.interface import Policy
@@ -132,7 +133,9 @@ def _plain_adapters(adapters: AdapterSet | None) -> dict[str, Any] | None:
     members = []
     for adapter, alpha in zip(adapters.adapters, adapters.alphas, strict=True):
         if adapter.path is None:
-            raise ConfigError("an adapter made of a tensor cannot be sent to the daemon: write it to a file, and give its path")
+            raise ConfigError(
+                "an adapter made of a tensor cannot be sent to the daemon: write it to a file, and give its path"
+            )
         members.append([str(adapter.path), adapter.name, alpha])
     return {"members": members, "is_fused": adapters.is_fused}
 
@@ -145,7 +148,11 @@ def _plain_draft(draft: DraftSource | None) -> dict[str, Any] | None:
     """
     if draft is None:
         return None
-    properties = {name: _value(name, value) for name, value in draft.properties.items()}
+    properties = plain_properties(draft.properties)
+    for name, value in properties.items():
+        if not isinstance(value, (str, int, float, bool, Path)):
+            raise ConfigError(f"draft_model: {name} is a {type(value).__name__}, which cannot be sent to the daemon")
+        properties[name] = str(value) if isinstance(value, Path) else value
     return {"directory": str(draft.models_path.absolute()), "device": draft.device, "properties": properties}
 
 

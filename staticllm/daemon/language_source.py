@@ -38,7 +38,9 @@ class AdapterFile:
         """
         adapter = read_adapter(self.path)
         if adapter.name != self.name:
-            raise AdapterError(f"the adapter {str(self.path)!r} has changed since the program read it: load the model again")
+            raise AdapterError(
+                f"the adapter {str(self.path)!r} has changed since the program read it: load the model again"
+            )
         return adapter
 
     @property
