@@ -12,6 +12,7 @@ from staticllm.errors import GenerationConfigError
 
 CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": " \\t\\n\\r\\f\\v"}
 _COUNT = re.compile(r"\{(\d*)(,?)(\d*)\}")
+ANYTHING = "(?s:.*)"
 _ENDS = {"A": "^", "Z": "$", "z": "$"}
 
 
@@ -22,6 +23,20 @@ def rust_regex(pattern: str) -> str:
         GenerationConfigError: an anchor or a word boundary within the expression.
     """
     return "|".join(_branch(branch, pattern) for branch in _branches(pattern))
+
+
+def search_regex(pattern: str) -> str:
+    """Return the expression of all texts that contain a match, as JSON Schema means ``pattern``.
+
+    Raises:
+        GenerationConfigError: an anchor or a word boundary within the expression.
+    """
+    found = []
+    for branch in _branches(pattern):
+        body, is_at_begin, is_at_end = _without_anchors(branch)
+        inner = _translated(body, pattern)
+        found.append(f"{'' if is_at_begin else ANYTHING}({inner}){'' if is_at_end else ANYTHING}")
+    return "|".join(found)
 
 
 def _branches(pattern: str) -> list[str]:
@@ -54,13 +69,22 @@ def _end_of_class(pattern: str, start: int) -> int:
 
 def _branch(branch: str, pattern: str) -> str:
     """Return one alternative, without the anchors at its ends."""
+    return _translated(_without_anchors(branch)[0], pattern)
+
+
+def _without_anchors(branch: str) -> tuple[str, bool, bool]:
+    """Return an alternative without the anchors at its ends, and whether it had one at its beginning and at its end."""
     body = branch.removeprefix("^").removeprefix("\\A")
+    is_at_begin = body != branch
     for end in ("$", "\\Z", "\\z"):
         stem = body.removesuffix(end)
         slashes = len(stem) - len(stem.rstrip("\\"))
         if stem != body and slashes % 2 == 0:
-            body = stem
-            break
+            return stem, is_at_begin, True
+    return body, is_at_begin, False
+
+
+def _translated(body: str, pattern: str) -> str:
     parts, index = [], 0
     while index < len(body):
         text, index = _piece(body, index, pattern)
