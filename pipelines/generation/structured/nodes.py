@@ -243,11 +243,8 @@ class LarkWriter:
         """Return a regular node in the syntax of terminals."""
         if isinstance(node, Text):
             return _quoted(node.text)
-        if isinstance(node, Pattern):
-            return f"/{node.regex}/" if node.regex else '""'
-        if isinstance(node, AllOf):
-            without = f"~/(?s:.*){escaped(node.excluded)}(?s:.*)/"
-            return f"({' & '.join([*(f'/{regex}/' for regex in node.regexes), without])})"
+        if isinstance(node, (Pattern, AllOf)):
+            return _regex_text(node)
         if isinstance(node, Reference):
             body = self._rules[node.name]
             return self._named("T", node, lambda: self._terminal_text(body), "T{}: {}")
@@ -281,6 +278,13 @@ def without_tail_calls(name: str, body: Node) -> Node:
             loop, last = Repeat(one_of(steps), 0, None), one_of(list(rest))
             return Sequence((loop, last) if place else (last, loop))
     return body
+
+
+def _regex_text(node: Pattern | AllOf) -> str:
+    if isinstance(node, Pattern):
+        return f"/{node.regex}/" if node.regex else '""'
+    without = f"~/(?s:.*){escaped(node.excluded)}(?s:.*)/"
+    return f"({' & '.join([*(f'/{regex}/' for regex in node.regexes), without])})"
 
 
 def _shortest_regex(node: Shortest) -> str:

@@ -15,8 +15,8 @@ Syntax = Literal[
     "", "tagged", "xml", "json_function", "key_value", "separated", "fenced", "named", "bare_json", "python", "harmony",
     "recipients",
 ]  # fmt: skip
-"""How calls are written: JSON between tags; a tag per parameter; ``<function=f>`` and JSON; a pair of tags per parameter; a name, a
-separator and JSON; a block of Python; ``[TOOL_CALLS]``; JSON or Python without tags; messages with channels or recipients."""
+"""How calls are written: JSON between tags; a tag per parameter; ``<function=f>`` and JSON; a pair of tags per parameter; a name,
+a separator and JSON; a block of Python; ``[TOOL_CALLS]``; JSON or Python without tags; messages with channels or recipients."""
 
 TAGS = (
     ("<tool_call>", "</tool_call>"), ("<|tool_call|>", "<|/tool_call|>"), ("<function_call>", "</function_call>"),
@@ -92,27 +92,24 @@ def find_format(template: str) -> MessageFormat:
 
 def _call_syntax(template: str) -> tuple[Syntax, tuple[str, str]]:
     tags = next((tags for tags in TAGS if tags[0] in template), ("", ""))
-    if ARG_KEY[0] in template and ARG_VALUE[0] in template:
-        return "key_value", tags if tags[0] else TAGS[0]
-    if CALL[0] in template:
-        return "separated", CALLS
-    if BLOCK[0] in template or TOOL_LIST in template:
-        return ("fenced" if f"{FENCE}python" in template else "python"), BLOCK
-    if FUNCTION in template:
-        return ("xml", tags) if "<parameter=" in template else ("json_function", (FUNCTION, ""))
-    if all(marker in template for marker in recipients.MARKERS):
-        return "recipients", recipients.TAGGED
-    if _RECIPIENT_EXAMPLE.search(template):
-        return "recipients", recipients.ARROWS
-    if NAMED in template:
-        return "named", (NAMED, "")
-    if tags[0]:
-        return "tagged", tags
-    if PYTHON_START in template or _PYTHON_EXAMPLE.search(template):
-        return "python", (PYTHON_START, PYTHON_END) if PYTHON_START in template else ("", "")
-    if PYTHON_TAG in template or _JSON_EXAMPLE.search(template):
-        return "bare_json", (PYTHON_TAG if PYTHON_TAG in template else "", "")
-    return "", ("", "")
+    has_list = BLOCK[0] in template or TOOL_LIST in template
+    python = (PYTHON_START, PYTHON_END) if PYTHON_START in template else ("", "")
+    known: tuple[tuple[object, Syntax, tuple[str, str]], ...] = (
+        (ARG_KEY[0] in template and ARG_VALUE[0] in template, "key_value", tags if tags[0] else TAGS[0]),
+        (CALL[0] in template, "separated", CALLS),
+        (has_list and f"{FENCE}python" in template, "fenced", BLOCK),
+        (has_list, "python", BLOCK),
+        (FUNCTION in template and "<parameter=" in template, "xml", tags),
+        (FUNCTION in template, "json_function", (FUNCTION, "")),
+        (all(marker in template for marker in recipients.MARKERS), "recipients", recipients.TAGGED),
+        (_RECIPIENT_EXAMPLE.search(template), "recipients", recipients.ARROWS),
+        (NAMED in template, "named", (NAMED, "")),
+        (tags[0], "tagged", tags),
+        (python[0] or _PYTHON_EXAMPLE.search(template), "python", python),
+        (PYTHON_TAG in template, "bare_json", (PYTHON_TAG, "")),
+        (_JSON_EXAMPLE.search(template), "bare_json", ("", "")),
+    )  # the first that is shown: later ones are parts of some of those before
+    return next(((syntax, markers) for is_shown, syntax, markers in known if is_shown), ("", ("", "")))
 
 
 def takes_tools(template: str) -> bool:

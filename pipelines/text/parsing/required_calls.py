@@ -202,21 +202,18 @@ def _call(format: MessageFormat, name: str, parameters: object) -> tuple[Part, .
 def _around_json(format: MessageFormat, name: str) -> tuple[str, str]:
     """Return what stands before and after the arguments where they are one JSON object."""
     (begin, end), quoted = format.call, f'{{"name": {json.dumps(name)}, '
-    if format.syntax == "tagged":
-        return f'{begin}\n{quoted}"arguments": ', f"}}\n{end}"
-    if format.syntax == "bare_json":
-        return f'{quoted}"parameters": ', "}"
-    if format.syntax == "named":
-        return (f"{begin}{name}{ARGS}", "") if format.has_args_marker else (f'{begin}[{quoted}"arguments": ', "}]")
-    if format.syntax == "json_function":
-        return f"{FUNCTION}{name}>", "</function>"
-    if format.syntax == "recipients":
-        return f"{'' if format.is_call_open else begin}{name}{end}", ""
     if format.syntax == "separated":
         before = f"function{SEPARATOR}{name}\n{FENCE}json\n" if format.is_fenced else f"{name}{SEPARATOR}"
         return f"{begin}{CALL[0]}{before}", f"\n{FENCE}{CALL[1]}{end}" if format.is_fenced else f"{CALL[1]}{end}"
-    assert format.syntax == "harmony", format.syntax
-    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "<|call|>"
+    wrappers = {
+        "tagged": (f'{begin}\n{quoted}"arguments": ', f"}}\n{end}"),
+        "bare_json": (f'{quoted}"parameters": ', "}"),
+        "named": (f"{begin}{name}{ARGS}", "") if format.has_args_marker else (f'{begin}[{quoted}"arguments": ', "}]"),
+        "json_function": (f"{FUNCTION}{name}>", "</function>"),
+        "recipients": (f"{'' if format.is_call_open else begin}{name}{end}", ""),
+        "harmony": (f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "<|call|>"),
+    }
+    return wrappers[format.syntax]
 
 
 def _xml_call(tags: tuple[str, str], name: str, schema: Mapping[str, Any]) -> tuple[Part, ...]:

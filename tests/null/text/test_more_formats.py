@@ -21,9 +21,11 @@ TEMPLATES = {
     "glm": "For each function call, output the function name and arguments within the following XML format:\n"
     "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>\n...\n</tool_call>"
     "{{ content.split('</think>')[-1] }}",
-    "deepseek": "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + tool['function']['name'] + '\\n' "
-    "+ '```json' + '\\n' + tool['function']['arguments'] + '\\n' + '```' + '<｜tool▁call▁end｜>'}}{{'<｜tool▁calls▁end｜>'}}</think>",
-    "deepseek31": "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments + '<｜tool▁call▁end｜>'}}</think>",
+    "deepseek": "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' "
+    "+ tool['function']['name'] + '\\n' + '```json' + '\\n' + tool['function']['arguments'] + '\\n' + '```' "
+    "+ '<｜tool▁call▁end｜>'}}{{'<｜tool▁calls▁end｜>'}}</think>",
+    "deepseek31": "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments "
+    "+ '<｜tool▁call▁end｜>'}}</think>",
     "minicpm": "{{ '<|thought_start|>\\n' + thought + '\\n<|thought_end|>\\n' }}{{ '<|tool_call_start|>\\n```python\\n' }}",
     "lfm2": "{{ 'List of tools: <|tool_list_start|>' }}",
     "functionary3": "{{ '>>>all\\n' + message['content'] }}{{ '>>>' + name + '\\n' + arguments }}",
@@ -65,7 +67,8 @@ CASES = [
     (
         "glm",
         "<think>hm</think>\nLet me look.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ber\nlin\n</arg_value>\n"
-        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n<arg_key>opts</arg_key>\n<arg_value>{\"a\": 1}</arg_value>\n</tool_call>",
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n<arg_key>opts</arg_key>\n<arg_value>{\"a\": 1}</arg_value>\n"
+        "</tool_call>",
         "Let me look.", "hm", [("weather", {"city": "Ber\nlin\n", "days": 3, "opts": {"a": 1}})],
     ),
     ("glm", "<tool_call>now</tool_call><tool_call>weather<arg_key>city</arg_key><arg_value>Berlin</arg_value></tool_call>",
@@ -73,8 +76,10 @@ CASES = [
     ("glm", '<tool_call>{"name": "now", "arguments": {}}</tool_call>', "", "", [NOW]),
     ("glm", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ber",
      "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ber", "", []),
-    ("glm", "<tool_call>now\n<arg_key>a</arg_key>\n<b></tool_call>", "<tool_call>now\n<arg_key>a</arg_key>\n<b></tool_call>", "", []),
-    ("deepseek", f"I look.{BEGIN}{CALL}{FENCED}\n{CALL}function{SEP}now\n```json\n{{}}\n```{STOP}{END}", "I look.", "", [BERLIN, NOW]),
+    ("glm", "<tool_call>now\n<arg_key>a</arg_key>\n<b></tool_call>",
+     "<tool_call>now\n<arg_key>a</arg_key>\n<b></tool_call>", "", []),
+    ("deepseek", f"I look.{BEGIN}{CALL}{FENCED}\n{CALL}function{SEP}now\n```json\n{{}}\n```{STOP}{END}",
+     "I look.", "", [BERLIN, NOW]),
     ("deepseek", f"<think>hm</think>{CALL}{FENCED}", "", "hm", [BERLIN]),
     ("deepseek", f"{BEGIN}{CALL}{FENCED[:-40]}", f"{BEGIN}{CALL}{FENCED[:-40]}", "", []),
     ("deepseek", f"{BEGIN}{END}", f"{BEGIN}{END}", "", []),
@@ -87,7 +92,8 @@ CASES = [
         "<|tool_call_end|>", "I look.", "hm", [BERLIN, NOW],
     ),
     ("minicpm", "<|tool_call_start|>weather(city='Berlin')<|tool_call_end|>", "", "", [BERLIN]),
-    ("minicpm", "<|tool_call_start|>\n```python\nweather(city=open('x'))\n```", "<|tool_call_start|>\n```python\nweather(city=open('x'))\n```",
+    ("minicpm", "<|tool_call_start|>\n```python\nweather(city=open('x'))\n```",
+     "<|tool_call_start|>\n```python\nweather(city=open('x'))\n```",
      "", []),
     ("minicpm", "```python\nnow()\n```", "```python\nnow()\n```", "", []),
     ("lfm2", "<|tool_call_start|>[weather(city='Berlin'), now()]<|tool_call_end|>Checking.", "Checking.", "", [BERLIN, NOW]),
