@@ -86,10 +86,11 @@ class Engine:
         """
         self.check_process()
         vocab_size = self.runner.cache.layout.vocab_size
+        mask = mask_of(request, vocab_size, self.grammars)
         if request.beams is None:
-            state = RequestState(request, vocab_size, queue, processors, mask_of(request, vocab_size, self.grammars))
+            state = RequestState(request, vocab_size, queue, processors, mask)
         else:
-            state = BeamRequest(request, vocab_size, queue, self.decode)
+            state = BeamRequest(request, vocab_size, queue, self.decode, mask)
         self.submit_state(state)
         return state.queue
 

@@ -149,7 +149,6 @@ def grammar_of_calls(format: MessageFormat | None, options: GenerationOptions) -
         name
         for name, is_asked in (
             ("a grammar", options.grammar is not None),
-            ("num_beams", options.beams is not None),
             ("ignore_eos", not options.stop_token_ids),
         )
         if is_asked

@@ -87,7 +87,6 @@ def test_a_named_function_is_called(pipes, name):
     "options, message",
     [
         ({"regex": "a"}, "tool_choice='required' with a grammar"),
-        ({"num_beams": 2}, "tool_choice='required' with num_beams"),
         ({"ignore_eos": True}, "tool_choice='required' with ignore_eos"),
         ({"parse_tools": False}, "tool_choice='required' with parse_tools=False"),
     ],
