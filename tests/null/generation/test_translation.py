@@ -49,10 +49,11 @@ def test_regexes_become_those_of_rust(pattern, expected):
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("(^a|b)", "has '\\^' within it"),
-        (r"\bword", "matches a place and not a character"),
-        ("[abc", "not closed"),
-        ("a\\", "single backslash"),
+        ("(^a|b)", "has '\\^' within it, at position 1"),
+        ("x|y(a$b)", "has '\\$' within it, at position 5"),
+        (r"\bword", "at position 0: it matches a place and not a character"),
+        ("(a|b)[abc", "at position 5: it is not closed"),
+        ("a\\", "single backslash within it, at position 1"),
     ],
 )
 def test_impossible_regexes_are_one_line_errors(pattern, message):
