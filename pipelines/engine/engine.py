@@ -25,7 +25,7 @@ from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.output_queue import OutputQueue
-from staticllm.pipelines.engine.request import EngineRequest, RequestState, mask_of
+from staticllm.pipelines.engine.request import EngineRequest, RequestState, prepare_grammar
 from staticllm.pipelines.engine.speculation.draft_model import DraftModel
 from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
 from staticllm.pipelines.profiling.stats import Profiler, Stats
@@ -86,11 +86,13 @@ class Engine:
         """
         self.check_process()
         vocab_size = self.runner.cache.layout.vocab_size
-        mask = mask_of(request, vocab_size, self.grammars)
+        grammar = prepare_grammar(request, vocab_size, self.grammars)
+        mask = None if grammar is None else grammar.mask
         if request.beams is None:
             state = RequestState(request, vocab_size, queue, processors, mask)
         else:
             state = BeamRequest(request, vocab_size, queue, self.decode, mask)
+        state.queue.compile_times = None if grammar is None else grammar.times
         self.submit_state(state)
         return state.queue
 

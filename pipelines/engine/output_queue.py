@@ -26,6 +26,15 @@ from staticllm.errors import (
 
 
 @dataclass(frozen=True)
+class CompileTimes:
+    """What the grammar of a request took to compile, and the preparation of its compiler, in seconds."""
+
+    seconds: float
+    init_seconds: float
+    compiler: str = "llguidance"
+
+
+@dataclass(frozen=True)
 class TokenOutput:
     """One chosen token of answer ``index``.
 
@@ -107,6 +116,7 @@ class OutputQueue:
     def __init__(self) -> None:
         self._outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
         self._listeners: tuple[Listener, ...] = ()
+        self.compile_times: CompileTimes | None = None  # of the request's grammar; set when it is submitted
 
     def put(self, output: Output) -> None:
         """Add an output, wake the reader and call the listeners. Runs on the engine's thread."""

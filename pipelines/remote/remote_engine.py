@@ -11,17 +11,17 @@ from itertools import count
 from pathlib import Path
 
 from staticllm.core import FinishReason
-from staticllm.errors import ClosedError, GenerationConfigError, StaticLLMError, as_ours
+from staticllm.errors import ClosedError, ConfigError, GenerationConfigError, StaticLLMError, as_ours
 from staticllm.kvcache.sequence import AdapterScales
 from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.client import UserProcessors
-from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, output_from_dict
+from staticllm.pipelines.engine.output_queue import CompileTimes, Finished, OutputQueue, output_from_dict
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
 from staticllm.pipelines.remote.daemon_link import DaemonLink, check
 from staticllm.threads import check_process, start_thread
-from staticllm.wire.messages import LAST, Kind, Message, ProtocolError
+from staticllm.wire.messages import LAST, MAX_FRAME, Kind, Message, ProtocolError
 
 QUESTION = 1 << 62
 """Numbers from here on are those of questions; smaller ones are those of requests."""
@@ -72,10 +72,12 @@ class RemoteEngine:
             self._queues[request.id] = queue
             self._left[request.id] = set(range(request.num_sequences))
         try:
-            self._ask(Message(Kind.SUBMIT, self._handle, request.id, body={"request": request.to_dict()}))
+            answer = self._ask(Message(Kind.SUBMIT, self._handle, request.id, body={"request": request.to_dict()}))
         except BaseException:
             self._forget(request.id)
             raise
+        if (times := answer.body.get("grammar")) is not None:
+            queue.compile_times = CompileTimes(**times)
         return queue
 
     def cancel(self, request: int, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -193,8 +195,14 @@ class RemoteEngine:
             message = Message(message.kind, message.handle, number, body=message.body)
             try:
                 self._channel.send(message)
-            except OSError as error:
-                raise ClosedError(GONE) from error
+            except (OSError, ProtocolError) as error:
+                del self._answers[number]
+                if isinstance(error, OSError):
+                    raise ClosedError(GONE) from error
+                raise ConfigError(
+                    f"a request of more than {MAX_FRAME} bytes cannot go to the daemon: shorten its prompt, grammar or lists of "
+                    "tokens, or load without daemon=True"
+                ) from None
         answer = future.result()
         check(answer)
         return answer

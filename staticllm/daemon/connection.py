@@ -282,8 +282,8 @@ class ClientConnection:
         assert self.session is not None
         if self._stream is None:
             self._stream = OutputStream(self._channel, self._send_lock, self.session)
-        self._stream.submit(model, message.number, values)
-        return Message(Kind.OK)
+        times = self._stream.submit(model, message.number, values)
+        return Message(Kind.OK, body={"grammar": None if times is None else asdict(times)})
 
     def _cancel(self, message: Message) -> Message:
         index, reason = message.body.get("index"), text_of(message, "reason", 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class GrammarCompiler:
 
     def __init__(self, read: Callable[[], Vocabulary]) -> None:
         self.times = MaskTimes()
+        self.init_seconds = 0.0  # the time to read the vocabulary, and to prepare llguidance for it
         self._read = read
         self._lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None
@@ -106,17 +108,22 @@ class GrammarCompiler:
     def _tokenizer(self, vocab_size: int) -> LLTokenizer:
         """Return llguidance's tokenizer for a model with logits ``[vocab_size]``, which may be more or fewer than the tokens."""
         if vocab_size not in self._tokenizers:
-            try:
-                from llguidance import LLTokenizer
-            except ImportError:
-                raise GenerationConfigError(
-                    "grammars need the package llguidance: pip install 'staticllm[structured]'"
-                ) from None
-            vocabulary = self._known_vocabulary()
-            tokens = [*vocabulary.tokens[:vocab_size], *[b""] * (vocab_size - len(vocabulary.tokens))]
-            wrapped = _WrappedTokenizer(vocabulary, tokens)
-            self._tokenizers[vocab_size] = LLTokenizer(wrapped)  # type: ignore[arg-type]  # it takes any object of this form
+            begin = time.perf_counter()
+            self._tokenizers[vocab_size] = self._new_tokenizer(vocab_size)
+            self.init_seconds += time.perf_counter() - begin
         return self._tokenizers[vocab_size]
+
+    def _new_tokenizer(self, vocab_size: int) -> LLTokenizer:
+        try:
+            from llguidance import LLTokenizer
+        except ImportError:
+            raise GenerationConfigError(
+                "grammars need the package llguidance: pip install 'staticllm[structured]'"
+            ) from None
+        vocabulary = self._known_vocabulary()
+        tokens = [*vocabulary.tokens[:vocab_size], *[b""] * (vocab_size - len(vocabulary.tokens))]
+        wrapped = _WrappedTokenizer(vocabulary, tokens)
+        return LLTokenizer(wrapped)  # type: ignore[arg-type]  # it takes any object of this form
 
     def _known_vocabulary(self) -> Vocabulary:
         if self._vocabulary is None:

@@ -160,3 +160,22 @@ def test_a_client_that_lies_about_adapters_and_drafts_is_refused(body):
     language_source_of(Message(Kind.MODEL, body=good))
     with pytest.raises(ProtocolError):
         language_source_of(Message(Kind.MODEL, body={**good, **body}))
+
+
+def test_a_grammar_of_a_request_there_has_its_times_and_its_limit(daemon):
+    pytest.importorskip("llguidance")
+    with StaticLLMPipeline(staticllm.demo_model_path(), "CPU", daemon=True, **SHORT) as pipe:
+        result = pipe.generate([QUESTION], regex="[0-9]{3}", num_beams=2, max_new_tokens=9)
+        assert len(result.texts[0]) == 3
+        assert result.texts[0].isdecimal()
+        metrics = result.perf_metrics
+        assert len(metrics.raw_metrics.grammar_compile_times) == 1
+        assert metrics.get_grammar_compile_time().mean > 0
+        assert metrics.get_grammar_compiler_init_times()["llguidance"] > 0
+        with pytest.raises(ConfigError, match="cannot go to the daemon") as caught:  # its text is escaped on the way
+            pipe.generate(QUESTION, grammar='root ::= "a" # ' + '"' * 700_000)
+        one_line(caught)
+        with pytest.raises(GenerationConfigError, match="the most are 1048576") as caught:
+            pipe.generate(QUESTION, regex="a" * 1_100_000)
+        one_line(caught)
+        assert pipe.generate([QUESTION], choice=["yes"], max_new_tokens=9).texts == ["yes"]
