@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.generation.structured.schema_rewrites import rewritten
 
 WHITESPACE = r" |\r?\n(?: {0,20}|\t{0,5})"
 """What may stand between two parts of a JSON text: a space, or a line break and an indentation.
@@ -75,6 +76,7 @@ def _prepared(schema: Any, closes: bool) -> Any:
             found[name] = {key: _prepared(each, closes) for key, each in value.items()}
         else:
             found[name] = value if name in _LITERAL else _prepared(value, closes)
+    found = rewritten(found)
     if closes and _lists_its_properties(schema):
         found["additionalProperties"] = False
     return found
