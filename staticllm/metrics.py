@@ -68,6 +68,7 @@ class PerfMetrics:
         self._num_drafted_tokens = 0
         self._num_accepted_tokens = 0
         self._grammar_init_ms: dict[str, float] = {}  # by the compiler's name
+        self.may_draft = False  # whether the tokens of a request could be drafted
 
     def count(self, num_input: int, num_generated: int, num_cached: int) -> None:
         """Add the token counts of one request."""
@@ -201,6 +202,7 @@ class PerfMetrics:
             seconds = [value / MICRO for value in part._draft_durations]
             pooled.count_drafts(part._num_drafted_tokens, part._num_accepted_tokens, seconds)
             pooled._grammar_init_ms |= part._grammar_init_ms
+            pooled.may_draft |= part.may_draft
         return pooled
 
 
