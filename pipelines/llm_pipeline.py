@@ -172,15 +172,13 @@ class StaticLLMPipeline:
         """Generate the answers to one or more prompts; several prompts run together.
 
         Args:
-            inputs: A ``str``, a list of ``str``, token ids (numpy or ``openvino.Tensor``, ``[n]`` or ``[batch, n]``;
-                ``TokenizedInputs``), a ``ChatHistory`` or a list of messages.
+            inputs: ``str``, list of ``str``, token ids (``[n]`` or ``[batch, n]``), ``ChatHistory`` or list of messages.
             generation_config: Replaces the pipeline's own for this call.
             streamer: A callable that takes text, or an ``openvino_genai.StreamerBase`` that takes lists of tokens; only for
                 one prompt. It runs in the calling thread; its exceptions reach the caller, and the pipeline stays usable.
             overflow: If a conversation fills its slots: ``stop``, ``truncate_middle``, ``shift``, ``context_shift``.
             priority: Requests with a higher priority are served first.
-            kwargs: Fields of ``GenerationConfig``, which override both configs, and our own options: samplers,
-                ``logits_processor``, ``tools``, ``json_schema`` … (docs/generation.md).
+            kwargs: Fields of ``GenerationConfig``, which override both configs, and our own options (docs/generation.md).
 
         Returns:
             ``GeneratedText`` (a ``str``) for a ``str``, ``EncodedResults`` for token ids, else ``DecodedResults``.

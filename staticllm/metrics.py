@@ -68,7 +68,7 @@ class PerfMetrics:
         self._num_drafted_tokens = 0
         self._num_accepted_tokens = 0
         self._grammar_init_ms: dict[str, float] = {}  # by the compiler's name
-        self.may_draft = False  # whether the tokens of a request could be drafted
+        self.may_draft = False  # whether a draft model could draft the tokens
 
     def count(self, num_input: int, num_generated: int, num_cached: int) -> None:
         """Add the token counts of one request."""

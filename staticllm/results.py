@@ -58,7 +58,7 @@ class _Common:
 
     @property
     def extended_perf_metrics(self) -> SpeculativePerfMetrics | None:
-        """The timings of answers whose tokens could be drafted, also if no draft paid; None otherwise."""
+        """The timings of answers with drafts; also those of a draft model that proposed none. None otherwise."""
         metrics = self.perf_metrics
         return SpeculativePerfMetrics(metrics) if metrics.may_draft or metrics.get_num_draft_tokens() else None
 

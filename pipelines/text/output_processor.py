@@ -210,7 +210,8 @@ class OutputProcessor:
         num_drafted, num_accepted = sum(t.num_drafted for t in received), sum(t.num_accepted for t in received)
         per_token = [t.draft_seconds / t.num_drafted for t in received for _ in range(t.num_drafted)]
         metrics.count_drafts(num_drafted, num_accepted, per_token)
-        metrics.may_draft = prepared.request.drafts is not None
+        drafts = prepared.request.drafts
+        metrics.may_draft = drafts is not None and drafts.uses_model
         if compile_times is not None and not self._index:
             metrics.count_grammar(compile_times.seconds, {compile_times.compiler: compile_times.init_seconds})
         raw, started = metrics.raw_metrics, prepared.started

@@ -1,6 +1,7 @@
 """Rewrites JSON schemas without keywords that llguidance does not know, where others say the same.
 
-Each rewrite works on one schema object whose parts were rewritten before. What has no equal form stays, and llguidance refuses it.
+Each rewrite works on one schema object whose parts were rewritten before. What has no equal form stays, and llguidance refuses
+it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
-from adapter_models import TARGETS, Models, answer, config_of
+from adapter_models import answer, config_of
 from daemons import daemon_thread
 from helpers import EXACT, PROMPT, SHORT, one_line
 
@@ -20,11 +20,6 @@ from staticllm.pipelines.generation.genai_adapters import adapter_set_of
 from staticllm.wire.messages import Kind, Message, ProtocolError
 
 QUESTION = "What is an NPU?"
-
-
-@pytest.fixture(scope="module")
-def llama(model_path, tmp_path_factory):
-    return Models(model_path("llama"), TARGETS["llama"], tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture
