@@ -12,7 +12,7 @@ import numpy as np
 
 from staticllm.core import EncoderVariant
 from staticllm.errors import BusyError, ClosedError, NumericalError, StaticLLMError, as_ours
-from staticllm.pipelines.embedding.company import Company
+from staticllm.pipelines.embedding.batching_delay import BatchingDelay
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.embedding.packing import PackedCall, plan_calls
@@ -47,7 +47,7 @@ class EmbeddingQueue:
         self._is_running = threading.RLock()  # held during a call; what it ends may close the queue
         self._backlogs: dict[int, Backlog] = {}  # priority -> texts that are not planned
         self._plans: dict[int, Plan] = {}
-        self._arrears, self._company = Arrears(), Company()
+        self._arrears, self._batching_delay = Arrears(), BatchingDelay()
         self._num_waiting = 0
         self._is_closed = False
         self._deadlines: list[tuple[float, int, weakref.ref[EmbeddingRequest]]] = []  # a heap; also of what has ended
@@ -70,7 +70,7 @@ class EmbeddingQueue:
             self._check_room(len(request.texts))
             self._backlogs.setdefault(request.priority, Backlog()).add(request)
             self._num_waiting += len(request.texts)
-            self._company.come(request)
+            self._batching_delay.come(request)
             if request.deadline is not None:
                 heapq.heappush(self._deadlines, (request.deadline, request.id, weakref.ref(request)))
             plan = self._plans.get(request.priority)
@@ -96,7 +96,7 @@ class EmbeddingQueue:
     def wait_seconds(self) -> float:
         """How much longer the next call should wait for texts that come soon, in seconds."""
         with self._lock:
-            return self._company.seconds(time.perf_counter())
+            return self._batching_delay.seconds(time.perf_counter())
 
     def next_job(self, max_seconds: float | None = None) -> JobView | None:
         """Return the next call as a policy sees it; None if no text waits.
@@ -281,7 +281,7 @@ class EmbeddingQueue:
         vectors = self.runner.run(call.variant, sequences, meanwhile)
         with self._lock:  # before the clients are told: they may ask again at once
             now, num_requests = time.perf_counter(), len({text.request.id for text in texts})
-            self._company.serve(num_requests, now - begin, not self._num_waiting, now)
+            self._batching_delay.serve(num_requests, now - begin, not self._num_waiting, now)
         suspects = []
         for text, vector in zip(texts, vectors, strict=True):
             if np.isfinite(vector).all():

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import hashlib
 import os
+import shutil
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -85,7 +86,7 @@ def source_of(model: Any, device: str, config: dict[str, Any], is_exact: bool) -
     """Return the source of a model: its files if it has not been changed since it was read, else a copy.
 
     Raises:
-        OSError, RuntimeError: the copy cannot be written.
+        OSError: the copy cannot be written.
     """
     origin: FileOrigin | None = getattr(model, "_staticllm_origin", None)
     if origin is not None and origin.is_unchanged() and origin.digest == graph_digest(model):
@@ -118,7 +119,7 @@ def save_copy(model: Any) -> Path:
     """Write a model into the runtime folder, and return the path of its xml.
 
     Raises:
-        OSError, RuntimeError: it cannot be written.
+        OSError: it cannot be written; the parts of it are deleted, and the text names the folder and its free space.
     """
     from openvino._pyopenvino import save_model
 
@@ -130,10 +131,16 @@ def save_copy(model: Any) -> Path:
         for path in (xml, xml.with_suffix(".bin")):
             if path.is_file():
                 path.chmod(0o600)
-    except BaseException:
+    except BaseException as error:
         xml.unlink(missing_ok=True)
         xml.with_suffix(".bin").unlink(missing_ok=True)
-        raise
+        if not isinstance(error, (OSError, RuntimeError)):
+            raise
+        free = shutil.disk_usage(folder).free / 1e6  # OpenVINO's own text names the stream, not the cause
+        raise OSError(
+            f"a copy of this model, changed in memory, cannot be written to {folder} ({free:.0f} MB free there): "
+            "free space, or set STATICLLM_RUNTIME_DIR to a folder of a larger disk"
+        ) from error
     return xml
 
 

@@ -195,6 +195,16 @@ class ModelHub:
             _log.info("unloading %r", model.spec.name)
             await self._in_thread(pipeline.close)
 
+    async def unload(self, name: str) -> None:
+        """Release a model after its last answer. Does nothing if it is not loaded."""
+        model = self.models[name]
+        while True:
+            async with self._lock:
+                if model.pipeline is None or model.num_users == 0:
+                    await self._unload(model)
+                    return
+            await asyncio.sleep(0.1)
+
     async def _unload_idle(self, seconds: float) -> None:
         while True:
             await asyncio.sleep(min(1.0, seconds / 4))

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from staticllm.cli.options import Number, layout_options, read_properties
+from staticllm.cli.server.cluster import check_cluster_options, cluster_options, serve_on_ray
 from staticllm.errors import ConfigError
 
 KEY_VARIABLE = "STATICLLM_API_KEY"
@@ -38,6 +39,7 @@ KEY_VARIABLE = "STATICLLM_API_KEY"
     "--grace", type=Number(0), default=10.0, show_default=True, help="Seconds for running answers at the end."
 )
 @click.option("--max-body-mb", type=click.IntRange(1, 1024), default=16, show_default=True, help="Largest request.")
+@cluster_options
 @layout_options
 def command(models: tuple[str, ...], **options: Any) -> None:
     """Serve MODELS, directories of chat models, embedders and rerankers, by name. Without any, the embedded model is served.
@@ -45,6 +47,10 @@ def command(models: tuple[str, ...], **options: Any) -> None:
     Each model is loaded by its first request, the first one at once. Clients use http://127.0.0.1:8000/v1 and any key. A
     signal to end (SIGTERM, Ctrl-C) refuses new requests and finishes running ones within --grace.
     """
+    check_cluster_options(options)
+    if options["ray"]:
+        serve_on_ray(models, _keys(options["api_keys"], options["api_key_file"]), options)
+        return
     try:
         from staticllm.server.process import serve
         from staticllm.server.served_model import demo_spec, model_spec

@@ -181,6 +181,30 @@ def test_copies_of_models_in_memory_are_deleted(environment):
     assert not list(Path(environment["STATICLLM_RUNTIME_DIR"]).glob("model-*"))
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a limit for files stands for the full disk")
+def test_a_disk_without_room_for_a_copy_is_named(environment):
+    code = (
+        "import numpy as np, openvino as ov, resource, sys\n"
+        "from openvino import opset13 as ops\n"
+        "value = np.random.default_rng(0).random((512, 512), np.float32)\n"
+        "inputs = ops.parameter([1, 512], np.float32)\n"
+        "model = ov.Model(ops.matmul(inputs, ops.constant(value), False, False), [inputs])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "compiled = ov.Core().compile_model(model, 'CPU', {'INFERENCE_PRECISION_HINT': 'f32'})\n"
+        "given = np.ones((1, 512), np.float32)\n"
+        "print(type(compiled).__name__, np.abs(compiled(given)[0] - given @ value).max() < 1e-3)\n"
+    )
+    folder = Path(environment["STATICLLM_RUNTIME_DIR"])
+    done = run(environment, "-c", code)
+    assert done.stdout.split() == ["CompiledModel", "True"], done.stderr
+    assert f"cannot be written to {folder} (" in done.stderr
+    assert "STATICLLM_RUNTIME_DIR" in done.stderr
+    refused = run(environment, "-c", code, mode="require")
+    assert refused.returncode == 1
+    assert "cannot be written to" in refused.stderr.splitlines()[-1]
+    assert not list(folder.glob("model-*"))
+
+
 def test_the_benchmark_tool_runs_attached(environment, tmp_path):
     pytest.importorskip("openvino.tools.benchmark")
     code = "import sys; sys.path.insert(0, sys.argv[1]); import attach_calls as calls, openvino as ov\n"

@@ -8,7 +8,7 @@ SHARE, LONGEST = 0.15, 0.02
 """The longest wait: as a share of the call before, and in seconds."""
 
 
-class Company:
+class BatchingDelay:
     """Expects as many requests as were served before the queue was empty. The queue's lock is held around every method.
 
     Without it, the first of n clients would get a call alone, and the others the next one, which takes nearly as long with n

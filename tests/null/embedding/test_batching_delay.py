@@ -5,14 +5,14 @@ import time
 import pytest
 from fake_encoders import Adder, request
 
-from staticllm.pipelines.embedding import company
-from staticllm.pipelines.embedding.company import LONGEST, SHARE, Company
+from staticllm.pipelines.embedding import batching_delay
+from staticllm.pipelines.embedding.batching_delay import LONGEST, SHARE, BatchingDelay
 from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
 from staticllm.pipelines.engine.job_engine import JobEngine
 
 
 def served(num_requests, seconds=0.1, is_last=True):
-    found = Company()
+    found = BatchingDelay()
     for number in range(num_requests):
         found.come(request(number + 1))
     found.serve(num_requests, seconds, is_last, now=5.0)
@@ -58,8 +58,8 @@ def test_calls_one_after_another_serve_clients_that_came_together():
 @pytest.fixture
 def queue(monkeypatch):
     """The queue of an engine whose first call, of three requests, lasts until ``gate`` is called; waits last up to 20 s."""
-    monkeypatch.setattr(company, "SHARE", 1e9)
-    monkeypatch.setattr(company, "LONGEST", 20.0)
+    monkeypatch.setattr(batching_delay, "SHARE", 1e9)
+    monkeypatch.setattr(batching_delay, "LONGEST", 20.0)
     engine, found = JobEngine(), EmbeddingQueue(Adder(), 100)
     for number in (1, 2, 3):
         found.submit(request(number))
@@ -82,7 +82,7 @@ def test_clients_that_ask_again_one_after_another_share_the_next_call(queue):
 
 
 def test_a_client_that_comes_alone_is_served_in_the_end(queue, monkeypatch):
-    monkeypatch.setattr(company, "LONGEST", 0.05)
+    monkeypatch.setattr(batching_delay, "LONGEST", 0.05)
     first, second = request(4), request(5)
     queue.submit(first)
     first.future.result(20)

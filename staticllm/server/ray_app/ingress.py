@@ -1,0 +1,102 @@
+"""The door of the cluster: takes HTTP requests from Ray's proxies, and sends each to a replica that suits it."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic_core import from_json
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+
+from staticllm.server.api_error import ApiError, to_json
+from staticllm.server.app import METRICS, METRICS_TYPE
+from staticllm.server.endpoint import CLIENT_GONE
+from staticllm.server.http_limits import read_body
+from staticllm.server.ray_app.cluster_metrics import joined
+from staticllm.server.ray_app.cluster_settings import ClusterSettings
+from staticllm.server.ray_app.messages import ReplicaRequest, prompt_of
+from staticllm.server.ray_app.prefix_router import keep_tree_here
+from staticllm.server.ray_app.relay import Relay
+from staticllm.server.ray_app.replay import RESUMED_PATHS, EventReplay, seeded
+from staticllm.server.served_model import ModelSpec
+
+BODY_SECONDS = 60.0
+METRICS_SECONDS = 5.0
+ENCODER_PATHS = {
+    "/embeddings": "embedding", "/api/embed": "embedding", "/api/embeddings": "embedding", "/rerank": "rerank",
+}  # fmt: skip
+
+
+class Ingress:
+    """Forwards requests. ``handles`` are those of the deployments, by what they serve: ``chat`` and ``encoder``."""
+
+    def __init__(
+        self, specs: Sequence[ModelSpec], settings: ClusterSettings, handles: Mapping[str, DeploymentHandle]
+    ) -> None:
+        self._kinds = {spec.name: spec.kind for spec in specs}
+        self._settings = settings
+        self._handles = dict(handles)
+        if settings.routing == "prefix" and "chat" in self._handles:
+            keep_tree_here(self._handles["chat"])
+
+    async def __call__(self, request: Request) -> Response:
+        """Return the answer of a replica. Ray cancels the call if the client closes the connection."""
+        try:
+            body = await read_body(request, self._settings.max_body, BODY_SECONDS)
+            path = request.url.path.rstrip("/")
+            values = await asyncio.to_thread(_values, body)
+            relay = self._relay(request, body, values)
+            head = await relay.begin()
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_GONE)
+        except ApiError as error:
+            return error.response()
+        if path == METRICS and head.status == 200:  # the key is right
+            return Response(await self._metrics(), media_type=METRICS_TYPE)
+        answer = StreamingResponse(relay.parts(), head.status)
+        answer.raw_headers = [(name.lower(), value) for name, value in head.headers]
+        return answer
+
+    async def _metrics(self) -> bytes:
+        """Return the metrics of all replicas that answer in time."""
+        asked = [handle.broadcast("metrics") for handle in self._handles.values()]
+        found = [await each.results_async(timeout_s=METRICS_SECONDS, return_exceptions=True) for each in asked]
+        pages = {page[0]: page[1] for each in found for page in each if isinstance(page, tuple)}
+        return await asyncio.to_thread(joined, pages)
+
+    def _relay(self, request: Request, body: bytes, values: dict[str, Any]) -> Relay:
+        path = "/" + request.url.path.strip("/").removeprefix("v1/")
+        name = values.get("model")
+        kind = ENCODER_PATHS.get(path, "chat")
+        if (
+            name not in self._kinds
+        ):  # without a name it is the first of its kind, and a wrong one is refused by the replica
+            name = next((name for name, each in self._kinds.items() if each == kind), "") if name is None else ""
+        group = "chat" if self._kinds.get(name, kind) == "chat" else "encoder"
+        handle = self._handles.get(group) or next(iter(self._handles.values()))
+        asked = ReplicaRequest(
+            request.method,
+            request.url.path,
+            request.url.query.encode(),
+            tuple(request.headers.raw),
+            (request.client.host, request.client.port) if request.client else None,
+            body,
+            prompt_of(values),
+            name,
+        )
+        if not (path in RESUMED_PATHS and values.get("stream") is True):
+            return Relay(handle, asked)
+        return Relay(handle, asked.with_body(to_json(seeded(values)).encode()), EventReplay())
+
+
+def _values(body: bytes) -> dict[str, Any]:
+    """Return the fields of a JSON body; none if it is something else, which the replica refuses."""
+    try:
+        found = from_json(body, allow_inf_nan=False) if body else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

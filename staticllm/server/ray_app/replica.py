@@ -1,0 +1,97 @@
+"""One replica: the server of one machine without its socket. Ray sends requests to it, and stops and replaces it."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any
+
+from ray import serve
+
+from staticllm.errors import ModelError, StaticLLMError
+from staticllm.server.api_error import ApiError
+from staticllm.server.app import create_app
+from staticllm.server.ray_app.cluster_settings import ClusterSettings
+from staticllm.server.ray_app.health import DeviceWatch
+from staticllm.server.ray_app.in_process import answer_parts
+from staticllm.server.ray_app.messages import ReplicaHead, ReplicaRequest
+from staticllm.server.served_model import ModelSpec
+from staticllm.server.state import ServerState
+
+_unloading: set[asyncio.Future[None]] = set()  # the loop itself holds tasks weakly
+
+
+class Replica:
+    """The server of one machine, inside an actor of Ray. ``specs`` are all models of the application."""
+
+    def __init__(self, specs: Sequence[ModelSpec], settings: ClusterSettings) -> None:
+        self._state = ServerState.of(specs, settings.of_replica())
+        self._app = create_app(self._state)
+        self._watch = DeviceWatch()
+        self._start: asyncio.Task[Any] | None = None
+        self._keep = serve.multiplexed(max_num_models_per_replica=settings.models_per_replica)(self._loaded())
+
+    async def answer(self, request: ReplicaRequest) -> AsyncGenerator[ReplicaHead | bytes, None]:
+        """Yield the head of the answer, then parts of its body. The answer ends if Ray cancels the call."""
+        if self._start is None:  # on the loop of the requests
+            self._start = asyncio.ensure_future(self._app.router.lifespan_context(self._app).__aenter__())
+        await asyncio.shield(self._start)
+        if request.model:
+            with contextlib.suppress(ApiError, StaticLLMError):  # the answer says it
+                await self._keep(request.model)
+        async with contextlib.aclosing(answer_parts(self._app, request)) as parts:
+            async for part in parts:
+                yield part
+
+    def _loaded(self) -> Callable[[str], Awaitable[LoadedModel]]:
+        """Return the function that loads a model for Ray, which says when to unload it."""
+        hub = self._state.hub
+
+        async def load(name: str) -> LoadedModel:
+            model = hub.named(name)
+            await hub.acquire(model)
+            hub.release(model)
+            return LoadedModel(name, self._state)
+
+        return load
+
+    async def metrics(self) -> tuple[str, bytes]:
+        """Return the name of this replica, and its metrics in Prometheus' text format."""
+        name = serve.get_replica_context().replica_id.unique_id
+        return name, await self._state.workers.run(self._state.metrics.text)
+
+    async def check_health(self) -> None:
+        """Tell Ray whether requests can be served. Ray calls it every few seconds, and replaces a replica that raises.
+
+        Raises:
+            ModelError: a device fails every call.
+        """
+        name = self._watch.failing(self._state.hub.loaded)
+        if name is not None:
+            raise ModelError(f"the device fails every call of the model {name!r}")
+
+    async def __del__(self) -> None:  # Ray awaits it after the last answer
+        if self._start is not None:
+            await self._state.hub.close()
+        self._state.workers.close()
+
+
+class LoadedModel:
+    """A model that Ray keeps in a replica, until it deletes it to make room for another one."""
+
+    def __init__(self, name: str, state: ServerState) -> None:
+        self._name, self._state, self._loop = name, state, asyncio.get_running_loop()
+        self._is_deleted = False
+
+    def __del__(self) -> None:  # Ray calls it, on a thread, and the interpreter does once more
+        if not self._is_deleted and not self._loop.is_closed():
+            self._is_deleted = True
+            self._loop.call_soon_threadsafe(_unload, self._name, self._state)
+
+
+def _unload(name: str, state: ServerState) -> None:
+    task = asyncio.ensure_future(state.hub.unload(name))
+    _unloading.add(task)
+    task.add_done_callback(_unloading.discard)
