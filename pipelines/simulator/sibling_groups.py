@@ -55,7 +55,7 @@ class SiblingGroup:
 
     def release(self, now: float, num_places: int) -> list[RequestInfo]:
         """Return the beams, which have all run, each with one more token; the first ``num_places`` may run at once."""
-        back = []
+        back: list[RequestInfo] = []
         for known in self.waiting.values():
             info = RequestInfo(known.id, known.arrival, known.num_tokens + 1, known.priority)
             info.come_back(known.num_computed, now, len(back) < num_places)

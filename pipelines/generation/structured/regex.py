@@ -51,7 +51,8 @@ def python_reason(pattern: str) -> str:
             re.compile(pattern)
     except re.error as error:
         place = "" if error.pos is None else f" at position {error.pos}"
-        return f"{error.msg}{place} of {_shown(pattern)}"
+        reason = "".join(char if char.isprintable() else repr(char)[1:-1] for char in error.msg)
+        return f"{reason}{place} of {_shown(pattern)}"
     except (RecursionError, OverflowError):
         return ""
     return ""
