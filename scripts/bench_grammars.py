@@ -60,6 +60,37 @@ def main() -> None:
     (bench_masks if options.what == "masks" else bench_speed)(options)
 
 
+def mask_figures(model: Path, rounds: int = 3, tokens: int = 96) -> dict[str, float]:
+    """Return figures of masks for a model that answers in JSON: its number of tokens, and times.
+
+    ``first_mask_ms`` is the time to compile the schema and make its first mask, ``mask_us`` that of each further mask, and
+    ``hidden`` the share of the time of masks that passed while the device ran.
+    """
+    from staticllm import StaticLLMPipeline
+    from staticllm.pipelines.generation.structured.grammar import Grammar
+
+    length = {"MAX_PROMPT_LEN": 256, "MIN_RESPONSE_LEN": max(tokens, 128)}
+    firsts: list[float] = []
+    masks: list[float] = []
+    with StaticLLMPipeline(model, "CPU", **length) as pipe:
+        asked = {"max_new_tokens": tokens, "apply_chat_template": False, "do_sample": True, "json_schema": PERSON}
+        for round_ in range(rounds):
+            pipe.generate("Write about a person.", rng_seed=round_ + 1, **asked)
+        compiler = pipe.engine.grammars
+        assert compiler is not None
+        size = len(compiler.vocabulary.tokens)
+        for round_ in range(rounds):
+            changed = Grammar("json_schema", json.dumps(PERSON) + CHANGES["json_schema"] * (round_ + 1))
+            first, times = llguidance_run(compiler, changed, compiler.vocabulary.encode(json.dumps(SAMPLE)), size)
+            firsts.append(first)
+            masks += times
+        hidden = compiler.times.hidden_share
+    return {
+        "num_tokens": size, "first_mask_ms": statistics.median(firsts) * 1e3, "mask_us": statistics.median(masks) * 1e6,
+        "hidden": hidden,
+    }  # fmt: skip
+
+
 def bench_masks(options: argparse.Namespace) -> None:
     """Print the times of both libraries: to compile a grammar and make its first mask, and for each further mask."""
     import openvino_genai as genai

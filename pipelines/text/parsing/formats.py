@@ -109,7 +109,10 @@ def _call_syntax(template: str) -> tuple[Syntax, tuple[str, str]]:
         (PYTHON_TAG in template, "bare_json", (PYTHON_TAG, "")),
         (_JSON_EXAMPLE.search(template), "bare_json", ("", "")),
     )  # the first that is shown: later ones are parts of some of those before
-    return next(((syntax, markers) for is_shown, syntax, markers in known if is_shown), ("", ("", "")))
+    for is_shown, syntax, markers in known:
+        if is_shown:
+            return syntax, markers
+    return "", ("", "")
 
 
 def takes_tools(template: str) -> bool:

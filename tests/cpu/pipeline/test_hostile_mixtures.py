@@ -110,7 +110,7 @@ def alone(off):
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("place", ["here", "daemon"])
-def test_in_any_company_a_request_gets_the_answer_that_it_gets_alone(
+def test_beside_any_others_a_request_gets_the_answer_that_it_gets_alone(
     place, policy, alone, adapters, off, monkeypatch, tmp_path
 ):
     rng = random.Random(f"{place} {policy}")
