@@ -19,7 +19,14 @@ from _setup import ROOT, ensure_environment, make_environment, run
 
 FOLDERS = {"staticllm": "", "compiler_passes": "compiler_passes", "kvcache": "kvcache", "pipelines": "pipelines"}
 MAX_FUNCTION_LINES, MAX_LONG_SHARE, MAX_FILE_LINES = 50, 0.03, 400
-GENERATED = ("docs/api.md", "docs/cli.md", "docs/errors.md", "docs/properties.md", "docs/scheduling.md")
+GENERATED = (
+    "docs/api.md",
+    "docs/cli.md",
+    "docs/cluster.md",
+    "docs/errors.md",
+    "docs/properties.md",
+    "docs/scheduling.md",
+)
 MAX_WHEEL_BYTES = 12 * 2**20
 
 

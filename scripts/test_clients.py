@@ -1,5 +1,5 @@
 """Installs programs that talk to the server (clients in Python and JavaScript, a browser, Ray) into an environment of their own,
-`.venv-clients`, and runs the tests that need them. Node and Chromium are those of the system; without them their tests are skipped.
+`.venv-clients`, and runs the tests that need them. Node and Chromium are the system's; without them their tests are skipped.
 
 python scripts/test_clients.py
 """

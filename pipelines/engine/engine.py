@@ -18,16 +18,18 @@ from staticllm.pipelines.engine.callbacks import Callbacks
 from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.device_use import DeviceUse
 from staticllm.pipelines.engine.engine_core import EngineCore
-from staticllm.pipelines.engine.fed.beam_requests import BeamRequest, Decode
+from staticllm.pipelines.engine.fed.beam_requests import Decode, new_state
 from staticllm.pipelines.engine.fed.sequence import FedSequence, Feed, begin_feeds
 from staticllm.pipelines.engine.jobs import JobSource
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.output_queue import OutputQueue
+from staticllm.pipelines.engine.recording import progress_of
 from staticllm.pipelines.engine.request import EngineRequest, RequestState, prepare_grammar
 from staticllm.pipelines.engine.speculation.draft_model import DraftModel
 from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
+from staticllm.pipelines.profiling.progress import EngineProgress
 from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.programs.model_runner import ModelRunner
@@ -87,12 +89,7 @@ class Engine:
         self.check_process()
         vocab_size = self.runner.cache.layout.vocab_size
         grammar = prepare_grammar(request, vocab_size, self.grammars)
-        mask = None if grammar is None else grammar.mask
-        if request.beams is None:
-            state = RequestState(request, vocab_size, queue, processors, mask)
-        else:
-            state = BeamRequest(request, vocab_size, queue, self.decode, mask)
-        state.queue.compile_times = None if grammar is None else grammar.times
+        state = new_state(request, vocab_size, queue, processors, grammar, self.decode)
         self.submit_state(state)
         return state.queue
 
@@ -138,6 +135,10 @@ class Engine:
     def stats(self) -> Stats:
         """Return statistics since the engine was made."""
         return self.profiler.stats()
+
+    def progress(self) -> EngineProgress:
+        """Return how far each request is. Any thread may call; the engine's thread does not wait for it."""
+        return progress_of((*self._inbox.values(), *self._core.requests.values()), self._core.runner)
 
     def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
         """Record every step of a ``with`` block.

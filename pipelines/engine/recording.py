@@ -1,14 +1,17 @@
-"""Makes the profiler's records of a device call and of a request that has ended."""
+"""Makes the profiler's records of a device call and of a request that has ended, and tells how far the others are."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from staticllm.core import FinishReason
 from staticllm.pipelines.engine.batch import Batch
-from staticllm.pipelines.engine.request import SequenceState
+from staticllm.pipelines.engine.request import RequestState, SequenceState
+from staticllm.pipelines.profiling.progress import EngineProgress, RequestProgress
 from staticllm.pipelines.profiling.records import HostTimes, RequestRecord, StepRecord
+from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import RequestStatus
 from staticllm.pipelines.scheduling.request_table import RequestTable
 
@@ -71,4 +74,28 @@ def request_record(state: SequenceState, reason: FinishReason) -> RequestRecord:
     return RequestRecord(
         state.id, request.arrival, state.started, tuple(state.token_times),
         0 if state.index else len(request.prompt), state.num_cached, reason, time.perf_counter(),
+    )  # fmt: skip
+
+
+def progress_of(requests: Iterable[RequestState], runner: ModelRunner) -> EngineProgress:
+    """Return how far requests are, without those whose tokens a client feeds. Any thread may call.
+
+    The engine's thread may change a request meanwhile, so that the counts of one may be those before and after a call.
+    """
+    found = {
+        state.id: _sequence_progress(state)
+        for request in requests
+        if request.request.prompt
+        for state in request.unfinished
+    }
+    return EngineProgress(tuple(found.values()), runner.cache.num_slots)
+
+
+def _sequence_progress(state: SequenceState) -> RequestProgress:
+    request, info, times = state.request, state.info, state.token_times
+    is_search = request.beams is not None and state.started is not None  # its beams are sequences of their own
+    return RequestProgress(
+        state.id, "running" if is_search else info.status.value, request.arrival, state.started,
+        times[0] if times else None, len(request.prompt), state.num_cached, info.num_computed, state.num_generated,
+        request.max_new_tokens, request.priority,
     )  # fmt: skip

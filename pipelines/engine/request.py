@@ -274,6 +274,11 @@ class RequestState:
         self._finished: set[int] = set()
         self.sequences = [self._new_sequence(0)]
 
+    @property
+    def unfinished(self) -> list[SequenceState]:
+        """The answers that are known and have not ended. Any thread may read it."""
+        return [state for state in tuple(self.sequences) if state.index not in self._finished]
+
     def fork(self) -> list[SequenceState]:
         """Create the other answers and return them; called once, when the prompt of the first one has run."""
         siblings = [self._new_sequence(index) for index in range(1, self.request.num_sequences)]

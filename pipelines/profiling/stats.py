@@ -96,20 +96,21 @@ class _Totals:
 
 
 class Profiler:
-    """Collects records and adds them up. ``trace``, if set, receives every record as well."""
+    """Collects records and adds them up. ``trace`` and ``watcher``, if set, receive every record as well."""
 
     def __init__(self) -> None:
         self._pending: deque[Record] = deque()
         self._totals = _Totals()
         self._lock = threading.Lock()
         self.trace: Recorder | None = None
+        self.watcher: Recorder | None = None
 
     def record(self, record: Record) -> None:
         """Keep a record. Runs on the engine's thread, so it only appends."""
         self._pending.append(record)
-        trace = self.trace  # another thread may set it to None between the check and the call
-        if trace is not None:
-            trace.append(record)
+        for recorder in (self.trace, self.watcher):  # read once: another thread may set them to None
+            if recorder is not None:
+                recorder.append(record)
         if len(self._pending) > PENDING_RECORDS:
             self._add_up()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from staticllm.pipelines.simulator.simulated_device import DeviceModel, Simulate
 from staticllm.pipelines.simulator.simulated_request import SimulatedRequest
 from staticllm.pipelines.simulator.workload import Arrival
 
-Dispatch = Literal["least_loaded", "round_robin"]
+Dispatch = Literal["least_loaded", "two_choices", "round_robin"]
+"""Which device receives a request: that with the fewest requests, of all or of two drawn at random, or each in turn."""
 ARRIVE, FINISH, BEGIN = range(3)
 """The order of events at the same moment: first arrivals, then calls that end, then calls that are planned."""
 
@@ -55,12 +57,16 @@ class Pool:
         self.devices = [SimulatedDevice(model, policy()) for _ in range(size)]
         self._dispatch = dispatch
         self._turns = count()
+        self._random = random.Random(0)
 
     def choose(self) -> SimulatedDevice:
         """Return the device that receives the next request."""
         if self._dispatch == "round_robin":
             return self.devices[next(self._turns) % len(self.devices)]
-        return min(self.devices, key=lambda device: device.num_requests)
+        devices = self.devices
+        if self._dispatch == "two_choices":
+            devices = self._random.sample(devices, min(2, len(devices)))
+        return min(devices, key=lambda device: device.num_requests)
 
 
 class Cluster:

@@ -77,7 +77,7 @@ HEADER = (
 )
 @click.option(
     "--dispatch",
-    type=click.Choice(["least_loaded", "round_robin"]),
+    type=click.Choice(["least_loaded", "two_choices", "round_robin"]),
     default="least_loaded",
     show_default=True,
     help="Which device takes a request.",

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from staticllm.server.api_error import ApiError
+from staticllm.server.page.assets import ASSETS
 from staticllm.server.settings import ServerSettings, is_local_name
 
 LOCAL_ORIGINS = (
@@ -21,7 +22,8 @@ LOCAL_ORIGINS = (
     r"|https?://([a-z0-9-]+\.)*localhost(:\d+)?|https?://127\.\d+\.\d+\.\d+(:\d+)?|https?://\[::1\](:\d+)?"
 )
 """Origins that may always send requests: desktop apps, files, and pages of this machine."""
-OPEN_PATHS = ("/health",)
+OPEN_PATHS = ("/health", *ASSETS)
+"""Paths that need no key. The files of the page hold no data, and ask for the key that their requests need."""
 CLIENT = "staticllm.client"
 """The entry of a request's scope that names its client for fairness."""
 METHODS = ("GET", "POST", "OPTIONS")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -48,6 +49,7 @@ class Admission:
         self._running: Counter[str] = Counter()
         self._clients: dict[str, _Client] = {}
         self._turns = itertools.count(1)
+        self._since: dict[asyncio.Future[None], float] = {}
         self.num_running = self.num_waiting = 0
 
     async def enter(self, client: str) -> None:
@@ -69,6 +71,7 @@ class Admission:
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry.waiting.append(place)
         self.num_waiting += 1
+        self._since[place] = time.perf_counter()
         try:
             await place
         except asyncio.CancelledError:
@@ -79,6 +82,13 @@ class Admission:
                 self.num_waiting -= 1
                 self._forget(client)
             raise
+        finally:
+            del self._since[place]
+
+    @property
+    def waiting_since(self) -> list[float]:
+        """The moments (``time.perf_counter``) since which requests wait, in the order of their arrival."""
+        return list(self._since.values())
 
     def leave(self, client: str) -> None:
         """Return a place, and admit the next request."""

@@ -23,6 +23,7 @@ from staticllm.server.openai.completions import CompletionRequest, completions
 from staticllm.server.openai.encoders import EmbeddingsRequest, RerankRequest, embeddings, rerank
 from staticllm.server.openai.model_list import describe, model_list
 from staticllm.server.openai.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from staticllm.server.page.routes import add_page_routes
 from staticllm.server.state import ServerState
 
 POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
@@ -44,6 +45,7 @@ def create_app(state: ServerState) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.hub.start()
         yield
+        state.scheduler.close()
         await state.hub.close()
         state.workers.close()
 
@@ -60,13 +62,14 @@ def create_app(state: ServerState) -> FastAPI:
         )
     for path, answer in _gets(state).items():
         app.add_api_route(path, answer, methods=["GET"], response_model=None)
+    page_paths = add_page_routes(app, state)
     app.add_exception_handler(HTTPException, _http_error)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     origins = Origins(state.settings)  # the last layer that is added is the first that a request passes
     app.add_middleware(LifecycleMiddleware, lifecycle=state.lifecycle)
     app.add_middleware(AccessMiddleware, settings=state.settings, origins=origins)
     app.add_middleware(Preflights, origins=origins)
-    paths = [path for path, *_ in POSTS] + [MODELS, HEALTH, METRICS, SCHEMA]
+    paths = [path for path, *_ in POSTS] + [MODELS, HEALTH, METRICS, SCHEMA, *page_paths]
     app.add_middleware(PathMiddleware, paths=paths)
     return app
 

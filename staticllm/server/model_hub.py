@@ -121,6 +121,10 @@ class ModelHub:
         """The models that are being loaded, or wait for it."""
         return [self.models[name] for name in self._loads]
 
+    def status(self, model: ServedModel) -> str:
+        """Return ``loaded``, ``loading`` or ``unloaded``."""
+        return "loaded" if model.pipeline is not None else "loading" if model.spec.name in self._loads else "unloaded"
+
     @property
     def loaded(self) -> list[ServedModel]:
         """The models that are loaded."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from staticllm.server.lifecycle import Lifecycle
 from staticllm.server.metrics import ServerMetrics
 from staticllm.server.model_hub import ModelHub
+from staticllm.server.page.scheduler_feed import SchedulerFeed
 from staticllm.server.served_model import ModelSpec
 from staticllm.server.settings import ServerSettings
 from staticllm.server.workers import Workers
@@ -22,6 +23,7 @@ class ServerState:
     workers: Workers
     metrics: ServerMetrics
     lifecycle: Lifecycle
+    scheduler: SchedulerFeed
 
     @classmethod
     def of(cls, specs: Sequence[ModelSpec], settings: ServerSettings) -> ServerState:
@@ -32,4 +34,5 @@ class ServerState:
         """
         settings.check()
         hub = ModelHub(specs, settings)
-        return cls(settings, hub, Workers(settings.num_threads), ServerMetrics(lambda: hub.loaded), Lifecycle())
+        metrics = ServerMetrics(lambda: hub.loaded)
+        return cls(settings, hub, Workers(settings.num_threads), metrics, Lifecycle(), SchedulerFeed())

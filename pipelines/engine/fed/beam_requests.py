@@ -12,9 +12,10 @@ from staticllm.pipelines.engine.fed.feeds import FedCore, Feeds
 from staticllm.pipelines.engine.fed.state import FedState, FeedOrder, FeedResult
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.recording import request_record
-from staticllm.pipelines.engine.request import EngineRequest, RequestState
+from staticllm.pipelines.engine.request import EngineRequest, PreparedGrammar, RequestState
 from staticllm.pipelines.generation.beam_search import BeamSearch, Ending, Hypothesis, Limits, Successor
 from staticllm.pipelines.generation.filters import Logits
+from staticllm.pipelines.generation.logits_processors import LogitsProcessor
 from staticllm.pipelines.generation.structured.mask import GrammarMask
 
 Decode = Callable[[list[int]], str]
@@ -151,6 +152,24 @@ class BeamRequest(RequestState):
             self.queue.put(TokenOutput(token, logprob, moment, chosen, index, device, lead.num_cached))
         self.queue.put(Finished(hypothesis.reason, None, index))
         self._finished.add(index)
+
+
+def new_state(
+    request: EngineRequest,
+    vocab_size: int,
+    queue: OutputQueue | None,
+    processors: Sequence[Sequence[LogitsProcessor]],
+    grammar: PreparedGrammar | None,
+    decode: Decode | None,
+) -> RequestState:
+    """Return a request as the engine runs it. ``decode`` makes text of tokens, to find the stop strings of beams."""
+    mask = None if grammar is None else grammar.mask
+    if request.beams is None:
+        state = RequestState(request, vocab_size, queue, processors, mask)
+    else:
+        state = BeamRequest(request, vocab_size, queue, decode, mask)
+    state.queue.compile_times = None if grammar is None else grammar.times
+    return state
 
 
 class BeamRequests:

@@ -15,16 +15,14 @@ def model_list(state: ServerState) -> dict[str, Any]:
 
 def describe(state: ServerState, model: ServedModel) -> dict[str, Any]:
     """Return one model. ``status`` is ``loaded``, ``loading`` or ``unloaded``; ``max_model_len`` is known while it is loaded."""
-    is_loaded = model.pipeline is not None
-    status = "loaded" if is_loaded else "loading" if model in state.hub.loading else "unloaded"
     described: dict[str, Any] = {
         "id": model.spec.name,
         "object": "model",
         "created": model.created,
         "owned_by": "staticllm",
         "type": model.spec.kind,
-        "status": status,
+        "status": state.hub.status(model),
     }
-    if is_loaded and model.spec.kind == "chat":
+    if model.pipeline is not None and model.spec.kind == "chat":
         described["max_model_len"] = model.chat.config.max_seq_len
     return described

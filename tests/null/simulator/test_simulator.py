@@ -130,6 +130,17 @@ def test_twice_the_devices_serve_a_burst_in_half_the_time():
     assert spans[0] / spans[1] == pytest.approx(2, rel=0.01)
 
 
+def test_two_choices_avoid_the_longest_of_three_queues():
+    served = {}
+    for dispatch in ("two_choices", "least_loaded"):
+        pool = Pool(single(0.01, 5), Fcfs, 3, dispatch)
+        run = Cluster(pool).run([Arrival(number, 0.0, 8, 5) for number in range(300)])
+        served[dispatch] = [len(steps) // 5 for steps in run.steps]
+        assert sum(served[dispatch]) == 300
+    assert served["least_loaded"] == [100] * 3
+    assert 0 < max(served["two_choices"]) - min(served["two_choices"]) <= 10
+
+
 def test_concurrency_limits_the_admitted_requests():
     run = Scenario(model(num_seqs=3), tuple(burst(12, Lengths.fixed(10, 10))), concurrency=2).run("fcfs")
     events = sorted([(r.started, 1) for r in run.requests] + [(r.token_times[-1], -1) for r in run.requests])

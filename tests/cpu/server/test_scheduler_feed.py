@@ -1,0 +1,174 @@
+"""Tests the feed of the scheduler: its documented form, its cursor, and that an engine is watched only while somebody reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+
+import pytest
+
+for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
+    pytest.importorskip(package)
+jsonschema = pytest.importorskip("jsonschema")
+
+import httpx  # noqa: E402
+from served import serving  # noqa: E402
+
+from staticllm.server.page import scheduler_feed  # noqa: E402
+from staticllm.server.served_model import ModelSpec, demo_spec  # noqa: E402
+
+FEED, CHAT = "/api/scheduler", "/v1/chat/completions"
+LONG = {"MIN_RESPONSE_LEN": 3000, "MAX_NUM_SEQS": 2}
+
+
+def body(text="A secret prompt.", count=2500, **more):
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": count, "ignore_eos": True, **more}
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(properties=LONG, max_per_client=2) as served:
+        yield served
+
+
+def feed(served, **query):
+    answer = httpx.get(served.url + FEED, params=query)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.fixture(scope="module")
+def schema(root):
+    """The schema in docs/server.md."""
+    page = (root / "docs" / "server.md").read_text(encoding="utf-8")
+    return json.loads(
+        page.split("<!-- the schema of /api/scheduler -->", 1)[1].split("```json", 1)[1].split("```", 1)[0]
+    )
+
+
+def test_it_tells_what_runs_and_what_waits_without_text(served, schema):
+    found = []
+    streams = [
+        threading.Thread(target=httpx.post, args=(served.url + CHAT,), kwargs={"json": body(), "timeout": 60})
+        for _ in range(4)
+    ]
+    for stream in streams:
+        stream.start()
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        found.append(feed(served))
+        jsonschema.validate(found[-1], schema)
+        if len(found[-1]["requests"]) == 2 and all(each["output_tokens"] > 5 for each in found[-1]["requests"]):
+            break
+    last = found[-1]
+    assert [each["status"] for each in last["requests"]] == ["running", "running"] and len(last["waiting_ms"]) == 2
+    assert all(each["max_output_tokens"] == 2500 and each["ttft_ms"] > 0 for each in last["requests"])
+    assert all(each["computed_tokens"] >= each["prompt_tokens"] for each in last["requests"])
+    ids = {each["id"] for each in last["requests"]}
+    assert ids <= {number for call in last["calls"] for number in call["decode"]}
+    assert last["limits"]["num_seqs"] == 2 and last["limits"]["kv_slots"] >= last["calls"][-1]["slots_in_use"] > 0
+    assert "secret" not in json.dumps(found) and "address" not in json.dumps(found)
+    for state in list(served.state.lifecycle._running):
+        state.cancel()
+    for stream in streams:
+        while stream.is_alive():
+            for state in list(served.state.lifecycle._running):
+                state.cancel()
+            stream.join(0.05)
+    served.wait_until_idle()
+    end = feed(served, after=last["cursor"])
+    jsonschema.validate(end, schema)
+    assert end["requests"] == end["waiting_ms"] == [] and {each["reason"] for each in end["ended"]} == {"cancelled"}
+
+
+def test_the_cursor_gives_each_call_once(served):
+    cursor = feed(served)["cursor"]
+    httpx.post(served.url + CHAT, json=body(count=20))
+    served.wait_until_idle()
+    first = feed(served, after=cursor)
+    (answer,) = first["ended"]
+    assert answer["output_tokens"] == 20 and sum(answer["id"] in call["decode"] for call in first["calls"]) == 19
+    gaps = [call["gap_ms"] for call in first["calls"] if answer["id"] in call["decode"]]
+    assert all(gap > 0 for gap in gaps) and answer["longest_gap_ms"] > 0
+    assert (
+        sum(count for call in first["calls"] for _, count in call["prefill"])
+        == answer["prompt_tokens"] - answer["cached_tokens"]
+    )
+    again = feed(served, after=first["cursor"])
+    assert again["calls"] == again["ended"] == [] and again["totals"]["requests"] == first["totals"]["requests"]
+    assert feed(served, after=10**12)["calls"], "a cursor that was never given gets all"
+
+
+def test_an_engine_is_watched_only_while_somebody_reads(served, monkeypatch):
+    profiler = served.pipeline().engine.profiler
+    monkeypatch.setattr(scheduler_feed, "WATCH_SECONDS", 0.2)
+    cursor = feed(served)["cursor"]
+    assert profiler.watcher is not None
+    until = time.monotonic() + 30
+    while profiler.watcher is not None and time.monotonic() < until:
+        time.sleep(0.02)
+    assert profiler.watcher is None
+    monkeypatch.undo()
+    httpx.post(served.url + CHAT, json=body(count=3))
+    assert feed(served, after=cursor)["calls"] == [], "nobody looked"
+    httpx.post(served.url + CHAT, json=body(count=3))
+    assert feed(served, after=cursor)["calls"]
+
+
+def test_numbers_go_on_when_a_model_is_loaded_again(served):
+    httpx.post(served.url + CHAT, json=body(count=3))
+    before = feed(served)
+    profiler = served.pipeline().engine.profiler
+    model = served.state.hub.models["demo"]
+
+    async def unload():
+        async with served.state.hub._lock:
+            await served.state.hub._unload(model)
+
+    asyncio.run_coroutine_threadsafe(unload(), served.loop).result(30)
+    unloaded = feed(served)
+    assert unloaded["totals"] is None and unloaded["models"][0]["status"] == "unloaded"
+    httpx.post(served.url + CHAT, json=body(count=3), timeout=60)
+    after = feed(served, after=before["cursor"])
+    assert after["cursor"] >= before["cursor"] and profiler.watcher is None
+    httpx.post(served.url + CHAT, json=body(count=3))
+    assert feed(served, after=after["cursor"])["calls"][0]["number"] > after["cursor"]
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("after=-1", "after"),
+        ("after=x", "after"),
+        ("after=1e3", "after"),
+        ("after=" + "9" * 40, "after"),
+        ("text=1", "text"),
+    ],
+)
+def test_wrong_queries_are_refused_with_their_name(served, query, param):
+    answer = httpx.get(served.url + FEED + "?" + query)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+def test_only_chat_models_have_a_scheduler(tmp_path):
+    specs = [demo_spec(), ModelSpec("embedder", tmp_path, "embedding")]
+    with serving(specs, is_lazy=True) as served:
+        assert httpx.get(served.url + FEED, params={"model": "missing"}).status_code == 404
+        refused = httpx.get(served.url + FEED, params={"model": "embedder"})
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "wrong_model_kind"
+        assert [each["type"] for each in feed(served)["models"]] == ["chat", "embedding"]
+
+
+def test_many_readers_get_the_same(served):
+    cursor = feed(served)["cursor"]
+    httpx.post(served.url + CHAT, json=body(count=30))
+    served.wait_until_idle()
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(feed(served, after=cursor)["calls"])) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8 and all(calls == found[0] for calls in found) and len(found[0]) >= 30
