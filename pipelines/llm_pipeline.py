@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TypeAlias, overload
 
 import openvino_genai as genai
@@ -15,8 +15,7 @@ import openvino_genai as genai
 from staticllm.config import Scheduler, StaticLLMConfig
 from staticllm.core import ProgressEvent
 from staticllm.errors import ConfigError, GenerationConfigError
-from staticllm.model_dir import forget_in_memory, weights_of
-from staticllm.pipelines.blobs.fingerprint import fingerprint_model
+from staticllm.model_dir import forget_in_memory
 from staticllm.pipelines.chat_session import ChatSession
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.engine import Engine
@@ -33,6 +32,7 @@ from staticllm.pipelines.remote.daemon_home import DaemonHome
 from staticllm.pipelines.remote.remote_launch import RemoteLaunched, check_sendable, remote_launcher
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
+from staticllm.pipelines.snapshots import ModelSnapshots
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.input_processor import CallOptions, InputProcessor, PromptLimits
 from staticllm.pipelines.text.results import Results, results_of
@@ -96,14 +96,14 @@ class StaticLLMPipeline:
         candidates = resolve_candidates(given.device, given.config, properties)
         policy = make_policy(candidates[0].config.scheduler if scheduler is None else scheduler)
         if daemon:
-            check_sendable(scheduler, draft)
+            check_sendable(scheduler)
         source, candidates = source_of(models_path, given, candidates)
         self._source = weakref.finalize(self, forget_in_memory, source)
         with TextReader(source, given, on_progress) as reader:
-            start_engine = self._launch_in_daemon(daemon) if daemon else self._launch
+            start_engine = self._launch_in_daemon(daemon, draft) if daemon else self._launch
             self._launched: Launched | RemoteLaunched = start_engine(source, candidates, policy, reader.on_progress)
             text = reader.files()
-            use_draft(draft, self._launched, text.tokenizer, reader.on_progress)
+            use_draft(None if daemon else draft, self._launched, text.tokenizer, reader.on_progress)
         self._input_processor = InputProcessor(text.tokenizer, text.generation_config, candidates[0].config.adapters)
         self._chat = ChatSession(text.tokenizer)
         self._engine: EngineClient = self._launched.engine
@@ -111,8 +111,8 @@ class StaticLLMPipeline:
         decode = self._input_processor.decode
         self._launched.use_tokenizer(text.tokenizer, decode, is_models_own=given.tokenizer is None)
         self._stop_checker = StopChecker(self._engine, decode)
-        self._directory, self._key = source, self.config.integrity_key or b""
-        self._model_identity, self._watch = "", watch_of(source, self.config, self._launched.has_mapped_weights)
+        self._snapshots = ModelSnapshots(source, self._launched, self._input_processor)
+        self._watch = watch_of(source, self.config, self._launched.has_mapped_weights)
         self._has_draft = draft is not None
         close_when_collected(self, _close, self._launched, self._stop_checker)
         self._load_ms = (time.perf_counter() - start) * 1e3
@@ -171,15 +171,13 @@ class StaticLLMPipeline:
         """Generate the answers to one or more prompts; several prompts run together.
 
         Args:
-            inputs: A ``str``, a list of ``str``, token ids (numpy or ``openvino.Tensor``, ``[n]`` or ``[batch, n]``;
-                ``TokenizedInputs``), a ``ChatHistory`` or a list of messages.
+            inputs: ``str``, list of ``str``, token ids (``[n]`` or ``[batch, n]``), ``ChatHistory`` or list of messages.
             generation_config: Replaces the pipeline's own for this call.
             streamer: A callable that takes text, or an ``openvino_genai.StreamerBase`` that takes lists of tokens; only for
                 one prompt. It runs in the calling thread; its exceptions reach the caller, and the pipeline stays usable.
             overflow: If a conversation fills its slots: ``stop``, ``truncate_middle``, ``shift``, ``context_shift``.
             priority: Requests with a higher priority are served first.
-            kwargs: Fields of ``GenerationConfig``, which override both configs, and our own options: samplers,
-                ``logits_processor``, ``tools``, ``json_schema`` … (docs/generation.md).
+            kwargs: Fields of ``GenerationConfig``, which override both configs, and our own options (docs/generation.md).
 
         Returns:
             ``GeneratedText`` (a ``str``) for a ``str``, ``EncodedResults`` for token ids, else ``DecodedResults``.
@@ -276,7 +274,7 @@ class StaticLLMPipeline:
             SnapshotError: no cached sequence begins with the prompt's tokens, or the file cannot be written.
         """
         ids = self._chat.ids() if inputs is None else self._ids_of(inputs)
-        return self._engine.save_snapshot(ids, path, self._identity(), self._key, self._input_processor.adapter_scales)
+        return self._snapshots.save(ids, path)
 
     def load_snapshot(self, path: str | os.PathLike[str]) -> int:
         """Read a file of ``save_snapshot``; prompts that begin with its tokens do not compute them again.
@@ -287,7 +285,7 @@ class StaticLLMPipeline:
         Raises:
             SnapshotError: the file is missing, damaged or of another model, or there is no room for its tokens.
         """
-        return self._engine.load_snapshot(path, self._identity(), self._key, self._input_processor.adapter_scales)
+        return self._snapshots.load(path)
 
     def stats(self) -> Stats:
         """Return statistics since the model was loaded: latencies, shares of device time, padding, prefix hits, slots."""
@@ -369,14 +367,6 @@ class StaticLLMPipeline:
         self._engine.check_process()
         if self._watch is not None:
             self._watch.check()
-
-    def _identity(self) -> dict[str, str]:
-        """Return the values that a snapshot's reader must share; the digest of the weights is computed on first use."""
-        if not self._model_identity:
-            weights = weights_of(self._directory, self.config.weights_path)
-            self._model_identity = " ".join(asdict(fingerprint_model(self._directory, weights)).values())
-        identity = {"model": self._model_identity, "KV type": self._launched.kv_type}
-        return identity | self._input_processor.adapter_identity()
 
     def _begin(self, prompt: Prompt, call: CallOptions) -> GenerationHandle:
         """Check a prompt, submit it to the engine, and return the handle."""

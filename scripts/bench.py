@@ -18,6 +18,7 @@ Llama-1B-shaped in int4; the targets are those of the first. Nothing else should
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shlex
 import sys
@@ -36,6 +37,7 @@ import bench_report as report
 import numpy as np
 from bench_docs import write_docs
 from bench_figures import Figures
+from bench_grammars import mask_figures
 from bench_machine import KINDS, num_cores, this_machine
 from bench_targets import SHARED, judge
 from bench_workers import Worker
@@ -95,6 +97,7 @@ def main() -> None:
         save(figures, options, names, begin)
         prefill(figures, options)
     ours_alone(figures, options)
+    grammars(figures, options)
     is_same = None if options.quick else same_tokens(options.model)
     result = save(figures, options, names, begin, same_tokens_f32=is_same)
     show(figures, options, names, is_same)
@@ -124,6 +127,11 @@ def show(figures: Figures, options: argparse.Namespace, names: Sequence[str], is
                  report.text(report.ratios(judge(figures, options.model))), report.text(report.prefill(figures))):  # fmt: skip
         if part:
             print(f"{part}\n")
+    if (mask := figures.median("grammar_mask_us", "ours")) is not None:
+        num_tokens, hidden = figures.median("grammar_num_tokens", "ours"), figures.median("grammar_hidden", "ours")
+        print(
+            f"a mask over {num_tokens:.0f} tokens takes {mask:.0f} us (median); {hidden:.1%} of it passes while the device runs"
+        )
     if is_same is not None:
         print(f"tokens of both sides in f32, without quantized activations: {'the same' if is_same else 'DIFFERENT'}")
 
@@ -267,6 +275,15 @@ def ours_alone(figures: Figures, options: argparse.Namespace) -> None:
                 rate = worker.do("clients", count=8, seed=seed)["tokens_per_second"]
                 if seed:
                     figures.add("policy_clients_8", name, rate)
+
+
+def grammars(figures: Figures, options: argparse.Namespace) -> None:
+    """Measure masks of a JSON schema with the model's vocabulary, and their share that the device hides."""
+    if importlib.util.find_spec("llguidance") is None:
+        print("no figures of grammars: pip install 'staticllm[structured]'", file=sys.stderr)
+        return
+    for name, value in mask_figures(Path(Peer("ours", model=options.model).path), options.rounds).items():
+        figures.add(f"grammar_{name}", "ours", value)
 
 
 def same_tokens(model: str) -> bool:

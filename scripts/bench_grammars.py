@@ -11,7 +11,8 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from itertools import pairwise
+from dataclasses import replace
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,51 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     options = parser.parse_args()
     (bench_masks if options.what == "masks" else bench_speed)(options)
+
+
+def mask_figures(model: Path, rounds: int = 3, tokens: int = 96) -> dict[str, float]:
+    """Return figures of masks for a model that answers in JSON: its number of tokens, and times.
+
+    A model whose logits are wider than its vocabulary, as that of ``make_bench_model.py``, gets a vocabulary of their width.
+    ``first_mask_ms`` is the time to compile the schema and make its first mask, ``mask_us`` that of each further mask, and
+    ``hidden`` the share of the time of masks that passed while the device ran.
+    """
+    from staticllm import StaticLLMPipeline
+    from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
+    from staticllm.pipelines.generation.structured.grammar import Grammar
+    from staticllm.pipelines.generation.structured.vocabulary import read_vocabulary
+
+    length = {"MAX_PROMPT_LEN": 256, "MIN_RESPONSE_LEN": max(tokens, 128)}
+    firsts: list[float] = []
+    masks: list[float] = []
+    with StaticLLMPipeline(model, "CPU", **length) as pipe:
+        size = pipe.engine.runner.cache.layout.vocab_size
+        vocabulary = enlarged(read_vocabulary(pipe.get_tokenizer()), size)
+        compiler = pipe.engine.grammars = GrammarCompiler(lambda: vocabulary)
+        prompt = np.array(vocabulary.encode("Write about a person."))
+        for round_ in range(rounds):  # in token ids, because nothing decodes the tokens that are made up
+            pipe.generate(prompt, rng_seed=round_ + 1, do_sample=True, json_schema=PERSON, max_new_tokens=tokens)
+        for round_ in range(rounds):
+            changed = Grammar("json_schema", json.dumps(PERSON) + CHANGES["json_schema"] * (round_ + 1))
+            first, times = llguidance_run(compiler, changed, compiler.vocabulary.encode(json.dumps(SAMPLE)), size)
+            firsts.append(first)
+            masks += times
+        hidden = compiler.times.hidden_share
+    return {
+        "num_tokens": size, "first_mask_ms": statistics.median(firsts) * 1e3, "mask_us": statistics.median(masks) * 1e6,
+        "hidden": hidden,
+    }  # fmt: skip
+
+
+def enlarged(vocabulary: Any, size: int) -> Any:
+    """Return a vocabulary of ``size`` tokens: those that are there, and pairs of them, the shortest first."""
+    known = list(vocabulary.tokens)
+    words = sorted({token for token in known if token.strip(b" ").isalpha()}, key=lambda token: (len(token), token))
+    ends = [token for token in words if not token.startswith(b" ")]
+    there = set(known)
+    pairs = (first + last for last in ends for first in words)
+    more = (token for token in pairs if token not in there and not there.add(token))  # type: ignore[func-returns-value]
+    return replace(vocabulary, tokens=(*known, *islice(more, max(0, size - len(known)))))
 
 
 def bench_masks(options: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ class RawPerfMetrics:
     inference_durations: list[float] = field(default_factory=list)  # all device calls of a request
     sampling_durations: list[float] = field(default_factory=list)  # per token: choosing it
     chat_template_durations: list[float] = field(default_factory=list)
-    grammar_compile_times: list[float] = field(default_factory=list)  # always empty: not measured
+    grammar_compile_times: list[float] = field(default_factory=list)  # per request with a grammar
 
 
 class PerfMetrics:
@@ -67,6 +67,8 @@ class PerfMetrics:
         self._draft_durations: list[float] = []  # microseconds per drafted token
         self._num_drafted_tokens = 0
         self._num_accepted_tokens = 0
+        self._grammar_init_ms: dict[str, float] = {}  # by the compiler's name
+        self.may_draft = False  # whether a draft model could draft the tokens
 
     def count(self, num_input: int, num_generated: int, num_cached: int) -> None:
         """Add the token counts of one request."""
@@ -79,6 +81,11 @@ class PerfMetrics:
         self._draft_durations += [value * MICRO for value in seconds]
         self._num_drafted_tokens += num_drafted
         self._num_accepted_tokens += num_accepted
+
+    def count_grammar(self, seconds: float, init_seconds: Mapping[str, float]) -> None:
+        """Add the time that the grammar of one request took to compile, and that of the compilers' preparation, by name."""
+        self.raw_metrics.grammar_compile_times.append(seconds * MICRO)
+        self._grammar_init_ms |= {name: value * 1e3 for name, value in init_seconds.items()}
 
     def get_load_time(self) -> float:
         """Return the time to load the model until it can serve requests, ms."""
@@ -163,12 +170,13 @@ class PerfMetrics:
         return self._ms("chat_template_durations")
 
     def get_grammar_compile_time(self) -> SummaryStats:
-        """Return -1 for all values: the time is not measured, since a grammar is compiled before its request begins."""
-        return SummaryStats()
+        """Return the time to compile a grammar, ms; one that was compiled before takes less. -1 without a grammar."""
+        values = [value / 1e3 for value in self.raw_metrics.grammar_compile_times]
+        return SummaryStats(*MeanStdPair.of(values), min(values), max(values)) if values else SummaryStats()
 
     def get_grammar_compiler_init_times(self) -> dict[str, float]:
-        """Return an empty dict: the time is not measured."""
-        return {}
+        """Return the time to prepare the compiler of grammars for the model's tokens, ms, by the name of its library."""
+        return dict(self._grammar_init_ms)
 
     def get_ttst(self) -> MeanStdPair:
         """Return the time from the first token to the second, ms."""
@@ -193,6 +201,8 @@ class PerfMetrics:
             pooled.count(part._num_input_tokens, part._num_generated_tokens, part._num_cached_tokens)
             seconds = [value / MICRO for value in part._draft_durations]
             pooled.count_drafts(part._num_drafted_tokens, part._num_accepted_tokens, seconds)
+            pooled._grammar_init_ms |= part._grammar_init_ms
+            pooled.may_draft |= part.may_draft
         return pooled
 
 
@@ -208,6 +218,7 @@ class SpeculativePerfMetrics(PerfMetrics):
         self.count(answer.get_num_input_tokens(), answer.get_num_generated_tokens(), answer.get_num_cached_tokens())
         seconds = [value / MICRO for value in answer._draft_durations]
         self.count_drafts(answer.get_num_draft_tokens(), answer.get_num_accepted_tokens(), seconds)
+        self._grammar_init_ms = dict(answer._grammar_init_ms)
         self.main_model_metrics = answer
         self.draft_model_metrics = answer.draft_metrics()
 

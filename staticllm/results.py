@@ -58,9 +58,9 @@ class _Common:
 
     @property
     def extended_perf_metrics(self) -> SpeculativePerfMetrics | None:
-        """The timings of an answer whose tokens were drafted; None without drafts."""
+        """The timings of answers with drafts; also those of a draft model that proposed none. None otherwise."""
         metrics = self.perf_metrics
-        return SpeculativePerfMetrics(metrics) if metrics.get_num_draft_tokens() else None
+        return SpeculativePerfMetrics(metrics) if metrics.may_draft or metrics.get_num_draft_tokens() else None
 
     @property
     def tool_calls(self) -> list[list[ToolCall]]:

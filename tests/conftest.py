@@ -82,6 +82,46 @@ def model_path(zoo: Path):
 
 
 @pytest.fixture(scope="session")
+def models_of(model_path, tmp_path_factory):
+    """A function from a name to a model with two adapters, made once."""
+    from adapter_models import TARGETS, Models
+
+    known = {}
+
+    def models(name):
+        if name not in known:
+            known[name] = Models(model_path(name), TARGETS[name], tmp_path_factory.mktemp(name))
+        return known[name]
+
+    return models
+
+
+@pytest.fixture(scope="session")
+def llama(models_of):
+    """A small model with two adapters, for tests of adapters."""
+    return models_of("llama")
+
+
+@pytest.fixture(scope="session")
+def handles(llama):
+    """The two adapters of ``llama``."""
+    from staticllm import Adapter
+
+    return [Adapter(path) for path in llama.files()]
+
+
+@pytest.fixture(scope="module")
+def adapted_pipe(llama, handles):
+    """A pipeline of ``llama`` that was loaded with both adapters."""
+    from helpers import SHORT
+
+    from staticllm import AdapterConfig, StaticLLMPipeline
+
+    with StaticLLMPipeline(llama.path, "CPU", adapters=AdapterConfig(handles), **SHORT) as pipe:
+        yield pipe
+
+
+@pytest.fixture(scope="session")
 def _programs_of_this_run():
     from shared_programs import SharedPrograms
 

@@ -18,7 +18,7 @@ from staticllm.pipelines.engine.callbacks import Callbacks
 from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.device_use import DeviceUse
 from staticllm.pipelines.engine.engine_core import EngineCore
-from staticllm.pipelines.engine.fed.beam_requests import BeamRequest, Decode
+from staticllm.pipelines.engine.fed.beam_requests import Decode, new_state
 from staticllm.pipelines.engine.fed.sequence import FedSequence, Feed, begin_feeds
 from staticllm.pipelines.engine.jobs import JobSource
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
@@ -26,7 +26,7 @@ from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.recording import progress_of
-from staticllm.pipelines.engine.request import EngineRequest, RequestState, mask_of
+from staticllm.pipelines.engine.request import EngineRequest, RequestState, prepare_grammar
 from staticllm.pipelines.engine.speculation.draft_model import DraftModel
 from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
 from staticllm.pipelines.profiling.progress import EngineProgress
@@ -88,10 +88,8 @@ class Engine:
         """
         self.check_process()
         vocab_size = self.runner.cache.layout.vocab_size
-        if request.beams is None:
-            state = RequestState(request, vocab_size, queue, processors, mask_of(request, vocab_size, self.grammars))
-        else:
-            state = BeamRequest(request, vocab_size, queue, self.decode)
+        grammar = prepare_grammar(request, vocab_size, self.grammars)
+        state = new_state(request, vocab_size, queue, processors, grammar, self.decode)
         self.submit_state(state)
         return state.queue
 

@@ -9,16 +9,29 @@ from typing import Any
 
 from staticllm.core import FinishReason
 from staticllm.errors import (
+    AdapterError,
+    BlobError,
     BusyError,
     ClosedError,
     ConfigError,
     DeviceError,
     GenerationConfigError,
+    ModelError,
     NumericalError,
     PromptError,
     SnapshotError,
     StaticLLMError,
+    UnsupportedModelError,
 )
+
+
+@dataclass(frozen=True)
+class CompileTimes:
+    """What the grammar of a request took to compile, and the preparation of its compiler, in seconds."""
+
+    seconds: float
+    init_seconds: float
+    compiler: str = "llguidance"
 
 
 @dataclass(frozen=True)
@@ -57,14 +70,18 @@ Output = TokenOutput | Finished
 KNOWN_ERRORS: dict[str, type[StaticLLMError]] = {
     kind.__name__: kind
     for kind in (
+        AdapterError,
+        BlobError,
         BusyError,
         ClosedError,
         ConfigError,
         DeviceError,
         GenerationConfigError,
+        ModelError,
         NumericalError,
         PromptError,
         SnapshotError,
+        UnsupportedModelError,
     )
 }
 """Errors of an engine that keep their class when they cross a process."""
@@ -99,6 +116,7 @@ class OutputQueue:
     def __init__(self) -> None:
         self._outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
         self._listeners: tuple[Listener, ...] = ()
+        self.compile_times: CompileTimes | None = None  # of the request's grammar; set when it is submitted
 
     def put(self, output: Output) -> None:
         """Add an output, wake the reader and call the listeners. Runs on the engine's thread."""

@@ -14,7 +14,7 @@ import numpy as np
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError
 from staticllm.kvcache.sequence import KVSequence
-from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
+from staticllm.pipelines.engine.output_queue import CompileTimes, Finished, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.overflow import OverflowRule
 from staticllm.pipelines.generation.beam_search import BeamParams
 from staticllm.pipelines.generation.drafts import AnswerDrafts, Draft, DraftParams
@@ -331,8 +331,18 @@ def _drafts_of(request: EngineRequest, grammar_mask: GrammarMask | None) -> Answ
     return drafts
 
 
-def mask_of(request: EngineRequest, vocab_size: int, grammars: GrammarCompiler | None) -> GrammarMask | None:
-    """Return the processor of a request's grammar at the beginning of an answer; None without a grammar.
+@dataclass(frozen=True)
+class PreparedGrammar:
+    """The processor of a grammar at the beginning of an answer, and what it took to compile."""
+
+    mask: GrammarMask
+    times: CompileTimes
+
+
+def prepare_grammar(
+    request: EngineRequest, vocab_size: int, grammars: GrammarCompiler | None
+) -> PreparedGrammar | None:
+    """Compile the grammar of a request; None without a grammar.
 
     Raises:
         GenerationConfigError: the grammar cannot be compiled, has no answer that is short enough, or has no tokenizer.
@@ -341,5 +351,18 @@ def mask_of(request: EngineRequest, vocab_size: int, grammars: GrammarCompiler |
         return None
     if grammars is None:
         raise GenerationConfigError("this engine has no tokenizer, which grammars need: use a pipeline")
+    begin, init_before = time.perf_counter(), grammars.init_seconds
     matcher = grammars.matcher(request.grammar, vocab_size, request.max_new_tokens)
-    return GrammarMask(matcher, request.stop_token_ids, grammars.vocabulary.special, vocab_size, grammars.times)
+    seconds = time.perf_counter() - begin - (grammars.init_seconds - init_before)
+    mask = GrammarMask(matcher, request.stop_token_ids, grammars.vocabulary.special, vocab_size, grammars.times)
+    return PreparedGrammar(mask, CompileTimes(max(0.0, seconds), grammars.init_seconds))
+
+
+def mask_of(request: EngineRequest, vocab_size: int, grammars: GrammarCompiler | None) -> GrammarMask | None:
+    """Return the processor of a request's grammar at the beginning of an answer; None without a grammar.
+
+    Raises:
+        GenerationConfigError: as for ``prepare_grammar``.
+    """
+    prepared = prepare_grammar(request, vocab_size, grammars)
+    return None if prepared is None else prepared.mask

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,14 @@ length; or when it cannot even at the largest length."""
 
 Ending = Callable[[Sequence[int]], bool]
 """Takes the tokens of an answer, and returns whether a stop string ends it."""
+
+
+class Mask(Protocol):
+    """What may follow one beam."""
+
+    def process(self, logits: Logits, /) -> None:
+        """Set the entries ``[vocab]`` of tokens that may not follow to -inf."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -137,16 +145,21 @@ class BeamSearch:
         """Whether no beam is in progress."""
         return all(group.is_done for group in self._groups)
 
-    def advance(self, logits: Sequence[Logits]) -> list[Successor]:
+    def advance(self, logits: Sequence[Logits], masks: Sequence[Mask | None] = ()) -> list[Successor]:
         """Choose the beams of the next step.
 
         Args:
             logits: f32 ``[vocab]``, finite, after each beam in progress, by its index; they are not changed.
+            masks: What forbids tokens after each beam; empty if nothing does. The allowed tokens keep their probabilities.
 
         Returns:
             The beams of the next step by their indexes; nothing if the search is done.
         """
-        tables = [self._allowed(_log_probabilities(line)) for line in logits]
+        tables = [_log_probabilities(line) for line in logits]
+        for table, mask in zip(tables, masks, strict=False):
+            if mask is not None:
+                mask.process(table)
+        tables = list(map(self._allowed, tables))
         chosen: list[_Candidate] = []  # by the groups before, in this step
         successors: list[Successor] = []
         self._length += 1

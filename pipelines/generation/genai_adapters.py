@@ -59,7 +59,9 @@ class KnownAdapter:
 
 AdapterConfig = genai.AdapterConfig
 _KNOWN: deque[KnownAdapter] = deque(maxlen=MAX_KNOWN)
-_native_adapter_init, _native_config_init = genai.Adapter.__init__, genai.AdapterConfig.__init__
+# in an attached program, these functions are wrapped
+_native_adapter_init = getattr(genai.Adapter.__init__, "__wrapped__", genai.Adapter.__init__)
+_native_config_init = getattr(genai.AdapterConfig.__init__, "__wrapped__", genai.AdapterConfig.__init__)
 
 
 class Adapter(genai.Adapter):  # type: ignore[misc]

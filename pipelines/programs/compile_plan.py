@@ -80,8 +80,7 @@ def prepare(
     a ``DeviceError`` for a device that cannot be used.
 
     Raises:
-        ModelError: a file of the model is missing or damaged.
-        UnsupportedModelError: a pass cannot lower the model.
+        ModelError, UnsupportedModelError: a file is missing or damaged, or a pass cannot lower the model.
         DeviceError: ``check`` refuses the device.
         ConfigError: an option is impossible for this model.
         AdapterError: an adapter does not fit the model.
@@ -95,17 +94,13 @@ def prepare(
     kv_type = config.kv_cache_precision or default_kv_type(core, device, *properties.values())
     path = check_model_dir(models_path, False, config.weights_path, config.weights_decryption_callback is not None)
     config, mode = with_kv_slots(config, path, kv_type), program_mode(device, config)
-    model = read_model(core, path, config.weights_path, config.weights_decryption_callback)
-    check_kind(model, path, "decoder")
-    if for_blobs:
-        keep_small_constants(model)
+    model = _read_decoder(core, path, config, for_blobs)
     weights = MappedWeights(model)
     read = time.perf_counter()
     on_progress(ProgressEvent("read", 1, 1, read - begin))
-    passes = DECODER if merges_projections(device) else DECODER_UNMERGED
     adapter_type: AdapterType = "bf16" if default_kv_type(core, device, *properties.values()) == "bf16" else "f32"
     lowering = LoweringOptions(config.num_kv_slots(mode), kv_type, adapter_type=adapter_type)
-    lowered = _lowered(model, lowering, passes, config.adapters)
+    lowered = _lowered(model, lowering, DECODER if merges_projections(device) else DECODER_UNMERGED, config.adapters)
     layout = program_layout(device, path, config, kv_type)
 
     def options_of(layout: ProgramLayout) -> CompileOptions:
@@ -118,6 +113,15 @@ def prepare(
     on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - read))
     later = partial(options_of, layout) if is_later else None
     return core, CompilePlan(lowered, options, variants, weights, config.adapters, later)
+
+
+def _read_decoder(core: ov.Core, path: Path, config: StaticLLMConfig, for_blobs: bool) -> ov.Model:
+    """Read the model in a directory, and check that it is a decoder."""
+    model = read_model(core, path, config.weights_path, config.weights_decryption_callback)
+    check_kind(model, path, "decoder")
+    if for_blobs:
+        keep_small_constants(model)
+    return model
 
 
 def _lowered(

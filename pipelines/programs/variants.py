@@ -51,17 +51,7 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShap
     needs_real_rows = shape is not None and shape.needs_real_rows
     if shape is not None and not shape.kv_states:
         return _of_one_kv_len(config, mode, shape.max_rows)
-    if config.generate_kv_lens and config.generate_kv_lens[-1] != config.max_seq_len:
-        raise ConfigError(
-            f"GENERATE_KV_LENS ends at {config.generate_kv_lens[-1]}: its last size must be "
-            f"MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {config.max_seq_len}"
-        )
-    if mode == "shared":
-        kv_lens = config.generate_kv_lens or _steps(config.max_seq_len)
-        kv_lens = (*kv_lens, *(step for step in _steps(total) if step > config.max_seq_len))
-    else:
-        kv_lens = config.generate_kv_lens or _powers(SMALLEST_KV_LEN, config.max_seq_len)
-        kv_lens = kv_lens if total == config.max_seq_len else (*kv_lens, total)
+    kv_lens = _kv_lens(config, mode, total)
     sizes = [(1, 1), *((rows, rows) for rows in _packed_rows(num_seqs, mode))]
     packed_kv_lens = kv_lens if mode == "shared" else tuple(sorted({config.max_seq_len, total}))
     decoding = [
@@ -84,6 +74,19 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShap
         if rows > sequences
     ]
     return tuple(dict.fromkeys((*decoding, *drafting, *prefill, *mixed)))
+
+
+def _kv_lens(config: StaticLLMConfig, mode: ProgramMode, total: int) -> tuple[int, ...]:
+    """Return the KV lengths of the variants for decoding, up to all ``total`` slots of the arena."""
+    given, longest = config.generate_kv_lens, config.max_seq_len
+    if given and given[-1] != longest:
+        raise ConfigError(
+            f"GENERATE_KV_LENS ends at {given[-1]}: its last size must be MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {longest}"
+        )
+    if mode == "shared":
+        return (*(given or _steps(longest)), *(step for step in _steps(total) if step > longest))
+    kv_lens = given or _powers(SMALLEST_KV_LEN, longest)
+    return kv_lens if total == longest else (*kv_lens, total)
 
 
 def first_to_serve(variants: Iterable[Variant]) -> tuple[Variant, ...]:

@@ -9,12 +9,12 @@ from concurrent.futures import Future
 from itertools import count
 
 from staticllm.core import FinishReason
-from staticllm.errors import ClosedError, ProcessLostError, as_ours
-from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, output_from_dict
+from staticllm.errors import ClosedError, ConfigError, ProcessLostError, as_ours
+from staticllm.pipelines.engine.output_queue import CompileTimes, Finished, OutputQueue, output_from_dict
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.remote.daemon_link import GONE, DaemonLink, check
 from staticllm.threads import start_thread
-from staticllm.wire.messages import LAST, Kind, Message, ProtocolError
+from staticllm.wire.messages import LAST, MAX_FRAME, Kind, Message, ProtocolError
 
 QUESTION = 1 << 62
 """Numbers from here on are those of questions; smaller ones are those of requests."""
@@ -44,8 +44,10 @@ class EngineConnection:
         """Whether the daemon is still there, as far as is known."""
         return not self._is_lost
 
-    def submit(self, request: EngineRequest, queue: OutputQueue) -> None:
+    def submit(self, request: EngineRequest, queue: OutputQueue) -> CompileTimes | None:
         """Submit a request, and return when the daemon has accepted it; ``queue`` gets its outputs.
+
+        Returns what its grammar took to compile, if it has one.
 
         Raises:
             ProcessLostError: the daemon has ended before it accepted the request; nothing was put into ``queue``.
@@ -55,10 +57,12 @@ class EngineConnection:
             self._queues[request.id] = queue
             self._left[request.id] = set(range(request.num_sequences))
         try:
-            self.ask(Message(Kind.SUBMIT, number=request.id, body={"request": request.to_dict()}))
+            answer = self.ask(Message(Kind.SUBMIT, number=request.id, body={"request": request.to_dict()}))
         except BaseException:
             self._forget(request.id)
             raise
+        times = answer.body.get("grammar")
+        return None if times is None else CompileTimes(**times)
 
     def has(self, request: int) -> bool:
         """Return whether a request runs."""
@@ -74,6 +78,7 @@ class EngineConnection:
 
         Raises:
             ClosedError: the connection was closed.
+            ConfigError: the message is too large.
             ProcessLostError: the daemon has ended.
             StaticLLMError: it refused, or failed.
         """
@@ -90,6 +95,12 @@ class EngineConnection:
             except OSError as error:
                 self._answers.pop(number)
                 raise ProcessLostError(GONE) from error
+            except ProtocolError:
+                self._answers.pop(number)
+                raise ConfigError(
+                    f"a request of more than {MAX_FRAME} bytes cannot go to the daemon: shorten its prompt, grammar or lists of "
+                    "tokens, or load without daemon=True"
+                ) from None
             except BaseException:
                 self._answers.pop(number)
                 raise

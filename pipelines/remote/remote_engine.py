@@ -62,22 +62,25 @@ class RemoteEngine:
             ClosedError: the engine was closed.
             ProcessLostError: the daemon has ended twice before it accepted the request.
             GenerationConfigError: there are ``processors``, which cannot go to another process; or the grammar cannot be
-                compiled, or has no answer that is short enough.
+                compiled, or has no answer that is short enough; or it needs another tokenizer than the daemon's.
         """
         if processors:
             raise GenerationConfigError(
                 "a logits_processor cannot go to the daemon, which is another process: load the model without daemon=True"
             )
-        if request.grammar is not None and self.has_own_tokenizer:
+        if self.has_own_tokenizer and (request.grammar is not None or request.stop_strings):
+            what = "a grammar" if request.grammar is not None else "stop_strings of beams"
             raise GenerationConfigError(
-                "a grammar with tokenizer= and daemon=True: the daemon knows only the tokenizer in the model's directory; "
+                f"{what} with tokenizer= and daemon=True: the daemon knows only the tokenizer in the model's directory; "
                 "leave one of them out"
             )
         queue = queue or OutputQueue()
         try:
-            self._connected().submit(request, queue)
+            times = self._connected().submit(request, queue)
         except ProcessLostError:  # it was not accepted: nothing of it has run
-            self._connected().submit(request, queue)
+            times = self._connected().submit(request, queue)
+        if times is not None:
+            queue.compile_times = times
         return queue
 
     def cancel(self, request: int, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -127,8 +130,7 @@ class RemoteEngine:
             SnapshotError: no cached sequence begins with these tokens, or the file cannot be written.
             ClosedError: the engine was closed, or the daemon has ended.
         """
-        assert not adapters, "models of the daemon have none"
-        return self._snapshot("save", path, identity, key, tokens)
+        return self._snapshot("save", path, identity, key, adapters, tokens)
 
     def load_snapshot(
         self, path: str | os.PathLike[str], identity: Identity, key: bytes = b"", adapters: AdapterScales = ()
@@ -139,8 +141,7 @@ class RemoteEngine:
             SnapshotError: the file is missing, damaged or of another model, or there is no room for its tokens.
             ClosedError: the engine was closed, or the daemon has ended.
         """
-        assert not adapters, "models of the daemon have none"
-        return self._snapshot("load", path, identity, key, [])
+        return self._snapshot("load", path, identity, key, adapters, [])
 
     def close(self, drain: bool = False) -> None:
         """End this program's requests, or with ``drain`` wait for them, and give the model back. A second call does nothing."""
@@ -173,11 +174,17 @@ class RemoteEngine:
             self.on_lost()
 
     def _snapshot(
-        self, action: str, path: str | os.PathLike[str], identity: Identity, key: bytes, tokens: list[int]
+        self,
+        action: str,
+        path: str | os.PathLike[str],
+        identity: Identity,
+        key: bytes,
+        adapters: AdapterScales,
+        tokens: list[int],
     ) -> int:
         body = {
             "action": action, "path": str(Path(path).absolute()), "identity": dict(identity), "key": key.hex(),
-            "tokens": tokens,
+            "adapters": adapters, "tokens": tokens,
         }  # fmt: skip
         return int(self._connected().ask(Message(Kind.SNAPSHOT, body=body)).body["tokens"])
 

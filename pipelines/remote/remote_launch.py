@@ -11,11 +11,14 @@ from typing import Any
 
 import openvino_genai as genai
 
+from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import ConfigError, ModelError
 from staticllm.pipelines.engine.fed.beam_requests import Decode
 from staticllm.pipelines.model_loader.arguments import Candidate
+from staticllm.pipelines.model_loader.draft_source import DraftSource
+from staticllm.pipelines.model_loader.genai_properties import plain_properties
 from staticllm.pipelines.remote.daemon_home import DaemonHome, UserDaemon
 from staticllm.pipelines.remote.daemon_link import DaemonLink
 from staticllm.pipelines.remote.engine_connection import EngineConnection, OnLost
@@ -52,22 +55,28 @@ class RemoteLaunched:
 Launch = Callable[[Path, Sequence[Candidate], Policy, OnProgress], RemoteLaunched]
 
 
-def remote_launcher(daemon: bool | DaemonHome) -> Launch:
+def remote_launcher(daemon: bool | DaemonHome, draft: DraftSource | None = None) -> Launch:
     """Return a function that loads a model in a daemon; True stands for the one that the programs of this user share.
 
-    It raises ``ConfigError`` if a property cannot be sent to another process, ``DeviceError`` if no daemon can be reached,
-    and another ``StaticLLMError`` if the daemon refuses the model; the message says why.
+    The daemon reads the adapters and the draft model from their files. The function raises ``ConfigError`` if a property cannot
+    be sent to another process, ``DeviceError`` if no daemon can be reached, and another ``StaticLLMError`` if the daemon refuses
+    the model; the message says why.
     """
     home = UserDaemon() if isinstance(daemon, bool) else daemon
-    return partial(_launch, home)
+    return partial(_launch, home, draft)
 
 
 def _launch(
-    home: DaemonHome, directory: Path, candidates: Sequence[Candidate], policy: Policy, on_progress: OnProgress
+    home: DaemonHome,
+    draft: DraftSource | None,
+    directory: Path,
+    candidates: Sequence[Candidate],
+    policy: Policy,
+    on_progress: OnProgress,
 ) -> RemoteLaunched:
     del policy  # its name is in the config; an object of this process is refused before
     begin = time.perf_counter()
-    model = _RemoteModel(directory, candidates, home)
+    model = _RemoteModel(directory, candidates, home, draft)
     on_progress(ProgressEvent("compile", 1, 1, 0.0, is_done=False, message="in the daemon"))
     engine = RemoteEngine(model.connect)
     try:
@@ -90,7 +99,9 @@ def _launch(
 class _RemoteModel:
     """A model that a daemon loads, as often as a daemon ends. ``described``: what the first one said of it."""
 
-    def __init__(self, directory: Path, candidates: Sequence[Candidate], home: DaemonHome) -> None:
+    def __init__(
+        self, directory: Path, candidates: Sequence[Candidate], home: DaemonHome, draft: DraftSource | None
+    ) -> None:
         self._home = home
         self._body = {
             "directory": str(directory.absolute()),
@@ -98,6 +109,8 @@ class _RemoteModel:
                 {"device": each.device, "config": _plain(each.config), "explicit": sorted(each.explicit)}
                 for each in candidates
             ],
+            "adapters": _plain_adapters(candidates[0].config.adapters),
+            "draft": _plain_draft(draft),
         }
         self.described: dict[str, Any] = {}
 
@@ -125,16 +138,14 @@ class _RemoteModel:
             raise
 
 
-def check_sendable(scheduler: object, draft_model: object) -> None:
-    """Check that these arguments of a pipeline can be sent to the daemon.
+def check_sendable(scheduler: object) -> None:
+    """Check that the policy of a pipeline can be sent to the daemon.
 
     Raises:
-        ConfigError: one cannot.
+        ConfigError: it cannot.
     """
     if not (scheduler is None or isinstance(scheduler, str)):
         raise ConfigError("scheduler is an object of this program: the daemon takes a name, such as 'dynamic'")
-    if draft_model is not None:
-        raise ConfigError("draft_model with daemon=True: the daemon loads no draft models, leave one of them out")
 
 
 def _plain(config: StaticLLMConfig) -> dict[str, Any]:
@@ -143,9 +154,7 @@ def _plain(config: StaticLLMConfig) -> dict[str, Any]:
     Raises:
         ConfigError: one is a secret or a function of this process.
     """
-    if config.adapters is not None:
-        raise ConfigError("adapters cannot be sent to the daemon: load the model without daemon=True")
-    values = asdict(config)
+    values = asdict(replace(config, adapters=None))
     for name in SECRETS:
         if values.pop(name) is not None:
             raise ConfigError(f"{name.upper()} cannot be sent to the daemon: load the model without daemon=True")
@@ -154,6 +163,40 @@ def _plain(config: StaticLLMConfig) -> dict[str, Any]:
     for name in ("device_properties", "prefill_config", "generate_config"):
         values[name] = {key: _value(key, value) for key, value in values[name].items()}
     return values
+
+
+def _plain_adapters(adapters: AdapterSet | None) -> dict[str, Any] | None:
+    """Return path, name and alpha of each adapter, and whether they are folded into the weights.
+
+    Raises:
+        ConfigError: one was made of bytes in this process.
+    """
+    if adapters is None:
+        return None
+    members = []
+    for adapter, alpha in zip(adapters.adapters, adapters.alphas, strict=True):
+        if adapter.path is None:
+            raise ConfigError(
+                "an adapter made of a tensor cannot be sent to the daemon: write it to a file, and give its path"
+            )
+        members.append([str(adapter.path), adapter.name, alpha])
+    return {"members": members, "is_fused": adapters.is_fused}
+
+
+def _plain_draft(draft: DraftSource | None) -> dict[str, Any] | None:
+    """Return the fields of a draft model as JSON types.
+
+    Raises:
+        ConfigError: a property cannot be sent.
+    """
+    if draft is None:
+        return None
+    properties = plain_properties(draft.properties)
+    for name, value in properties.items():
+        if not isinstance(value, (str, int, float, bool, Path)):
+            raise ConfigError(f"draft_model: {name} is a {type(value).__name__}, which cannot be sent to the daemon")
+        properties[name] = str(value) if isinstance(value, Path) else value
+    return {"directory": str(draft.models_path.absolute()), "device": draft.device, "properties": properties}
 
 
 def _value(name: str, value: object) -> object:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
+from staticllm.errors import ConfigError
 from staticllm.pipelines.profiling.records import JobRecord, RequestRecord, StepRecord
 from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.pipelines.simulator.simulated_device import DeviceModel, SimulatedDevice, SimulatedRequest
+from staticllm.pipelines.simulator.simulated_device import DeviceModel, SimulatedDevice
+from staticllm.pipelines.simulator.simulated_request import SimulatedRequest
 from staticllm.pipelines.simulator.workload import Arrival
 
 Dispatch = Literal["least_loaded", "two_choices", "round_robin"]
@@ -91,6 +93,11 @@ class Cluster:
             ConfigError: a request is too large for the devices.
         """
         for arrival in arrivals:
+            if self._decode is not None and arrival.num_answers > 1:
+                raise ConfigError(
+                    "requests of several sequences on devices that only prefill or decode: they share KV slots; use devices that "
+                    "do both"
+                )
             limit = arrival.num_output if self._decode is None else 1
             self._at(arrival.time, ARRIVE, self._enqueue(SimulatedRequest(arrival, limit)))
         while self._events:
@@ -152,7 +159,7 @@ class Cluster:
                 self._hand_over(request, now)
             else:
                 self._records[request.arrival.id] = request.record()
-                self._num_admissible += 1
+                self._num_admissible += request.arrival.id >= 0  # further answers have ids below
         self._admit(now)
         self._wake(device, now)
 

@@ -65,7 +65,8 @@ def max_rate(scenario: Scenario) -> float:
     devices = scenario.num_devices + scenario.num_decode_devices
     count = max(1, min(len(scenario.arrivals), BUSY_REQUESTS * devices))
     at_once = tuple(replace(arrival, time=0.0) for arrival in scenario.arrivals[:count])
-    return summarize(replace(scenario, arrivals=at_once).run("fcfs").requests).requests_per_second
+    answers = summarize(replace(scenario, arrivals=at_once).run("fcfs").requests).requests_per_second
+    return answers * count / sum(arrival.num_answers for arrival in at_once)
 
 
 def offered_rate(arrivals: Sequence[Arrival]) -> float:

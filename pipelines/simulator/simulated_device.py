@@ -1,4 +1,4 @@
-"""Simulates one device: the engine's step with a clock in place of the programs, and without shared prefixes."""
+"""Simulates one device: the engine's step with a clock in place of the programs; only answers of one request share a prefix."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from staticllm.core import FinishReason, Variant
+import numpy as np
+
+from staticllm.core import Variant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.profiling.records import JobRecord, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import JobRecord, StepRecord
 from staticllm.pipelines.programs.cost_model import CostModel
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Device, JobView, Plan, Policy, RequestStatus, View
@@ -17,7 +19,9 @@ from staticllm.pipelines.scheduling.planner import Planner
 from staticllm.pipelines.scheduling.request_table import Limits, RequestInfo, RequestTable
 from staticllm.pipelines.simulator.away_requests import AwayRequests
 from staticllm.pipelines.simulator.cost_model import Cost, HostCost
-from staticllm.pipelines.simulator.workload import Arrival
+from staticllm.pipelines.simulator.drafting import Drafting
+from staticllm.pipelines.simulator.sibling_groups import SiblingGroup
+from staticllm.pipelines.simulator.simulated_request import ScheduledRows, SimulatedRequest
 
 JOBS = 1
 """The number of the source of jobs; a device has one at most."""
@@ -40,7 +44,8 @@ class DeviceModel:
 
     ``kv_slots`` is the size of the arena, ``host_kv_slots`` that of the host pool, and ``max_seq_len`` the largest number of
     slots of one sequence. The policy sees the exact costs; with ``known`` it begins with these measurements and updates them.
-    ``jobs`` are calls of another model on the same device. ``lingers``: whether the device waits for away requests that are due.
+    ``jobs`` are calls of another model on the same device.
+    ``lingers``: whether the device waits for away requests that are due. ``drafting``: drafts of the next tokens, None without.
     """
 
     index: VariantIndex
@@ -53,46 +58,7 @@ class DeviceModel:
     known: Mapping[Variant, float] | None = None
     jobs: BulkJobs | None = None
     lingers: bool = True
-
-
-@dataclass
-class SimulatedRequest:
-    """A request that passes through one device or two.
-
-    ``limit`` is the number of tokens that it has when it leaves the current device. ``has_slots`` means that its prompt ran on
-    another device and that its KV slots were transferred.
-    """
-
-    arrival: Arrival
-    limit: int
-    has_slots: bool = False
-    started: float | None = None
-    token_times: list[float] = field(default_factory=list)
-    reason: FinishReason = FinishReason.LENGTH
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens of the prompt and of the answer so far."""
-        return self.arrival.num_prompt + len(self.token_times)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the request leaves the current device."""
-        return len(self.token_times) >= self.limit
-
-    def record(self) -> RequestRecord:
-        """Return the record of the ended request."""
-        a = self.arrival
-        return RequestRecord(a.id, a.time, self.started, tuple(self.token_times), a.num_prompt, 0, self.reason)
-
-
-@dataclass(frozen=True)
-class ScheduledRows:
-    """The rows of one request in the call."""
-
-    request_id: int
-    num_rows: int
-    is_prefill: bool
+    drafting: Drafting | None = None
 
 
 class SimulatedDevice:
@@ -113,6 +79,10 @@ class SimulatedDevice:
         self._away = AwayRequests()
         self._wait_until: float | None = None
         self._idle_since = float("-inf")
+        self._rng = np.random.default_rng(0)
+        self._num_siblings = 0
+        self._groups: list[SiblingGroup] = []
+        self._draft_seconds = 0.0  # of the draft model, before the call
         self._num_swapped = 0  # KV slots copied between arena and host pool since the last call began
 
     @property
@@ -148,11 +118,13 @@ class SimulatedDevice:
         self._wait_until = None
         for away in self._away.back_at(now):
             self.table.add(away.came_back(now, self.table.has_free_seq))
+        self._release_beams(now)
         model = self.model
         bulk = model.jobs if model.jobs is not None and now < model.jobs.end else None
         if not len(self.table) and bulk is None:
             return None
         free = model.kv_slots - self.slots_used + self._away.num_slots
+        free += sum(group.num_evictable for group in self._groups)
         free_host_slots = model.host_kv_slots - self.host_slots_used
         device = Device(model.index, self._learned or model.cost, self.slots_used, swap_seconds=model.host.swap)
         view = self.table.view(now, free, free_host_slots, device)
@@ -164,13 +136,14 @@ class SimulatedDevice:
             return None
         if plan.job is not None:
             return self._begin_job(now, view.jobs[0].seconds)
-        self._parts = self._fitting(self._prepare(plan))
+        self._parts = self._with_drafts(self._fitting(self._prepare(plan)))
         variant = self._variant(self._parts)
         assert variant is not None
         num_rows = sum(part.num_rows for part in self._parts)
         was_idle = now > self._idle_since
         lead = model.host.wake if was_idle and model.host.wake is not None else model.host(num_rows, len(self._parts))
-        start, seconds = now + lead + self._num_swapped * model.host.swap, model.cost(variant)
+        start = now + lead + self._num_swapped * model.host.swap + self._draft_seconds
+        seconds = model.cost(variant)
         self._num_swapped = 0
         for part in self._parts:
             request = self._requests[part.request_id]
@@ -197,19 +170,91 @@ class SimulatedDevice:
         out = now + self.model.host.answer
         gone: list[SimulatedRequest] = []
         for part in parts:
-            self.slots_used += part.num_rows
-            if self.table[part.request_id].add_computed(part.num_rows):
-                request = self._requests[part.request_id]
-                request.token_times.append(out)
-                if request.is_over or request.num_tokens > self.model.max_seq_len:
-                    self._end(request)
-                    gone.append(request)
-                elif request.arrival.think is None:
-                    self._chose(part.request_id, out)
-                else:
-                    self._away.add(self.table[part.request_id], request.arrival.think, out)
-                    self.table.remove(part.request_id)
+            counts = [part.num_rows] if part.is_prefill else [1] * part.num_kept
+            for count in counts:
+                self.slots_used += count
+                if not self.table[part.request_id].add_computed(count):
+                    continue
+                ended = self._add_token(self._requests[part.request_id], out)
+                gone += ended
+                if any(request.arrival.id == part.request_id for request in ended):
+                    break
         return gone
+
+    def _add_token(self, request: SimulatedRequest, out: float) -> list[SimulatedRequest]:
+        """Add a token that appears at the moment ``out``; after a prompt, one of each answer. Return the requests that end."""
+        siblings = self._fork(request) if request.arrival.num_answers > 1 and request.group is None else []
+        gone = []
+        for each in (request, *siblings):
+            each.token_times.append(out)
+            if each.is_over or each.num_tokens > self.model.max_seq_len:
+                self._end(each)
+                gone.append(each)
+            elif each.group is not None and each.group.are_beams:
+                each.group.wait(self.table[each.arrival.id])
+                self.table.remove(each.arrival.id)
+            elif each.arrival.think is None:
+                self._chose(each.arrival.id, out)
+            else:
+                self._away.add(self.table[each.arrival.id], each.arrival.think, out)
+                self.table.remove(each.arrival.id)
+        return gone
+
+    def _fork(self, request: SimulatedRequest) -> list[SimulatedRequest]:
+        """Return the other answers of a request whose prompt has run, or its other beams; they share the prompt's slots."""
+        info, arrival = self.table[request.arrival.id], request.arrival
+        group = request.group = SiblingGroup(info.num_computed, arrival.are_beams)
+        group.share(info)
+        self._groups.append(group)
+        siblings = []
+        for _ in range(1, arrival.num_answers):
+            self._num_siblings += 1
+            id = -self._num_siblings  # no arrival has it
+            sibling = replace(request, arrival=replace(arrival, id=id), token_times=list(request.token_times))
+            other = RequestInfo(id, arrival.time, info.num_tokens, arrival.priority)
+            other.begin(info.num_computed)
+            group.share(other)
+            self._requests[id] = sibling
+            self.table.add(other)
+            siblings.append(sibling)
+        return siblings
+
+    def _release_beams(self, now: float) -> None:
+        """Let the beams of each search that have all run go on together."""
+        for group in self._groups:
+            if group.is_complete:
+                running = self.table.count(RequestStatus.RUNNING)
+                free = 0 if self.table.count(RequestStatus.SWAPPED) else self.model.limits.max_num_seqs - running
+                for info in group.release(now, free):
+                    self.table.add(info)
+
+    def _with_drafts(self, parts: list[ScheduledRows]) -> list[ScheduledRows]:
+        """Add drafted tokens to the rows that decode, if that promises more tokens per second."""
+        drafting, self._draft_seconds = self.model.drafting, 0.0
+        decoding = [part for part in parts if not part.is_prefill and self._requests[part.request_id].group is None]
+        if drafting is None or not decoding or any(self._requests[p.request_id].arrival.think for p in decoding):
+            return parts
+        requests = [self._requests[part.request_id] for part in decoding]
+        left = min(min(r.limit - len(r.token_times) - 1, self.model.max_seq_len - r.num_tokens) for r in requests)
+        rows = sum(part.num_rows for part in parts)
+        free = self.model.kv_slots - self.slots_used - rows
+
+        def cost_of(count: int) -> float | None:
+            more = count * len(decoding)
+            variant = self._variant(parts) if not more else None
+            if more and more <= free:
+                variant = self.model.index.smallest(rows + more, len(parts) + more, self.slots_used)
+            return None if variant is None else self.model.cost(variant)
+
+        count = drafting.choose(len(decoding), max(left, 0), cost_of)
+        self._draft_seconds = count * drafting.seconds
+        drafted = {part.request_id for part in decoding}
+        return [
+            replace(p, num_rows=1 + count, num_drafted=count, num_accepted=drafting.draw(count, self._rng))
+            if count and p.request_id in drafted
+            else p
+            for p in parts
+        ]
 
     def _chose(self, request_id: int, now: float) -> None:
         self.table.add_token(request_id, now)
@@ -253,10 +298,20 @@ class SimulatedDevice:
             parts.pop()
         while not self._fits(parts):
             keep = parts[0].request_id
+            if self._evict_waiting():
+                continue
             victims = [info.id for info in self.table if info.own_slots and info.in_arena and info.id != keep]
             assert victims, "a plan without slots, and no request to take them from"
             self._preempt(victims[-1])
         return parts
+
+    def _evict_waiting(self) -> bool:
+        """Take the slots of beams that wait for others. Return whether there were any."""
+        for group in self._groups:
+            if group.num_evictable:
+                self.slots_used -= group.evict()
+                return True
+        return False
 
     def _fits(self, parts: list[ScheduledRows]) -> bool:
         num_rows = sum(part.num_rows for part in parts)
@@ -264,8 +319,16 @@ class SimulatedDevice:
 
     def _variant(self, parts: list[ScheduledRows]) -> Variant | None:
         is_fresh = not any(self.table[part.request_id].num_computed for part in parts)
-        num_rows = sum(part.num_rows for part in parts)
-        return self.model.index.smallest(num_rows, len(parts), self.slots_used, is_fresh)
+        num_rows, num_logits = (
+            sum(part.num_rows for part in parts),
+            len(parts) + sum(part.num_drafted for part in parts),
+        )
+        return self.model.index.smallest(num_rows, num_logits, self.slots_used, is_fresh)
+
+    def _freed(self, info: RequestInfo) -> int:
+        """Return how many arena slots become free without a request; those of a shared prompt stay."""
+        group = self._requests[info.id].group
+        return info.own_slots if group is None else group.leave(info)
 
     def _preempt(self, request_id: int) -> None:
         self._release(request_id)
@@ -277,7 +340,7 @@ class SimulatedDevice:
         if info.num_computed <= self.model.host_kv_slots - self.host_slots_used:
             self._num_swapped += info.num_computed
             self.host_slots_used += info.num_computed
-            self.slots_used -= info.own_slots
+            self.slots_used -= self._freed(info)
             info.leave_arena()
 
     def _swap_in(self, request_id: int) -> None:
@@ -294,18 +357,22 @@ class SimulatedDevice:
         self._release(request.arrival.id)
         self.table.remove(request.arrival.id)
         del self._requests[request.arrival.id]
+        if request.group is not None:
+            request.group.members.discard(request.arrival.id)
+            self._groups = [group for group in self._groups if group.members]
 
     def _release(self, request_id: int) -> None:
         info = self.table[request_id]
         if info.in_arena:
-            self.slots_used -= info.own_slots
+            self.slots_used -= self._freed(info)
         else:
             self.host_slots_used -= info.num_computed
 
     def _record(self, start: float, seconds: float, variant: Variant, view: View, preempted: tuple[int, ...]) -> None:
         decode = tuple(part.request_id for part in self._parts if not part.is_prefill)
         prefill = tuple((part.request_id, part.num_rows) for part in self._parts if part.is_prefill)
-        num_slots = self.slots_used + sum(part.num_rows for part in self._parts)
+        num_slots = self.slots_used + sum(part.num_kept for part in self._parts)
+        drafts = tuple((p.request_id, p.num_drafted, p.num_accepted) for p in self._parts if p.num_drafted)
         self.steps.append(
             StepRecord(
                 start,
@@ -317,5 +384,7 @@ class SimulatedDevice:
                 len(view.waiting),
                 len(view.swapped),
                 preempted=preempted,
+                drafts=drafts,
+                draft_seconds=self._draft_seconds,
             )
         )

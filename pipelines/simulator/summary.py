@@ -48,11 +48,13 @@ class RunSummary(Summary):
     """The figures of one simulated run.
 
     ``busy`` is the share of ``seconds`` in which a device was running, and ``job_share`` that in which it ran jobs of another
-    model; both are means over the devices.
+    model; both are means over the devices. ``num_drafted`` tokens were drafted and checked, ``num_accepted`` of them accepted.
     """
 
     busy: float
     job_share: float = 0.0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     def as_dict(self) -> dict[str, float]:
         """Return the figures of one policy that ``staticllm simulate --json`` prints."""
@@ -95,7 +97,11 @@ def summarize_run(run: Run) -> RunSummary:
     summary = summarize(run.requests)
     jobs = [busy_share(jobs, summary.seconds) for jobs in run.jobs]
     shares = [busy_share(steps, summary.seconds) for steps in run.steps]
-    return RunSummary(**asdict(summary), busy=_mean(shares) + _mean(jobs), job_share=_mean(jobs))
+    drafts = [draft for steps in run.steps for step in steps for draft in step.drafts]
+    return RunSummary(
+        **asdict(summary), busy=_mean(shares) + _mean(jobs), job_share=_mean(jobs),
+        num_drafted=sum(drafted for _, drafted, _ in drafts), num_accepted=sum(accepted for *_, accepted in drafts),
+    )  # fmt: skip
 
 
 def jain(values: Sequence[float]) -> float:

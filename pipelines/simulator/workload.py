@@ -6,7 +6,7 @@ import csv
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,15 @@ import numpy as np
 
 from staticllm.errors import ConfigError
 
+MAX_ANSWERS = 128
+
 
 @dataclass(frozen=True)
 class Arrival:
     """One request: its arrival ``time`` in seconds from the start, and lengths in tokens. A higher ``priority`` goes first.
 
     ``think`` is None for a request whose tokens the engine chooses. Otherwise a client chooses them, and takes ``think`` seconds
-    from the logits to the next token.
+    from the logits to the next token. ``num_answers`` answers are sampled after one prompt, or with ``are_beams`` so many beams.
     """
 
     id: int
@@ -29,6 +31,8 @@ class Arrival:
     num_output: int
     priority: int = 0
     think: float | None = None
+    num_answers: int = 1
+    are_beams: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,8 @@ def burst(count: int, lengths: Lengths, seed: int = 0) -> list[Arrival]:
 def read_trace(path: str | os.PathLike[str]) -> list[Arrival]:
     """Return the requests in a file of JSON lines, or of CSV with a header.
 
-    Each has an ``arrival`` (seconds), the lengths ``prompt`` and ``output`` (tokens) and optionally a ``priority``. Times are
-    shifted so that the earliest is 0.
+    Each has an ``arrival`` (seconds), the lengths ``prompt`` and ``output`` (tokens) and optionally a ``priority``, a number of
+    ``answers``, or one of ``beams``. Times are shifted so that the earliest is 0.
 
     Raises:
         ConfigError: a line is not such a request; the error names file and line.
@@ -116,7 +120,7 @@ def from_zero(arrivals: Sequence[Arrival]) -> list[Arrival]:
     """Return the requests in the order of their times, shifted so that the earliest time is 0."""
     ordered = sorted(arrivals, key=lambda arrival: arrival.time)
     start = ordered[0].time
-    return [Arrival(a.id, a.time - start, a.num_prompt, a.num_output, a.priority) for a in ordered]
+    return [replace(arrival, time=arrival.time - start) for arrival in ordered]
 
 
 def _csv_rows(lines: list[str]) -> list[tuple[int, Any]]:
@@ -136,14 +140,18 @@ def _json_rows(place: Path, lines: list[str]) -> list[tuple[int, Any]]:
 
 def _arrival(place: Path, line: int, number: int, row: Any) -> Arrival:
     try:
+        beams, answers = int(row.get("beams") or 1), int(row.get("answers") or 1)
         arrival = Arrival(
-            number, float(row["arrival"]), int(row["prompt"]), int(row["output"]), int(row.get("priority") or 0)
-        )
+            number, float(row["arrival"]), int(row["prompt"]), int(row["output"]), int(row.get("priority") or 0),
+            num_answers=max(beams, answers), are_beams=beams > 1,
+        )  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise ConfigError(f"{place}:{line}: {reason}; a request has arrival (s), prompt and output (tokens)") from None
-    if not np.isfinite(arrival.time) or arrival.num_prompt < 1 or arrival.num_output < 1:
-        raise ConfigError(f"{place}:{line}: arrival must be a number, prompt and output 1 or more")
+    if not np.isfinite(arrival.time) or min(arrival.num_prompt, arrival.num_output, beams, answers) < 1:
+        raise ConfigError(f"{place}:{line}: arrival must be a number, prompt, output, answers and beams 1 or more")
+    if arrival.num_answers > MAX_ANSWERS or (beams > 1 and answers > beams):
+        raise ConfigError(f"{place}:{line}: at most {MAX_ANSWERS} answers or beams, and no more answers than beams")
     return arrival
 
 

@@ -353,7 +353,7 @@ class GenerationHandle:
 
     def _close(self, end: Finished, is_dropped: bool = False) -> TextDelta | None:
         """Record the end of one answer, and return its last increment."""
-        ending = self._processors[end.index].finish(end.reason, is_dropped)
+        ending = self._processors[end.index].finish(end.reason, is_dropped, self._queue.compile_times)
         self._ends[end.index] = replace(end, reason=ending.output.finish_reason)
         self._outputs[end.index] = ending.output
         return ending.delta

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from staticllm.core import FinishReason
 from staticllm.metrics import MICRO, PerfMetrics
-from staticllm.pipelines.engine.output_queue import TokenOutput
+from staticllm.pipelines.engine.output_queue import CompileTimes, TokenOutput
 from staticllm.pipelines.generation.beam_search import beam_score
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.input_processor import PreparedRequest
@@ -160,7 +160,9 @@ class OutputProcessor:
         self._events += last
         return events + last
 
-    def finish(self, reason: FinishReason, is_dropped: bool = False) -> Ending:
+    def finish(
+        self, reason: FinishReason, is_dropped: bool = False, compile_times: CompileTimes | None = None
+    ) -> Ending:
         """End the answer: decode what was held back, and compute the metrics. To be called once."""
         rest = self._text() + self._detokenizer.finish() if self.wants_text else ""
         received, options = self._received, self._prepared.options
@@ -180,7 +182,7 @@ class OutputProcessor:
             device_seconds=[token.device_seconds for token in received],
             num_cached=received[-1].num_cached if received else 0,
             detokenization_seconds=self._detokenization_seconds,
-            metrics=self._metrics(),
+            metrics=self._metrics(compile_times),
             message=message,
             logprobs=[token.logprob for token in received[: len(self._tokens)]],
         )
@@ -204,7 +206,7 @@ class OutputProcessor:
             tokens.pop()
         self._unsent = tokens[sent:]
 
-    def _metrics(self) -> PerfMetrics:
+    def _metrics(self, compile_times: CompileTimes | None) -> PerfMetrics:
         """Return GenAI's metrics of this answer; the prompt is counted with the first answer of a request."""
         received, prepared = self._received, self._prepared
         metrics = PerfMetrics(self._load_ms)
@@ -213,6 +215,10 @@ class OutputProcessor:
         num_drafted, num_accepted = sum(t.num_drafted for t in received), sum(t.num_accepted for t in received)
         per_token = [t.draft_seconds / t.num_drafted for t in received for _ in range(t.num_drafted)]
         metrics.count_drafts(num_drafted, num_accepted, per_token)
+        drafts = prepared.request.drafts
+        metrics.may_draft = drafts is not None and drafts.uses_model
+        if compile_times is not None and not self._index:
+            metrics.count_grammar(compile_times.seconds, {compile_times.compiler: compile_times.init_seconds})
         raw, started = metrics.raw_metrics, prepared.started
         times, calls = [token.time for token in received], [token.device_seconds for token in received]
         template, spent = prepared.template_seconds, self._detokenization_seconds

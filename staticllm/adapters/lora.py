@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -63,11 +63,13 @@ class LoraAdapter:
     """An adapter in memory. ``layers``: path of the module in the original model → its change.
 
     ``name`` is a digest of the numbers: two adapters of the same name are the same. ``source`` names the file in errors.
+    ``path`` is the file or directory that was given, absolute; None for bytes.
     """
 
     name: str
     layers: Mapping[str, LoraLayer]
     source: str
+    path: Path | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -103,7 +105,7 @@ def read_adapter(path: str | os.PathLike[str]) -> LoraAdapter:
     config = _read_config(found / CONFIG) if is_directory else None
     try:
         with open_safetensors(found / FILE if is_directory else found) as file:
-            return _adapter(file, config)
+            return replace(_adapter(file, config), path=found.absolute())
     except OSError as error:
         raise AdapterError(f"the adapter {str(path)[:200]!r} cannot be read: {error.strerror or error}") from None
 

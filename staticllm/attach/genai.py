@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import sys
 import warnings
@@ -20,6 +22,26 @@ def attach(module: Any) -> None:
     settings = read_settings()
     if settings.mode != "off" and not isinstance(module.LLMPipeline, AttachedType):
         module.LLMPipeline = AttachedType("LLMPipeline", (), {"native": module.LLMPipeline, "settings": settings})
+        for owner, name in ((module, "draft_model"), (module.Adapter, "__init__"), (module.AdapterConfig, "__init__")):
+            _import_before(owner, name)
+
+
+def _import_before(owner: Any, name: str) -> None:
+    """Import staticllm when a function of ``owner`` is first called, because it notes the arguments from then on.
+
+    GenAI's draft models and adapters do not tell from which files they were made, so the daemon would not learn it.
+    """
+    native = getattr(owner, name)
+
+    @functools.wraps(native)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if getattr(owner, name) is call:
+            setattr(owner, name, native)
+            with contextlib.suppress(Exception):  # then the pipeline runs natively, and says why
+                _pipeline_type()
+        return getattr(owner, name)(*args, **kwargs)
+
+    setattr(owner, name, call)
 
 
 class AttachedType(type):

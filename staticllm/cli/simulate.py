@@ -18,6 +18,7 @@ from staticllm.config import SCHEDULERS, StaticLLMConfig
 
 if TYPE_CHECKING:
     from staticllm.pipelines.simulator.cluster import Run
+    from staticllm.pipelines.simulator.drafting import Drafting
     from staticllm.pipelines.simulator.scenario import Scenario
     from staticllm.pipelines.simulator.simulated_device import DeviceModel
     from staticllm.pipelines.simulator.summary import RunSummary
@@ -46,6 +47,17 @@ HEADER = (
 @click.option("--rate", type=Number(0, 1e9, min_open=True), help="Requests per second.  [60 % of the maximum rate]")
 @click.option("--prompt", default="256", show_default=True, help="Tokens per prompt: N, or LEAST-MOST.")
 @click.option("--output", default="256", show_default=True, help="Tokens per answer: N, or LEAST-MOST.")
+@click.option("--answers", type=click.IntRange(1, 128), default=1, show_default=True, help="Answers per request.")
+@click.option("--beams", type=click.IntRange(1, 64), default=1, show_default=True, help="Beams per request instead.")
+@click.option(
+    "--draft-tokens", type=click.IntRange(1, 64), help="Draft up to N tokens per request and call, where it pays."
+)
+@click.option(
+    "--accept", type=Number(0, 1), default=0.7, show_default=True, help="Probability that a drafted token is accepted."
+)
+@click.option(
+    "--draft-ms", type=float, default=0.0, show_default=True, help="Draft model's ms per token; 0 for prompt lookup."
+)
 @click.option(
     "--trace", type=click.Path(), help="Read requests from a file instead, JSON lines or CSV: arrival, prompt, output."
 )
@@ -151,10 +163,16 @@ def _simulate(options: dict[str, Any]) -> None:
             results[policy] = summarize_run(runs[policy])
             if not options["as_json"]:
                 shown.write(_line(policy, results[policy]))
+                if results[policy].num_drafted:
+                    shown.write(_drafts_line(results[policy]))
     if options["as_json"]:
         click.echo(json.dumps({policy: summary.as_dict() for policy, summary in results.items()}, indent=2))
     if options["plot"]:
         plot_runs(runs, options["plot"])
+
+
+def _drafts_line(s: RunSummary) -> str:
+    return f"{'':<14}{s.num_accepted} of {s.num_drafted} drafted tokens accepted"
 
 
 def _line(policy: str, s: RunSummary) -> str:
@@ -202,11 +220,16 @@ def _arrivals(options: dict[str, Any], rate: float) -> list[Arrival]:
 
     if options["trace"]:
         return workload.read_trace(options["trace"])
+    if options["answers"] > 1 and options["beams"] > 1:
+        raise click.UsageError("--answers and --beams are two ways to decode: give one of them")
     lengths = workload.Lengths(_range("--prompt", options["prompt"]), _range("--output", options["output"]))
     count, seed = options["requests"], options["seed"]
     if options["arrivals"] == "burst":
-        return workload.burst(count, lengths, seed)
-    return (workload.poisson if options["arrivals"] == "poisson" else workload.uniform)(rate, count, lengths, seed)
+        found = workload.burst(count, lengths, seed)
+    else:
+        found = (workload.poisson if options["arrivals"] == "poisson" else workload.uniform)(rate, count, lengths, seed)
+    size = max(options["answers"], options["beams"])
+    return [replace(arrival, num_answers=size, are_beams=options["beams"] > 1) for arrival in found]
 
 
 def _model(options: dict[str, Any], arrivals: list[Arrival]) -> DeviceModel:
@@ -214,7 +237,7 @@ def _model(options: dict[str, Any], arrivals: list[Arrival]) -> DeviceModel:
     from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost, read_costs
     from staticllm.pipelines.simulator.scenario import configured_model, longest, tabled_model
 
-    for name in ("weights_ms", "row_ms", "attention_us", "host_ms", "swap_us", "transfer_ms", "slot_bytes"):
+    for name in ("weights_ms", "row_ms", "attention_us", "host_ms", "swap_us", "transfer_ms", "slot_bytes", "draft_ms"):
         if not 0 <= options[name] < float("inf"):
             raise click.UsageError(f"--{name.replace('_', '-')} {options[name]:g}: must be 0 or more")
     prompt, output = longest(arrivals)
@@ -223,10 +246,18 @@ def _model(options: dict[str, Any], arrivals: list[Arrival]) -> DeviceModel:
     host = HostCost(options["host_ms"] / 1e3, swap=options["swap_us"] / 1e6)
     if options["costs"]:
         variants, table = read_costs(options["costs"])
-        return tabled_model(config, VariantIndex(variants), table, host)
+        return replace(tabled_model(config, VariantIndex(variants), table, host), drafting=_drafting(options))
     mode: Literal["shared", "separate"] = options["programs"]
     cost = AnalyticCosts(options["weights_ms"] / 1e3, options["row_ms"] / 1e3, options["attention_us"] / 1e6)
-    return configured_model(config, mode, cost, host)
+    return replace(configured_model(config, mode, cost, host), drafting=_drafting(options))
+
+
+def _drafting(options: dict[str, Any]) -> Drafting | None:
+    from staticllm.pipelines.simulator.drafting import Drafting
+
+    if options["draft_tokens"] is None:
+        return None
+    return Drafting(options["draft_tokens"], options["accept"], options["draft_ms"] / 1e3)
 
 
 def _devices(options: dict[str, Any]) -> tuple[int, int]:

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from staticllm.core import FinishReason
-from staticllm.daemon.language_models import LanguageModel, language_source_of
+from staticllm.daemon.language_models import LanguageModel
+from staticllm.daemon.language_source import language_source_of
 from staticllm.daemon.model_source import source_of
 from staticllm.daemon.session import Session
 from staticllm.daemon.streams import OutputStream
@@ -149,12 +150,14 @@ class ClientConnection:
 
     def _hold(self, message: Message) -> Message:
         assert self.session is not None
+        is_language = "directory" in message.body
         try:
-            is_language = "directory" in message.body
             handle, model = self.session.hold(language_source_of(message) if is_language else source_of(message))
         except (ProtocolError, BusyError):
             raise
         except Exception as error:
+            if is_language and isinstance(error, StaticLLMError):
+                return _failed(error)  # the program's pipeline raises it as its own class
             return Message(Kind.REFUSED, body={"reason": last_line(error)})
         more = model.describe() if isinstance(model, LanguageModel) else {}
         return Message(Kind.OK, body={"model": handle, "mode": model.mode, **more})
@@ -279,8 +282,8 @@ class ClientConnection:
         assert self.session is not None
         if self._stream is None:
             self._stream = OutputStream(self._channel, self._send_lock, self.session)
-        self._stream.submit(model, message.number, values)
-        return Message(Kind.OK)
+        times = self._stream.submit(model, message.number, values)
+        return Message(Kind.OK, body={"grammar": None if times is None else asdict(times)})
 
     def _cancel(self, message: Message) -> Message:
         index, reason = message.body.get("index"), text_of(message, "reason", 16)

@@ -18,7 +18,8 @@ import psutil
 from staticllm.core import ProgressEvent
 from staticllm.daemon.connection import MAX_PRIORITY, ClientConnection
 from staticllm.daemon.devices import Devices
-from staticllm.daemon.language_models import LanguageSource, compile_language_model
+from staticllm.daemon.language_models import compile_language_model
+from staticllm.daemon.language_source import LanguageSource
 from staticllm.daemon.limits import Limits, default_limits
 from staticllm.daemon.model_source import ModelSource
 from staticllm.daemon.models import Compile, ModelTable, ServedModel

@@ -13,7 +13,14 @@ from staticllm.daemon.devices import Call
 from staticllm.daemon.language_models import LanguageModel
 from staticllm.daemon.session import Session
 from staticllm.errors import BusyError
-from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue, TokenOutput, output_to_dict
+from staticllm.pipelines.engine.output_queue import (
+    CompileTimes,
+    Finished,
+    Output,
+    OutputQueue,
+    TokenOutput,
+    output_to_dict,
+)
 from staticllm.threads import start_thread
 from staticllm.wire.channel import Channel
 from staticllm.wire.messages import LAST, Kind, Message
@@ -38,8 +45,10 @@ class OutputStream:
         self._is_broken = False
         self._thread = start_thread(self._run, "staticllm-stream")
 
-    def submit(self, model: LanguageModel, number: int, values: Mapping[str, Any]) -> None:
+    def submit(self, model: LanguageModel, number: int, values: Mapping[str, Any]) -> CompileTimes | None:
         """Submit a request of the client; its outputs follow under the client's own ``number``.
+
+        Return what its grammar took to compile; None without one.
 
         Raises:
             BusyError: the client or the engine has too many requests.
@@ -59,6 +68,7 @@ class OutputStream:
         except BaseException:
             del self._running[number]
             raise
+        return outputs.compile_times
 
     def cancel(self, number: int, index: int | None, reason: FinishReason) -> None:
         """End a request, or one of its answers; unknown ones are ignored."""

@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from staticllm.core import FinishReason
-from staticllm.errors import NumericalError, as_ours
+from staticllm.errors import GenerationConfigError, NumericalError, as_ours
 from staticllm.pipelines.engine.fed.feeds import FedCore, Feeds
 from staticllm.pipelines.engine.fed.state import FedState, FeedOrder, FeedResult
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.recording import request_record
-from staticllm.pipelines.engine.request import EngineRequest, RequestState
+from staticllm.pipelines.engine.request import EngineRequest, PreparedGrammar, RequestState
 from staticllm.pipelines.generation.beam_search import BeamSearch, Ending, Hypothesis, Limits, Successor
 from staticllm.pipelines.generation.filters import Logits
+from staticllm.pipelines.generation.logits_processors import LogitsProcessor
+from staticllm.pipelines.generation.structured.mask import GrammarMask
 
 Decode = Callable[[list[int]], str]
 OnEnd = Callable[["BeamRequest", FinishReason], None]
@@ -28,9 +30,15 @@ class BeamRequest(RequestState):
     """
 
     def __init__(
-        self, request: EngineRequest, vocab_size: int, queue: OutputQueue | None = None, decode: Decode | None = None
+        self,
+        request: EngineRequest,
+        vocab_size: int,
+        queue: OutputQueue | None = None,
+        decode: Decode | None = None,
+        grammar_mask: GrammarMask | None = None,
     ) -> None:
         super().__init__(request, vocab_size, queue)
+        self._first_mask = grammar_mask
         assert request.beams is not None, "not a beam search"
         limits = Limits(request.max_new_tokens, request.stop_token_ids, request.min_new_tokens)
         self._search = BeamSearch(request.beams, request.prompt, limits, _ending_of(request, decode))
@@ -45,6 +53,7 @@ class BeamRequest(RequestState):
         """Run the prompt; ``on_end`` is called with this request when it has ended."""
         self._feeds, self._on_end = feeds, on_end
         self._beams = [feeds.open(self.request.priority, True, self.request.adapters)]
+        self._beams[0].mask = self._first_mask
         self._feed(0, self.request.prompt)
 
     def end(self, reason: FinishReason, error: Exception | None = None) -> None:
@@ -59,7 +68,10 @@ class BeamRequest(RequestState):
         self._close_beams(feeds, found)
         for index, hypothesis in enumerate(found):
             self._report(index, hypothesis)
-        self.finish_from(len(found), reason, error)
+        is_whole = error is None and reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if is_whole and self._first_mask is not None and len(found) < self.request.num_sequences:
+            error = _too_few(len(found), self.request)
+        self.finish_from(len(found), reason if error is None else FinishReason.ERROR, error)
         self._on_end(self, reason)
 
     def give_up(self, feeds: Feeds, reason: FinishReason, error: Exception | None) -> None:
@@ -96,7 +108,7 @@ class BeamRequest(RequestState):
         logits = [self._logits[index] for index in range(len(self._beams))]
         self._logits.clear()
         start = time.perf_counter()
-        successors = self._search.advance(logits)
+        successors = self._search.advance(logits, [state.mask for state in self._beams])
         now = time.perf_counter()
         self.sequences[0].token_times.append(now)
         self._steps.append((now - start, self._device_seconds))
@@ -116,6 +128,8 @@ class BeamRequest(RequestState):
             parent = before[successor.parent]
             beams.append(feeds.fork(parent) if successor.parent in taken else parent)
             taken.add(successor.parent)
+        for state, mask in zip(beams, _masks_after(before, successors), strict=True):
+            state.mask = mask
         for index, state in enumerate(before):
             if index not in taken:
                 feeds.close(state, is_reusable=False)
@@ -138,6 +152,24 @@ class BeamRequest(RequestState):
             self.queue.put(TokenOutput(token, logprob, moment, chosen, index, device, lead.num_cached))
         self.queue.put(Finished(hypothesis.reason, None, index))
         self._finished.add(index)
+
+
+def new_state(
+    request: EngineRequest,
+    vocab_size: int,
+    queue: OutputQueue | None,
+    processors: Sequence[Sequence[LogitsProcessor]],
+    grammar: PreparedGrammar | None,
+    decode: Decode | None,
+) -> RequestState:
+    """Return a request as the engine runs it. ``decode`` makes text of tokens, to find the stop strings of beams."""
+    mask = None if grammar is None else grammar.mask
+    if request.beams is None:
+        state = RequestState(request, vocab_size, queue, processors, mask)
+    else:
+        state = BeamRequest(request, vocab_size, queue, decode, mask)
+    state.queue.compile_times = None if grammar is None else grammar.times
+    return state
 
 
 class BeamRequests:
@@ -183,6 +215,24 @@ def _ending_of(request: EngineRequest, decode: Decode | None) -> Ending | None:
         return any(stop in text for stop in request.stop_strings)
 
     return has_ended
+
+
+def _masks_after(before: Sequence[FedState], successors: Sequence[Successor]) -> list[GrammarMask | None]:
+    """Return what may follow each new beam."""
+    masks: list[GrammarMask | None] = []
+    for successor in successors:
+        mask = before[successor.parent].mask
+        masks.append(None if mask is None else mask.clone())
+        if (new := masks[-1]) is not None:
+            new.accept(successor.token)
+    return masks
+
+
+def _too_few(count: int, request: EngineRequest) -> GenerationConfigError:
+    return GenerationConfigError(
+        f"the beams found {count} answers of the grammar, num_return_sequences is {request.num_sequences}: lower it, or let the "
+        f"grammar allow more answers of at least min_new_tokens={request.min_new_tokens}"
+    )
 
 
 def _num_equal(tokens: Sequence[int], other: Sequence[int]) -> int:

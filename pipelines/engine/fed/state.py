@@ -15,6 +15,7 @@ from staticllm.kvcache.sequence import AdapterScales
 from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.request import EngineRequest, RequestState, SequenceState, new_id
 from staticllm.pipelines.generation.filters import Logits
+from staticllm.pipelines.generation.structured.mask import GrammarMask
 from staticllm.pipelines.scheduling.interface import AwayView
 from staticllm.pipelines.scheduling.request_table import RequestInfo
 
@@ -100,6 +101,7 @@ class FedState(SequenceState):
         self.away_since = time.perf_counter()
         self.is_suspect = False  # its last tokens had logits that are not finite, and are not kept
         self.is_closed = False
+        self.mask: GrammarMask | None = None  # what may follow, where a grammar governs a beam
         self._vocab_size = vocab_size
         self._order: FeedOrder | None = None
         self._result: FeedResult | None = None
@@ -107,6 +109,11 @@ class FedState(SequenceState):
         self._num_before = self._first_wanted = self._num_rows = 0
         self._fed_at = self.away_since
         self._is_answering = False  # the client has had logits
+
+    def prepare(self) -> None:
+        """Find what may follow, while the device runs."""
+        if self.mask is not None:
+            self.mask.prepare()
 
     def forked(self) -> FedState:
         """Return another sequence of the same client with the same tokens, and without slots."""

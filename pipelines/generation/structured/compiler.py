@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.structured.fewest_tokens import TokenBounds
 from staticllm.pipelines.generation.structured.grammar import Grammar
 from staticllm.pipelines.generation.structured.matcher import Matcher, first_line
+from staticllm.pipelines.generation.structured.regex import python_reason, with_place
 from staticllm.pipelines.generation.structured.translation import lark_of
 from staticllm.pipelines.generation.structured.vocabulary import Vocabulary
 
@@ -47,6 +49,7 @@ class GrammarCompiler:
 
     def __init__(self, read: Callable[[], Vocabulary]) -> None:
         self.times = MaskTimes()
+        self.init_seconds = 0.0  # the time to read the vocabulary, and to prepare llguidance for it
         self._read = read
         self._lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None
@@ -96,25 +99,31 @@ class GrammarCompiler:
         if not inner.is_error():
             inner.compute_bitmask()  # the first one is slow, and may find the grammar too complex
         if inner.is_error():
-            raise GenerationConfigError(
-                f"the grammar ({grammar.kind}) cannot be compiled: {first_line(inner.get_error())}"
-            )
+            reason = first_line(inner.get_error())
+            if grammar.kind == "regex":
+                reason = python_reason(grammar.text) or with_place(reason, grammar.text)
+            raise GenerationConfigError(f"the grammar ({grammar.kind}) cannot be compiled: {reason}")
         return Matcher(inner, vocab_size, tokenizer.eos_token)
 
     def _tokenizer(self, vocab_size: int) -> LLTokenizer:
         """Return llguidance's tokenizer for a model with logits ``[vocab_size]``, which may be more or fewer than the tokens."""
         if vocab_size not in self._tokenizers:
-            try:
-                from llguidance import LLTokenizer
-            except ImportError:
-                raise GenerationConfigError(
-                    "grammars need the package llguidance: pip install 'staticllm[structured]'"
-                ) from None
-            vocabulary = self._known_vocabulary()
-            tokens = [*vocabulary.tokens[:vocab_size], *[b""] * (vocab_size - len(vocabulary.tokens))]
-            wrapped = _WrappedTokenizer(vocabulary, tokens)
-            self._tokenizers[vocab_size] = LLTokenizer(wrapped)  # type: ignore[arg-type]  # it takes any object of this form
+            begin = time.perf_counter()
+            self._tokenizers[vocab_size] = self._new_tokenizer(vocab_size)
+            self.init_seconds += time.perf_counter() - begin
         return self._tokenizers[vocab_size]
+
+    def _new_tokenizer(self, vocab_size: int) -> LLTokenizer:
+        try:
+            from llguidance import LLTokenizer
+        except ImportError:
+            raise GenerationConfigError(
+                "grammars need the package llguidance: pip install 'staticllm[structured]'"
+            ) from None
+        vocabulary = self._known_vocabulary()
+        tokens = [*vocabulary.tokens[:vocab_size], *[b""] * (vocab_size - len(vocabulary.tokens))]
+        wrapped = _WrappedTokenizer(vocabulary, tokens)
+        return LLTokenizer(wrapped)  # type: ignore[arg-type]  # it takes any object of this form
 
     def _known_vocabulary(self) -> Vocabulary:
         if self._vocabulary is None:

@@ -9,8 +9,8 @@ from staticllm.errors import GenerationConfigError
 
 Kind = Literal["json_schema", "regex", "choice", "ebnf", "lark", "structural_tag"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-MAX_TEXT = 1 << 22
-"""The most characters of a grammar's text."""
+MAX_TEXT = 1 << 20
+"""The most bytes of a grammar's text in UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Grammar:
             raise GenerationConfigError(f"a grammar of the kind {self.kind!r}: must be one of {', '.join(KINDS)}")
         if not isinstance(self.text, str) or not self.text:
             raise GenerationConfigError(f"a grammar ({self.kind}) without text: give a str that is not empty")
-        if len(self.text) > MAX_TEXT:
+        num_bytes = len(self.text.encode(errors="surrogatepass"))
+        if num_bytes > MAX_TEXT:
             raise GenerationConfigError(
-                f"a grammar ({self.kind}) of {len(self.text)} characters, the most are {MAX_TEXT}: shorten it"
+                f"a grammar ({self.kind}) of {num_bytes} bytes, the most are {MAX_TEXT}: shorten it, or split the task"
             )

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MAX_MESSAGE = 300
+MAX_PIECE = 80
+_IN_REGEX = "regex parse error:"
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 
 
@@ -70,6 +72,24 @@ class Matcher:
 
 
 def first_line(message: str) -> str:
-    """Return the first line of a message, without its place in our Lark; llguidance appends its state and the grammar."""
+    """Return the first line of a message, without its place in our Lark; llguidance appends its state and the grammar.
+
+    Of an error in a regular expression, return the reason, and what it is about.
+    """
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return _PLACE.sub("", lines[0])[:MAX_MESSAGE] if lines else "no reason was given"
+    if not lines:
+        return "no reason was given"
+    if lines[0].endswith(_IN_REGEX):
+        return _regex_reason(message) or lines[0][:MAX_MESSAGE]
+    return _PLACE.sub("", lines[0])[:MAX_MESSAGE]
+
+
+def _regex_reason(message: str) -> str:
+    """Return the reason in an error of Rust's regex parser, which shows the expression and marks a part of it; "" without one."""
+    lines = message.partition(_IN_REGEX)[2].splitlines()
+    reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "")
+    place = next((index for index, line in enumerate(lines) if line.strip() and not line.strip(" ^")), 0)
+    if not reason or not place:
+        return reason[:MAX_MESSAGE]
+    begin, end = lines[place].find("^"), lines[place].rfind("^") + 1
+    return f"{reason[:MAX_MESSAGE]}: {lines[place - 1][begin:end][:MAX_PIECE]!r}"

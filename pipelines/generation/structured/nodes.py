@@ -39,6 +39,14 @@ class Shortest:
 
 
 @dataclass(frozen=True)
+class AllOf:
+    """Text that matches each of these regular expressions as a whole, and does not contain ``excluded``."""
+
+    regexes: tuple[str, ...]
+    excluded: str
+
+
+@dataclass(frozen=True)
 class Schema:
     """JSON that is valid under a schema, which is a JSON value."""
 
@@ -85,7 +93,7 @@ class Token:
     id: int
 
 
-Node: TypeAlias = Text | Pattern | Shortest | Schema | Reference | Sequence | Choice | Repeat | Token
+Node: TypeAlias = Text | Pattern | AllOf | Shortest | Schema | Reference | Sequence | Choice | Repeat | Token
 Rules: TypeAlias = Mapping[str, Node]
 _IRREGULAR = (Schema, Shortest, Token)
 
@@ -128,7 +136,7 @@ def with_special_tokens(node: Node, special: Mapping[str, int]) -> Node:
             pieces_of_end = split_at(end, special)
             begins_special = bool(pieces_of_end) and isinstance(pieces_of_end[0], int)
             ends.append(
-                Sequence((Pattern("(?s:.*)"), with_special_tokens(Text(end), special)))
+                Sequence((Pattern(f"(?s:.){_count(node)}"), with_special_tokens(Text(end), special)))
                 if begins_special
                 else Shortest((end,), node.least, node.most)
             )
@@ -235,8 +243,8 @@ class LarkWriter:
         """Return a regular node in the syntax of terminals."""
         if isinstance(node, Text):
             return _quoted(node.text)
-        if isinstance(node, Pattern):
-            return f"/{node.regex}/" if node.regex else '""'
+        if isinstance(node, (Pattern, AllOf)):
+            return _regex_text(node)
         if isinstance(node, Reference):
             body = self._rules[node.name]
             return self._named("T", node, lambda: self._terminal_text(body), "T{}: {}")
@@ -272,11 +280,22 @@ def without_tail_calls(name: str, body: Node) -> Node:
     return body
 
 
+def _regex_text(node: Pattern | AllOf) -> str:
+    if isinstance(node, Pattern):
+        return f"/{node.regex}/" if node.regex else '""'
+    without = f"~/(?s:.*){escaped(node.excluded)}(?s:.*)/"
+    return f"({' & '.join([*(f'/{regex}/' for regex in node.regexes), without])})"
+
+
 def _shortest_regex(node: Shortest) -> str:
-    most = "" if node.most is None else str(node.most)
-    count = "*" if not node.least and node.most is None else f"{{{node.least},{most}}}"
     ends = "|".join(map(escaped, node.ends))
-    return f"(?s:.){count}({ends})"
+    return f"(?s:.){_count(node)}({ends})"
+
+
+def _count(node: Shortest) -> str:
+    """Return how often the characters before an end may be repeated, as a regular expression has it."""
+    most = "" if node.most is None else str(node.most)
+    return "*" if not node.least and node.most is None else f"{{{node.least},{most}}}"
 
 
 def _times(node: Repeat) -> str:

@@ -7,7 +7,17 @@ from typing import Any
 
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.structured.json_schema import prepared
-from staticllm.pipelines.generation.structured.nodes import Node, Pattern, Repeat, Schema, Sequence, Shortest, Text
+from staticllm.pipelines.generation.structured.nodes import (
+    AllOf,
+    Node,
+    Pattern,
+    Repeat,
+    Schema,
+    Sequence,
+    Shortest,
+    Text,
+)
+from staticllm.pipelines.generation.structured.plain_text import plain_text
 from staticllm.pipelines.generation.structured.regex import rust_regex
 
 SPACE = Pattern(r"[ \t\n]{0,8}")
@@ -39,5 +49,8 @@ def _value(schema: Mapping[str, Any], root: Mapping[str, Any]) -> tuple[Node, ..
     if schema.get("type") != "string" or "enum" in schema or "const" in schema:
         return SPACE, Schema(prepared(dict(schema))), SPACE, Text(END)
     if "pattern" in schema:
-        return Pattern(rust_regex(str(schema["pattern"]))), Text(END)
+        limits = plain_text({name: value for name, value in schema.items() if name != "pattern"}, END)
+        return AllOf((*limits.regexes, rust_regex(str(schema["pattern"]))), END), Text(END)
+    if "format" in schema:
+        return plain_text(schema, END), Text(END)
     return (Shortest((END,), int(schema.get("minLength", 0)), schema.get("maxLength")),)

@@ -34,10 +34,6 @@ def requested_grammar(overrides: Mapping[str, Any], options: Mapping[str, Any]) 
         return None
     if options["ignore_eos"]:
         raise GenerationConfigError("ignore_eos=True with a grammar: its answers end, so leave ignore_eos at False")
-    if options["num_beams"] != 1:
-        raise GenerationConfigError(
-            f"num_beams={options['num_beams']} with a grammar is not supported: leave one of them out"
-        )
     return KEYWORDS[name](value) if name in KEYWORDS else _of_config(value)
 
 

@@ -1,6 +1,7 @@
 """Translates structural tags, which mix free text with parts that a grammar governs, into a syntax tree.
 
-The formats and their names are those of xgrammar's JSON, which GenAI's ``StructuredOutputConfig`` also writes. Free text in a
+The formats and their names are those of xgrammar's JSON, which GenAI's ``StructuredOutputConfig`` also writes, and our own
+``string``: a string of a JSON schema without quotes, which does not contain the text ``excluded``. Free text in a
 tag ends with the first occurrence of the tag's end; free text elsewhere goes on to the end of the answer.
 """
 
@@ -25,6 +26,7 @@ from staticllm.pipelines.generation.structured.nodes import (
     Text,
     one_of,
 )
+from staticllm.pipelines.generation.structured.plain_text import plain_text
 from staticllm.pipelines.generation.structured.qwen_xml import xml_parameters
 from staticllm.pipelines.generation.structured.regex import rust_regex
 
@@ -50,6 +52,7 @@ class StructuralTag:
             "const_string": lambda form, ends: Text(_text(form, "value")),
             "json_schema": lambda form, ends: self._schema(form),
             "qwen_xml_parameter": lambda form, ends: xml_parameters(_schema_of(form)),
+            "string": lambda form, ends: plain_text(_schema_of(form), _text(form, "excluded")),
             "any_text": self._any_text,
             "grammar": lambda form, ends: self._grammar(form),
             "regex": lambda form, ends: Pattern(rust_regex(_text(form, "pattern"))),

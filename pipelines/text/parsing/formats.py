@@ -7,10 +7,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from staticllm.pipelines.text.parsing import harmony
+from staticllm.pipelines.text.parsing import harmony, recipients
+from staticllm.pipelines.text.parsing.key_value_calls import ARG_KEY, ARG_VALUE
+from staticllm.pipelines.text.parsing.wrapped_calls import CALL, CALLS, FENCE, SEPARATOR
 
-Syntax = Literal["", "tagged", "xml", "named", "bare_json", "python", "harmony"]
-"""How calls are written: JSON between tags, a tag per parameter, ``[TOOL_CALLS]``, JSON or Python without tags, channels."""
+Syntax = Literal[
+    "", "tagged", "xml", "json_function", "key_value", "separated", "fenced", "named", "bare_json", "python", "harmony",
+    "recipients",
+]  # fmt: skip
+"""How calls are written: JSON between tags; a tag per parameter; ``<function=f>`` and JSON; a pair of tags per parameter; a name,
+a separator and JSON; a block of Python; ``[TOOL_CALLS]``; JSON or Python without tags; messages with channels or recipients."""
 
 TAGS = (
     ("<tool_call>", "</tool_call>"), ("<|tool_call|>", "<|/tool_call|>"), ("<function_call>", "</function_call>"),
@@ -18,12 +24,17 @@ TAGS = (
 )  # fmt: skip
 NAMED, ARGS = "[TOOL_CALLS]", "[ARGS]"
 FUNCTION = "<function="
+BLOCK = ("<|tool_call_start|>", "<|tool_call_end|>")
+TOOL_LIST = "<|tool_list_start|>"
+"""Shows tools to models that write calls between the markers ``BLOCK``, which need not be in their templates."""
 PYTHON_TAG, PYTHON_START, PYTHON_END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 REASONING_TAGS = (
     ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>"), ("<reasoning>", "</reasoning>"),
     ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|thought_start|>", "<|thought_end|>"),
 )  # fmt: skip
 _PYTHON_EXAMPLE = re.compile(r"\[\w+\(\w+\s*=")
+_RECIPIENT_EXAMPLE = re.compile(r">>>(all\b|\$\{recipient\})")
 _JSON_EXAMPLE = re.compile(r"""\{\s*\\?["']name\\?["']\s*:[^{}]*\\?["']parameters\\?["']\s*:""")
 
 
@@ -31,8 +42,9 @@ _JSON_EXAMPLE = re.compile(r"""\{\s*\\?["']name\\?["']\s*:[^{}]*\\?["']parameter
 class MessageFormat:
     """How an answer is written.
 
-    ``call`` and ``reasoning`` are the markers around them; "" where there is none. ``is_reasoning_open``: the prompt ends with
-    the first marker of reasoning, so the answer begins in it. ``has_args_marker``: a call is ``name[ARGS]{…}``, not JSON.
+    ``call`` and ``reasoning`` are the markers around them; "" where there is none. Those of a recipient are around its name.
+    ``is_reasoning_open``: the prompt ends with the first marker of reasoning, so the answer begins in it; ``is_call_open`` says
+    the same of a call. ``has_args_marker``: a call is ``name[ARGS]{…}``, not JSON. ``is_fenced``: JSON stands in a block.
     """
 
     syntax: Syntax = ""
@@ -40,19 +52,29 @@ class MessageFormat:
     reasoning: tuple[str, str] = ("", "")
     is_reasoning_open: bool = False
     has_args_marker: bool = False
+    is_fenced: bool = False
+    is_call_open: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
         """All markers: where they are special tokens, they must be part of the text."""
         if self.syntax == "harmony":
             return harmony.MARKERS
-        named = ("[ARGS]", "[CALL_ID]") if self.syntax == "named" else ()
-        return tuple(filter(None, (*self.call, *self.reasoning, *named)))
+        return tuple(filter(None, (*self.call, *self.reasoning, *_MORE_MARKERS.get(self.syntax, ()))))
 
     def after(self, prompt: str) -> MessageFormat:
         """Return the format of the answer to ``prompt``, a text that a chat template made."""
         begin = self.reasoning[0]
-        return replace(self, is_reasoning_open=bool(begin) and prompt.rstrip().endswith(begin))
+        is_call_open = self.syntax == "recipients" and prompt.endswith(self.call[0])
+        is_reasoning_open = bool(begin) and prompt.rstrip().endswith(begin)
+        return replace(self, is_reasoning_open=is_reasoning_open, is_call_open=is_call_open)
+
+
+_MORE_MARKERS = {
+    "named": (ARGS, "[CALL_ID]"), "key_value": (*ARG_KEY, *ARG_VALUE), "separated": (*CALL, SEPARATOR),
+    "recipients": recipients.MARKERS,
+}  # fmt: skip
+"""Markers within calls, by syntax."""
 
 
 @lru_cache(maxsize=8)
@@ -62,21 +84,34 @@ def find_format(template: str) -> MessageFormat:
         return MessageFormat("harmony")
     reasoning = next((tags for tags in REASONING_TAGS if tags[1] in template), ("", ""))
     syntax, call = _call_syntax(template)
-    return MessageFormat(syntax, call, reasoning, has_args_marker=syntax == "named" and ARGS in template)
+    return MessageFormat(
+        syntax, call, reasoning, has_args_marker=syntax == "named" and ARGS in template,
+        is_fenced=syntax in ("separated", "fenced") and FENCE in template,
+    )  # fmt: skip
 
 
 def _call_syntax(template: str) -> tuple[Syntax, tuple[str, str]]:
     tags = next((tags for tags in TAGS if tags[0] in template), ("", ""))
-    if FUNCTION in template and "<parameter=" in template:
-        return "xml", tags
-    if NAMED in template:
-        return "named", (NAMED, "")
-    if tags[0]:
-        return "tagged", tags
-    if PYTHON_START in template or _PYTHON_EXAMPLE.search(template):
-        return "python", (PYTHON_START, PYTHON_END) if PYTHON_START in template else ("", "")
-    if PYTHON_TAG in template or _JSON_EXAMPLE.search(template):
-        return "bare_json", (PYTHON_TAG if PYTHON_TAG in template else "", "")
+    has_list = BLOCK[0] in template or TOOL_LIST in template
+    python = (PYTHON_START, PYTHON_END) if PYTHON_START in template else ("", "")
+    known: tuple[tuple[object, Syntax, tuple[str, str]], ...] = (
+        (ARG_KEY[0] in template and ARG_VALUE[0] in template, "key_value", tags if tags[0] else TAGS[0]),
+        (CALL[0] in template, "separated", CALLS),
+        (has_list and f"{FENCE}python" in template, "fenced", BLOCK),
+        (has_list, "python", BLOCK),
+        (FUNCTION in template and "<parameter=" in template, "xml", tags),
+        (FUNCTION in template, "json_function", (FUNCTION, "")),
+        (all(marker in template for marker in recipients.MARKERS), "recipients", recipients.TAGGED),
+        (_RECIPIENT_EXAMPLE.search(template), "recipients", recipients.ARROWS),
+        (NAMED in template, "named", (NAMED, "")),
+        (tags[0], "tagged", tags),
+        (python[0] or _PYTHON_EXAMPLE.search(template), "python", python),
+        (PYTHON_TAG in template, "bare_json", (PYTHON_TAG, "")),
+        (_JSON_EXAMPLE.search(template), "bare_json", ("", "")),
+    )  # the first that is shown: later ones are parts of some of those before
+    for is_shown, syntax, markers in known:
+        if is_shown:
+            return syntax, markers
     return "", ("", "")
 
 

@@ -10,10 +10,22 @@ from staticllm.pipelines.text.parsing.events import Event
 from staticllm.pipelines.text.parsing.formats import FUNCTION, MessageFormat
 from staticllm.pipelines.text.parsing.harmony import take_harmony
 from staticllm.pipelines.text.parsing.json_calls import take_bare_objects, take_call_objects, take_named_calls
+from staticllm.pipelines.text.parsing.key_value_calls import take_key_value_call
 from staticllm.pipelines.text.parsing.output import Output, new_call_id
 from staticllm.pipelines.text.parsing.python_calls import take_python_calls
+from staticllm.pipelines.text.parsing.recipients import take_recipients
 from staticllm.pipelines.text.parsing.source import MalformedError, Source, Steps
-from staticllm.pipelines.text.parsing.xml_calls import Types, take_xml_call
+from staticllm.pipelines.text.parsing.wrapped_calls import CALL, take_fenced_calls, take_separated_calls
+from staticllm.pipelines.text.parsing.xml_calls import Types, take_json_function, take_xml_call
+
+_TAKERS: dict[str, Callable[[Source, Output], Steps[None]]] = {
+    "named": take_named_calls,
+    "python": take_python_calls,
+    "fenced": take_fenced_calls,
+    "bare_json": take_bare_objects,
+    "separated": take_separated_calls,
+}
+"""What takes the calls after a marker, by syntax; JSON between tags in all others."""
 
 
 class MessageParser:
@@ -38,7 +50,7 @@ class MessageParser:
         self._format = format
         self._types = {str(function["name"]): _types_of(function) for function in functions}
         self._source, self._output = Source(), Output(self._types, new_id)
-        self._steps = take_harmony(self._source, self._output) if format.syntax == "harmony" else self._answer()
+        self._steps = self._whole_answer()
         self._is_over = False
         self._advance()
 
@@ -59,12 +71,18 @@ class MessageParser:
         if not self._is_over:
             self._is_over = next(self._steps, self) is self
 
+    def _whole_answer(self) -> Steps[None]:
+        if self._format.syntax == "harmony":
+            return take_harmony(self._source, self._output)
+        if self._format.syntax == "recipients":
+            return take_recipients(self._source, self._output, self._format.call, self._format.is_call_open)
+        return self._answer()
+
     def _answer(self) -> Steps[None]:
         source, output, format = self._source, self._output, self._format
         begin_reasoning, _ = format.reasoning
         markers = [marker for marker in (begin_reasoning, format.call[0]) if marker]
-        if format.syntax == "xml":
-            markers.append(FUNCTION)
+        markers += {"xml": [FUNCTION], "separated": [CALL[0]]}.get(format.syntax, [])
         if format.is_reasoning_open:
             yield from source.skip_space()
             yield from source.skip(begin_reasoning)  # some models write it once more
@@ -100,17 +118,24 @@ class MessageParser:
 
     def _calls(self, marker: str) -> Steps[None]:
         source, output, syntax = self._source, self._output, self._format.syntax
-        if marker == FUNCTION:
+        if syntax in ("xml", "json_function", "key_value"):
+            yield from self._tagged_call(marker)
+        elif syntax in _TAKERS:
+            yield from _TAKERS[syntax](source, output)
+        else:
+            yield from take_call_objects(source, output)
+
+    def _tagged_call(self, marker: str) -> Steps[None]:
+        source, output, syntax = self._source, self._output, self._format.syntax
+        if syntax == "json_function":
+            yield from take_json_function(source, output)
+        elif syntax == "key_value":
+            yield from take_key_value_call(source, output, self._types, self._format.call[1])
+        elif marker == FUNCTION:
             yield from take_xml_call(source, output, self._types)
-        elif syntax == "xml" and (yield from source.skip_space()) == "<":
+        elif (yield from source.skip_space()) == "<":
             yield from source.expect(FUNCTION)
             yield from take_xml_call(source, output, self._types)
-        elif syntax == "named":
-            yield from take_named_calls(source, output)
-        elif syntax == "python":
-            yield from take_python_calls(source, output)
-        elif syntax == "bare_json":
-            yield from take_bare_objects(source, output)
         else:
             yield from take_call_objects(source, output)
 

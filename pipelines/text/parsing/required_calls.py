@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,7 +12,10 @@ from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.extra_options import ToolOptions, function_of
 from staticllm.pipelines.generation.options import GenerationOptions
 from staticllm.pipelines.generation.structured.grammar import Grammar
+from staticllm.pipelines.generation.structured.plain_text import STRING_KEYWORDS
 from staticllm.pipelines.text.parsing.formats import ARGS, FUNCTION, MessageFormat
+from staticllm.pipelines.text.parsing.key_value_calls import ARG_KEY, ARG_VALUE
+from staticllm.pipelines.text.parsing.wrapped_calls import CALL, FENCE, SEPARATOR
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -39,6 +42,14 @@ class FreeText:
 
 
 @dataclass(frozen=True)
+class LimitedText:
+    """Text that satisfies the keywords of a JSON schema for strings, and does not contain ``excluded``."""
+
+    schema: Mapping[str, Any]
+    excluded: str
+
+
+@dataclass(frozen=True)
 class OneText:
     """One of several texts."""
 
@@ -49,10 +60,10 @@ class OneText:
 class OptionalParts:
     """Parts that may be there or not."""
 
-    parts: tuple[Text | Json | FreeText | OneText, ...]
+    parts: tuple[Text | Json | FreeText | LimitedText | OneText, ...]
 
 
-Part: TypeAlias = Text | Json | FreeText | OneText | OptionalParts
+Part: TypeAlias = Text | Json | FreeText | LimitedText | OneText | OptionalParts
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,9 @@ def _elements(parts: Sequence[Part]) -> list[dict[str, Any]]:
             elements.append({"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end})
         elif isinstance(part, Json):
             elements.append({"type": "json_schema", "json_schema": dict(part.schema)})
+        elif isinstance(part, LimitedText):
+            limits = {name: part.schema[name] for name in STRING_KEYWORDS if name in part.schema}
+            elements.append({"type": "string", "json_schema": limits, "excluded": part.excluded})
         elif isinstance(part, OneText):
             texts = [{"type": "const_string", "value": text} for text in part.texts]
             elements.append(texts[0] if len(texts) == 1 else {"type": "or", "elements": texts})
@@ -135,7 +149,6 @@ def grammar_of_calls(format: MessageFormat | None, options: GenerationOptions) -
         name
         for name, is_asked in (
             ("a grammar", options.grammar is not None),
-            ("num_beams", options.beams is not None),
             ("ignore_eos", not options.stop_token_ids),
         )
         if is_asked
@@ -148,15 +161,22 @@ def grammar_of_calls(format: MessageFormat | None, options: GenerationOptions) -
 
 _NAMES = {
     "python": re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII),
+    "fenced": re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII),
     "xml": re.compile(r"[!-=?-~]+"),
+    "json_function": re.compile(r"[!-=?-~]+"),
+    "key_value": re.compile(r"[!-;=?-z|~]+"),
+    "separated": re.compile(r"[!-;=-~]+"),
+    "recipients": re.compile(r"[!-~]+"),
     "harmony": re.compile(r"[\w.-]+", re.ASCII),
 }
 """The names of functions and parameters that can be written in a syntax; all in those that are not listed."""
+_WITH_PARAMETERS = ("python", "fenced", "xml", "key_value")
+"""Syntaxes in which parameters are no part of a JSON object."""
 
 
 def _check_names(syntax: str, name: str, schema: Mapping[str, Any]) -> None:
     known = _NAMES.get(syntax)
-    parameters = schema.get("properties", {}) if syntax in ("python", "xml") else {}
+    parameters = schema.get("properties", {}) if syntax in _WITH_PARAMETERS else {}
     for each in (name, *(parameters if isinstance(parameters, Mapping) else ())):
         if known is not None and not known.fullmatch(str(each)):
             raise GenerationConfigError(
@@ -170,26 +190,57 @@ def _call(format: MessageFormat, name: str, parameters: object) -> tuple[Part, .
     _check_names(format.syntax, name, schema)
     if format.syntax == "xml":
         return _xml_call(format.call, name, schema)
-    if format.syntax == "python":
-        return _python_call(format.call, name, schema)
+    if format.syntax == "key_value":
+        return _key_value_call(format.call, name, schema)
+    if format.syntax in ("python", "fenced"):
+        return _python_call(format, name, schema)
+    before, after = _around_json(format, name)
+    return (Text(before), Json(schema), Text(after)) if after else (Text(before), Json(schema))
+
+
+def _around_json(format: MessageFormat, name: str) -> tuple[str, str]:
+    """Return what stands before and after the arguments where they are one JSON object."""
     (begin, end), quoted = format.call, f'{{"name": {json.dumps(name)}, '
+    if format.syntax == "separated":
+        before = f"function{SEPARATOR}{name}\n{FENCE}json\n" if format.is_fenced else f"{name}{SEPARATOR}"
+        return f"{begin}{CALL[0]}{before}", f"\n{FENCE}{CALL[1]}{end}" if format.is_fenced else f"{CALL[1]}{end}"
     wrappers = {
         "tagged": (f'{begin}\n{quoted}"arguments": ', f"}}\n{end}"),
         "bare_json": (f'{quoted}"parameters": ', "}"),
         "named": (f"{begin}{name}{ARGS}", "") if format.has_args_marker else (f'{begin}[{quoted}"arguments": ', "}]"),
+        "json_function": (f"{FUNCTION}{name}>", "</function>"),
+        "recipients": (f"{'' if format.is_call_open else begin}{name}{end}", ""),
         "harmony": (f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "<|call|>"),
     }
-    before, after = wrappers[format.syntax]
-    return (Text(before), Json(schema), Text(after)) if after else (Text(before), Json(schema))
+    return wrappers[format.syntax]
 
 
 def _xml_call(tags: tuple[str, str], name: str, schema: Mapping[str, Any]) -> tuple[Part, ...]:
-    inner = [part for member in _members(schema) for part in _xml_parts(*member)]
+    inner = _tagged_members(schema, lambda key: (f"<parameter={key}>\n", "\n", "</parameter>\n"))
     opening, closing = (f"{tags[0]}\n", f"\n{tags[1]}") if tags[0] else ("", "")
     return Text(f"{opening}{FUNCTION}{name}>\n"), *inner, Text(f"</function>{closing}")
 
 
-def _python_call(markers: tuple[str, str], name: str, schema: Mapping[str, Any]) -> tuple[Part, ...]:
+def _key_value_call(tags: tuple[str, str], name: str, schema: Mapping[str, Any]) -> tuple[Part, ...]:
+    (key_begin, key_end), (begin, end) = ARG_KEY, ARG_VALUE
+    inner = _tagged_members(schema, lambda key: (f"{key_begin}{key}{key_end}\n{begin}", "", f"{end}\n"))
+    return Text(f"{tags[0]}{name}\n"), *inner, Text(tags[1])
+
+
+def _tagged_members(schema: Mapping[str, Any], tags_of: Callable[[str], tuple[str, str, str]]) -> list[Part]:
+    """Return the parameters with tags: the one before a value, the layout after it, and the tag that ends it."""
+    found: list[Part] = []
+    for key, value, is_required in _members(schema):
+        begin, layout, end = tags_of(key)
+        parts = (Text(begin), _plain_value(value, layout, end.strip()), Text(layout + end))
+        found += parts if is_required else (OptionalParts(parts),)
+    return found
+
+
+def _python_call(format: MessageFormat, name: str, schema: Mapping[str, Any]) -> tuple[Part, ...]:
+    begin, end = (f"{format.call[0]}[", f"]{format.call[1]}")
+    if format.syntax == "fenced":
+        begin, end = f"{format.call[0]}\n{FENCE}python\n", f"\n{FENCE}\n{format.call[1]}"
     arguments: list[Part] = []
     for key, value, is_required in _members(schema):
         comma = ", " if arguments else ""
@@ -198,7 +249,7 @@ def _python_call(markers: tuple[str, str], name: str, schema: Mapping[str, Any])
             arguments += parts
         elif arguments:  # an optional first argument would leave the comma open
             arguments.append(OptionalParts(parts))
-    return Text(f"{markers[0]}[{name}("), *arguments, Text(f")]{markers[1]}")
+    return Text(f"{begin}{name}("), *arguments, Text(f"){end}")
 
 
 def _members(schema: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any], bool]]:
@@ -213,16 +264,11 @@ def _members(schema: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any]
         yield key, {**shared, **value} if isinstance(value, Mapping) else {}, key in required
 
 
-def _xml_parts(key: str, schema: Mapping[str, Any], is_required: bool) -> tuple[Part, ...]:
-    parts = (Text(f"<parameter={key}>\n"), _xml_value(schema), Text("\n</parameter>\n"))
-    return parts if is_required else (OptionalParts(parts),)
-
-
-def _xml_value(schema: Mapping[str, Any]) -> Json | FreeText | OneText:
-    """Return a value: strings are written without quotes, as ``take_xml_call`` reads them, and all else is JSON."""
+def _plain_value(schema: Mapping[str, Any], layout: str, end: str) -> Json | FreeText | LimitedText | OneText:
+    """Return a value before ``layout`` and the tag ``end``: strings have no quotes, and all else is JSON."""
     if schema.get("type") != "string":
         return Json(schema)
     texts = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        return FreeText("\n</parameter>")
-    return OneText(tuple(texts))
+    if isinstance(texts, list) and all(isinstance(text, str) and text for text in texts):
+        return OneText(tuple(texts))
+    return LimitedText(schema, end) if set(schema) & set(STRING_KEYWORDS) else FreeText(layout + end)

@@ -95,7 +95,8 @@ class Source:
         """Take and return the characters before one of ``ends``, which is not taken.
 
         Raises:
-            MalformedError: the text ends before, or the word has a line break or more than ``most`` characters.
+            MalformedError: the text ends before, or the word has a line break (unless that is an end) or more than ``most``
+                characters.
         """
         chars: list[str] = []
         while (char := (yield from self.peek())) not in ends or not char:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from staticllm.pipelines.text.parsing.json_text import take_json
 from staticllm.pipelines.text.parsing.output import Output
 from staticllm.pipelines.text.parsing.source import MalformedError, Source, Steps
 
@@ -40,25 +41,33 @@ def take_xml_call(source: Source, output: Output, functions: Mapping[str, Types]
         seen.add(key)
         output.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
         before = ", "
-        yield from _take_value(source, output, types.get(key, {}))
+        yield from take_parameter_value(source, output, types.get(key, {}), "</parameter>", has_line_breaks=True)
     output.arguments("}" if seen else "{}")
     output.end_call()
     source.mark()
 
 
-def _take_value(source: Source, output: Output, schema: Mapping[str, Any]) -> Steps[None]:
-    trimmed = _Trimmed()
+def take_parameter_value(
+    source: Source, output: Output, schema: Mapping[str, Any], end: str, *, has_line_breaks: bool = False
+) -> Steps[None]:
+    """Take a value and the tag ``end`` behind it, and write it as JSON.
+
+    Values of type string are written as they come; others when they are complete: as they are if they are JSON, else as a
+    string. ``has_line_breaks``: one line break at each end is layout.
+
+    Raises:
+        MalformedError: the end is missing.
+    """
+    push = _Trimmed().push if has_line_breaks else str
     if schema.get("type") == "string":
         output.arguments('"')
-        end = yield from source.text_until(
-            ("</parameter>",), lambda text: output.arguments(_escaped(trimmed.push(text)))
-        )
+        found = yield from source.text_until((end,), lambda text: output.arguments(_escaped(push(text))))
         output.arguments('"')
     else:
         pieces: list[str] = []
-        end = yield from source.text_until(("</parameter>",), lambda text: pieces.append(trimmed.push(text)))
+        found = yield from source.text_until((end,), lambda text: pieces.append(push(text)))
         output.arguments(value_as_json("".join(pieces)))
-    if not end:
+    if not found:
         raise MalformedError("a parameter without an end")
 
 
@@ -88,3 +97,23 @@ def value_as_json(text: str) -> str:
         return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
+
+
+def take_json_function(source: Source, output: Output) -> Steps[None]:
+    """Take what follows ``<function=`` where the arguments are JSON: ``name>{…}</function>``.
+
+    Raises:
+        MalformedError: it is no call.
+    """
+    name = (yield from source.word(">")).strip()
+    if not name:
+        raise MalformedError("a call without a name")
+    source.take()
+    output.begin_call(name)
+    if (yield from source.skip_space()) != "{":
+        raise MalformedError("arguments that are no object")
+    yield from take_json(source, output.arguments)
+    yield from source.skip_space()
+    yield from source.expect("</function>")
+    output.end_call()
+    source.mark()

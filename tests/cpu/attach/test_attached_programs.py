@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from lora_files import Lora
 
 from staticllm import demo_model_path
 from staticllm.cli.attach.launcher import attached_environment
@@ -304,6 +305,38 @@ def test_a_genai_program_has_its_engine_in_the_daemon(environment):
     assert (native.pop("class"), attached.pop("class")) == ("LLMPipeline", "StaticLLMPipeline")
     assert attached == native
     assert native["is"]
+
+
+MORE_GENAI = """
+import json, sys
+from openvino_genai import Adapter, AdapterConfig, LLMPipeline, draft_model
+import openvino_genai as genai
+assert "staticllm.pipelines" not in sys.modules
+path, order, loras = sys.argv[1], sys.argv[2], sys.argv[3:]
+exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+if order == "pipeline":
+    LLMPipeline(path, "CPU", **exact)
+options = {"max_new_tokens": 12, "ignore_eos": True, "apply_chat_template": False}
+adapters = [Adapter(lora) for lora in loras]
+pipe = LLMPipeline(path, "CPU", adapters=AdapterConfig(adapters), **exact)
+found = [pipe.generate("What is an NPU?", adapters=AdapterConfig(adapters[0], alpha), **options) for alpha in (1.0, 0.25)]
+drafted = LLMPipeline(path, "CPU", draft_model=draft_model(path, "CPU", **exact), ATTENTION_BACKEND="PA", **exact)
+found.append(drafted.generate("What is an NPU?", num_assistant_tokens=3, **options))
+print(json.dumps([type(pipe).__name__, type(drafted).__name__, *map(str, found)]))
+"""
+
+
+@pytest.mark.parametrize("order", ["adapters", "pipeline"])
+def test_a_genai_program_has_its_adapters_and_its_draft_model_in_the_daemon(environment, order, tmp_path):
+    loras = [Lora(demo_model_path(), ("q_proj", "down_proj"), seed=seed).save(tmp_path / str(seed)) for seed in (1, 2)]
+    files = [folder / "adapter_model.safetensors" for folder in loras]
+    native, attached = (
+        last_json(run(environment, "-c", MORE_GENAI, demo_model_path(), order, *files, mode=mode))
+        for mode in ("off", "require")
+    )
+    assert native[:2] == ["LLMPipeline"] * 2
+    assert attached == ["StaticLLMPipeline"] * 2 + native[2:]
+    assert native[2] != native[3]
 
 
 def test_a_genai_model_that_the_daemon_does_not_take_runs_natively(environment, tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
-from adapter_models import COUNT, TARGETS, Models, answer, config_of
+from adapter_models import COUNT, answer, config_of
 from helpers import PROMPT, SHORT, one_line
 from lora_files import PREFIX, Lora, safetensors_bytes
 
@@ -24,34 +24,6 @@ from staticllm import (
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.testing import fake_answer
 from staticllm.testing.pipeline import fake_pipeline
-
-
-@pytest.fixture(scope="module")
-def models_of(model_path, tmp_path_factory):
-    known = {}
-
-    def models(name):
-        if name not in known:
-            known[name] = Models(model_path(name), TARGETS[name], tmp_path_factory.mktemp(name))
-        return known[name]
-
-    return models
-
-
-@pytest.fixture(scope="module")
-def llama(models_of):
-    return models_of("llama")
-
-
-@pytest.fixture(scope="module")
-def handles(llama):
-    return [Adapter(path) for path in llama.files()]
-
-
-@pytest.fixture(scope="module")
-def pipe(llama, handles):
-    with StaticLLMPipeline(llama.path, "CPU", adapters=AdapterConfig(handles), **SHORT) as pipe:
-        yield pipe
 
 
 @pytest.mark.parametrize("mode", ["MODE_AUTO", "MODE_DYNAMIC", "MODE_STATIC_RANK", "MODE_STATIC"])
@@ -85,7 +57,7 @@ def test_genais_own_objects_are_taken(llama):
         assert answer(pipe) == llama.tokens(1.0, 0.0)
 
 
-def test_mistakes_with_requests_get_one_line(pipe, llama, handles, tmp_path):
+def test_mistakes_with_requests_get_one_line(adapted_pipe, llama, handles, tmp_path):
     stranger = Adapter(Lora(llama.path, ("q_proj",), seed=5).save(tmp_path / "stranger"))
     gone = tmp_path / "gone.safetensors"
     shutil.copyfile(llama.files()[0], gone)
@@ -101,9 +73,9 @@ def test_mistakes_with_requests_get_one_line(pipe, llama, handles, tmp_path):
         (AdapterConfig(Adapter.__mro__[1]()), AdapterError),
     ):
         with pytest.raises(kind) as caught:
-            answer(pipe, value)
+            answer(adapted_pipe, value)
         one_line(caught)
-    assert answer(pipe, AdapterConfig(handles[0])) == llama.tokens(1.0, 0.0)
+    assert answer(adapted_pipe, AdapterConfig(handles[0])) == llama.tokens(1.0, 0.0)
     with StaticLLMPipeline(llama.path, "CPU", **SHORT) as plain:
         with pytest.raises(AdapterError, match="without adapters") as caught:
             answer(plain, AdapterConfig(handles[0]))
@@ -133,12 +105,6 @@ def test_adapters_that_do_not_fit_the_model_get_one_line(llama, tmp_path):
         with pytest.raises(AdapterError, match=message) as caught:
             StaticLLMPipeline(llama.path, "CPU", adapters=AdapterConfig(handles), **SHORT)
         one_line(caught)
-
-
-def test_adapters_do_not_go_to_the_daemon(llama, handles):
-    with pytest.raises(ConfigError, match="daemon") as caught:
-        StaticLLMPipeline(llama.path, "CPU", adapters=AdapterConfig(handles[0]), daemon=True)
-    one_line(caught)
 
 
 def test_programs_without_adapters_have_none_of_their_inputs(llama):
@@ -180,18 +146,18 @@ def merged_pipe(llama):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_of_generating_keeps_its_adapters(way, pipe, merged_pipe, handles):
+def test_every_way_of_generating_keeps_its_adapters(way, adapted_pipe, merged_pipe, handles):
     """Beside other requests with other adapters, and compared with a pipeline of merged weights."""
     prompt, options = (
         np.array([*PROMPT[:9], *PROMPT[:9], *PROMPT[:4]]),
         {"max_new_tokens": 16, "ignore_eos": True, **WAYS[way]},
     )
-    other = pipe.submit(prompt, adapters=AdapterConfig(handles[0]), max_new_tokens=40, ignore_eos=True)
-    found = pipe.generate(prompt, adapters=config_of(handles, (0.5, 1.0)), **options)
+    other = adapted_pipe.submit(prompt, adapters=AdapterConfig(handles[0]), max_new_tokens=40, ignore_eos=True)
+    found = adapted_pipe.generate(prompt, adapters=config_of(handles, (0.5, 1.0)), **options)
     other.result()
     expected = merged_pipe.generate(prompt, **options)
     assert found.tokens == expected.tokens
-    assert found.tokens != pipe.generate(prompt, adapters=AdapterConfig(), **options).tokens
+    assert found.tokens != adapted_pipe.generate(prompt, adapters=AdapterConfig(), **options).tokens
 
 
 def test_a_draft_model_has_no_adapters_and_guesses_all_the_same(llama, handles):

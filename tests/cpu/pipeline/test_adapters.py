@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import openvino as ov
 import pytest
-from adapter_models import COUNT, TARGETS, Models, answer, config_of
+from adapter_models import COUNT, TARGETS, answer, config_of
 from helpers import PROMPT, SHORT, one_line
 from lora_files import Lora, merged_model
 
@@ -32,34 +32,6 @@ NAMES = [
     "qwen2",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_neox", "lfm2")),
 ]
-
-
-@pytest.fixture(scope="module")
-def models_of(model_path, tmp_path_factory):
-    known = {}
-
-    def models(name):
-        if name not in known:
-            known[name] = Models(model_path(name), TARGETS[name], tmp_path_factory.mktemp(name))
-        return known[name]
-
-    return models
-
-
-@pytest.fixture(scope="module")
-def llama(models_of):
-    return models_of("llama")
-
-
-@pytest.fixture(scope="module")
-def handles(llama):
-    return [Adapter(path) for path in llama.files()]
-
-
-@pytest.fixture(scope="module")
-def pipe(llama, handles):
-    with StaticLLMPipeline(llama.path, "CPU", adapters=AdapterConfig(handles), **SHORT) as pipe:
-        yield pipe
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -167,10 +139,10 @@ def test_requests_with_different_adapters_share_calls(policy, llama, handles):
     assert policy == "decode_first" or any(step.swapped or step.preempted for step in trace.steps)
 
 
-def test_neighbours_with_adapters_do_not_change_a_row(pipe, llama):
+def test_neighbours_with_adapters_do_not_change_a_row(adapted_pipe, llama):
     """At one program shape, a row without adapters is bit-identical to what it is beside rows with adapters."""
-    runner = pipe.engine.runner
-    alone, beside = (logits_beside(pipe, factors) for factors in ((), (3.0, 2.0)))
+    runner = adapted_pipe.engine.runner
+    alone, beside = (logits_beside(adapted_pipe, factors) for factors in ((), (3.0, 2.0)))
     assert np.array_equal(alone, beside)
     assert runner.cache.slots.num_used == 0
 
@@ -194,16 +166,16 @@ def logits_beside(pipe, factors):
     return pipe.engine.run_between_steps(run)
 
 
-def test_prefixes_are_shared_only_among_the_same_adapters(pipe, llama, handles):
+def test_prefixes_are_shared_only_among_the_same_adapters(adapted_pipe, llama, handles):
     prompt = list(range(100, 148))
     for factors in ((1.0, 0.0), (), (0.5, 0.0), (1.0, 0.0), ()):
         expected = llama.tokens(*factors, prompt=prompt)
-        handle = pipe.submit(
+        handle = adapted_pipe.submit(
             np.array(prompt), adapters=config_of(handles, factors), max_new_tokens=COUNT, ignore_eos=True
         )
         assert list(handle.result().tokens[0]) == expected
     cached = [
-        pipe.generate(np.array(prompt), adapters=config_of(handles, factors), max_new_tokens=1)
+        adapted_pipe.generate(np.array(prompt), adapters=config_of(handles, factors), max_new_tokens=1)
         for factors in ((1.0, 0.0), (0.125, 0.0))
     ]
     assert [each.perf_metrics.get_num_cached_tokens() > 0 for each in cached] == [True, False]

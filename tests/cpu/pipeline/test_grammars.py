@@ -282,3 +282,33 @@ def test_the_daemon_compiles_grammars_too(monkeypatch, tmp_path, pipe):
             pytest.raises(GenerationConfigError, match="daemon=True"),
         ):
             remote.generate("Hello", choice=["yes"])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beam_groups": 2, "diversity_penalty": 0.5}, {"stop_criteria": "never"}])
+def test_beams_keep_a_grammar_alone_and_beside_others(pipe, options):
+    asked = {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 60, "regex": "[a-d]{2}-[0-9]{1,3}", **options}
+    other = pipe.submit("Hello", json_schema=CITIES, max_new_tokens=200, rng_seed=1, **WILD)
+    result = pipe.generate(["Hello"], **asked)
+    check(CITIES, other.result())
+    assert all(re.fullmatch("[a-d]{2}-[0-9]{1,3}", text) for text in result.texts)
+    assert list(result.scores) == sorted(result.scores, reverse=True)
+    again = pipe.generate(["Hello"], **asked)
+    assert (again.texts, again.scores) == (result.texts, pytest.approx(result.scores, abs=1e-4))
+    with pytest.raises(GenerationConfigError, match="num_return_sequences is 4") as error:
+        pipe.generate(["Hello"], num_beams=4, num_return_sequences=4, choice=["yes"], max_new_tokens=9)
+    assert "\n" not in str(error.value)
+
+
+def test_metrics_have_the_time_of_a_grammar(pipe):
+    result = pipe.generate(
+        ["Hello"] * 2, regex="[a-f]{5,9}x", do_sample=True, num_return_sequences=2, max_new_tokens=20
+    )
+    metrics = result.perf_metrics
+    assert len(metrics.raw_metrics.grammar_compile_times) == 2  # of each prompt
+    mean, _, least, most = metrics.get_grammar_compile_time().as_tuple()
+    assert 0 < least <= mean <= most
+    assert metrics.get_grammar_compiler_init_times()["llguidance"] > 0
+    free = pipe.generate(["Hello"], max_new_tokens=2).perf_metrics
+    assert free.get_grammar_compile_time().as_tuple() == (-1, -1, -1, -1)
+    assert (free + metrics).get_grammar_compile_time() == metrics.get_grammar_compile_time()
+    assert (free + metrics).get_grammar_compiler_init_times() == metrics.get_grammar_compiler_init_times()

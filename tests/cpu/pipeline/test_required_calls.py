@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 
 import openvino_genai as genai
 import pytest
@@ -38,6 +39,12 @@ TEMPLATES = {
     "llama": BEGIN + '{# <|python_tag|> {"name": "f", "parameters": {}} #}',
     "pythonic": BEGIN + "{# <|python_start|> [f(x=1)] #}",
     "mistral": BEGIN + '{# [TOOL_CALLS] [{"name": "f", "arguments": {}}] #}',
+    "glm": BEGIN + "{# <tool_call>f <arg_key>x</arg_key><arg_value>1</arg_value></tool_call> #}",
+    "deepseek": BEGIN + "{# <｜tool▁call▁begin｜>function<｜tool▁sep｜>f ```json #}",
+    "deepseek31": BEGIN + "{# <｜tool▁call▁begin｜>f<｜tool▁sep｜>{} #}",
+    "minicpm": BEGIN + "{# <|tool_call_start|> ```python f() #}",
+    "functionary": BEGIN + "{# >>>all #}>>>",
+    "functionary31": BEGIN + "{# <function=f>{}</function> #}",
 }
 
 
@@ -56,9 +63,8 @@ def pipes():
 @pytest.mark.parametrize("seed", range(1, 4))
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_required_call_satisfies_a_schema(pipes, name, seed):
-    tools = TOOLS[1:] if name == "xml" else TOOLS  # a text of the XML format ends where the model ends it
     result = pipes[name].generate(
-        "How is the weather?", tools=tools, tool_choice="required", do_sample=True, temperature=1.5, rng_seed=seed,
+        "How is the weather?", tools=TOOLS, tool_choice="required", do_sample=True, temperature=1.5, rng_seed=seed,
         max_new_tokens=300,
     )  # fmt: skip
     calls = result.tool_calls[0]
@@ -81,7 +87,6 @@ def test_a_named_function_is_called(pipes, name):
     "options, message",
     [
         ({"regex": "a"}, "tool_choice='required' with a grammar"),
-        ({"num_beams": 2}, "tool_choice='required' with num_beams"),
         ({"ignore_eos": True}, "tool_choice='required' with ignore_eos"),
         ({"parse_tools": False}, "tool_choice='required' with parse_tools=False"),
     ],
@@ -91,9 +96,9 @@ def test_contradictions_get_one_line(pipes, options, message):
         pipes["hermes"].generate("Hello", tools=TOOLS, tool_choice="required", max_new_tokens=99, **options)
 
 
-def call_of(pipe, parameters):
+def call_of(pipe, parameters, **options):
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    result = pipe.generate("Call.", tools=tools, tool_choice="required", max_new_tokens=80)
+    result = pipe.generate("Call.", tools=tools, tool_choice="required", max_new_tokens=250, **options)
     assert [str(reason) for reason in result.finish_reasons] == ["tool_call"]
     (call,) = result.tool_calls[0]
     return json.loads(call.arguments)
@@ -115,6 +120,45 @@ def test_arguments_are_one_of_the_texts_that_a_schema_lists(pipes, name, value):
         "$defs": {"unit": {"enum": ["metric", "imperial"]}},
     }  # fmt: skip
     jsonschema.validate(call_of(pipes[name], parameters), parameters)
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("name", ["xml", "glm", "hermes"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "string", "pattern": "^[a-z]{2,4}$"},
+        {"type": "string", "pattern": "[0-9]{2}", "maxLength": 6},
+        {"type": "string", "pattern": "^a|b$", "minLength": 2, "maxLength": 5},
+        {"type": "string", "minLength": 3, "maxLength": 5},
+        {"type": "string", "format": "date"},
+        {"type": "string", "format": "uuid"},
+        {"type": "string", "format": "hat-size", "maxLength": 4},
+    ],
+)
+def test_texts_without_quotes_satisfy_their_keywords_too(pipes, name, value, seed):
+    parameters = {"type": "object", "properties": {"unit": value}, "required": ["unit"]}
+    found = call_of(pipes[name], parameters, do_sample=True, temperature=1.5, rng_seed=seed)
+    jsonschema.validate(found, parameters, format_checker=jsonschema.FormatChecker(["date"]))
+    if value.get("format") == "uuid":
+        uuid.UUID(found["unit"])
+
+
+@pytest.mark.parametrize("name", ["xml", "glm"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"pattern": "("}, {"pattern": "a\\bc"}, {"pattern": 5}, {"minLength": 3, "maxLength": 2}, {"minLength": "3"},
+        {"maxLength": -1}, {"pattern": "^a{3}$", "maxLength": 2},
+    ],
+)  # fmt: skip
+def test_keywords_that_nothing_satisfies_get_one_line(pipes, name, value):
+    with pytest.raises(GenerationConfigError) as caught:
+        call_of(
+            pipes[name], {"type": "object", "properties": {"unit": {"type": "string", **value}}, "required": ["unit"]}
+        )
+    assert "\n" not in str(caught.value)
+    assert str(pipes[name].generate("Hello", max_new_tokens=2))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -269,5 +269,3 @@ def test_impossible_draft_models_are_one_line_errors(zoo):
         StaticLLMPipeline(zoo / "llama", "CPU", draft_model=staticllm.draft_model(zoo / "nothing"))
     with pytest.raises(ConfigError, match="unknown property 'MAX_PROMT_LEN'"):
         StaticLLMPipeline(zoo / "llama", "CPU", draft_model=staticllm.draft_model(zoo / "llama", MAX_PROMT_LEN=3))
-    with pytest.raises(ConfigError, match="daemon"):
-        StaticLLMPipeline(zoo / "llama", "CPU", draft_model=staticllm.draft_model(zoo / "llama"), daemon=True)

@@ -5,7 +5,7 @@ import math
 import re
 
 import pytest
-from grammars import END, WORDS, encode, small_vocabulary
+from grammars import END, OTHER_SPECIAL, WORDS, compiler_of, encode, small_vocabulary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick import examples
@@ -49,10 +49,11 @@ def test_regexes_become_those_of_rust(pattern, expected):
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("(^a|b)", "has '\\^' within it"),
-        (r"\bword", "matches a place and not a character"),
-        ("[abc", "not closed"),
-        ("a\\", "single backslash"),
+        ("(^a|b)", "has '\\^' within it, at position 1"),
+        ("x|y(a$b)", "has '\\$' within it, at position 5"),
+        (r"\bword", "at position 0: it matches a place and not a character"),
+        ("(a|b)[abc", "at position 5: it is not closed"),
+        ("a\\", "single backslash within it, at position 1"),
     ],
 )
 def test_impossible_regexes_are_one_line_errors(pattern, message):
@@ -277,3 +278,20 @@ def test_pieces_of_sentencepiece_become_bytes(monkeypatch):
 def test_the_test_vocabulary_encodes_exactly():
     for text in ("the name", '{"age": 12}', "日本é", "".join(WORDS)):
         assert b"".join(VOCABULARY.tokens[id] for id in encode(text)) == text.encode()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("ab(c", "missing \\), unterminated subpattern at position 2 of 'ab\\(c'"),
+        ("[a-\nz]\n[z-a]", r"bad character range a-\\n at position 1"),
+        ("a(?=b)c", "look-around.* is not supported: '\\(\\?=' at position 1"),
+        (r"(a)b\1", "backreferences are not supported: .* at position 4"),
+        ("a{3,2}", "min repeat greater than max repeat at position 2"),
+    ],
+)
+def test_errors_of_a_regex_have_a_reason_and_a_position(pattern, message):
+    pytest.importorskip("llguidance")
+    with pytest.raises(GenerationConfigError, match=message) as error:
+        compiler_of().matcher(Grammar("regex", pattern), OTHER_SPECIAL + 1)
+    assert "\n" not in str(error.value)

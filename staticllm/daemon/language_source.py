@@ -1,0 +1,181 @@
+"""Where a language model of a client comes from: its files, devices, adapters and draft model, and what makes two the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from staticllm.adapters.adapter_set import AdapterSet
+from staticllm.adapters.lora import FILE, LoraAdapter, read_adapter
+from staticllm.config import StaticLLMConfig
+from staticllm.errors import AdapterError, ModelError
+from staticllm.model_dir import MODEL_XML, weights_of, weights_size
+from staticllm.pipelines.model_loader.arguments import Candidate
+from staticllm.pipelines.model_loader.draft_source import DraftSource
+from staticllm.pipelines.remote.request_checks import MAX_SCALE
+from staticllm.wire.messages import Message, ProtocolError, text_of
+
+MAX_ADAPTERS = 64
+MAX_PROPERTIES = 64
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """An adapter as a client names it: a file or a directory of PEFT, the digest of its numbers, and its alpha."""
+
+    path: Path
+    name: str
+    alpha: float
+
+    def read(self) -> LoraAdapter:
+        """Read the numbers.
+
+        Raises:
+            AdapterError: the file is missing, damaged or impossible, or has other numbers than the client's.
+        """
+        adapter = read_adapter(self.path)
+        if adapter.name != self.name:
+            raise AdapterError(
+                f"the adapter {str(self.path)!r} has changed since the program read it: load the model again"
+            )
+        return adapter
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the file."""
+        return (self.path / FILE if self.path.is_dir() else self.path).stat().st_size
+
+
+@dataclass(frozen=True)
+class LanguageSource:
+    """A model directory as a client names it, the devices to try, and their configs as JSON types.
+
+    ``text`` is all that the client said about it as JSON, for comparing.
+    """
+
+    directory: Path
+    candidates: tuple[Candidate, ...]
+    text: str
+    adapters: tuple[AdapterFile, ...] = ()
+    are_adapters_fused: bool = False
+    draft: DraftSource | None = None
+
+    @property
+    def xml(self) -> Path:
+        """The model's file, for logs."""
+        return self.directory / MODEL_XML
+
+    @property
+    def device(self) -> str:
+        """The devices to try, for logs."""
+        return ",".join(candidate.device for candidate in self.candidates)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the weights, of those of the draft model, and of the adapters' matrices in memory."""
+        weights = weights_size(self.directory, self.candidates[0].config.weights_path)
+        draft = 0 if self.draft is None else weights_size(self.draft.models_path)
+        factor = 1 if self.are_adapters_fused else 3  # as AdapterSet.num_bytes
+        return weights + draft + factor * sum(adapter.num_bytes for adapter in self.adapters)
+
+    def identity(self) -> tuple[object, ...]:
+        """Return a value that is equal for two sources that one engine serves.
+
+        Raises:
+            ModelError: a file is missing.
+        """
+        stamps = []
+        for path in self._files():
+            try:
+                found = path.stat()
+            except OSError as error:
+                raise ModelError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+            stamps.append((found.st_size, found.st_mtime_ns, found.st_ino))
+        return ("language model", str(self.directory), tuple(stamps), self.text)
+
+    def loadable(self) -> list[Candidate]:
+        """Return the candidates with the adapters, which are read now.
+
+        Raises:
+            AdapterError: a file is missing, damaged or impossible, or has other numbers than the client's.
+        """
+        if not self.adapters:
+            return list(self.candidates)
+        members = [(adapter.read(), adapter.alpha) for adapter in self.adapters]
+        adapters = AdapterSet.of(members, self.are_adapters_fused)
+        return [replace(each, config=replace(each.config, adapters=adapters)) for each in self.candidates]
+
+    def _files(self) -> Iterator[Path]:
+        yield self.xml
+        yield weights_of(self.directory, self.candidates[0].config.weights_path)
+        if self.draft is not None:
+            yield self.draft.models_path / MODEL_XML
+            yield weights_of(self.draft.models_path)
+
+
+def language_source_of(message: Message) -> LanguageSource:
+    """Return the checked source that a ``MODEL`` message names.
+
+    Raises:
+        ProtocolError: a field is missing or of a wrong type.
+        ConfigError: a property has an impossible value.
+    """
+    directory = _path_of(text_of(message, "directory"))
+    given, adapters, draft = (message.body.get(name) for name in ("candidates", "adapters", "draft"))
+    if not isinstance(given, list) or not 1 <= len(given) <= 8:
+        raise ProtocolError("MODEL: candidates must be a list of at most 8 devices")
+    if adapters is None:
+        adapters = {"members": [], "is_fused": False}
+    if not isinstance(adapters, dict) or type(adapters.get("is_fused")) is not bool:
+        raise ProtocolError("MODEL: adapters must have members and is_fused")
+    text = json.dumps([given, adapters, draft], sort_keys=True)
+    members = _adapter_files(adapters.get("members"))
+    return LanguageSource(directory, tuple(map(_candidate, given)), text, members, adapters["is_fused"], _draft(draft))
+
+
+def _path_of(text: str) -> Path:
+    path = Path(text)
+    if not path.is_absolute():
+        raise ProtocolError(f"MODEL: {text[:200]!r} must be an absolute path")
+    return path
+
+
+def _candidate(values: Any) -> Candidate:
+    names = {field.name for field in fields(StaticLLMConfig)} - {"adapters"}
+    if not isinstance(values, dict) or not isinstance(values.get("config"), dict):
+        raise ProtocolError("MODEL: a candidate must have a device and a config")
+    config, device = {**values["config"]}, values.get("device")
+    if config.pop("adapters", None) is not None or not isinstance(device, str) or not set(config) <= names:
+        raise ProtocolError(f"MODEL: a candidate on {device!r} with the fields {sorted(set(values['config']) - names)}")
+    explicit = values.get("explicit", [])
+    if not isinstance(explicit, list) or not set(map(str, explicit)) <= names | {"adapters"}:
+        raise ProtocolError("MODEL: explicit must be a list of fields of the config")
+    return Candidate(device, StaticLLMConfig(**config), frozenset(explicit))
+
+
+def _adapter_files(values: Any) -> tuple[AdapterFile, ...]:
+    if not isinstance(values, list) or len(values) > MAX_ADAPTERS:
+        raise ProtocolError(f"MODEL: adapters must have a list of at most {MAX_ADAPTERS} members")
+    found = []
+    for value in values:
+        if not isinstance(value, list) or len(value) != 3 or not all(isinstance(text, str) for text in value[:2]):
+            raise ProtocolError("MODEL: an adapter must have a path, a name and an alpha")
+        path, name, alpha = value
+        if type(alpha) not in (int, float) or not abs(alpha) <= MAX_SCALE:
+            raise ProtocolError(f"MODEL: the alpha {alpha!r:.40} of an adapter must be a number up to {MAX_SCALE:g}")
+        found.append(AdapterFile(_path_of(path), name, float(alpha)))
+    return tuple(found)
+
+
+def _draft(values: Any) -> DraftSource | None:
+    if values is None:
+        return None
+    if not isinstance(values, dict) or not isinstance(values.get("properties"), Mapping):
+        raise ProtocolError("MODEL: a draft must have a directory, a device and properties")
+    directory, device, properties = values.get("directory"), values.get("device"), values["properties"]
+    if not isinstance(directory, str) or not isinstance(device, str) or len(properties) > MAX_PROPERTIES:
+        raise ProtocolError("MODEL: a draft must have a directory, a device and properties")
+    return DraftSource(_path_of(directory), device, properties)

@@ -1,0 +1,209 @@
+"""Tests formats of calls that several families of models have of their own: found in templates, parsed, and required."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quick import examples
+
+from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.generation.extra_options import extra_options
+from staticllm.pipelines.text.parsing.events import ArgumentsDelta, CallBroken, merged, message_of
+from staticllm.pipelines.text.parsing.formats import find_format
+from staticllm.pipelines.text.parsing.message_parser import MessageParser
+from staticllm.pipelines.text.parsing.required_calls import required_calls
+
+TEMPLATES = {
+    "glm": "For each function call, output the function name and arguments within the following XML format:\n"
+    "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>\n...\n</tool_call>"
+    "{{ content.split('</think>')[-1] }}",
+    "deepseek": "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' "
+    "+ tool['function']['name'] + '\\n' + '```json' + '\\n' + tool['function']['arguments'] + '\\n' + '```' "
+    "+ '<｜tool▁call▁end｜>'}}{{'<｜tool▁calls▁end｜>'}}</think>",
+    "deepseek31": "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments "
+    "+ '<｜tool▁call▁end｜>'}}</think>",
+    "minicpm": "{{ '<|thought_start|>\\n' + thought + '\\n<|thought_end|>\\n' }}{{ '<|tool_call_start|>\\n```python\\n' }}",
+    "lfm2": "{{ 'List of tools: <|tool_list_start|>' }}",
+    "functionary3": "{{ '>>>all\\n' + message['content'] }}{{ '>>>' + name + '\\n' + arguments }}",
+    "functionary31": "<function=example_function_name>{\"example_name\": \"example_value\"}</function> <|python_tag|>",
+    "functionary2": "{{ '<|from|>assistant\\n<|recipient|>' + name + '\\n<|content|>' + arguments }}",
+}  # fmt: skip
+OPENINGS = {"functionary3": "assistant<|end_header_id|>\n\n>>>", "functionary2": "<|from|>assistant\n<|recipient|>"}
+FORMATS = {name: find_format(template).after(OPENINGS.get(name, "")) for name, template in TEMPLATES.items()}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": {
+        "type": "object", "required": ["city"],
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "opts": {"type": "object"}},
+    }}},
+    {"type": "function", "function": {"name": "now"}},
+]  # fmt: skip
+
+
+def events_of(name, pieces):
+    numbers = count(1)
+    parser = MessageParser(FORMATS[name], TOOLS, lambda: f"id{next(numbers)}")
+    return merged([event for piece in pieces for event in parser.push(piece)] + parser.finish())
+
+
+def parsed(name, text):
+    message = message_of(events_of(name, [text]))
+    return (
+        message.content,
+        message.reasoning_content,
+        [(call.name, call.parsed_arguments) for call in message.tool_calls],
+    )
+
+
+BERLIN, NOW = ("weather", {"city": "Berlin"}), ("now", {})
+BEGIN, END, CALL, SEP, STOP = (
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+)  # fmt: skip
+FENCED = f'function{SEP}weather\n```json\n{{"city": "Berlin"}}\n```{STOP}'
+CASES = [
+    (
+        "glm",
+        "<think>hm</think>\nLet me look.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ber\nlin\n</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n<arg_key>opts</arg_key>\n<arg_value>{\"a\": 1}</arg_value>\n"
+        "</tool_call>",
+        "Let me look.", "hm", [("weather", {"city": "Ber\nlin\n", "days": 3, "opts": {"a": 1}})],
+    ),
+    ("glm", "<tool_call>now</tool_call><tool_call>weather<arg_key>city</arg_key><arg_value>Berlin</arg_value></tool_call>",
+     "", "", [NOW, BERLIN]),
+    ("glm", '<tool_call>{"name": "now", "arguments": {}}</tool_call>', "", "", [NOW]),
+    ("glm", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ber",
+     "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ber", "", []),
+    ("glm", "<tool_call>now\n<arg_key>a</arg_key>\n<b></tool_call>",
+     "<tool_call>now\n<arg_key>a</arg_key>\n<b></tool_call>", "", []),
+    ("deepseek", f"I look.{BEGIN}{CALL}{FENCED}\n{CALL}function{SEP}now\n```json\n{{}}\n```{STOP}{END}",
+     "I look.", "", [BERLIN, NOW]),
+    ("deepseek", f"<think>hm</think>{CALL}{FENCED}", "", "hm", [BERLIN]),
+    ("deepseek", f"{BEGIN}{CALL}{FENCED[:-40]}", f"{BEGIN}{CALL}{FENCED[:-40]}", "", []),
+    ("deepseek", f"{BEGIN}{END}", f"{BEGIN}{END}", "", []),
+    ("deepseek31", f'{BEGIN}{CALL}weather{SEP}{{"city": "Berlin"}}{STOP}{CALL}now{SEP}{{}}{STOP}{END}', "", "", [BERLIN, NOW]),
+    ("deepseek31", f"{BEGIN}{CALL}{FENCED}{END}", "", "", [BERLIN]),
+    ("deepseek31", f'{BEGIN}{CALL}weather{SEP}{{"city": "Berlin"}}', "", "", [BERLIN]),
+    (
+        "minicpm",
+        "<|thought_start|>\nhm\n<|thought_end|>\nI look.\n<|tool_call_start|>\n```python\nweather(city='Berlin')\nnow()\n```\n"
+        "<|tool_call_end|>", "I look.", "hm", [BERLIN, NOW],
+    ),
+    ("minicpm", "<|tool_call_start|>weather(city='Berlin')<|tool_call_end|>", "", "", [BERLIN]),
+    ("minicpm", "<|tool_call_start|>\n```python\nweather(city=open('x'))\n```",
+     "<|tool_call_start|>\n```python\nweather(city=open('x'))\n```",
+     "", []),
+    ("minicpm", "```python\nnow()\n```", "```python\nnow()\n```", "", []),
+    ("lfm2", "<|tool_call_start|>[weather(city='Berlin'), now()]<|tool_call_end|>Checking.", "Checking.", "", [BERLIN, NOW]),
+    ("functionary3", "all\nHello there.", "Hello there.", "", []),
+    ("functionary3", 'weather\n{"city": "Berlin"}', "", "", [BERLIN]),
+    ("functionary3", 'all\nI look.\n>>>weather\n{"city": "Berlin"}>>>now\n{}', "I look.", "", [BERLIN, NOW]),
+    ("functionary3", "all\nIn Python:\n>>> print(1)\n1\n>>>stranger\n{}", "In Python:\n>>> print(1)\n1\n>>>stranger\n{}", "", []),
+    ("functionary3", "no line break", "no line break", "", []),
+    ("functionary31", '<function=weather>{"city": "Berlin"}</function><function=now>{}</function>', "", "", [BERLIN, NOW]),
+    ("functionary31", "<function=weather>oops</function>", "<function=weather>oops</function>", "", []),
+    ("functionary2", "all\n<|content|>Hello.", "Hello.", "", []),
+    (
+        "functionary2",
+        'all\n<|content|>I look.\n<|from|>assistant\n<|recipient|>weather\n<|content|>{"city": "Berlin"}\n'
+        "<|from|>assistant\n<|recipient|>now\n<|content|>{}", "I look.", "", [BERLIN, NOW],
+    ),
+]  # fmt: skip
+
+
+def test_formats_of_templates():
+    found = {name: (format.syntax, format.is_fenced) for name, format in FORMATS.items()}
+    assert found == {
+        "glm": ("key_value", False), "deepseek": ("separated", True), "deepseek31": ("separated", False),
+        "minicpm": ("fenced", True), "lfm2": ("python", False), "functionary3": ("recipients", False),
+        "functionary31": ("json_function", False), "functionary2": ("recipients", False),
+    }  # fmt: skip
+    assert FORMATS["glm"].reasoning == ("<think>", "</think>")
+    assert FORMATS["minicpm"].reasoning == ("<|thought_start|>", "<|thought_end|>")
+    assert FORMATS["functionary3"].is_call_open
+    assert not find_format(TEMPLATES["functionary3"]).after("").is_call_open
+
+
+@pytest.mark.parametrize(("name", "text", "content", "reasoning", "calls"), CASES)
+def test_parts_of_an_answer(name, text, content, reasoning, calls):
+    assert parsed(name, text) == (content, reasoning, calls)
+    assert events_of(name, list(text)) == events_of(name, [text])
+
+
+@given(st.data())
+@settings(max_examples=examples(300), deadline=None)
+def test_however_a_text_is_split_and_cut_the_events_are_the_same(data):
+    name, text = data.draw(st.sampled_from([case[:2] for case in CASES]))
+    text = text[: data.draw(st.integers(0, len(text)))]
+    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+    assert events_of(name, pieces) == events_of(name, [text])
+
+
+def test_arguments_stream_as_they_come_and_a_broken_call_says_so():
+    parser = MessageParser(FORMATS["glm"], TOOLS)
+    events = [*parser.push("<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ber"), *parser.push("lin")]
+    written = "".join(event.text for event in events if isinstance(event, ArgumentsDelta))
+    assert written == '{"city": "Berlin'
+    assert any(isinstance(event, CallBroken) for event in parser.finish())
+    parser = MessageParser(FORMATS["deepseek"], TOOLS)
+    events = parser.push(f'{BEGIN}{CALL}function{SEP}weather\n```json\n{{"city": "Ber')
+    assert [type(event).__name__ for event in events] == ["CallBegin", "ArgumentsDelta"]
+
+
+def named(name):
+    return extra_options(
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": name}}}, False
+    ).tool_options
+
+
+WRITTEN = {"city": "Berlin", "days": "3", "opts": "{}"}
+
+
+def written(form, key=""):
+    """Return a text that a format of a structural tag allows, with all optional parts."""
+    kind = form["type"]
+    if kind == "sequence":
+        texts = []
+        for each in form["elements"]:
+            texts.append(written(each, key))
+            key = next((name for name in WRITTEN if name in texts[-1]), key)
+        return "".join(texts)
+    if kind == "optional":
+        return written(form["content"], key)
+    if kind == "tag":
+        return "Berlin" + form["end"]
+    if kind == "json_schema":
+        schema = form["json_schema"]
+        if "properties" in schema or not key:
+            return '{"city": "Berlin", "days": 3, "opts": {}}' if "properties" in schema else "{}"
+        return '"Berlin"' if schema["type"] == "string" else WRITTEN[key]
+    return form["value"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_a_required_call_allows_is_what_the_parser_reads(name):
+    for function, arguments in (("weather", {"city": "Berlin", "days": 3, "opts": {}}), ("now", {})):
+        tag = required_calls(FORMATS[name], named(function)).to_structural_tag()
+        assert json.loads(json.dumps(tag)) == tag
+        assert parsed(name, written(tag["format"])) == ("", "", [(function, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "parameter"),
+    [
+        ("glm", "a b", "x"),
+        ("glm", "f", "a<b"),
+        ("deepseek", "f<g", "x"),
+        ("minicpm", "f", "a-b"),
+        ("functionary3", "a\nb", "x"),
+    ],
+)
+def test_names_that_cannot_be_written_get_one_line(name, function, parameter):
+    tools = [{"name": function, "parameters": {"type": "object", "properties": {parameter: {"type": "string"}}}}]
+    chosen = extra_options({"tools": tools, "tool_choice": "required"}, False).tool_options
+    with pytest.raises(GenerationConfigError, match="cannot be written") as caught:
+        required_calls(FORMATS[name], chosen)
+    assert "\n" not in str(caught.value)
