@@ -96,9 +96,9 @@ def test_a_crash_of_the_model_is_an_error_and_the_next_question_is_answered(monk
     sidecar = load_example("sidecar_client").Sidecar("--supervise", "-p", "PROGRAMS=shared")
     try:
         question = [{"role": "user", "content": "What is an NPU?"}]
+        (worker,) = psutil.Process(sidecar.process.pid).children()  # before the answer, which ends soon
         answer = sidecar.chat(question, max_tokens=900, ignore_eos=True)
         next(answer)
-        (worker,) = psutil.Process(sidecar.process.pid).children()
         worker.kill()
         with pytest.raises(RuntimeError, match="send it again"):
             list(answer)

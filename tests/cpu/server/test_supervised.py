@@ -82,16 +82,16 @@ def test_a_killed_worker_ends_its_answers_with_an_error_and_the_next_is_served(r
     with supervised() as served:
         assert text_of(ask(served.url)) == expected
         first = worker_of(served)
-        # a client is made before, which takes long on a busy machine
-        with httpx.Client(timeout=60) as other, streaming(served.url) as response:
-            next(lines := response.iter_lines())
-            whole, path = [], served.url + "/v1/chat/completions"
-            waiter = threading.Thread(target=lambda: whole.append(other.post(path, json={**LONG, "stream": False})))
+        whole, path = [], served.url + "/v1/chat/completions"
+        with httpx.Client(timeout=60) as client:  # made before: that takes long on a busy machine
+            waiter = threading.Thread(target=lambda: whole.append(client.post(path, json={**LONG, "stream": False})))
             waiter.start()
-            wait_for(lambda: served.state.hub.models["demo"].admission.num_running == 2)
-            time.sleep(0.2)  # the second one is in the worker too
-            first.kill()
-            *_, error, done = [line for line in lines if line and not line.startswith(":")]
+            wait_for(lambda: served.state.hub.models["demo"].admission.num_running == 1, 60)
+            time.sleep(0.2)  # it is in the worker
+            with client.stream("POST", path, json=LONG) as response:
+                next(text for text in (lines := response.iter_lines()) if '"content":"' in text)
+                first.kill()
+                *_, error, done = [line for line in lines if line and not line.startswith(":")]
             waiter.join()
         assert done == "data: [DONE]" and json.loads(error[6:])["error"]["code"] == "process_lost"
         assert whole[0].status_code == 503 and whole[0].headers["Retry-After"] == "1"
