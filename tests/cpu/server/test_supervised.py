@@ -89,7 +89,8 @@ def test_a_killed_worker_ends_its_answers_with_an_error_and_the_next_is_served(r
             wait_for(lambda: served.state.hub.models["demo"].admission.num_running == 1, 60)
             time.sleep(0.2)  # it is in the worker
             with client.stream("POST", path, json=LONG) as response:
-                next(text for text in (lines := response.iter_lines()) if '"content":"' in text)
+                lines = response.iter_lines()
+                next(line for line in lines if '"content":"' in line)
                 first.kill()
                 *_, error, done = [line for line in lines if line and not line.startswith(":")]
             waiter.join()
