@@ -132,9 +132,10 @@ def _health(state: ServerState) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Return the answer for an unknown path or method, in the form of all errors."""
     assert isinstance(error, HTTPException)
-    path, method = request.scope["path"][:200], request.method
+    path, method = request.scope["path"], request.method
     is_unknown = error.status_code in (404, 405)
-    message = f"{method} {path} is not served: {SCHEMA} lists what is" if is_unknown else str(error.detail)
+    shown = "".join(each if each.isprintable() else "\ufffd" for each in path[:200])
+    message = f"{method} {shown} is not served: {SCHEMA} lists what is" if is_unknown else str(error.detail)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     return ApiError(error.status_code, message, code=code, headers=error.headers).response(path)
 

@@ -115,6 +115,11 @@ def test_an_unknown_model_is_not_found(client):
     assert error["code"] == "wrong_model_kind"
 
 
+def test_a_path_with_a_line_break_gets_one_line(client):
+    for path in ("/no%0Asuch", "/v1/models/%0A%C4%87", "/api/%E2%80%A8"):
+        assert len(error_of(client.get(path), 404)["message"].splitlines()) == 1
+
+
 def test_unknown_paths_and_methods_say_what_is_there(client):
     assert "/openapi.json" in error_of(client.get("/v1/audio/speech"), 404)["message"]
     assert "/v1/chat/completions" in client.get("/openapi.json").json()["paths"]
