@@ -111,11 +111,13 @@ class Engine:
             self._inbox[state.request.id] = state
 
     def cancel(self, request: int, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request, or one of its answers, before the next device call. Unknown and ended requests are ignored."""
-        if os.getpid() != self._pid:  # a forked child: the lock may be held for ever
+        """End a request, or one of its answers, before the next device call. Unknown and ended requests are ignored.
+
+        Takes no lock, because finalizers call it too: the garbage collector runs them at any moment on any thread.
+        """
+        if os.getpid() != self._pid:
             return
-        with self._wake:
-            state = self._inbox.get(request) or self._core.requests.get(request)
+        state = self._inbox.get(request) or self._core.requests.get(request)
         if state is not None:
             state.cancel(index, reason)
 
@@ -384,7 +386,13 @@ class Engine:
                 switch.on_switch()
             self._core.feeds.is_switching = self._next is not None
             while self._inbox and not self._next:
-                self._core.admit(self._inbox.pop(next(iter(self._inbox))))
+                id, state = next(iter(self._inbox.items()))
+                try:
+                    self._core.admit(state)
+                finally:
+                    del self._inbox[
+                        id
+                    ]  # it is always in one of the two tables: cancel looks into them without the lock
             states = list(self._inbox.values())
             self._num_waiting = self._core.num_waiting
         if not self._core.feeds.is_switching:

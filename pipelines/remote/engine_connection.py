@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
+from queue import SimpleQueue
 
 from staticllm.core import FinishReason
 from staticllm.errors import ClosedError, ConfigError, ProcessLostError, as_ours
@@ -18,6 +19,10 @@ from staticllm.wire.messages import LAST, MAX_FRAME, Kind, Message, ProtocolErro
 
 QUESTION = 1 << 62
 """Numbers from here on are those of questions; smaller ones are those of requests."""
+TOO_LONG = (
+    f"a request of more than {MAX_FRAME} bytes cannot go to the daemon: shorten its prompt, grammar or lists of tokens, or load "
+    "without daemon=True"
+)
 OnLost = Callable[[], object]
 
 
@@ -26,6 +31,10 @@ class EngineConnection:
 
     When the daemon ends, every request that it has accepted ends with a ``ProcessLostError``, and then ``on_lost`` is called on
     the connection's own thread.
+
+    No thread holds the lock of the tables while it sends, or the thread that reads could wait for a send that waits for what is
+    to be read. What needs no answer is sent by a thread of its own, because finalizers ask for it too: the garbage collector
+    runs them at any moment, also on a thread that is sending.
     """
 
     def __init__(self, link: DaemonLink, handle: int, on_lost: OnLost) -> None:
@@ -35,8 +44,11 @@ class EngineConnection:
         self._left: dict[int, set[int]] = {}  # the answers of each that have not ended
         self._answers: dict[int, Future[Message]] = {}  # by the question's number
         self._numbers = count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the tables
+        self._sending = threading.Lock()
         self._is_closed = self._is_lost = False
+        self._notices: SimpleQueue[Message | None] = SimpleQueue()  # what is sent without waiting for an answer
+        self._notifier = start_thread(self._send_notices, "staticllm-remote-notices")
         self._thread = start_thread(self._read, "staticllm-remote")
 
     @property
@@ -90,31 +102,27 @@ class EngineConnection:
                 raise ClosedError("the pipeline is closed: load the model again")
             number = message.number or QUESTION + next(self._numbers)
             self._answers[number] = future
-            try:
+        try:
+            with self._sending:
                 self._channel.send(Message(message.kind, self._handle, number, body=message.body))
-            except OSError as error:
-                self._answers.pop(number)
+        except BaseException as error:
+            with self._lock:
+                for table in (self._answers, self._queues, self._left):  # in one step: a request may be submitted again
+                    table.pop(number, None)
+                if isinstance(error, OSError) and not self._is_closed:
+                    self._is_lost = True  # the thread that reads may see it later
+            if isinstance(error, OSError):
                 raise ProcessLostError(GONE) from error
-            except ProtocolError:
-                self._answers.pop(number)
-                raise ConfigError(
-                    f"a request of more than {MAX_FRAME} bytes cannot go to the daemon: shorten its prompt, grammar or lists of "
-                    "tokens, or load without daemon=True"
-                ) from None
-            except BaseException:
-                self._answers.pop(number)
-                raise
+            if isinstance(error, ProtocolError):
+                raise ConfigError(TOO_LONG) from None
+            raise
         answer = future.result()
         check(answer)
         return answer
 
     def tell(self, message: Message) -> None:
-        """Send a message about the model without waiting for an answer. A daemon that has ended is ignored."""
-        with self._lock:
-            if not (self._is_closed or self._is_lost):
-                number = QUESTION + next(self._numbers)
-                with contextlib.suppress(OSError):
-                    self._channel.send(Message(message.kind, self._handle, number, body=message.body))
+        """Send a message about the model soon; a daemon that has ended is ignored. Takes no lock, so finalizers may call."""
+        self._notices.put(Message(message.kind, self._handle, QUESTION + next(self._numbers), body=message.body))
 
     def close(self) -> None:
         """End this program's requests, and give the model back. A second call does nothing."""
@@ -122,11 +130,18 @@ class EngineConnection:
             was_closed, self._is_closed = self._is_closed, True
         if was_closed:
             return
-        self._channel.shut()
+        self._notices.put(None)
+        self._channel.shut()  # a thread that is sending returns as well
+        self._notifier.join()
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._channel.close()
         self._link.close()
+
+    def _send_notices(self) -> None:
+        while (message := self._notices.get()) is not None:
+            with contextlib.suppress(OSError, ProtocolError), self._sending:
+                self._channel.send(message)
 
     def _read(self) -> None:
         """Read outputs and answers until the connection ends; then end everything that waits."""
@@ -139,7 +154,7 @@ class EngineConnection:
         except (ProtocolError, KeyError, TypeError, ValueError) as damaged:
             error = as_ours(damaged)
         with self._lock:
-            is_closed = self._is_closed
+            is_closed = self._is_closed and not self._is_lost
             self._is_lost = not is_closed
             answers, queues, left = dict(self._answers), dict(self._queues), dict(self._left)
             for table in (self._answers, self._queues, self._left):

@@ -1,0 +1,168 @@
+"""Tests the connection to an engine in another process over a pipe whose other end the test holds."""
+
+from __future__ import annotations
+
+import threading
+from multiprocessing import Pipe
+
+import pytest
+
+from staticllm.core import FinishReason
+from staticllm.errors import ClosedError, ProcessLostError
+from staticllm.pipelines.engine.output_queue import Finished, OutputQueue
+from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.remote.engine_connection import EngineConnection
+from staticllm.pipelines.remote.remote_engine import RemoteEngine
+from staticllm.wire.channel import Channel
+from staticllm.wire.messages import MAX_FRAME, Kind, Message
+from tests.daemons import wait_for
+
+SECONDS = 10
+
+
+class Peer:
+    """A link whose daemon is the test: ``channel`` is the daemon's side."""
+
+    def __init__(self):
+        ours, theirs = Pipe()
+        self.ours, self.channel = Channel(ours), Channel(theirs)
+        self.is_closed = False
+
+    def connect(self):
+        return self.ours
+
+    def close(self):
+        self.is_closed = True
+
+    def answer(self):
+        """Receive a message and answer it; return it."""
+        assert self.channel.poll(SECONDS), "no message came"
+        message = self.channel.receive()
+        self.channel.send(Message(Kind.OK, number=message.number))
+        return message
+
+
+@pytest.fixture
+def peer():
+    peer = Peer()
+    yield peer
+    peer.channel.close()
+    peer.ours.close()
+
+
+def run(work):
+    """Run ``work`` on a thread; return the thread and the list that gets its result or exception."""
+    results = []
+
+    def keep():
+        try:
+            results.append(work())
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=keep, daemon=True)
+    thread.start()
+    return thread, results
+
+
+def test_a_finalizer_in_the_middle_of_a_send_does_not_stop_it(peer, monkeypatch):
+    connection = EngineConnection(peer, 1, lambda: None)
+    send = peer.ours.send
+
+    def collect_garbage_and_send(message):
+        if message.kind is Kind.STATS:
+            connection.tell(Message(Kind.CANCEL, body={"request": 7}))  # as GenerationHandle.__del__ does
+        send(message)
+
+    monkeypatch.setattr(peer.ours, "send", collect_garbage_and_send)
+    thread, _ = run(lambda: connection.ask(Message(Kind.STATS)))
+    kinds = {peer.answer().kind for _ in range(2)}
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert kinds == {Kind.STATS, Kind.CANCEL}
+    connection.close()
+    assert peer.is_closed
+
+
+def test_outputs_are_read_while_a_send_waits(peer):
+    connection = EngineConnection(peer, 1, lambda: None)
+    queue = OutputQueue()
+    thread, _ = run(lambda: connection.submit(EngineRequest((1,), id=5), queue))
+    peer.answer()
+    thread.join(SECONDS)
+    large, results = run(lambda: connection.ask(Message(Kind.STATS, body={"of": "x" * (MAX_FRAME // 2)})))
+    ended = {"reason": "stop", "error": None, "index": 0}
+    peer.channel.send(Message(Kind.OUTPUT, number=5, body={"outputs": [ended]}))  # nobody has read the large message
+    assert queue.get(SECONDS) == Finished(FinishReason.STOP)
+    peer.answer()
+    large.join(SECONDS)
+    assert isinstance(results[0], Message)
+    connection.close()
+
+
+class Deaf(Channel):
+    """A channel whose sends fail, and whose receiving side notices nothing until it is shut."""
+
+    def __init__(self, connection):
+        super().__init__(connection)
+        self.is_shut = threading.Event()
+
+    def send(self, message):
+        raise BrokenPipeError
+
+    def receive(self):
+        self.is_shut.wait(SECONDS)
+        raise EOFError
+
+    def shut(self):
+        self.is_shut.set()
+
+
+def test_a_loss_that_a_send_sees_first_is_a_loss(peer):
+    """A daemon that was killed is noticed by the next send or by the thread that reads, whichever is first."""
+    peer.ours = deaf = Deaf(Pipe()[0])
+    connections, second, lost = [], Peer(), []
+
+    def connect(on_lost):
+        connections.append(EngineConnection(peer if not connections else second, 1, on_lost))
+        return connections[-1]
+
+    engine = RemoteEngine(connect)
+    engine.on_lost = lambda: lost.append(True)
+    queue = OutputQueue()
+    thread, results = run(lambda: engine.submit(EngineRequest((1,)), queue))
+    assert second.answer().kind is Kind.SUBMIT
+    thread.join(SECONDS)
+    assert results == [queue]
+    assert len(connections) == 2 and not connections[0].is_alive and deaf.is_shut.is_set()
+    assert queue.get(0) is None  # the loss of the first connection is not an end of the request
+    wait_for(lambda: lost == [True])
+    engine.close()
+    second.channel.close()
+
+
+def test_a_closed_connection_is_not_a_lost_one(peer):
+    lost = []
+    connection = EngineConnection(peer, 1, lambda: lost.append(True))
+    connection.close()
+    connection.close()
+    with pytest.raises(ClosedError):
+        connection.ask(Message(Kind.STATS))
+    connection.tell(Message(Kind.CANCEL))  # ignored
+    assert not lost and connection.is_alive
+
+
+def test_a_lost_connection_ends_what_was_accepted_and_what_waits(peer):
+    connection = EngineConnection(peer, 1, lambda: None)
+    queue = OutputQueue()
+    thread, _ = run(lambda: connection.submit(EngineRequest((1,), id=5), queue))
+    peer.answer()
+    thread.join(SECONDS)
+    thread, results = run(lambda: connection.ask(Message(Kind.STATS)))
+    peer.channel.receive()
+    peer.channel.close()
+    end = queue.get(SECONDS)
+    thread.join(SECONDS)
+    assert end.reason is FinishReason.ERROR and isinstance(end.error, ProcessLostError)
+    assert isinstance(results[0], ProcessLostError) and not connection.is_alive
+    connection.close()
