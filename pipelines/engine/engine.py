@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TypeVar
 
 from staticllm.core import FinishReason
@@ -23,7 +22,7 @@ from staticllm.pipelines.engine.fed.sequence import FedSequence, Feed, begin_fee
 from staticllm.pipelines.engine.jobs import JobSource
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
-from staticllm.pipelines.engine.options import EngineOptions
+from staticllm.pipelines.engine.options import EngineOptions, Switch
 from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.recording import progress_of
 from staticllm.pipelines.engine.request import EngineRequest, RequestState, prepare_grammar
@@ -40,15 +39,6 @@ Result = TypeVar("Result")
 
 IDLE_SECONDS = 0.5
 """Seconds without work after which the engine measures costs."""
-
-
-@dataclass(frozen=True)
-class Switch:
-    """A runner that replaces the current one when no request is left."""
-
-    runner: ModelRunner
-    options: EngineOptions
-    on_switch: Callable[[], None]
 
 
 class Engine:

@@ -1,11 +1,13 @@
-"""The limits with which an engine runs its programs."""
+"""The limits with which an engine runs its programs, and the change to other programs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ModelShape, ProgramMode
+from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.request_table import Limits
 
 
@@ -39,3 +41,12 @@ def options_of(config: StaticLLMConfig, shape: ModelShape, mode: ProgramMode) ->
         measure_costs=config.measure_costs,
         state_slots=shape.slots_of_states(config.max_seq_len),
     )
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A runner that replaces the current one when no request is left."""
+
+    runner: ModelRunner
+    options: EngineOptions
+    on_switch: Callable[[], None]
