@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from staticllm.server.api_error import busy
+from staticllm.server.api_error import ApiError, busy
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,21 @@ class AdmissionLimits:
 
 @dataclass
 class _Client:
-    """What one client has in a model. ``turn`` is the number of its last admission."""
+    """What one client has in a model. ``turn`` is the number of its last admission; ``num_queued`` requests wait, not counting
+    the further answers of requests that run."""
 
-    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
+    waiting: deque[_Place] = field(default_factory=deque)
     turn: int = 0
+    num_queued: int = 0
+
+
+@dataclass(eq=False, frozen=True)
+class _Place:
+    """What waits: a request with its first answer, or a further answer of a request that runs."""
+
+    admitted: asyncio.Future[None]
+    is_request: bool
+    since: float = field(default_factory=time.perf_counter)
 
 
 class Admission:
@@ -49,11 +60,13 @@ class Admission:
         self._running: Counter[str] = Counter()
         self._clients: dict[str, _Client] = {}
         self._turns = itertools.count(1)
-        self._since: dict[asyncio.Future[None], float] = {}
-        self.num_running = self.num_waiting = 0
+        self._places: dict[_Place, None] = {}  # in the order of their arrival
+        self.num_running = 0
 
-    async def enter(self, client: str) -> None:
-        """Wait for a place; ``leave`` returns it.
+    async def enter(self, client: str, is_request: bool = True) -> None:
+        """Wait for a place; ``leave`` returns it. Without ``is_request`` it is for a further answer of a request that runs.
+
+        If the queue is full, the client with the most waiting requests loses its last one, if this client would have fewer.
 
         Raises:
             ApiError: ``max_waiting`` requests wait (status 429).
@@ -62,33 +75,62 @@ class Admission:
         if not entry.waiting and self._has_room(client):
             self._take(client)
             return
-        if self.num_waiting >= self.limits.max_waiting:
+        if is_request and self._num_queued >= self.limits.max_waiting and not self._make_room(entry.num_queued + 1):
             self._forget(client)
-            raise busy(
-                f"{self.num_waiting} requests wait, --max-waiting is {self.limits.max_waiting}: try again later, or serve with "
-                "a larger --max-waiting"
-            )
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            raise self._full()
+        place = _Place(asyncio.get_running_loop().create_future(), is_request)
         entry.waiting.append(place)
-        self.num_waiting += 1
-        self._since[place] = time.perf_counter()
+        entry.num_queued += is_request
+        self._places[place] = None
         try:
-            await place
+            await place.admitted
         except asyncio.CancelledError:
-            if not place.cancelled():  # it was admitted in the same moment
-                self.leave(client)
+            if not place.admitted.cancelled():
+                if place.admitted.exception() is None:  # it was admitted in the same moment
+                    self.leave(client)
             elif place in entry.waiting:
                 entry.waiting.remove(place)
-                self.num_waiting -= 1
+                self._drop(entry, place)
                 self._forget(client)
             raise
-        finally:
-            del self._since[place]
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of answers that wait."""
+        return len(self._places)
+
+    @property
+    def _num_queued(self) -> int:
+        return sum(entry.num_queued for entry in self._clients.values())
+
+    def _full(self) -> ApiError:
+        return busy(
+            f"{self.limits.max_waiting} requests wait, --max-waiting is {self.limits.max_waiting}: try again later, or serve "
+            "with a larger --max-waiting"
+        )
+
+    def _make_room(self, num_queued: int) -> bool:
+        """Refuse the last request of the client with the most, if these are more than ``num_queued``. Return whether one was."""
+        name, entry = max(self._clients.items(), key=lambda item: item[1].num_queued)
+        if entry.num_queued <= num_queued:
+            return False
+        place = next(place for place in reversed(entry.waiting) if place.is_request)
+        entry.waiting.remove(place)
+        self._drop(entry, place)
+        if not place.admitted.done():
+            place.admitted.set_exception(self._full())
+        self._forget(name)
+        return True
+
+    def _drop(self, entry: _Client, place: _Place) -> None:
+        """Count a place as one that no longer waits."""
+        entry.num_queued -= place.is_request
+        del self._places[place]
 
     @property
     def waiting_since(self) -> list[float]:
         """The moments (``time.perf_counter``) since which requests wait, in the order of their arrival."""
-        return list(self._since.values())
+        return [place.since for place in self._places]
 
     def leave(self, client: str) -> None:
         """Return a place, and admit the next request."""
@@ -105,13 +147,14 @@ class Admission:
             if not ready:
                 return
             name = min(ready, key=lambda client: (self._running[client], self._clients[client].turn))
-            place = self._clients[name].waiting.popleft()
-            self.num_waiting -= 1
-            if place.cancelled():  # its task has not run yet
+            entry = self._clients[name]
+            place = entry.waiting.popleft()
+            self._drop(entry, place)
+            if place.admitted.cancelled():  # its task has not run yet
                 self._forget(name)
                 continue
             self._take(name)
-            place.set_result(None)
+            place.admitted.set_result(None)
 
     def _has_room(self, client: str) -> bool:
         limits = self.limits

@@ -67,7 +67,7 @@ class Answers:
     async def _enter(self, index: int) -> _Answer:
         name, metrics = self._model.spec.name, self._state.metrics
         start, timer = time.perf_counter(), metrics.timer(name)
-        await self._admission.enter(self._client)
+        await self._admission.enter(self._client, is_request=index == 0)
         metrics.queue_time.labels(name).observe(time.perf_counter() - start)
         try:
             handle = await self._state.workers.run(self._submits[index], GenerationHandle.cancel)

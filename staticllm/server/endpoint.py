@@ -25,6 +25,8 @@ Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
 SHORT_BODY = 16 << 10
 """Bytes up to which a body is parsed on the event loop: that takes less time than the way to a thread and back."""
+MAX_MISTAKES = 1000
+"""The most mistakes of a body that are looked at: a hostile one has millions, and each takes a KiB as a Python object."""
 CLIENT_GONE = 499
 _FORMS = {"str", "int", "float", "bool", "list", "dict"}
 
@@ -129,6 +131,10 @@ def parsed(kind: type[Body], data: bytes) -> Body:
 def _refusal(error: ValidationError) -> ApiError:
     """Return the answer to a body that is not valid: about the problem that lies deepest in it, as of several forms of a field
     the nearest one was meant."""
+    if (count := error.error_count()) > MAX_MISTAKES:
+        return ApiError(
+            400, f"{count} fields or elements of the body are wrong: too many to say which", code="invalid_value"
+        )
     found = error.errors(include_url=False, include_input=False, include_context=False)
     first = max(found, key=lambda each: len(each["loc"]))
     is_unknown = first["type"] == "extra_forbidden"

@@ -31,7 +31,7 @@ class OllamaOptions(Fields):
     mirostat_tau: float | None = Field(None, gt=0, le=100)
     mirostat_eta: float | None = Field(None, ge=0, le=10)
     seed: Number | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    stop: Text | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
     num_ctx: Number | None = None
     num_keep: Number | None = None
@@ -105,7 +105,7 @@ class OllamaMessage(Fields):
     content: str | None = None
     thinking: str | None = None
     images: Images | None = None
-    tool_calls: list[OllamaToolCall] | None = None
+    tool_calls: Annotated[list[OllamaToolCall], Field(fail_fast=True)] | None = None
     tool_name: str | None = None
     name: str | None = None
     tool_call_id: str | None = None
@@ -132,8 +132,10 @@ class OllamaChatRequest(OllamaGeneration):
 
     model_config = ConfigDict(title="OllamaChatRequest")
 
-    messages: list[OllamaMessage] = Field(default_factory=list, max_length=MAX_MESSAGES)
-    tools: list[OllamaTool] = Field(default_factory=list, max_length=512)
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] = Field(
+        default_factory=list, max_length=MAX_MESSAGES
+    )
+    tools: Annotated[list[OllamaTool], Field(fail_fast=True)] = Field(default_factory=list, max_length=512)
 
 
 class OllamaGenerateRequest(OllamaGeneration):
@@ -147,7 +149,9 @@ class OllamaGenerateRequest(OllamaGeneration):
     suffix: str = ""
     template: str = ""
     images: Images | None = None
-    context: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=1 << 20)] | None = None
+    context: (
+        Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, max_length=1 << 20)] | None
+    ) = None
 
 
 class OllamaEmbedRequest(_Request):
@@ -155,7 +159,7 @@ class OllamaEmbedRequest(_Request):
 
     model_config = ConfigDict(title="OllamaEmbedRequest")
 
-    input: str | Annotated[list[str], Field(max_length=2048)]
+    input: str | Annotated[list[str], Field(fail_fast=True, max_length=2048)]
     dimensions: int | None = Field(None, ge=1, lt=2**31)
 
 

@@ -63,17 +63,17 @@ class ChatRequest(SamplingFields):
 
     model_config = ConfigDict(title="ChatCompletionRequest")
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: int | None = Field(None, ge=-1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=-1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = Field(None, max_length=512)
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = Field(None, max_length=512)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
 
 
 async def chat_completions(call: Call, body: ChatRequest) -> Response:

@@ -17,15 +17,15 @@ from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
 from staticllm.server.answers import AnswerDelta, Answers, Usage
 from staticllm.server.api_error import ApiError
 from staticllm.server.endpoint import Call, ChunkStream
-from staticllm.server.openai.fields import MAX_ANSWERS, SamplingFields
+from staticllm.server.openai.fields import MAX_ANSWERS, Ids, SamplingFields
 from staticllm.server.openai.generation import Close, Handles, respond
 from staticllm.server.openai.progress import PromptProgress, timings_of, with_progress
 from staticllm.server.openai.reasons import finish_reason
 from staticllm.server.openai.sampling import max_new_tokens, sampling_options
 from staticllm.server.served_model import ServedModel
 
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
-Prompts = str | Annotated[list[str], Field(min_length=1)] | Ids | Annotated[list[Ids], Field(min_length=1)]
+Texts = Annotated[list[str], Field(fail_fast=True, min_length=1)]
+Prompts = str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True, min_length=1)]
 DEFAULT_TOKENS = 16
 """OpenAI's number of tokens for requests that do not say it."""
 

@@ -22,8 +22,8 @@ MAX_TEXTS = 2048
 """OpenAI's limit of texts in one request."""
 Result = TypeVar("Result")
 Handle = TypeVar("Handle", bound=EncoderHandle[Any])
-Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)]
-Ids = Annotated[list[int], Field(min_length=1)]
+Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS)]
+TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
 
 
 class EmbeddingsRequest(IgnoredFields):
@@ -32,7 +32,7 @@ class EmbeddingsRequest(IgnoredFields):
     model_config = ConfigDict(title="EmbeddingsRequest")
 
     model: Text | None = None
-    input: str | Texts | Ids | list[Ids]
+    input: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, lt=2**31)
     input_type: Literal["query", "document"] | None = None
@@ -51,7 +51,7 @@ class RerankRequest(IgnoredFields):
 
     model: Text | None = None
     query: str
-    documents: Annotated[list[str | RerankDocument], Field(min_length=1, max_length=MAX_TEXTS)]
+    documents: Annotated[list[str | RerankDocument], Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS)]
     top_n: int | None = Field(None, ge=1, lt=2**31)
     return_documents: bool = False
 

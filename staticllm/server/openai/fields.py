@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 MAX_ANSWERS = 128
 MAX_STOPS = 16
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, min_length=1)]
+"""Token ids. Lists that may be long end at their first error: an error for each element takes a KiB or more."""
 
 
 class Fields(BaseModel):
@@ -46,7 +48,7 @@ class SamplingFields(IgnoredFields):
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
-    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    stop: Text | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)

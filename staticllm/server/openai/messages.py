@@ -44,9 +44,9 @@ class Message(Fields):
     """A message. ``refusal``, ``annotations``, ``audio`` and ``function_call`` are what clients send back of an answer: null."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
@@ -81,7 +81,7 @@ def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
     return [message.as_template(f"messages.{index}") for index, message in enumerate(messages)]
 
 
-def _text_of(content: str | list[ContentPart] | None, where: str) -> str:
+def _text_of(content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None, where: str) -> str:
     if not isinstance(content, list):
         return content or ""
     texts = []

@@ -23,7 +23,7 @@ class TokenizeRequest(Fields):
     model: Text | None = None
     content: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special: bool = True
     with_pieces: bool = False
 
@@ -34,7 +34,7 @@ class DetokenizeRequest(Fields):
     model_config = ConfigDict(title="DetokenizeRequest")
 
     model: Text | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=1 << 20)]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, max_length=1 << 20)]
 
 
 async def tokenize(call: Call, body: TokenizeRequest) -> Response:

@@ -26,7 +26,7 @@ class InputPart(Fields):
     input_audio: Any = None
 
 
-Parts = Annotated[list[InputPart], Field(max_length=1000)]
+Parts = Annotated[list[InputPart], Field(fail_fast=True, max_length=1000)]
 
 
 class InputItem(Fields):
@@ -99,7 +99,7 @@ class ResponsesRequest(IgnoredFields):
     model_config = ConfigDict(title="ResponsesRequest")
 
     model: Text | None = None
-    input: str | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)] = ""
+    input: str | Annotated[list[InputItem], Field(fail_fast=True, max_length=MAX_MESSAGES)] = ""
     instructions: str | None = None
     previous_response_id: Text | None = None
     store: bool = True
@@ -112,7 +112,7 @@ class ResponsesRequest(IgnoredFields):
     top_logprobs: Literal[0] = 0
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
-    tools: list[FunctionTool] = Field(default_factory=list, max_length=512)
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = Field(default_factory=list, max_length=512)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
     truncation: Literal["auto", "disabled"] = "disabled"
     include: (
@@ -126,7 +126,7 @@ class ResponsesRequest(IgnoredFields):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    stop: Text | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     priority: int = Field(0, ge=-1000, le=1000)
 

@@ -98,3 +98,55 @@ def test_the_client_with_fewest_running_answers_is_next():
         return order[3:]
 
     assert asyncio.run(run()) == ["late", "many", "late"]  # with one each, it is the turn of "many"
+
+
+async def _waiting(admission, *clients, is_request=True):
+    tasks = [asyncio.create_task(admission.enter(client, is_request)) for client in clients]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return tasks
+
+
+def test_a_flood_of_one_client_does_not_fill_the_queue_of_others():
+    async def run():
+        admission = Admission(AdmissionLimits(max_running=1, max_per_client=1, max_waiting=4))
+        await admission.enter("flood")
+        flood = await _waiting(admission, *["flood"] * 6)
+        refused = [task for task in flood if task.done()]
+        assert [task.exception().status for task in refused] == [429, 429]
+        others = await _waiting(admission, "a", "b")
+        assert not any(task.done() for task in others)
+        assert [task.done() for task in flood][:3] == [False, False, True]  # its last ones made room
+        (third, fourth) = await _waiting(admission, "c", "d")
+        assert not third.done()
+        assert fourth.exception().status == 429  # now each has one
+        assert admission.num_waiting == 4
+        admission.leave("flood")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert others[0].done() and others[0].exception() is None
+        left = (*flood, *others, third)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_further_answers_of_a_request_are_not_refused_and_do_not_fill_the_queue():
+    async def run():
+        admission = Admission(AdmissionLimits(max_running=2, max_per_client=2, max_waiting=1))
+        await admission.enter("one")
+        more = await _waiting(admission, *["one"] * 20, is_request=False)
+        assert sum(task.done() for task in more) == 1 and admission.num_waiting == 19
+        (other,) = await _waiting(admission, "other")
+        assert not other.done()
+        admission.leave("one")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert other.done() and other.exception() is None
+        for task in more:
+            task.cancel()
+        await asyncio.gather(*more, return_exceptions=True)
+
+    asyncio.run(run())

@@ -184,6 +184,14 @@ def test_a_full_queue_is_429_with_the_time_to_wait():
         assert 'staticllm_rejected_requests_total{knob="--max-waiting",reason="busy"} 2.0' in metrics
 
 
+def test_a_request_may_have_more_answers_than_the_queue_has_places():
+    with serving(properties={"MAX_NUM_SEQS": 2}, max_waiting=1) as served:
+        found = httpx.post(served.url + CHAT, json={**body("Hello", 2), "n": 16}, timeout=60)
+        assert found.status_code == 200, found.text
+        assert len(found.json()["choices"]) == 16
+        served.wait_until_idle()
+
+
 def test_a_client_that_floods_does_not_starve_another():
     """With two keys, the second client's single request overtakes the queue of the first one."""
     with serving(properties={**LONG, "MAX_NUM_SEQS": 4}, api_keys=("flood", "other"), max_waiting=64) as served:

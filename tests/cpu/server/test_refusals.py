@@ -153,6 +153,49 @@ def test_a_large_body_is_refused_before_it_is_read(client):
     assert error_of(client.post(CHAT, content=pieces()), 413)["code"] == "request_too_large"
 
 
+WIDE = 50_000
+
+
+@pytest.mark.parametrize(
+    "path, wide",
+    [
+        ("/v1/completions", {"prompt": [None] * WIDE}),
+        ("/v1/completions", {"prompt": [[None]] * WIDE}),
+        (CHAT, {**HELLO, "messages": [{"role": "user", "content": [1] * WIDE}]}),
+        (CHAT, {**HELLO, "messages": [1] * WIDE}),
+        (CHAT, {**HELLO, "tools": [[]] * WIDE}),
+        (CHAT, {**HELLO, **{f"field {number}": 1 for number in range(WIDE)}}),
+        (CHAT, {**HELLO, "logit_bias": {f"{number}": "x" for number in range(WIDE)}}),
+        ("/v1/embeddings", {"input": [None] * WIDE}),
+        ("/v1/responses", {"input": [1] * WIDE}),
+        ("/api/chat", {"messages": [1] * WIDE}),
+    ],
+)
+def test_a_wide_body_is_refused_without_an_error_for_each_element(path, wide):
+    """Each takes seconds and hundreds of MiB if pydantic's errors of all elements become Python objects."""
+    from pydantic import ValidationError
+
+    from staticllm.server import endpoint
+    from staticllm.server.api_error import ApiError
+    from staticllm.server.ollama.fields import OllamaChatRequest
+    from staticllm.server.openai.chat import ChatRequest
+    from staticllm.server.openai.completions import CompletionRequest
+    from staticllm.server.openai.encoders import EmbeddingsRequest
+    from staticllm.server.responses.fields import ResponsesRequest
+
+    kinds = {
+        "/v1/completions": CompletionRequest, CHAT: ChatRequest, "/v1/embeddings": EmbeddingsRequest,
+        "/v1/responses": ResponsesRequest, "/api/chat": OllamaChatRequest,
+    }  # fmt: skip
+    with pytest.raises(ApiError) as refused:
+        endpoint.parsed(kinds[path], json.dumps(wide).encode())
+    assert refused.value.status == 400
+    with pytest.raises(ValidationError) as found:
+        kinds[path].model_validate(wide)
+    count = found.value.error_count()
+    assert count < 20 or str(count) in str(refused.value)
+
+
 def talk(url, data, seconds=5.0):
     """Send bytes to a server, and return all that it sends until it closes the connection."""
     host, port = url.removeprefix("http://").split(":")
@@ -180,6 +223,7 @@ def test_a_slow_body_gets_a_timeout(served):
     "head",
     [
         b"POST /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 4\r\nContent-Length: 5\r\n\r\naaaaa",
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         b"GET /v1/models HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
         b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nbad header\r\n\r\n",
     ],
