@@ -89,9 +89,10 @@ def typical(weights: Logits, share: float) -> Mask:
 def without_top_choices(weights: Logits, threshold: float) -> Mask:
     """Return which of ``weights [n]`` XTC (exclude top choices) keeps, bool ``[n]``.
 
-    Of the tokens with a probability of at least ``threshold`` it keeps only the least likely one; among equals the last.
+    Of the tokens with a probability of at least ``threshold`` it keeps only the least likely one; among equals the last. Tokens
+    that another filter or a grammar has removed are not among them, also if ``threshold`` is 0.
     """
-    top = np.flatnonzero(weights >= threshold * weights.sum(dtype=np.float64))[::-1]
+    top = np.flatnonzero((weights > 0) & (weights >= threshold * weights.sum(dtype=np.float64)))[::-1]
     kept: Mask = np.ones(len(weights), bool)
     if len(top) > 1:
         kept[top] = False

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import numpy as np
 import openvino_genai as genai
 
 from staticllm.adapters.adapter_set import AdapterUse
@@ -194,7 +195,8 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
         )
     if options["eos_token_id"] != -1:
         stop_ids.add(whole("eos_token_id", options["eos_token_id"], 0))
-    max_new_tokens = _limit(options, "max_new_tokens", 0 if options["echo"] else 1)
+    echo = _flag(options, "echo")
+    max_new_tokens = _limit(options, "max_new_tokens", 0 if echo else 1)
     min_new_tokens = whole("min_new_tokens", options["min_new_tokens"], 0)
     if max_new_tokens is not None and min_new_tokens > max_new_tokens:
         raise GenerationConfigError(f"min_new_tokens={min_new_tokens} is more than max_new_tokens={max_new_tokens}")
@@ -203,11 +205,11 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
         max_new_tokens=max_new_tokens,
         max_length=_limit(options, "max_length", 1),
         min_new_tokens=min_new_tokens,
-        stop_token_ids=frozenset() if options["ignore_eos"] else frozenset(stop_ids),
+        stop_token_ids=frozenset() if _flag(options, "ignore_eos") else frozenset(stop_ids),
         stop_strings=_stop_strings(options["stop_strings"]),
-        include_stop_str_in_output=bool(options["include_stop_str_in_output"]),
-        echo=bool(options["echo"]),
-        apply_chat_template=bool(options["apply_chat_template"]),
+        include_stop_str_in_output=_flag(options, "include_stop_str_in_output"),
+        echo=echo,
+        apply_chat_template=_flag(options, "apply_chat_template"),
         num_return_sequences=_num_sequences(options, extra.best_of),
         beams=beams_of(options),
         drafts=drafts,
@@ -243,7 +245,7 @@ def _parsers(value: object) -> tuple[genai.Parser, ...]:
 
 
 def _sampling(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> SamplingParams:
-    do_sample = bool(options["do_sample"])
+    do_sample = _flag(options, "do_sample")
     top_k = options["top_k"]
     return SamplingParams(
         do_sample=do_sample,
@@ -255,12 +257,24 @@ def _sampling(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) 
         presence_penalty=number(options, "presence_penalty", -2.0, 2.0),
         frequency_penalty=number(options, "frequency_penalty", -2.0, 2.0),
         rng_seed=whole("rng_seed", options["rng_seed"], 0, UNLIMITED),
-        wants_logprobs=bool(options["logprobs"]) or extra.best_of > 0,
+        wants_logprobs=_num_logprobs(options["logprobs"]) > 0 or extra.best_of > 0,
         no_repeat_ngram_size=ngram_size,
         logit_bias=extra.logit_bias,
         bad_words=extra.bad_words_ids,
         **cast(dict[str, Any], extra.numbers),
     )
+
+
+def _flag(options: Mapping[str, Any], name: str) -> bool:
+    """Return a flag. As in GenAI, a whole number and None count as one, and text does not: "no" would be true."""
+    value = options[name]
+    if value is not None and not isinstance(value, (bool, int, np.bool_)):
+        raise GenerationConfigError(f"{name}={value!r}: must be True or False")
+    return bool(value)
+
+
+def _num_logprobs(value: object) -> int:
+    return int(value) if isinstance(value, bool) else whole("logprobs", value, 0)
 
 
 def _limit(options: Mapping[str, Any], name: str, least: int) -> int | None:

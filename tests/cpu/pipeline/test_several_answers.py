@@ -46,6 +46,15 @@ def test_a_stop_string_ends_only_its_answer(pipe):
     assert texts == [text[: text.index(stop)] if stop in text else text for text in whole]
 
 
+def test_more_answers_than_places_and_slots_take_turns(zoo):
+    lengths = {"MAX_PROMPT_LEN": 32, "MIN_RESPONSE_LEN": 32, "MAX_NUM_SEQS": 2, "KV_SLOTS": 64}
+    with StaticLLMPipeline(zoo / "llama", "CPU", **lengths, **EXACT) as pipe:
+        prompt = np.array([5, 6, 7, 8, 9])
+        results = pipe.generate(prompt, num_return_sequences=24, rng_seed=11, **OPTIONS)
+        alone = [pipe.generate(prompt, rng_seed=11 + i, **OPTIONS).tokens[0] for i in range(24)]
+        assert results.tokens == alone
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -75,6 +75,12 @@ def test_xtc_keeps_the_least_likely_of_the_top_choices(seed, threshold):
     assert kept == expected or near
 
 
+def test_xtc_keeps_an_allowed_token_at_threshold_0():
+    """A grammar gives forbidden tokens a weight of 0, which is at least a threshold of 0."""
+    weights = np.array([0.0, 0.5, 0.3, 0.2, 0.0], np.float32)
+    assert (weights * without_top_choices(weights, 0.0)).tolist() == pytest.approx([0.0, 0.0, 0.0, 0.2, 0.0])
+
+
 def test_xtc_excludes_top_choices_as_often_as_asked():
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
     for probability, first in ((0.0, 0.4), (1.0, 0.0), (0.25, 0.3)):
