@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
+from collections import Counter
 
 import pytest
 from adapter_models import TARGETS, Models, config_of
@@ -16,8 +18,8 @@ from staticllm.pipelines.scheduling.planner import POLICIES
 pytest.importorskip("llguidance")
 pytestmark = pytest.mark.slow
 
-ROUNDS = 12
-SIZES = {"MAX_PROMPT_LEN": 256, "MIN_RESPONSE_LEN": 96}
+ROUNDS = 14
+SIZES = {"MAX_PROMPT_LEN": 80, "MIN_RESPONSE_LEN": 16}
 PROMPTS = (
     "What is an NPU?",
     "Tell me a story about a fox.",
@@ -35,6 +37,12 @@ TOOLS = [
     }}},
     {"type": "function", "function": {"name": "now"}},
 ]  # fmt: skip
+TEMPLATE = (
+    "<s>{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}</s>{% endfor %}<|assistant|>"
+    '{# <tool_call>{"name": "f", "arguments": {}}</tool_call> #}'
+)
+"""The embedded model's own, with the format of calls that it lacks."""
 DRAFTING = ("max_ngram_size", "num_assistant_tokens", "assistant_confidence_threshold")
 CHANCES = {
     "do_sample": (0.5, True), "temperature": (0.3, 0.5, 1.5), "top_k": (0.25, 5, 40), "top_p": (0.25, 0.8),
@@ -44,13 +52,17 @@ CHANCES = {
     "include_stop_str_in_output": (0.1, True), "min_new_tokens": (0.1, 3), "logprobs": (0.2, 1), "echo": (0.05, True),
     "logit_bias": (0.1, {5: 2.0}, {40: False}), "no_repeat_ngram_size": (0.1, 2), "dry_multiplier": (0.1, 0.8),
     "mirostat": (0.05, 2), "typical_p": (0.05, 0.9), "xtc_probability": (0.05, 0.5), "bad_words": (0.1, ["the"]),
-    "overflow": (0.15, "shift", "context_shift", "truncate_middle"), "ignore_eos": (0.1, True), "priority": (0.2, 1, -1),
+    "overflow": (0.4, "shift", "context_shift", "truncate_middle"), "ignore_eos": (0.25, True), "priority": (0.2, 1, -1),
 }  # fmt: skip
 GRAMMARS = (
     {"regex": "[0-9]{2,9}"}, {"regex": "[a-z ]{5,20}\\."}, {"choice": ["yes", "no", "perhaps"]}, {"json_schema": SCHEMA},
     {"grammar": 'root ::= e\ne ::= t ("+" t)*\nt ::= [0-9] | "(" e ")"'}, {"tools": TOOLS, "tool_choice": "auto"},
-    {"tools": TOOLS, "tool_choice": "required"}, {"tools": TOOLS, "tool_choice": "none"},
+    {"tools": TOOLS, "tool_choice": "required"}, {"tools": TOOLS[1:], "tool_choice": "required"},
+    {"tools": TOOLS, "tool_choice": "none"},
 )  # fmt: skip
+
+seen = Counter()
+"""What happened in the mixtures that have run."""
 
 
 def drawn(rng, handles):
@@ -105,6 +117,7 @@ def off(adapters):
 def alone(off):
     more = {"PREFIX_CACHING": False, "MAX_NUM_SEQS": 8}
     with StaticLLMPipeline(demo_model_path(), "CPU", adapters=off, **more, **EXACT, **SIZES) as pipe:
+        pipe.get_tokenizer().set_chat_template(TEMPLATE)
         yield pipe
 
 
@@ -120,22 +133,23 @@ def test_beside_any_others_a_request_gets_the_answer_that_it_gets_alone(
         "SCHEDULER": policy,
         "draft_model": draft_model(demo_model_path(), "CPU", **EXACT),
     }
-    num_answered = 0
+    num_answered, counts = 0, Counter()
     with (
         daemon_thread(monkeypatch, tmp_path / "run"),
         StaticLLMPipeline(
             demo_model_path(), "CPU", adapters=off, daemon=place == "daemon", **more, **EXACT, **SIZES
         ) as pipe,
     ):
+        pipe.get_tokenizer().set_chat_template(TEMPLATE)
         for _ in range(ROUNDS):
             wanted = [drawn(rng, adapters) for _ in range(rng.randint(1, 4))]
             cancelled = [drawn(rng, adapters) for _ in wanted]
-            expected = [
-                answers_of(
-                    begin(alone, prompt, {name: value for name, value in options.items() if name not in DRAFTING})
-                )
+            handles = [
+                begin(alone, prompt, {name: value for name, value in options.items() if name not in DRAFTING})
                 for prompt, options in wanted
             ]
+            expected = [answers_of(handle) for handle in handles]
+            counts.update(event for handle in handles for event in events_of(handle))
             found = run_beside(pipe, wanted, cancelled, rng)
             for number, (answer, other) in enumerate(zip(expected, found, strict=True)):
                 options = wanted[number][1]
@@ -150,6 +164,26 @@ def test_beside_any_others_a_request_gets_the_answer_that_it_gets_alone(
                 num_answered += not isinstance(answer, str)
         assert pipe.stats().num_failed_steps == 0
     assert num_answered > ROUNDS
+    seen.update(counts)
+
+
+def test_the_mixtures_above_had_everything():
+    """Tests of mixtures must not pass because something is refused or never happens."""
+    if seen:  # they have run
+        assert min(seen["too long"], seen["call"]) > 1 and seen["answer"] > 10 * ROUNDS, seen
+
+
+def events_of(handle):
+    """Yield what a request that has ended is an example of."""
+    if isinstance(handle, str):
+        return
+    with contextlib.suppress(StaticLLMError):
+        for output in handle.outputs():
+            yield "answer"
+            if output.message is not None and output.message.tool_calls:
+                yield "call"
+            if len(handle.prompt_tokens) + len(output.tokens) > sum(SIZES.values()):
+                yield "too long"
 
 
 def run_beside(pipe, wanted, cancelled, rng):
