@@ -77,11 +77,16 @@ class OutputStream:
             model, id, _ = found
             model.engine.cancel(id, index, reason)
 
-    def close(self) -> None:
-        """Cancel all requests and end the thread."""
+    def stop(self) -> None:
+        """Cancel all requests, and begin no further message."""
         with self._breaking:
             self._is_broken = True
         self._cancel_all()
+
+    def close(self) -> None:
+        """Cancel all requests, and end the thread and the connection, in which the thread may wait."""
+        self.stop()
+        self._channel.shut()
         self._outputs.put(None)
         self._thread.join()
 
@@ -93,7 +98,9 @@ class OutputStream:
 
     def _break(self) -> None:
         """End the connection, so that a send that waits ends, and cancel all requests. A second call does nothing."""
-        with self._breaking:  # after ``close`` the channel's number may belong to another connection
+        with (
+            self._breaking
+        ):  # after ``stop`` the channel may be closed, and its number may belong to another connection
             if self._is_broken:
                 return
             self._is_broken = True
