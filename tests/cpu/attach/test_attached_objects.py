@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from staticllm import demo_model_path
 from staticllm.cli.attach.launcher import attached_environment
 from tests.daemons import daemon_thread
 
@@ -58,3 +59,38 @@ print(json.dumps([type(model).__name__, idle, called.wait(20)]))
 
 def test_a_queue_is_freed_when_the_program_drops_it_and_its_calls_have_ended(run):
     assert run(QUEUES)[0] == ["AttachedCompiledModel", [True, True], True]
+
+
+SUBCLASSES = """
+import json, sys
+from openvino_genai import LLMPipeline
+
+class Mixin:
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+class Mine(LLMPipeline):
+    def __init__(self, path, greeting):
+        super().__init__(path, "CPU")
+        self.greeting = greeting
+
+    def greet(self):
+        return self.greeting + str(self.generate("Hi", max_new_tokens=4))[:0]
+
+class Other(Mixin, LLMPipeline):
+    def __init__(self, path):
+        LLMPipeline.__init__(self, path, "CPU")
+
+mine, other = Mine(sys.argv[1], greeting="hello"), Other(sys.argv[1])
+print(json.dumps([
+    mine.greet(), isinstance(mine, LLMPipeline), issubclass(Mine, LLMPipeline), issubclass(LLMPipeline, LLMPipeline),
+    issubclass(dict, LLMPipeline), [type(mine).__name__, type(other).__name__], len(str(other.generate("Hi"))) > 0,
+    type(LLMPipeline(sys.argv[1], "CPU")).__name__,
+]))
+"""
+
+
+def test_a_class_that_derives_from_the_pipeline_keeps_its_methods(run):
+    found, said = run(SUBCLASSES, demo_model_path())
+    assert found == ["hello", True, True, True, False, ["Mine", "Other"], True, "StaticLLMPipeline"]
+    assert "Mine derives from LLMPipeline, and the daemon has no such class: it runs natively" in said
