@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -284,12 +285,17 @@ class PackedRequest:
     def _on_original(self, function: Callable[[Replay], Result]) -> Result:
         """Call ``function`` with the request on the original, whose states are those of all calls so far."""
 
+        asked = time.perf_counter()
+
         def run() -> Result:
+            began = time.perf_counter()
             if self._replay is None:
                 replay = self._model.replay()
                 replay.repeat(self._logs, self._apart)
                 self._replay = replay
-            return function(self._replay)
+            result = function(self._replay)
+            self.times = CallTimes(time.perf_counter() - began, began - asked)
+            return result
 
         return self._model.run_alone(run)
 
