@@ -89,6 +89,8 @@ class ClientConnection:
     def shut(self) -> None:
         """Let ``run`` return soon, from another thread."""
         self._channel.shut()
+        if (request := self._request) is not None:
+            request.cancel()  # its call may need many more device calls
 
     def _refuse(self, reason: str) -> None:
         """Say why the connection ends. A client that does not read, so that a send waits, is not told."""
