@@ -10,7 +10,7 @@ from itertools import count
 from queue import SimpleQueue
 
 from staticllm.core import FinishReason
-from staticllm.errors import ClosedError, ConfigError, ProcessLostError, as_ours
+from staticllm.errors import ClosedError, ConfigError, ProcessLostError, StaticLLMError, as_ours
 from staticllm.pipelines.engine.output_queue import CompileTimes, Finished, OutputQueue, output_from_dict
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.remote.daemon_link import GONE, DaemonLink, check
@@ -70,11 +70,17 @@ class EngineConnection:
             self._left[request.id] = set(range(request.num_sequences))
         try:
             answer = self.ask(Message(Kind.SUBMIT, number=request.id, body={"request": request.to_dict()}))
-        except BaseException:
+        except BaseException as error:
             self._forget(request.id)
+            if not isinstance(error, StaticLLMError):  # Ctrl-C: the daemon may have accepted it
+                self.cancel(request.id)
             raise
         times = answer.body.get("grammar")
         return None if times is None else CompileTimes(**times)
+
+    def cancel(self, request: int, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a request, or one of its answers, soon; the daemon ignores unknown ones. Takes no lock."""
+        self.tell(Message(Kind.CANCEL, body={"request": request, "index": index, "reason": str(reason)}))
 
     def has(self, request: int) -> bool:
         """Return whether a request runs."""
@@ -116,7 +122,12 @@ class EngineConnection:
             if isinstance(error, ProtocolError):
                 raise ConfigError(TOO_LONG) from None
             raise
-        answer = future.result()
+        try:
+            answer = future.result()
+        except BaseException:  # Ctrl-C
+            with self._lock:
+                self._answers.pop(number, None)
+            raise
         check(answer)
         return answer
 
@@ -175,13 +186,14 @@ class EngineConnection:
             if future is not None:
                 future.set_result(message)
             return
-        queue = self._queues.get(message.number)
-        if queue is None:
+        with self._lock:
+            queue, left = self._queues.get(message.number), self._left.get(message.number)
+        if queue is None or left is None:
             return
         for values in message.body["outputs"]:
             output = output_from_dict(values)
             if isinstance(output, Finished):
-                self._left[message.number].discard(output.index)
+                left.discard(output.index)
             if message.flags & LAST and values is message.body["outputs"][-1]:
                 self._forget(message.number)
             queue.put(output)

@@ -86,10 +86,8 @@ class RemoteEngine:
     def cancel(self, request: int, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request, or one of its answers, before the next device call. Unknown and ended requests are ignored."""
         connection = self._connection
-        if os.getpid() != self._pid or not connection.has(request):
-            return
-        body = {"request": request, "index": index, "reason": str(reason)}
-        connection.tell(Message(Kind.CANCEL, body=body))
+        if os.getpid() == self._pid and connection.has(request):
+            connection.cancel(request, index, reason)
 
     def check_process(self) -> None:
         """Check that this is the process that the engine belongs to.

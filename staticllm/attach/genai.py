@@ -6,7 +6,9 @@ import contextlib
 import functools
 import importlib
 import sys
+import types
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,14 @@ def attach(module: Any) -> None:
     """
     settings = read_settings()
     if settings.mode != "off" and not isinstance(module.LLMPipeline, AttachedType):
-        module.LLMPipeline = AttachedType("LLMPipeline", (), {"native": module.LLMPipeline, "settings": settings})
+        native = module.LLMPipeline
+        names = {
+            "native": native,
+            "settings": settings,
+            "base": _base_of(native, settings),
+            "__init__": native.__init__,
+        }
+        module.LLMPipeline = AttachedType("LLMPipeline", (), names)
         for owner, name in ((module, "draft_model"), (module.Adapter, "__init__"), (module.AdapterConfig, "__init__")):
             _import_before(owner, name)
 
@@ -44,11 +53,42 @@ def _import_before(owner: Any, name: str) -> None:
     setattr(owner, name, call)
 
 
+def _is_for_daemon(settings: Settings, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a pipeline with these arguments is on a device whose models the daemon may take."""
+    device = kwargs.get("device", next((each for each in args[1:3] if isinstance(each, str)), "CPU"))
+    return not settings.devices or str(device).upper() in settings.devices
+
+
+def _base_of(native: Any, settings: Settings) -> Any:
+    """Return the base of the program's own classes of pipelines, which run natively and say so."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _is_for_daemon(settings, args, kwargs):
+            text = f"{type(self).__name__} derives from LLMPipeline, and the daemon has no such class"
+            if settings.mode == "require":
+                raise RuntimeError(text)
+            warnings.warn(f"staticllm attach: {text}: it runs natively", RuntimeWarning, stacklevel=2)
+        native.__init__(self, *args, **kwargs)
+
+    return type(native)(native.__name__, (native,), {"__init__": init, "__module__": native.__module__})
+
+
 class AttachedType(type):
-    """The class of ``LLMPipeline``: a call returns a pipeline of the daemon, or the native one if the daemon does not take it."""
+    """The class of ``LLMPipeline``: a call returns a pipeline of the daemon, or the native one if the daemon does not take it.
+
+    A class that derives from it derives from the native one instead, so that it has its own methods.
+    """
 
     native: Any
+    base: Any
     settings: Settings
+
+    def __new__(cls, name: str, bases: tuple[Any, ...], names: dict[str, Any], **kwargs: Any) -> Any:
+        """Return a class; a native one if it derives from ``LLMPipeline``."""
+        real = tuple(base.base if isinstance(base, AttachedType) else base for base in bases)
+        if real != bases:
+            return types.new_class(name, real, kwargs, lambda namespace: namespace.update(names))
+        return super().__new__(cls, name, bases, names)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct a pipeline with the arguments of GenAI's.
@@ -56,9 +96,7 @@ class AttachedType(type):
         Raises:
             Exception: with ``require``, whatever kept the daemon from taking the model; else what GenAI raises.
         """
-        devices = cls.settings.devices
-        device = kwargs.get("device", next((each for each in args[1:3] if isinstance(each, str)), "CPU"))
-        if devices and str(device).upper() not in devices:
+        if not _is_for_daemon(cls.settings, args, kwargs):
             return cls.native(*args, **kwargs)
         try:
             return _pipeline_type()(*args, daemon=True, **kwargs)
@@ -72,6 +110,10 @@ class AttachedType(type):
     def __instancecheck__(cls, instance: Any) -> bool:
         """Return whether an object is a pipeline of the daemon or a native one."""
         return isinstance(instance, cls.native) or type(instance).__name__ == "StaticLLMPipeline"
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        """Return whether a class is this one, or derives from the native one."""
+        return type.__subclasscheck__(cls, subclass) or issubclass(subclass, cls.native)
 
     def __getattr__(cls, name: str) -> Any:
         return getattr(cls.native, name)

@@ -29,6 +29,8 @@ from staticllm.wire.properties import encode_value
 
 log = logging.getLogger(__name__)
 MAX_PRIORITY = 100
+REFUSE_SECONDS = 0.5
+"""Seconds in which a client must read why its connection ends."""
 
 
 class Host(Protocol):
@@ -80,14 +82,30 @@ class ClientConnection:
             pass
         except ProtocolError as error:
             log.warning("a client sent something else than a message: %s", error)
-            with contextlib.suppress(OSError):
-                self._channel.send(Message(Kind.REFUSED, body={"reason": str(error)}))
+            self._refuse(str(error))
         finally:
             self._end()
 
     def shut(self) -> None:
         """Let ``run`` return soon, from another thread."""
         self._channel.shut()
+        if (request := self._request) is not None:
+            request.cancel()  # its call may need many more device calls
+
+    def _refuse(self, reason: str) -> None:
+        """Say why the connection ends. A client that does not read, so that a send waits, is not told."""
+        if self._stream is not None:
+            self._stream.stop()
+        timer = threading.Timer(REFUSE_SECONDS, self._channel.shut)
+        timer.daemon = True
+        with contextlib.suppress(OSError, RuntimeError):  # the client has gone; there can be no more threads
+            timer.start()
+            try:
+                with self._send_lock:
+                    self._channel.send(Message(Kind.REFUSED, body={"reason": reason}))
+            finally:
+                timer.cancel()
+                timer.join()  # or it could shut another connection with the number of this one
 
     def _answer(self, message: Message) -> bool:
         """Answer one message. Return False if the connection ends with it."""
@@ -239,9 +257,10 @@ class ClientConnection:
     def _send(self, message: Message, arrays: list[tensors.Array]) -> None:
         """Send arrays, in a larger block if they need one."""
         size = tensors.size_of(arrays)
-        if size > max(self._channel.block_bytes, MAX_INLINE):
-            self._grow(size)
-        self._channel.send_tensors(message, arrays, range(len(arrays)))
+        with self._send_lock:
+            if size > max(self._channel.block_bytes, MAX_INLINE):
+                self._grow(size)
+            self._channel.send_tensors(message, arrays, range(len(arrays)))
 
     def _reset(self, _: Message) -> Message:
         self._own().reset()

@@ -110,7 +110,10 @@ class ModelTable:
             slots = [self._slots.pop(key) for key in idle]
         for slot in slots:
             log.info("model %s is dropped: no program holds it", slot.source.xml)
-            slot.compiled.result().close()
+            try:
+                slot.compiled.result().close()
+            except Exception:  # the others are released all the same
+                log.exception("model %s was not released", slot.source.xml)
 
     def served(self) -> list[tuple[ModelSlot, ServedModel]]:
         """Return the models that are compiled."""

@@ -97,6 +97,10 @@ class PackedService:
                 "the model shares calls with other programs: profile it without the daemon, or with --exact"
             )
 
+        def cancel(self) -> None:
+            """End a call before its next device call; any thread may call."""
+            self._request.cancel()
+
         def close(self) -> None:
             """Give the tokens' keys and values back; they stay cached for requests that begin alike."""
             self._request.close()

@@ -107,6 +107,9 @@ class PlainRequest:
             for node in self._request.profiling_info
         ]  # fmt: skip
 
+    def cancel(self) -> None:
+        """Do nothing: a call is one device call, which nothing can end."""
+
     def close(self) -> None:
         """Release the infer request and its memory."""
         del self._request

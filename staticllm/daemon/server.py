@@ -212,7 +212,10 @@ class Daemon:
         """Drop models that nobody holds and connections that say nothing, and stop the daemon when nobody needs it."""
         while not self._is_stopping.wait(TICK_SECONDS):
             now = time.monotonic()
-            self.models.drop_idle(self.limits.idle_model_seconds)
+            try:
+                self.models.drop_idle(self.limits.idle_model_seconds)
+            except Exception:  # the thread also ends silent connections, and the daemon when it is idle
+                log.exception("an idle model could not be dropped")
             with self._lock:
                 silent = [
                     each for each in self._connections if each.session is None and now - each.started > HELLO_SECONDS

@@ -43,6 +43,7 @@ class OutputStream:
             int, tuple[LanguageModel, int, int]
         ] = {}  # by the client's number: model, our id, answers left
         self._is_broken = False
+        self._breaking = threading.Lock()
         self._thread = start_thread(self._run, "staticllm-stream")
 
     def submit(self, model: LanguageModel, number: int, values: Mapping[str, Any]) -> CompileTimes | None:
@@ -61,7 +62,7 @@ class OutputStream:
         request = model.request_of(values)
         request = replace(request, priority=request.priority + self._session.priority)
         outputs = OutputQueue()
-        outputs.add_listener(lambda output: self._outputs.put((number, output)))
+        outputs.add_listener(lambda output: self._add(number, output))
         self._running[number] = model, request.id, request.num_sequences
         try:
             model.engine.submit(request, outputs)
@@ -76,12 +77,35 @@ class OutputStream:
             model, id, _ = found
             model.engine.cancel(id, index, reason)
 
-    def close(self) -> None:
-        """Cancel all requests and end the thread."""
-        self._is_broken = True
+    def stop(self) -> None:
+        """Cancel all requests, and begin no further message."""
+        with self._breaking:
+            self._is_broken = True
         self._cancel_all()
+
+    def close(self) -> None:
+        """Cancel all requests, and end the thread and the connection, in which the thread may wait."""
+        self.stop()
+        self._channel.shut()
         self._outputs.put(None)
         self._thread.join()
+
+    def _add(self, number: int, output: Output) -> None:
+        """Add an output; runs on the engine's thread, because the stream's own waits in ``send`` if the client does not read."""
+        self._outputs.put((number, output))
+        if self._outputs.qsize() > MAX_BACKLOG:
+            self._break()
+
+    def _break(self) -> None:
+        """End the connection, so that a send that waits ends, and cancel all requests. A second call does nothing."""
+        with (
+            self._breaking
+        ):  # after ``stop`` the channel may be closed, and its number may belong to another connection
+            if self._is_broken:
+                return
+            self._is_broken = True
+            self._channel.shut()
+        self._cancel_all()
 
     def _cancel_all(self) -> None:
         for model, id, _ in list(self._running.values()):
@@ -90,9 +114,6 @@ class OutputStream:
     def _run(self) -> None:
         while (first := self._outputs.get()) is not None:
             batch, is_ended = self._batch(first)
-            if self._outputs.qsize() > MAX_BACKLOG:
-                self._is_broken = True
-                self._cancel_all()
             for number, outputs in batch.items():
                 self._send(number, outputs)
             if is_ended:
@@ -121,8 +142,7 @@ class OutputStream:
             with self._channel_lock:
                 self._channel.send(Message(Kind.OUTPUT, number=number, flags=flags, body=body))
         except OSError:  # the client has gone; its connection's thread sees it too
-            self._is_broken = True
-            self._cancel_all()
+            self._break()
 
     def _count_tokens(self, number: int, outputs: list[Output]) -> None:
         model = self._running[number][0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,8 +29,8 @@ class AttachedInferQueue(AsyncInferQueue):  # type: ignore[misc]
         self._change = threading.Condition()
         self._idle = deque(range(len(self._requests)))
         self._errors: list[BaseException] = []
-        for index, request in enumerate(self._requests):
-            request.on_end = partial(self._end, index)
+        for index in range(len(self._requests)):
+            self._let_go(index)
 
     def start_async(self, inputs: Any = None, userdata: Any = None, share_inputs: bool = False) -> None:
         """Run a call on the next idle request; wait for one if there is none."""
@@ -38,9 +39,11 @@ class AttachedInferQueue(AsyncInferQueue):  # type: ignore[misc]
         with self._change:
             self._idle.remove(index)
             self._userdata[index] = userdata
+        request.on_end = partial(self._end, index)  # the queue lives until its calls have ended
         try:
             request.start_async(inputs, None, share_inputs)
         except BaseException:
+            self._let_go(index)
             with self._change:
                 self._idle.append(index)
                 self._change.notify_all()
@@ -88,6 +91,10 @@ class AttachedInferQueue(AsyncInferQueue):  # type: ignore[misc]
     def __getitem__(self, i: int) -> AttachedInferRequest:
         return self._requests[i]
 
+    def _let_go(self, index: int) -> None:
+        """Refer weakly from an idle request to the queue, or the garbage collector would have to free both."""
+        self._requests[index].on_end = partial(_end_if_alive, weakref.ref(self), index)
+
     def _end(self, index: int, error: BaseException | None) -> None:
         """Call the callback after a call; runs on the thread of the request."""
         if error is None and self._callback is not None:
@@ -95,8 +102,15 @@ class AttachedInferQueue(AsyncInferQueue):  # type: ignore[misc]
                 self._callback(self._requests[index], self._userdata[index])
             except Exception as raised:
                 error = raised
+        self._let_go(index)
         with self._change:
             if error is not None:
                 self._errors.append(error)
             self._idle.append(index)
             self._change.notify_all()
+
+
+def _end_if_alive(queue: weakref.ref[AttachedInferQueue], index: int, error: BaseException | None) -> None:
+    """End a call that the program started on a request of a queue."""
+    if (found := queue()) is not None:
+        found._end(index, error)

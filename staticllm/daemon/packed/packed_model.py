@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +20,7 @@ from staticllm.core import Variant
 from staticllm.daemon.packed.packed_call import PackedCall, UnusualCallError, logs_of, read_call
 from staticllm.daemon.packed.replay import Array, OriginalModel, Replay, RowLog
 from staticllm.devices import get_core, supported_properties
-from staticllm.errors import UnsupportedModelError
+from staticllm.errors import ClosedError, UnsupportedModelError
 from staticllm.model_dir import MODEL_XML, forget_in_memory, keep_in_memory, max_positions, read_model
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.fed.sequence import FedSequence, Feed
@@ -163,6 +164,8 @@ class PackedRequest:
         self._logs: list[RowLog] = []
         self._apart: dict[int, int] = {}  # the columns of calls with hidden tokens
         self._replay: Replay | None = None
+        self._fed: Sequence[FedSequence] = ()  # by the call in progress
+        self._is_cancelled = False
         self._is_running = threading.Lock()
 
     def infer(self, inputs: Mapping[str, Array], wanted: Wanted = "all") -> Array:
@@ -177,7 +180,7 @@ class PackedRequest:
         Raises:
             PromptError: ``beam_idx`` names a row that the last call did not have.
             RuntimeError: OpenVINO refused the inputs.
-            ClosedError: the model was closed.
+            ClosedError: the model was closed, or the request was cancelled.
         """
         with self._is_running:
             if self.fallback is None:
@@ -220,6 +223,11 @@ class PackedRequest:
         """Set one state of the original back."""
         self._on_states(lambda states: states[index].reset())
 
+    def cancel(self) -> None:
+        """End the call in the engine before the next device call; later ones there fail. Any thread may call."""
+        self._is_cancelled = True
+        self._close_sequences(self._fed, is_reusable=False)
+
     def close(self) -> None:
         """Release the sequences. A second call does nothing."""
         self._close_sequences(self._sequences, is_reusable=True)
@@ -237,7 +245,10 @@ class PackedRequest:
         engine = self._model.engine
         assert engine is not None, "there is no engine"
         sequences, unused = self._continued(call, engine)
+        self._fed = sequences
         try:
+            if self._is_cancelled:
+                raise ClosedError("the request was cancelled")
             results = _feed(engine, sequences, call)
         except BaseException:  # closed, or interrupted while the feeds are in progress
             self._fall_back("a call was interrupted")
@@ -247,6 +258,8 @@ class PackedRequest:
         if failed is not None:
             self._close_sequences([*sequences, *unused], is_reusable=False)
             self._sequences = []
+            if self._is_cancelled:
+                raise failed
             raise UnusualCallError(f"the engine failed: {failed}") from failed
         self._close_sequences(unused, is_reusable=False)
         if any(not all(row.mask) for row in call.rows):
@@ -284,12 +297,17 @@ class PackedRequest:
     def _on_original(self, function: Callable[[Replay], Result]) -> Result:
         """Call ``function`` with the request on the original, whose states are those of all calls so far."""
 
+        asked = time.perf_counter()
+
         def run() -> Result:
+            began = time.perf_counter()
             if self._replay is None:
                 replay = self._model.replay()
                 replay.repeat(self._logs, self._apart)
                 self._replay = replay
-            return function(self._replay)
+            result = function(self._replay)
+            self.times = CallTimes(time.perf_counter() - began, began - asked)
+            return result
 
         return self._model.run_alone(run)
 

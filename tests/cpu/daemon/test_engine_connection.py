@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from multiprocessing import Pipe
 
 import pytest
@@ -11,10 +12,11 @@ from staticllm.core import FinishReason
 from staticllm.errors import ClosedError, ProcessLostError
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue
 from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.remote import engine_connection
 from staticllm.pipelines.remote.engine_connection import EngineConnection
 from staticllm.pipelines.remote.remote_engine import RemoteEngine
 from staticllm.wire.channel import Channel
-from staticllm.wire.messages import MAX_FRAME, Kind, Message
+from staticllm.wire.messages import LAST, MAX_FRAME, Kind, Message
 from tests.daemons import wait_for
 
 SECONDS = 10
@@ -165,4 +167,47 @@ def test_a_lost_connection_ends_what_was_accepted_and_what_waits(peer):
     thread.join(SECONDS)
     assert end.reason is FinishReason.ERROR and isinstance(end.error, ProcessLostError)
     assert isinstance(results[0], ProcessLostError) and not connection.is_alive
+    connection.close()
+
+
+class Interrupted(Future):
+    """What a question waits for when Ctrl-C comes."""
+
+    def result(self, timeout=None):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_submit_ends_the_request_in_the_daemon(peer, monkeypatch):
+    connection = EngineConnection(peer, 1, lambda: None)
+    with monkeypatch.context() as change, pytest.raises(KeyboardInterrupt):
+        change.setattr(engine_connection, "Future", Interrupted)
+        connection.submit(EngineRequest((1,), id=5), OutputQueue())
+    assert not connection._answers and not connection.has(5)
+    assert peer.answer().kind is Kind.SUBMIT
+    cancel = peer.answer()
+    assert cancel.kind is Kind.CANCEL and cancel.handle == 1
+    assert cancel.body == {"request": 5, "index": None, "reason": "cancelled"}
+    token = {"id": 7, "logprob": 0.0, "time": 0.0, "sampling_seconds": 0.0}
+    peer.channel.send(Message(Kind.OUTPUT, number=5, body={"outputs": [token]}))  # nobody waits for it any more
+    thread, results = run(lambda: connection.ask(Message(Kind.STATS)))
+    peer.answer()
+    thread.join(SECONDS)
+    assert isinstance(results[0], Message)
+    connection.close()
+
+
+def test_a_request_that_is_forgotten_while_its_outputs_are_read_harms_no_other(peer):
+    connection = EngineConnection(peer, 1, lambda: None)
+    queue = OutputQueue()
+    queue.add_listener(lambda output: connection._forget(5))  # as an interrupted submit does
+    thread, _ = run(lambda: connection.submit(EngineRequest((1,), id=5), queue))
+    peer.answer()
+    thread.join(SECONDS)
+    token = {"id": 7, "logprob": 0.0, "time": 0.0, "sampling_seconds": 0.0}
+    ended = {"reason": "stop", "error": None, "index": 0}
+    peer.channel.send(Message(Kind.OUTPUT, number=5, flags=LAST, body={"outputs": [token, ended]}))
+    thread, results = run(lambda: connection.ask(Message(Kind.STATS)))
+    peer.answer()
+    thread.join(SECONDS)
+    assert isinstance(results[0], Message) and connection.is_alive
     connection.close()

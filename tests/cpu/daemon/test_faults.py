@@ -360,6 +360,26 @@ def test_a_killed_client_frees_all_within_a_second(monkeypatch, tmp_path):
             wait_for(lambda: pipe.stats().finish_reasons.get("cancelled") == 2)
 
 
+def fail(*_):
+    raise RuntimeError("the device is lost")
+
+
+@pytest.mark.parametrize("what", ["close", "drop_idle"])
+def test_a_model_that_cannot_be_dropped_keeps_no_daemon(monkeypatch, tmp_path, model_path, what):
+    monkeypatch.setattr(server, "TICK_SECONDS", 0.05)
+    limits = {"idle_seconds": 0.5, "idle_model_seconds": 0.0}
+    with daemon_thread(monkeypatch, tmp_path / "run", **limits) as daemon, monkeypatch.context() as change:
+        client = RawClient()
+        client.model(model_path)
+        ((_, model),) = daemon.models.served()
+        change.setattr(model if what == "close" else daemon.models, what, fail)
+        time.sleep(0.2)  # some ticks
+        if what == "drop_idle":
+            change.undo()
+        client.close()
+        wait_for(daemon._is_stopping.is_set)
+
+
 def test_a_daemon_that_nobody_uses_ends_and_there_is_only_one(monkeypatch, tmp_path):
     with daemon_process(monkeypatch, tmp_path / "run", "--idle-seconds", "1.5") as process:
         again = subprocess.run(

@@ -332,3 +332,17 @@ def test_all_slots_are_free_after_the_last_request(loaded):
         return len(manager.away), manager.cache.num_slots - manager.free_slots
 
     assert model.engine.run_between_steps(held) == (0, 0)
+
+
+def test_a_call_on_the_original_has_times_of_its_own(program_on):
+    program = program_on("demo")
+    program.step(1, 9)
+    ours, in_engine = program.requests[0], program.requests[0].times
+    assert in_engine.device_seconds > 0
+    ours.state_names()
+    assert ours.fallback is not None
+    program.step(1, 1)
+    first = ours.times
+    program.step(1, 1)
+    assert len({in_engine, first, ours.times}) == 3
+    assert 0 < first.device_seconds < 10 and 0 < first.queued_seconds < 10

@@ -142,6 +142,25 @@ def test_tokens_that_wait_together_share_a_call(daemon, native, path):
             request.close()
 
 
+def test_the_call_of_a_program_that_dies_runs_no_further(daemon, native, path):
+    client = RawClient()
+    request = client.request(client.model(path, config=CONFIG).body["model"])
+    ((slot, service),) = daemon.models.served()
+    engine, gate = service.model.engine, threading.Event()
+    engine.call_soon(gate.wait)  # the engine is busy until the program has gone
+    wait_for(lambda: not engine._callbacks)
+    before = engine.stats().num_steps
+    request.channel.send_tensors(Message(Kind.INFER), call_of(native, PROMPT, 0), range(len(names_of(native))))
+    wait_for(lambda: len(engine._callbacks._waiting) == 2)  # a sequence and its feed
+    client.close()
+    wait_for(lambda: not slot.num_users)
+    gate.set()
+    wait_for(lambda: not daemon._connections)
+    assert engine.stats().num_steps == before
+    assert not engine._core.requests and not engine._callbacks
+    request.close()
+
+
 def test_the_hint_returns_the_last_row_only(daemon, native, path):
     _, logits = expected(native)
     with RawClient() as client:

@@ -1,0 +1,96 @@
+"""Tests what a program does with the classes and objects that attaching gives it: it derives from them, and drops them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from staticllm import demo_model_path
+from staticllm.cli.attach.launcher import attached_environment
+from tests.daemons import daemon_thread
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """A function that runs a program attached to a daemon in this process, and returns what it prints as JSON."""
+
+    def run(code, *arguments):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *map(str, arguments)], env=attached_environment(dict(os.environ)), text=True,
+            capture_output=True, timeout=240, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+    with daemon_thread(monkeypatch, tmp_path / "run"):
+        yield run
+
+
+QUEUES = """
+import gc, json, threading, time, weakref
+import numpy as np, openvino as ov
+from openvino import opset13 as ops
+x = ops.parameter([1, 4], np.float32, name="x")
+model = ov.Core().compile_model(ov.Model([ops.abs(x)], [x]), "CPU")
+gc.collect()
+gc.disable()
+queue = ov.AsyncInferQueue(model, 2)
+for _ in range(3):
+    queue.start_async({0: np.ones((1, 4), np.float32)})
+queue.wait_all()
+requests = [weakref.ref(request) for request in queue]
+del queue
+for _ in range(200):  # the threads of the last calls return soon
+    idle = [request() is None for request in requests]
+    all(idle) or time.sleep(0.01)
+called, may_end = threading.Event(), threading.Event()
+queue = ov.AsyncInferQueue(model, 1)
+queue.set_callback(lambda request, event: (may_end.wait(20), event.set()))
+queue.start_async({0: np.ones((1, 4), np.float32)}, called)
+del queue
+may_end.set()
+print(json.dumps([type(model).__name__, idle, called.wait(20)]))
+"""
+
+
+def test_a_queue_is_freed_when_the_program_drops_it_and_its_calls_have_ended(run):
+    assert run(QUEUES)[0] == ["AttachedCompiledModel", [True, True], True]
+
+
+SUBCLASSES = """
+import json, sys
+from openvino_genai import LLMPipeline
+
+class Mixin:
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+class Mine(LLMPipeline):
+    def __init__(self, path, greeting):
+        super().__init__(path, "CPU")
+        self.greeting = greeting
+
+    def greet(self):
+        return self.greeting + str(self.generate("Hi", max_new_tokens=4))[:0]
+
+class Other(Mixin, LLMPipeline):
+    def __init__(self, path):
+        LLMPipeline.__init__(self, path, "CPU")
+
+mine, other = Mine(sys.argv[1], greeting="hello"), Other(sys.argv[1])
+print(json.dumps([
+    mine.greet(), isinstance(mine, LLMPipeline), issubclass(Mine, LLMPipeline), issubclass(LLMPipeline, LLMPipeline),
+    issubclass(dict, LLMPipeline), [type(mine).__name__, type(other).__name__], len(str(other.generate("Hi"))) > 0,
+    type(LLMPipeline(sys.argv[1], "CPU")).__name__,
+]))
+"""
+
+
+def test_a_class_that_derives_from_the_pipeline_keeps_its_methods(run):
+    found, said = run(SUBCLASSES, demo_model_path())
+    assert found == ["hello", True, True, True, False, ["Mine", "Other"], True, "StaticLLMPipeline"]
+    assert "Mine derives from LLMPipeline, and the daemon has no such class: it runs natively" in said
