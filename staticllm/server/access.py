@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -85,15 +84,15 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        error = self._refusal(scope, headers)
+        error = self.refusal(scope)
         if error is not None:
             await error.response(scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _refusal(self, scope: Scope, headers: Mapping[str, str]) -> ApiError | None:
+    def refusal(self, scope: Scope) -> ApiError | None:
         """Return why a request is refused; None if it is not. Then the scope names its client."""
+        headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
         if self._checks_host and not is_local_name(_name_of(host)):
             return ApiError(403, f"the host name {host[:200]!r} is not local: use 127.0.0.1", code="host_not_allowed")

@@ -38,7 +38,7 @@ async def answer_parts(app: ASGIApp, request: ReplicaRequest) -> AsyncGenerator[
 
     async def run() -> None:
         try:
-            await app(_scope(request), receive, send)
+            await app(scope_of(request), receive, send)
         finally:
             if not has_gone.is_set():
                 await parts.put(None)
@@ -69,7 +69,8 @@ async def _ended(task: asyncio.Future[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-def _scope(request: ReplicaRequest) -> dict[str, Any]:
+def scope_of(request: ReplicaRequest) -> dict[str, Any]:
+    """Return the scope of a request for an ASGI application."""
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},

@@ -70,12 +70,8 @@ class Ingress:
 
     def _relay(self, request: Request, body: bytes, values: dict[str, Any]) -> Relay:
         path = "/" + request.url.path.strip("/").removeprefix("v1/")
-        name = values.get("model")
         kind = ENCODER_PATHS.get(path, "chat")
-        if (
-            name not in self._kinds
-        ):  # without a name it is the first of its kind, and a wrong one is refused by the replica
-            name = next((name for name, each in self._kinds.items() if each == kind), "") if name is None else ""
+        name = self._model_of(values, kind) if request.method == "POST" else ""  # what is only looked at loads no model
         group = "chat" if self._kinds.get(name, kind) == "chat" else "encoder"
         handle = self._handles.get(group) or next(iter(self._handles.values()))
         asked = ReplicaRequest(
@@ -91,6 +87,14 @@ class Ingress:
         if not (path in RESUMED_PATHS and values.get("stream") is True):
             return Relay(handle, asked)
         return Relay(handle, asked.with_body(to_json(seeded(values)).encode()), EventReplay())
+
+    def _model_of(self, values: dict[str, Any], kind: str) -> str:
+        """Return the model that a body asks for: without a name the first of its kind; "" for a wrong name, which the replica
+        refuses."""
+        name = values.get("model")
+        if name is None:
+            return next((name for name, each in self._kinds.items() if each == kind), "")
+        return name if isinstance(name, str) and name in self._kinds else ""
 
 
 def _values(body: bytes) -> dict[str, Any]:

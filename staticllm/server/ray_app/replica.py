@@ -11,11 +11,12 @@ from typing import Any
 from ray import serve
 
 from staticllm.errors import ModelError, StaticLLMError
+from staticllm.server.access import AccessMiddleware, Origins
 from staticllm.server.api_error import ApiError
 from staticllm.server.app import create_app
 from staticllm.server.ray_app.cluster_settings import ClusterSettings
 from staticllm.server.ray_app.health import DeviceWatch
-from staticllm.server.ray_app.in_process import answer_parts
+from staticllm.server.ray_app.in_process import answer_parts, scope_of
 from staticllm.server.ray_app.messages import ReplicaHead, ReplicaRequest
 from staticllm.server.served_model import ModelSpec
 from staticllm.server.state import ServerState
@@ -29,6 +30,7 @@ class Replica:
     def __init__(self, specs: Sequence[ModelSpec], settings: ClusterSettings) -> None:
         self._state = ServerState.of(specs, settings.of_replica())
         self._app = create_app(self._state)
+        self._access = AccessMiddleware(self._app, self._state.settings, Origins(self._state.settings))
         self._watch = DeviceWatch()
         self._start: asyncio.Task[Any] | None = None
         self._keep = serve.multiplexed(max_num_models_per_replica=settings.models_per_replica)(self._loaded())
@@ -38,7 +40,9 @@ class Replica:
         if self._start is None:  # on the loop of the requests
             self._start = asyncio.ensure_future(self._app.router.lifespan_context(self._app).__aenter__())
         await asyncio.shield(self._start)
-        if request.model:
+        if (
+            request.model and self._access.refusal(scope_of(request)) is None
+        ):  # nobody without a key makes it load a model
             with contextlib.suppress(ApiError, StaticLLMError):  # the answer says it
                 await self._keep(request.model)
         async with contextlib.aclosing(answer_parts(self._app, request)) as parts:

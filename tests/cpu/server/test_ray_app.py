@@ -175,6 +175,24 @@ def test_bad_requests_get_the_answers_of_the_server(cluster):
     assert httpx.get(cluster.url + "/no/such/path", headers=headers).status_code == 404
 
 
+def test_only_requests_with_the_key_and_for_an_answer_load_a_model(cluster):
+    models = [f"{name}={demo_model_path()}" for name in ("one", "two")]
+    cluster.run(models=models, api_keys=("secret",), models_per_replica=1)
+    cluster.wait_for(1)
+    url, headers = cluster.url + "/v1/chat/completions", {"Authorization": "Bearer secret"}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+
+    def loaded():
+        listed = httpx.get(cluster.url + "/v1/models", headers=headers, timeout=60).json()["data"]
+        return [each["id"] for each in listed if each["status"] == "loaded"]
+
+    assert httpx.post(url, json={**body, "model": "two"}, headers=headers, timeout=60).status_code == 200
+    assert "two" in loaded()
+    assert httpx.post(url, json={**body, "model": "one"}, timeout=60).status_code == 401
+    assert httpx.get(cluster.url + "/health", timeout=60).status_code == 200
+    assert "two" in loaded()
+
+
 def test_a_closed_connection_frees_the_replica(cluster):
     cluster.run(min_replicas=2, max_replicas=2)
     cluster.wait_for(2)
