@@ -13,6 +13,13 @@ from bench_machine import KINDS, Machine
 
 WRONG = 0.99
 """The least cosine to the reference of an engine that answers correctly."""
+GENAI_TARGETS = {1: 2.3, 4: 2.2, 16: 3.5, 64: 5.0, 256: 5.5}
+"""How many times GenAI's texts/s ours should have, by clients. They were set for processors with AMX in bf16."""
+OTHERS_TARGET = 1.5
+CHAT_TARGETS = {
+    "ttft_ms": ("TTFT of a chat, together / alone", 1.3),
+    "texts": ("texts/s beside a chat, together / alone", 0.7),
+}
 
 
 def cosine(vectors: Any, reference: Any) -> float:
@@ -58,6 +65,34 @@ def ratios(figures: Figures, names: Sequence[str], clients: Sequence[int], mine:
     return table
 
 
+def targets(figures: Figures, names: Sequence[str], clients: Sequence[int]) -> report.Table:
+    """Return the targets that this run can judge: the ratio, the limit, and whether it is missed."""
+    table = [["share", "ratio", "target", ""]]
+    others = [name for name in names if not name.startswith("ours")]
+    for count in clients:
+        measure = f"clients_{count}"
+        ratio = figures.ratio(Figure(measure, "ours"), Figure(measure, "genai"))
+        table += _judged(f"genai: {count} clients, texts/s", ratio, GENAI_TARGETS.get(count))
+        rates = {name: rate for name in others if (rate := figures.median(measure, name)) is not None}
+        if rates:
+            best = max(rates, key=rates.__getitem__)
+            ratio = figures.ratio(Figure(measure, "ours"), Figure(measure, best))
+            table += _judged(f"best other ({best}): {count} clients, texts/s", ratio, OTHERS_TARGET)
+    for measure, (title, limit) in CHAT_TARGETS.items():
+        ratio = figures.ratio(Figure(f"{measure}_both", "chat shared"), Figure(f"{measure}_alone", "chat shared"))
+        table += _judged(title, ratio, limit, is_least=measure == "texts")
+    return table
+
+
+def _judged(title: str, ratio: float | None, limit: float | None, is_least: bool = True) -> report.Table:
+    """Return the row of a target; none if it was not measured."""
+    if ratio is None or limit is None:
+        return []
+    is_met = ratio >= limit if is_least else ratio <= limit
+    bound = f"at {'least' if is_least else 'most'} {limit:.2f}"
+    return [[title, f"{ratio:.2f}", bound, "" if is_met else "**missed**"]]
+
+
 def alone(figures: Figures, names: Sequence[str]) -> list[str]:
     """Return a line on fill, host share and products for each of ours that has them."""
     lines = []
@@ -97,6 +132,7 @@ def section(result: Mapping[str, Any]) -> str:
         report.markdown(ratios(figures, names, clients)),
         "\n".join(f"- {line}" for line in [*alone(figures, names), *result["left_out"]]),
         report.markdown(chat(figures)),
+        report.markdown(targets(figures, names, clients)),
     ]
     return "\n\n".join(part for part in parts if part)
 

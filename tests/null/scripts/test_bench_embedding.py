@@ -133,3 +133,20 @@ def test_slow_engines_run_fewer_batches_and_are_left_out_where_one_batch_takes_t
     assert batches == {("fast", 1): 24, ("fast", 16): 5, ("fast", 256): 1, ("slow", 1): 16, ("slow", 16): 1}
     assert lines == ["slow with 256 clients is left out: one batch takes over 12 s"]
     assert capsys.readouterr().out == lines[0] + "\n"
+
+
+def test_targets_are_judged_where_they_were_measured(figures):
+    from bench_embedding_report import targets
+
+    more = {
+        "clients_4": {"ours": [90.0], "genai": [30.0], "fast": [80.0], "ours list": [99.0]},
+        "ttft_ms_both": {"chat shared": [30.0]}, "ttft_ms_alone": {"chat shared": [10.0]},
+        "texts_both": {"chat shared": [8.0]}, "texts_alone": {"chat shared": [10.0]},
+    }  # fmt: skip
+    for measure, peers in more.items():
+        for peer, values in peers.items():
+            figures.add(measure, peer, *values)
+    rows = targets(figures, ["ours", "ours list", "genai", "fast"], [4])[1:]
+    found = [(row[1], row[3]) for row in rows]
+    assert found == [("3.00", ""), ("1.12", "**missed**"), ("3.00", "**missed**"), ("0.80", "")]
+    assert "best other (fast): 4 clients" in rows[1][0]
