@@ -230,7 +230,8 @@ class EmbeddingPool:
                     self._clock_until = self._state.next_event()
                     seconds = self._clock_until - now
                     self._wake()
-                    self._clock_wake.wait(None if math.isinf(seconds) else max(0.0, seconds))
+                    longest = threading.TIMEOUT_MAX  # a deadline may be later than any wait can end
+                    self._clock_wake.wait(None if math.isinf(seconds) else min(max(0.0, seconds), longest))
                     self._clock_until = -math.inf
             _carry_out(ends)
 

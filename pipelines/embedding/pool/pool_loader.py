@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import math
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ import openvino as ov
 import openvino_genai as genai
 
 from staticllm.devices import get_core, kind
-from staticllm.errors import ConfigError, as_ours
+from staticllm.errors import ConfigError, as_ours, shown
 from staticllm.model_dir import MODEL_XML, check_model_dir
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
 from staticllm.pipelines.embedding.encoder_job import OPTIONS
@@ -69,9 +69,9 @@ def take_options(properties: dict[str, object]) -> PoolOptions:
     policy, depths = properties.pop("QUEUE_POLICY", None), properties.pop("QUEUE_DEPTHS", None)
     if not isinstance(together, bool):
         raise ConfigError(f"HETEROGENEOUS={together!r}: must be True or False")
-    is_limit = isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit < math.inf
+    is_limit = isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit <= sys.float_info.max
     if limit is not None and not is_limit:
-        raise ConfigError(f"LATENCY_MS={limit!r}: must be a number of ms above 0, or None for no limit")
+        raise ConfigError(f"LATENCY_MS={shown(limit)}: must be a number of ms above 0, or None for no limit")
     if policy not in (None, "plain", "predicted", "windve", "windve_q"):
         raise ConfigError(f"QUEUE_POLICY={policy!r}: must be 'plain', 'predicted', 'windve' or 'windve_q'")
     if policy not in (None, "plain") and limit is None:

@@ -173,6 +173,24 @@ def test_bad_texts_are_refused_in_one_line(pipe, texts, message):
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"deadline_ms": 10**400}, "deadline_ms=a whole number of 1329 bits: must be a number of milliseconds"),
+        ({"deadline_ms": 10**5000}, "deadline_ms=a whole number of 16610 bits"),
+        ({"deadline_ms": float("nan")}, "deadline_ms=nan"),
+    ],
+)
+def test_bad_options_of_a_call_are_refused_in_one_line(pipe, options, message):
+    with pytest.raises((PromptError, ConfigError), match=message) as error:
+        pipe.encode(["a"], **options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_deadline_in_a_million_years_changes_nothing(pipe):
+    np.testing.assert_array_equal(pipe.encode(["a fox"], deadline_ms=3e16), pipe.encode(["a fox"]))
+
+
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pooling pooling_mode_max_tokens"),

@@ -24,6 +24,7 @@ from staticllm.pipelines.embedding.windve.queue_depth import Estimate, fine_tune
         ({"HETEROGENEOUS": "yes"}, "HETEROGENEOUS='yes'"),
         ({"LATENCY_MS": 0}, "LATENCY_MS=0"),
         ({"LATENCY_MS": True}, "LATENCY_MS=True"),
+        ({"LATENCY_MS": 10**5000}, "LATENCY_MS=a whole number of 16610 bits: must be a number of ms"),
         ({"QUEUE_POLICY": "windve"}, "needs a latency limit"),
         ({"QUEUE_POLICY": "fifo", "LATENCY_MS": 5}, "'plain', 'predicted'"),
         ({"QUEUE_DEPTHS": 3}, "path of a file"),
