@@ -10,7 +10,7 @@ from staticllm.errors import BusyError, DeviceError, StaticLLMError
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import TokenizedText
 from staticllm.pipelines.embedding.pool.instances import Costs, Instance, WorkerLostError, load_of
-from staticllm.pipelines.embedding.windve.device_queue import DOCUMENT, QUERY, Busy, DeviceQueue, Query
+from staticllm.pipelines.embedding.windve.device_queue import DOCUMENT, Busy, DeviceQueue, Query
 from staticllm.pipelines.embedding.windve.queue_depth import Recalibration
 from staticllm.pipelines.embedding.windve.queue_manager import QueueManager
 
@@ -109,6 +109,7 @@ class PoolState:
         self.manager, self._max_waiting, self._hang_seconds = manager, max_waiting, hang_seconds
         self._texts: dict[int, PoolText] = {}
         self._ids: dict[int, range] = {}  # request -> its queries
+        self._coming: dict[int, int] = {}  # request -> its texts that have ids and are not admitted yet
         self._held: dict[int, Query] = {}  # admitted, but no device works at the moment
         self._next_id = 0
 
@@ -132,10 +133,10 @@ class PoolState:
         """Give the texts of a new request their ids.
 
         Raises:
-            BusyError: documents of which too many wait.
+            BusyError: others wait, and with these texts more than ``max_waiting`` would.
         """
-        num_new, num_waiting = len(request.texts), self.num_waiting
-        if request.priority < QUERY and num_waiting and num_waiting + num_new > self._max_waiting:
+        num_new, num_waiting = len(request.texts), self.num_waiting + sum(self._coming.values())
+        if num_waiting and num_waiting + num_new > self._max_waiting:
             left = max(device.queue.left(now) + device.queue.waiting_seconds for device in self.devices)
             share = min(1.0, (num_waiting + num_new - self._max_waiting) / num_waiting)
             raise BusyError(
@@ -143,6 +144,7 @@ class PoolState:
                 "load with a larger MAX_WAITING",
                 left * share,
             )
+        self._coming[request.id] = num_new
         ids = self._ids[request.id] = range(self._next_id, self._next_id + num_new)
         self._next_id += num_new
         return ids
@@ -162,6 +164,9 @@ class PoolState:
 
     def _admit(self, request: EmbeddingRequest, ids: range, now: float) -> None:
         first = self._ids[request.id][0]
+        self._coming[request.id] -= len(ids)
+        if not self._coming[request.id]:
+            del self._coming[request.id]
         for query_id in ids:
             num_tokens = len(request.texts[query_id - first])
             query = Query(query_id, request.arrival, num_tokens, request.priority, request.deadline)
@@ -181,6 +186,7 @@ class PoolState:
 
     def drop(self, request: EmbeddingRequest) -> None:
         """Forget the texts of a request, and remove those that have not begun."""
+        self._coming.pop(request.id, None)
         for query_id in self._ids.pop(request.id, ()):
             if self._texts.pop(query_id, None) is not None and self._held.pop(query_id, None) is None:
                 self.manager.cancel(query_id)

@@ -292,6 +292,36 @@ def test_too_many_documents_are_refused_unless_none_waits(make):
     assert results(submit(pool, *range(20, 60))) == [sums(*range(20, 60))]
 
 
+@pytest.mark.parametrize("priority", [0, 1, 7])
+@pytest.mark.parametrize("limits", [{}, {"policy": "predicted", "limit_s": 100.0}])
+def test_no_priority_exceeds_the_texts_that_may_wait(make, priority, limits):
+    device = Adder("A")
+    device.gate.clear()
+    pool = make(device, max_waiting=4, **limits)
+    running = submit(pool, 1)
+    assert device.began.wait(SECONDS)
+    waiting = [submit(pool, number, priority=priority) for number in range(20, 24)]
+    with pytest.raises(BusyError, match="4 texts wait, 1 more would exceed MAX_WAITING 4"):
+        submit(pool, 24, priority=priority)
+    device.gate.set()
+    assert results(running, *waiting) == [sums(1), *(sums(number) for number in range(20, 24))]
+
+
+def test_texts_that_are_not_admitted_yet_count_as_waiting():
+    state = make_state([Adder("A")], "plain", None, 4)
+    first, second, third = request(1, 2, 3), request(4, 5), request(6)
+    ids = state.number(first, 0.0)
+    with pytest.raises(BusyError, match="3 texts wait, 2 more"):
+        state.number(second, 0.0)
+    state.admit(first, ids, 0.0)
+    state.number(third, 0.0)
+    with pytest.raises(BusyError, match="4 texts wait, 2 more"):
+        state.number(second, 0.0)
+    state.drop(third)
+    state.drop(first)
+    state.number(second, 0.0)
+
+
 def test_a_vector_that_is_not_finite_fails_only_its_own_text(make):
     pool = make(Adder("A"), Adder("B"))
     futures = [submit(pool, number) for number in (20, NAN, 21)]
