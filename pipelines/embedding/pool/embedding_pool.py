@@ -61,7 +61,7 @@ class EmbeddingPool:
         Raises:
             BusyError: no device takes a text in time, or too many texts wait; ``retry_after`` says when to try again.
             DeviceError: no device works any more.
-            PromptError: a text has more tokens than the programs.
+            PromptError: a text has more tokens than the programs, or these are more texts than the devices ever take at once.
             ClosedError: the pool was closed.
         """
         check_process(self._pid)

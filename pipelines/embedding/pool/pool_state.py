@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from staticllm.errors import BusyError, DeviceError, StaticLLMError
+from staticllm.errors import BusyError, DeviceError, PromptError, StaticLLMError
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import TokenizedText
 from staticllm.pipelines.embedding.pool.instances import Costs, Instance, WorkerLostError, load_of
@@ -154,6 +154,7 @@ class PoolState:
 
         Raises:
             BusyError: no device takes a text in time.
+            PromptError: these are more texts than the devices ever take at once.
             DeviceError: no device works, nor will.
         """
         try:
@@ -168,15 +169,28 @@ class PoolState:
         if not self._coming[request.id]:
             del self._coming[request.id]
         for query_id in ids:
-            num_tokens = len(request.texts[query_id - first])
-            query = Query(query_id, request.arrival, num_tokens, request.priority, request.deadline)
+            query = _query(request, query_id - first, query_id)
             place = self.manager.admit(query, now)
             if isinstance(place, Busy):
                 self._check_works()
                 if any(device.queue.is_alive for device in self.devices):
+                    self._check_size(request)
                     raise place.error()
                 self._held[query_id] = query
             self._texts[query_id] = PoolText(request, query_id - first)
+
+    def _check_size(self, request: EmbeddingRequest) -> None:
+        """Raise an error for texts that even idle devices refuse: trying again would never end."""
+        queries = (_query(request, index, index) for index in range(len(request.texts)))
+        excess = self.manager.excess(queries, [device.number for device in self.devices if device.may_work])
+        if excess is None:
+            return
+        if not excess.num_taken:
+            raise BusyError(excess.busy.reason, math.inf)
+        raise PromptError(
+            f"a call of {len(request.texts)} texts: also when they are idle, the devices take only the first {excess.num_taken} "
+            "of them within the limit: split the call, or raise LATENCY_MS or the deadline"
+        )
 
     def _check_works(self) -> None:
         """Raise a ``DeviceError`` if no device works and none will."""
@@ -329,6 +343,11 @@ class PoolState:
         waiting = self.manager.next_deadline()
         limits = [device.ends_by for device in self.devices]
         return min([*limits, *deadlines, math.inf if waiting is None else waiting])
+
+
+def _query(request: EmbeddingRequest, index: int, query_id: int) -> Query:
+    """Return what stands for a text of a request in the queues."""
+    return Query(query_id, request.arrival, len(request.texts[index]), request.priority, request.deadline)
 
 
 def _without_limit(query: Query) -> Query:
