@@ -275,15 +275,29 @@ def _estimates(
     """Return the queue depths of ``windve``: those of the file, or measured ones, which are then written to it."""
     if options.policy_name not in ("windve", "windve_q") or options.limit_s is None:
         return ()
-    key = depths_key(directory, [instance.name for instance in instances], choices)
+    key = depths_key(directory, [instance.name for instance in instances], choices, options.device_properties)
     known = {found.name: found for found in read_estimates(options.depths, key)} if options.depths else {}
     if all(instance.name in known for instance in instances):
         return tuple(known[instance.name].for_limit(options.limit_s) for instance in instances)
     found = tuple(regress(instance, options.limit_s) for instance in instances)
     if options.depths is not None:
-        options.depths.parent.mkdir(parents=True, exist_ok=True)
-        write_estimates(options.depths, key, found)
+        _keep(options.depths, key, found)
     return found
+
+
+def _keep(path: Path, key: str, estimates: Sequence[Estimate]) -> None:
+    """Write queue depths to their file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_estimates(path, key, estimates)
+    except OSError as error:
+        raise ConfigError(
+            f"QUEUE_DEPTHS {str(path)!r}: cannot be written ({error.strerror or error}): give a file in a folder that can be"
+        ) from None
 
 
 def measure_model(
@@ -309,17 +323,30 @@ def measure_model(
         loaded.close()
     if path is not None:
         key = depths_key(directory, [used.name for used in devices], choices)
-        write_estimates(path, key, [each.estimate for each in found])
+        _keep(path, key, [each.estimate for each in found])
     return found
 
 
-def depths_key(directory: Path, names: Sequence[str], choices: EncoderChoices) -> str:
-    """Return what queue depths depend on, as a digest: the model, the devices and the options."""
+def depths_key(
+    directory: Path,
+    names: Sequence[str],
+    choices: EncoderChoices,
+    own: Mapping[str, Mapping[str, object]] | None = None,
+) -> str:
+    """Return what queue depths depend on, as a digest: the model, the devices and the options.
+
+    ``own`` has the properties for one device each.
+    """
     core = get_core()
     graph = (directory / MODEL_XML).read_bytes()
     devices = [str(core.get_property("CPU", "FULL_DEVICE_NAME")) if "CPU" in core.available_devices else "", *names]
-    properties = [
-        (name, value) for name, value in (choices.properties or {}).items() if name.lower() not in _WITHOUT_EFFECT
-    ]
-    values = [*devices, ov.__version__, str(sorted(properties)), str(choices.sizes)]
+    common = _with_effect(choices.properties or {})
+    changed = {name: {**common, **_with_effect((own or {}).get(name, {}))} for name in names}
+    values = [*devices, ov.__version__, str(sorted(common.items())), str(choices.sizes)]
+    values += [f"{name}: {sorted(found.items())}" for name, found in sorted(changed.items()) if found != common]
     return hashlib.sha256(graph + "\n".join(values).encode()).hexdigest()[:32]
+
+
+def _with_effect(properties: Mapping[str, object]) -> dict[str, object]:
+    """Return the properties that can change the seconds of a batch."""
+    return {name: value for name, value in properties.items() if name.lower() not in _WITHOUT_EFFECT}
