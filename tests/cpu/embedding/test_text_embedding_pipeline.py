@@ -102,6 +102,8 @@ def test_output_types_convert_the_vectors(pipe):
     steps = pipe.encode(TEXTS, dimensions=20, output_type="uint8")
     assert np.abs(ranges[0] + (steps + 0.5) * (ranges[1] - ranges[0]) / 255 - vectors).max() < 0.01
     np.testing.assert_array_equal(steps, pipe.encode(TEXTS, dimensions=20, output_type="uint8", calibration=ranges))
+    listed = pipe.encode(TEXTS, dimensions=20, output_type="uint8", calibration=ranges.tolist())
+    np.testing.assert_array_equal(steps, listed)
     with pytest.raises(ConfigError, match=r"calibration has the shape \[2, 20\]: must be \[n, 32\]"):
         pipe.encode(TEXTS, output_type="int8", calibration=ranges)
     assert pipe.encode([], dimensions=20, output_type="binary").shape == (0, 3)
@@ -178,6 +180,10 @@ def test_bad_texts_are_refused_in_one_line(pipe, texts, message):
         ({"deadline_ms": 10**400}, "deadline_ms=a whole number of 1329 bits: must be a number of milliseconds"),
         ({"deadline_ms": 10**5000}, "deadline_ms=a whole number of 16610 bits"),
         ({"deadline_ms": float("nan")}, "deadline_ms=nan"),
+        (
+            {"output_type": "int8", "calibration": [[1.0], [1.0, 2.0]]},
+            "calibration is a list of which numpy makes no array",
+        ),
     ],
 )
 def test_bad_options_of_a_call_are_refused_in_one_line(pipe, options, message):
