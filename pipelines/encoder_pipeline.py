@@ -145,6 +145,8 @@ class EncoderPipeline:
         return request
 
     def _run(self, request: EmbeddingRequest, on_progress: OnTexts | None = None) -> Vectors:
+        if on_progress is not None and not callable(on_progress):
+            raise ConfigError(f"on_progress={on_progress!r}: must be a function of two numbers of texts, or None")
         return self._submitted(request).wait(on_progress if request.texts else None)
 
     def _begin(self, kind: str, request: EmbeddingRequest) -> None:

@@ -31,7 +31,7 @@ from staticllm.pipelines.embedding.output_types import (
 )
 from staticllm.pipelines.embedding.pool.pool_loader import take_options
 from staticllm.pipelines.embedding.pool.served_encoder import serve_encoder
-from staticllm.pipelines.embedding.text_tokenizer import Overflow
+from staticllm.pipelines.embedding.text_tokenizer import Overflow, check_text
 from staticllm.pipelines.encoder_pipeline import (
     QUERY_PRIORITY,
     EncoderHandle,
@@ -178,7 +178,7 @@ class StaticEmbeddingPipeline(EncoderPipeline):
         Raises:
             StaticLLMError: a text cannot be embedded.
         """
-        return _as_lists(self.encode(texts, prompt=prompt or ""))
+        return _as_lists(self.encode(texts, prompt="" if prompt is None else prompt))
 
     def encode(
         self,
@@ -285,6 +285,7 @@ class StaticEmbeddingPipeline(EncoderPipeline):
         self, texts: Sequence[str], prompt: str, priority: int = 0, deadline_ms: float | None = None
     ) -> EmbeddingRequest:
         given = self._check_call(texts, priority, deadline_ms)
+        check_text(prompt, "the prompt")
         if prompt:  # the tokenizer refuses what is no str
             given = [prompt + text if isinstance(text, str) else text for text in given]
         num_prompt = 0 if self._served.files.is_prompt_pooled else self._tokenizer.count_prompt(prompt)

@@ -180,6 +180,11 @@ def test_bad_texts_are_refused_in_one_line(pipe, texts, message):
         ({"deadline_ms": 10**400}, "deadline_ms=a whole number of 1329 bits: must be a number of milliseconds"),
         ({"deadline_ms": 10**5000}, "deadline_ms=a whole number of 16610 bits"),
         ({"deadline_ms": float("nan")}, "deadline_ms=nan"),
+        ({"prompt": 3}, "the prompt is a int: must be a str"),
+        ({"prompt": b"x"}, "the prompt is a bytes"),
+        ({"prompt": 0}, "the prompt is a int"),
+        ({"prompt": "\ud800"}, "the prompt is not valid text"),
+        ({"on_progress": 3}, "on_progress=3: must be a function of two numbers of texts"),
         (
             {"output_type": "int8", "calibration": [[1.0], [1.0, 2.0]]},
             "calibration is a list of which numpy makes no array",
@@ -190,6 +195,13 @@ def test_bad_options_of_a_call_are_refused_in_one_line(pipe, options, message):
     with pytest.raises((PromptError, ConfigError), match=message) as error:
         pipe.encode(["a"], **options)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("prompt", [b"x", b"", 0, 3])
+def test_a_prompt_that_is_no_text_is_refused_in_one_line(pipe, prompt):
+    for call in (pipe.embed, lambda texts, prompt: pipe.submit(texts[0], prompt=prompt)):
+        with pytest.raises(PromptError, match=rf"^the prompt is a {type(prompt).__name__}: must be a str$"):
+            call(["a"], prompt)
 
 
 def test_a_deadline_in_a_million_years_changes_nothing(pipe):
@@ -222,6 +234,9 @@ def test_wrong_files_are_refused_in_one_line(directory, tmp_path, name, content,
         ({"max_length": 0}, "max_length=0: must be a whole number from 1"),
         ({"max_length": True}, "max_length=True"),
         ({"pooling_type": "mean"}, "must be a PoolingType"),
+        ({"normalize": "no"}, "normalize='no': must be True or False"),
+        ({"query_instruction": 3}, "query_instruction=3: must be a str"),
+        ({"embed_instruction": b"x"}, "embed_instruction=b'x': must be a str"),
         ({"overflow": "wrap"}, "overflow='wrap'"),
         ({"config": 3}, "config is a int"),
     ],
