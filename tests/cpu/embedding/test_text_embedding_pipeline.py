@@ -212,6 +212,11 @@ def test_a_deadline_in_a_million_years_changes_nothing(pipe):
     ("name", "content", "message"),
     [
         ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pooling pooling_mode_max_tokens"),
+        ("1_Pooling/config.json", {"pooling_mode": {"a": 1}}, r"pooling \{'a': 1\}: must be one of cls"),
+        ("1_Pooling/config.json", {"pooling_mode": [["cls"]]}, r"pooling \['cls'\]: must be one of cls"),
+        ("modules.json", [{"type": "x.Pooling", "path": "a\0b"}], "path 'a\\\\x00b' cannot be a folder: .*null"),
+        ("modules.json", [{"type": "x.Pooling", "path": "\ud800"}], "cannot be a folder: .*surrogates"),
+        ("modules.json", [{"type": "x.Pooling", "path": "a" * 5000}], "cannot be a folder: .*too long"),
         ("1_Pooling/config.json", [], "must hold a JSON object"),
         ("modules.json", [{"type": "x.Pooling", "path": "../.."}], "leaves the model directory"),
         ("modules.json", [{"type": "x.Router", "path": ""}], "a module 'Router' is not supported"),
