@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import Literal
 import openvino as ov
 import openvino_genai as genai
 
+from staticllm.core import OnProgress, ProgressEvent
 from staticllm.devices import get_core, kind
 from staticllm.errors import ConfigError, as_ours, shown
 from staticllm.model_dir import MODEL_XML, check_model_dir
@@ -144,9 +146,14 @@ class LoadedPool:
 
 
 def load_instances(
-    directory: Path, devices: Sequence[UsedDevice], choices: Callable[[UsedDevice], EncoderChoices]
+    directory: Path,
+    devices: Sequence[UsedDevice],
+    choices: Callable[[UsedDevice], EncoderChoices],
+    on_progress: OnProgress = lambda event: None,
 ) -> LoadedInstances:
     """Load an instance on each device. Processor cores get a worker process each, and so does a CPU beside other devices.
+
+    ``on_progress`` gets the parts of loading in this process.
 
     Raises:
         ModelError, ConfigError, DeviceError: as for ``load_encoder``.
@@ -162,7 +169,7 @@ def load_instances(
                 found[used.name] = workers[-1]
         for used in devices:
             if used.name not in found:
-                loaded = load_encoder(directory, used.device, choices(used))
+                loaded = load_encoder(directory, used.device, choices(used), on_progress)
                 found[used.name] = LocalInstance(used.name, loaded.runner, EncoderInfo.of(loaded))
                 tokenizer = loaded.tokenizer
         for worker in workers:
@@ -194,13 +201,21 @@ def _with_threads(used: UsedDevice, choices: EncoderChoices) -> EncoderChoices:
 
 
 def load_pool(
-    directory: Path, device: str, choices: EncoderChoices, max_waiting: int, options: PoolOptions
+    directory: Path,
+    device: str,
+    choices: EncoderChoices,
+    max_waiting: int,
+    options: PoolOptions,
+    on_progress: OnProgress = lambda event: None,
 ) -> LoadedPool:
     """Load an instance on each device, and put a queue manager before them.
+
+    ``on_progress`` gets the parts of loading in this process, and ``ready`` once.
 
     Raises:
         ModelError, ConfigError, DeviceError: as for ``load_encoder`` and ``devices_of``.
     """
+    begin = time.perf_counter()
     found = devices_of(device, options.is_heterogeneous, get_core().available_devices)
     own = options.device_properties or {}
     unknown = set(own) - {used.name for used in found.devices}
@@ -212,7 +227,11 @@ def load_pool(
         properties = {**(choices.properties or {}), **own.get(used.name, {})}
         return replace(choices, properties=properties or None)
 
-    loaded = load_instances(directory, found.devices, choices_of)
+    def tell(event: ProgressEvent) -> None:
+        if event.stage != "ready":  # that of one instance; others may still load
+            on_progress(event)
+
+    loaded = load_instances(directory, found.devices, choices_of, tell)
     try:
         found = _without_slow(found, loaded, options.limit_s)
         used_names = {used.name for used in found.devices}
@@ -222,6 +241,7 @@ def load_pool(
                 instance.close()
         estimates = _estimates(directory, kept, choices, options)
         state = make_state(kept, options.policy_name, options.limit_s, max_waiting, estimates)
+        on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
     except BaseException:
         loaded.close()
         raise

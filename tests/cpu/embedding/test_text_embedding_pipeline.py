@@ -10,6 +10,7 @@ import openvino_genai as genai
 import pytest
 from encoder_models import Alone, encoder_directory, write
 
+from staticllm.core import ProgressEvent
 from staticllm.devices import get_core
 from staticllm.errors import ConfigError, ModelError, PromptError
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
@@ -249,6 +250,16 @@ def test_wrong_files_are_refused_in_one_line(directory, tmp_path, name, content,
 def test_wrong_options_are_refused_in_one_line(directory, options, message):
     with pytest.raises(ConfigError, match=message):
         StaticEmbeddingPipeline(directory, "CPU", **options)
+
+
+def test_a_pool_tells_the_parts_of_loading_as_one_device_does(directory):
+    told = {}
+    for name, options in (("alone", {}), ("pool", {"LATENCY_MS": 1000})):
+        events = told[name] = []
+        StaticEmbeddingPipeline(directory, "CPU", on_progress=events.append, **options).close()
+    stages = {name: [event.stage for event in events] for name, events in told.items()}
+    assert stages["pool"] == stages["alone"] and stages["pool"].count("ready") == 1
+    assert all(isinstance(event, ProgressEvent) for event in told["pool"])
 
 
 def test_closing_ends_the_thread(directory):
