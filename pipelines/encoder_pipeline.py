@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import openvino_genai as genai
 
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, shown
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import TokenizedText, Vectors
 from staticllm.pipelines.embedding.pool.served_encoder import ServedEncoder
@@ -128,7 +128,7 @@ class EncoderPipeline:
         if not is_whole(priority):
             raise ConfigError(f"priority={priority!r}: must be a whole number")
         if deadline_ms is not None and not _is_time(deadline_ms):
-            raise ConfigError(f"deadline_ms={deadline_ms!r}: must be a number of milliseconds, or None")
+            raise ConfigError(f"deadline_ms={shown(deadline_ms)}: must be a number of milliseconds, or None")
         return list(texts)
 
     def _request(
@@ -145,6 +145,8 @@ class EncoderPipeline:
         return request
 
     def _run(self, request: EmbeddingRequest, on_progress: OnTexts | None = None) -> Vectors:
+        if on_progress is not None and not callable(on_progress):
+            raise ConfigError(f"on_progress={on_progress!r}: must be a function of two numbers of texts, or None")
         return self._submitted(request).wait(on_progress if request.texts else None)
 
     def _begin(self, kind: str, request: EmbeddingRequest) -> None:
@@ -178,4 +180,7 @@ def check_serving(overflow: object, max_waiting: object, on_progress: object) ->
 
 
 def _is_time(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    except OverflowError:  # a whole number that no float holds
+        return False

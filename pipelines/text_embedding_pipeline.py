@@ -21,10 +21,17 @@ from staticllm.pipelines.embedding.embedding_config import (
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import Vectors
 from staticllm.pipelines.embedding.load import EncoderChoices
-from staticllm.pipelines.embedding.output_types import Embeddings, OutputType, check_output_type, convert, ranges_of
+from staticllm.pipelines.embedding.output_types import (
+    Embeddings,
+    OutputType,
+    as_vectors,
+    check_output_type,
+    convert,
+    ranges_of,
+)
 from staticllm.pipelines.embedding.pool.pool_loader import take_options
 from staticllm.pipelines.embedding.pool.served_encoder import serve_encoder
-from staticllm.pipelines.embedding.text_tokenizer import Overflow
+from staticllm.pipelines.embedding.text_tokenizer import Overflow, check_text
 from staticllm.pipelines.encoder_pipeline import (
     QUERY_PRIORITY,
     EncoderHandle,
@@ -171,7 +178,7 @@ class StaticEmbeddingPipeline(EncoderPipeline):
         Raises:
             StaticLLMError: a text cannot be embedded.
         """
-        return _as_lists(self.encode(texts, prompt=prompt or ""))
+        return _as_lists(self.encode(texts, prompt="" if prompt is None else prompt))
 
     def encode(
         self,
@@ -183,7 +190,7 @@ class StaticEmbeddingPipeline(EncoderPipeline):
         deadline_ms: float | None = None,
         on_progress: OnTexts | None = None,
         output_type: OutputType = "float32",
-        calibration: Embeddings | None = None,
+        calibration: Embeddings | Sequence[Sequence[float]] | None = None,
     ) -> Embeddings:
         """Return the vectors ``[n, width]`` of texts.
 
@@ -205,8 +212,9 @@ class StaticEmbeddingPipeline(EncoderPipeline):
             ConfigError: an option is impossible.
         """
         self._check_dimensions(dimensions)
-        check_output_type(output_type, calibration, dimensions or self.width)
-        ranges = None if calibration is None else ranges_of(calibration)
+        given = None if calibration is None else as_vectors(calibration)
+        check_output_type(output_type, given, dimensions or self.width)
+        ranges = None if given is None else ranges_of(given)
         vectors = self._run(self._prompted(texts, prompt, priority, deadline_ms), on_progress)
         return convert(vectors if dimensions is None else self._cut(vectors, dimensions), output_type, ranges)
 
@@ -277,6 +285,7 @@ class StaticEmbeddingPipeline(EncoderPipeline):
         self, texts: Sequence[str], prompt: str, priority: int = 0, deadline_ms: float | None = None
     ) -> EmbeddingRequest:
         given = self._check_call(texts, priority, deadline_ms)
+        check_text(prompt, "the prompt")
         if prompt:  # the tokenizer refuses what is no str
             given = [prompt + text if isinstance(text, str) else text for text in given]
         num_prompt = 0 if self._served.files.is_prompt_pooled else self._tokenizer.count_prompt(prompt)

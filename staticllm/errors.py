@@ -127,6 +127,13 @@ def as_ours(error: BaseException) -> Exception:
     return raised
 
 
+def shown(value: object) -> str:
+    """Return the repr of a value for a message. Python has none of whole numbers with more than 4300 digits."""
+    if isinstance(value, int) and value.bit_length() > 1024:
+        return f"a whole number of {value.bit_length()} bits"
+    return repr(value)
+
+
 def last_line(error: BaseException) -> str:
     """Return the last line of a message: OpenVINO puts its own source files and lines before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

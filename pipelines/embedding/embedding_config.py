@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from types import NoneType
 from typing import TypeAlias
 
 import openvino_genai as genai
@@ -52,6 +53,11 @@ class EmbeddingConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name}={value!r}: must be a whole number from 1, or None")
+        if not isinstance(self.normalize, bool):
+            raise ConfigError(f"normalize={self.normalize!r}: must be True or False")
+        for name in ("query_instruction", "embed_instruction"):
+            if not isinstance(value := getattr(self, name), (str, NoneType)):
+                raise ConfigError(f"{name}={value!r}: must be a str, or None for what the model's files say")
         if self.pooling_type is not None and self.pooling_type not in POOLINGS:
             raise ConfigError(f"pooling_type={self.pooling_type!r}: must be a PoolingType: CLS, MEAN or LAST_TOKEN")
 

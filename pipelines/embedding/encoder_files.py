@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from staticllm.compiler_passes.shapes.add_pooling import ACTIVATIONS, Dense
 from staticllm.core import Pooling
-from staticllm.errors import ModelError
+from staticllm.errors import ModelError, last_line
 from staticllm.files import read_regular
 
 MAX_JSON = 1 << 20
@@ -59,9 +59,7 @@ def read_encoder_files(directory: Path) -> EncoderFiles:
     is_prompt_pooled = True
     for module in modules:
         kind, path = str(_field(module, "type")).rsplit(".", 1)[-1], str(module.get("path", ""))
-        folder = directory / path
-        if folder.resolve() != directory.resolve() and directory.resolve() not in folder.resolve().parents:
-            raise ModelError(f"{directory / 'modules.json'}: the path {path!r} leaves the model directory")
+        folder = _folder(directory, path)
         if kind == "Pooling":
             pooling = _pooling(folder / "config.json")
             is_prompt_pooled = _read_json(folder / "config.json", dict).get("include_prompt", True) is not False
@@ -75,6 +73,24 @@ def read_encoder_files(directory: Path) -> EncoderFiles:
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise ModelError(f"sentence_bert_config.json: max_seq_length is {length!r}: must be a whole number from 1")
     return EncoderFiles(pooling, tuple(dense), length, _prompts(directory), is_normalised, is_prompt_pooled)
+
+
+def _folder(directory: Path, path: str) -> Path:
+    """Return the folder of a module.
+
+    Raises:
+        ModelError: it is outside the model directory, or no folder can have this path.
+    """
+    try:
+        found, home = (directory / path).resolve(), directory.resolve()
+        found.is_dir()  # a path that is too long is refused here
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL, a surrogate, a loop of links
+        raise ModelError(
+            f"{directory / 'modules.json'}: the path {path[:80]!r} cannot be a folder: {last_line(error)}"
+        ) from None
+    if found != home and home not in found.parents:
+        raise ModelError(f"{directory / 'modules.json'}: the path {path!r} leaves the model directory")
+    return directory / path
 
 
 def _default_modules(directory: Path) -> list[dict[str, str]]:
@@ -91,7 +107,7 @@ def _pooling(path: Path) -> Pooling:
     modes = [name for name, value in flags.items() if value is True] or ["pooling_mode_mean_tokens"] * bool(flags)
     if named is not None:
         modes = named if isinstance(named, list) else [named]
-    if len(modes) != 1 or modes[0] not in POOLINGS:
+    if len(modes) != 1 or not isinstance(modes[0], str) or modes[0] not in POOLINGS:
         several = "several poolings at once are not supported, " if len(modes) > 1 else ""
         raise ModelError(
             f"{path}: pooling {', '.join(map(str, modes)) or 'not given'}: {several}must be one of cls, mean, lasttoken, "

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, last_line
 
 OutputType = Literal["float32", "int8", "uint8", "binary", "ubinary"]
 """One value per dimension in the first three; one bit in the others, eight to a value, as int8 and as uint8."""
@@ -19,6 +19,26 @@ Ranges = NDArray[np.float32]
 """The least and the greatest value of each dimension, ``[2, width]``."""
 ENOUGH_VECTORS = 100
 """sentence-transformers warns about ranges of fewer vectors."""
+
+
+def as_vectors(given: Any) -> NDArray[Any]:
+    """Return an array of numbers: what is given, if it is one, else what numpy makes of it.
+
+    Raises:
+        ConfigError: numpy makes no array of real numbers of it.
+    """
+    try:
+        found = np.asarray(given)
+        if found.dtype.kind in "biuf":
+            return found
+        if found.dtype.kind not in "cmM":  # complex numbers and times would lose what they are
+            return found.astype(np.float32)
+        reason = f"it holds {found.dtype}"
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        reason = last_line(error)
+    raise ConfigError(
+        f"calibration is a {type(given).__name__} of which numpy makes no array of numbers ({reason}): give vectors [n, width]"
+    ) from None
 
 
 def check_output_type(output_type: str, calibration: NDArray[Any] | None, width: int) -> None:
@@ -51,10 +71,8 @@ def ranges_of(vectors: NDArray[Any]) -> Ranges:
     """
     if len(vectors) < 2:
         raise ConfigError(f"int8 and uint8 need ranges, and {len(vectors)} vectors have none: give a calibration")
-    try:
+    with np.errstate(over="ignore"):  # what float32 does not hold is infinite, and refused
         ranges = np.stack((vectors.min(axis=0), vectors.max(axis=0))).astype(np.float32)
-    except (TypeError, ValueError):
-        raise ConfigError(f"calibration holds {vectors.dtype}: must hold numbers") from None
     if not np.isfinite(ranges).all():
         raise ConfigError("calibration holds values that are not finite: leave those vectors out")
     return ranges

@@ -34,7 +34,7 @@ class TextTokenizer:
         Raises:
             PromptError, ModelError: as for ``encode``.
         """
-        _check(prompt, "the prompt")
+        check_text(prompt, "the prompt")
         return len(next(self._encoded([prompt]))) - self._num_last if prompt else 0
 
     def count(self, texts: Sequence[str]) -> list[int]:
@@ -44,7 +44,7 @@ class TextTokenizer:
             PromptError, ModelError: as for ``encode``.
         """
         for index, text in enumerate(texts):
-            _check(text, f"text {index}")
+            check_text(text, f"text {index}")
         return [len(ids) for ids in self._encoded(texts)]
 
     def encode(self, texts: Sequence[str], num_prompt: int = 0) -> list[TokenizedText]:
@@ -55,7 +55,7 @@ class TextTokenizer:
             ModelError: the tokenizer cannot encode a text.
         """
         for index, text in enumerate(texts):
-            _check(text, f"text {index}")
+            check_text(text, f"text {index}")
         found: list[TokenizedText] = []
         for ids in self._encoded(texts):
             found.append(TokenizedText(self._fitting(ids, len(found)), num_prompt=num_prompt))
@@ -69,9 +69,9 @@ class TextTokenizer:
         Raises:
             PromptError, ModelError: as for ``encode``, or ``max_length`` leaves no token beside the special ones.
         """
-        _check(query, "the query")
+        check_text(query, "the query")
         for index, text in enumerate(texts):
-            _check(text, f"text {index}")
+            check_text(text, f"text {index}")
         before, middle, after = self._pair_template()
         num_special = len(before) + len(middle) + len(after)
         if self.max_length < num_special + 2:
@@ -168,7 +168,12 @@ def longest_first(
     return first[: room - shorter], second[:shorter]
 
 
-def _check(text: object, name: str) -> None:
+def check_text(text: object, name: str) -> None:
+    """Check what a user gave as ``name``.
+
+    Raises:
+        PromptError: it is not a str, or not valid text.
+    """
     if not isinstance(text, str):
         raise PromptError(f"{name} is a {type(text).__name__}: must be a str")
     try:

@@ -61,7 +61,7 @@ class EmbeddingPool:
         Raises:
             BusyError: no device takes a text in time, or too many texts wait; ``retry_after`` says when to try again.
             DeviceError: no device works any more.
-            PromptError: a text has more tokens than the programs.
+            PromptError: a text has more tokens than the programs, or these are more texts than the devices ever take at once.
             ClosedError: the pool was closed.
         """
         check_process(self._pid)
@@ -230,7 +230,8 @@ class EmbeddingPool:
                     self._clock_until = self._state.next_event()
                     seconds = self._clock_until - now
                     self._wake()
-                    self._clock_wake.wait(None if math.isinf(seconds) else max(0.0, seconds))
+                    longest = threading.TIMEOUT_MAX  # a deadline may be later than any wait can end
+                    self._clock_wake.wait(None if math.isinf(seconds) else min(max(0.0, seconds), longest))
                     self._clock_until = -math.inf
             _carry_out(ends)
 

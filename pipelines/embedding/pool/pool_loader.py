@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import math
+import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +14,9 @@ from typing import Literal
 import openvino as ov
 import openvino_genai as genai
 
+from staticllm.core import OnProgress, ProgressEvent
 from staticllm.devices import get_core, kind
-from staticllm.errors import ConfigError, as_ours
+from staticllm.errors import ConfigError, as_ours, shown
 from staticllm.model_dir import MODEL_XML, check_model_dir
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
 from staticllm.pipelines.embedding.encoder_job import OPTIONS
@@ -69,9 +71,9 @@ def take_options(properties: dict[str, object]) -> PoolOptions:
     policy, depths = properties.pop("QUEUE_POLICY", None), properties.pop("QUEUE_DEPTHS", None)
     if not isinstance(together, bool):
         raise ConfigError(f"HETEROGENEOUS={together!r}: must be True or False")
-    is_limit = isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit < math.inf
+    is_limit = isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit <= sys.float_info.max
     if limit is not None and not is_limit:
-        raise ConfigError(f"LATENCY_MS={limit!r}: must be a number of ms above 0, or None for no limit")
+        raise ConfigError(f"LATENCY_MS={shown(limit)}: must be a number of ms above 0, or None for no limit")
     if policy not in (None, "plain", "predicted", "windve", "windve_q"):
         raise ConfigError(f"QUEUE_POLICY={policy!r}: must be 'plain', 'predicted', 'windve' or 'windve_q'")
     if policy not in (None, "plain") and limit is None:
@@ -144,9 +146,14 @@ class LoadedPool:
 
 
 def load_instances(
-    directory: Path, devices: Sequence[UsedDevice], choices: Callable[[UsedDevice], EncoderChoices]
+    directory: Path,
+    devices: Sequence[UsedDevice],
+    choices: Callable[[UsedDevice], EncoderChoices],
+    on_progress: OnProgress = lambda event: None,
 ) -> LoadedInstances:
     """Load an instance on each device. Processor cores get a worker process each, and so does a CPU beside other devices.
+
+    ``on_progress`` gets the parts of loading in this process.
 
     Raises:
         ModelError, ConfigError, DeviceError: as for ``load_encoder``.
@@ -162,7 +169,7 @@ def load_instances(
                 found[used.name] = workers[-1]
         for used in devices:
             if used.name not in found:
-                loaded = load_encoder(directory, used.device, choices(used))
+                loaded = load_encoder(directory, used.device, choices(used), on_progress)
                 found[used.name] = LocalInstance(used.name, loaded.runner, EncoderInfo.of(loaded))
                 tokenizer = loaded.tokenizer
         for worker in workers:
@@ -194,13 +201,21 @@ def _with_threads(used: UsedDevice, choices: EncoderChoices) -> EncoderChoices:
 
 
 def load_pool(
-    directory: Path, device: str, choices: EncoderChoices, max_waiting: int, options: PoolOptions
+    directory: Path,
+    device: str,
+    choices: EncoderChoices,
+    max_waiting: int,
+    options: PoolOptions,
+    on_progress: OnProgress = lambda event: None,
 ) -> LoadedPool:
     """Load an instance on each device, and put a queue manager before them.
+
+    ``on_progress`` gets the parts of loading in this process, and ``ready`` once.
 
     Raises:
         ModelError, ConfigError, DeviceError: as for ``load_encoder`` and ``devices_of``.
     """
+    begin = time.perf_counter()
     found = devices_of(device, options.is_heterogeneous, get_core().available_devices)
     own = options.device_properties or {}
     unknown = set(own) - {used.name for used in found.devices}
@@ -212,7 +227,11 @@ def load_pool(
         properties = {**(choices.properties or {}), **own.get(used.name, {})}
         return replace(choices, properties=properties or None)
 
-    loaded = load_instances(directory, found.devices, choices_of)
+    def tell(event: ProgressEvent) -> None:
+        if event.stage != "ready":  # that of one instance; others may still load
+            on_progress(event)
+
+    loaded = load_instances(directory, found.devices, choices_of, tell)
     try:
         found = _without_slow(found, loaded, options.limit_s)
         used_names = {used.name for used in found.devices}
@@ -222,6 +241,7 @@ def load_pool(
                 instance.close()
         estimates = _estimates(directory, kept, choices, options)
         state = make_state(kept, options.policy_name, options.limit_s, max_waiting, estimates)
+        on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
     except BaseException:
         loaded.close()
         raise
@@ -275,15 +295,29 @@ def _estimates(
     """Return the queue depths of ``windve``: those of the file, or measured ones, which are then written to it."""
     if options.policy_name not in ("windve", "windve_q") or options.limit_s is None:
         return ()
-    key = depths_key(directory, [instance.name for instance in instances], choices)
+    key = depths_key(directory, [instance.name for instance in instances], choices, options.device_properties)
     known = {found.name: found for found in read_estimates(options.depths, key)} if options.depths else {}
     if all(instance.name in known for instance in instances):
         return tuple(known[instance.name].for_limit(options.limit_s) for instance in instances)
     found = tuple(regress(instance, options.limit_s) for instance in instances)
     if options.depths is not None:
-        options.depths.parent.mkdir(parents=True, exist_ok=True)
-        write_estimates(options.depths, key, found)
+        _keep(options.depths, key, found)
     return found
+
+
+def _keep(path: Path, key: str, estimates: Sequence[Estimate]) -> None:
+    """Write queue depths to their file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_estimates(path, key, estimates)
+    except OSError as error:
+        raise ConfigError(
+            f"QUEUE_DEPTHS {str(path)!r}: cannot be written ({error.strerror or error}): give a file in a folder that can be"
+        ) from None
 
 
 def measure_model(
@@ -309,17 +343,30 @@ def measure_model(
         loaded.close()
     if path is not None:
         key = depths_key(directory, [used.name for used in devices], choices)
-        write_estimates(path, key, [each.estimate for each in found])
+        _keep(path, key, [each.estimate for each in found])
     return found
 
 
-def depths_key(directory: Path, names: Sequence[str], choices: EncoderChoices) -> str:
-    """Return what queue depths depend on, as a digest: the model, the devices and the options."""
+def depths_key(
+    directory: Path,
+    names: Sequence[str],
+    choices: EncoderChoices,
+    own: Mapping[str, Mapping[str, object]] | None = None,
+) -> str:
+    """Return what queue depths depend on, as a digest: the model, the devices and the options.
+
+    ``own`` has the properties for one device each.
+    """
     core = get_core()
     graph = (directory / MODEL_XML).read_bytes()
     devices = [str(core.get_property("CPU", "FULL_DEVICE_NAME")) if "CPU" in core.available_devices else "", *names]
-    properties = [
-        (name, value) for name, value in (choices.properties or {}).items() if name.lower() not in _WITHOUT_EFFECT
-    ]
-    values = [*devices, ov.__version__, str(sorted(properties)), str(choices.sizes)]
+    common = _with_effect(choices.properties or {})
+    changed = {name: {**common, **_with_effect((own or {}).get(name, {}))} for name in names}
+    values = [*devices, ov.__version__, str(sorted(common.items())), str(choices.sizes)]
+    values += [f"{name}: {sorted(found.items())}" for name, found in sorted(changed.items()) if found != common]
     return hashlib.sha256(graph + "\n".join(values).encode()).hexdigest()[:32]
+
+
+def _with_effect(properties: Mapping[str, object]) -> dict[str, object]:
+    """Return the properties that can change the seconds of a batch."""
+    return {name: value for name, value in properties.items() if name.lower() not in _WITHOUT_EFFECT}

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from staticllm.errors import BusyError, DeviceError, StaticLLMError
+from staticllm.errors import BusyError, DeviceError, PromptError, StaticLLMError
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import TokenizedText
 from staticllm.pipelines.embedding.pool.instances import Costs, Instance, WorkerLostError, load_of
-from staticllm.pipelines.embedding.windve.device_queue import DOCUMENT, QUERY, Busy, DeviceQueue, Query
+from staticllm.pipelines.embedding.windve.device_queue import DOCUMENT, Busy, DeviceQueue, Query
 from staticllm.pipelines.embedding.windve.queue_depth import Recalibration
 from staticllm.pipelines.embedding.windve.queue_manager import QueueManager
 
@@ -109,6 +109,7 @@ class PoolState:
         self.manager, self._max_waiting, self._hang_seconds = manager, max_waiting, hang_seconds
         self._texts: dict[int, PoolText] = {}
         self._ids: dict[int, range] = {}  # request -> its queries
+        self._coming: dict[int, int] = {}  # request -> its texts that have ids and are not admitted yet
         self._held: dict[int, Query] = {}  # admitted, but no device works at the moment
         self._next_id = 0
 
@@ -132,10 +133,10 @@ class PoolState:
         """Give the texts of a new request their ids.
 
         Raises:
-            BusyError: documents of which too many wait.
+            BusyError: others wait, and with these texts more than ``max_waiting`` would.
         """
-        num_new, num_waiting = len(request.texts), self.num_waiting
-        if request.priority < QUERY and num_waiting and num_waiting + num_new > self._max_waiting:
+        num_new, num_waiting = len(request.texts), self.num_waiting + sum(self._coming.values())
+        if num_waiting and num_waiting + num_new > self._max_waiting:
             left = max(device.queue.left(now) + device.queue.waiting_seconds for device in self.devices)
             share = min(1.0, (num_waiting + num_new - self._max_waiting) / num_waiting)
             raise BusyError(
@@ -143,6 +144,7 @@ class PoolState:
                 "load with a larger MAX_WAITING",
                 left * share,
             )
+        self._coming[request.id] = num_new
         ids = self._ids[request.id] = range(self._next_id, self._next_id + num_new)
         self._next_id += num_new
         return ids
@@ -152,6 +154,7 @@ class PoolState:
 
         Raises:
             BusyError: no device takes a text in time.
+            PromptError: these are more texts than the devices ever take at once.
             DeviceError: no device works, nor will.
         """
         try:
@@ -162,16 +165,32 @@ class PoolState:
 
     def _admit(self, request: EmbeddingRequest, ids: range, now: float) -> None:
         first = self._ids[request.id][0]
+        self._coming[request.id] -= len(ids)
+        if not self._coming[request.id]:
+            del self._coming[request.id]
         for query_id in ids:
-            num_tokens = len(request.texts[query_id - first])
-            query = Query(query_id, request.arrival, num_tokens, request.priority, request.deadline)
+            query = _query(request, query_id - first, query_id)
             place = self.manager.admit(query, now)
             if isinstance(place, Busy):
                 self._check_works()
                 if any(device.queue.is_alive for device in self.devices):
+                    self._check_size(request)
                     raise place.error()
                 self._held[query_id] = query
             self._texts[query_id] = PoolText(request, query_id - first)
+
+    def _check_size(self, request: EmbeddingRequest) -> None:
+        """Raise an error for texts that even idle devices refuse: trying again would never end."""
+        queries = (_query(request, index, index) for index in range(len(request.texts)))
+        excess = self.manager.excess(queries, [device.number for device in self.devices if device.may_work])
+        if excess is None:
+            return
+        if not excess.num_taken:
+            raise BusyError(excess.busy.reason, math.inf)
+        raise PromptError(
+            f"a call of {len(request.texts)} texts: also when they are idle, the devices take only the first {excess.num_taken} "
+            "of them within the limit: split the call, or raise LATENCY_MS or the deadline"
+        )
 
     def _check_works(self) -> None:
         """Raise a ``DeviceError`` if no device works and none will."""
@@ -181,6 +200,7 @@ class PoolState:
 
     def drop(self, request: EmbeddingRequest) -> None:
         """Forget the texts of a request, and remove those that have not begun."""
+        self._coming.pop(request.id, None)
         for query_id in self._ids.pop(request.id, ()):
             if self._texts.pop(query_id, None) is not None and self._held.pop(query_id, None) is None:
                 self.manager.cancel(query_id)
@@ -323,6 +343,11 @@ class PoolState:
         waiting = self.manager.next_deadline()
         limits = [device.ends_by for device in self.devices]
         return min([*limits, *deadlines, math.inf if waiting is None else waiting])
+
+
+def _query(request: EmbeddingRequest, index: int, query_id: int) -> Query:
+    """Return what stands for a text of a request in the queues."""
+    return Query(query_id, request.arrival, len(request.texts[index]), request.priority, request.deadline)
 
 
 def _without_limit(query: Query) -> Query:

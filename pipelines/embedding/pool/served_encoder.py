@@ -69,7 +69,7 @@ def serve_encoder(
         raise ConfigError(
             f"device {device!r}: a model with include_prompt=false in its pooling file runs on one device without LATENCY_MS"
         )
-    found = load_pool(check_model_dir(models_path), device, choices, max_waiting, options)
+    found = load_pool(check_model_dir(models_path), device, choices, max_waiting, options, on_progress)
     return ServedEncoder(found.info, found.tokenizer, found.files, found.pool, None, found.pool)
 
 

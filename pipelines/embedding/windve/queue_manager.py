@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from staticllm.pipelines.embedding.windve.device_queue import Busy, DeviceQueue, Query
 from staticllm.pipelines.embedding.windve.queue_policies import QueuePolicy
+
+
+@dataclass(frozen=True)
+class Excess:
+    """Queries that idle devices do not take together: they take the first ``num_taken``, and are busy for the next one."""
+
+    num_taken: int
+    busy: Busy
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,17 @@ class QueueManager:
             if query.deadline is not None:
                 heapq.heappush(self._deadlines, (query.deadline, query.id))
         return place
+
+    def excess(self, queries: Iterable[Query], devices: Iterable[int]) -> Excess | None:
+        """Return why these devices, if all were idle, would not take queries that arrive together; None if they would."""
+        given = [self.devices[device] for device in devices]
+        idle = [DeviceQueue(queue.name, queue.new_load, queue.depth) for queue in given]
+        for num_taken, query in enumerate(queries):
+            place = self._policy.choose(query, idle, query.arrival)
+            if isinstance(place, Busy):
+                return Excess(num_taken, place)
+            idle[place].push(query, self._policy.limit(query))
+        return None
 
     def begin(self, device: int, now: float) -> tuple[Query, ...]:
         """Return the batch that the device runs next, which has now begun; empty if the device runs, is dead or has no work."""

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
-from staticllm.pipelines.encoder_pipeline import EncoderHandle
+from staticllm.pipelines.encoder_pipeline import QUERY_PRIORITY, EncoderHandle
 from staticllm.server.api_error import ApiError, json_response
 from staticllm.server.endpoint import Call
 from staticllm.server.openai.fields import Fields, IgnoredFields, Text
@@ -27,7 +27,10 @@ TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
 
 
 class EmbeddingsRequest(IgnoredFields):
-    """The body of a request for vectors. ``input_type`` puts the model's own prompt for queries or documents before the texts."""
+    """The body of a request for vectors.
+
+    ``input_type`` puts the model's own prompt for queries or documents before the texts; queries run before documents.
+    """
 
     model_config = ConfigDict(title="EmbeddingsRequest")
 
@@ -72,7 +75,11 @@ async def embeddings(call: Call, body: EmbeddingsRequest) -> Response:
     async def run() -> Response:
         pipeline = model.embedding
         prompt = pipeline.prompts.get(body.input_type, "") if body.input_type else ""
-        handle = await submitted(call, lambda: pipeline.submit_texts(texts, prompt=prompt, dimensions=body.dimensions))
+        priority = QUERY_PRIORITY if body.input_type == "query" else 0
+        handle = await submitted(
+            call,
+            lambda: pipeline.submit_texts(texts, prompt=prompt, dimensions=body.dimensions, priority=priority),
+        )
         vectors = await finished(handle)
         return await call.state.workers.run(lambda: json_response(_embedded(body, model, vectors, handle.num_tokens)))
 

@@ -18,7 +18,7 @@ from encoder_models import TinyEncoder, by_distance, symmetric_alibi, unpack
 
 from staticllm import demo_model_path
 from staticllm.core import EncoderVariant
-from staticllm.errors import BusyError, ConfigError, DeviceError, ModelError
+from staticllm.errors import ConfigError, DeviceError, ModelError, PromptError
 from staticllm.pipelines.embedding.load import EncoderChoices
 from staticllm.pipelines.embedding.pool.instances import WorkerLostError
 from staticllm.pipelines.embedding.pool.measured_depths import measure_depths, run_alone, run_together
@@ -180,7 +180,7 @@ def test_queue_depths_of_algorithm_1_are_measured_and_kept(texts_directory, tmp_
         written = path.read_bytes()
         queues = [device.queue for device in pipe._queue._state.devices]
         assert all(queue.depth > 0 for queue in queues)
-        with pytest.raises(BusyError, match="queue depths"):
+        with pytest.raises(PromptError, match="idle, the devices take only the first"):
             pipe.encode(TEXTS * (1 + sum(queue.depth for queue in queues) // len(TEXTS)), priority=1)
         assert pipe.encode(TEXTS[:1], priority=1).shape == (1, pipe.width)
     with StaticEmbeddingPipeline(texts_directory, groups(), **options):

@@ -10,6 +10,7 @@ import openvino_genai as genai
 import pytest
 from encoder_models import Alone, encoder_directory, write
 
+from staticllm.core import ProgressEvent
 from staticllm.devices import get_core
 from staticllm.errors import ConfigError, ModelError, PromptError
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
@@ -102,6 +103,8 @@ def test_output_types_convert_the_vectors(pipe):
     steps = pipe.encode(TEXTS, dimensions=20, output_type="uint8")
     assert np.abs(ranges[0] + (steps + 0.5) * (ranges[1] - ranges[0]) / 255 - vectors).max() < 0.01
     np.testing.assert_array_equal(steps, pipe.encode(TEXTS, dimensions=20, output_type="uint8", calibration=ranges))
+    listed = pipe.encode(TEXTS, dimensions=20, output_type="uint8", calibration=ranges.tolist())
+    np.testing.assert_array_equal(steps, listed)
     with pytest.raises(ConfigError, match=r"calibration has the shape \[2, 20\]: must be \[n, 32\]"):
         pipe.encode(TEXTS, output_type="int8", calibration=ranges)
     assert pipe.encode([], dimensions=20, output_type="binary").shape == (0, 3)
@@ -173,9 +176,48 @@ def test_bad_texts_are_refused_in_one_line(pipe, texts, message):
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"deadline_ms": 10**400}, "deadline_ms=a whole number of 1329 bits: must be a number of milliseconds"),
+        ({"deadline_ms": 10**5000}, "deadline_ms=a whole number of 16610 bits"),
+        ({"deadline_ms": float("nan")}, "deadline_ms=nan"),
+        ({"prompt": 3}, "the prompt is a int: must be a str"),
+        ({"prompt": b"x"}, "the prompt is a bytes"),
+        ({"prompt": 0}, "the prompt is a int"),
+        ({"prompt": "\ud800"}, "the prompt is not valid text"),
+        ({"on_progress": 3}, "on_progress=3: must be a function of two numbers of texts"),
+        (
+            {"output_type": "int8", "calibration": [[1.0], [1.0, 2.0]]},
+            "calibration is a list of which numpy makes no array",
+        ),
+    ],
+)
+def test_bad_options_of_a_call_are_refused_in_one_line(pipe, options, message):
+    with pytest.raises((PromptError, ConfigError), match=message) as error:
+        pipe.encode(["a"], **options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("prompt", [b"x", b"", 0, 3])
+def test_a_prompt_that_is_no_text_is_refused_in_one_line(pipe, prompt):
+    for call in (pipe.embed, lambda texts, prompt: pipe.submit(texts[0], prompt=prompt)):
+        with pytest.raises(PromptError, match=rf"^the prompt is a {type(prompt).__name__}: must be a str$"):
+            call(["a"], prompt)
+
+
+def test_a_deadline_in_a_million_years_changes_nothing(pipe):
+    np.testing.assert_array_equal(pipe.encode(["a fox"], deadline_ms=3e16), pipe.encode(["a fox"]))
+
+
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pooling pooling_mode_max_tokens"),
+        ("1_Pooling/config.json", {"pooling_mode": {"a": 1}}, r"pooling \{'a': 1\}: must be one of cls"),
+        ("1_Pooling/config.json", {"pooling_mode": [["cls"]]}, r"pooling \['cls'\]: must be one of cls"),
+        ("modules.json", [{"type": "x.Pooling", "path": "a\0b"}], "path 'a\\\\x00b' cannot be a folder: .*null"),
+        ("modules.json", [{"type": "x.Pooling", "path": "\ud800"}], "cannot be a folder: .*surrogates"),
+        ("modules.json", [{"type": "x.Pooling", "path": "a" * 5000}], "cannot be a folder: .*too long"),
         ("1_Pooling/config.json", [], "must hold a JSON object"),
         ("modules.json", [{"type": "x.Pooling", "path": "../.."}], "leaves the model directory"),
         ("modules.json", [{"type": "x.Router", "path": ""}], "a module 'Router' is not supported"),
@@ -198,6 +240,9 @@ def test_wrong_files_are_refused_in_one_line(directory, tmp_path, name, content,
         ({"max_length": 0}, "max_length=0: must be a whole number from 1"),
         ({"max_length": True}, "max_length=True"),
         ({"pooling_type": "mean"}, "must be a PoolingType"),
+        ({"normalize": "no"}, "normalize='no': must be True or False"),
+        ({"query_instruction": 3}, "query_instruction=3: must be a str"),
+        ({"embed_instruction": b"x"}, "embed_instruction=b'x': must be a str"),
         ({"overflow": "wrap"}, "overflow='wrap'"),
         ({"config": 3}, "config is a int"),
     ],
@@ -205,6 +250,16 @@ def test_wrong_files_are_refused_in_one_line(directory, tmp_path, name, content,
 def test_wrong_options_are_refused_in_one_line(directory, options, message):
     with pytest.raises(ConfigError, match=message):
         StaticEmbeddingPipeline(directory, "CPU", **options)
+
+
+def test_a_pool_tells_the_parts_of_loading_as_one_device_does(directory):
+    told = {}
+    for name, options in (("alone", {}), ("pool", {"LATENCY_MS": 1000})):
+        events = told[name] = []
+        StaticEmbeddingPipeline(directory, "CPU", on_progress=events.append, **options).close()
+    stages = {name: [event.stage for event in events] for name, events in told.items()}
+    assert stages["pool"] == stages["alone"] and stages["pool"].count("ready") == 1
+    assert all(isinstance(event, ProgressEvent) for event in told["pool"])
 
 
 def test_closing_ends_the_thread(directory):

@@ -18,6 +18,7 @@ from encoder_directories import TEXTS, a_directory, scores_directory  # noqa: E4
 from encoder_models import ARCHIVES  # noqa: E402
 from served import serving  # noqa: E402
 
+from staticllm.pipelines.encoder_pipeline import QUERY_PRIORITY  # noqa: E402
 from staticllm.server.served_model import demo_spec, model_spec  # noqa: E402
 
 PROMPT = "The fox went to the river and"
@@ -118,6 +119,17 @@ def test_embeddings_are_those_of_the_pipeline(served, client):
     assert plain["usage"]["prompt_tokens"] == found.usage.prompt_tokens > len(TEXTS)
     coded = httpx.post(served.url + "/embeddings", json={"input": "a", "encoding_format": "base64"}).json()["data"][0]
     assert np.allclose(np.frombuffer(base64.b64decode(coded["embedding"]), "<f4"), direct[0], atol=1e-5)
+
+
+def test_queries_go_before_documents(served, monkeypatch):
+    httpx.post(served.url + "/v1/embeddings", json={"model": "tiny", "input": "a"})  # the model is loaded now
+    queue, priorities = served.pipeline("tiny")._queue, []
+    submit = queue.submit
+    monkeypatch.setattr(queue, "submit", lambda request: (priorities.append(request.priority), submit(request))[1])
+    for kind in ("query", "document", None):
+        body = {"model": "tiny", "input": ["a fox"], "input_type": kind}
+        assert httpx.post(served.url + "/v1/embeddings", json=body).status_code == 200
+    assert priorities == [QUERY_PRIORITY, 0, 0]
 
 
 def test_embeddings_are_cut(served, client):

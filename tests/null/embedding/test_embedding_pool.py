@@ -1,76 +1,20 @@
 """Tests a pool of devices that only add up ids: death, hanging, cancelling, deadlines, and no text lost or run for nobody."""
 
+import math
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
-import numpy as np
 import pytest
+from fake_instances import COSTS, NAN, POISON, Adder, request, sums
 
-from staticllm.core import EncoderVariant
 from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, PromptError, StaticLLMError
-from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.encoder_runner import TokenizedText
 from staticllm.pipelines.embedding.pool import pool_state
 from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
-from staticllm.pipelines.embedding.pool.instances import EncoderInfo, WorkerLostError
+from staticllm.pipelines.embedding.pool.instances import WorkerLostError
 from staticllm.pipelines.embedding.pool.pool_loader import make_state
 
-COSTS = {EncoderVariant(1, 16, 2): 1e-3, EncoderVariant(4, 64, 32): 8e-3}
-POISON, NAN = 13, 17
 SECONDS = 20
-
-
-class Adder:
-    """Stands for an instance: a text's vector is the sum and the number of its ids. ``gate`` holds its calls back."""
-
-    def __init__(self, name, can_be_killed=True):
-        self.name, self.info = name, EncoderInfo(2, 64, 100, True)
-        self.can_be_killed = can_be_killed
-        self.calls, self.failure, self.num_recovered, self.is_closed = [], None, 0, False
-        self.heals, self.seconds = False, 0.0
-        self.costs = COSTS
-        self.gate, self.began, self.killed = threading.Event(), threading.Event(), threading.Event()
-        self.gate.set()
-
-    def embed(self, texts):
-        assert not self.is_closed
-        self.calls.append([int(text.ids[0]) for text in texts])
-        self.began.set()
-        time.sleep(self.seconds)
-        if any(POISON in text.ids for text in texts):
-            raise WorkerLostError("poisoned")
-        while not (self.gate.wait(0.01) or self.killed.is_set()):
-            pass
-        if self.killed.is_set():
-            self.killed.clear()
-            raise WorkerLostError(f"{self.name} was killed")
-        if self.failure:
-            raise self.failure
-        found = np.array([[text.ids.sum(), len(text)] for text in texts], np.float32)
-        found[[index for index, text in enumerate(texts) if NAN in text.ids]] = np.nan
-        return found
-
-    def interrupt(self):
-        if self.can_be_killed:
-            self.killed.set()
-        return self.can_be_killed
-
-    def recover(self):
-        self.num_recovered += 1
-        if self.heals:
-            self.failure = None
-
-    def close(self):
-        self.is_closed = True
-
-
-def request(*ids, length=8, **options):
-    return EmbeddingRequest([TokenizedText(np.full(length, i, np.int64)) for i in ids], 2, **options)
-
-
-def sums(*ids, length=8):
-    return [[i * length, length] for i in ids]
 
 
 @pytest.fixture
@@ -282,6 +226,25 @@ def test_deadlines_pass_without_any_other_event(make):
     assert device.calls == [[1]]
 
 
+@pytest.mark.parametrize("seconds", [1e10, 1e300])
+def test_a_deadline_beyond_what_a_thread_can_wait_leaves_the_clock_alive(make, seconds):
+    device = Adder("A")
+    device.gate.clear()
+    pool = make(device)
+    running = submit(pool, 1)
+    assert device.began.wait(SECONDS)
+    far = submit(pool, 2, deadline=time.perf_counter() + seconds)
+    with pool._lock:  # the deadline is the only event that the clock waits for
+        pool._state.devices[0].ends_by = math.inf
+        pool._clock_wake.notify()
+    late = submit(pool, 3, deadline=time.perf_counter() + 0.3)
+    with pytest.raises(StaticLLMError, match="deadline"):
+        late.result(SECONDS)
+    device.gate.set()
+    assert results(running, far) == [sums(1), sums(2)]
+    assert pool._clock.is_alive()
+
+
 def test_cancelled_texts_do_not_run(make):
     device = Adder("A")
     device.gate.clear()
@@ -301,12 +264,16 @@ def test_cancelled_texts_do_not_run(make):
 
 def test_a_request_is_admitted_whole_or_not_at_all(make):
     device = Adder("A")
-    pool = make(device, policy="predicted", limit_s=0.01)
+    device.costs = {
+        variant: 20 * cost for variant, cost in COSTS.items()
+    }  # a busy machine may hold a thread for 100 ms
+    pool = make(device, policy="predicted", limit_s=0.2)
     device.gate.clear()
     blocking = submit(pool, 1, priority=1)
     assert device.began.wait(SECONDS)
+    time.sleep(0.1)
     with pytest.raises(BusyError) as raised:
-        submit(pool, *range(20, 60), priority=1)
+        submit(pool, *range(20, 52), priority=1)
     assert raised.value.retry_after > 0
     assert pool.num_waiting == 0
     device.gate.set()
@@ -327,6 +294,36 @@ def test_too_many_documents_are_refused_unless_none_waits(make):
     device.gate.set()
     assert results(running, waiting) == [sums(1), sums(*range(20, 29))]
     assert results(submit(pool, *range(20, 60))) == [sums(*range(20, 60))]
+
+
+@pytest.mark.parametrize("priority", [0, 1, 7])
+@pytest.mark.parametrize("limits", [{}, {"policy": "predicted", "limit_s": 100.0}])
+def test_no_priority_exceeds_the_texts_that_may_wait(make, priority, limits):
+    device = Adder("A")
+    device.gate.clear()
+    pool = make(device, max_waiting=4, **limits)
+    running = submit(pool, 1)
+    assert device.began.wait(SECONDS)
+    waiting = [submit(pool, number, priority=priority) for number in range(20, 24)]
+    with pytest.raises(BusyError, match="4 texts wait, 1 more would exceed MAX_WAITING 4"):
+        submit(pool, 24, priority=priority)
+    device.gate.set()
+    assert results(running, *waiting) == [sums(1), *(sums(number) for number in range(20, 24))]
+
+
+def test_texts_that_are_not_admitted_yet_count_as_waiting():
+    state = make_state([Adder("A")], "plain", None, 4)
+    first, second, third = request(1, 2, 3), request(4, 5), request(6)
+    ids = state.number(first, 0.0)
+    with pytest.raises(BusyError, match="3 texts wait, 2 more"):
+        state.number(second, 0.0)
+    state.admit(first, ids, 0.0)
+    state.number(third, 0.0)
+    with pytest.raises(BusyError, match="4 texts wait, 2 more"):
+        state.number(second, 0.0)
+    state.drop(third)
+    state.drop(first)
+    state.number(second, 0.0)
 
 
 def test_a_vector_that_is_not_finite_fails_only_its_own_text(make):
@@ -380,7 +377,7 @@ def test_a_text_of_too_many_tokens_is_refused(make):
 def test_a_refused_request_leaves_nothing_before_the_lock_is_given_back():
     state = make_state([Adder("A")], "predicted", 0.01, 1000)
     refused, now = request(*range(20, 60), priority=1), time.perf_counter()
-    with pytest.raises(BusyError):
+    with pytest.raises(PromptError):
         state.admit(refused, state.number(refused, now), now)
     assert state.num_waiting == 0
     assert not state.has_work(state.devices[0])

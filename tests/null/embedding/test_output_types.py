@@ -15,6 +15,7 @@ from staticllm.errors import ConfigError
 from staticllm.pipelines.embedding.output_types import (
     ENOUGH_VECTORS,
     OUTPUT_TYPES,
+    as_vectors,
     check_output_type,
     convert,
     own_ranges,
@@ -110,6 +111,38 @@ def test_a_type_or_calibration_that_does_not_fit_is_refused(kind, calibration, m
 def test_ranges_that_are_not_finite_are_refused(value):
     with pytest.raises(ConfigError, match="not finite"):
         ranges_of(np.array([[0.0, 1.0], [0.5, value]], np.float32))
+
+
+def test_a_calibration_of_lists_is_one_of_an_array():
+    given = [[0.0, 1.0], (2, 3), np.array([4.0, -1.0])]
+    np.testing.assert_array_equal(ranges_of(as_vectors(given)), [[0, -1], [4, 3]])
+    half = np.ones((2, 3), np.float16)
+    assert as_vectors(half) is half, "a mapped file is not copied"
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ([[1.0], [1.0, 2.0]], "list"),
+        ([["a", "b"], ["c", "d"]], "list"),
+        ([[1j, 2], [3, 4]], "list"),
+        ([[10**400], [1]], "list"),
+        ([[{}], [2]], "list"),
+        (np.zeros((2, 2), "M8[s]"), "ndarray"),
+        (object(), "object"),
+    ],
+)
+def test_a_calibration_that_is_no_array_of_numbers_gets_one_line(given, kind):
+    with pytest.raises(ConfigError, match=f"calibration is a {kind} of which numpy makes no array of numbers") as error:
+        as_vectors(given)
+    assert "\n" not in str(error.value)
+
+
+def test_values_beyond_float32_are_refused_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ConfigError, match="not finite"):
+            ranges_of(np.array([[1e300, 1.0], [0.0, 2.0]]))
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from staticllm.pipelines.embedding.windve.queue_depth import Estimate, fine_tune
         ({"HETEROGENEOUS": "yes"}, "HETEROGENEOUS='yes'"),
         ({"LATENCY_MS": 0}, "LATENCY_MS=0"),
         ({"LATENCY_MS": True}, "LATENCY_MS=True"),
+        ({"LATENCY_MS": 10**5000}, "LATENCY_MS=a whole number of 16610 bits: must be a number of ms"),
         ({"QUEUE_POLICY": "windve"}, "needs a latency limit"),
         ({"QUEUE_POLICY": "fifo", "LATENCY_MS": 5}, "'plain', 'predicted'"),
         ({"QUEUE_DEPTHS": 3}, "path of a file"),
@@ -118,3 +119,27 @@ def test_fine_tuned_depths_reach_the_queues_of_a_pipeline(tmp_path, monkeypatch)
     assert depths(None, LATENCY_MS=2000) == [190, 95], "another limit has the depths of the lines"
     assert path.read_bytes() == content
     assert depths({"INFERENCE_NUM_THREADS": 3}, LATENCY_MS=1000) == [100, 100], "what changes costs is measured again"
+
+
+def test_depths_of_other_device_properties_are_not_used(tmp_path):
+    (tmp_path / "openvino_model.xml").write_text("<net/>")
+
+    def key(own, **properties):
+        return depths_key(tmp_path, ["A", "B"], EncoderChoices(properties=properties), own)
+
+    plain, f32 = key(None), key({"A": {"INFERENCE_PRECISION_HINT": "f32"}})
+    others = [key({"B": {"INFERENCE_PRECISION_HINT": "f32"}}), key({"A": {"INFERENCE_PRECISION_HINT": "bf16"}})]
+    assert len({plain, f32, *others}) == 4
+    assert key({}) == key({"A": {}}) == key({"A": {"CACHE_DIR": "cache"}}) == key({"C": {"NUM_STREAMS": 1}}) == plain
+    assert key({"A": {"NUM_STREAMS": 1}}, NUM_STREAMS=1) == key(None, NUM_STREAMS=1), "as for all devices"
+
+
+@pytest.mark.parametrize("name", ["file/depths.json", "file/folder/depths.json"])
+def test_depths_that_cannot_be_written_get_one_line(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(pool_loader, "regress", lambda instance, limit_s: Estimate("A", Line(0.01, 0), 1, limit_s))
+    monkeypatch.setattr(pool_loader, "read_estimates", lambda path, key: ())
+    (tmp_path / "openvino_model.xml").write_text("<net/>")
+    (tmp_path / "file").write_text("")
+    options = take_options({"QUEUE_POLICY": "windve", "LATENCY_MS": 10, "QUEUE_DEPTHS": tmp_path / name})
+    with pytest.raises(ConfigError, match=r"QUEUE_DEPTHS '.*depths.json': cannot be written \(.*\): give a file"):
+        pool_loader._estimates(tmp_path, [Device("A")], EncoderChoices(), options)
