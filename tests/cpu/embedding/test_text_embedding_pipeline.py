@@ -206,7 +206,7 @@ def test_a_prompt_that_is_no_text_is_refused_in_one_line(pipe, prompt):
 
 
 def test_a_deadline_in_a_million_years_changes_nothing(pipe):
-    np.testing.assert_array_equal(pipe.encode(["a fox"], deadline_ms=3e16), pipe.encode(["a fox"]))
+    np.testing.assert_allclose(pipe.encode(["a fox"], deadline_ms=3e16), pipe.encode(["a fox"]), atol=1e-6)
 
 
 @pytest.mark.parametrize(
