@@ -42,7 +42,7 @@ class Served:
         until = time.monotonic() + SECONDS
         while time.monotonic() < until:
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(self.url + "/health").status_code == 200:
+                if httpx.get(self.url + "/health", timeout=60).status_code == 200:
                     return
             time.sleep(0.02)
         raise AssertionError("the server is not ready")

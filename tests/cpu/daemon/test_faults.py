@@ -381,17 +381,17 @@ def test_a_model_that_cannot_be_dropped_keeps_no_daemon(monkeypatch, tmp_path, m
 
 
 def test_a_daemon_that_nobody_uses_ends_and_there_is_only_one(monkeypatch, tmp_path):
-    with daemon_process(monkeypatch, tmp_path / "run", "--idle-seconds", "1.5") as process:
-        again = subprocess.run(
-            [sys.executable, "-m", "staticllm", "daemon", "start", "--foreground"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert again.returncode == 1
-        assert "a daemon serves" in again.stderr
-        with RawClient():
-            time.sleep(2.5)
+    with daemon_process(monkeypatch, tmp_path / "run", "--idle-seconds", "3") as process:
+        with RawClient():  # so that it does not end before the second one has begun, however slow this machine is
+            again = subprocess.run(
+                [sys.executable, "-m", "staticllm", "daemon", "start", "--foreground"],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert again.returncode == 1
+            assert "a daemon serves" in again.stderr
+            time.sleep(4)
             assert process.poll() is None
         assert process.wait(20) == 0
         assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["daemon.log", "lock"]

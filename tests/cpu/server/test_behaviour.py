@@ -50,7 +50,7 @@ def served():
 
 
 def test_closing_a_stream_cancels_before_the_next_device_call(served):
-    with httpx.stream("POST", served.url + CHAT, json=body(stream=True)) as response:
+    with httpx.stream("POST", served.url + CHAT, json=body(stream=True), timeout=60) as response:
         for number, _ in enumerate(chunks_of(response)):
             if number == 5:
                 break
@@ -62,19 +62,23 @@ def test_only_streams_that_were_closed_count_as_cancelled(served):
     def cancelled():
         (line,) = (
             line
-            for line in httpx.get(served.url + "/metrics").text.splitlines()
+            for line in httpx.get(served.url + "/metrics", timeout=60).text.splitlines()
             if line.startswith("staticllm_cancelled_requests_total")
         )
         return float(line.split()[1])
 
     before = cancelled()
     with httpx.stream(
-        "POST", served.url + CHAT, json=body(count=5, stream=True), headers={"Connection": "close"}
+        "POST",
+        served.url + CHAT,
+        json=body(count=5, stream=True),
+        headers={"Connection": "close"},
+        timeout=60,
     ) as whole:
         assert list(chunks_of(whole))[-1] == "[DONE]"
     served.wait_until_idle()
     assert cancelled() == before
-    with httpx.stream("POST", served.url + CHAT, json=body(stream=True)) as response:
+    with httpx.stream("POST", served.url + CHAT, json=body(stream=True), timeout=60) as response:
         next(chunks_of(response))
     served.wait_until_idle()
     assert cancelled() == before + 1
@@ -93,7 +97,7 @@ def test_an_answer_that_fails_is_a_chunk_with_an_error(served, monkeypatch):
         return push(self, token)
 
     monkeypatch.setattr(OutputProcessor, "push", failing)
-    with httpx.stream("POST", served.url + CHAT, json=body(stream=True)) as response:
+    with httpx.stream("POST", served.url + CHAT, json=body(stream=True), timeout=60) as response:
         *_, error, done = chunks_of(response)
     assert (
         done == "[DONE]"
@@ -144,7 +148,7 @@ def test_closing_some_of_many_streams_leaves_the_others_alone(served):
 
 
 def test_several_answers_of_a_closed_stream_all_end(served):
-    with httpx.stream("POST", served.url + CHAT, json=body(n=5, temperature=1.0, stream=True)) as response:
+    with httpx.stream("POST", served.url + CHAT, json=body(n=5, temperature=1.0, stream=True), timeout=60) as response:
         seen = set()
         for chunk in chunks_of(response):
             seen |= {choice["index"] for choice in chunk["choices"] if choice["delta"].get("content")}
@@ -155,7 +159,7 @@ def test_several_answers_of_a_closed_stream_all_end(served):
 
 def test_a_client_that_never_reads_is_served_and_forgotten(served):
     """Its answer waits in the buffers, or for it; when it leaves, nothing is left over."""
-    with httpx.stream("POST", served.url + CHAT, json=body(count=400, stream=True)):
+    with httpx.stream("POST", served.url + CHAT, json=body(count=400, stream=True), timeout=60):
         time.sleep(1)
     served.wait_until_idle()
 
@@ -165,7 +169,7 @@ def test_a_full_queue_is_429_with_the_time_to_wait():
         limits = served.state.hub.models["demo"].admission.limits
         assert (limits.max_running, limits.max_per_client) == (2, 1)
         with contextlib.ExitStack() as stack:
-            running = stack.enter_context(httpx.stream("POST", served.url + CHAT, json=body(stream=True)))
+            running = stack.enter_context(httpx.stream("POST", served.url + CHAT, json=body(stream=True), timeout=60))
             assert running.status_code == 200
             with ThreadPoolExecutor(1) as pool:
                 waiting = pool.submit(httpx.post, served.url + CHAT, json=body(count=2), timeout=60)
@@ -173,14 +177,14 @@ def test_a_full_queue_is_429_with_the_time_to_wait():
                 while admission.num_waiting < 1:
                     time.sleep(0.01)
                 for stream in (False, True):
-                    refused = httpx.post(served.url + CHAT, json=body(count=2, stream=stream))
+                    refused = httpx.post(served.url + CHAT, json=body(count=2, stream=stream), timeout=60)
                     assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
                     assert refused.json()["error"]["type"] == "rate_limit_error"
                     assert "--max-waiting" in refused.json()["error"]["message"]
                 running.close()
                 assert waiting.result().status_code == 200
         served.wait_until_idle()
-        metrics = httpx.get(served.url + "/metrics").text
+        metrics = httpx.get(served.url + "/metrics", timeout=60).text
         assert 'staticllm_rejected_requests_total{knob="--max-waiting",reason="busy"} 2.0' in metrics
 
 
@@ -222,7 +226,7 @@ def test_silent_streams_have_comment_lines():
     with serving(properties=LONG, ping_seconds=0.05) as served:
         pipeline = served.pipeline()
         release = threading.Event()
-        with httpx.stream("POST", served.url + CHAT, json=body(count=300, stream=True)) as response:
+        with httpx.stream("POST", served.url + CHAT, json=body(count=300, stream=True), timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
             pipeline.engine.call_soon(lambda: release.wait(1.0))
@@ -233,16 +237,16 @@ def test_silent_streams_have_comment_lines():
 
 def test_a_stop_finishes_what_runs_and_refuses_new_requests():
     with serving(properties=LONG, grace=60.0) as served:
-        with httpx.stream("POST", served.url + CHAT, json=body(count=600, stream=True)) as response:
+        with httpx.stream("POST", served.url + CHAT, json=body(count=600, stream=True), timeout=60) as response:
             chunks = chunks_of(response)
             next(chunks)
             served.server.stop_soon()
             while not served.state.lifecycle.is_stopping:
                 time.sleep(0.005)
-            refused = httpx.post(served.url + CHAT, json=body(count=2))
+            refused = httpx.post(served.url + CHAT, json=body(count=2), timeout=60)
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "stopping"
             assert "retry-after" in refused.headers
-            health = httpx.get(served.url + "/health")
+            health = httpx.get(served.url + "/health", timeout=60)
             assert health.status_code == 503 and health.json()["status"] == "stopping"
             *_, last, done = chunks
         assert done == "[DONE]" and last["choices"][0]["finish_reason"] == "length"
@@ -255,7 +259,7 @@ def test_a_stop_finishes_what_runs_and_refuses_new_requests():
 def test_after_the_grace_answers_are_cut_off_with_a_reason():
     with serving(properties=LONG, grace=0.3) as served:
         start = time.monotonic()
-        with httpx.stream("POST", served.url + CHAT, json=body(stream=True)) as response:
+        with httpx.stream("POST", served.url + CHAT, json=body(stream=True), timeout=60) as response:
             chunks = chunks_of(response)
             next(chunks)
             served.server.stop_soon()
@@ -277,17 +281,17 @@ def test_health_says_what_is_loading():
 
     context = serving(pipelines={"demo": load}, is_lazy=True)
     with context as served, ThreadPoolExecutor(1) as pool:
-        assert httpx.get(served.url + "/health").json() == {"status": "ok", "loading": []}
+        assert httpx.get(served.url + "/health", timeout=60).json() == {"status": "ok", "loading": []}
         waiting = pool.submit(httpx.post, served.url + CHAT, json=body(count=2), timeout=60)
         while not served.state.hub.loading:
             time.sleep(0.005)
-        health = httpx.get(served.url + "/health")
+        health = httpx.get(served.url + "/health", timeout=60)
         assert health.status_code == 503 and health.json()["status"] == "loading"
         assert health.json()["loading"][0]["model"] == "demo"
-        assert httpx.get(served.url + "/v1/models").json()["data"][0]["status"] == "loading"
+        assert httpx.get(served.url + "/v1/models", timeout=60).json()["data"][0]["status"] == "loading"
         release.set()
         assert waiting.result().status_code == 200
-        assert httpx.get(served.url + "/health").status_code == 200
+        assert httpx.get(served.url + "/health", timeout=60).status_code == 200
 
 
 def three_specs():
@@ -313,7 +317,9 @@ def test_models_are_unloaded_least_recently_used_first():
         assert loaded() == {"a", "c"}
         with contextlib.ExitStack() as stack:  # both are in use: nothing can be unloaded
             for name in ("a", "c"):
-                stack.enter_context(httpx.stream("POST", served.url + CHAT, json=named(name, 5000, stream=True)))
+                stack.enter_context(
+                    httpx.stream("POST", served.url + CHAT, json=named(name, 5000, stream=True), timeout=60)
+                )
             refused = httpx.post(served.url + CHAT, json=named("b"), timeout=60)
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "no_memory"
             assert "retry-after" in refused.headers
@@ -344,7 +350,7 @@ def test_a_model_that_fails_to_load_is_an_answer():
 
     with serving(pipelines={"demo": load}, is_lazy=True) as served:
         for _ in range(2):
-            failed = httpx.post(served.url + CHAT, json=body(count=2))
+            failed = httpx.post(served.url + CHAT, json=body(count=2), timeout=60)
             assert failed.status_code == 500 and failed.json()["error"]["message"] == "the device is on holiday"
 
 

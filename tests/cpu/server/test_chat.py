@@ -58,7 +58,7 @@ def test_a_second_turn_is_cached(client):
 
 def test_a_stream_has_the_form_that_clients_expect(served, answer):
     body = {"model": "demo", "messages": QUESTION, "max_tokens": 40, "stream": True}
-    with httpx.stream("POST", served.url + "/v1/chat/completions", json=body) as response:
+    with httpx.stream("POST", served.url + "/v1/chat/completions", json=body, timeout=60) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         raw = b"".join(response.iter_raw())
     events = raw.decode().split("\n\n")

@@ -302,7 +302,7 @@ class TestApplications:
 
     def test_zed_with_lm_studio(self, served):
         """Its types of models, formats and states are closed: one unknown word, and it shows no model at all."""
-        listed = httpx.get(served.url + "/api/v0/models").json()["data"]
+        listed = httpx.get(served.url + "/api/v0/models", timeout=60).json()["data"]
         assert [model["type"] for model in listed] == ["llm", "embeddings"]
         for model in listed:
             assert model["compatibility_type"] in ("gguf", "mlx")
@@ -320,7 +320,7 @@ class TestApplications:
             assert isinstance(json.loads(line)["choices"], list) and json.loads(line)["object"]
 
     def test_zed_with_ollama(self, served, echo):
-        for model in httpx.get(served.url + "/api/tags").json()["models"]:
+        for model in httpx.get(served.url + "/api/tags", timeout=60).json()["models"]:
             assert all(isinstance(model[name], str) for name in ("name", "modified_at", "digest"))
             assert isinstance(model["details"]["format"], str) and isinstance(model["details"]["families"], list)
         body = {"stream": True, "keep_alive": -1, "tools": [], "think": None,
@@ -334,7 +334,7 @@ class TestApplications:
         assert all(line["message"]["role"] == "assistant" and "content" in line["message"] for line in found)
 
     def test_continue(self, served):
-        shown = httpx.post(served.url + "/api/show", json={"name": "demo"}).json()
+        shown = httpx.post(served.url + "/api/show", json={"name": "demo"}, timeout=60).json()
         assert shown["parameters"] == "" and ".Suffix" not in shown["template"]
         options = {"temperature": 0.5, "num_predict": 3, "num_ctx": 4096, "stop": ["x y z"], "use_mmap": True}
         found = self.post(
@@ -343,9 +343,12 @@ class TestApplications:
         assert all(isinstance(json.loads(line)["response"], str) for line in found.text.splitlines())
 
     def test_open_webui(self, served):
-        assert len([int(part) for part in httpx.get(served.url + "/api/version").json()["version"].split(".")]) == 3
+        assert (
+            len([int(part) for part in httpx.get(served.url + "/api/version", timeout=60).json()["version"].split(".")])
+            == 3
+        )
         assert self.post(served, "/api/generate", prompt="").json()["done_reason"] == "load"
-        expiry = httpx.get(served.url + "/api/ps").json()["models"][0]["expires_at"]
+        expiry = httpx.get(served.url + "/api/ps", timeout=60).json()["models"][0]["expires_at"]
         datetime.fromisoformat(expiry.replace("Z", "+00:00"))
         body = {"messages": MESSAGES, "stream": True, "options": {"num_predict": 2}, "keep_alive": "5m"}
         assert self.post(served, "/api/chat", **body, model="demo:latest").status_code == 200

@@ -89,7 +89,7 @@ def run(served, num_examples, mode):
         max_examples=num_examples, deadline=None, suppress_health_check=list(hypothesis.HealthCheck), database=None,
         derandomize=True, phases=[hypothesis.Phase.generate],
     )  # fmt: skip
-    with httpx.Client() as client:
+    with httpx.Client(timeout=60) as client:
         for operation in operations(served):
 
             @settings

@@ -37,26 +37,26 @@ def streamed(served, path, **body):
 
 
 def test_lm_studios_list_says_type_state_and_length(served):
-    (listed,) = httpx.get(served.url + "/api/v0/models").json()["data"]
-    assert listed == httpx.get(served.url + "/api/v0/models/demo").json()
+    (listed,) = httpx.get(served.url + "/api/v0/models", timeout=60).json()["data"]
+    assert listed == httpx.get(served.url + "/api/v0/models/demo", timeout=60).json()
     assert listed["type"] == "llm" and listed["state"] == "loaded" and listed["capabilities"] == []
     assert listed["max_context_length"] == listed["loaded_context_length"] == served.pipeline().config.max_seq_len
     assert (listed["arch"], listed["quantization"]) == ("openvino", "I8")
-    error = httpx.get(served.url + "/api/v0/models/nobody")
+    error = httpx.get(served.url + "/api/v0/models/nobody", timeout=60)
     assert error.status_code == 404 and error.json()["error"]["code"] == "model_not_found"
 
 
 def test_a_model_is_described_before_it_is_loaded():
     with serving(is_lazy=True) as served:
-        (listed,) = httpx.get(served.url + "/api/v0/models").json()["data"]
+        (listed,) = httpx.get(served.url + "/api/v0/models", timeout=60).json()["data"]
         assert listed["state"] == "not-loaded" and listed["max_context_length"] == 1152
-        assert httpx.get(served.url + "/props").json()["is_sleeping"] is True
-        assert httpx.get(served.url + "/api/ps").json() == {"models": []}
+        assert httpx.get(served.url + "/props", timeout=60).json()["is_sleeping"] is True
+        assert httpx.get(served.url + "/api/ps", timeout=60).json() == {"models": []}
         assert served.pipeline() is None
 
 
 def test_props_are_those_of_the_model_without_its_path(served):
-    found = httpx.get(served.url + "/props").json()
+    found = httpx.get(served.url + "/props", timeout=60).json()
     assert found["default_generation_settings"]["n_ctx"] == served.pipeline().config.max_seq_len
     assert found["default_generation_settings"]["params"]["temperature"] == 0
     assert found["total_slots"] == 16 and "<|assistant|>" in found["chat_template"]
@@ -68,8 +68,8 @@ def test_props_are_those_of_the_model_without_its_path(served):
 def test_timings_are_in_the_last_chunk_and_in_whole_answers(served, path):
     text = {"messages": QUESTION} if "chat" in path else {"prompt": "The fox went"}
     body = {"max_tokens": 12, "ignore_eos": True, **text}
-    httpx.post(served.url + path, json=body)
-    found = httpx.post(served.url + path, json=body).json()
+    httpx.post(served.url + path, json=body, timeout=60)
+    found = httpx.post(served.url + path, json=body, timeout=60).json()
     timings, usage = found["timings"], found["usage"]
     assert timings["cache_n"] == usage["prompt_tokens_details"]["cached_tokens"] > 0
     assert timings["cache_n"] + timings["prompt_n"] == usage["prompt_tokens"]

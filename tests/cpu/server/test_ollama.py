@@ -130,22 +130,22 @@ def test_a_prompt_that_is_too_long_is_shortened_unless_truncate_is_false(post):
 
 
 def test_models_are_listed_with_a_tag_and_known_with_and_without_it(served, post):
-    (listed,) = httpx.get(served.url + "/api/tags").json()["models"]
+    (listed,) = httpx.get(served.url + "/api/tags", timeout=60).json()["models"]
     assert listed["name"] == listed["model"] == "demo:latest"
     assert listed["size"] > 1 << 20 and len(listed["digest"]) == 64
     assert listed["details"]["family"] == "openvino" and listed["details"]["parameter_size"].endswith("M")
     for name in ("demo", "demo:latest"):
-        shown = httpx.post(served.url + "/api/show", json={"model": name}).json()
+        shown = httpx.post(served.url + "/api/show", json={"model": name}, timeout=60).json()
         assert shown["model_info"]["openvino.context_length"] == served.pipeline().config.max_seq_len
         assert shown["capabilities"] == ["completion"]
         assert "<|assistant|>" in shown["template"]
         assert post("chat", model=name, messages=MESSAGES, stream=False).json()["model"] == name
-    assert httpx.get(served.url + "/api/version/").json()["version"].count(".") == 2
+    assert httpx.get(served.url + "/api/version/", timeout=60).json()["version"].count(".") == 2
 
 
 def test_keep_alive_says_when_a_model_is_unloaded(served, post):
     def expiry():
-        models = httpx.get(served.url + "/api/ps").json()["models"]
+        models = httpx.get(served.url + "/api/ps", timeout=60).json()["models"]
         return models[0]["expires_at"] if models else None
 
     assert post("generate").json()["done_reason"] == "load" and expiry().startswith("2318")
@@ -213,20 +213,20 @@ def test_errors_are_one_line_in_ollamas_form(post, path, body, status, words):
 
 def test_other_layers_answer_in_ollamas_form_too():
     with serving(api_keys=("secret",), is_lazy=True) as served:
-        found = httpx.get(served.url + "/api/tags")
+        found = httpx.get(served.url + "/api/tags", timeout=60)
         assert found.status_code == 401 and isinstance(found.json()["error"], str)
         headers = {"Authorization": "Bearer secret"}
-        found = httpx.delete(served.url + "/api/delete", headers=headers)
+        found = httpx.delete(served.url + "/api/delete", headers=headers, timeout=60)
         assert found.status_code == 400 and "not supported" in found.json()["error"]
-        found = httpx.get(served.url + "/api/chat", headers=headers)
+        found = httpx.get(served.url + "/api/chat", headers=headers, timeout=60)
         assert found.status_code == 405 and isinstance(found.json()["error"], str)
-        found = httpx.get(served.url + "/v1/nothing", headers=headers)
+        found = httpx.get(served.url + "/v1/nothing", headers=headers, timeout=60)
         assert found.json()["error"]["code"] == "not_found"
 
 
 def test_a_closed_stream_is_cancelled(served):
     body = {"model": "demo", "prompt": QUESTION, "options": {"num_predict": 4000}, "raw": True}
-    with httpx.stream("POST", served.url + "/api/generate", json=body) as response:
+    with httpx.stream("POST", served.url + "/api/generate", json=body, timeout=60) as response:
         next(response.iter_lines())
     served.wait_until_idle()
 
@@ -296,7 +296,7 @@ def test_texts_are_embedded_as_by_the_pipeline(tmp_path):
         expected = served.pipeline("tiny").embed_documents(TEXTS)
 
         def embed(path="embed", **body):
-            return httpx.post(f"{served.url}/api/{path}", json={"model": "tiny:latest", **body})
+            return httpx.post(f"{served.url}/api/{path}", json={"model": "tiny:latest", **body}, timeout=60)
 
         found = embed(input=TEXTS).json()
         np.testing.assert_allclose(found["embeddings"], expected, rtol=1e-5, atol=1e-6)
@@ -309,8 +309,8 @@ def test_texts_are_embedded_as_by_the_pipeline(tmp_path):
         assert embed(input=long).status_code == 200
         refused = embed(input=long, truncate=False)
         assert refused.status_code == 400 and "context length" in refused.json()["error"]
-        (listed,) = httpx.get(served.url + "/api/ps").json()["models"]
+        (listed,) = httpx.get(served.url + "/api/ps", timeout=60).json()["models"]
         assert listed["context_length"] == served.pipeline("tiny").max_length
-        shown = httpx.post(served.url + "/api/show", json={"model": "tiny"}).json()
+        shown = httpx.post(served.url + "/api/show", json={"model": "tiny"}, timeout=60).json()
         assert shown["capabilities"] == ["embedding"]
         assert "embedding model" in embed("chat", messages=MESSAGES).json()["error"]

@@ -57,7 +57,7 @@ def test_a_text_is_continued(served, client):
     found = client.completions.create(model="demo", prompt=PROMPT, max_tokens=20)
     assert found.choices[0].text == str(direct)
     assert found.usage.completion_tokens == len(direct.tokens[0])
-    ids = httpx.post(served.url + "/tokenize", json={"content": PROMPT}).json()["tokens"]
+    ids = httpx.post(served.url + "/tokenize", json={"content": PROMPT}, timeout=60).json()["tokens"]
     assert client.completions.create(model="demo", prompt=ids, max_tokens=20).choices[0].text == str(direct)
     stream = client.completions.create(model="demo", prompt=ids, max_tokens=20, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == str(direct)
@@ -114,21 +114,25 @@ def test_embeddings_are_those_of_the_pipeline(served, client):
     found = client.embeddings.create(model="tiny", input=TEXTS)
     direct = served.pipeline("tiny").encode(TEXTS)
     assert np.allclose([entry.embedding for entry in found.data], direct, atol=1e-5)  # the client asks for base64
-    plain = httpx.post(served.url + "/v1/embeddings", json={"model": "tiny", "input": TEXTS}).json()
+    plain = httpx.post(served.url + "/v1/embeddings", json={"model": "tiny", "input": TEXTS}, timeout=60).json()
     assert np.allclose([entry["embedding"] for entry in plain["data"]], direct, atol=1e-5)
     assert plain["usage"]["prompt_tokens"] == found.usage.prompt_tokens > len(TEXTS)
-    coded = httpx.post(served.url + "/embeddings", json={"input": "a", "encoding_format": "base64"}).json()["data"][0]
+    coded = httpx.post(served.url + "/embeddings", json={"input": "a", "encoding_format": "base64"}, timeout=60).json()[
+        "data"
+    ][0]
     assert np.allclose(np.frombuffer(base64.b64decode(coded["embedding"]), "<f4"), direct[0], atol=1e-5)
 
 
 def test_queries_go_before_documents(served, monkeypatch):
-    httpx.post(served.url + "/v1/embeddings", json={"model": "tiny", "input": "a"})  # the model is loaded now
+    httpx.post(
+        served.url + "/v1/embeddings", json={"model": "tiny", "input": "a"}, timeout=60
+    )  # the model is loaded now
     queue, priorities = served.pipeline("tiny")._queue, []
     submit = queue.submit
     monkeypatch.setattr(queue, "submit", lambda request: (priorities.append(request.priority), submit(request))[1])
     for kind in ("query", "document", None):
         body = {"model": "tiny", "input": ["a fox"], "input_type": kind}
-        assert httpx.post(served.url + "/v1/embeddings", json=body).status_code == 200
+        assert httpx.post(served.url + "/v1/embeddings", json=body, timeout=60).status_code == 200
     assert priorities == [QUERY_PRIORITY, 0, 0]
 
 
@@ -160,16 +164,18 @@ def test_documents_are_ranked(served):
 
 def test_texts_become_tokens_and_texts_again(served):
     tokenizer = served.pipeline().get_tokenizer()
-    found = httpx.post(served.url + "/tokenize", json={"content": PROMPT}).json()
+    found = httpx.post(served.url + "/tokenize", json={"content": PROMPT}, timeout=60).json()
     assert found["tokens"] == tokenizer.encode(PROMPT).input_ids.data[0].tolist() and found["count"] == len(
         found["tokens"]
     )
-    back = httpx.post(served.url + "/detokenize", json={"tokens": found["tokens"]}).json()["content"]
+    back = httpx.post(served.url + "/detokenize", json={"tokens": found["tokens"]}, timeout=60).json()["content"]
     assert back == tokenizer.decode(found["tokens"])
-    pieces = httpx.post(served.url + "/tokenize", json={"content": PROMPT, "with_pieces": True}).json()["tokens"]
+    pieces = httpx.post(served.url + "/tokenize", json={"content": PROMPT, "with_pieces": True}, timeout=60).json()[
+        "tokens"
+    ]
     assert [piece["id"] for piece in pieces] == found["tokens"]
-    assert httpx.post(served.url + "/detokenize", json={"tokens": [10**9]}).status_code == 400
-    assert httpx.post(served.url + "/tokenize", json={"content": "a", "prompt": "b"}).status_code == 400
+    assert httpx.post(served.url + "/detokenize", json={"tokens": [10**9]}, timeout=60).status_code == 400
+    assert httpx.post(served.url + "/tokenize", json={"content": "a", "prompt": "b"}, timeout=60).status_code == 400
 
 
 def value_of(text, name):
@@ -179,7 +185,7 @@ def value_of(text, name):
 
 def test_metrics_count_what_was_served(served, client):
     def read():
-        response = httpx.get(served.url + "/metrics")
+        response = httpx.get(served.url + "/metrics", timeout=60)
         assert response.headers["content-type"].startswith("text/plain")
         return response.text
 
@@ -187,7 +193,7 @@ def test_metrics_count_what_was_served(served, client):
     found = client.chat.completions.create(
         model="demo", messages=[{"role": "user", "content": "Tell me about rain."}], max_tokens=9
     )
-    httpx.post(served.url + "/v1/chat/completions", json={"model": "demo", "messages": [], "nothing": 1})
+    httpx.post(served.url + "/v1/chat/completions", json={"model": "demo", "messages": [], "nothing": 1}, timeout=60)
     after = read()
 
     def change(name):

@@ -26,7 +26,7 @@ def fake(device, properties):
 
 @pytest.fixture(scope="module")
 def client():
-    with serving(pipelines={"demo": fake}) as served, httpx.Client(base_url=served.url) as client:
+    with serving(pipelines={"demo": fake}) as served, httpx.Client(base_url=served.url, timeout=60) as client:
         yield client
 
 
@@ -91,7 +91,10 @@ def test_paths_that_leave_the_folder_are_not_found(client, path):
 
 
 def test_with_a_key_the_page_is_open_and_its_data_is_not():
-    with serving(pipelines={"demo": fake}, api_keys=("sesame",)) as served, httpx.Client(base_url=served.url) as client:
+    with (
+        serving(pipelines={"demo": fake}, api_keys=("sesame",)) as served,
+        httpx.Client(base_url=served.url, timeout=60) as client,
+    ):
         for path in ASSETS:
             assert client.get(path).status_code == 200
         for path in ("/v1/models", "/api/scheduler", "/metrics", "/page/x"):
@@ -108,6 +111,6 @@ def test_pages_of_others_can_neither_read_the_page_nor_the_scheduler(client):
 
 def test_the_page_is_there_while_nothing_is_loaded():
     with serving([demo_spec()], is_lazy=True) as served:
-        assert httpx.get(served.url).status_code == 200
-        assert httpx.get(served.url + "/api/scheduler").json()["models"][0]["status"] == "unloaded"
+        assert httpx.get(served.url, timeout=60).status_code == 200
+        assert httpx.get(served.url + "/api/scheduler", timeout=60).json()["models"][0]["status"] == "unloaded"
         assert served.pipeline() is None

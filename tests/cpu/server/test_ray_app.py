@@ -167,12 +167,15 @@ def test_bad_requests_get_the_answers_of_the_server(cluster):
     cluster.wait_for(1)
     url, headers = cluster.url + "/v1/chat/completions", {"Authorization": "Bearer secret"}
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-    assert httpx.post(url, json=body).status_code == 401
+    assert httpx.post(url, json=body, timeout=60).status_code == 401
     assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
-    assert httpx.post(url, json={**body, "model": "no"}, headers=headers).json()["error"]["code"] == "model_not_found"
-    assert httpx.post(url, content=b"[" * 1000, headers=headers).json()["error"]["code"] == "invalid_json"
-    assert httpx.post(url, json={**body, "stop": "x" * 3000}, headers=headers).status_code == 413
-    assert httpx.get(cluster.url + "/no/such/path", headers=headers).status_code == 404
+    assert (
+        httpx.post(url, json={**body, "model": "no"}, headers=headers, timeout=60).json()["error"]["code"]
+        == "model_not_found"
+    )
+    assert httpx.post(url, content=b"[" * 1000, headers=headers, timeout=60).json()["error"]["code"] == "invalid_json"
+    assert httpx.post(url, json={**body, "stop": "x" * 3000}, headers=headers, timeout=60).status_code == 413
+    assert httpx.get(cluster.url + "/no/such/path", headers=headers, timeout=60).status_code == 404
 
 
 def test_only_requests_with_the_key_and_for_an_answer_load_a_model(cluster):
@@ -245,7 +248,7 @@ def test_the_command_serves_on_this_machine_alone(tmp_path):
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
             with pytest.raises(httpx.ConnectError):
-                httpx.get(url + "/models")
+                httpx.get(url + "/models", timeout=60)
         finally:
             process.kill()
 

@@ -131,7 +131,7 @@ def test_unknown_paths_and_methods_say_what_is_there(client):
     "path", ["/v1/chat/completions/", "/chat/completions", "/chat/completions/", "//v1/chat/completions"]
 )
 def test_paths_without_the_version_and_with_a_slash_are_known(served, path):
-    with httpx.Client() as client:
+    with httpx.Client(timeout=60) as client:
         assert client.post(served.url + path, json=HELLO).status_code == 200
 
 
@@ -283,7 +283,7 @@ def test_a_host_name_that_was_rebound_is_refused(client, served):
 
 def test_keys_are_checked():
     with serving(api_keys=("first-key", "second-key"), allowed_origins=("https://chat.example",)) as served:
-        assert httpx.get(served.url + "/health").status_code == 200
+        assert httpx.get(served.url + "/health", timeout=60).status_code == 200
         for headers in (
             {},
             {"Authorization": "Bearer wrong"},
@@ -291,15 +291,15 @@ def test_keys_are_checked():
             {"Authorization": "Bearer first-key-and-more"},
         ):
             for path in ("/v1/models", "/metrics", "/models", "/unknown"):
-                response = httpx.get(served.url + path, headers=headers)
+                response = httpx.get(served.url + path, headers=headers, timeout=60)
                 assert error_of(response, 401)["code"] == "invalid_api_key"
                 assert response.headers["www-authenticate"] == "Bearer"
         for key in ("first-key", "second-key"):
             headers = {"Authorization": f"Bearer {key}", "Origin": "https://chat.example"}
-            response = httpx.get(served.url + "/v1/models", headers=headers)
+            response = httpx.get(served.url + "/v1/models", headers=headers, timeout=60)
             assert response.status_code == 200
             assert response.headers["access-control-allow-origin"] == "https://chat.example"
-        refused = httpx.get(served.url + "/v1/models", headers={"Origin": "https://chat.example"})
+        refused = httpx.get(served.url + "/v1/models", headers={"Origin": "https://chat.example"}, timeout=60)
         assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers
 
 

@@ -77,7 +77,7 @@ def test_a_stream_has_the_events_that_the_client_accumulates(client, answer):
 
 def test_a_stream_is_sent_as_named_events_without_a_mark_of_the_end(served):
     body = {"model": "demo", "input": QUESTION, "stream": True, "max_output_tokens": 3}
-    with httpx.stream("POST", served.url + "/v1/responses", json=body) as response:
+    with httpx.stream("POST", served.url + "/v1/responses", json=body, timeout=60) as response:
         events = response.read().decode().strip().split("\n\n")
     for event in events:
         name, data = event.split("\n")
@@ -210,7 +210,7 @@ def test_a_broken_call_is_text_in_the_answer(echo):
     ],
 )
 def test_what_is_not_there_is_refused_by_its_name(served, body, param):
-    found = httpx.post(served.url + "/v1/responses", json={"model": "demo", **body})
+    found = httpx.post(served.url + "/v1/responses", json={"model": "demo", **body}, timeout=60)
     assert found.status_code == 400 and found.json()["error"]["param"] == param
 
 
@@ -218,15 +218,17 @@ def test_what_is_not_there_is_refused_by_its_name(served, body, param):
 def test_numbers_that_json_cannot_repeat_are_refused(served, value):
     for field in ('"metadata": {"a": %s}', '"tools": [{"type": "function", "name": "f", "parameters": {"a": %s}}]'):
         body = '{"input": "x", "max_output_tokens": 2, %s}' % (field % value)
-        found = httpx.post(served.url + "/v1/responses", content=body, headers={"content-type": "application/json"})
+        found = httpx.post(
+            served.url + "/v1/responses", content=body, headers={"content-type": "application/json"}, timeout=60
+        )
         assert found.status_code == 400 and "not finite" in found.json()["error"]["message"]
 
 
 def test_a_prompt_that_is_too_long_is_an_error_unless_it_may_be_truncated(served):
     body = {"model": "demo", "input": "fox " * 3000, "max_output_tokens": 4}
-    found = httpx.post(served.url + "/v1/responses", json=body)
+    found = httpx.post(served.url + "/v1/responses", json=body, timeout=60)
     assert found.json()["error"]["code"] == "context_length_exceeded"
-    found = httpx.post(served.url + "/v1/responses", json={**body, "truncation": "auto"})
+    found = httpx.post(served.url + "/v1/responses", json={**body, "truncation": "auto"}, timeout=60)
     assert found.status_code == 200 and found.json()["usage"]["output_tokens"] == 4
 
 

@@ -34,7 +34,7 @@ def served():
 
 
 def feed(served, **query):
-    answer = httpx.get(served.url + FEED, params=query)
+    answer = httpx.get(served.url + FEED, params=query, timeout=60)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -85,7 +85,7 @@ def test_it_tells_what_runs_and_what_waits_without_text(served, schema):
 
 def test_the_cursor_gives_each_call_once(served):
     cursor = feed(served)["cursor"]
-    httpx.post(served.url + CHAT, json=body(count=20))
+    httpx.post(served.url + CHAT, json=body(count=20), timeout=60)
     served.wait_until_idle()
     first = feed(served, after=cursor)
     (answer,) = first["ended"]
@@ -111,14 +111,14 @@ def test_an_engine_is_watched_only_while_somebody_reads(served, monkeypatch):
         time.sleep(0.02)
     assert profiler.watcher is None
     monkeypatch.undo()
-    httpx.post(served.url + CHAT, json=body(count=3))
+    httpx.post(served.url + CHAT, json=body(count=3), timeout=60)
     assert feed(served, after=cursor)["calls"] == [], "nobody looked"
-    httpx.post(served.url + CHAT, json=body(count=3))
+    httpx.post(served.url + CHAT, json=body(count=3), timeout=60)
     assert feed(served, after=cursor)["calls"]
 
 
 def test_numbers_go_on_when_a_model_is_loaded_again(served):
-    httpx.post(served.url + CHAT, json=body(count=3))
+    httpx.post(served.url + CHAT, json=body(count=3), timeout=60)
     before = feed(served)
     profiler = served.pipeline().engine.profiler
     model = served.state.hub.models["demo"]
@@ -133,7 +133,7 @@ def test_numbers_go_on_when_a_model_is_loaded_again(served):
     httpx.post(served.url + CHAT, json=body(count=3), timeout=60)
     after = feed(served, after=before["cursor"])
     assert after["cursor"] >= before["cursor"] and profiler.watcher is None
-    httpx.post(served.url + CHAT, json=body(count=3))
+    httpx.post(served.url + CHAT, json=body(count=3), timeout=60)
     assert feed(served, after=after["cursor"])["calls"][0]["number"] > after["cursor"]
 
 
@@ -148,22 +148,22 @@ def test_numbers_go_on_when_a_model_is_loaded_again(served):
     ],
 )
 def test_wrong_queries_are_refused_with_their_name(served, query, param):
-    answer = httpx.get(served.url + FEED + "?" + query)
+    answer = httpx.get(served.url + FEED + "?" + query, timeout=60)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
 
 
 def test_only_chat_models_have_a_scheduler(tmp_path):
     specs = [demo_spec(), ModelSpec("embedder", tmp_path, "embedding")]
     with serving(specs, is_lazy=True) as served:
-        assert httpx.get(served.url + FEED, params={"model": "missing"}).status_code == 404
-        refused = httpx.get(served.url + FEED, params={"model": "embedder"})
+        assert httpx.get(served.url + FEED, params={"model": "missing"}, timeout=60).status_code == 404
+        refused = httpx.get(served.url + FEED, params={"model": "embedder"}, timeout=60)
         assert refused.status_code == 400 and refused.json()["error"]["code"] == "wrong_model_kind"
         assert [each["type"] for each in feed(served)["models"]] == ["chat", "embedding"]
 
 
 def test_many_readers_get_the_same(served):
     cursor = feed(served)["cursor"]
-    httpx.post(served.url + CHAT, json=body(count=30))
+    httpx.post(served.url + CHAT, json=body(count=30), timeout=60)
     served.wait_until_idle()
     found = []
     threads = [threading.Thread(target=lambda: found.append(feed(served, after=cursor)["calls"])) for _ in range(8)]

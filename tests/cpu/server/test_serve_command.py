@@ -50,8 +50,11 @@ def test_the_key_can_be_in_the_environment():
     process = start("--port", "0", "--lazy", STATICLLM_API_KEY="of-the-environment")
     try:
         url = process.stdout.readline().split()[0]
-        assert httpx.get(url + "/models").status_code == 401
-        assert httpx.get(url + "/models", headers={"Authorization": "Bearer of-the-environment"}).status_code == 200
+        assert httpx.get(url + "/models", timeout=60).status_code == 401
+        assert (
+            httpx.get(url + "/models", headers={"Authorization": "Bearer of-the-environment"}, timeout=60).status_code
+            == 200
+        )
     finally:
         process.kill()
         process.communicate()

@@ -60,9 +60,9 @@ def test_the_ready_file_says_where_it_serves_and_is_gone_at_the_end(tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert ready["pid"] == process.pid and ready["models"] == ["demo"] and len(ready["key"]) >= 32
         assert ready["url"] == f"http://127.0.0.1:{ready['port']}/v1"
-        assert httpx.get(ready["url"] + "/models").status_code == 401
+        assert httpx.get(ready["url"] + "/models", timeout=60).status_code == 401
         headers = {"Authorization": f"Bearer {ready['key']}"}
-        models = httpx.get(ready["url"] + "/models", headers=headers).json()["data"]
+        models = httpx.get(ready["url"] + "/models", headers=headers, timeout=60).json()["data"]
         assert [model["status"] for model in models] == ["loaded"]  # it serves, instead of only listening
         process.terminate()
         out, err = process.communicate(timeout=30)
@@ -81,7 +81,7 @@ def test_the_ready_descriptor_gets_one_line_and_is_closed(tmp_path):
             lines = pipe.read().splitlines()  # ends, although the server goes on
         assert len(lines) == 1 and process.poll() is None
         ready = json.loads(lines[0])
-        assert ready["key"] is None and httpx.get(ready["url"] + "/models").status_code == 200
+        assert ready["key"] is None and httpx.get(ready["url"] + "/models", timeout=60).status_code == 200
 
 
 @posix

@@ -110,7 +110,7 @@ def test_a_worker_is_started_again_before_anybody_asks(run_folder):
         first = worker_of(served).pid
         os.kill(first, signal.SIGKILL)
         wait_for(lambda: worker_of(served).pid != first and not served.state.hub.models["demo"].is_lost, 120)
-        assert httpx.get(served.url + "/health").status_code == 200
+        assert httpx.get(served.url + "/health", timeout=60).status_code == 200
 
 
 def test_metrics_and_the_feed_work_while_a_worker_is_lost(run_folder):
@@ -118,10 +118,10 @@ def test_metrics_and_the_feed_work_while_a_worker_is_lost(run_folder):
         served.state.hub._is_closed = True  # nothing is loaded again
         worker_of(served).kill()
         wait_for(lambda: served.state.hub.models["demo"].is_lost)
-        assert "staticllm_waiting_requests" in httpx.get(served.url + "/metrics").text
-        feed = httpx.get(served.url + "/api/scheduler").json()
+        assert "staticllm_waiting_requests" in httpx.get(served.url + "/metrics", timeout=60).text
+        feed = httpx.get(served.url + "/api/scheduler", timeout=60).json()
         assert feed["totals"] is None and feed["models"][0]["status"] == "unloaded"
-        assert httpx.get(served.url + "/v1/models").status_code == 200
+        assert httpx.get(served.url + "/v1/models", timeout=60).status_code == 200
         assert ask(served.url).status_code == 503
 
 

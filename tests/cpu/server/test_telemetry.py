@@ -89,7 +89,7 @@ def test_a_log_that_cannot_be_written_is_one_line(tmp_path):
 
 def test_the_log_goes_to_standard_error_if_asked_for(capfd):
     with serving(is_lazy=True, access_log="-") as served:
-        httpx.get(served.url + "/v1/models")
+        httpx.get(served.url + "/v1/models", timeout=60)
     assert '"path":"/v1/models"' in capfd.readouterr().err
 
 
@@ -143,9 +143,9 @@ def test_spans_have_the_attributes_of_the_conventions(collector):
     with serving(has_spans=True) as served:
         url = served.url + "/v1/chat/completions"
         headers = {"traceparent": parent, "x-session-affinity": "talk 1"}
-        found = httpx.post(url, json={**CHAT, "temperature": 0.5, "seed": 3}, headers=headers).json()
-        httpx.post(url, json={**CHAT, "nonsense": SECRET})
-        httpx.get(served.url + "/v1/models")
+        found = httpx.post(url, json={**CHAT, "temperature": 0.5, "seed": 3}, headers=headers, timeout=60).json()
+        httpx.post(url, json={**CHAT, "nonsense": SECRET}, timeout=60)
+        httpx.get(served.url + "/v1/models", timeout=60)
         begin = time.time()
     span, refused = spans_of(collector)
     assert (span.name, span.kind) == ("chat demo", 2)
