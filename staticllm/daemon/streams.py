@@ -98,10 +98,8 @@ class OutputStream:
 
     def _break(self) -> None:
         """End the connection, so that a send that waits ends, and cancel all requests. A second call does nothing."""
-        with (
-            self._breaking
-        ):  # after ``stop`` the channel may be closed, and its number may belong to another connection
-            if self._is_broken:
+        with self._breaking:
+            if self._is_broken:  # after ``stop`` the channel may be closed, and its number may be another connection's
                 return
             self._is_broken = True
             self._channel.shut()

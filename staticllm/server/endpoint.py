@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 SHORT_BODY = 16 << 10
 """Bytes up to which a body is parsed on the event loop: that takes less time than the way to a thread and back."""
 MAX_MISTAKES = 1000
-"""The most mistakes of a body that are looked at: a hostile one has millions, and each takes a KiB as a Python object."""
+"""The most mistakes of a body that are looked at: a hostile one has millions, and each takes about a KiB as a Python object."""
 CLIENT_GONE = 499
 _FORMS = {"str", "int", "float", "bool", "list", "dict"}
 

@@ -10,7 +10,7 @@ MAX_ANSWERS = 128
 MAX_STOPS = 16
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, min_length=1)]
-"""Token ids. Lists that may be long end at their first error: an error for each element takes a KiB or more."""
+"""Token ids. Lists that may be long end at their first error: an error for each element takes about a KiB."""
 
 
 class Fields(BaseModel):

@@ -67,6 +67,15 @@ def run(work):
     return thread, results
 
 
+def accepted(connection, peer):
+    """Submit request 5, which the peer accepts; return its queue."""
+    queue = OutputQueue()
+    thread, _ = run(lambda: connection.submit(EngineRequest((1,), id=5), queue))
+    peer.answer()
+    thread.join(SECONDS)
+    return queue
+
+
 def test_a_finalizer_in_the_middle_of_a_send_does_not_stop_it(peer, monkeypatch):
     connection = EngineConnection(peer, 1, lambda: None)
     send = peer.ours.send
@@ -88,10 +97,7 @@ def test_a_finalizer_in_the_middle_of_a_send_does_not_stop_it(peer, monkeypatch)
 
 def test_outputs_are_read_while_a_send_waits(peer):
     connection = EngineConnection(peer, 1, lambda: None)
-    queue = OutputQueue()
-    thread, _ = run(lambda: connection.submit(EngineRequest((1,), id=5), queue))
-    peer.answer()
-    thread.join(SECONDS)
+    queue = accepted(connection, peer)
     large, results = run(lambda: connection.ask(Message(Kind.STATS, body={"of": "x" * (MAX_FRAME // 2)})))
     ended = {"reason": "stop", "error": None, "index": 0}
     peer.channel.send(Message(Kind.OUTPUT, number=5, body={"outputs": [ended]}))  # nobody has read the large message
@@ -156,10 +162,7 @@ def test_a_closed_connection_is_not_a_lost_one(peer):
 
 def test_a_lost_connection_ends_what_was_accepted_and_what_waits(peer):
     connection = EngineConnection(peer, 1, lambda: None)
-    queue = OutputQueue()
-    thread, _ = run(lambda: connection.submit(EngineRequest((1,), id=5), queue))
-    peer.answer()
-    thread.join(SECONDS)
+    queue = accepted(connection, peer)
     thread, results = run(lambda: connection.ask(Message(Kind.STATS)))
     peer.channel.receive()
     peer.channel.close()

@@ -172,7 +172,7 @@ WIDE = 50_000
     ],
 )
 def test_a_wide_body_is_refused_without_an_error_for_each_element(path, wide):
-    """Each takes seconds and hundreds of MiB if pydantic's errors of all elements become Python objects."""
+    """Lists end at their first error, and of many errors of an object none becomes a Python object."""
     from pydantic import ValidationError
 
     from staticllm.server import endpoint
@@ -193,7 +193,10 @@ def test_a_wide_body_is_refused_without_an_error_for_each_element(path, wide):
     with pytest.raises(ValidationError) as found:
         kinds[path].model_validate(wide)
     count = found.value.error_count()
-    assert count < 20 or str(count) in str(refused.value)
+    if "field 0" in wide or "logit_bias" in wide:
+        assert str(count) in str(refused.value)
+    else:
+        assert count < 20
 
 
 def talk(url, data, seconds=5.0):
