@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
+from staticllm.pipelines.engine.speculation import draft_planner
 from staticllm.pipelines.generation.drafts import Draft, DraftParams
 from staticllm.testing import fake_answer, fake_request
 
+ALWAYS = {
+    "MAX_CREDIT": 1e9, "ALLOWANCE": 1e9, "MIN_GAIN": 0.0, "LEAST_CHANCE": 0.0, "CATCH_UP_SHARE": 1e9, "OVERHEAD": 1e9
+}  # fmt: skip
+"""Constants with which an engine looks for every draft, and checks at least one token of it, whether it pays here or not."""
 KINDS = ("none", "lookup", "right", "wrong", "mixed", "outside")
+
+
+def always_drafting():
+    """Return a context in which engines of this process draft at every step, so that no test depends on what a call costs."""
+    return patch.multiple(draft_planner, **ALWAYS)
 
 
 class Guesser:

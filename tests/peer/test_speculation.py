@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from unittest.mock import patch
-
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
+from engine_drafters import always_drafting
 
 import staticllm
 from staticllm import StaticLLMPipeline
 from staticllm.pipelines.diagnostics.reference import EXACT
-from staticllm.pipelines.engine.speculation import draft_planner
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -25,13 +23,9 @@ MODELS = [
 ]
 
 
-ALWAYS = {"MAX_CREDIT": 1e9, "ALLOWANCE": 1e9, "MIN_GAIN": 0.0, "LEAST_CHANCE": 0.0, "CATCH_UP_SHARE": 1e9}
-"""Constants with which every draft is checked, whether it pays on this machine or not."""
-
-
 @pytest.fixture(autouse=True)
 def _always():
-    with patch.multiple(draft_planner, **ALWAYS):
+    with always_drafting():
         yield
 
 

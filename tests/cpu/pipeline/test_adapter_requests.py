@@ -10,6 +10,7 @@ import openvino as ov
 import openvino_genai as genai
 import pytest
 from adapter_models import COUNT, answer, config_of
+from engine_drafters import always_drafting
 from helpers import PROMPT, SHORT, one_line
 from lora_files import PREFIX, Lora, safetensors_bytes
 
@@ -162,9 +163,12 @@ def test_every_way_of_generating_keeps_its_adapters(way, adapted_pipe, merged_pi
 
 def test_a_draft_model_has_no_adapters_and_guesses_all_the_same(llama, handles):
     """The original drafts for requests with adapters, whose tokens differ, and for requests without."""
-    with StaticLLMPipeline(
-        llama.path, "CPU", adapters=AdapterConfig(handles), draft_model=draft_model(llama.path), **SHORT
-    ) as pipe:
+    with (
+        always_drafting(),
+        StaticLLMPipeline(
+            llama.path, "CPU", adapters=AdapterConfig(handles), draft_model=draft_model(llama.path), **SHORT
+        ) as pipe,
+    ):
         for factors in ((0.5, 1.0), (), (1.0, 0.0)):
             found = pipe.generate(
                 np.array(PROMPT), adapters=config_of(handles, factors), max_new_tokens=24, ignore_eos=True

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from unittest.mock import patch
 
 import numpy as np
 import openvino_genai as genai
 import pytest
+from engine_drafters import always_drafting
 
 import staticllm
 from staticllm import ConfigError, GenerationConfigError, StaticLLMPipeline
-from staticllm.pipelines.engine.speculation import draft_planner
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 SIZES = {"MAX_PROMPT_LEN": 256, "MIN_RESPONSE_LEN": 128}
-ALWAYS = {
-    "MAX_CREDIT": 1e9, "ALLOWANCE": 1e9, "MIN_GAIN": 0.0, "LEAST_CHANCE": 0.0, "CATCH_UP_SHARE": 1e9, "OVERHEAD": 1e9
-}  # fmt: skip
-"""Constants with which every draft is looked for and checked, whether it pays on this machine or not."""
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1}
 
 
 @pytest.fixture(autouse=True)
 def _always():
-    with patch.multiple(draft_planner, **ALWAYS):
+    with always_drafting():
         yield
 
 
@@ -211,7 +206,9 @@ def test_a_draft_model_changes_no_token(drafted, zoo, prompt_of, original):
         found = drafted.generate(np.array([prompt]), max_new_tokens=50, ignore_eos=True, num_assistant_tokens=4)
         assert found.tokens == [original(zoo / "llama").greedy(prompt, 50)]
         metrics = found.perf_metrics
-        assert metrics.get_num_accepted_tokens() > 0.8 * metrics.get_num_draft_tokens() > 20
+        assert metrics.get_num_accepted_tokens() > 0.8 * metrics.get_num_draft_tokens() > 10, (
+            "at least one in each step"
+        )
 
 
 def test_sampling_with_a_draft_model_draws_the_same_tokens(drafted, zoo, prompt_of):
