@@ -127,11 +127,6 @@ def show(figures: Figures, options: argparse.Namespace, names: Sequence[str], is
                  report.text(report.ratios(judge(figures, options.model))), report.text(report.prefill(figures))):  # fmt: skip
         if part:
             print(f"{part}\n")
-    if (mask := figures.median("grammar_mask_us", "ours")) is not None:
-        num_tokens, hidden = figures.median("grammar_num_tokens", "ours"), figures.median("grammar_hidden", "ours")
-        print(
-            f"a mask over {num_tokens:.0f} tokens takes {mask:.0f} us (median); {hidden:.1%} of it passes while the device runs"
-        )
     if is_same is not None:
         print(f"tokens of both sides in f32, without quantized activations: {'the same' if is_same else 'DIFFERENT'}")
 
