@@ -14,7 +14,8 @@ NAMES = {
     "later_s": "then in the background, s", "peak_mb": "peak of private memory, MB",
     "host_ms": "host time per token, demo model, ms", "read_ms": "reading the weights once, ms",
     "tpot_kv_len": "TPOT after 128 tokens, ms", "policy_clients_8": "8 clients, tokens/s",
-    "grammar_num_tokens": "JSON schema, tokens of the vocabulary", "grammar_first_mask_ms": "JSON schema, until its first mask, ms",
+    "grammar_num_tokens": "JSON schema, tokens of the vocabulary",
+    "grammar_first_mask_ms": "JSON schema, until its first mask, ms",
     "grammar_mask_us": "JSON schema, each further mask, us",
     "grammar_hidden": "JSON schema, share of its masks' time that passes while the device runs",
 }  # fmt: skip
