@@ -238,3 +238,29 @@ def test_a_model_that_is_calibrated_in_two_parts_is_timed_once(monkeypatch):
     calibrated(get_core(), "CPU", stack(), PHASES, "few_rows", memory)
     assert runs.count(autotune.MANY_ROWS) == 1
     assert 1 in runs
+
+
+class FakeRequest:
+    """Computes one number for each candidate, and counts its runs."""
+
+    def __init__(self, number):
+        self.number, self.num_runs = number, 0
+
+    def infer(self, feeds=None):
+        self.num_runs += 1
+        return {0: np.array([self.number])}
+
+
+def test_settings_that_compute_the_same_numbers_are_timed_once(monkeypatch):
+    """Without instructions for quantized activations, for example, all candidates run the same kernels."""
+    probe = autotune.Probe(get_core(), "CPU", autotune._matrices(stack()))
+    requests = {0: FakeRequest(1.0), 1: FakeRequest(2.0), 2: FakeRequest(1.0)}
+    monkeypatch.setattr(probe, "_request", lambda properties: requests[properties["number"]])
+    numbers = [{"number": number} for number in requests]
+    seconds = probe.seconds(autotune.MANY_ROWS, numbers)
+    assert seconds[0] == seconds[2]
+    assert requests[0].num_runs > autotune.LEAST_RUNS <= requests[1].num_runs
+    assert requests[2].num_runs == 1
+    num_runs = requests[0].num_runs
+    assert probe.seconds(autotune.MANY_ROWS, [numbers[0], numbers[2]]) == [1.0, 1.0]
+    assert requests[0].num_runs == num_runs + 1
