@@ -1,10 +1,12 @@
 """Measures programs that share a device through the daemon against the same programs without it.
 
-    python scripts/bench_daemon.py [--model DIR] [--rounds 5] [--what calls pair gap memory table1]
+    python scripts/bench_daemon.py [--model DIR] [--rounds 5] [--what calls start pair gap memory table1 table4]
 
 ``calls``: the time that a plain call takes longer through the daemon. ``pair``: two programs that decode at the same time.
 ``gap``: one decodes while another one computes prompts of 1000 tokens. ``memory``: what a second program with the same
 model adds. ``table1``: FlexNPU's table 1, an optimum-intel program with and without the daemon (needs optimum-intel).
+``start``: the start of an interpreter that does not use OpenVINO. ``table4``: rows of FlexNPU's table 4 by processes: four
+send requests to one daemon, at twice the load that ``fcfs`` can serve, under ``fcfs`` and ``dynamic``.
 
 Native and shared runs take turns; medians of all rounds are printed. Every program is a process of its own.
 """
@@ -19,14 +21,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from bench_serving import Run, summary
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).with_name("bench_daemon_worker.py")
 NUM_TOKENS = 96
 LONG_PROMPT = 1000
+MAX_SEQS, NUM_CLIENTS, NUM_REQUESTS = 4, 4, 15
+"""Of table 4: sequences that decode at the same time, programs, and requests of each."""
+ROW_FIGURES = ("tokens_per_second", "ttft_ms", "ttft_p95_ms", "tpot_ms", "gap_p95_ms", "longest_gap_ms")
+STARTS = """
+import subprocess, sys, time, statistics
+times = []
+for _ in range(21):
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "pass"], check=True)
+    times.append((time.perf_counter() - start) * 1e3)
+print(statistics.median(times))
+"""
 
 
 class Program:
@@ -143,7 +159,48 @@ def table1(model: str, engine: str) -> dict[str, float]:
     return {"tokens/s": found["tokens"] / (found["end"] - found["start"])}
 
 
-MEASURES = {"calls": calls, "pair": pair, "gap": gap, "memory": memory, "table1": table1}
+def start(model: str, engine: str) -> dict[str, float]:
+    """Return the milliseconds in which an interpreter starts and ends that does not use OpenVINO."""
+    attach = [sys.executable, "-m", "staticllm", "attach", "--auto", "--", sys.executable]
+    times = subprocess.run(
+        [*(attach if engine == "daemon" else [sys.executable]), "-c", STARTS],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return {"interpreter ms": float(times.stdout)}
+
+
+def table4(num_prompt: int, num_new: int) -> Measure:
+    """Return the measure of one row of table 4, whose engines are policies."""
+
+    def row(model: str, engine: str) -> dict[str, float]:
+        options = {"num_prompt": num_prompt, "num_new": num_new, "num_seqs": MAX_SEQS}
+        if (num_prompt, num_new) not in rates:
+            saturated = served(model, "fcfs", rate=None, count=8, **options)
+            spent = max(times[-1] for _, times in saturated) - min(arrival for arrival, _ in saturated)
+            rates[num_prompt, num_new] = 2 * len(saturated) / spent
+        rate = rates[num_prompt, num_new]
+        runs = served(model, engine, rate=rate / NUM_CLIENTS, count=NUM_REQUESTS, **options)
+        found = summary([Run(arrival, times, []) for arrival, times in runs])
+        return {name: value for name, value in found.items() if name in ROW_FIGURES}
+
+    rates: dict[tuple[int, int], float] = {}
+    return row
+
+
+def served(model: str, engine: str, **options: Any) -> list[tuple[float, list[float]]]:
+    """Return the arrival and the moments of the tokens of each request of ``NUM_CLIENTS`` programs."""
+    found = run([Program("serve", model, engine=engine, seed=seed, **options) for seed in range(NUM_CLIENTS)])
+    return [(arrival, times) for each in found for arrival, times in each["runs"]]
+
+
+Measure = Callable[[str, str], dict[str, float]]
+MEASURES: dict[str, Measure] = {
+    "calls": calls, "start": start, "pair": pair, "gap": gap, "memory": memory, "table1": table1,
+    **{f"table4 {p}/{n}": table4(p, n) for p, n in ((64, 64), (64, 256), (256, 64), (256, 256))},
+}  # fmt: skip
+PARTS = ("calls", "start", "pair", "gap", "memory", "table1", "table4")
 
 
 def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
@@ -156,7 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", help="A model directory; the embedded model without one.")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--what", nargs="+", choices=list(MEASURES), default=list(MEASURES))
+    parser.add_argument("--what", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--peer", default="genai", choices=["genai", "ours"], help="The engine of native programs.")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
@@ -167,8 +224,9 @@ def main() -> None:
         os.environ["STATICLLM_RUNTIME_DIR"] = folder
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         try:
-            for name in options.what:
-                measure(name, model, options.peer, options.rounds)
+            for name in MEASURES:
+                if name.split()[0] in options.what:
+                    measure(name, model, options.peer, options.rounds)
         finally:
             subprocess.run(
                 [sys.executable, "-m", "staticllm", "daemon", "stop"], check=False, stdout=subprocess.DEVNULL
@@ -176,20 +234,23 @@ def main() -> None:
 
 
 def measure(name: str, model: str, peer: str, num_rounds: int) -> None:
-    """Measure one thing natively and with the daemon, in turns, and print the medians of both."""
-    found: dict[str, list[dict[str, float]]] = {peer: [], "daemon": []}
+    """Measure one thing natively and with the daemon, or under two policies, in turns, and print the medians of both."""
+    is_row = name.startswith("table4")
+    engines = ("fcfs", "dynamic") if is_row else (peer, "daemon")
+    names = engines if is_row or name in ("pair", "gap", "memory") else ("native", "daemon")
+    found: dict[str, list[dict[str, float]]] = {engine: [] for engine in engines}
     start = time.monotonic()
     for number in range(num_rounds):
-        for engine in (peer, "daemon") if number % 2 == 0 else ("daemon", peer):
+        for engine in engines if number % 2 == 0 else reversed(engines):
             found[engine].append(MEASURES[name](model, engine))
             print(f"{name} round {number + 1} {engine}: {found[engine][-1]}", file=sys.stderr, flush=True)
-    native, shared = medians(found[peer]), medians(found["daemon"])
+    first, second = (medians(found[engine]) for engine in engines)
     print(f"\n### {name} ({num_rounds} rounds, {time.monotonic() - start:.0f} s)\n")
-    native_name = peer if name in ("pair", "gap", "memory") else "native"
-    print(f"| | {native_name} | daemon | daemon / {native_name} |\n|---|---|---|---|")
-    for figure in native:
-        ratio = shared[figure] / native[figure] if native[figure] else float("nan")
-        print(f"| {figure} | {native[figure]:.1f} | {shared[figure]:.1f} | {ratio:.3f} |")
+    print(f"| | {names[0]} | {names[1]} | {names[1]} / {names[0]} |\n|---|---|---|---|")
+    for figure in first:
+        each = [after[figure] / before[figure] for before, after in zip(*found.values(), strict=True) if before[figure]]
+        ratio = f"{statistics.median(each):.3f} ({min(each):.3f} to {max(each):.3f})" if each else ""
+        print(f"| {figure} | {first[figure]:.1f} | {second[figure]:.1f} | {ratio} |")
 
 
 if __name__ == "__main__":

@@ -122,7 +122,31 @@ def optimum(options: dict[str, Any]) -> dict[str, Any]:
     return {"tokens": count, "start": start, "end": time.time()}
 
 
-KINDS = {"decode": decode, "prefill": prefill, "memory": memory, "calls": calls, "optimum": optimum}
+def serve(options: dict[str, Any]) -> dict[str, Any]:
+    """Send requests to the daemon, in a Poisson process of ``rate`` per second or all at once, and time each token.
+
+    The moments are those of ``time.perf_counter``, which is one clock for all processes on Linux.
+    """
+    import bench_serving
+    import numpy as np
+
+    from staticllm import StaticLLMPipeline
+
+    num_prompt, num_new, seed = options["num_prompt"], options["num_new"], options["seed"]
+    length, count = num_prompt + num_new, options["count"]
+    sizes = {
+        "MAX_NUM_SEQS": options["num_seqs"], "MAX_WAITING": 1000, "MAX_PROMPT_LEN": num_prompt, "MIN_RESPONSE_LEN": num_new,
+        "KV_SLOTS": (options["num_seqs"] + 2) * length, "HOST_KV_SLOTS": 200 * length, "PREFIX_CACHING": False,
+    }  # fmt: skip
+    prompts = [*np.random.default_rng([seed, num_prompt, num_new]).integers(8, 1000, (count, num_prompt))]
+    with StaticLLMPipeline(options["model"], "CPU", daemon=True, SCHEDULER=options["engine"], **sizes) as pipe:
+        bench_serving.serve(pipe, prompts[:8], num_new)
+        ready()
+        runs = bench_serving.serve(pipe, prompts, num_new, options["rate"], seed)
+    return {"runs": [[run.arrival, run.times] for run in runs]}
+
+
+KINDS = {"decode": decode, "prefill": prefill, "memory": memory, "calls": calls, "optimum": optimum, "serve": serve}
 
 if __name__ == "__main__":
     told = json.loads(sys.argv[1])

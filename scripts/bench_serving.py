@@ -51,9 +51,11 @@ class Run:
     tokens: list[int]
 
 
-def serve(pipe: StaticLLMPipeline, prompts: list[np.ndarray], num_new: int, rate: float | None = None) -> list[Run]:
+def serve(
+    pipe: StaticLLMPipeline, prompts: list[np.ndarray], num_new: int, rate: float | None = None, seed: int = 7
+) -> list[Run]:
     """Submit the prompts, all at once or in a Poisson process of ``rate`` requests per second, and wait for the answers."""
-    gaps = np.random.default_rng(7).exponential(1 / rate, len(prompts)) if rate else np.zeros(len(prompts))
+    gaps = np.random.default_rng(seed).exponential(1 / rate, len(prompts)) if rate else np.zeros(len(prompts))
     handles, arrivals, start = [], [], time.perf_counter()
     for prompt, due in zip(prompts, np.cumsum(gaps), strict=True):
         time.sleep(max(0.0, start + due - time.perf_counter()))
