@@ -76,7 +76,9 @@ def named(text: str, available: Sequence[str]) -> Detection:
         raise ConfigError(f"devices {text!r}: name one or more, for example NPU,CPU")
     taken: dict[int, str] = {}
     for index, used in enumerate(devices):
-        same = [other for other in devices[:index] if _actual(other.device, available) == _actual(used.device, available)]
+        same = [
+            other for other in devices[:index] if _actual(other.device, available) == _actual(used.device, available)
+        ]
         if any(not (used.cores and other.cores) for other in same):
             name, other = (each.name.split("#")[0] for each in (used, same[0]))
             also = "" if name == other else f", as {other}"
@@ -109,7 +111,9 @@ def _parse(name: str, available: Sequence[str]) -> UsedDevice:
     device, _, cores = name.partition("#")
     device = device.upper()
     if device.split(":")[0] in DISTRIBUTING:
-        raise DeviceError(f"device {name!r}: {device.split(':')[0]} distributes work itself: name devices, for example NPU,CPU")
+        raise DeviceError(
+            f"device {name!r}: {device.split(':')[0]} distributes work itself: name devices, for example NPU,CPU"
+        )
     actual = _actual(device, available)
     if actual is None:
         raise DeviceError(f"device {device!r} is not on this machine; there are: {', '.join(available) or 'none'}")

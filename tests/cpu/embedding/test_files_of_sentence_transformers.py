@@ -72,10 +72,14 @@ TRANSFORMER, POOLING = {"type": "a.b.Transformer", "path": ""}, {"type": "a.Pool
 NORMALIZE, DROPOUT = {"type": "x.Normalize", "path": "2_Normalize"}, {"type": "x.Dropout", "path": "3_Dropout"}
 
 
-@pytest.mark.parametrize("modules", [[POOLING, TRANSFORMER], [TRANSFORMER, NORMALIZE, POOLING], [TRANSFORMER, POOLING] * 2])
+@pytest.mark.parametrize(
+    "modules", [[POOLING, TRANSFORMER], [TRANSFORMER, NORMALIZE, POOLING], [TRANSFORMER, POOLING] * 2]
+)
 def test_modules_in_an_order_that_computes_something_else_are_refused(directory, modules):
     write(directory / "modules.json", modules)
-    with pytest.raises(ModelError, match=r"modules\.json: the modules .*: only this order is supported: Transformer, Pooling"):
+    with pytest.raises(
+        ModelError, match=r"modules\.json: the modules .*: only this order is supported: Transformer, Pooling"
+    ):
         StaticEmbeddingPipeline(directory, "CPU")
 
 
