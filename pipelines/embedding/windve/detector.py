@@ -126,7 +126,7 @@ def _parse(name: str, available: Sequence[str]) -> UsedDevice:
 
 
 def _actual(device: str, available: Sequence[str]) -> str | None:
-    """Return OpenVINO's name of a device in ``available``: of ``GPU`` the first GPU, of ``GPU.0`` a single ``GPU``; None if none."""
+    """Return OpenVINO's name of a device: of ``GPU`` the first in ``available``, of ``GPU.0`` a single ``GPU``; None if none."""
     if device in available:
         return device
     alike = sorted(name for name in available if kind(name) == kind(device))
