@@ -18,21 +18,45 @@ sentences = pytest.importorskip("sentence_transformers", reason="python scripts/
 modules_of = pytest.importorskip("sentence_transformers.models", reason="python scripts/test_attached.py")
 pytest.importorskip("optimum.intel", reason="python scripts/test_attached.py")
 
-WORDS = "the a fox asks what device is and why it only runs graphs of query passage find text : . , ? x".split()
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS = [
+    "the",
+    "a",
+    "fox",
+    "asks",
+    "what",
+    "device",
+    "is",
+    "and",
+    "why",
+    "it",
+    "only",
+    "runs",
+    "graphs",
+    "of",
+    "query",
+    "passage",
+    "find",
+    "text",
+    ":",
+    ".",
+    ",",
+    "?",
+    "x",
+]
+SPECIAL = ["[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]"]
 TEXTS = ["a", "what is a device?", "the fox asks why it only runs graphs, " * 6, "The FOX runs.", "what, is: a text?"]
 SMALL = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "intermediate_size": 48,
-    "pad_token_id": 0,
+    "pad_token_id": 1,
 }
 ARCHITECTURES = {
     "Bert": SMALL, "Roberta": SMALL, "XLMRoberta": SMALL, "MPNet": SMALL, "Electra": {**SMALL, "embedding_size": 16},
     "Albert": {**SMALL, "embedding_size": 16}, "Camembert": SMALL, "ConvBert": {**SMALL, "embedding_size": 32},
     "RoFormer": {**SMALL, "embedding_size": 32},
-    "DistilBert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48, "pad_token_id": 0},
+    "DistilBert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48, "pad_token_id": 1},
 }  # fmt: skip
 """Ten architectures by the names of transformers, which are only used to make models."""
 PROMPTS = {"query": "query: ", "passage": "passage: ", "document": "", "find": "find X: "}
@@ -46,8 +70,8 @@ def make_tokenizer():
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 0))
+    names = dict(zip(("cls_token", "pad_token", "sep_token", "unk_token", "mask_token"), SPECIAL, strict=True))
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
