@@ -54,11 +54,11 @@ SMALL = {
 }
 ARCHITECTURES = {
     "Bert": SMALL, "Roberta": SMALL, "XLMRoberta": SMALL, "MPNet": SMALL, "Electra": {**SMALL, "embedding_size": 16},
-    "Albert": {**SMALL, "embedding_size": 16}, "Camembert": SMALL, "ConvBert": {**SMALL, "embedding_size": 32},
+    "Albert": {**SMALL, "embedding_size": 16}, "Camembert": SMALL,
     "RoFormer": {**SMALL, "embedding_size": 32},
     "DistilBert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48, "pad_token_id": 1},
 }  # fmt: skip
-"""Ten architectures by the names of transformers, which are only used to make models."""
+"""Nine architectures by the names of transformers, which are only used to make models."""
 PROMPTS = {"query": "query: ", "passage": "passage: ", "document": "", "find": "find X: "}
 MODES = ["mean", "cls", "lasttoken", "weightedmean", "mean_sqrt_len_tokens"]
 
