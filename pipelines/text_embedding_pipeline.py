@@ -31,7 +31,7 @@ from staticllm.pipelines.embedding.output_types import (
 )
 from staticllm.pipelines.embedding.pool.pool_loader import take_options
 from staticllm.pipelines.embedding.pool.served_encoder import serve_encoder
-from staticllm.pipelines.embedding.text_tokenizer import Overflow, check_text
+from staticllm.pipelines.embedding.text_tokenizer import Overflow, check_text, lower_case
 from staticllm.pipelines.encoder_pipeline import (
     QUERY_PRIORITY,
     EncoderHandle,
@@ -173,18 +173,18 @@ class StaticEmbeddingPipeline(EncoderPipeline):
         return _as_lists(self.encode([text], prompt=self._instruction("query"), priority=QUERY_PRIORITY))[0]
 
     def embed(self, texts: Sequence[str], prompt: str | None = None) -> list[list[float]]:
-        """Return the vectors of texts, each with ``prompt`` before it.
+        """Return the vectors of texts, each with ``prompt`` before it; None as for ``encode``.
 
         Raises:
             StaticLLMError: a text cannot be embedded.
         """
-        return _as_lists(self.encode(texts, prompt="" if prompt is None else prompt))
+        return _as_lists(self.encode(texts, prompt=prompt))
 
     def encode(
         self,
         texts: Sequence[str],
         *,
-        prompt: str = "",
+        prompt: str | None = None,
         dimensions: int | None = None,
         priority: int = 0,
         deadline_ms: float | None = None,
@@ -196,7 +196,7 @@ class StaticEmbeddingPipeline(EncoderPipeline):
 
         Args:
             texts: Any number of texts.
-            prompt: A text to put before each of them.
+            prompt: A text to put before each of them. None: the ``default_prompt_name`` of the model's files; most have none.
             dimensions: The number of leading values to keep, for models that were trained for it (Matryoshka); vectors are
                 normalised again if they are normalised at all.
             priority: Texts of a higher priority are run first.
@@ -251,7 +251,7 @@ class StaticEmbeddingPipeline(EncoderPipeline):
         return _as_lists(self._end("query", "start_embed_query_async"))[0]
 
     def submit(
-        self, text: str, *, prompt: str = "", priority: int = 0, deadline_ms: float | None = None
+        self, text: str, *, prompt: str | None = None, priority: int = 0, deadline_ms: float | None = None
     ) -> EmbeddingHandle:
         """Submit one text and return at once.
 
@@ -265,7 +265,7 @@ class StaticEmbeddingPipeline(EncoderPipeline):
         self,
         texts: Sequence[str],
         *,
-        prompt: str = "",
+        prompt: str | None = None,
         dimensions: int | None = None,
         priority: int = 0,
         deadline_ms: float | None = None,
@@ -282,21 +282,24 @@ class StaticEmbeddingPipeline(EncoderPipeline):
         return EmbeddingsHandle(request, self, dimensions)
 
     def _prompted(
-        self, texts: Sequence[str], prompt: str, priority: int = 0, deadline_ms: float | None = None
+        self, texts: Sequence[str], prompt: str | None, priority: int = 0, deadline_ms: float | None = None
     ) -> EmbeddingRequest:
-        given = self._check_call(texts, priority, deadline_ms)
+        given, files = self._check_call(texts, priority, deadline_ms), self._served.files
+        prompt = files.default_prompt if prompt is None else prompt
         check_text(prompt, "the prompt")
         if prompt:  # the tokenizer refuses what is no str
             given = [prompt + text if isinstance(text, str) else text for text in given]
-        num_prompt = 0 if self._served.files.is_prompt_pooled else self._tokenizer.count_prompt(prompt)
+        if files.is_lower_cased:
+            prompt, given = lower_case(prompt), [lower_case(t) if isinstance(t, str) else t for t in given]
+        num_prompt = 0 if files.is_prompt_pooled else self._tokenizer.count_prompt(prompt)
         return self._request(self._tokenizer.encode(given, num_prompt), priority, deadline_ms)
 
     def _instruction(self, kind: Literal["query", "document"]) -> str:
         given = self._config.query_instruction if kind == "query" else self._config.embed_instruction
         if given is not None:
             return given
-        prompts: Mapping[str, str] = self._served.files.prompts
-        return prompts.get(kind) or (prompts.get("passage", "") if kind == "document" else "")
+        files = self._served.files
+        return files.prompts.get("query", "") if kind == "query" else files.document_prompt
 
     def _check_dimensions(self, dimensions: int | None) -> None:
         if dimensions is None:

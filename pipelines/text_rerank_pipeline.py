@@ -11,10 +11,11 @@ import openvino_genai as genai
 from numpy.typing import NDArray
 
 from staticllm.core import OnProgress
-from staticllm.errors import ConfigError, ModelError, PromptError
+from staticllm.errors import ConfigError, ModelError, PromptError, shown
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.load import EncoderChoices, LoadedEncoder, load_encoder
+from staticllm.pipelines.embedding.pool.pool_loader import POOL_PROPERTIES
 from staticllm.pipelines.embedding.pool.served_encoder import serve_loaded
 from staticllm.pipelines.embedding.score_activation import ACTIVATIONS, Activation, activated, chosen_activation
 from staticllm.pipelines.embedding.text_tokenizer import Overflow
@@ -110,7 +111,7 @@ class StaticRerankPipeline(EncoderPipeline):
         Args:
             models_path: The folder of an OpenVINO model (text-classification, or text-generation for a causal language model)
                 with its tokenizer.
-            device: The OpenVINO device.
+            device: The OpenVINO device; one, because only embeddings run on several.
             config: Options as for GenAI; fields of it can also be given as keywords.
             engine: The engine of another pipeline on the same device, as for ``StaticEmbeddingPipeline``.
             overflow: Whether texts that do not fit into ``max_length`` with their query are truncated or refused.
@@ -130,6 +131,7 @@ class StaticRerankPipeline(EncoderPipeline):
         """
         check_serving(overflow, max_waiting, on_progress)
         _check_scoring(activation, score_words)
+        _check_single_device(device, properties)
         host = None if engine is None else checked_host(engine)
         names = {item.name for item in fields(RerankConfig)}
         own = {name: properties.pop(name) for name in list(properties) if name in names}
@@ -286,6 +288,21 @@ def _check_scoring(activation: object, words: object) -> None:
     is_pair = isinstance(words, (tuple, list)) and len(words) == 2 and all(isinstance(word, str) for word in words)
     if not is_pair:
         raise ConfigError(f"score_words={words!r}: must be two words, of a bad and of a good text")
+
+
+def _check_single_device(device: object, properties: Mapping[str, object]) -> None:
+    """Check that nothing is asked for that only embeddings can have.
+
+    Raises:
+        ConfigError: several devices or groups of cores are named, or an option of such a pool is given.
+    """
+    given = [name for name in properties if name.upper() in POOL_PROPERTIES]
+    if given or (isinstance(device, str) and any(mark in device for mark in ",#")):
+        option = f", {given[0]}={shown(properties[given[0]])}" if given else ""
+        raise ConfigError(
+            f"device {device!r}{option}: a reranker runs on one whole device: name one and leave {', '.join(POOL_PROPERTIES)} "
+            "out, or load a StaticRerankPipeline for each device"
+        )
 
 
 def _resolved(config: object, own: Mapping[str, object]) -> RerankConfig:

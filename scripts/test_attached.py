@@ -1,5 +1,5 @@
 """Installs programs of others (PyTorch, optimum-intel, sentence-transformers) into an environment of their own, `.venv-peers`,
-and runs them untouched, natively and through the daemon.
+and runs them untouched, natively and through the daemon. Vectors of random models are compared with sentence-transformers.
 
 python scripts/test_attached.py
 """
@@ -38,6 +38,7 @@ def main() -> None:
         "-p",
         "no:cacheprovider",
         "tests/peer/test_attached_peers.py",
+        "tests/peer/test_sentence_transformers.py",
         *sys.argv[1:],
     )
 

@@ -28,12 +28,19 @@ POOLINGS: dict[str, Pooling] = {
 }  # fmt: skip
 """The modes of sentence-transformers that one matrix product computes."""
 
+ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
+"""The modules that programs compute, in their order. A ``Dropout`` may stand anywhere: it changes nothing."""
+DOCUMENT_NAMES = ("document", "passage", "corpus")
+"""The names of the prompt for documents, in the order of sentence-transformers."""
+
 
 @dataclass(frozen=True)
 class EncoderFiles:
     """What the files of sentence-transformers say; None and empty where they say nothing.
 
-    ``max_length`` is in tokens. ``prompts``: texts to put before queries (``query``) and documents (``document`` or ``passage``).
+    ``max_length`` is in tokens. ``prompts``: texts to put before queries (``query``) and documents (the first of
+    ``DOCUMENT_NAMES`` that is not empty); ``default_prompt`` goes before texts of which nothing is said.
+    ``is_lower_cased`` says whether texts are made lower case before the tokenizer gets them.
     ``is_normalised`` says whether the model's modules end with a normalisation, ``is_prompt_pooled`` whether the tokens of a
     prompt count in the vector of its text.
     """
@@ -44,6 +51,13 @@ class EncoderFiles:
     prompts: Mapping[str, str] = field(default_factory=dict)
     is_normalised: bool | None = None
     is_prompt_pooled: bool = True
+    default_prompt: str = ""
+    is_lower_cased: bool = False
+
+    @property
+    def document_prompt(self) -> str:
+        """The text to put before documents."""
+        return next((text for name in DOCUMENT_NAMES if (text := self.prompts.get(name))), "")
 
 
 def read_encoder_files(directory: Path) -> EncoderFiles:
@@ -55,24 +69,53 @@ def read_encoder_files(directory: Path) -> EncoderFiles:
     modules = _read_json(directory / "modules.json", list) or _default_modules(directory)
     pooling: Pooling | None = None
     dense: list[Dense] = []
-    is_normalised = False if modules else None
+    kinds: list[str] = []
     is_prompt_pooled = True
     for module in modules:
         kind, path = str(_field(module, "type")).rsplit(".", 1)[-1], str(module.get("path", ""))
         folder = _folder(directory, path)
+        kinds.append(kind)
         if kind == "Pooling":
             pooling = _pooling(folder / "config.json")
             is_prompt_pooled = _read_json(folder / "config.json", dict).get("include_prompt", True) is not False
         elif kind == "Dense":
             dense.append(_dense(folder))
-        elif kind == "Normalize":
-            is_normalised = True
-        elif kind not in ("Transformer", "Dropout"):
+        elif kind not in (*ORDER, "Dropout"):
             raise ModelError(f"{directory / 'modules.json'}: a module {kind!r} is not supported")
-    length = _read_json(directory / "sentence_bert_config.json", dict).get("max_seq_length")
+    _check_order(directory, [kind for kind in kinds if kind != "Dropout"])
+    length, is_lower_cased = _sentence_config(directory)
+    prompts, default_prompt = _prompts(directory)
+    is_normalised = "Normalize" in kinds if modules else None
+    return EncoderFiles(
+        pooling, tuple(dense), length, prompts, is_normalised, is_prompt_pooled, default_prompt, is_lower_cased
+    )
+
+
+def _check_order(directory: Path, kinds: list[str]) -> None:
+    """Check that a transformer, a pooling, Dense modules and a normalisation come in this order, as programs compute them.
+
+    Raises:
+        ModelError: they do not.
+    """
+    if kinds != sorted(kinds, key=ORDER.index) or kinds.count("Pooling") > 1:
+        raise ModelError(
+            f"{directory / 'modules.json'}: the modules {', '.join(kinds)}: only this order is supported: {', '.join(ORDER)}"
+        )
+
+
+def _sentence_config(directory: Path) -> tuple[int | None, bool]:
+    """Return the longest text in tokens, None if it is not given, and whether texts are made lower case.
+
+    Raises:
+        ModelError: a value is impossible.
+    """
+    found = _read_json(directory / "sentence_bert_config.json", dict)
+    length, is_lower_cased = found.get("max_seq_length"), found.get("do_lower_case", False)
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise ModelError(f"sentence_bert_config.json: max_seq_length is {length!r}: must be a whole number from 1")
-    return EncoderFiles(pooling, tuple(dense), length, _prompts(directory), is_normalised, is_prompt_pooled)
+    if not isinstance(is_lower_cased, bool):
+        raise ModelError(f"sentence_bert_config.json: do_lower_case is {is_lower_cased!r}: must be true or false")
+    return length, is_lower_cased
 
 
 def _folder(directory: Path, path: str) -> Path:
@@ -116,11 +159,25 @@ def _pooling(path: Path) -> Pooling:
     return POOLINGS[modes[0]]
 
 
-def _prompts(directory: Path) -> dict[str, str]:
-    prompts = _read_json(directory / "config_sentence_transformers.json", dict).get("prompts") or {}
+def _prompts(directory: Path) -> tuple[dict[str, str], str]:
+    """Return the prompts by name, and the one that goes before texts of which nothing is said.
+
+    Raises:
+        ModelError: they are no texts, or the default is not among them.
+    """
+    found = _read_json(directory / "config_sentence_transformers.json", dict)
+    prompts = found.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ModelError("config_sentence_transformers.json: prompts must map names to texts")
-    return prompts
+    name = found.get("default_prompt_name")
+    if name is None or name in ("query", "document"):
+        return prompts, prompts.get(name, "")
+    if not isinstance(name, str) or name not in prompts:
+        names = ", ".join(prompts) or "none"
+        raise ModelError(
+            f"config_sentence_transformers.json: default_prompt_name {name!r} is none of the prompts ({names})"
+        )
+    return prompts, prompts[name]
 
 
 def _dense(folder: Path) -> Dense:

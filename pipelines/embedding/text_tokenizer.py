@@ -180,3 +180,8 @@ def check_text(text: object, name: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise PromptError(f"{name} is not valid text: {error.reason} at character {error.start}") from None
+
+
+def lower_case(text: str) -> str:
+    """Return the text with each character in lower case on its own, as the normalizer ``Lowercase`` of tokenizers does it."""
+    return "".join(map(str.lower, text))

@@ -27,7 +27,6 @@ from staticllm.pipelines.profiling.records import HostTimes, JobRecord, StepReco
 from staticllm.pipelines.profiling.stats import Profiler
 from staticllm.pipelines.programs.model_runner import Logits, ModelRunner, SegmentResult, StepResult, not_finite
 from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus, View
-from staticllm.pipelines.scheduling.job_turns import longest_job
 from staticllm.pipelines.scheduling.planner import NoPlanError, Planner
 from staticllm.pipelines.scheduling.request_table import RequestTable
 
@@ -238,7 +237,7 @@ class EngineCore:
         high_slot = runner.cache.slots.high_slot
         device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds)
         view = self._table.view(time.perf_counter(), manager.free_slots, manager.host_pool.free_slots, device)
-        jobs = self.jobs.views(longest_job(view)) if self.jobs.has_jobs else ()
+        jobs = self.jobs.views(self._planner.longest_job(view)) if self.jobs.has_jobs else ()
         return replace(view, jobs=jobs, away=manager.away.views) if jobs or len(manager.away) else view
 
     def _run(self, batch: Batch) -> StepResult | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
+from staticllm.pipelines.scheduling.chat_activity import ChatActivity
 from staticllm.pipelines.scheduling.interface import JobView, RequestView, View
 from staticllm.pipelines.scheduling.policies.dynamic import GAP_SECONDS, GAP_STEPS
 
@@ -89,10 +90,27 @@ class JobTurns:
         self._start, self._seconds = float("-inf"), 0.0  # of the last job, on the clock of the view
         self._ahead = 0.0  # seconds that jobs took before requests that wait, less those since
         self._num_hidden = 0  # calls for which prompts are hidden
-        self._urgent = UrgentFirst()
+        self._urgent, self._activity = UrgentFirst(), ChatActivity()
+
+    def longest_job(self, view: View) -> float:
+        """Return the longest time that a job should take now, s: ``longest_job``, and less for prompts that may come."""
+        self._activity.observe(view)
+        return longest_job(view, self._activity.longest_job(view.now))
+
+    def hold_until(self, view: View) -> float | None:
+        """Return the moment until which jobs wait for a prompt that is expected at once; None if they need not.
+
+        Jobs of a higher priority than that of requests do not wait, and no job waits longer than for its share.
+        """
+        self._activity.observe(view)
+        job = self._urgent.next(view.jobs)
+        if job is None or job.priority > 0 or view.requests or view.away or self._has_waited_its_share(view, job):
+            return None
+        return self._activity.prompt_expected_until(view.now)
 
     def choose(self, view: View) -> JobView | None:
         """Return the job that runs now; None if the policy's plan does."""
+        self._activity.observe(view)
         job = self._urgent.next(view.jobs)
         if job is None:
             return None
@@ -103,6 +121,7 @@ class JobTurns:
         self._start, self._seconds = view.now, job.seconds
         self._num_hidden = ceil(len(view.running) / max(1, view.device.max_decoding))
         self._urgent.begin(job, view.jobs)
+        self._activity.delay(job.seconds)
         return job
 
     def view_for_policy(self, view: View) -> View:
@@ -152,12 +171,15 @@ def urgency(job: JobView) -> tuple[float, float, float]:
     return -job.priority, float("inf") if job.deadline is None else job.deadline, job.arrival
 
 
-def longest_job(view: View) -> float:
-    """Return the longest time that a job should take now, s: as many jobs of that length fill the time between two tokens."""
+def longest_job(view: View, most: float = float("inf")) -> float:
+    """Return the longest time that a job should take now, s: as many jobs of that length fill the time between two tokens.
+
+    ``most``: a limit that others set, in seconds.
+    """
     if not view.running:
-        return MAX_JOB_SECONDS
+        return min(most, MAX_JOB_SECONDS)
     slack, num_prompts = slack_of(view), len(view.waiting) + len(view.prefilling)
-    longest = MAX_JOB_SECONDS if num_prompts else max(MAX_JOB_SECONDS, slack / JOBS_PER_TOKEN)
+    longest = min(most, MAX_JOB_SECONDS if num_prompts else max(MAX_JOB_SECONDS, slack / JOBS_PER_TOKEN))
     return JOB_FILL * slack / ceil(slack / longest) if slack > 0 else longest
 
 

@@ -84,6 +84,8 @@ class Planner:
         """
         self._restore_policy(view)
         if not (self._plans_jobs and self.policy is self._own):
+            if (moment := self._turns.hold_until(view)) is not None:
+                return Plan(wait_until=moment)
             if (job := self._turns.choose(view)) is not None:
                 return Plan(job=job.id)
             view = self._turns.view_for_policy(view)
@@ -98,6 +100,10 @@ class Planner:
             is_known = isinstance(error, (IllegalPlanError, _StallError, _PolicyError))
             self._fail(view, str(error) if is_known else f"it raised {error!r}", isinstance(error, _StallError))
         return _fallback(view)
+
+    def longest_job(self, view: View) -> float:
+        """Return the longest time that the jobs of a view should take, s; asked before they are composed."""
+        return self._turns.longest_job(view)
 
     def repeated(self, table: RequestTable, free_slots: int, max_decoding: int) -> Plan | None:
         """Return the last plan of a shipped policy again, without a view, if it was a decode step of all requests in ``table``.

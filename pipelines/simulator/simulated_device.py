@@ -14,7 +14,6 @@ from staticllm.pipelines.profiling.records import JobRecord, StepRecord
 from staticllm.pipelines.programs.cost_model import CostModel
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Device, JobView, Plan, Policy, RequestStatus, View
-from staticllm.pipelines.scheduling.job_turns import longest_job
 from staticllm.pipelines.scheduling.planner import Planner
 from staticllm.pipelines.scheduling.request_table import Limits, RequestInfo, RequestTable
 from staticllm.pipelines.simulator.away_requests import AwayRequests
@@ -129,7 +128,7 @@ class SimulatedDevice:
         device = Device(model.index, self._learned or model.cost, self.slots_used, swap_seconds=model.host.swap)
         view = self.table.view(now, free, free_host_slots, device)
         if bulk is not None:
-            view = replace(view, jobs=(JobView(JOBS, min(bulk.seconds, longest_job(view)), 0.0),))
+            view = replace(view, jobs=(JobView(JOBS, min(bulk.seconds, self.planner.longest_job(view)), 0.0),))
         plan = self.planner.plan(replace(view, away=self._away.views))
         if plan.wait_until is not None:
             self._wait_until = plan.wait_until

@@ -40,6 +40,8 @@ _WITHOUT_EFFECT = OPTIONS - {"programs"}
 """Options of caches and blobs: the depths that a command without them measured are good for a pipeline with them."""
 DEPTHS_NAME = "queue_depths.json"
 """The file of queue depths in ``CACHE_DIR``."""
+POOL_PROPERTIES = ("HETEROGENEOUS", "LATENCY_MS", "QUEUE_POLICY", "QUEUE_DEPTHS", "DEVICE_PROPERTIES")
+"""The properties that ``take_options`` takes."""
 
 
 @dataclass(frozen=True)

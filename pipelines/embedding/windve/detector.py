@@ -9,6 +9,8 @@ from staticllm.devices import kind
 from staticllm.errors import ConfigError, DeviceError
 from staticllm.pipelines.embedding.windve.affinity import parse_list
 
+DISTRIBUTING = ("AUTO", "MULTI", "HETERO", "BATCH")
+"""OpenVINO's devices that choose among others; here a queue for each device does that."""
 ORDER = ("NPU", "GPU", "CPU")
 """Kinds of devices, the preferred first. Other kinds are used only if they are named."""
 
@@ -67,17 +69,20 @@ def named(text: str, available: Sequence[str]) -> Detection:
 
     Raises:
         ConfigError: a device is named twice, or two groups share a processor.
-        DeviceError: a device is not on this machine.
+        DeviceError: a device is not on this machine, or is one that distributes work itself, such as ``AUTO``.
     """
     devices = [_parse(part.strip(), available) for part in text.split(",") if part.strip()]
     if not devices:
         raise ConfigError(f"devices {text!r}: name one or more, for example NPU,CPU")
     taken: dict[int, str] = {}
     for index, used in enumerate(devices):
-        if any(used.device == other.device and not (used.cores and other.cores) for other in devices[:index]):
-            raise ConfigError(
-                f"devices {text!r}: {used.device} is used twice; one device has one instance of the model"
-            )
+        same = [
+            other for other in devices[:index] if _actual(other.device, available) == _actual(used.device, available)
+        ]
+        if any(not (used.cores and other.cores) for other in same):
+            name, other = (each.name.split("#")[0] for each in (used, same[0]))
+            also = "" if name == other else f", as {other}"
+            raise ConfigError(f"devices {text!r}: {name} is used twice{also}; one device has one instance of the model")
         for core in used.cores:
             if core in taken:
                 raise ConfigError(f"devices {text!r}: {taken[core]} and {used.name} share processor {core}")
@@ -105,11 +110,26 @@ def without_slow_cpu(found: Detection, limit_s: float, seconds_of_one: Callable[
 def _parse(name: str, available: Sequence[str]) -> UsedDevice:
     device, _, cores = name.partition("#")
     device = device.upper()
-    if not any(device in (found, kind(found)) for found in available):
+    if device.split(":")[0] in DISTRIBUTING:
+        raise DeviceError(
+            f"device {name!r}: {device.split(':')[0]} distributes work itself: name devices, for example NPU,CPU"
+        )
+    actual = _actual(device, available)
+    if actual is None:
         raise DeviceError(f"device {device!r} is not on this machine; there are: {', '.join(available) or 'none'}")
     if "#" not in name:
-        return UsedDevice(device, device)
+        return UsedDevice(device, device if device in available or device == kind(device) else actual)
     numbers = parse_list(cores.replace("+", ","))
     if kind(device) != "CPU" or not numbers:
         raise ConfigError(f"device {name!r}: a group of cores is CPU#FIRST-LAST, for example CPU#0-3 or CPU#0-1+4-5")
     return UsedDevice(f"{device}#{cores}", device, tuple(sorted(numbers)))
+
+
+def _actual(device: str, available: Sequence[str]) -> str | None:
+    """Return OpenVINO's name of a device: of ``GPU`` the first in ``available``, of ``GPU.0`` a single ``GPU``; None if none."""
+    if device in available:
+        return device
+    alike = sorted(name for name in available if kind(name) == kind(device))
+    if device == kind(device):
+        return alike[0] if alike else None
+    return alike[0] if device == f"{kind(device)}.0" and alike == [kind(device)] else None

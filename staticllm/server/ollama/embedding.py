@@ -70,4 +70,4 @@ def _submit(model: ServedModel, is_truncated: bool, texts: list[str], dimensions
             "truncate out",
             code="context_length_exceeded",
         )
-    return pipeline.submit_texts(texts, dimensions=dimensions)
+    return pipeline.submit_texts(texts, prompt="", dimensions=dimensions)  # as Ollama: the text as it is

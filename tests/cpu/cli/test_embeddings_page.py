@@ -8,8 +8,11 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from encoder_models import encoder_directory, unpack
+
+from staticllm import StaticEmbeddingPipeline
 
 SNIPPETS = [
     ("numpy", r"An NPU is a neural processing unit\.\n"),
@@ -20,6 +23,53 @@ SNIPPETS = [
     ("llama_index", r"Rain is water that falls from clouds\.\n"),
 ]
 """What each snippet needs, and what it prints."""
+FIRST_ADAPTER = 3
+CHECKS = [
+    """
+with StaticEmbeddingPipeline("my_encoder", "CPU", normalize=False) as pipe:
+    encoder, texts = Encoder("my_encoder", normalize=False, device="CPU"), ["One text.", "Two of them.", "One text."]
+    raw = pipe.encode(texts, prompt="")
+    query = pipe.encode(texts, prompt=pipe.prompts["query"])
+    unit = query / np.linalg.norm(query, axis=1, keepdims=True)
+    assert pipe.prompts["query"] and np.abs(np.linalg.norm(raw, axis=1) - 1).max() > 0.01
+    same = lambda found, expected: np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+    same(encoder.encode(texts, batch_size=1, show_progress_bar=True), raw)
+    same(encoder.encode(texts[1]), raw[1])
+    same(encoder.encode(texts, prompt_name="query", normalize_embeddings=True), unit)
+    same(encoder.encode(texts, prompt_name="query", truncate_dim=8), query[:, :8])
+    same(encoder.encode(texts, prompt="x: "), pipe.encode(["x: " + text for text in texts], prompt=""))
+    assert isinstance(encoder.encode(texts, convert_to_numpy=False), list)
+    assert np.array_equal(encoder.encode(texts, precision="ubinary"), np.packbits(raw > 0, axis=1))
+    encoder.pipe.close()
+""",
+    """
+import numpy as np
+with StaticEmbeddingPipeline("my_encoder", "CPU") as pipe:
+    adapter, texts = StaticEmbeddings(pipe), ["One text.", "Two of them."]
+    np.testing.assert_allclose(adapter.embed_documents(texts), pipe.encode(texts, prompt=""), atol=1e-5)
+    np.testing.assert_allclose(adapter.embed_query("a"), pipe.encode([pipe.prompts["query"] + "a"], prompt="")[0], atol=1e-5)
+    store = InMemoryVectorStore(adapter)
+    store.add_texts(texts)
+    scores = {each.page_content: score for each, score in store.similarity_search_with_score("a", k=2)}
+    expected = pipe.encode(texts, prompt="") @ np.array(pipe.embed_query("a"))
+    np.testing.assert_allclose([scores[text] for text in texts], expected, atol=1e-4)
+""",
+    """
+import numpy as np
+with StaticEmbeddingPipeline("my_encoder", "CPU") as pipe:
+    adapter, texts = StaticEmbedding(pipe), ["One text.", "Two of them."]
+    vectors = pipe.encode(texts, prompt="")
+    query = pipe.encode([pipe.prompts["query"] + "a"], prompt="")[0]
+    np.testing.assert_allclose(adapter.get_text_embedding_batch(texts), vectors, atol=1e-5)
+    np.testing.assert_allclose(adapter.get_text_embedding(texts[0]), vectors[0], atol=1e-5)
+    np.testing.assert_allclose(adapter.get_query_embedding("a"), query, atol=1e-5)
+    np.testing.assert_allclose(asyncio.run(adapter.aget_query_embedding("a")), query, atol=1e-5)
+    index = VectorStoreIndex([TextNode(text=text) for text in texts], embed_model=adapter)
+    scores = {each.node.get_content(): each.score for each in index.as_retriever(similarity_top_k=2).retrieve("a")}
+    np.testing.assert_allclose([scores[text] for text in texts], vectors @ query, atol=1e-4)
+""",
+]
+"""What is run after each adapter: its values are those of the pipeline."""
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +113,16 @@ def test_each_snippet_runs_alone(root, folder, number):
     assert re.fullmatch(printed, done.stdout), done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(FIRST_ADAPTER, len(SNIPPETS)))
+def test_each_adapter_gives_the_values_of_the_pipeline(root, folder, number):
+    needs(SNIPPETS[number][0], "adapters")
+    script = folder / f"values{number}.py"
+    script.write_text(snippets(root)[number] + CHECKS[number - FIRST_ADAPTER], encoding="utf-8")
+    done = run(script, folder=folder)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_snippet_is_tested(root):
     assert len(snippets(root)) == len(SNIPPETS)
 
@@ -73,7 +133,7 @@ def search(root, folder):
     return lambda *arguments: run(root / "examples" / "search_folder.py", *arguments, folder=folder)
 
 
-def test_a_folder_is_searched(search, tmp_path):
+def test_a_folder_is_searched(search, folder, tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "one.md").write_text(
         "# Rain\n\nRain is water that falls\nfrom clouds.\n\n\n", encoding="utf-8"
@@ -90,6 +150,17 @@ def test_a_folder_is_searched(search, tmp_path):
     assert lines[1].strip() == "query: Rain is water that falls from clouds."
     assert "deep/one.md, paragraph " in done.stdout
     assert "three.bin" not in done.stdout
+    scores = [float(line.split()[0]) for line in lines[::2]]
+    known = [
+        "# Rain",
+        "Rain is water that falls\nfrom clouds.",
+        "query: Rain is water that falls\nfrom clouds.",
+        "Nothing else.",
+    ]
+    texts = [next(text for text in known if text.split() == line.split()) for line in lines[1::2]]
+    with StaticEmbeddingPipeline(folder / "my_encoder", "CPU") as pipe:
+        query = np.array(pipe.embed_query("Rain is water that falls\nfrom clouds."))
+        assert scores == pytest.approx(pipe.embed_documents(texts, as_array=True) @ query, abs=2e-3)
 
 
 @pytest.mark.parametrize(

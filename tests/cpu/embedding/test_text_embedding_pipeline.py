@@ -223,6 +223,12 @@ def test_a_deadline_in_a_million_years_changes_nothing(pipe):
         ("modules.json", [{"type": "x.Router", "path": ""}], "a module 'Router' is not supported"),
         ("sentence_bert_config.json", {"max_seq_length": "many"}, "max_seq_length is 'many'"),
         ("config_sentence_transformers.json", {"prompts": 3}, "prompts must map names to texts"),
+        (
+            "config_sentence_transformers.json",
+            {"prompts": {"a": ""}, "default_prompt_name": "b"},
+            "'b' is none of .* .a.$",
+        ),
+        ("sentence_bert_config.json", {"do_lower_case": "yes"}, "do_lower_case is 'yes': must be true or false"),
     ],
 )
 def test_wrong_files_are_refused_in_one_line(directory, tmp_path, name, content, message):

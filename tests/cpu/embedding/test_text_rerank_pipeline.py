@@ -269,12 +269,19 @@ def test_bad_calls_get_one_line_and_the_pipeline_goes_on(pipe, call, kind, messa
         ({"engine": 5}, "engine is a int"),
         ({"config": 5}, "config is a int"),
         ({"topn": 3}, "topn"),
+        (
+            {"device": "CPU,GPU"},
+            "^device 'CPU,GPU': a reranker runs on one whole device: name one and leave HETEROGENEOUS",
+        ),
+        ({"device": "CPU#0"}, "^device 'CPU#0': a reranker runs on one whole device"),
+        ({"LATENCY_MS": 50}, "^device 'CPU', LATENCY_MS=50: a reranker runs on one whole device"),
+        ({"DEVICE_PROPERTIES": {}}, "DEVICE_PROPERTIES={}: a reranker runs on one"),
         ({"MAX_NUM_SEQS": 3}, "MAX_NUM_SEQS is an option of decoders"),
     ],
 )
 def test_bad_options_get_one_line(directory, options, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        StaticRerankPipeline(directory, "CPU", **options)
+        StaticRerankPipeline(directory, **{"device": "CPU", **options})
     assert one_line(caught)
 
 

@@ -5,7 +5,7 @@ import sys
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staticllm.errors import ConfigError, DeviceError
@@ -75,12 +75,29 @@ def test_groups_of_cores_are_devices_of_their_own():
         ("GPU.0#1", ConfigError, "a group of cores is CPU#FIRST-LAST"),
         ("CPU#", ConfigError, "a group of cores is"),
         ("CPU#3-1", ConfigError, "a group of cores is"),
+        ("GPU,GPU.0", ConfigError, "GPU.0 is used twice, as GPU; one device has one instance"),
+        ("gpu.0, CPU, GPU", ConfigError, "GPU is used twice, as GPU.0"),
+        ("CPU#0,CPU.0", ConfigError, "CPU.0 is used twice, as CPU"),
+        ("GPU.1", DeviceError, "device 'GPU.1' is not on this machine; there are: CPU, GPU.0"),
+        ("AUTO:GPU,CPU", DeviceError, "AUTO distributes work itself: name devices, for example NPU,CPU"),
+        ("CPU,hetero", DeviceError, "HETERO distributes work itself"),
+        ("MULTI:CPU", DeviceError, "MULTI distributes work itself"),
     ],
 )
 def test_devices_that_cannot_be_used_together_are_refused(text, error, said):
     with pytest.raises(error) as raised:
         named(text, ["CPU", "GPU.0"])
     assert said in str(raised.value)
+
+
+def test_a_single_device_may_have_a_number_and_several_are_told_apart():
+    assert named("NPU.0,GPU.0", ["GPU", "NPU"]).devices == (UsedDevice("NPU.0", "NPU"), UsedDevice("GPU.0", "GPU"))
+    assert names(named("GPU,GPU.1", ["GPU.1", "GPU.0"])) == ["GPU", "GPU.1"]
+    for text, said in (("NPU,NPU.0", "NPU.0 is used twice, as NPU;"), ("NPU.0,NPU", "NPU is used twice, as NPU.0;")):
+        with pytest.raises(ConfigError, match=said):
+            named(text, ["NPU"])
+    with pytest.raises(ConfigError, match=r"GPU\.0 is used twice, as GPU;"):
+        named("GPU,GPU.1,GPU.0", ["GPU.0", "GPU.1"])
 
 
 def machine(num_nodes, each, threads=1):
@@ -107,6 +124,7 @@ def test_hyper_threads_of_the_service_stay_with_it():
     assert instance_cores(machine(1, 4, threads=2)) == [[1, 2, 3, 5, 6, 7]]
 
 
+@settings(deadline=None)
 @given(nodes=st.integers(1, 4), each=st.integers(1, 12), threads=st.integers(1, 2), instances=st.integers(1, 6))
 def test_instances_share_no_core_and_leave_a_quarter_to_the_service(nodes, each, threads, instances):
     topology = machine(nodes, each, threads)

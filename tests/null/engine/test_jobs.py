@@ -202,3 +202,19 @@ def test_several_sources_share_an_engine_without_requests():
     assert bulk.is_closed and query.is_closed
     with pytest.raises(ClosedError):
         bulk.wake()
+
+
+def test_a_job_that_was_held_for_a_prompt_runs_when_none_came(monkeypatch):
+    moments, source = [], Counter(1, seconds=60.0)
+
+    def expected(activity, now):
+        moments.append(now)
+        return now + 0.02 if len(moments) < 3 else None
+
+    monkeypatch.setattr("staticllm.pipelines.scheduling.chat_activity.ChatActivity.prompt_expected_until", expected)
+    engine = fake_engine(make_policy("dynamic"))
+    engine.add_jobs(source)
+    source.wake()
+    assert source.has_ended.wait(60)
+    assert len(moments) == 3
+    engine.close()
