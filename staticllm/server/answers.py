@@ -144,7 +144,8 @@ class Answers:
             queue.put_nowait(error)
 
     async def _read(self, answer: _Answer) -> AsyncGenerator[list[Part], None]:
-        handle, last = answer.handle, list[Part]()
+        handle = answer.handle
+        last: list[Part] = []
         try:
             if self._is_search:
                 await handle
