@@ -104,7 +104,9 @@ class StaticLLMPipeline:
             self._launched: Launched | RemoteLaunched = start_engine(source, candidates, policy, reader.on_progress)
             text = reader.files()
             use_draft(None if daemon else draft, self._launched, text.tokenizer, reader.on_progress)
-        self._input_processor = InputProcessor(text.tokenizer, text.generation_config, candidates[0].config.adapters)
+        self._input_processor = InputProcessor(
+            text.tokenizer, text.generation_config, candidates[0].config.adapters, text.joins_tokens
+        )
         self._chat = ChatSession(text.tokenizer)
         self._engine: EngineClient = self._launched.engine
         self._background = self._launched.background

@@ -1,4 +1,7 @@
-"""Measures what the server costs: TTFT and throughput over HTTP against the same pipeline in process, in turns.
+"""Measures what the server costs: TTFT, throughput and processor time over HTTP against the same pipeline in process, in turns.
+
+Answers do not end before their length, so that each token is a chunk. The processor time of the server is that of its process;
+that of the pipeline is this process's.
 
 python scripts/bench_server.py --clients 1 8 --rounds 5
 """
@@ -62,7 +65,7 @@ def prompt() -> list[dict[str, str]]:
 def ask_pipeline(pipe: StaticLLMPipeline) -> Ask:
     def ask(messages: list[dict[str, str]], num_tokens: int) -> Answer:
         start, ttft = time.perf_counter(), 0.0
-        handle = pipe.submit(messages, max_new_tokens=num_tokens, ignore_eos=True, parse_tools=True)
+        handle = pipe.submit(messages, max_new_tokens=num_tokens, min_new_tokens=num_tokens, parse_tools=True)
         for _ in handle:
             ttft = ttft or time.perf_counter() - start
         return Answer(ttft, len(handle.output().tokens))
@@ -73,7 +76,7 @@ def ask_pipeline(pipe: StaticLLMPipeline) -> Ask:
 def ask_server(port: int) -> Ask:
     def ask(messages: list[dict[str, str]], num_tokens: int) -> Answer:
         body = json.dumps(
-            {"messages": messages, "max_tokens": num_tokens, "ignore_eos": True, "stream": True,
+            {"messages": messages, "max_tokens": num_tokens, "min_tokens": num_tokens, "stream": True,
              "stream_options": {"include_usage": True}}
         )  # fmt: skip
         start, ttft, last = time.perf_counter(), 0.0, b""
@@ -93,26 +96,38 @@ def ask_server(port: int) -> Ask:
 
 
 @dataclass(frozen=True)
+class Side:
+    """One of the two that are compared: how it is asked, and the process in which its answers are made."""
+
+    ask: Ask
+    process: psutil.Process
+
+
+@dataclass(frozen=True)
 class Round:
-    """The median TTFT in ms, and tokens per second of all clients together."""
+    """The median TTFT in ms, tokens per second of all clients together, and the processor's microseconds per token."""
 
     ttft_ms: float
     tokens_per_second: float
+    cpu_us: float
 
 
-def run(ask: Ask, clients: int, requests: int, num_tokens: int) -> Round:
+def run(side: Side, clients: int, requests: int, num_tokens: int) -> Round:
     """Let each client send its requests one after another."""
+    ask, process = side.ask, side.process
 
     def one(_: int) -> list[Answer]:
         return [ask(prompt(), num_tokens) for _ in range(requests)]
 
-    start = time.perf_counter()
+    start, used = time.perf_counter(), process.cpu_times()
     with ThreadPoolExecutor(clients) as pool:
         answers = [answer for found in pool.map(one, range(clients)) for answer in found]
-    seconds = time.perf_counter() - start
+    seconds, now = time.perf_counter() - start, process.cpu_times()
+    num_answered = sum(answer.num_tokens for answer in answers)
     return Round(
         statistics.median(answer.ttft for answer in answers) * 1e3,
-        sum(answer.num_tokens for answer in answers) / seconds,
+        num_answered / seconds,
+        (now.user + now.system - used.user - used.system) * 1e6 / num_answered,
     )
 
 
@@ -131,27 +146,32 @@ def main() -> None:
         assert server.stdout is not None
         port = int(server.stdout.readline().split("/v1")[0].rsplit(":", 1)[1])
         with StaticLLMPipeline(options.model, "CPU", **SETTINGS) as pipe:
-            asks = {"pipeline": ask_pipeline(pipe), "server": ask_server(port)}
-            for ask in asks.values():
-                run(ask, 8, 2, 32)  # warm up
+            sides = {
+                "pipeline": Side(ask_pipeline(pipe), psutil.Process()),
+                "server": Side(ask_server(port), psutil.Process(server.pid)),
+            }
+            for side in sides.values():
+                run(side, 8, 2, 32)  # warm up
             print(f"{psutil.cpu_count()} cores, load before {psutil.getloadavg()[0]:.1f}")
             for clients in options.clients:
-                compare(asks, clients, options)
+                compare(sides, clients, options)
     finally:
         server.terminate()
         server.wait(30)
 
 
-def compare(asks: dict[str, Ask], clients: int, options: argparse.Namespace) -> None:
+def compare(sides: dict[str, Side], clients: int, options: argparse.Namespace) -> None:
     """Run both in turns, and print the medians of the rounds."""
-    rounds: dict[str, list[Round]] = {name: [] for name in asks}
+    rounds: dict[str, list[Round]] = {name: [] for name in sides}
     for number in range(options.rounds):
-        for name in sorted(asks, reverse=bool(number % 2)):
-            rounds[name].append(run(asks[name], clients, options.requests, options.tokens))
+        for name in sorted(sides, reverse=bool(number % 2)):
+            rounds[name].append(run(sides[name], clients, options.requests, options.tokens))
     ttft = {name: statistics.median(each.ttft_ms for each in found) for name, found in rounds.items()}
     speed = {name: statistics.median(each.tokens_per_second for each in found) for name, found in rounds.items()}
-    for name in asks:
-        print(f"{clients} clients  {name:<9} TTFT {ttft[name]:7.2f} ms  {speed[name]:7.1f} tokens/s")
+    cpu = {name: statistics.median(each.cpu_us for each in found) for name, found in rounds.items()}
+    for name in sides:
+        figures = f"TTFT {ttft[name]:7.2f} ms  {speed[name]:7.1f} tokens/s  CPU {cpu[name]:6.0f} us per token"
+        print(f"{clients} clients  {name:<9} {figures}")
     extra, share = ttft["server"] - ttft["pipeline"], speed["server"] / speed["pipeline"]
     print(f"{clients} clients  server: TTFT {extra:+.2f} ms, throughput {share:.3f}")
 

@@ -59,6 +59,8 @@ class IrFile:
     inputs: dict[Key, list[tuple[int, str]]] = field(default_factory=dict)
     states: dict[str, tuple[int | None, ...]] = field(default_factory=dict)
     """The shape of each state by its variable; None for a dynamic size."""
+    operations: set[str] = field(default_factory=set)
+    """The types of the layers."""
 
     @property
     def kv_shapes(self) -> list[tuple[int, int]]:
@@ -118,7 +120,9 @@ class _Reader:
             self._num_graphs += 1
         elif name == "layer":
             self._layer = attributes.get("id", "")
-            self._missing = set(_NEEDED.get(attributes.get("type", ""), ()))
+            operation = attributes.get("type", "")
+            self.found.operations.add(operation)
+            self._missing = set(_NEEDED.get(operation, ()))
         elif name == "data" and self._missing:
             self._missing -= attributes.keys()
             if "variable_id" in attributes and "variable_shape" in attributes:

@@ -22,6 +22,10 @@ MODEL_XML = "openvino_model.xml"
 MAX_CONFIG = 16 << 20
 MAX_NUMBER = 1 << 40
 TOKENIZER_XML = ("openvino_tokenizer.xml", "openvino_detokenizer.xml")
+_JOINING = frozenset(
+    ("Parameter", "Convert", "Const", "VocabDecoder", "FuzeRagged", "UTF8Validate", "StringTensorPack", "Result")
+)
+"""The operations of a detokenizer that joins the bytes of tokens."""
 
 
 def demo_model_path() -> Path:
@@ -59,6 +63,17 @@ def check_model_dir(
         if not is_model:
             _check_texts(directory / name, ir)
     return directory
+
+
+def joins_tokens(directory: Path) -> bool:
+    """Return whether the detokenizer of a model directory joins the bytes of tokens, and does nothing else to the text.
+
+    Others put spaces between tokens, or correct the text, so that the text of a token depends on its neighbours.
+
+    Raises:
+        ModelError: the detokenizer is missing or damaged.
+    """
+    return check_ir(directory / TOKENIZER_XML[1]).operations <= _JOINING
 
 
 def weights_of(directory: Path, weights: str | None = None) -> Path:

@@ -10,16 +10,21 @@ from types import TracebackType
 import openvino_genai as genai
 
 from staticllm.core import OnProgress, ProgressEvent
+from staticllm.model_dir import joins_tokens
 from staticllm.pipelines.model_loader.arguments import Given, read_generation_config, read_tokenizer
 from staticllm.threads import start_thread
 
 
 @dataclass(frozen=True)
 class TextFiles:
-    """A model's tokenizer, and the generation options that its calls start from."""
+    """A model's tokenizer, and the generation options that its calls start from.
+
+    ``joins_tokens``: whether the text of several tokens is known to be the texts of each, joined.
+    """
 
     tokenizer: genai.Tokenizer
     generation_config: genai.GenerationConfig
+    joins_tokens: bool
 
 
 class TextReader:
@@ -64,7 +69,8 @@ class TextReader:
         try:
             tokenizer = self._given.tokenizer or read_tokenizer(self._source)
             config = self._given.generation_config or read_generation_config(self._source, tokenizer)
-            self._files = TextFiles(tokenizer, config)
+            joins = self._given.tokenizer is None and joins_tokens(self._source)
+            self._files = TextFiles(tokenizer, config, joins)
         except BaseException as error:  # raised again by ``files``
             self._error = error
 

@@ -16,6 +16,7 @@ from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue
 from staticllm.pipelines.generation.options import GenerationOptions
 from staticllm.pipelines.text.input_processor import PreparedRequest
+from staticllm.pipelines.text.loop_waker import running_waker
 from staticllm.pipelines.text.output_processor import OutputProcessor, RequestOutput, TextDelta
 from staticllm.pipelines.text.parsing.events import Event
 from staticllm.pipelines.text.reader_role import ReaderRole
@@ -24,6 +25,10 @@ from staticllm.threads import check_process, start_thread
 
 POLL_SECONDS = 0.5
 """The longest single wait of a reader: where Ctrl-C cannot interrupt a wait, it takes effect after this time."""
+
+
+MAX_BATCH = 64
+"""The most outputs that an asynchronous reader takes before others of its event loop run."""
 
 
 class GenerationHandle:
@@ -104,11 +109,20 @@ class GenerationHandle:
         Raises:
             GenerationConfigError, StaticLLMError: as for ``deltas``.
         """
+        async with contextlib.aclosing(self.batches_async()) as batches:
+            async for batch in batches:
+                for delta in batch:
+                    yield delta
+
+    def batches_async(self) -> AsyncGenerator[list[TextDelta], None]:
+        """Yield the increments like ``deltas_async``, in lists of those that are ready at once; none of them waits for another.
+
+        Raises:
+            GenerationConfigError, StaticLLMError: as for ``deltas``.
+        """
         self._check_single()
         self._processors[0].wants_text = True
-        async with contextlib.aclosing(self._deltas_async()) as deltas:
-            async for delta in deltas:
-                yield delta
+        return self._batches_async()
 
     def _check_parsed(self) -> None:
         if self._prepared.format is None:
@@ -120,7 +134,7 @@ class GenerationHandle:
         async def read() -> Results:
             if self._thread is not None:  # the callback's thread reads; waiting for it would block the loop
                 return await asyncio.to_thread(self.result)
-            async for _ in self._deltas_async():
+            async for _ in self._batches_async():
                 pass
             return self.result()
 
@@ -133,9 +147,9 @@ class GenerationHandle:
                 if delta.text:
                     yield delta.text
 
-    async def _deltas_async(self) -> AsyncGenerator[TextDelta, None]:
+    async def _batches_async(self) -> AsyncGenerator[list[TextDelta], None]:
         check_process(self._pid)
-        has_output, loop, token = asyncio.Event(), asyncio.get_running_loop(), object()
+        has_output, waker, token = asyncio.Event(), running_waker(), object()
         if self.is_done:
             self._raise_error()
             return
@@ -143,26 +157,40 @@ class GenerationHandle:
             raise StaticLLMError("another thread or task reads this handle: a handle has one reader at a time")
 
         def wake(output: Output) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: no task is listening any more
-                loop.call_soon_threadsafe(has_output.set)
+            if not has_output.is_set():
+                waker.wake(has_output)
 
         self._queue.add_listener(wake)
         try:
             if (first := self._take_first()) is not None:
-                yield first
+                yield [first]
             while not self.is_done:
-                has_output.clear()
-                output = self._queue.get(0)
-                if output is None:
+                has_output.clear()  # before the queue is read: what comes later sets it
+                batch: list[TextDelta] = []
+                try:
+                    num_taken = self._take_ready(batch)
+                finally:
+                    if batch:
+                        yield batch
+                if not num_taken:
                     await has_output.wait()
-                elif (delta := self._take(output)) is not None:
-                    yield delta
+                elif num_taken == MAX_BATCH:
+                    await asyncio.sleep(0)  # a long backlog must not hold up the loop
         finally:
             self._queue.remove_listener(wake)
             self._role.leave(token)
             if not self.is_done:
                 self.cancel()
         self._raise_error()
+
+    def _take_ready(self, batch: list[TextDelta]) -> int:
+        """Take the outputs that have come, at most ``MAX_BATCH``, and add their increments to ``batch``. Return their number."""
+        for number in range(MAX_BATCH):
+            if self.is_done or (output := self._queue.get(0)) is None:
+                return number
+            if (delta := self._take(output)) is not None:
+                batch.append(delta)
+        return MAX_BATCH
 
     @property
     def request_id(self) -> int:

@@ -21,6 +21,7 @@ from staticllm.pipelines.generation.extra_options import ToolOptions
 from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.options import GenerationOptions, copy_config, limit_of, resolve
 from staticllm.pipelines.generation.user_processors import copies_for
+from staticllm.pipelines.text.joined_decoder import JoinedDecoder
 from staticllm.pipelines.text.parsing.formats import MessageFormat, find_format
 from staticllm.pipelines.text.parsing.required_calls import grammar_of_calls
 from staticllm.pipelines.text.special_tokens import SpecialTokens
@@ -124,20 +125,25 @@ class PreparedRequest:
 
 
 class InputProcessor:
-    """Tokenizes prompts and merges options with the default generation config. Runs on the caller's thread."""
+    """Tokenizes prompts and merges options with the default generation config. Runs on the caller's thread.
+
+    ``joins_tokens``: whether the text of several tokens is known to be the texts of each, joined.
+    """
 
     def __init__(
         self,
         tokenizer: genai.Tokenizer,
         generation_config: genai.GenerationConfig,
         adapters: AdapterSet | None = None,
+        joins_tokens: bool = False,
     ) -> None:
         self.tokenizer, self._adapters = tokenizer, adapters
         self._generation_config = copy_config(generation_config)
         if adapters is not None:
             self._generation_config.adapters = adapters.origin
         self._rng = np.random.default_rng(0)
-        self._word_tokens, self._special_tokens = WordTokens(tokenizer), SpecialTokens(tokenizer)
+        self._word_tokens, self._special_tokens = WordTokens(tokenizer), SpecialTokens(tokenizer, joins_tokens)
+        self._joined = JoinedDecoder(self._decode, self._decode) if joins_tokens else None
 
     @property
     def generation_config(self) -> genai.GenerationConfig:
@@ -307,11 +313,13 @@ class InputProcessor:
         Raises:
             ModelError: the tokenizer cannot decode them; its files may be damaged.
         """
+        return self._decode(tokens) if self._joined is None else self._joined(tokens)
+
+    def _decode(self, tokens: list[Any]) -> Any:
         try:
-            text: str = self.tokenizer.decode(tokens)
+            return self.tokenizer.decode(tokens)
         except (RuntimeError, UnicodeError) as error:
             raise ModelError(f"the tokenizer cannot decode {len(tokens)} tokens: {last_line(error)}") from error
-        return text
 
     def _base_config(self, config: object, overrides: dict[str, Any]) -> tuple[genai.GenerationConfig, dict[str, Any]]:
         if isinstance(config, Mapping):

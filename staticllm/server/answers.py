@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
+from staticllm.core import FinishReason
 from staticllm.errors import ClosedError
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
@@ -38,7 +39,7 @@ Submit = Callable[[], GenerationHandle]
 
 
 class Answers:
-    """Runs answers on a model that its caller has acquired. ``begin``, then ``parts``; ``close`` in any case.
+    """Runs answers on a model that its caller has acquired. ``begin``, then ``batches``; ``close`` in any case.
 
     ``submits`` has one function per answer. They run in threads, and return handles. ``is_search``: the only answer is a beam
     search, whose tokens come at its end.
@@ -89,27 +90,30 @@ class Answers:
         self._state.metrics.running.labels(self._model.spec.name).dec()
         self._admission.leave(self._client)
 
-    async def parts(self) -> AsyncGenerator[Part, None]:
-        """Yield the increments and ends of all answers, as they come.
+    def batches(self) -> AsyncGenerator[list[Part], None]:
+        """Yield the increments and ends of all answers as they come, in lists of those that are ready at once.
 
         Raises:
             StaticLLMError: an answer failed.
         """
         assert self._first is not None, "begin was not called"
-        if len(self._submits) == 1:
-            async with contextlib.aclosing(self._read(self._first)) as parts:
-                async for part in parts:
-                    yield part
-            return
+        return self._read(self._first) if len(self._submits) == 1 else self._read_all()
+
+    async def _read_all(self) -> AsyncGenerator[list[Part], None]:
         queue: asyncio.Queue[Part | BaseException] = asyncio.Queue()
         self._tasks = [asyncio.create_task(self._run(index, queue)) for index in range(len(self._submits))]
         num_left = len(self._tasks)
         while num_left:
-            found = await queue.get()
-            if isinstance(found, BaseException):
-                raise found
-            num_left -= isinstance(found, AnswerEnd)
-            yield found
+            found = [await queue.get()]
+            while not queue.empty():
+                found.append(queue.get_nowait())
+            parts = [part for part in found if not isinstance(part, BaseException)]
+            if parts:
+                yield parts
+            for error in found:
+                if isinstance(error, BaseException):
+                    raise error
+            num_left -= sum(isinstance(part, AnswerEnd) for part in parts)
 
     @property
     def first_handle(self) -> GenerationHandle:
@@ -124,36 +128,40 @@ class Answers:
             StaticLLMError: an answer failed.
         """
         ends: dict[int, list[RequestOutput]] = {}
-        async with contextlib.aclosing(self.parts()) as parts:
-            async for part in parts:
-                if isinstance(part, AnswerEnd):
-                    ends[part.index] = part.outputs
+        async with contextlib.aclosing(self.batches()) as batches:
+            async for parts in batches:
+                ends |= {part.index: part.outputs for part in parts if isinstance(part, AnswerEnd)}
         return [ends[index] for index in sorted(ends)]
 
     async def _run(self, index: int, queue: asyncio.Queue[Part | BaseException]) -> None:
         try:
             answer = self._first if index == 0 and self._first is not None else await self._enter(index)
-            async with contextlib.aclosing(self._read(answer)) as parts:
-                async for part in parts:
-                    queue.put_nowait(part)
+            async with contextlib.aclosing(self._read(answer)) as batches:
+                async for parts in batches:
+                    for part in parts:
+                        queue.put_nowait(part)
         except Exception as error:  # the reader raises it
             queue.put_nowait(error)
 
-    async def _read(self, answer: _Answer) -> AsyncGenerator[Part, None]:
+    async def _read(self, answer: _Answer) -> AsyncGenerator[list[Part], None]:
         handle = answer.handle
+        last: list[Part] = []
         try:
             if self._is_search:
                 await handle
             else:
-                async with contextlib.aclosing(handle.deltas_async()) as deltas:
-                    async for delta in deltas:
-                        answer.timer.tick()
+                async with contextlib.aclosing(handle.batches_async()) as batches:
+                    async for batch in batches:
+                        answer.timer.tick(len(batch))
                         current_record().note_token()
-                        yield AnswerDelta(answer.index, delta)
+                        last = [AnswerDelta(answer.index, delta) for delta in batch]
+                        if not handle.is_done or handle.finish_reason is FinishReason.ERROR:
+                            yield last
+                            last = []
             outputs = handle.outputs(0)
             self._count(outputs)
             self._claim(handle, outputs[0])
-            yield AnswerEnd(answer.index, outputs)
+            yield [*last, AnswerEnd(answer.index, outputs)]
         finally:
             self._leave(answer)
 

@@ -44,6 +44,7 @@ OLLAMA_NAMES = frozenset(
     ]
 )
 """The first part of each path of Ollama's API, after ``/api/``."""
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 _log = logging.getLogger("staticllm.server")
 
 
@@ -89,7 +90,7 @@ def json_response(content: object, status: int = 200, headers: Mapping[str, str]
 
 def to_json(content: object) -> str:
     """Return the compact JSON text of a value."""
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return _ENCODER.encode(content)
 
 
 def api_error_of(error: BaseException) -> ApiError:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-import anyio
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
-from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from staticllm.server.access import CLIENT
-from staticllm.server.api_error import ApiError, api_error_of, to_json
+from staticllm.server.api_error import ApiError, api_error_of
 from staticllm.server.http_limits import read_body, wait_for_disconnect
+from staticllm.server.served_model import ServedModel
 from staticllm.server.state import ServerState
 from staticllm.server.telemetry.record import current_record
 
@@ -55,6 +52,16 @@ class Call:
             watcher.cancel()
             task.cancel()
             await asyncio.gather(task, watcher, return_exceptions=True)
+
+    async def acquire(self, model: ServedModel) -> None:
+        """Load a model if necessary, and keep it loaded until ``hub.release``.
+
+        Raises:
+            ApiError, StaticLLMError: as for ``ModelHub.acquire``.
+            ClientDisconnect: the client has closed the connection.
+        """
+        acquiring = self.state.hub.acquire(model)
+        await (acquiring if model.is_ready else self.connected(acquiring))  # one that is ready takes no time
 
 
 Handler = Callable[[Call, Body], Awaitable[Response]]
@@ -152,59 +159,3 @@ def _refusal(error: ValidationError) -> ApiError:
 def _is_form(part: int | str) -> bool:
     """Return whether a part of a path names no field, but one of several forms that a field may have."""
     return isinstance(part, str) and (not part.isidentifier() or part in _FORMS or part[0].isupper())
-
-
-class ChunkStream(EventSourceResponse):
-    """A stream of JSON chunks as server-sent events, with comment lines while it is silent.
-
-    ``close`` is awaited at the end, also if the client has gone before the first chunk. Subclasses say how chunks are written.
-    """
-
-    END_MARK = "[DONE]"
-
-    def __init__(
-        self, call: Call, chunks: AsyncGenerator[dict[str, Any], None], close: Callable[[], Awaitable[None]]
-    ) -> None:
-        settings = call.state.settings
-        super().__init__(
-            self._events(chunks),
-            ping=settings.ping_seconds,
-            sep="\n",
-            ping_message_factory=lambda: ServerSentEvent(comment="ping", sep="\n"),
-            send_timeout=settings.send_seconds,
-        )
-        self._state, self._close, self._has_ended = call.state, close, False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with contextlib.suppress(TimeoutError):  # the client takes nothing: the connection is closed
-                await super().__call__(scope, receive, send)
-        finally:
-            if not self._has_ended:
-                count_cancelled(self._state)
-            with anyio.CancelScope(shield=True):
-                await self._close()
-
-    async def _events(
-        self, chunks: AsyncGenerator[dict[str, Any], None]
-    ) -> AsyncGenerator[ServerSentEvent | bytes, None]:
-        """Yield the chunks, and the mark of the end. An exception becomes a last chunk with an error."""
-        try:
-            async with contextlib.aclosing(chunks):
-                async for chunk in chunks:
-                    yield self._encoded(chunk)
-        except Exception as error:
-            found = api_error_of(error)
-            count_refusal(self._state, found)
-            yield self._encoded(self._chunk_of(found))
-        self._has_ended = True
-        if self.END_MARK:
-            yield ServerSentEvent(self.END_MARK, sep="\n")
-
-    def _encoded(self, chunk: dict[str, Any]) -> ServerSentEvent | bytes:
-        """Return a chunk as it is sent."""
-        return ServerSentEvent(to_json(chunk), sep="\n")
-
-    def _chunk_of(self, error: ApiError) -> dict[str, Any]:
-        """Return the chunk that tells of an error."""
-        return error.body()

@@ -79,14 +79,16 @@ class AnswerTimer:
         self._ttft, self._gap = metrics.ttft.labels(model), metrics.gap.labels(model)
         self._start, self._last = time.perf_counter(), 0.0
 
-    def tick(self) -> None:
-        """Note an increment that has come now."""
+    def tick(self, num_increments: int = 1) -> None:
+        """Note increments that have come now, together."""
         now = time.perf_counter()
         if self._last:
             self._gap.observe(now - self._last)
         else:
             self._ttft.observe(now - self._start)
         self._last = now
+        for _ in range(num_increments - 1):
+            self._gap.observe(0.0)
 
 
 class _Engines(Collector):

@@ -117,7 +117,7 @@ class ModelHub:
         model.num_users += 1
         current_record().model = model.spec.name
         try:
-            while model.pipeline is None or model.is_lost:
+            while not model.is_ready:
                 await self._wait_until_loaded(model)
         except BaseException:
             self.release(model)

@@ -134,6 +134,11 @@ class ServedModel:
         return config.num_seqs("separate" if mode == "separate" else "shared")
 
     @property
+    def is_ready(self) -> bool:
+        """Whether it is loaded and can be used now."""
+        return self.pipeline is not None and not self.is_lost
+
+    @property
     def is_lost(self) -> bool:
         """Whether it was loaded in another process that has ended."""
         return self.home is not None and self.home.is_lost

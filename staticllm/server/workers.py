@@ -36,10 +36,10 @@ class Workers:
             raise busy(f"{self._num_calls} requests are being read or tokenized: try again later", knob="")
         self._num_calls += 1
         future = self._pool.submit(function)
-        loop = asyncio.get_running_loop()
-        future.add_done_callback(lambda _: _call_soon(loop, self._end_call))
+        ended = asyncio.wrap_future(future)
+        ended.add_done_callback(lambda _: self._end_call())  # the shield lets nobody cancel it
         try:
-            return await asyncio.shield(asyncio.wrap_future(future))
+            return await asyncio.shield(ended)
         except asyncio.CancelledError:
             if not future.cancel() and on_abandoned is not None:
                 future.add_done_callback(lambda done: _hand_over(done, on_abandoned))
@@ -56,8 +56,3 @@ class Workers:
 def _hand_over(future: Future[Result], function: Callable[[Result], object]) -> None:
     if not future.cancelled() and future.exception() is None:
         function(future.result())
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(function)

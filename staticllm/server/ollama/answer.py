@@ -21,6 +21,7 @@ from staticllm.pipelines.text.parsing.events import (
     ReasoningDelta,
     merged,
 )
+from staticllm.server.answers import AnswerDelta, Part
 from staticllm.server.api_error import to_json
 from staticllm.server.ollama.names import nanoseconds, timestamp
 from staticllm.server.openai.reasons import token_logprobs
@@ -68,7 +69,14 @@ class AnswerForm:
         self._begun: dict[int, _Begun] = {}
         self._logprobs: list[Object] = []  # of tokens that had no text yet
 
-    def pieces(self, delta: TextDelta) -> Iterator[Object]:
+    def of(self, part: Part) -> Iterator[Object]:
+        """Yield the objects of a part: of an increment, or of the end of the answer."""
+        if isinstance(part, AnswerDelta):
+            yield from self._pieces(part.delta)
+        else:
+            yield self._last(part.outputs[0])
+
+    def _pieces(self, delta: TextDelta) -> Iterator[Object]:
         """Yield the objects of an increment. A call is one object, when its arguments are complete."""
         if self._decode is not None:
             self._logprobs += _logprobs(delta, self._decode)
@@ -95,7 +103,7 @@ class AnswerForm:
             return part_of(self._form, calls=[call])
         return None
 
-    def last(self, output: RequestOutput) -> Object:
+    def _last(self, output: RequestOutput) -> Object:
         """Return the last object of a stream."""
         return {**self._head(), **part_of(self._form), **self._taken_logprobs(), **self._end(output)}
 

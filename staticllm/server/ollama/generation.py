@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from staticllm.server.answers import AnswerDelta, Answers
+from staticllm.server.answers import Answers
 from staticllm.server.api_error import ApiError, json_response
 from staticllm.server.catalog.facts import ModelFacts, current_facts
 from staticllm.server.endpoint import Call
@@ -58,7 +58,7 @@ def find_chat_model(call: Call, name: str) -> ServedModel:
 async def _answer(call: Call, body: OllamaGeneration, form: Form, inputs: Any) -> Response:
     model, begin = find_chat_model(call, body.model), time.perf_counter()
     seconds = None if body.keep_alive is None else seconds_of(body.keep_alive)
-    await call.connected(call.state.hub.acquire(model))
+    await call.acquire(model)
     try:
         loaded = time.perf_counter()
         call.state.hub.keep_alive(model, seconds)
@@ -100,14 +100,12 @@ def _check(body: OllamaGeneration, facts: ModelFacts) -> None:
         raise ApiError(400, f"{body.model!r} does not support tools: its chat template does not show them")
 
 
-async def _pieces(maker: AnswerForm, answers: Answers) -> AsyncGenerator[dict[str, Any], None]:
-    async with contextlib.aclosing(answers.parts()) as parts:
-        async for part in parts:
-            if isinstance(part, AnswerDelta):
-                for piece in maker.pieces(part.delta):
-                    yield piece
-            else:
-                yield maker.last(part.outputs[0])
+async def _pieces(maker: AnswerForm, answers: Answers) -> AsyncGenerator[list[dict[str, Any]], None]:
+    async with contextlib.aclosing(answers.batches()) as batches:
+        async for parts in batches:
+            ready = [piece for part in parts for piece in maker.of(part)]
+            if ready:
+                yield ready
 
 
 async def _without_answer(call: Call, body: OllamaGeneration, form: Form) -> Response:
@@ -115,7 +113,7 @@ async def _without_answer(call: Call, body: OllamaGeneration, form: Form) -> Res
     hub, model = call.state.hub, find_chat_model(call, body.model)
     seconds = None if body.keep_alive is None else seconds_of(body.keep_alive)
     if seconds != 0:
-        await call.connected(hub.acquire(model))
+        await call.acquire(model)
         hub.release(model)
     hub.keep_alive(model, seconds)
     return json_response(without_answer(form, body.model, "unload" if seconds == 0 else "load"))

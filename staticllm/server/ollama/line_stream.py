@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from staticllm.server.api_error import ApiError, to_json
-from staticllm.server.endpoint import Call, ChunkStream
+from staticllm.server.chunk_stream import ChunkStream
+from staticllm.server.endpoint import Call
 
 
 class LineStream(ChunkStream):
@@ -15,9 +16,9 @@ class LineStream(ChunkStream):
     END_MARK = ""
 
     def __init__(
-        self, call: Call, chunks: AsyncGenerator[dict[str, Any], None], close: Callable[[], Awaitable[None]]
+        self, call: Call, batches: AsyncGenerator[list[dict[str, Any]], None], close: Callable[[], Awaitable[None]]
     ) -> None:
-        super().__init__(call, chunks, close)
+        super().__init__(call, batches, close)
         self.ping_interval = 0
         self.headers["Content-Type"] = "application/x-ndjson"
 

@@ -13,14 +13,15 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from staticllm.pipelines.text.output_processor import RequestOutput
-from staticllm.server.answers import AnswerDelta, Answers, Usage
+from staticllm.server.answers import AnswerEnd, Answers, Usage
 from staticllm.server.api_error import ApiError
-from staticllm.server.endpoint import Call, ChunkStream
+from staticllm.server.chunk_stream import ChunkStream
+from staticllm.server.endpoint import Call
 from staticllm.server.openai.chat_chunks import ChatChunks
 from staticllm.server.openai.fields import Fields, SamplingFields
 from staticllm.server.openai.generation import Close, Handles, respond
 from staticllm.server.openai.messages import MAX_MESSAGES, Message, template_messages
-from staticllm.server.openai.progress import PromptProgress, timings_of, with_progress
+from staticllm.server.openai.progress import timings_of, with_progress
 from staticllm.server.openai.reasons import finish_reason, token_logprobs
 from staticllm.server.openai.sampling import max_new_tokens, sampling_options
 from staticllm.server.served_model import ServedModel
@@ -173,23 +174,18 @@ def _stream(call: Call, body: ChatRequest, model: ServedModel, answers: Answers,
     decode = model.chat.get_tokenizer().decode if body.logprobs else None
     chunks = ChatChunks(model.spec.name, body.has_usage_chunk, decode)
 
-    async def generate() -> AsyncGenerator[dict[str, Any], None]:
-        for index in range(body.num_answers):
-            yield chunks.role(index)
+    async def generate() -> AsyncGenerator[list[dict[str, Any]], None]:
+        yield [chunks.role(index) for index in range(body.num_answers)]
         handles: dict[int, list[RequestOutput]] = {}
-        found = with_progress(model.local_engine, answers) if body.return_progress else answers.parts()
-        async with contextlib.aclosing(found) as parts:
-            async for part in parts:
-                if isinstance(part, PromptProgress):
-                    yield chunks.progress(part)
-                elif isinstance(part, AnswerDelta):
-                    for chunk in chunks.of_delta(part.index, part.delta):
-                        yield chunk
-                else:
-                    handles[part.index] = part.outputs
-                    for chunk in chunks.of_end(part.index, part.outputs[0]):
-                        yield chunk
-        if body.has_usage_chunk:
-            yield chunks.usage(Usage.of([handles[index] for index in sorted(handles)], body.num_answers), handles[0][0])
+        found = with_progress(model.local_engine, answers) if body.return_progress else answers.batches()
+        async with contextlib.aclosing(found) as batches:
+            async for parts in batches:
+                ready = [chunk for part in parts for chunk in chunks.of(part)]
+                handles |= {part.index: part.outputs for part in parts if isinstance(part, AnswerEnd)}
+                if body.has_usage_chunk and len(handles) == body.num_answers:
+                    usage = Usage.of([handles[index] for index in sorted(handles)], body.num_answers)
+                    ready.append(chunks.usage(usage, handles[0][0]))
+                if ready:
+                    yield ready
 
     return ChunkStream(call, generate(), close)

@@ -16,7 +16,7 @@ from staticllm.pipelines.text.parsing.events import (
     ReasoningDelta,
     merged,
 )
-from staticllm.server.answers import Usage
+from staticllm.server.answers import AnswerDelta, AnswerEnd, Part, Usage
 from staticllm.server.openai.progress import PromptProgress, timings_of
 from staticllm.server.openai.reasons import finish_reason, token_logprobs
 
@@ -40,8 +40,16 @@ class ChatChunks:
         """Return the first chunk of an answer."""
         return self._chunk(index, {"role": "assistant", "content": ""})
 
-    def of_delta(self, index: int, delta: TextDelta) -> Iterator[Chunk]:
-        """Yield the chunks of an increment."""
+    def of(self, part: Part | PromptProgress) -> Iterator[Chunk]:
+        """Yield the chunks of a part: of an increment, of the end of an answer, or of a prompt that runs."""
+        if isinstance(part, AnswerDelta):
+            yield from self._of_delta(part.index, part.delta)
+        elif isinstance(part, AnswerEnd):
+            yield self._of_end(part.index, part.outputs[0])
+        else:
+            yield {**self._chunk(0, {}), "prompt_progress": part.as_dict()}
+
+    def _of_delta(self, index: int, delta: TextDelta) -> Iterator[Chunk]:
         if self._decode is not None:
             self._logprobs.setdefault(index, []).extend(token_logprobs(delta.tokens, delta.logprobs, self._decode))
         for event in merged(delta.events):
@@ -49,15 +57,11 @@ class ChatChunks:
             if fields:
                 yield self._chunk(index, fields, logprobs=self._logprobs.pop(index, []))
 
-    def of_end(self, index: int, output: RequestOutput) -> Iterator[Chunk]:
-        """Yield the last chunk of an answer. Its tokens without text, such as that of the end, are in it."""
+    def _of_end(self, index: int, output: RequestOutput) -> Chunk:
+        """Return the last chunk of an answer. Its tokens without text, such as that of the end, are in it."""
         rest = self._logprobs.pop(index, [])
         chunk = self._chunk(index, {}, finish_reason(output.finish_reason), rest)
-        yield chunk if self._has_usage else {**chunk, "timings": timings_of(output)}
-
-    def progress(self, progress: PromptProgress) -> Chunk:
-        """Return a chunk about a prompt that runs."""
-        return {**self._chunk(0, {}), "prompt_progress": progress.as_dict()}
+        return chunk if self._has_usage else {**chunk, "timings": timings_of(output)}
 
     def usage(self, usage: Usage, first: RequestOutput) -> Chunk:
         """Return the chunk about tokens, with the times of the ``first`` answer."""

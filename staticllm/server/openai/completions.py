@@ -14,9 +14,10 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
-from staticllm.server.answers import AnswerDelta, Answers, Usage
+from staticllm.server.answers import AnswerEnd, Answers, Part, Usage
 from staticllm.server.api_error import ApiError
-from staticllm.server.endpoint import Call, ChunkStream
+from staticllm.server.chunk_stream import ChunkStream
+from staticllm.server.endpoint import Call
 from staticllm.server.openai.fields import MAX_ANSWERS, Ids, SamplingFields
 from staticllm.server.openai.generation import Close, Handles, respond
 from staticllm.server.openai.progress import PromptProgress, timings_of, with_progress
@@ -143,27 +144,33 @@ def _stream(call: Call, body: CompletionRequest, model: ServedModel, answers: An
     if body.has_usage_chunk:
         head["usage"] = None
 
-    async def generate() -> AsyncGenerator[dict[str, Any], None]:
+    lengths: dict[int, int] = {}
+
+    def chunk_of(part: Part | PromptProgress) -> dict[str, Any] | None:
+        if isinstance(part, PromptProgress):
+            return {**head, "choices": [_choice(0, "", None, None)], "prompt_progress": part.as_dict()}
+        if isinstance(part, AnswerEnd):
+            reason = finish_reason(part.outputs[0].finish_reason)
+            last = {**head, "choices": [_choice(part.index, "", None, reason)]}
+            return last if body.has_usage_chunk else {**last, "timings": timings_of(part.outputs[0])}
+        delta, start = part.delta, lengths.get(part.index, 0)
+        logprobs = None if body.logprobs is None else _logprobs(delta, decode, start)
+        lengths[part.index] = start + len(delta.text)
+        if not (delta.text or logprobs):
+            return None
+        return {**head, "choices": [_choice(part.index, delta.text, logprobs, None)]}
+
+    async def generate() -> AsyncGenerator[list[dict[str, Any]], None]:
         handles: dict[int, list[RequestOutput]] = {}
-        lengths: dict[int, int] = {}
-        found = with_progress(model.local_engine, answers) if body.return_progress else answers.parts()
-        async with contextlib.aclosing(found) as parts:
-            async for part in parts:
-                if isinstance(part, PromptProgress):
-                    yield {**head, "choices": [_choice(0, "", None, None)], "prompt_progress": part.as_dict()}
-                elif isinstance(part, AnswerDelta):
-                    delta, start = part.delta, lengths.get(part.index, 0)
-                    logprobs = None if body.logprobs is None else _logprobs(delta, decode, start)
-                    lengths[part.index] = start + len(delta.text)
-                    if delta.text or logprobs:
-                        yield {**head, "choices": [_choice(part.index, delta.text, logprobs, None)]}
-                else:
-                    handles[part.index] = part.outputs
-                    reason = finish_reason(part.outputs[0].finish_reason)
-                    last = {**head, "choices": [_choice(part.index, "", None, reason)]}
-                    yield last if body.has_usage_chunk else {**last, "timings": timings_of(part.outputs[0])}
+        found = with_progress(model.local_engine, answers) if body.return_progress else answers.batches()
+        async with contextlib.aclosing(found) as batches:
+            async for parts in batches:
+                handles |= {part.index: part.outputs for part in parts if isinstance(part, AnswerEnd)}
+                ready = [chunk for part in parts if (chunk := chunk_of(part)) is not None]
+                if ready:
+                    yield ready
         if body.has_usage_chunk:
             usage = Usage.of([handles[index] for index in sorted(handles)], body.num_answers)
-            yield {**head, "choices": [], "usage": usage.as_dict(), "timings": timings_of(handles[0][0])}
+            yield [{**head, "choices": [], "usage": usage.as_dict(), "timings": timings_of(handles[0][0])}]
 
     return ChunkStream(call, generate(), close)

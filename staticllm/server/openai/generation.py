@@ -46,7 +46,7 @@ async def respond(
         ApiError, StaticLLMError: the request is refused, or an answer failed.
         ClientDisconnect: the client has closed the connection.
     """
-    await call.connected(call.state.hub.acquire(model))
+    await call.acquire(model)
     answers: Answers | None = None
     is_handed_over = False
 

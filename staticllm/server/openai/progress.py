@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from staticllm.pipelines.engine.engine import Engine
@@ -32,29 +32,31 @@ class PromptProgress:
         return {"total": self.total, "cache": self.cached, "processed": self.processed, "time_ms": milliseconds}
 
 
-async def with_progress(engine: Engine | None, answers: Answers) -> AsyncGenerator[Part | PromptProgress, None]:
-    """Yield the parts of answers, and before the first one the progress of its prompt whenever that has changed, the last time
+async def with_progress(
+    engine: Engine | None, answers: Answers
+) -> AsyncGenerator[Sequence[Part | PromptProgress], None]:
+    """Yield the batches of answers, and before the first one the progress of its prompt whenever that has changed, the last time
     when all of it has run."""
     begin, last = time.perf_counter(), PromptProgress(len(answers.first_handle.prompt_tokens), 0, -1, 0.0)
-    async with contextlib.aclosing(answers.parts()) as parts:
-        first = asyncio.ensure_future(anext(parts))
+    async with contextlib.aclosing(answers.batches()) as batches:
+        first = asyncio.ensure_future(anext(batches))
         try:
             while not first.done():
                 found = _progress_of(engine, answers.first_handle, begin)
                 if found is not None and found.processed != last.processed:
                     last = found
-                    yield found
+                    yield [found]
                 await asyncio.wait({first}, timeout=POLL_SECONDS)
         finally:
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
-        part = first.result()
+        batch = first.result()
         if last.processed < last.total:
             cached = answers.first_handle.num_cached or 0
-            yield PromptProgress(last.total, cached, last.total, time.perf_counter() - begin)
-        yield part
-        async for part in parts:
-            yield part
+            yield [PromptProgress(last.total, cached, last.total, time.perf_counter() - begin)]
+        yield batch
+        async for batch in batches:
+            yield batch
 
 
 def _progress_of(engine: Engine | None, handle: GenerationHandle, begin: float) -> PromptProgress | None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
 from staticllm.pipelines.text.output_processor import RequestOutput
-from staticllm.server.answers import AnswerDelta, Answers, Usage
+from staticllm.server.answers import AnswerDelta, AnswerEnd, Answers, Part, Usage
 from staticllm.server.api_error import ApiError, to_json
 from staticllm.server.catalog.facts import context_length
-from staticllm.server.endpoint import Call, ChunkStream
+from staticllm.server.chunk_stream import ChunkStream, EventFrame
+from staticllm.server.endpoint import Call
 from staticllm.server.openai.chat import ChatRequest, Function, JsonSchema, ResponseFormat, Tool, chat_options
 from staticllm.server.openai.generation import Close, Handles, respond
 from staticllm.server.openai.reasons import finish_reason
@@ -212,28 +212,31 @@ class ResponseStream(ChunkStream):
         self._maker, self._number = maker, 0
         super().__init__(call, _events(call, maker, answers), close)
 
-    def _encoded(self, chunk: dict[str, Any]) -> ServerSentEvent:
+    def _encoded(self, chunk: dict[str, Any]) -> bytes:
         numbered = {"type": chunk["type"], "sequence_number": self._number, **chunk}
         self._number += 1
-        return ServerSentEvent(to_json(numbered), event=chunk["type"], sep="\n")
+        return EventFrame.of(chunk["type"]).around(to_json(numbered))
 
     def _chunk_of(self, error: ApiError) -> dict[str, Any]:
         described = {"code": error.code or "server_error", "message": error.message}
         return {"type": "response.failed", "response": self._maker.unfinished(described)}
 
 
-async def _events(call: Call, maker: ResponseMaker, answers: Answers) -> AsyncGenerator[dict[str, Any], None]:
+async def _events(call: Call, maker: ResponseMaker, answers: Answers) -> AsyncGenerator[list[dict[str, Any]], None]:
     begun, events = maker.unfinished(), EventMaker()
-    yield {"type": "response.created", "response": begun}
-    yield {"type": "response.in_progress", "response": begun}
-    async with contextlib.aclosing(answers.parts()) as parts:
-        async for part in parts:
-            if isinstance(part, AnswerDelta):
-                for event in events.of(part.delta.events):
-                    yield event
-                continue
-            output = part.outputs[0]
-            for event in events.end(_Result.of(output).status):
-                yield event
-            found = await call.state.workers.run(partial(maker.finished, output, events.items))
-            yield {"type": f"response.{found['status']}", "response": found}
+    yield [{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")]
+    async with contextlib.aclosing(answers.batches()) as batches:
+        async for parts in batches:
+            ready = [event for part in parts for event in _events_of(events, part)]
+            if ready:
+                yield ready
+            if isinstance(parts[-1], AnswerEnd):
+                output = parts[-1].outputs[0]
+                found = await call.state.workers.run(partial(maker.finished, output, events.items))
+                yield [{"type": f"response.{found['status']}", "response": found}]
+
+
+def _events_of(events: EventMaker, part: Part) -> Iterator[dict[str, Any]]:
+    if isinstance(part, AnswerDelta):
+        return events.of(part.delta.events)
+    return events.end(_Result.of(part.outputs[0]).status)
