@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from staticllm.server.api_error import ApiError
+from staticllm.server.api_error import SERVER, ApiError
 
 PREFIX, LM_STUDIO = "/v1", "/api/v0"
 
@@ -35,6 +35,27 @@ class PathMiddleware:
         return path in self._paths or any(path.startswith(known + "/") for known in self._paths)
 
 
+class ConnectionLimit:
+    """Answers requests with status 503 while there are more connections than ``limit``. ``on_refusal`` gets the errors."""
+
+    def __init__(
+        self, app: ASGIApp, limit: int, num_connections: Callable[[], int], on_refusal: Callable[[ApiError], object]
+    ) -> None:
+        self._app, self._limit, self._num_connections, self._on_refusal = app, limit, num_connections, on_refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._num_connections() <= self._limit:
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            503, f"more than {self._limit} connections are open: try again later, or serve with a larger --max-connections",
+            kind=SERVER, code="too_many_connections", headers={"Retry-After": "1", "Connection": "close"},
+            knob="--max-connections",
+        )  # fmt: skip
+        self._on_refusal(error)
+        await error.response(scope["path"])(scope, receive, send)
+
+
 async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
     """Return the body of a request.
 
@@ -52,8 +73,9 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
         return await asyncio.wait_for(_collected(request, max_bytes), seconds)
     except asyncio.TimeoutError:
         raise ApiError(
-            408, f"the body did not arrive within {seconds:g} seconds", code="timeout", headers={"Connection": "close"}
-        ) from None
+            408, f"the body did not arrive within {seconds:g} seconds: send it faster, or serve with larger --body-seconds",
+            code="timeout", headers={"Connection": "close"}, knob="--body-seconds",
+        ) from None  # fmt: skip
 
 
 async def _collected(request: Request, max_bytes: int) -> bytes:
@@ -128,4 +150,4 @@ def protocol_with(header_seconds: float) -> type[TimedProtocol]:
     return type("LimitedProtocol", (TimedProtocol,), {"header_seconds": header_seconds})
 
 
-__all__ = ["ClientDisconnect", "PathMiddleware", "protocol_with", "read_body", "wait_for_disconnect"]
+__all__ = ["ClientDisconnect", "ConnectionLimit", "PathMiddleware", "protocol_with", "read_body", "wait_for_disconnect"]

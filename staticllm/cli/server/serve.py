@@ -49,6 +49,11 @@ class _PortInUse(click.ClickException):
     "--grace", type=Number(0), default=10.0, show_default=True, help="Seconds for running answers at the end."
 )
 @click.option("--max-body-mb", type=click.IntRange(1, 1024), default=16, show_default=True, help="Largest request.")
+@click.option("--header-seconds", type=Number(0.1), default=10.0, show_default=True, help="Time for the headers of a request.")
+@click.option("--body-seconds", type=Number(0.1), default=60.0, show_default=True, help="Time for its body.")
+@click.option("--send-seconds", type=Number(0.1), default=120.0, show_default=True,
+              help="Close the connection of a client that takes nothing for so long.")  # fmt: skip
+@click.option("--max-connections", type=click.IntRange(1), default=1024, show_default=True, help="Connections at once.")
 @click.option("--access-log", metavar="FILE", help="Write a line of JSON per request to FILE; - for standard error.")
 @click.option("--otel", is_flag=True, help="Send spans of OpenTelemetry, to where its own variables (OTEL_…) say.")
 @click.option(
@@ -122,6 +127,10 @@ def _settings(options: dict[str, Any]) -> ServerSettings:
         runs_in="worker" if options["supervise"] else "daemon" if options["daemon"] else "process",
         grace=options["grace"],
         max_body=options["max_body_mb"] << 20,
+        header_seconds=options["header_seconds"],
+        body_seconds=options["body_seconds"],
+        send_seconds=options["send_seconds"],
+        max_connections=options["max_connections"],
         access_log=options["access_log"],
         has_spans=options["otel"],
     )

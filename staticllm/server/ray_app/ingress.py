@@ -27,7 +27,7 @@ from staticllm.server.served_model import ModelSpec
 BODY_SECONDS = 60.0
 METRICS_SECONDS = 5.0
 ENCODER_PATHS = {
-    "/embeddings": "embedding", "/api/embed": "embedding", "/api/embeddings": "embedding", "/rerank": "rerank",
+    "/embeddings": "embedding", "/api/embed": "embedding", "/api/embeddings": "embedding", "/rerank": "rerank", "/v2/rerank": "rerank",
 }  # fmt: skip
 
 
