@@ -1,15 +1,12 @@
-"""Limits of HTTP: paths in their known form, the size of bodies, and the time that headers and bodies may take."""
+"""Limits of HTTP: paths in their known form, the number of connections, the size of bodies, and the time that they take."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from staticllm.server.api_error import SERVER, ApiError
 
@@ -60,12 +57,9 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
     """Return the body of a request.
 
     Raises:
-        ApiError: its headers contradict each other (400), it is too large (413), or takes too long (408).
+        ApiError: it is too large (413), or takes too long (408).
         ClientDisconnect: the client has gone.
     """
-    if "transfer-encoding" in request.headers and "content-length" in request.headers:
-        message = "a request with both Content-Length and Transfer-Encoding says two lengths: send one of them"
-        raise ApiError(400, message, code="invalid_headers", headers={"Connection": "close"})
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > max_bytes:
         raise _too_large(max_bytes)
@@ -106,48 +100,4 @@ async def wait_for_disconnect(request: Request) -> None:
             return
 
 
-class TimedProtocol(H11Protocol):
-    """uvicorn's protocol, which closes connections whose next request takes longer than ``header_seconds`` to begin."""
-
-    header_seconds = 10.0
-
-    def __init__(self, config: Config, *arguments: Any, **options: Any) -> None:
-        super().__init__(config, *arguments, **options)
-        self._header_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_watching()
-        super().connection_lost(exc)
-
-    def _watch(self) -> None:
-        """Start the timer if headers are expected, and stop it if a request is in progress."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_watching()
-        elif self._header_timer is None and not self.transport.is_closing():
-            self._header_timer = self.loop.call_later(self.header_seconds, self._give_up)
-
-    def _stop_watching(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
-
-    def _give_up(self) -> None:
-        self._header_timer = None
-        if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
-            self.transport.close()
-
-
-def protocol_with(header_seconds: float) -> type[TimedProtocol]:
-    """Return the protocol with this limit."""
-    return type("LimitedProtocol", (TimedProtocol,), {"header_seconds": header_seconds})
-
-
-__all__ = ["ClientDisconnect", "ConnectionLimit", "PathMiddleware", "protocol_with", "read_body", "wait_for_disconnect"]
+__all__ = ["ClientDisconnect", "ConnectionLimit", "PathMiddleware", "read_body", "wait_for_disconnect"]
