@@ -41,7 +41,7 @@ class _PortInUse(click.ClickException):
 @click.option(
     "--max-waiting", type=click.IntRange(1), default=64, show_default=True, help="Requests that wait per model."
 )
-@click.option("--max-per-client", type=click.IntRange(1), help="Answers of one client at once.  [3/4 of all]")
+@click.option("--max-per-client", type=click.IntRange(1), help="Answers of one client at once.  [3/4 of all; all while it is alone]")
 @click.option("--memory-limit-mb", type=click.IntRange(1), help="Memory of all loaded models together, by estimate.")
 @click.option("--idle-unload", type=Number(0.1), metavar="SECONDS", help="Unload models that nobody used for so long.")
 @click.option("--lazy", is_flag=True, help="Load the first model by its first request, too.")
