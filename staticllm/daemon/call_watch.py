@@ -77,4 +77,8 @@ def _first_of(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _size_of(entry: Mapping[str, Any]) -> int:
     """Return about the bytes of an entry as JSON."""
-    return 400 + 12 * sum(len(entry.get(name, ())) for name in ("decode", "preempted")) + 30 * len(entry.get("prefill", ()))
+    return (
+        400
+        + 12 * sum(len(entry.get(name, ())) for name in ("decode", "preempted"))
+        + 30 * len(entry.get("prefill", ()))
+    )

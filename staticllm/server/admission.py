@@ -63,7 +63,8 @@ class _Place:
 class Admission:
     """The requests of one model: those that run, and a queue per client. Belongs to one event loop.
 
-    A client is known while it has something here, and for ``KNOWN_SECONDS`` afterwards. Of the clients below their limit, the one with the fewest running answers is next; among equals, the one that waited longest.
+    A client is known while it has something here, and for ``KNOWN_SECONDS`` afterwards. Of the clients below their limit, the one
+    with the fewest running answers is next; among equals, the one that waited longest.
     """
 
     def __init__(self, limits: AdmissionLimits) -> None:

@@ -17,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from staticllm.server.access import CLIENT
 from staticllm.server.api_error import ApiError, api_error_of, to_json
-from staticllm.server.http_limits import read_body, wait_for_disconnect
 from staticllm.server.http.json_limits import check_json
+from staticllm.server.http_limits import read_body, wait_for_disconnect
 from staticllm.server.state import ServerState
 from staticllm.server.telemetry.record import current_record
 

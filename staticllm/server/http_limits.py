@@ -57,9 +57,12 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
     """Return the body of a request.
 
     Raises:
-        ApiError: it is too large (413), or takes too long (408).
+        ApiError: its headers contradict each other (400), it is too large (413), or takes too long (408).
         ClientDisconnect: the client has gone.
     """
+    if "transfer-encoding" in request.headers and "content-length" in request.headers:  # behind another server's parser
+        message = "a request with both Content-Length and Transfer-Encoding says two lengths: send one of them"
+        raise ApiError(400, message, code="invalid_headers", headers={"Connection": "close"})
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > max_bytes:
         raise _too_large(max_bytes)

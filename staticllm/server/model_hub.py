@@ -256,7 +256,11 @@ class ModelHub:
         if not self._has_told_of_encoders:
             names = ", ".join(repr(model.spec.name) for model in self.models.values() if model.spec.kind != "chat")
             option = "--supervise" if self._settings.runs_in == "worker" else "--daemon"
-            _log.warning("%s run in the server's process: %s is for chat models, a crash of theirs ends the server", names, option)
+            _log.warning(
+                "%s run in the server's process: %s is for chat models, a crash of theirs ends the server",
+                names,
+                option,
+            )
         self._has_told_of_encoders = True
 
     async def _leave_home(self, model: ServedModel) -> None:

@@ -22,8 +22,8 @@ from staticllm.parent_watch import ParentWatch
 from staticllm.server.api_error import ApiError
 from staticllm.server.app import create_app
 from staticllm.server.endpoint import count_refusal
-from staticllm.server.http_limits import ConnectionLimit
 from staticllm.server.http.protocol import protocol_with
+from staticllm.server.http_limits import ConnectionLimit
 from staticllm.server.served_model import ModelSpec
 from staticllm.server.settings import ServerSettings
 from staticllm.server.sidecar.port_lock import PortInUseError, PortLock, server_at

@@ -10,9 +10,9 @@ from typing import Any
 
 from staticllm.errors import ClosedError
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+from staticllm.pipelines.profiling.engine_watch import EngineWatch, Watched
 from staticllm.pipelines.profiling.progress import RequestProgress
 from staticllm.pipelines.profiling.stats import Profiler, Stats
-from staticllm.pipelines.profiling.engine_watch import EngineWatch, Watched
 from staticllm.server.page.remote_watch import RemoteWatch
 from staticllm.server.served_model import ServedModel
 from staticllm.server.sidecar.model_home import ModelHome
@@ -51,7 +51,9 @@ class SchedulerFeed:
         head = {**self._document(now, NOTHING), "waiting_ms": waiting}
         if model.home is not None:  # another process knows the calls
             mirror = self._mirrors.setdefault(model.spec.name, RemoteWatch(self._origin))
-            return self._remote_reader(model, model.home, mirror, {**head, "limits": {**bounds, "kv_slots": None}}, after)
+            return self._remote_reader(
+                model, model.home, mirror, {**head, "limits": {**bounds, "kv_slots": None}}, after
+            )
         watch = self._watch(model.spec.name, pipeline.engine.profiler)
 
         def read() -> dict[str, Any]:

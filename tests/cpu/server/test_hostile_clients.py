@@ -73,7 +73,8 @@ SMUGGLED = {
     "length and coding": POST + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n" + HIDDEN,
     "coding and length": POST + b"transfer-encoding: chunked\r\ncontent-length: 3\r\n\r\n" + HIDDEN,
     "length and coding of a GET": GET + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n" + HIDDEN,
-    "coding of HTTP/1.0": b"POST /v1/completions HTTP/1.0\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n" + HIDDEN,
+    "coding of HTTP/1.0": b"POST /v1/completions HTTP/1.0\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    + HIDDEN,
     "coding twice": POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n" + HIDDEN,
     "unknown coding": POST + b"Transfer-Encoding: xchunked\r\n\r\n" + HIDDEN,
     "folded header": GET + b"X-One: a\r\n b\r\n\r\n",
@@ -160,7 +161,9 @@ def test_a_raw_path_leaves_no_folder(served, path):
     assert "\n" not in message and "\x00" not in message
 
 
-@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "demo/../demo", "..\\demo", "demo\x00", "C:\\x", "\n"])
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "/etc/passwd", "demo/../demo", "..\\demo", "demo\x00", "C:\\x", "\n"]
+)
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/embeddings", "/v1/rerank", "/api/chat", "/api/show"])
 def test_a_model_name_leaves_no_folder(served, path, name):
     fields = {
@@ -173,7 +176,17 @@ def test_a_model_name_leaves_no_folder(served, path, name):
     assert "\n" not in (error if isinstance(error, str) else error["message"])
 
 
-NOT_LOCAL = ["0.0.0.0", "::", "192.168.1.5", "fe80::1", "example.com", "", "127.0.0.1.evil.example", "localhost.evil", "[::]"]
+NOT_LOCAL = [
+    "0.0.0.0",
+    "::",
+    "192.168.1.5",
+    "fe80::1",
+    "example.com",
+    "",
+    "127.0.0.1.evil.example",
+    "localhost.evil",
+    "[::]",
+]
 
 
 @pytest.mark.parametrize("host", NOT_LOCAL)
@@ -262,7 +275,11 @@ def test_more_connections_than_allowed_are_503():
             until(lambda: len(held) == 4)
             refused = CLIENT.get(served.url + "/v1/models")
             error = refused.json()["error"]
-            assert refused.status_code == 503 and error["code"] == "too_many_connections" and refused.headers["retry-after"]
+            assert (
+                refused.status_code == 503
+                and error["code"] == "too_many_connections"
+                and refused.headers["retry-after"]
+            )
             assert "--max-connections" in error["message"] and "\n" not in error["message"]
         until(lambda: not held)
         assert CLIENT.get(served.url + "/v1/models").status_code == 200
@@ -282,7 +299,8 @@ def test_a_flood_of_tokenize_is_bounded_and_stops_no_stream():
                 held = asyncio.run_coroutine_threadsafe(work, served.loop)
                 assert is_closed.wait(SECONDS)
                 asked = [
-                    pool.submit(CLIENT.post, served.url + "/tokenize", json={"content": "a b c " * 100}) for _ in range(80)
+                    pool.submit(CLIENT.post, served.url + "/tokenize", json={"content": "a b c " * 100})
+                    for _ in range(80)
                 ]
                 until(lambda: sum(each.done() for each in asked) == 16)
                 for _ in range(5):
@@ -313,7 +331,15 @@ def slow_reader(served, request):
 def test_a_client_that_takes_nothing_is_left_after_a_time():
     """Its stream is cancelled, and its connection does not wait for what it never takes."""
     with serving(send_seconds=1.0, properties={"MIN_RESPONSE_LEN": 6000}) as served:
-        body = {**HELLO, "max_tokens": 5000, "ignore_eos": True, "stream": True, "n": 5, "logprobs": True, "temperature": 1}
+        body = {
+            **HELLO,
+            "max_tokens": 5000,
+            "ignore_eos": True,
+            "stream": True,
+            "n": 5,
+            "logprobs": True,
+            "temperature": 1,
+        }
         content = httpx.Request("POST", served.url, json=body).content
         head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(content)}\r\n\r\n"
         with slow_reader(served, head.encode() + content):

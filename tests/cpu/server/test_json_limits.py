@@ -72,7 +72,10 @@ def test_bodies_at_the_limits_pass():
 
 
 VALUES = st.recursive(
-    st.none() | st.integers() | st.text(alphabet='a",:[]{}\\\n\u00e9') | st.floats(allow_nan=False, allow_infinity=False),
+    st.none()
+    | st.integers()
+    | st.text(alphabet='a",:[]{}\\\n\u00e9')
+    | st.floats(allow_nan=False, allow_infinity=False),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(alphabet='a",:[]{}\\'), inner),
     max_leaves=20,
 )

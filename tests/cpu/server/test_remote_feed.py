@@ -51,7 +51,10 @@ def until(condition):
 
 
 def test_a_worker_tells_what_runs_and_what_each_call_held(run_folder, schema):
-    with serving(runs_in="worker", properties=PROPERTIES, max_per_client=2) as served, httpx.Client(timeout=SECONDS) as client:
+    with (
+        serving(runs_in="worker", properties=PROPERTIES, max_per_client=2) as served,
+        httpx.Client(timeout=SECONDS) as client,
+    ):
         seen, calls, ended = [], {}, {}
 
         def feed():
@@ -67,7 +70,8 @@ def test_a_worker_tells_what_runs_and_what_each_call_held(run_folder, schema):
         leave = threading.Event()
 
         def stream():
-            with httpx.stream("POST", served.url + CHAT, json={**BODY, "stream": True, "max_tokens": 3900}, timeout=SECONDS) as one:
+            body = {**BODY, "stream": True, "max_tokens": 3900}
+            with httpx.stream("POST", served.url + CHAT, json=body, timeout=SECONDS) as one:
                 for _ in one.iter_lines():
                     if leave.is_set():
                         return
@@ -76,9 +80,13 @@ def test_a_worker_tells_what_runs_and_what_each_call_held(run_folder, schema):
         for thread in threads:
             thread.start()
         try:
-            until(lambda: len(feed()["requests"]) == 2 and all(each["output_tokens"] > 5 for each in seen[-1]["requests"]))
+            until(
+                lambda: len(feed()["requests"]) == 2 and all(each["output_tokens"] > 5 for each in seen[-1]["requests"])
+            )
             ids = {each["id"] for each in seen[-1]["requests"]}
-            assert [each["status"] for each in seen[-1]["requests"]] == ["running"] * 2 and len(seen[-1]["waiting_ms"]) == 2
+            assert [each["status"] for each in seen[-1]["requests"]] == ["running"] * 2 and len(
+                seen[-1]["waiting_ms"]
+            ) == 2
             assert all(0 <= each["arrival"] <= seen[-1]["now"] for each in seen[-1]["requests"]), "one clock"
             assert seen[-1]["limits"]["kv_slots"] > 0
             until(lambda: feed() and ids <= {number for call in calls.values() for number in call["decode"]})
