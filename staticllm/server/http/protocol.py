@@ -73,7 +73,7 @@ class TimedProtocol(H11Protocol):
 
     def __init__(self, config: Config, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
-        self.conn = StrictConnection(h11.SERVER, MAX_HEAD)
+        self.conn = self._strict = StrictConnection(h11.SERVER, MAX_HEAD)
         self._header_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
@@ -107,7 +107,7 @@ class TimedProtocol(H11Protocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        flaw = self.conn.flaw
+        flaw = self._strict.flaw
         super().send_400_response(f"{msg.removesuffix('.')}: {flaw}." if flaw else msg)
         self.refused(ApiError(400, msg, code="invalid_http"))
 
