@@ -7,10 +7,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import HTTPError, Request, urlopen
 
 COMMAND = [sys.executable, "-m", "staticllm"]  # an application that ships the server names its executable here
 
@@ -22,14 +21,13 @@ class Sidecar:
         self.folder = tempfile.TemporaryDirectory()
         ready = Path(self.folder.name) / "ready.json"
         own = ["serve", "--port", "0", "--random-key", "--ready-file", str(ready), "--parent-pid", str(os.getpid())]
-        self.log = (Path(self.folder.name) / "log").open("w+", encoding="utf-8", errors="replace")
+        self.log = (Path(self.folder.name) / "log").open("wb")
         self.process = subprocess.Popen([*COMMAND, *own, *arguments], stdout=self.log, stderr=self.log)
         while not ready.exists():
             if self.process.poll() is not None:
-                self.log.seek(0)
-                lines = self.log.read().splitlines()
+                *_, last = ["it does not start", *Path(self.log.name).read_text("utf-8", "replace").splitlines()]
                 self.close()
-                raise RuntimeError(lines[-1] if lines else f"exit code {self.process.returncode}")
+                raise RuntimeError(last)
             time.sleep(0.05)
         self.ready = json.loads(ready.read_text(encoding="utf-8"))
 
@@ -37,18 +35,15 @@ class Sidecar:
         """Yield the pieces of an answer; closing the iterator stops it."""
         body = json.dumps({"messages": messages, "stream": True, **options}).encode()
         headers = {"Authorization": f"Bearer {self.ready['key']}", "Content-Type": "application/json"}
-        request = urllib.request.Request(self.ready["url"] + "/chat/completions", body, headers)
         try:
-            response = urllib.request.urlopen(request)
-        except urllib.error.HTTPError as error:
-            raise RuntimeError(json.load(error)["error"]["message"]) from None
-        with response:
-            for line in response:
-                if line.startswith(b"data: {"):
+            with urlopen(Request(self.ready["url"] + "/chat/completions", body, headers)) as response:
+                for line in filter(lambda line: line.startswith(b"data: {"), response):
                     event = json.loads(line[6:])
                     if "error" in event:
                         raise RuntimeError(event["error"]["message"])
                     yield from (choice["delta"].get("content") or "" for choice in event["choices"])
+        except HTTPError as error:
+            raise RuntimeError(json.load(error)["error"]["message"]) from None
 
     def close(self) -> None:
         self.process.terminate()
@@ -58,8 +53,8 @@ class Sidecar:
 
 
 if __name__ == "__main__":
-    question = {"role": "user", "content": " ".join(sys.argv[1:]) or "What is an NPU?"}
     with contextlib.closing(Sidecar()) as sidecar:
-        for piece in sidecar.chat([question], max_tokens=64):
+        content = " ".join(sys.argv[1:]) or "What is an NPU?"
+        for piece in sidecar.chat([{"role": "user", "content": content}], max_tokens=64):
             print(piece, end="", flush=True)
     print()

@@ -17,6 +17,7 @@ NPM = ("openai@^6.49", "ollama@^0.6.4")
 TESTS = (
     "test_clients.py",
     "test_npm_clients.py",
+    "test_recorded_requests.py",
     "test_conformance.py",
     "test_telemetry.py",
     "test_page.py",

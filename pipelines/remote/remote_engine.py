@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from staticllm.core import FinishReason
 from staticllm.errors import ClosedError, GenerationConfigError, ProcessLostError, StaticLLMError
@@ -105,6 +106,17 @@ class RemoteEngine:
         """
         self.check_process()
         return Stats(**self._connection.ask(Message(Kind.STATS, body={"of": "engine"})).body)
+
+    def calls_after(self, number: int) -> dict[str, Any]:
+        """Return what the daemon's engine does, over all programs that use it: ``CallWatch.after`` says what that is.
+
+        The engine is watched from now on, until nobody has asked for 15 seconds.
+
+        Raises:
+            ClosedError: the engine was closed, or the daemon has ended.
+        """
+        self.check_process()
+        return self._connection.ask(Message(Kind.STATS, body={"of": "calls", "after": number})).body
 
     def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
         """Raise an error: a recording holds the calls of all programs, and is made in the daemon.

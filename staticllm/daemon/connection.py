@@ -338,6 +338,9 @@ class ClientConnection:
     def _stats(self, message: Message) -> Message:
         if message.body.get("of") == "engine":
             return Message(Kind.OK, body=asdict(self._language_model(message.handle).engine.stats()))
+        if message.body.get("of") == "calls":
+            calls = self._language_model(message.handle).calls
+            return Message(Kind.OK, body=calls.after(whole_of(message, "after", 1 << 62)))
         return Message(Kind.OK, body=self._host.stats())
 
     def _stop(self, _: Message) -> Message:

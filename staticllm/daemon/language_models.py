@@ -10,6 +10,7 @@ from typing import Any
 import openvino_genai as genai
 
 from staticllm.core import OnProgress
+from staticllm.daemon.call_watch import CallWatch
 from staticllm.daemon.devices import Devices
 from staticllm.daemon.language_source import LanguageSource
 from staticllm.errors import ConfigError, ModelError, PromptError, StaticLLMError, last_line
@@ -34,6 +35,7 @@ class LanguageModel:
         self.id, self.launched, self.device = id, launched, launched.device
         self.engine = launched.engine
         self.engine.device_use = DeviceUse(devices.turns(launched.device), -id)
+        self.calls = CallWatch(self.engine)
 
     def describe(self) -> dict[str, Any]:
         """Return what a client's pipeline must know of the model, as JSON types."""

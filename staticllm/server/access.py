@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -42,9 +43,9 @@ class Origins:
 
 
 class Preflights(CORSMiddleware):
-    """Starlette's CORS, with the origins of the settings; preflights are answered with status 204."""
+    """Starlette's CORS, with the origins of the settings; preflights are answered with status 204. ``on_refusal`` gets errors."""
 
-    def __init__(self, app: ASGIApp, origins: Origins) -> None:
+    def __init__(self, app: ASGIApp, origins: Origins, on_refusal: Callable[[ApiError], object]) -> None:
         super().__init__(
             app,
             allow_methods=METHODS,
@@ -52,7 +53,7 @@ class Preflights(CORSMiddleware):
             allow_private_network=True,
             expose_headers=["Retry-After"],
         )
-        self._origins = origins
+        self._origins, self._on_refusal = origins, on_refusal
 
     def is_allowed_origin(self, origin: str) -> bool:
         return self._origins.allows(origin)
@@ -61,7 +62,9 @@ class Preflights(CORSMiddleware):
         response = super().preflight_response(request_headers)
         if response.status_code != 200:
             message = bytes(response.body).decode()
-            return ApiError(403, message, code="origin_not_allowed").response()
+            error = ApiError(403, message, code="origin_not_allowed", knob="--allowed-origins")
+            self._on_refusal(error)
+            return error.response()
         headers = {
             name: value for name, value in response.headers.items() if name not in ("content-length", "content-type")
         }
@@ -72,11 +75,13 @@ class AccessMiddleware:
     """Refuses requests with a wrong key, of a foreign origin, or for a foreign host name; names the client of the others.
 
     A web page that rebinds its own host name to this machine has an origin that equals the host name, so without keys a server
-    that only this machine can reach answers to local host names only.
+    that only this machine can reach answers to local host names only. ``on_refusal`` gets the errors.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, origins: Origins) -> None:
-        self._app, self._origins = app, origins
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, origins: Origins, on_refusal: Callable[[ApiError], object]
+    ) -> None:
+        self._app, self._origins, self._on_refusal = app, origins, on_refusal
         self._keys = [_digest(key) for key in settings.api_keys]
         self._checks_host = settings.is_local and not settings.api_keys
 
@@ -86,6 +91,7 @@ class AccessMiddleware:
             return
         error = self.refusal(scope)
         if error is not None:
+            self._on_refusal(error)
             await error.response(scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -102,6 +108,7 @@ class AccessMiddleware:
                 403,
                 f"the origin {origin[:200]!r} is not allowed: serve with --allowed-origins",
                 code="origin_not_allowed",
+                knob="--allowed-origins",
             )
         number = self._key_of(headers.get("authorization", ""))
         if self._keys and number is None and scope["path"] not in OPEN_PATHS:

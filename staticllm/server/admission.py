@@ -13,21 +13,32 @@ from staticllm.server.api_error import ApiError, busy
 
 @dataclass(frozen=True)
 class AdmissionLimits:
-    """``max_running`` answers run at once, of one client ``max_per_client``; ``max_waiting`` others wait."""
+    """``max_running`` answers run at once, of one client ``max_per_client``; ``max_waiting`` others wait.
+
+    A client has up to ``max_alone`` while no other is known; None for ``max_per_client``.
+    """
 
     max_running: int
     max_per_client: int
     max_waiting: int
+    max_alone: int | None = None
 
     @classmethod
     def of(cls, num_seqs: int, max_per_client: int | None, max_waiting: int) -> AdmissionLimits:
         """Return the limits for a model that decodes ``num_seqs`` answers together.
 
         A quarter more may enter, so that the engine always has a next request. By default one client gets three quarters of
-        ``num_seqs``; the rest is free for others at any time.
+        ``num_seqs``, and all while it is alone. Its running answers are not interrupted for a newcomer, but the quarter is free
+        for it: it enters at once, and decodes when the first of them has ended.
         """
-        share = max(1, num_seqs * 3 // 4) if max_per_client is None else max_per_client
-        return cls(num_seqs + max(1, num_seqs // 4), share, max_waiting)
+        max_running = num_seqs + max(1, num_seqs // 4)
+        if max_per_client is not None:
+            return cls(max_running, max_per_client, max_waiting)
+        return cls(max_running, max(1, num_seqs * 3 // 4), max_waiting, max_alone=num_seqs)
+
+
+KNOWN_SECONDS = 60.0
+"""Seconds after its last request for which a client is known, so that places are kept for it."""
 
 
 @dataclass
@@ -52,7 +63,8 @@ class _Place:
 class Admission:
     """The requests of one model: those that run, and a queue per client. Belongs to one event loop.
 
-    Of the clients below their limit, the one with the fewest running answers is next; among equals, the one that waited longest.
+    A client is known while it has something here, and for ``KNOWN_SECONDS`` afterwards. Of the clients below their limit, the one
+    with the fewest running answers is next; among equals, the one that waited longest.
     """
 
     def __init__(self, limits: AdmissionLimits) -> None:
@@ -61,6 +73,7 @@ class Admission:
         self._clients: dict[str, _Client] = {}
         self._turns = itertools.count(1)
         self._places: dict[_Place, None] = {}  # in the order of their arrival
+        self._last_seen: dict[str, float] = {}  # the last two clients: one of them is not the one that asks
         self.num_running = 0
 
     async def enter(self, client: str, is_request: bool = True) -> None:
@@ -72,6 +85,7 @@ class Admission:
             ApiError: ``max_waiting`` requests wait (status 429).
         """
         entry = self._clients.setdefault(client, _Client())
+        self._see(client)
         if not entry.waiting and self._has_room(client):
             self._take(client)
             return
@@ -138,6 +152,7 @@ class Admission:
         self.num_running -= 1
         if not self._running[client]:
             del self._running[client]
+        self._see(client)
         self._admit()
         self._forget(client)
 
@@ -158,7 +173,21 @@ class Admission:
 
     def _has_room(self, client: str) -> bool:
         limits = self.limits
-        return self.num_running < limits.max_running and self._running[client] < limits.max_per_client
+        is_free = self._running[client] < limits.max_per_client
+        if not is_free and limits.max_alone is not None and self._running[client] < limits.max_alone:
+            is_free = self._is_alone(client)
+        return is_free and self.num_running < limits.max_running
+
+    def _is_alone(self, client: str) -> bool:
+        now = time.monotonic()
+        is_known = any(name != client and now - seen < KNOWN_SECONDS for name, seen in self._last_seen.items())
+        return not is_known and all(name == client for name in self._clients)
+
+    def _see(self, client: str) -> None:
+        self._last_seen.pop(client, None)
+        while len(self._last_seen) > 1:
+            del self._last_seen[next(iter(self._last_seen))]
+        self._last_seen[client] = time.monotonic()
 
     def _take(self, client: str) -> None:
         self._running[client] += 1

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from staticllm.server.access import AccessMiddleware, Origins, Preflights
 from staticllm.server.api_error import ApiError, json_response
 from staticllm.server.catalog import routes as catalog
-from staticllm.server.endpoint import endpoint, guarded
+from staticllm.server.endpoint import count_refusal, endpoint, guarded
 from staticllm.server.http_limits import PathMiddleware
 from staticllm.server.lifecycle import LifecycleMiddleware
 from staticllm.server.ollama import routes as ollama
@@ -29,7 +31,7 @@ from staticllm.server.page.routes import add_page_routes
 from staticllm.server.responses.fields import ResponsesRequest
 from staticllm.server.responses.routes import add_responses_routes
 from staticllm.server.state import ServerState
-from staticllm.server.telemetry.middleware import TelemetryMiddleware
+from staticllm.server.telemetry.middleware import Sink, TelemetryMiddleware
 from staticllm.server.telemetry.sinks import make_sinks
 
 OPENAI_POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
@@ -37,6 +39,7 @@ OPENAI_POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
     ("/v1/completions", CompletionRequest, completions),
     ("/v1/embeddings", EmbeddingsRequest, embeddings),
     ("/v1/rerank", RerankRequest, rerank),
+    ("/v2/rerank", RerankRequest, rerank),
     ("/tokenize", TokenizeRequest, tokenize),
     ("/detokenize", DetokenizeRequest, detokenize),
 )
@@ -80,16 +83,31 @@ def create_app(state: ServerState) -> FastAPI:
         )
     responses_paths = add_responses_routes(app, state, _body_schema(ResponsesRequest))
     page_paths = add_page_routes(app, state)
-    app.add_exception_handler(HTTPException, _http_error)
+    _add_heads(app)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    origins = Origins(state.settings)  # the last layer that is added is the first that a request passes
-    app.add_middleware(LifecycleMiddleware, lifecycle=state.lifecycle)
-    app.add_middleware(AccessMiddleware, settings=state.settings, origins=origins)
-    app.add_middleware(Preflights, origins=origins)
-    app.add_middleware(TelemetryMiddleware, sinks=sinks)
     paths = [path for path, *_ in POSTS] + [*gets, SCHEMA, *ollama.REFUSED, *responses_paths, *page_paths]
-    app.add_middleware(PathMiddleware, paths=paths)
+    _add_layers(app, state, sinks, paths)
     return app
+
+
+def _add_layers(app: FastAPI, state: ServerState, sinks: Sequence[Sink], paths: Sequence[str]) -> None:
+    """Add what every request passes, and count what is refused there."""
+
+    def refused(error: ApiError) -> None:
+        count_refusal(state, error)
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        found = _http_error(request, error)
+        refused(found)
+        return found.response(request.scope["path"])
+
+    app.add_exception_handler(HTTPException, http_error)
+    origins = Origins(state.settings)  # the last layer that is added is the first that a request passes
+    app.add_middleware(LifecycleMiddleware, lifecycle=state.lifecycle, on_refusal=refused)
+    app.add_middleware(AccessMiddleware, settings=state.settings, origins=origins, on_refusal=refused)
+    app.add_middleware(Preflights, origins=origins, on_refusal=refused)
+    app.add_middleware(TelemetryMiddleware, sinks=sinks)
+    app.add_middleware(PathMiddleware, paths=paths)
 
 
 def _gets(state: ServerState) -> dict[str, Callable[[Request], Awaitable[Response]]]:
@@ -129,15 +147,22 @@ def _health(state: ServerState) -> Response:
     return json_response(body, 200 if is_ready else 503, headers)
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    """Return the answer for an unknown path or method, in the form of all errors."""
+def _add_heads(app: FastAPI) -> None:
+    """Let each route of GET answer HEAD as well: the same headers, without the body, which uvicorn leaves out."""
+    for route in list(app.routes):
+        if isinstance(route, APIRoute) and route.methods == {"GET"}:
+            app.router.routes.append(Route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False))
+
+
+def _http_error(request: Request, error: Exception) -> ApiError:
+    """Return the error for an unknown path or method, in the form of all errors."""
     assert isinstance(error, HTTPException)
     path, method = request.scope["path"], request.method
     is_unknown = error.status_code in (404, 405)
     shown = "".join(each if each.isprintable() else "\ufffd" for each in path[:200])
     message = f"{method} {shown} is not served: {SCHEMA} lists what is" if is_unknown else str(error.detail)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    return ApiError(error.status_code, message, code=code, headers=error.headers).response(path)
+    return ApiError(error.status_code, message, code=code, headers=error.headers)
 
 
 def _body_schema(kind: type[BaseModel]) -> dict[str, Any]:

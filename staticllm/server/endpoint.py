@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from staticllm.server.access import CLIENT
 from staticllm.server.api_error import ApiError, api_error_of
+from staticllm.server.http.json_limits import check_json
 from staticllm.server.http_limits import read_body, wait_for_disconnect
 from staticllm.server.served_model import ServedModel
 from staticllm.server.state import ServerState
@@ -121,8 +122,9 @@ def parsed(kind: type[Body], data: bytes) -> Body:
     """Return the checked body of a request. Fields that are null count as absent.
 
     Raises:
-        ApiError: it is no JSON object, has an unknown field, or a field has an impossible value.
+        ApiError: it is no JSON object, has too many parts or an unknown field, or a field has an impossible value.
     """
+    check_json(data)
     try:
         values = from_json(data, allow_inf_nan=False)
     except ValueError as error:

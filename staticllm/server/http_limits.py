@@ -1,17 +1,14 @@
-"""Limits of HTTP: paths in their known form, the size of bodies, and the time that headers and bodies may take."""
+"""Limits of HTTP: paths in their known form, the number of connections, the size of bodies, and the time that they take."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from staticllm.server.api_error import ApiError
+from staticllm.server.api_error import SERVER, ApiError
 
 PREFIX, LM_STUDIO = "/v1", "/api/v0"
 
@@ -35,6 +32,27 @@ class PathMiddleware:
         return path in self._paths or any(path.startswith(known + "/") for known in self._paths)
 
 
+class ConnectionLimit:
+    """Answers requests with status 503 while there are more connections than ``limit``. ``on_refusal`` gets the errors."""
+
+    def __init__(
+        self, app: ASGIApp, limit: int, num_connections: Callable[[], int], on_refusal: Callable[[ApiError], object]
+    ) -> None:
+        self._app, self._limit, self._num_connections, self._on_refusal = app, limit, num_connections, on_refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._num_connections() <= self._limit:
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            503, f"more than {self._limit} connections are open: try again later, or serve with a larger --max-connections",
+            kind=SERVER, code="too_many_connections", headers={"Retry-After": "1", "Connection": "close"},
+            knob="--max-connections",
+        )  # fmt: skip
+        self._on_refusal(error)
+        await error.response(scope["path"])(scope, receive, send)
+
+
 async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
     """Return the body of a request.
 
@@ -42,7 +60,7 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
         ApiError: its headers contradict each other (400), it is too large (413), or takes too long (408).
         ClientDisconnect: the client has gone.
     """
-    if "transfer-encoding" in request.headers and "content-length" in request.headers:
+    if "transfer-encoding" in request.headers and "content-length" in request.headers:  # behind another server's parser
         message = "a request with both Content-Length and Transfer-Encoding says two lengths: send one of them"
         raise ApiError(400, message, code="invalid_headers", headers={"Connection": "close"})
     length = request.headers.get("content-length", "0")
@@ -52,8 +70,9 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
         return await asyncio.wait_for(_collected(request, max_bytes), seconds)
     except asyncio.TimeoutError:
         raise ApiError(
-            408, f"the body did not arrive within {seconds:g} seconds", code="timeout", headers={"Connection": "close"}
-        ) from None
+            408, f"the body did not arrive within {seconds:g} seconds: send it faster, or serve with larger --body-seconds",
+            code="timeout", headers={"Connection": "close"}, knob="--body-seconds",
+        ) from None  # fmt: skip
 
 
 async def _collected(request: Request, max_bytes: int) -> bytes:
@@ -84,48 +103,4 @@ async def wait_for_disconnect(request: Request) -> None:
             return
 
 
-class TimedProtocol(H11Protocol):
-    """uvicorn's protocol, which closes connections whose next request takes longer than ``header_seconds`` to begin."""
-
-    header_seconds = 10.0
-
-    def __init__(self, config: Config, *arguments: Any, **options: Any) -> None:
-        super().__init__(config, *arguments, **options)
-        self._header_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_watching()
-        super().connection_lost(exc)
-
-    def _watch(self) -> None:
-        """Start the timer if headers are expected, and stop it if a request is in progress."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_watching()
-        elif self._header_timer is None and not self.transport.is_closing():
-            self._header_timer = self.loop.call_later(self.header_seconds, self._give_up)
-
-    def _stop_watching(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
-
-    def _give_up(self) -> None:
-        self._header_timer = None
-        if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
-            self.transport.close()
-
-
-def protocol_with(header_seconds: float) -> type[TimedProtocol]:
-    """Return the protocol with this limit."""
-    return type("LimitedProtocol", (TimedProtocol,), {"header_seconds": header_seconds})
-
-
-__all__ = ["ClientDisconnect", "PathMiddleware", "protocol_with", "read_body", "wait_for_disconnect"]
+__all__ = ["ClientDisconnect", "ConnectionLimit", "PathMiddleware", "read_body", "wait_for_disconnect"]

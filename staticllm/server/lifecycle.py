@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -72,10 +73,10 @@ class Lifecycle:
 
 
 class LifecycleMiddleware:
-    """Counts requests, and refuses new ones with status 503 while the server stops."""
+    """Counts requests, and refuses new ones with status 503 while the server stops. ``on_refusal`` gets the errors."""
 
-    def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
-        self._app, self._lifecycle = app, lifecycle
+    def __init__(self, app: ASGIApp, lifecycle: Lifecycle, on_refusal: Callable[[ApiError], object]) -> None:
+        self._app, self._lifecycle, self._on_refusal = app, lifecycle, on_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_WHILE_STOPPING:
@@ -86,6 +87,7 @@ class LifecycleMiddleware:
                 503, "the server is stopping", kind=SERVER, code="stopping",
                 headers={"Retry-After": "5", "Connection": "close"},
             )  # fmt: skip
+            self._on_refusal(error)
             await error.response(scope["path"])(scope, receive, send)
             return
         self._lifecycle.begin()

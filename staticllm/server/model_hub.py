@@ -45,6 +45,7 @@ class ModelHub:
         self.first_load: asyncio.Task[None] | None = None  # of the first model, if it is loaded at the start
         self._is_closed = False
         self._num_waiting = 0
+        self._has_told_of_encoders = False
 
     def start(self) -> None:
         """Begin to load the first model, unless the settings say otherwise, and watch for idle ones."""
@@ -236,8 +237,11 @@ class ModelHub:
     def _home_of(self, model: ServedModel) -> ModelHome | None:
         """Return the other process in which a model is loaded; None for this one."""
         kinds: dict[str, type[ModelHome]] = {"daemon": ModelHome, "worker": WorkerHome}
-        kind = kinds.get(self._settings.runs_in) if model.spec.kind == "chat" else None
+        kind = kinds.get(self._settings.runs_in)
         if kind is None:
+            return None
+        if model.spec.kind != "chat":
+            self._tell_of_encoders()
             return None
         loop = asyncio.get_running_loop()
 
@@ -246,6 +250,18 @@ class ModelHub:
                 loop.call_soon_threadsafe(self._revive, model)
 
         return kind(model.spec.name, on_lost)
+
+    def _tell_of_encoders(self) -> None:
+        """Log once that encoders run in this process: workers and the daemon have engines, which serve chat models only."""
+        if not self._has_told_of_encoders:
+            names = ", ".join(repr(model.spec.name) for model in self.models.values() if model.spec.kind != "chat")
+            option = "--supervise" if self._settings.runs_in == "worker" else "--daemon"
+            _log.warning(
+                "%s run in the server's process: %s is for chat models, a crash of theirs ends the server",
+                names,
+                option,
+            )
+        self._has_told_of_encoders = True
 
     async def _leave_home(self, model: ServedModel) -> None:
         home, model.home = model.home, None

@@ -19,8 +19,11 @@ import uvicorn
 
 from staticllm.errors import ConfigError, StaticLLMError
 from staticllm.parent_watch import ParentWatch
+from staticllm.server.api_error import ApiError
 from staticllm.server.app import create_app
-from staticllm.server.http_limits import protocol_with
+from staticllm.server.endpoint import count_refusal
+from staticllm.server.http.protocol import protocol_with
+from staticllm.server.http_limits import ConnectionLimit
 from staticllm.server.served_model import ModelSpec
 from staticllm.server.settings import ServerSettings
 from staticllm.server.sidecar.port_lock import PortInUseError, PortLock, server_at
@@ -78,15 +81,21 @@ class GracefulServer(uvicorn.Server):
     def __init__(self, state: ServerState, on_ready: Callable[[], object] = lambda: None) -> None:
         settings, self._on_ready = state.settings, on_ready
         self.error: StaticLLMError | None = None
+
+        def refused(error: ApiError) -> None:
+            count_refusal(state, error)
+
+        app = ConnectionLimit(
+            create_app(state), settings.max_connections, lambda: len(self.server_state.connections), refused
+        )
         config = uvicorn.Config(
-            create_app(state),
-            http=protocol_with(settings.header_seconds),
+            app,
+            http=protocol_with(settings, refused),
             ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=settings.max_connections,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=CLOSE_SECONDS,
         )

@@ -28,7 +28,8 @@ class ServerSettings:
         properties: The properties that chat models are loaded with.
         runs_in: Where chat models run: in this ``process``, in a ``worker`` process each, or in the ``daemon`` of this user.
         max_waiting: The most requests per model that wait for their turn; more are refused with status 429.
-        max_per_client: The most answers of one client that run at once; None for three quarters of what a model runs at once.
+        max_per_client: The most answers of one client that run at once; None for three quarters of what a model
+            runs at once, and all while it is alone.
         memory_limit: Bytes of all loaded models together, by estimate; None for no limit.
         idle_unload: Seconds after its last request after which a model is unloaded; None for never.
         is_lazy: Whether the first model is loaded by its first request, not at the start.

@@ -53,7 +53,7 @@ class Kind(IntEnum):
     SUBMIT = 21  # handle: model; number of the request; request -> OK, and then OUTPUT, OUTPUT, …
     OUTPUT = 22  # number of the request; outputs; flag LAST when the request has ended
     CANCEL = 23  # request, index, reason -> OK
-    STATS = 24  # -> OK: the daemon's statistics
+    STATS = 24  # -> OK: the daemon's statistics; of: engine, or of: calls with after, handle: model -> OK: those of its engine
     STOP = 25  # -> OK; the daemon ends
     PING = 26  # -> OK
     TRACE = 28  # action: begin -> OK; action: end, path -> OK: events

@@ -13,6 +13,7 @@ from staticllm.errors import ConfigError
 Command = TypeVar("Command", bound=Callable[..., Any])
 ONE_MACHINE = (
     "max_waiting", "max_per_client", "memory_limit_mb", "idle_unload", "lazy",
+    "header_seconds", "body_seconds", "send_seconds", "max_connections",
     "supervise", "daemon", "random_key", "ready_fd", "ready_file", "parent_pid", "access_log", "otel",
 )  # fmt: skip
 """Options of a server of one machine: a cluster decides about the first ones by replicas, and belongs to no application."""

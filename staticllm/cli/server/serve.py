@@ -41,7 +41,11 @@ class _PortInUse(click.ClickException):
 @click.option(
     "--max-waiting", type=click.IntRange(1), default=64, show_default=True, help="Requests that wait per model."
 )
-@click.option("--max-per-client", type=click.IntRange(1), help="Answers of one client at once.  [3/4 of all]")
+@click.option(
+    "--max-per-client",
+    type=click.IntRange(1),
+    help="Answers of one client at once.  [3/4, or all if it is alone]",
+)
 @click.option("--memory-limit-mb", type=click.IntRange(1), help="Memory of all loaded models together, by estimate.")
 @click.option("--idle-unload", type=Number(0.1), metavar="SECONDS", help="Unload models that nobody used for so long.")
 @click.option("--lazy", is_flag=True, help="Load the first model by its first request, too.")
@@ -49,6 +53,13 @@ class _PortInUse(click.ClickException):
     "--grace", type=Number(0), default=10.0, show_default=True, help="Seconds for running answers at the end."
 )
 @click.option("--max-body-mb", type=click.IntRange(1, 1024), default=16, show_default=True, help="Largest request.")
+@click.option(
+    "--header-seconds", type=Number(0.1), default=10.0, show_default=True, help="Time for the headers of a request."
+)
+@click.option("--body-seconds", type=Number(0.1), default=60.0, show_default=True, help="Time for its body.")
+@click.option("--send-seconds", type=Number(0.1), default=120.0, show_default=True,
+              help="Close the connection of a client that takes nothing for so long.")  # fmt: skip
+@click.option("--max-connections", type=click.IntRange(1), default=1024, show_default=True, help="Connections at once.")
 @click.option("--access-log", metavar="FILE", help="Write a line of JSON per request to FILE; - for standard error.")
 @click.option("--otel", is_flag=True, help="Send spans of OpenTelemetry, to where its own variables (OTEL_…) say.")
 @click.option(
@@ -122,6 +133,10 @@ def _settings(options: dict[str, Any]) -> ServerSettings:
         runs_in="worker" if options["supervise"] else "daemon" if options["daemon"] else "process",
         grace=options["grace"],
         max_body=options["max_body_mb"] << 20,
+        header_seconds=options["header_seconds"],
+        body_seconds=options["body_seconds"],
+        send_seconds=options["send_seconds"],
+        max_connections=options["max_connections"],
         access_log=options["access_log"],
         has_spans=options["otel"],
     )

@@ -25,8 +25,8 @@ from staticllm.server.openai.reasons import finish_reason
 from staticllm.server.openai.sampling import max_new_tokens, sampling_options
 from staticllm.server.served_model import ServedModel
 
-Texts = Annotated[list[str], Field(fail_fast=True, min_length=1)]
-Prompts = str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True, min_length=1)]
+Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_ANSWERS)]
+Prompts = str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MAX_ANSWERS)]
 DEFAULT_TOKENS = 16
 """OpenAI's number of tokens for requests that do not say it."""
 

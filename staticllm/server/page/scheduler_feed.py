@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
 
+from staticllm.errors import ClosedError
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+from staticllm.pipelines.profiling.engine_watch import EngineWatch, Watched
 from staticllm.pipelines.profiling.progress import RequestProgress
 from staticllm.pipelines.profiling.stats import Profiler, Stats
-from staticllm.server.page.engine_watch import EngineWatch, Watched
+from staticllm.server.page.remote_watch import RemoteWatch
 from staticllm.server.served_model import ServedModel
+from staticllm.server.sidecar.model_home import ModelHome
 
 WATCH_SECONDS = 15.0
 """An engine is no longer watched when the feed was not read for this long."""
@@ -27,6 +31,7 @@ class SchedulerFeed:
     def __init__(self) -> None:
         self._origin = time.perf_counter()
         self._watches: dict[str, _Watching] = {}
+        self._mirrors: dict[str, RemoteWatch] = {}  # of models in other processes
 
     def reader(self, model: ServedModel, device: str, after: int) -> Callable[[], dict[str, Any]]:
         """Return a function that returns the state of a chat model as JSON, with what came after the record ``after``.
@@ -35,8 +40,7 @@ class SchedulerFeed:
         """
         pipeline, admission, now = model.pipeline, model.admission, time.perf_counter()
         if not isinstance(pipeline, StaticLLMPipeline) or admission is None:
-            known = self._watches.get(model.spec.name)
-            return lambda: self._document(now, NOTHING if known is None else known.watch.since(after))
+            return lambda: self._document(now, self._known(model.spec.name, after))
         limits, waiting = admission.limits, [round((now - since) * 1e3, 3) for since in admission.waiting_since]
         bounds = {
             "num_seqs": model.num_seqs(device),
@@ -46,8 +50,10 @@ class SchedulerFeed:
         }
         head = {**self._document(now, NOTHING), "waiting_ms": waiting}
         if model.home is not None:  # another process knows the calls
-            totals = {"limits": {**bounds, "kv_slots": None}}
-            return lambda: {**head, **totals, "totals": None if model.is_lost else totals_of(pipeline.stats())}
+            mirror = self._mirrors.setdefault(model.spec.name, RemoteWatch(self._origin))
+            return self._remote_reader(
+                model, model.home, mirror, {**head, "limits": {**bounds, "kv_slots": None}}, after
+            )
         watch = self._watch(model.spec.name, pipeline.engine.profiler)
 
         def read() -> dict[str, Any]:
@@ -62,10 +68,40 @@ class SchedulerFeed:
 
         return read
 
+    def _remote_reader(
+        self, model: ServedModel, home: ModelHome, mirror: RemoteWatch, head: dict[str, Any], after: int
+    ) -> Callable[[], dict[str, Any]]:
+        """Return the function that reads what the process ``home`` knows; it waits for an answer of that process."""
+
+        def read() -> dict[str, Any]:
+            state = None
+            if not model.is_lost:
+                with contextlib.suppress(ClosedError):  # it has ended just now
+                    state = mirror.read(home)
+            found = mirror.log.since(after)
+            told = {"calls": found.calls, "ended": found.ended, "cursor": found.cursor, "dropped": found.num_dropped}
+            if state is None:
+                return {**head, **told}
+            return {
+                **head,
+                **told,
+                "requests": [self._request(each) for each in state.requests],
+                "totals": totals_of(state.stats),
+                "limits": {**head["limits"], "kv_slots": state.num_slots},
+            }
+
+        return read
+
     def close(self) -> None:
         """Watch no more."""
         for name in list(self._watches):
             self._end(name)
+
+    def _known(self, name: str, after: int) -> Watched:
+        """Return what is known of a model that is not loaded."""
+        if name in self._mirrors:
+            return self._mirrors[name].log.since(after)
+        return self._watches[name].watch.since(after) if name in self._watches else NOTHING
 
     def _document(self, now: float, watched: Watched) -> dict[str, Any]:
         return {

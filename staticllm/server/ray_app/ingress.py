@@ -15,7 +15,8 @@ from starlette.responses import Response, StreamingResponse
 from staticllm.server.api_error import ApiError, to_json
 from staticllm.server.app import METRICS, METRICS_TYPE
 from staticllm.server.endpoint import CLIENT_GONE
-from staticllm.server.http_limits import read_body
+from staticllm.server.http.json_limits import check_json
+from staticllm.server.http_limits import LM_STUDIO, PREFIX, read_body
 from staticllm.server.ray_app.cluster_metrics import joined
 from staticllm.server.ray_app.cluster_settings import ClusterSettings
 from staticllm.server.ray_app.messages import ReplicaRequest, prompt_of
@@ -27,7 +28,8 @@ from staticllm.server.served_model import ModelSpec
 BODY_SECONDS = 60.0
 METRICS_SECONDS = 5.0
 ENCODER_PATHS = {
-    "/embeddings": "embedding", "/api/embed": "embedding", "/api/embeddings": "embedding", "/rerank": "rerank",
+    "/embeddings": "embedding", "/api/embed": "embedding", "/api/embeddings": "embedding",
+    "/rerank": "rerank", "/v2/rerank": "rerank",
 }  # fmt: skip
 
 
@@ -48,8 +50,7 @@ class Ingress:
         try:
             body = await read_body(request, self._settings.max_body, BODY_SECONDS)
             path = request.url.path.rstrip("/")
-            values = await asyncio.to_thread(_values, body)
-            relay = self._relay(request, body, values)
+            relay = await asyncio.to_thread(self._relay, request, body)
             head = await relay.begin()
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
@@ -68,8 +69,14 @@ class Ingress:
         pages = {page[0]: page[1] for each in found for page in each if isinstance(page, tuple)}
         return await asyncio.to_thread(joined, pages)
 
-    def _relay(self, request: Request, body: bytes, values: dict[str, Any]) -> Relay:
-        path = "/" + request.url.path.strip("/").removeprefix("v1/")
+    def _relay(self, request: Request, body: bytes) -> Relay:
+        """Read a request, and return its way to a replica. Runs in a thread: long bodies take long.
+
+        Raises:
+            ApiError: the body has too many parts to be parsed.
+        """
+        check_json(body)
+        values, path = _values(body), endpoint_of(request.url.path)
         kind = ENCODER_PATHS.get(path, "chat")
         name = self._model_of(values, kind) if request.method == "POST" else ""  # what is only looked at loads no model
         group = "chat" if self._kinds.get(name, kind) == "chat" else "encoder"
@@ -95,6 +102,15 @@ class Ingress:
         if name is None:
             return next((name for name, each in self._kinds.items() if each == kind), "")
         return name if isinstance(name, str) and name in self._kinds else ""
+
+
+def endpoint_of(path: str) -> str:
+    """Return a path without its prefix, ``/v1`` or LM Studio's ``/api/v0``, and without slashes at its end."""
+    path = "/" + path.strip("/")
+    for prefix in (PREFIX, LM_STUDIO):
+        if path.startswith(prefix + "/"):
+            return path.removeprefix(prefix)
+    return path
 
 
 def _values(body: bytes) -> dict[str, Any]:

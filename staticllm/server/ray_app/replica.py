@@ -30,7 +30,8 @@ class Replica:
     def __init__(self, specs: Sequence[ModelSpec], settings: ClusterSettings) -> None:
         self._state = ServerState.of(specs, settings.of_replica())
         self._app = create_app(self._state)
-        self._access = AccessMiddleware(self._app, self._state.settings, Origins(self._state.settings))
+        own = self._state.settings
+        self._access = AccessMiddleware(self._app, own, Origins(own), lambda error: None)  # the application counts it
         self._watch = DeviceWatch()
         self._start: asyncio.Task[Any] | None = None
         self._keep = serve.multiplexed(max_num_models_per_replica=settings.models_per_replica)(self._loaded())

@@ -13,10 +13,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from staticllm.errors import ProcessLostError
+from staticllm.errors import ClosedError, ProcessLostError
 from staticllm.pipelines.blobs.crashes import LIMIT, count_crash, crash_name, quarantine_text
 from staticllm.pipelines.blobs.used_sets import forget_sets, read_sets
 from staticllm.pipelines.remote.daemon_home import UserDaemon
@@ -57,6 +58,17 @@ class ModelHome(UserDaemon):
     def is_lost(self) -> bool:
         """Whether the model was loaded here, and its process has ended."""
         return self._engine is not None and not self._engine.is_connected
+
+    def calls_after(self, number: int) -> dict[str, Any]:
+        """Return what the engine of the model does, from the call ``number`` on. Any thread may call.
+
+        Raises:
+            ClosedError: no model is loaded, or its process has ended.
+        """
+        engine = self._engine
+        if engine is None:
+            raise ClosedError("the model is not loaded")
+        return engine.calls_after(number)
 
     def reconnect(self) -> None:
         """Load the model again. Takes as long as loading.

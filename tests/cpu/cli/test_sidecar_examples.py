@@ -112,10 +112,10 @@ def test_a_crash_of_the_model_is_an_error_and_the_next_question_is_answered(monk
 def test_the_clients_are_short_and_need_no_package():
     text = (EXAMPLES / "sidecar_client.py").read_text(encoding="utf-8")
     imported = [line.split()[1].split(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))]
-    assert set(imported) <= sys.stdlib_module_names and len(text.splitlines()) <= 66
+    assert set(imported) <= sys.stdlib_module_names and len(text.splitlines()) <= 60
     script = (EXAMPLES / "sidecar_client.mjs").read_text(encoding="utf-8")
     modules = [line.split('"')[-2] for line in script.splitlines() if line.startswith("import ")]
-    assert all(name.startswith("node:") for name in modules) and len(script.splitlines()) <= 70
+    assert all(name.startswith("node:") for name in modules) and len(script.splitlines()) <= 60
 
 
 DRIVE = """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from quick import examples  # noqa: E402
 
+from staticllm.server import admission as admission_module  # noqa: E402
 from staticllm.server.admission import Admission, AdmissionLimits  # noqa: E402
 from staticllm.server.api_error import ApiError  # noqa: E402
 
@@ -25,7 +28,9 @@ STEPS = st.lists(
 @settings(max_examples=examples(200), deadline=None)
 @given(
     steps=STEPS,
-    limits=st.builds(AdmissionLimits, st.integers(1, 4), st.integers(1, 4), st.integers(1, 5)),
+    limits=st.builds(
+        AdmissionLimits, st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.none() | st.integers(1, 5)
+    ),
 )
 def test_limits_hold_and_nobody_is_forgotten(steps, limits):
     asyncio.run(follow(steps, limits))
@@ -63,10 +68,10 @@ async def follow(steps, limits):
         await follow_tasks()
         counts = Counter(running)
         assert admission.num_running == len(running) <= limits.max_running
-        assert all(count <= limits.max_per_client for count in counts.values())
+        assert all(count <= max(limits.max_per_client, limits.max_alone or 0) for count in counts.values())
         assert admission.num_waiting == len(waiting) <= limits.max_waiting
         for waits, _ in waiting:  # nobody waits without a reason
-            assert len(running) == limits.max_running or counts[waits] == limits.max_per_client
+            assert len(running) == limits.max_running or counts[waits] >= limits.max_per_client
     while running or waiting:
         for _, task in waiting:
             task.cancel()
@@ -98,6 +103,50 @@ def test_the_client_with_fewest_running_answers_is_next():
         return order[3:]
 
     assert asyncio.run(run()) == ["late", "many", "late"]  # with one each, it is the turn of "many"
+
+
+def test_a_client_has_all_places_while_it_is_alone_and_a_newcomer_enters_at_once(monkeypatch):
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr(admission_module, "time", clock)
+    limits = AdmissionLimits.of(num_seqs=8, max_per_client=None, max_waiting=64)
+    assert (limits.max_running, limits.max_per_client, limits.max_alone) == (10, 6, 8)
+
+    async def run():
+        admission = Admission(limits)
+        many = await _waiting(admission, *["many"] * 12)
+        assert admission.num_running == 8 and admission.num_waiting == 4
+        newcomer = await _waiting(admission, "new", "new", "new")
+        assert [task.done() for task in newcomer] == [True, True, False], "the last quarter is for others"
+        for _ in range(3):  # the places of "many" fall to three quarters
+            admission.leave("many")
+            await asyncio.sleep(0)
+        await newcomer[2]
+        assert admission._running == {"many": 6, "new": 3} and admission.num_waiting == 3
+        for _ in range(3):
+            admission.leave("new")
+        await asyncio.sleep(0)
+        assert admission._running == {"many": 6}, "the other one is known for a minute"
+        now[0] += admission_module.KNOWN_SECONDS + 1
+        admission.leave("many")
+        await asyncio.sleep(0)
+        assert admission._running == {"many": 8} and admission.num_waiting == 0
+        for task in many:
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_limit_that_was_given_holds_for_a_client_that_is_alone():
+    async def run():
+        admission = Admission(AdmissionLimits.of(8, 3, 64))
+        tasks = await _waiting(admission, *["many"] * 5)
+        assert admission.num_running == 3
+        for task in tasks:
+            task.cancel()
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
 
 
 async def _waiting(admission, *clients, is_request=True):

@@ -212,12 +212,12 @@ def test_a_client_that_floods_does_not_starve_another():
             admission = served.state.hub.models["demo"].admission
             while admission.num_waiting < 10:
                 time.sleep(0.005)
-            assert admission.num_running == 3, "one place is left for others"
+            assert admission.num_running == 4, "nobody else is known"
             pool.submit(ask, "other", 0).result()
             place = len(ended)
             for future in floods:
                 future.result()
-        assert place <= 8, f"it was number {place} of 21"
+        assert place <= 10, f"it was number {place} of 21"
         served.wait_until_idle()
 
 

@@ -20,10 +20,12 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
 import httpx  # noqa: E402
 import psutil  # noqa: E402
 from daemons import daemon_process, wait_for  # noqa: E402
+from encoder_directories import a_directory  # noqa: E402
 from served import serving  # noqa: E402
 
 from staticllm.daemon import lifetime  # noqa: E402
 from staticllm.pipelines.blobs.crashes import num_crashes  # noqa: E402
+from staticllm.server.served_model import model_spec  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals end the processes here")
 BODY = {"messages": [{"role": "user", "content": "What is an NPU?"}], "temperature": 0, "max_tokens": 12}
@@ -237,6 +239,20 @@ def test_the_options_of_the_command(run_folder, option):
         process.kill()
         process.communicate()
         lifetime.stop(run_folder)
+
+
+def test_encoders_run_in_the_server_which_the_log_says_once(run_folder, tmp_path, caplog):
+    specs = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        specs.append(model_spec(f"{name}={a_directory(tmp_path / name)}"))
+    with caplog.at_level("WARNING", logger="staticllm.server"), serving(specs, runs_in="worker") as served:
+        for name in ("one", "two"):
+            found = httpx.post(served.url + "/v1/embeddings", json={"model": name, "input": "a"}, timeout=60)
+            assert found.status_code == 200
+            assert served.state.hub.models[name].home is None
+    told = [record.getMessage() for record in caplog.records if "--supervise" in record.getMessage()]
+    assert len(told) == 1 and "'one', 'two' run in the server's process" in told[0]
 
 
 def test_both_options_together_are_refused(run_folder):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from staticllm.core import FinishReason, Variant
+from staticllm.pipelines.profiling.engine_watch import KEPT, MAX_PENDING, EngineWatch
 from staticllm.pipelines.profiling.records import JobRecord, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
-from staticllm.server.page.engine_watch import KEPT, MAX_PENDING, EngineWatch
 
 
 def step(start, decode=(), prefill=(), seconds=0.01, **more):

@@ -29,6 +29,47 @@ class Watched:
     num_dropped: int
 
 
+class CallLog:
+    """The last calls and answers as JSON objects, numbered from ``first`` on. Any thread may call the methods."""
+
+    def __init__(self, first: int) -> None:
+        self._entries: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._next = first
+        self._lock = threading.Lock()
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next entry."""
+        return self._next
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Keep an entry; its ``number`` is set."""
+        with self._lock:
+            self._entries.append({**entry, "number": self._next})
+            self._next += 1
+
+    def skip(self, count: int) -> None:
+        """Number entries that were lost."""
+        with self._lock:
+            self._next += count
+
+    def since(self, after: int) -> Watched:
+        """Return what came after the entry of this number; all that is kept if there is no such entry yet."""
+        entries, cursor, num_dropped = self.entries_after(after)
+        calls = [entry for entry in entries if "rows" in entry]
+        ended = [entry for entry in entries if "rows" not in entry]
+        return Watched(calls, ended, cursor, num_dropped)
+
+    def entries_after(self, after: int) -> tuple[list[dict[str, Any]], int, int]:
+        """Return the same in one list, the number of the last entry, and how many were dropped."""
+        with self._lock:
+            entries, cursor = list(self._entries), self._next - 1
+        after = after if after <= cursor else 0
+        oldest = entries[0]["number"] if entries else cursor + 1
+        found = [entry for entry in entries if entry["number"] > after]
+        return found, cursor, max(0, oldest - after - 1) if after else 0
+
+
 class EngineWatch:
     """A ``Recorder`` whose records are numbered from ``first`` on. ``origin`` is the moment (``time.perf_counter``) that is 0.
 
@@ -39,9 +80,8 @@ class EngineWatch:
         self._pending: deque[Record] = deque(maxlen=MAX_PENDING)
         self._num_lost = 0  # records that were replaced while they were pending; only the engine's thread counts
         self._num_known_lost = 0
-        self._entries: deque[tuple[int, dict[str, Any]]] = deque(maxlen=KEPT)
-        self._next, self._origin = first, origin
-        self._lock = threading.Lock()
+        self._log, self._origin = CallLog(first), origin
+        self._lock = threading.Lock()  # held while records are numbered
         self._last_tokens: dict[int, float] = {}  # the moment of each request's last token
         self._decoding: set[int] = set()
         self._ended: list[int] = []  # their last call is recorded after them
@@ -61,38 +101,31 @@ class EngineWatch:
     @property
     def next_number(self) -> int:
         """The number of the next record."""
-        self._number_records()
-        return self._next
+        return self._numbered().next_number
 
     def since(self, after: int) -> Watched:
         """Return what came after the record of this number; all that is kept if there is no such record yet."""
-        self._number_records()
-        with self._lock:
-            entries, cursor = list(self._entries), self._next - 1
-        after = after if after <= cursor else 0
-        oldest = entries[0][0] if entries else self._next
-        found = [entry for number, entry in entries if number > after]
-        calls = [entry for entry in found if "rows" in entry]
-        ended = [entry for entry in found if "rows" not in entry]
-        num_dropped = max(0, oldest - after - 1) if after else 0
-        return Watched(calls, ended, cursor, num_dropped)
+        return self._numbered().since(after)
 
-    def _number_records(self) -> None:
+    def entries_after(self, after: int) -> tuple[list[dict[str, Any]], int, int]:
+        """Return the same in one list, the number of the last record, and how many were dropped."""
+        return self._numbered().entries_after(after)
+
+    def _numbered(self) -> CallLog:
+        """Return the log with all records that are pending."""
         with self._lock:
-            self._next += self._num_lost - self._num_known_lost
-            self._num_known_lost = self._num_lost
+            num_lost = self._num_lost
+            self._log.skip(num_lost - self._num_known_lost)
+            self._num_known_lost = num_lost
             for record in _taken(self._pending):
                 if isinstance(record, StepRecord):
-                    self._entries.append((self._next, self._call(record)))
+                    self._log.add(self._call(record))
                 elif isinstance(record, RequestRecord):
-                    self._entries.append((self._next, self._answer(record)))
-                else:
-                    continue
-                self._next += 1
+                    self._log.add(self._answer(record))
+        return self._log
 
     def _call(self, step: StepRecord) -> dict[str, Any]:
         return {
-            "number": self._next,
             "start": round(step.start - self._origin, 6),
             "ms": _ms(step.seconds),
             "rows": step.variant.rows,
@@ -138,7 +171,6 @@ class EngineWatch:
         times = request.token_times
         gaps = [after - before for before, after in pairwise(times)]
         return {
-            "number": self._next,
             "id": request.id,
             "end": None if request.ended is None else round(request.ended - self._origin, 6),
             "reason": str(request.reason),

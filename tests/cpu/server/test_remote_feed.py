@@ -1,0 +1,135 @@
+"""Tests the feed of the scheduler over an engine in another process: requests, calls, one numbering, and that it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
+    pytest.importorskip(package)
+jsonschema = pytest.importorskip("jsonschema")
+
+import httpx  # noqa: E402
+from served import serving  # noqa: E402
+
+from staticllm.cli.client.top import lines_of  # noqa: E402
+
+FEED, CHAT = "/api/scheduler", "/v1/chat/completions"
+SECONDS = 120
+BODY = {"messages": [{"role": "user", "content": "A secret prompt."}], "ignore_eos": True}
+PROPERTIES = {"PROGRAMS": "shared", "MIN_RESPONSE_LEN": 4000, "MAX_NUM_SEQS": 2}
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def run_folder(monkeypatch, tmp_path):
+    folder = tmp_path / "r"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("STATICLLM_RUNTIME_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def schema(root):
+    """The schema in docs/server.md."""
+    page = (root / "docs" / "server.md").read_text(encoding="utf-8")
+    return json.loads(
+        page.split("<!-- the schema of /api/scheduler -->", 1)[1].split("```json", 1)[1].split("```", 1)[0]
+    )
+
+
+def until(condition):
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.05)
+
+
+def test_a_worker_tells_what_runs_and_what_each_call_held(run_folder, schema):
+    with (
+        serving(runs_in="worker", properties=PROPERTIES, max_per_client=2) as served,
+        httpx.Client(timeout=SECONDS) as client,
+    ):
+        seen, calls, ended = [], {}, {}
+
+        def feed():
+            found = client.get(served.url + FEED, params={"after": seen[-1]["cursor"] if seen else 0}).json()
+            jsonschema.validate(found, schema)
+            for entry, known in [(call, calls) for call in found["calls"]] + [(one, ended) for one in found["ended"]]:
+                assert entry["number"] not in known, "each is told once"
+                known[entry["number"]] = entry
+            seen.append(found)
+            return found
+
+        feed()
+        leave = threading.Event()
+
+        def stream():
+            body = {**BODY, "stream": True, "max_tokens": 3900}
+            with httpx.stream("POST", served.url + CHAT, json=body, timeout=SECONDS) as one:
+                for _ in one.iter_lines():
+                    if leave.is_set():
+                        return
+
+        threads = [threading.Thread(target=stream) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        try:
+            until(
+                lambda: len(feed()["requests"]) == 2 and all(each["output_tokens"] > 5 for each in seen[-1]["requests"])
+            )
+            ids = {each["id"] for each in seen[-1]["requests"]}
+            assert [each["status"] for each in seen[-1]["requests"]] == ["running"] * 2 and len(
+                seen[-1]["waiting_ms"]
+            ) == 2
+            assert all(0 <= each["arrival"] <= seen[-1]["now"] for each in seen[-1]["requests"]), "one clock"
+            assert seen[-1]["limits"]["kv_slots"] > 0
+            until(lambda: feed() and ids <= {number for call in calls.values() for number in call["decode"]})
+            assert {number for call in calls.values() for number, _ in call["prefill"]} >= ids
+            shown = "\n".join(lines_of(served.url, seen[-1], seen[-2]))
+            assert "2 running" in shown and "KV slots" in shown
+        finally:
+            leave.set()
+            for thread in threads:
+                thread.join(SECONDS)
+        until(lambda: not feed()["requests"] and len(ended) == 4)
+        assert {one["reason"] for one in ended.values()} <= {"cancelled", "length"}
+        assert all(0 <= call["start"] <= seen[-1]["now"] for call in calls.values())
+        assert "secret" not in json.dumps(seen)
+
+
+def test_numbers_go_on_when_a_worker_is_started_again(run_folder):
+    with serving(runs_in="worker", properties=PROPERTIES) as served, httpx.Client(timeout=SECONDS) as client:
+
+        def feed(after):
+            return client.get(served.url + FEED, params={"after": after}).json()
+
+        def ask():
+            return client.post(served.url + CHAT, json={**BODY, "max_tokens": 5}).status_code
+
+        feed(0)
+        assert ask() == 200
+        until(lambda: feed(0)["ended"])
+        before = feed(0)
+        model = served.state.hub.models["demo"]
+        first = model.home.pid
+        os.kill(first, signal.SIGTERM if os.name == "nt" else signal.SIGKILL)
+        until(lambda: model.home.pid not in (None, first) and not model.is_lost)
+        feed(before["cursor"])
+        until(lambda: ask() == 200 and feed(before["cursor"])["ended"])
+        after = feed(before["cursor"])
+        numbers = [entry["number"] for entry in after["calls"] + after["ended"]]
+        assert min(numbers) == before["cursor"] + 1 and len(set(numbers)) == len(numbers)
+
+
+def test_nobody_watches_a_worker_unless_somebody_reads(run_folder):
+    """The first reading begins; what ran before it is not known."""
+    with serving(runs_in="worker", properties=PROPERTIES) as served, httpx.Client(timeout=SECONDS) as client:
+        assert client.post(served.url + CHAT, json={**BODY, "max_tokens": 5}).status_code == 200
+        found = client.get(served.url + FEED).json()
+        assert found["calls"] == found["ended"] == [] and found["totals"]["calls"] > 0
