@@ -73,7 +73,8 @@ class DaemonLink:
         except EndpointError as error:
             raise DeviceError(f"the daemon cannot be reached: {error}") from error
         try:
-            self._hello["session"] = ask(self._first, Message(Kind.HELLO, body=self._hello)).body["session"]
+            welcome = ask(self._first, Message(Kind.HELLO, body=self._hello)).body
+            self._hello["session"], self._pid = welcome["session"], welcome["pid"]
         except BaseException:
             self._first.close()
             raise
@@ -102,6 +103,15 @@ class DaemonLink:
             channel.close()
             raise
         return channel
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the daemon has ended as asked (``staticllm daemon stop``, SIGTERM), not by a crash or SIGKILL."""
+        return endpoint.stopped_pid(self._folder) == self._pid
+
+    def shut(self) -> None:
+        """End this client; a thread that waits in ``ask`` gets a ``ProcessLostError``. Any thread may call."""
+        self._first.shut()
 
     def close(self) -> None:
         """End this client; the daemon frees all that it had. A second call does nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 KEY_BYTES = 32
+STOPPED = "stopped"
+"""The file with the number of a daemon that ended as asked; its programs do not start another one for running requests."""
 MAX_UNIX_PATH = 100  # sockets allow 104 to 108
 
 
@@ -103,6 +106,26 @@ def make_key(folder: Path) -> bytes:
     finally:
         os.close(descriptor)
     return key
+
+
+def note_stop(folder: Path) -> None:
+    """Write that this process, a daemon, ends as asked; called before its connections end. A full disk is ignored."""
+    with contextlib.suppress(OSError):
+        (folder / STOPPED).write_text(str(os.getpid()), "ascii")
+
+
+def forget_stop(folder: Path) -> None:
+    """Remove the note of a daemon before, whose number this process may have."""
+    with contextlib.suppress(OSError):
+        (folder / STOPPED).unlink(missing_ok=True)
+
+
+def stopped_pid(folder: Path) -> int | None:
+    """Return the number of the last daemon that ended as asked; None if the last one was killed, or still runs."""
+    try:
+        return int((folder / STOPPED).read_text("ascii"))
+    except (OSError, ValueError):
+        return None
 
 
 def listen(folder: Path) -> mp.Listener:

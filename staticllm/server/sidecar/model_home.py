@@ -76,6 +76,8 @@ class WorkerHome(ModelHome):
     """A daemon of this server's own, with one model: a crash of the device layer ends that process, and not the server."""
 
     starts_at_once = True
+    resumes_requests = False
+    """A crash is counted against the blob set; its requests may be the cause, so that clients decide whether they send them again."""
 
     def __init__(self, name: str, on_lost: Callable[[], object]) -> None:
         super().__init__(name, on_lost)
