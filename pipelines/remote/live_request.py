@@ -67,11 +67,16 @@ class LiveRequest(OutputQueue):
                 self._is_connected = False
                 self.num_losses += 1
 
-    def begin_again(self) -> None:
+    def rewind(self) -> None:
         """Expect the outputs from their beginning; called before the request is submitted again."""
         with self._lock:
-            self._is_connected, self._is_accepted = True, False
             self._num_seen = [0] * len(self._num_seen)
+
+    def begin_again(self) -> None:
+        """Rewind a request that was lost; it counts as lost until ``accept`` is called."""
+        with self._lock:
+            self._is_connected, self._is_accepted = True, False
+            self.rewind()
 
     def accept(self) -> None:
         """Note that the daemon has accepted it again."""

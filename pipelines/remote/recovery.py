@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 
 from staticllm.core import FinishReason
-from staticllm.errors import ProcessLostError, StaticLLMError
+from staticllm.errors import DeviceError, ProcessLostError, StaticLLMError
 from staticllm.pipelines.remote.engine_connection import EngineConnection
 from staticllm.pipelines.remote.live_request import MAX_LOSSES, LiveRequest
 from staticllm.threads import start_thread
@@ -86,7 +86,7 @@ class Recovery:
         """Connect, and submit what is lost."""
         waiting = self.lost()
         try:
-            connection = self._connect()
+            connection = self._connection()
         except ProcessLostError:  # the next daemon ended while it loaded the model
             for live in waiting:
                 live.num_losses += 1
@@ -97,6 +97,17 @@ class Recovery:
             return
         for live in waiting:
             self._submit(connection, live)
+
+    def _connection(self) -> EngineConnection:
+        """Return a connection to a daemon that has the model.
+
+        Raises:
+            StaticLLMError: there is none, or it refuses the model.
+        """
+        try:
+            return self._connect()
+        except DeviceError:  # a daemon that did not listen in time may do so by now
+            return self._connect()
 
     def _submit(self, connection: EngineConnection, live: LiveRequest) -> None:
         if live.is_over:

@@ -90,7 +90,8 @@ class RemoteEngine:
         try:
             try:
                 times = self._connected().submit(request, live)
-            except ProcessLostError:  # it was not accepted: nothing of it has run
+            except ProcessLostError:  # it was not accepted, as far as is known; outputs may have been faster than that answer
+                live.rewind()
                 times = self._connected().submit(request, live)
         except BaseException:
             self._live.pop(request.id, None)

@@ -235,9 +235,36 @@ def test_daemons_that_end_while_they_load_or_accept_count_too(network):
 def test_a_daemon_that_cannot_be_had_ends_requests_with_the_cause(network, error):
     queues = [network.submit(EngineRequest((1,))) for _ in range(2)]
     network.first.die()
-    network.next(error)
+    for _ in range(1 + isinstance(error, DeviceError)):
+        network.next(error)
     for queue in queues:
         assert error_of(queue).__cause__ is error
+
+
+def test_a_daemon_that_listens_late_is_found(network):
+    request = EngineRequest((1,))
+    queue = network.submit(request)
+    network.first.die()
+    network.next(DeviceError("the daemon cannot be reached: it could not be started after 20.0 s"))
+    second = network.next()
+    second.answer()
+    second.send(request.id, Finished(FinishReason.STOP))
+    assert queue.get(SECONDS) == Finished(FinishReason.STOP)
+
+
+def test_outputs_that_are_faster_than_the_acceptance_are_not_delivered_twice(network):
+    request, queues = EngineRequest((1,)), []
+    thread = threading.Thread(target=lambda: queues.append(network.engine.submit(request)), daemon=True)
+    thread.start()
+    assert network.first.receive().kind is Kind.SUBMIT
+    network.first.send(request.id, token(5))
+    wait_for(lambda: network.engine._live[request.id]._delivered == [[5]], SECONDS)
+    network.first.die()  # before it has said that it accepts the request
+    second = network.next()
+    second.answer()
+    thread.join(SECONDS)
+    second.send(request.id, token(5), token(6), Finished(FinishReason.STOP))
+    assert ids(queues[0], 2) == [5, 6] and queues[0].get(SECONDS) == Finished(FinishReason.STOP)
 
 
 def test_a_daemon_that_refuses_the_request_ends_it(network):
