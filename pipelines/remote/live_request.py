@@ -18,9 +18,10 @@ MAX_LOSSES = 2
 class LiveRequest(OutputQueue):
     """Takes the outputs of a request from the connection, and passes them on to the reader's ``queue``.
 
-    ``put`` takes the end of a connection as a loss, not as the end of the request. After ``begin_again`` the outputs come once more from
-    their beginning: those that were delivered are compared by their tokens and dropped. If a token differs, the request ends
-    with a ``ProcessLostError``, since its answer would be made of two. ``on_end`` is called with the request's id at its end.
+    ``put`` takes the end of a connection as a loss, not as the end of the request. After ``begin_again`` the outputs come once
+    more from their beginning: those that were delivered are compared by their tokens and dropped. If a token differs, the
+    request ends with a ``ProcessLostError``, since its answer would be made of two. ``on_end`` is called with the request's id
+    at its end.
 
     Any thread may call the methods. Finalizers may call ``cancel``: it takes no lock.
     """

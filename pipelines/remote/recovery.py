@@ -20,9 +20,9 @@ RECOVERY_SECONDS = 300.0
 class Recovery:
     """Brings the requests of ``live`` that are lost into the daemon to which ``connect`` returns a connection.
 
-    One thread connects and submits: it may wait for long, for a daemon that starts and for a model that is compiled. A second
-    one ends meanwhile what was cancelled, is past its deadline or has waited for ``RECOVERY_SECONDS``, at once. Both end when no request
-    is lost. A thread that reads a connection only starts them, and never waits for them.
+    One thread connects and submits: it may wait for long, for a daemon that starts and for a model that is compiled. Meanwhile
+    a second one ends at once what was cancelled, is past its deadline or has waited for ``RECOVERY_SECONDS``. Both end when no
+    request is lost. A thread that reads a connection only starts them, and never waits for them.
 
     Any thread may call the methods. ``wake`` takes no lock, so finalizers may call it.
     """

@@ -90,7 +90,9 @@ class RemoteEngine:
         try:
             try:
                 times = self._connected().submit(request, live)
-            except ProcessLostError:  # it was not accepted, as far as is known; outputs may have been faster than that answer
+            except (
+                ProcessLostError
+            ):  # it was not accepted, as far as is known; outputs may have been faster than that answer
                 live.rewind()
                 times = self._connected().submit(request, live)
         except BaseException:
@@ -172,7 +174,9 @@ class RemoteEngine:
         self._is_closed = True
         self._recovery.close()
         self._abandon()
-        limit = CLOSE_SECONDS if self._resumes else -1  # a worker that is being started is ended by who calls this, afterwards
+        limit = (
+            CLOSE_SECONDS if self._resumes else -1
+        )  # a worker that is being started is ended by who calls this, afterwards
         if self._connecting.acquire(timeout=limit):  # otherwise the thread that connects closes the connection
             try:
                 self._connection.close()

@@ -77,7 +77,7 @@ class WorkerHome(ModelHome):
 
     starts_at_once = True
     resumes_requests = False
-    """A crash is counted against the blob set; its requests may be the cause, so that clients decide whether they send them again."""
+    """Not: a crash is counted against the blob set, and a request may be its cause. Clients decide whether they send it again."""
 
     def __init__(self, name: str, on_lost: Callable[[], object]) -> None:
         super().__init__(name, on_lost)

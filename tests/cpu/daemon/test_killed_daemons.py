@@ -299,7 +299,9 @@ def test_a_genai_program_does_not_notice_that_the_daemon_was_killed(monkeypatch,
     def run(*arguments, mode):
         environment = {**attached_environment(dict(os.environ)), "STATICLLM_ATTACH": mode}
         command = [sys.executable, "-c", GENAI, str(staticllm.demo_model_path()), *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * SECONDS, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=2 * SECONDS, check=False
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
