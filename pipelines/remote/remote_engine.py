@@ -90,10 +90,8 @@ class RemoteEngine:
         try:
             try:
                 times = self._connected().submit(request, live)
-            except (
-                ProcessLostError
-            ):  # it was not accepted, as far as is known; outputs may have been faster than that answer
-                live.rewind()
+            except ProcessLostError:
+                live.rewind()  # its outputs may have been faster than the answer that it is accepted
                 times = self._connected().submit(request, live)
         except BaseException:
             self._live.pop(request.id, None)
@@ -174,9 +172,7 @@ class RemoteEngine:
         self._is_closed = True
         self._recovery.close()
         self._abandon()
-        limit = (
-            CLOSE_SECONDS if self._resumes else -1
-        )  # a worker that is being started is ended by who calls this, afterwards
+        limit = CLOSE_SECONDS if self._resumes else -1  # without: a worker that starts must be there to be ended
         if self._connecting.acquire(timeout=limit):  # otherwise the thread that connects closes the connection
             try:
                 self._connection.close()
