@@ -74,7 +74,7 @@ class DaemonLink:
             raise DeviceError(f"the daemon cannot be reached: {error}") from error
         try:
             welcome = greet(self._first, self._hello, self._folder).body
-            self._hello["session"], self._pid = welcome["session"], welcome["pid"]
+            self._hello["session"], self._pid = welcome["session"], int(welcome["pid"])
         except BaseException:
             self._first.close()
             raise
