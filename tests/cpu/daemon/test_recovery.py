@@ -141,6 +141,7 @@ def test_an_answer_that_differs_ends_with_an_error_and_is_never_mixed(network, o
     network.first.die()
     second = network.next()
     second.answer()
+    wait_for(lambda: not network.engine._recovery._is_running, SECONDS)
     second.send(request.id, *others)
     error_of(queue)
     if isinstance(others[-1], TokenOutput):  # the daemon need not go on with it
