@@ -28,7 +28,7 @@ class RemoteEngine:
     """Submits requests to a model of the daemon. One connection carries all of them.
 
     ``connect`` loads the model in the daemon and returns a connection, which calls the function that it got when it is lost.
-    ``abandon`` lets a ``connect`` that runs raise an error soon. After a daemon was killed, the next request, or ``reconnect``,
+    ``give_up`` lets a ``connect`` that runs raise an error soon. After a daemon was killed, the next request, or ``reconnect``,
     loads the model again, in a daemon that is started if none runs. With ``resumes`` the running requests do so at once, and
     go on there with the same tokens (``Recovery``); else, and if the daemon was stopped as asked, they end with a
     ``ProcessLostError``. Any thread may call the methods.
@@ -37,10 +37,10 @@ class RemoteEngine:
     def __init__(
         self,
         connect: Callable[[OnLost], EngineConnection],
-        abandon: Callable[[], object] = lambda: None,
+        give_up: Callable[[], object] = lambda: None,
         resumes: bool = False,
     ) -> None:
-        self._connect, self._abandon, self._resumes = connect, abandon, resumes
+        self._connect, self._give_up, self._resumes = connect, give_up, resumes
         self.on_lost: OnLost = lambda: None  # called on the connection's thread when the daemon has ended
         self._connecting = threading.Lock()  # held while the model is loaded
         self._is_closed = self.has_own_tokenizer = False
@@ -171,7 +171,7 @@ class RemoteEngine:
             self._drain()
         self._is_closed = True
         self._recovery.close()
-        self._abandon()
+        self._give_up()
         limit = CLOSE_SECONDS if self._resumes else -1  # without: a worker that starts must be there to be ended
         if self._connecting.acquire(timeout=limit):  # otherwise the thread that connects closes the connection
             try:

@@ -78,7 +78,7 @@ def _launch(
     begin = time.perf_counter()
     model = _RemoteModel(directory, candidates, home, draft)
     on_progress(ProgressEvent("compile", 1, 1, 0.0, is_done=False, message="in the daemon"))
-    engine = RemoteEngine(model.connect, model.abandon, home.resumes_requests)
+    engine = RemoteEngine(model.connect, model.give_up, home.resumes_requests)
     try:
         home.adopt(engine)
         answer = model.described
@@ -114,11 +114,11 @@ class _RemoteModel:
         }
         self.described: dict[str, Any] = {}
         self._link: DaemonLink | None = None  # on which the model is being loaded
-        self._is_abandoned = False
+        self._is_given_up = False
 
-    def abandon(self) -> None:
+    def give_up(self) -> None:
         """Let a thread that waits in ``connect`` raise an error soon, and every later call. Any thread may call."""
-        self._is_abandoned = True
+        self._is_given_up = True
         if (link := self._link) is not None:
             link.shut()
 
@@ -127,13 +127,13 @@ class _RemoteModel:
 
         Raises:
             DeviceError: no daemon can be reached.
-            ClosedError: ``abandon`` was called.
+            ClosedError: ``give_up`` was called.
             ModelError: the daemon serves the model with other limits than the one before.
             StaticLLMError: the daemon refused the model.
         """
         link = self._link = DaemonLink(self._home)
         try:
-            if self._is_abandoned:
+            if self._is_given_up:
                 raise ClosedError("the pipeline is closed: load the model again")
             answer = link.ask(Message(Kind.MODEL, body=self._body)).body
             self.described = self.described or answer

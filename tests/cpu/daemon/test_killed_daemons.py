@@ -207,8 +207,9 @@ def test_a_daemon_that_does_not_come_is_one_line_and_the_next_request_starts_one
             handle = begin(pipe, **LONG)
             kill(folder)
             wait_for_start(tmp_path)
-        with pytest.raises(ProcessLostError, match="send it again") as caught:
-            handle.result(SECONDS)
+            (tmp_path / "go on").touch()  # now the start fails, and the second one as well
+            with pytest.raises(ProcessLostError, match="send it again") as caught:
+                handle.result(SECONDS)
         one_line(caught)
         assert "no room" in str(caught.value.__cause__)
         assert pipe.generate(PROMPT, **LONG) == here.generate(PROMPT, **LONG)

@@ -69,7 +69,7 @@ class Network:
         self.peers = SimpleQueue()
         self.first = Peer()
         self.peers.put(self.first)
-        self.engine = RemoteEngine(self.connect, self.abandon, resumes=True)
+        self.engine = RemoteEngine(self.connect, self.give_up, resumes=True)
 
     def connect(self, on_lost):
         peer = self.peers.get(timeout=SECONDS)
@@ -77,8 +77,8 @@ class Network:
             raise peer
         return EngineConnection(peer, 1, on_lost)
 
-    def abandon(self):
-        self.peers.put(ClosedError("abandoned"))
+    def give_up(self):
+        self.peers.put(ClosedError("given up"))
 
     def submit(self, request, peer=None):
         """Submit a request, which a peer accepts; return its queue."""
