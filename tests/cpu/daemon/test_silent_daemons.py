@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 import pytest
 
-from staticllm.attach.answers import UnavailableError
-from staticllm.attach.client import Client
-from staticllm.attach.settings import read_settings
 from staticllm.daemon import lifetime
 from staticllm.errors import DeviceError, StaticLLMError
 from staticllm.pipelines.remote.daemon_home import UserDaemon
@@ -42,10 +38,6 @@ CLIENTS = {
     "pipeline": (lambda: DaemonLink(Home()), DeviceError),
     "status": (lambda: lifetime.status(endpoint.runtime_folder()), StaticLLMError),
     "stop": (lambda: lifetime.stop(endpoint.runtime_folder()), StaticLLMError),
-    "attached": (
-        lambda: Client(replace(read_settings(), daemon_command=("no such command",))).connect(),
-        UnavailableError,
-    ),
 }
 
 
@@ -62,7 +54,7 @@ def test_every_client_gets_one_line(silent, client):
     one_line(caught)
 
 
-@pytest.mark.parametrize("client", ["pipeline", "attached"])
+@pytest.mark.parametrize("client", ["pipeline"])
 def test_a_daemon_that_is_suspended_before_it_answers_the_first_message(silent, client):
     listener, key = silent
     accepted = []
