@@ -13,6 +13,11 @@ from staticllm.wire import endpoint
 class DaemonHome(Startable, Protocol):
     """A daemon: where it listens, how it is started, and what it is told about the engines in it."""
 
+    @property
+    def resumes_requests(self) -> bool:
+        """Whether the running requests of a daemon that was killed go on in the next one, or end with an error."""
+        ...
+
     def adopt(self, engine: RemoteEngine) -> None:
         """Note an engine that now runs in it; when the daemon ends, the engine calls its ``on_lost``."""
         ...
@@ -20,6 +25,8 @@ class DaemonHome(Startable, Protocol):
 
 class UserDaemon:
     """The daemon that all programs of this user share."""
+
+    resumes_requests = True
 
     @property
     def folder(self) -> Path:

@@ -73,7 +73,8 @@ class DaemonLink:
         except EndpointError as error:
             raise DeviceError(f"the daemon cannot be reached: {error}") from error
         try:
-            self._hello["session"] = ask(self._first, Message(Kind.HELLO, body=self._hello)).body["session"]
+            welcome = greet(self._first, self._hello, self._folder).body
+            self._hello["session"], self._pid = welcome["session"], int(welcome["pid"])
         except BaseException:
             self._first.close()
             raise
@@ -97,11 +98,20 @@ class DaemonLink:
         except EndpointError as error:
             raise DeviceError(f"the daemon cannot be reached: {error}") from error
         try:
-            ask(channel, Message(Kind.HELLO, body=self._hello))
+            greet(channel, self._hello, self._folder)
         except BaseException:
             channel.close()
             raise
         return channel
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the daemon has ended as asked (``staticllm daemon stop``, SIGTERM), not by a crash or SIGKILL."""
+        return endpoint.stopped_pid(self._folder) == self._pid
+
+    def shut(self) -> None:
+        """End this client; a thread that waits in ``ask`` gets a ``ProcessLostError``. Any thread may call."""
+        self._first.shut()
 
     def close(self) -> None:
         """End this client; the daemon frees all that it had. A second call does nothing."""
@@ -115,6 +125,8 @@ class DaemonLink:
         """
         try:
             return Channel(endpoint.connect(self._folder))
+        except endpoint.SilentError:
+            raise
         except EndpointError:
             home.start()
         return Channel(endpoint.connect(self._folder))
@@ -142,6 +154,24 @@ def start_daemon() -> None:
         raise EndpointError(f"it could not be started after {time.monotonic() - start:.1f} s: {error}") from error
     if result.returncode:
         raise EndpointError(f"it could not be started: {result.stderr.strip()[-500:]}")
+
+
+def greet(channel: Channel, hello: dict[str, Any], folder: Path) -> Message:
+    """Say to the daemon of a folder who this program is, and return the answer.
+
+    Raises:
+        DeviceError: there is none in time.
+        StaticLLMError: as for ``ask``.
+    """
+    try:
+        channel.send(Message(Kind.HELLO, body=hello))
+        if not channel.poll(endpoint.ANSWER_SECONDS):
+            raise DeviceError(endpoint.silence_of(folder))
+        answer = channel.receive()
+    except (EOFError, OSError, ProtocolError) as error:
+        raise ProcessLostError(GONE) from error
+    check(answer)
+    return answer
 
 
 def ask(channel: Channel, message: Message) -> Message:

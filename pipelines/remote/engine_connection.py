@@ -30,7 +30,7 @@ class EngineConnection:
     """Carries requests to model ``handle`` of a daemon, and their outputs. Any thread may call the methods.
 
     When the daemon ends, every request that it has accepted ends with a ``ProcessLostError``, and then ``on_lost`` is called on
-    the connection's own thread.
+    the connection's own thread. It must not wait: ``close`` waits for that thread.
 
     No thread holds the lock of the tables while it sends, or the thread that reads could wait for a send that waits for what is
     to be read. What needs no answer is sent by a thread of its own, because finalizers ask for it too: the garbage collector
@@ -55,6 +55,11 @@ class EngineConnection:
     def is_alive(self) -> bool:
         """Whether the daemon is still there, as far as is known."""
         return not self._is_lost
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether a daemon that has ended did so as asked."""
+        return self._link.was_stopped
 
     def submit(self, request: EngineRequest, queue: OutputQueue) -> CompileTimes | None:
         """Submit a request, and return when the daemon has accepted it; ``queue`` gets its outputs.
@@ -85,11 +90,6 @@ class EngineConnection:
     def has(self, request: int) -> bool:
         """Return whether a request runs."""
         return request in self._queues
-
-    def queues(self) -> list[OutputQueue]:
-        """Return the queues of the requests that run."""
-        with self._lock:
-            return list(self._queues.values())
 
     def ask(self, message: Message) -> Message:
         """Send a question about the model and wait for its answer, while outputs of requests go on.

@@ -1,4 +1,4 @@
-"""The ``EngineClient`` of an engine in the daemon, which connects again after the daemon has ended."""
+"""The ``EngineClient`` of an engine in the daemon; it connects again after the daemon has ended, and its requests go on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
 from staticllm.pipelines.remote.engine_connection import EngineConnection, OnLost
-from staticllm.threads import check_process
+from staticllm.pipelines.remote.live_request import LiveRequest
+from staticllm.pipelines.remote.recovery import Recovery
+from staticllm.threads import CLOSE_SECONDS, check_process
 from staticllm.wire.messages import Kind, Message
 
 
@@ -27,16 +29,25 @@ class RemoteEngine:
     """Submits requests to a model of the daemon. One connection carries all of them.
 
     ``connect`` loads the model in the daemon and returns a connection, which calls the function that it got when it is lost.
-    A daemon that ends ends the running requests with a ``ProcessLostError``; the next request, or ``reconnect``, loads the
-    model again, in a daemon that is started if none runs. Any thread may call the methods.
+    ``give_up`` lets a ``connect`` that runs raise an error soon. After a daemon was killed, the next request, or ``reconnect``,
+    loads the model again, in a daemon that is started if none runs. With ``resumes`` the running requests do so at once, and
+    go on there with the same tokens (``Recovery``); else, and if the daemon was stopped as asked, they end with a
+    ``ProcessLostError``. Any thread may call the methods.
     """
 
-    def __init__(self, connect: Callable[[OnLost], EngineConnection]) -> None:
-        self._connect = connect
+    def __init__(
+        self,
+        connect: Callable[[OnLost], EngineConnection],
+        give_up: Callable[[], object] = lambda: None,
+        resumes: bool = False,
+    ) -> None:
+        self._connect, self._give_up, self._resumes = connect, give_up, resumes
         self.on_lost: OnLost = lambda: None  # called on the connection's thread when the daemon has ended
         self._connecting = threading.Lock()  # held while the model is loaded
         self._is_closed = self.has_own_tokenizer = False
         self._pid = os.getpid()
+        self._live: dict[int, LiveRequest] = {}  # by id; only single operations on it, which need no lock
+        self._recovery = Recovery(self._live, self._connected)
         self._connection = connect(self._lose)
 
     @property
@@ -76,19 +87,30 @@ class RemoteEngine:
                 "leave one of them out"
             )
         queue = queue or OutputQueue()
+        live = self._live[request.id] = LiveRequest(request, queue, self._forget)
         try:
-            times = self._connected().submit(request, queue)
-        except ProcessLostError:  # it was not accepted: nothing of it has run
-            times = self._connected().submit(request, queue)
+            try:
+                times = self._connected().submit(request, live)
+            except ProcessLostError:
+                live.rewind()  # its outputs may have been faster than the answer that it is accepted
+                times = self._connected().submit(request, live)
+        except BaseException:
+            self._live.pop(request.id, None)
+            raise
         if times is not None:
             queue.compile_times = times
         return queue
 
     def cancel(self, request: int, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request, or one of its answers, before the next device call. Unknown and ended requests are ignored."""
+        live = self._live.get(request)
+        if os.getpid() != self._pid or live is None:
+            return
+        live.cancel(index, reason)  # first: the recovery reads it after it has submitted the request again
         connection = self._connection
-        if os.getpid() == self._pid and connection.has(request):
+        if connection.has(request):
             connection.cancel(request, index, reason)
+        self._recovery.wake()
 
     def check_process(self) -> None:
         """Check that this is the process that the engine belongs to.
@@ -160,8 +182,16 @@ class RemoteEngine:
         if drain:
             self._drain()
         self._is_closed = True
-        with self._connecting:  # a connection that is being made is closed as well
-            self._connection.close()
+        self._recovery.close()
+        self._give_up()
+        limit = CLOSE_SECONDS if self._resumes else -1  # without: a worker that starts must be there to be ended
+        if self._connecting.acquire(timeout=limit):  # otherwise the thread that connects closes the connection
+            try:
+                self._connection.close()
+            finally:
+                self._connecting.release()
+        for live in list(self._live.values()):
+            live.end(FinishReason.CANCELLED)
 
     def _connected(self) -> EngineConnection:
         """Return a connection that works, as far as is known.
@@ -177,11 +207,29 @@ class RemoteEngine:
             if not self._connection.is_alive:
                 self._connection.close()
                 self._connection = self._connect(self._lose)
+            if self._is_closed:  # meanwhile, by a thread that does not wait for long
+                self._connection.close()
+                raise ClosedError("the pipeline is closed: load the model again")
             return self._connection
 
     def _lose(self) -> None:
-        if not self._is_closed:
-            self.on_lost()
+        """Care for the requests of a connection that has ended, on its thread, which must not wait."""
+        lost = self._recovery.lost()
+        if self._is_closed:
+            for live in lost:
+                live.end(FinishReason.CANCELLED)
+            return
+        if lost and not (self._resumes and not self._connection.was_stopped):
+            for live in lost:
+                live.fail()
+        self._recovery.begin()
+        self.on_lost()
+
+    def _forget(self, request: int) -> None:
+        """Forget a request that has ended; if that was not by the daemon, end it there as well."""
+        self._live.pop(request, None)
+        if self._connection.has(request):
+            self._connection.cancel(request)
 
     def _snapshot(
         self,
@@ -199,9 +247,8 @@ class RemoteEngine:
         return int(self._connected().ask(Message(Kind.SNAPSHOT, body=body)).body["tokens"])
 
     def _drain(self) -> None:
-        connection = self._connection
         ended = threading.Semaphore(0)
-        for queue in connection.queues():
-            queue.add_listener(lambda output: ended.release() if isinstance(output, Finished) else None)
-        while connection.queues() and connection.is_alive:
+        for live in list(self._live.values()):
+            live.queue.add_listener(lambda output: ended.release() if isinstance(output, Finished) else None)
+        while self._live:
             ended.acquire(timeout=0.2)

@@ -14,7 +14,7 @@ import openvino_genai as genai
 from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent
-from staticllm.errors import ConfigError, ModelError
+from staticllm.errors import ClosedError, ConfigError, ModelError
 from staticllm.pipelines.engine.fed.beam_requests import Decode
 from staticllm.pipelines.model_loader.arguments import Candidate
 from staticllm.pipelines.model_loader.draft_source import DraftSource
@@ -78,7 +78,7 @@ def _launch(
     begin = time.perf_counter()
     model = _RemoteModel(directory, candidates, home, draft)
     on_progress(ProgressEvent("compile", 1, 1, 0.0, is_done=False, message="in the daemon"))
-    engine = RemoteEngine(model.connect)
+    engine = RemoteEngine(model.connect, model.give_up, home.resumes_requests)
     try:
         home.adopt(engine)
         answer = model.described
@@ -113,17 +113,28 @@ class _RemoteModel:
             "draft": _plain_draft(draft),
         }
         self.described: dict[str, Any] = {}
+        self._link: DaemonLink | None = None  # on which the model is being loaded
+        self._is_given_up = False
+
+    def give_up(self) -> None:
+        """Let a thread that waits in ``connect`` raise an error soon, and every later call. Any thread may call."""
+        self._is_given_up = True
+        if (link := self._link) is not None:
+            link.shut()
 
     def connect(self, on_lost: OnLost) -> EngineConnection:
         """Load the model, and return a connection to its engine.
 
         Raises:
             DeviceError: no daemon can be reached.
+            ClosedError: ``give_up`` was called.
             ModelError: the daemon serves the model with other limits than the one before.
             StaticLLMError: the daemon refused the model.
         """
-        link = DaemonLink(self._home)
+        link = self._link = DaemonLink(self._home)
         try:
+            if self._is_given_up:
+                raise ClosedError("the pipeline is closed: load the model again")
             answer = link.ask(Message(Kind.MODEL, body=self._body)).body
             self.described = self.described or answer
             for name in ("vocab_size", "kv_type", "max_prompt_len", "min_response_len"):
@@ -136,6 +147,8 @@ class _RemoteModel:
         except BaseException:
             link.close()
             raise
+        finally:
+            self._link = None
 
 
 def check_sendable(scheduler: object) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..wire import endpoint
 from ..wire.channel import Channel
-from ..wire.endpoint import EndpointError
+from ..wire.endpoint import EndpointError, SilentError
 from ..wire.messages import PROTOCOL, Kind, Message, ProtocolError
 from .answers import DaemonGoneError, UnavailableError, checked
 from .settings import MAX_PRIORITY, Settings
@@ -148,6 +148,8 @@ class Client:
     def _greet_or_start(self) -> tuple[Channel, Message]:
         try:
             return self._greet({})
+        except SilentError as error:  # another one cannot listen there
+            raise UnavailableError(str(error)) from error
         except (EndpointError, EOFError, OSError) as error:
             if not self.settings.daemon_command:
                 raise UnavailableError(f"{error}: staticllm daemon start starts one") from error
@@ -176,6 +178,8 @@ class Client:
         }  # fmt: skip
         try:
             channel.send(Message(Kind.HELLO, body=hello))
+            if not channel.poll(endpoint.ANSWER_SECONDS):
+                raise SilentError(endpoint.silence_of(endpoint.runtime_folder()))
             return channel, checked(channel.receive())
         except BaseException:
             channel.close()

@@ -23,7 +23,7 @@ from staticllm.errors import StaticLLMError
 from staticllm.parent_watch import ParentWatch
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
-from staticllm.wire.endpoint import EndpointError
+from staticllm.wire.endpoint import EndpointError, SilentError
 from staticllm.wire.messages import PROTOCOL, Kind, Message, ProtocolError
 
 START_SECONDS = 15.0
@@ -109,11 +109,13 @@ def status(folder: Path) -> dict[str, Any] | None:
     """Return the statistics of the daemon of a folder; None if none listens.
 
     Raises:
-        StaticLLMError: it refused to answer.
+        StaticLLMError: it refused to answer, or does not answer.
     """
     try:
         with control(folder) as channel:
             return ask(channel, Message(Kind.STATS)).body
+    except SilentError as error:
+        raise StaticLLMError(str(error)) from None
     except (EndpointError, EOFError, OSError):
         return None
 

@@ -61,6 +61,7 @@ class Daemon:
         self._lock = threading.Lock()
         self._is_stopping = threading.Event()
         self._since, self._idle_since = time.time(), time.monotonic()
+        endpoint.forget_stop(folder)
         self._key = endpoint.make_key(folder)
         self._listener = endpoint.listen(folder)
 
@@ -228,6 +229,7 @@ class Daemon:
                 self.stop()
 
     def _close(self) -> None:
+        endpoint.note_stop(self._folder)
         self._listener.close()
         with self._lock:
             connections = list(self._connections)

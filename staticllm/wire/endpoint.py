@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -15,11 +16,39 @@ from pathlib import Path
 from typing import Any
 
 KEY_BYTES = 32
+ANSWER_SECONDS = 30.0
+"""Seconds in which a daemon must answer a new connection; a thread of its own does, whatever the devices do."""
+STOPPED = "stopped"
+"""The file with the number of a daemon that ended as asked; its programs do not start another one for running requests."""
 MAX_UNIX_PATH = 100  # sockets allow 104 to 108
 
 
 class EndpointError(RuntimeError):
     """The runtime folder, the key or the peer is not one of this user."""
+
+
+class SilentError(EndpointError):
+    """A daemon listens, but does not answer: its process is stopped, or far too busy."""
+
+
+class InTime:
+    """A connection whose messages must come within ``ANSWER_SECONDS``, for ``multiprocessing``'s challenges."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self.send_bytes = connection.send_bytes
+
+    def recv_bytes(self, max_length: int | None = None) -> bytes:
+        """Return the next message.
+
+        Raises:
+            TimeoutError: there is none in time.
+            EOFError, OSError: the peer has gone.
+        """
+        if not self._connection.poll(ANSWER_SECONDS):
+            raise TimeoutError
+        message: bytes = self._connection.recv_bytes(max_length)
+        return message
 
 
 def runtime_folder(create: bool = True) -> Path:
@@ -105,6 +134,26 @@ def make_key(folder: Path) -> bytes:
     return key
 
 
+def note_stop(folder: Path) -> None:
+    """Write that this process, a daemon, ends as asked; called before its connections end. A full disk is ignored."""
+    with contextlib.suppress(OSError):
+        (folder / STOPPED).write_text(str(os.getpid()), "ascii")
+
+
+def forget_stop(folder: Path) -> None:
+    """Remove the note of a daemon before, whose number this process may have."""
+    with contextlib.suppress(OSError):
+        (folder / STOPPED).unlink(missing_ok=True)
+
+
+def stopped_pid(folder: Path) -> int | None:
+    """Return the number of the last daemon that ended as asked; None if the last one was killed, or still runs."""
+    try:
+        return int((folder / STOPPED).read_text("ascii"))
+    except (OSError, ValueError):
+        return None
+
+
 def listen(folder: Path) -> mp.Listener:
     """Return the daemon's listener, which does not check keys yet; the lock of the only daemon must be held.
 
@@ -128,6 +177,7 @@ def connect(folder: Path) -> Any:
     """Return a connection to the daemon of this folder; both sides have proved that they know the key.
 
     Raises:
+        SilentError: the daemon does not answer.
         EndpointError: no daemon listens there, it does not know the key, or it belongs to another user.
     """
     where, key = address(folder), read_key(folder)
@@ -137,8 +187,11 @@ def connect(folder: Path) -> Any:
         raise EndpointError(f"no daemon listens at {where}: {error.strerror or error}") from None
     try:
         check_peer(connection)
-        mp.answer_challenge(connection, key)
-        mp.deliver_challenge(connection, key)
+        mp.answer_challenge(InTime(connection), key)  # type: ignore[arg-type]  # needs only the methods that it has
+        mp.deliver_challenge(InTime(connection), key)  # type: ignore[arg-type]
+    except TimeoutError:
+        connection.close()
+        raise SilentError(silence_of(where)) from None
     except (AuthenticationError, EOFError, OSError) as error:
         connection.close()
         raise EndpointError(f"the daemon at {where} does not accept the key in {folder}: {error}") from None
@@ -146,6 +199,14 @@ def connect(folder: Path) -> Any:
         connection.close()
         raise
     return connection
+
+
+def silence_of(where: object) -> str:
+    """Return the text of a ``SilentError``."""
+    return (
+        f"the daemon at {where} has not answered for {ANSWER_SECONDS:g} s: if its process is stopped, continue it (kill -CONT), "
+        "else end it, and try again"
+    )
 
 
 def knock(folder: Path) -> None:

@@ -88,6 +88,8 @@ class WorkerHome(ModelHome):
     """A daemon of this server's own, with one model: a crash of the device layer ends that process, and not the server."""
 
     starts_at_once = True
+    resumes_requests = False
+    """Not: a crash is counted against the blob set, and a request may be its cause. Clients decide whether they send it again."""
 
     def __init__(self, name: str, on_lost: Callable[[], object]) -> None:
         super().__init__(name, on_lost)

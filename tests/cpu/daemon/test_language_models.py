@@ -166,16 +166,12 @@ def test_a_snapshot_is_written_and_read_by_the_daemon(daemon, tmp_path):
         assert pipe.load_snapshot(tmp_path / "snapshot") == count
 
 
-def test_a_killed_daemon_ends_requests_with_an_error_and_the_next_one_starts_another(monkeypatch, tmp_path, expected):
+def test_the_next_requests_after_a_kill_start_one_daemon(monkeypatch, tmp_path, expected):
     with daemon_process(monkeypatch, tmp_path / "run") as process:
         pipe = load(daemon=True)
-        handles = [pipe.submit(PROMPT, max_new_tokens=200, ignore_eos=True) for _ in range(3)]
-        next(iter(handles[0]))
         process.kill()
-        for handle in handles:
-            with pytest.raises(ProcessLostError, match="send it again"):
-                handle.result()
         process.wait()
+        wait_for(lambda: not pipe._engine.is_connected)
     with pytest.raises(ProcessLostError, match="has ended"):
         pipe.stats()
     try:

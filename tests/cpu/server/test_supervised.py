@@ -210,13 +210,18 @@ def test_models_of_the_daemon_are_shared_with_other_programs_and_loaded_again(ru
             with staticllm.StaticLLMPipeline(staticllm.demo_model_path(), "CPU", daemon=True, **PROPERTIES):
                 (model,) = lifetime.status(run_folder)["models"]
                 assert model["users"] == 2
-            with streaming(served.url) as response:
-                next(lines := response.iter_lines())
+            long = {"max_tokens": 400, "ignore_eos": True}
+            whole = text_of(ask(served.url, **long))
+            with streaming(served.url, {**BODY, **long, "stream": True}) as response:
+                lines = response.iter_lines()
+                first = next(line for line in lines if '"content":"' in line)
                 process.kill()
-                *_, error, done = [line for line in lines if line and not line.startswith(":")]
-            assert "process_lost" in error and done == "data: [DONE]"
+                *rest, done = [line for line in lines if line and not line.startswith(":")]
+            assert done == "data: [DONE]" and "process_lost" not in "".join(rest)
+            deltas = [json.loads(line[6:])["choices"] for line in (first, *rest)]
+            assert "".join(choice[0]["delta"].get("content") or "" for choice in deltas if choice) == whole
             process.wait()
-            assert text_of(ask(served.url)) == expected  # in a daemon that this request started
+            assert text_of(ask(served.url)) == expected  # in the daemon that the answer started
         found = lifetime.status(run_folder)
         assert found["pid"] != process.pid and found["clients"] == []  # it goes on without the server
         lifetime.stop(run_folder)
