@@ -220,13 +220,15 @@ def _path_pattern(path: Path, pattern: str) -> re.Pattern[str]:
     repeats = [part for part in _REPEATS.findall(pattern) if not part.startswith("\\")]
     if len(pattern) > MAX_PATTERN or len(repeats) > MAX_REPEATS or any(part.startswith(")") for part in repeats):
         raise AdapterError(
-            f"{str(path)!r}: the alpha_pattern {pattern[:80]!r} may take too long to match: at most {MAX_REPEATS} repetitions, none "
-            f"of them of a group, and {MAX_PATTERN} characters are possible"
+            f"{str(path)!r}: the alpha_pattern {pattern[:80]!r} may take too long to match: at most {MAX_REPEATS} "
+            f"repetitions, none of them of a group, and {MAX_PATTERN} characters are possible"
         )
     try:
         return re.compile(rf"(.*\.)?({pattern})$")
     except (re.error, RecursionError, OverflowError) as error:
-        raise AdapterError(f"{str(path)!r}: the alpha_pattern {pattern[:80]!r} is no regular expression: {error}") from None
+        raise AdapterError(
+            f"{str(path)!r}: the alpha_pattern {pattern[:80]!r} is no regular expression: {error}"
+        ) from None
 
 
 def _number(path: Path, value: object) -> float:

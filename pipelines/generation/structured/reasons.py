@@ -37,7 +37,7 @@ _WORDS = (
     (r"Anchor '(.*)' does not exist", r"the $ref '#\1' leads nowhere: add the $anchor, or use '#/$defs/…'"),
     (r"Failed to generate regex for float range.*", "the bounds of a number are too large: leave them out, or use smaller ones"),
     (r"Value for 'multipleOf' has too many digits.*", "multipleOf has too many digits: use a simpler number"),
-    (r"(.*)lookarounds not supported yet; \w+ in regex (.*)", r"the regex \2 has a place such as \\b, which no character is: leave it out"),
+    (r"(.*)lookarounds not supported yet; \w+ in regex (.*)", r"the regex \2 has a place such as \\b: leave it out"),
     (r"unrecognized flag: '(.)'(.*)", r"a group that begins with (?\1 is not supported\2"),
     (r"decimal literal invalid: '(\d+)'", r"the number \1 is too large: use a smaller one"),
 )  # fmt: skip
@@ -60,7 +60,9 @@ def reason_of(message: str, grammar: Grammar, tree: SyntaxTree | None) -> str:
         reason = reason.removeprefix(prefix)
     if unknown := _UNKNOWN.match(reason):
         places = [f" at {place!r}" for schema in _schemas(tree) for place, part in _parts(schema) if unknown[1] in part]
-        return f"the keyword {unknown[1]!r}{(places or [''])[0]} is not supported: leave it out, or say it in another way"
+        return (
+            f"the keyword {unknown[1]!r}{(places or [''])[0]} is not supported: leave it out, or say it in another way"
+        )
     return place + _in_words(reason)
 
 
@@ -75,7 +77,9 @@ def _nothing(grammar: Grammar, tree: SyntaxTree | None) -> str:
     """Return why no text matches."""
     for schema in _schemas(tree):
         if place := _circle(schema):
-            return f"the $ref at {place!r} leads back to itself without saying anything: leave it out, or give it a type"
+            return (
+                f"the $ref at {place!r} leads back to itself without saying anything: leave it out, or give it a type"
+            )
     if names := _endless_rules(tree.rules) if tree else []:
         name = names[0].rpartition("/")[2]
         return f"the rule {name!r} needs itself to end: give it a choice without it"

@@ -130,7 +130,11 @@ class StructuralTag:
         """Return text with tags: as soon as a trigger was written, one of its tags must follow."""
         triggers, tags = form["triggers"], _tags(form)
         stops, at_least_one = bool(form.get("stop_after_first")), bool(form.get("at_least_one"))
-        if not isinstance(triggers, list) or not triggers or not all(isinstance(trigger, str) and trigger for trigger in triggers):
+        if (
+            not isinstance(triggers, list)
+            or not triggers
+            or not all(isinstance(trigger, str) and trigger for trigger in triggers)
+        ):
             raise GenerationConfigError(
                 f"triggered tags have the triggers {triggers!r}: must be strings that are not empty"
             )

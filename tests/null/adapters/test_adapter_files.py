@@ -93,8 +93,14 @@ def directory(folder, config, tensors=None):
         ({"r": 2, "lora_alpha": 8, "use_rslora": True}, 8 / np.sqrt(2)),
         ({"r": 2, "lora_alpha": 8, "alpha_pattern": {"q_proj": 1}}, 0.5),
         ({"r": 2, "lora_alpha": 8, "alpha_pattern": {"proj": 1}}, 4.0),
-        ({"r": 2, "lora_alpha": 8, "alpha_pattern": {"^model.layers.0.self_attn.q_proj": 1}}, 0.5),  # as PEFT documents it
-        ({"r": 2, "lora_alpha": 8, "alpha_pattern": {"^layers.0.self_attn.q_proj": 1}}, 4.0),  # ^ is the whole path's beginning
+        (
+            {"r": 2, "lora_alpha": 8, "alpha_pattern": {"^model.layers.0.self_attn.q_proj": 1}},
+            0.5,
+        ),  # as PEFT documents it
+        (
+            {"r": 2, "lora_alpha": 8, "alpha_pattern": {"^layers.0.self_attn.q_proj": 1}},
+            4.0,
+        ),  # ^ is the whole path's beginning
         ({"r": 2, "lora_alpha": 8, "alpha_pattern": {r"layers\.[0-3]\..*proj": 1}}, 0.5),
         ({"r": 2, "lora_alpha": 8, "alpha_pattern": {r"layers\.[1-3]\..*proj": 1}}, 4.0),
         ({"r": 2, "lora_alpha": 8, "alpha_pattern": {"k_proj|q_proj": 1, "q_proj": 2}}, 0.5),  # the first that matches
