@@ -184,10 +184,10 @@ def test_names_that_a_format_cannot_write_get_one_line(pipes, name, function, pa
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_required_call_at_the_limit_of_tokens_keeps_its_beginning(pipes, name):
     """As in OpenAI's API, the finish reason is ``length``, and the call has the arguments so far."""
-    text = {"type": "string", "minLength": 300, "maxLength": 900}
+    text = {"type": "string", "minLength": 600, "maxLength": 1200}
     parameters = {"type": "object", "properties": {"note": text}, "required": ["note"], "additionalProperties": False}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    result = pipes[name].generate("Call.", tools=tools, tool_choice="required", max_new_tokens=110)
+    result = pipes[name].generate("Call.", tools=tools, tool_choice="required", max_new_tokens=160)
     assert [str(reason) for reason in result.finish_reasons] == ["length"]
     (call,) = result.tool_calls[0]
     assert call.name == "f"
