@@ -70,12 +70,12 @@ def can_be_set(config: Any, key: str) -> bool:
     return hasattr(config, key) and not isinstance(getattr(type(config), key, None), property)
 
 
-def export(source: Path, target: Path) -> None:
+def export(source: Path, target: Path, dtype: str = "fp16") -> None:
     from optimum.exporters.openvino import main_export
     from optimum.intel import OVConfig
 
     target.mkdir()
-    config = OVConfig(dtype="fp16")
+    config = OVConfig(dtype=dtype)
     main_export(str(source), str(target), task="text-generation-with-past", ov_config=config, convert_tokenizer=False)
     for stem in ("openvino_tokenizer", "openvino_detokenizer"):
         for suffix in (".xml", ".bin"):

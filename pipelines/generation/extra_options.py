@@ -64,6 +64,11 @@ class ToolOptions:
     parse: bool | None = None
     extra_context: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_call_required(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.choice in ("required", "function")
+
 
 @dataclass(frozen=True)
 class ExtraOptions:

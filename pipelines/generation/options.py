@@ -15,7 +15,7 @@ from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError
 from staticllm.pipelines.generation.beam_search import BeamParams
 from staticllm.pipelines.generation.drafts import DraftParams
-from staticllm.pipelines.generation.extra_options import EXTRA_NAMES, ExtraOptions, extra_options, number
+from staticllm.pipelines.generation.extra_options import EXTRA_NAMES, Bounds, ExtraOptions, extra_options, number
 from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.method_options import MAX_BEAMS, beams_of, drafts_of
 from staticllm.pipelines.generation.sampling_params import SamplingParams
@@ -65,6 +65,12 @@ _INERT_WITHOUT_BEAMS = frozenset(
     ["num_beam_groups", "diversity_penalty", "length_penalty", "no_repeat_ngram_size", "stop_criteria"]
 )
 """Options of beam search. Without beams they have no effect, here as in GenAI, except ``no_repeat_ngram_size`` as a keyword."""
+PENALTIES = {
+    "repetition_penalty": Bounds(1e-3, 1e3),
+    "presence_penalty": Bounds(-2.0, 2.0),
+    "frequency_penalty": Bounds(-2.0, 2.0),
+}
+"""The penalties; their defaults are those of ``SamplingParams``."""
 _DEFAULTS = genai.GenerationConfig()
 """Every option that is neither supported nor inert belongs to another decoding method and must have its default."""
 
@@ -247,21 +253,19 @@ def _parsers(value: object) -> tuple[genai.Parser, ...]:
 def _sampling(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> SamplingParams:
     do_sample = _flag(options, "do_sample")
     top_k = options["top_k"]
+    penalties = {name: number(options, name, each.least, each.most) for name, each in PENALTIES.items()}
     return SamplingParams(
         do_sample=do_sample,
         temperature=number(options, "temperature", 0.0, 1e6, least_allowed=not do_sample),
         top_k=whole("top_k", top_k, 0, UNLIMITED) % UNLIMITED,
         top_p=number(options, "top_p", 0.0, 1.0, least_allowed=not do_sample),
         min_p=number(options, "min_p", 0.0, 1.0, most_allowed=not do_sample),
-        repetition_penalty=number(options, "repetition_penalty", 1e-3, 1e3),
-        presence_penalty=number(options, "presence_penalty", -2.0, 2.0),
-        frequency_penalty=number(options, "frequency_penalty", -2.0, 2.0),
         rng_seed=whole("rng_seed", options["rng_seed"], 0, UNLIMITED),
         wants_logprobs=_num_logprobs(options["logprobs"]) > 0 or extra.best_of > 0,
         no_repeat_ngram_size=ngram_size,
         logit_bias=extra.logit_bias,
         bad_words=extra.bad_words_ids,
-        **cast(dict[str, Any], extra.numbers),
+        **cast(dict[str, Any], {**penalties, **extra.numbers}),
     )
 
 

@@ -11,7 +11,9 @@ from staticllm.errors import ConfigError
 from staticllm.pipelines.engine.overflow import RULES
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.beam_search import StopCriteria
+from staticllm.pipelines.generation.extra_options import NUMBERS, Bounds
 from staticllm.pipelines.generation.method_options import LONGEST_DRAFT, MAX_BEAMS
+from staticllm.pipelines.generation.options import PENALTIES
 from staticllm.pipelines.generation.sampling_params import SEQUENCES, SamplingParams
 
 MAX_ANSWERS = 64
@@ -20,6 +22,13 @@ MAX_STOP_CHARACTERS = 1 << 16
 MAX_NUMBER = 1 << 64
 MAX_SCALE = 1e6
 """The largest factor of an adapter."""
+_BOUNDS = {
+    **PENALTIES, **NUMBERS,
+    "top_p": Bounds(0.0, 1.0, has_least=False),
+    "min_p": Bounds(0.0, 1.0),
+    **dict.fromkeys(("temperature", "top_k", "no_repeat_ngram_size"), Bounds(0, MAX_NUMBER)),
+}  # fmt: skip
+"""The bounds of sampling parameters, as a program has them."""
 _NUMBERS = {"float": (int, float), "int": (int,), "bool": (bool,)}
 
 
@@ -59,6 +68,21 @@ def check_fields(request: EngineRequest, num_adapters: int) -> None:
             _check_sequences(field.name, value)
         elif type(value) not in _NUMBERS[str(field.type)] or not abs(value) <= MAX_NUMBER:
             raise ConfigError(f"{field.name}={value!r}: must be of type {field.type} and at most {MAX_NUMBER}")
+    _check_bounds(request.sampling)
+
+
+def _check_bounds(sampling: SamplingParams) -> None:
+    """Check the numbers that logits are multiplied by, divided by or compared with, by the bounds that a program has for them.
+
+    Raises:
+        ConfigError: one is outside of them.
+    """
+    for name, bounds in _BOUNDS.items():
+        value = getattr(sampling, name)
+        is_low = value < bounds.least or (value == bounds.least and not bounds.has_least and sampling.do_sample)
+        if is_low or value > bounds.most:
+            least = f"{'from' if bounds.has_least else 'above'} {bounds.least:g}"
+            raise ConfigError(f"{name}={value!r}: must be a number {least}, up to {bounds.most:g}")
 
 
 def check_scales(scales: Sequence[Any], num_adapters: int) -> None:

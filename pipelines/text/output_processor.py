@@ -69,6 +69,14 @@ class RequestOutput:
     logprobs: list[float] = field(default_factory=list)
 
 
+def _parser_of(prepared: PreparedRequest) -> MessageParser | None:
+    """Return what parses the answer; None for plain text. A required call stays one where ``max_new_tokens`` cuts it off."""
+    if prepared.format is None:
+        return None
+    is_required = prepared.options.extra.tool_options.is_call_required
+    return MessageParser(prepared.format, prepared.tools, keeps_cut_calls=is_required)
+
+
 @dataclass(frozen=True)
 class Ending:
     """The end of an answer: the answer, and its last increment; None if nothing is left to show."""
@@ -89,7 +97,7 @@ class OutputProcessor:
         options, prompt = prepared.options, list(prepared.request.prompt)
         self._detokenization_seconds: float | None = None
         self._decode = decode = self._timed(decode)
-        self._parser = None if prepared.format is None else MessageParser(prepared.format, prepared.tools)
+        self._parser = _parser_of(prepared)
         self._events: list[Event] = []
         self.wants_text = prepared.form != "tokens" or bool(options.stop_strings) or self._parser is not None
         self.echo = TextDelta(prompt, decode(prompt)) if options.echo else None

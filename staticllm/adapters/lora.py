@@ -35,8 +35,17 @@ _IGNORED = re.compile(r".+\.(alpha|base_layer\.weight)")
 """Tensors that are left out, as in GenAI: an alpha, because that of the request counts, and the model's own weights, which PEFT
 saves beside an adapter of the head."""
 _SIDES = {"A": "a", "down": "a", "B": "b", "up": "b"}
-_TRAINED_OTHERWISE = ("use_dora", "alora_invocation_tokens", "use_qalora")
-"""Switches of ``adapter_config.json`` for methods that compute something else."""
+_TRAINED_OTHERWISE = (
+    "use_dora", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config",
+    "layer_replication", "target_parameters", "trainable_token_indices", "modules_to_save", "lora_bias",
+)  # fmt: skip
+"""Fields of ``adapter_config.json`` for methods that compute something else, or that train more than matrices."""
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of ``init_lora_weights`` that leave the model's own weights as they are."""
+MAX_PATTERN = 512
+_REPEATS = re.compile(r"\\.|\)[*+?{]|[*+{]")
+MAX_REPEATS = 4
+"""Repetitions in a pattern of a path. More of them, or repeated groups, could take for ever to match."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +92,11 @@ class PeftConfig:
 
     alpha: float
     is_rank_stabilized: bool = False
-    alphas: Mapping[str, float] = field(default_factory=dict)  # alpha_pattern: the end of a path → its own alpha
+    alphas: Mapping[re.Pattern[str], float] = field(default_factory=dict)  # alpha_pattern: path → its own alpha
 
     def scale(self, path: str, rank: int) -> float:
         """Return the factor of one layer's matrices: alpha / rank, or alpha / sqrt(rank) (arXiv 2312.03732)."""
-        own = (value for end, value in self.alphas.items() if re.fullmatch(rf"(.*\.)?{re.escape(end)}", path))
+        own = (value for pattern, value in self.alphas.items() if pattern.match(path))
         return next(own, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilized else rank)
 
 
@@ -193,11 +202,33 @@ def _read_config(path: Path) -> PeftConfig:
     if str(content.get("peft_type", "LORA")).upper() != "LORA" or content.get("bias", "none") != "none":
         kind = f"peft_type={content.get('peft_type')!r}, bias={content.get('bias')!r}"
         raise AdapterError(f"{str(path)!r}: {kind[:120]}: only LoRA without biases can be run beside the model")
+    start = content.get("init_lora_weights")
+    if not any(start is each or (isinstance(start, str) and start == each) for each in _PLAIN_STARTS):
+        raise AdapterError(
+            f"{str(path)!r}: init_lora_weights={str(start)[:40]!r} has changed the model's own weights: save the adapter with "
+            "path_initial_model_for_weight_conversion, or merge it into the model"
+        )
     patterns = content.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise AdapterError(f"{str(path)!r}: alpha_pattern must be an object")
-    alphas = {end: _number(path, value) for end, value in patterns.items()}
+    alphas = {_path_pattern(path, pattern): _number(path, value) for pattern, value in patterns.items()}
     return PeftConfig(_number(path, content.get("lora_alpha", 8)), bool(content.get("use_rslora")), alphas)
+
+
+def _path_pattern(path: Path, pattern: str) -> re.Pattern[str]:
+    """Return what matches the paths that PEFT (``get_pattern_key``) finds with a pattern: a regular expression for their end."""
+    repeats = [part for part in _REPEATS.findall(pattern) if not part.startswith("\\")]
+    if len(pattern) > MAX_PATTERN or len(repeats) > MAX_REPEATS or any(part.startswith(")") for part in repeats):
+        raise AdapterError(
+            f"{str(path)!r}: the alpha_pattern {pattern[:80]!r} may take too long to match: at most {MAX_REPEATS} "
+            f"repetitions, none of them of a group, and {MAX_PATTERN} characters are possible"
+        )
+    try:
+        return re.compile(rf"(.*\.)?({pattern})$")
+    except (re.error, RecursionError, OverflowError) as error:
+        raise AdapterError(
+            f"{str(path)!r}: the alpha_pattern {pattern[:80]!r} is no regular expression: {error}"
+        ) from None
 
 
 def _number(path: Path, value: object) -> float:

@@ -23,10 +23,14 @@ MODELS = [
 ]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _always():
     with always_drafting():
         yield
+
+
+in_every_call = pytest.mark.usefixtures("_always")
+"""Drafts at every step, so that the figures of drafts do not depend on what a call costs here."""
 
 
 def repeating(prompt_of, length):
@@ -34,6 +38,7 @@ def repeating(prompt_of, length):
     return np.array([[*part, *part, *part]])
 
 
+@in_every_call
 @pytest.mark.parametrize("name", MODELS)
 def test_prompt_lookup_gives_genais_tokens(name, model_path, prompt_of):
     options = {**OPTIONS, "num_assistant_tokens": 5, "max_ngram_size": 3}
@@ -48,6 +53,7 @@ def test_prompt_lookup_gives_genais_tokens(name, model_path, prompt_of):
         assert ours.generate(text, **options) == theirs.generate(text, **options)
 
 
+@in_every_call
 @pytest.mark.parametrize("name", MODELS)
 def test_a_draft_model_gives_genais_tokens(name, model_path, prompt_of):
     options = {**OPTIONS, "num_assistant_tokens": 4}
@@ -62,6 +68,7 @@ def test_a_draft_model_gives_genais_tokens(name, model_path, prompt_of):
             assert ours.generate(ids, **options).tokens == expected.tokens, length
 
 
+@in_every_call
 def test_extended_metrics_have_the_members_of_genai(model_path, prompt_of):
     path, options = model_path("llama"), {**OPTIONS, "num_assistant_tokens": 4}
     theirs = genai.LLMPipeline(path, "CPU", draft_model=genai.draft_model(path, "CPU", **EXACT), **EXACT)
@@ -77,3 +84,22 @@ def test_extended_metrics_have_the_members_of_genai(model_path, prompt_of):
             if member.startswith("get_"):
                 getattr(own, member)()
     assert 0 <= mine.get_num_accepted_tokens() <= mine.draft_model_metrics.get_num_generated_tokens()
+
+
+@pytest.mark.parametrize("kind", ["lookup", "model"])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_genais_whatever_the_planner_does(name, kind, model_path, prompt_of):
+    """The planner drafts where it pays, by costs that it measures; in company, all requests draft at once."""
+    path = model_path(name)
+    options = {**OPTIONS, "num_assistant_tokens": 4, **({"max_ngram_size": 3} if kind == "lookup" else {})}
+    theirs = genai.LLMPipeline(path, "CPU", **EXACT)
+    drafting = (
+        {"prompt_lookup": True} if kind == "lookup" else {"draft_model": staticllm.draft_model(path, "CPU", **EXACT)}
+    )
+    prompts = [repeating(prompt_of, length) for length in (9, 60, 150)]
+    expected = [theirs.generate(ov.Tensor(ids), **OPTIONS).tokens[0] for ids in prompts]
+    with StaticLLMPipeline(path, "CPU", **drafting, **EXACT) as ours:
+        for ids, tokens in zip(prompts, expected, strict=True):
+            assert ours.generate(ids, **options).tokens == [tokens]
+        handles = [ours.submit(ids, **options) for ids in prompts * 2]
+        assert [handle.result().tokens[0] for handle in handles] == expected * 2

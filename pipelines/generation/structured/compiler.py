@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.structured.fewest_tokens import TokenBounds
 from staticllm.pipelines.generation.structured.grammar import Grammar
-from staticllm.pipelines.generation.structured.matcher import Matcher, first_line
-from staticllm.pipelines.generation.structured.regex import python_reason, with_place
-from staticllm.pipelines.generation.structured.translation import lark_of
+from staticllm.pipelines.generation.structured.matcher import Matcher
+from staticllm.pipelines.generation.structured.reasons import reason_of
+from staticllm.pipelines.generation.structured.translation import lark_of, tree_of
 from staticllm.pipelines.generation.structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -99,9 +99,7 @@ class GrammarCompiler:
         if not inner.is_error():
             inner.compute_bitmask()  # the first one is slow, and may find the grammar too complex
         if inner.is_error():
-            reason = first_line(inner.get_error())
-            if grammar.kind == "regex":
-                reason = python_reason(grammar.text) or with_place(reason, grammar.text)
+            reason = reason_of(inner.get_error(), grammar, tree_of(grammar))
             raise GenerationConfigError(f"the grammar ({grammar.kind}) cannot be compiled: {reason}")
         return Matcher(inner, vocab_size, tokenizer.eos_token)
 

@@ -19,6 +19,8 @@ from staticllm.pipelines.generation.structured.nodes import (
 
 ROOT = "root"
 MAX_DEPTH = 200
+MAX_TIMES = 1 << 20
+"""The most repetitions of a part; an answer cannot have more."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 _SPACE = re.compile(r"(?:\s|#[^\n]*)*")
 _RULE = re.compile(r"([A-Za-z_][A-Za-z0-9_.\-]*)\s*::=")
@@ -126,6 +128,8 @@ class _Parser:
             most = least if not found[2] else int(found[3]) if found[3] else None
             if most is not None and most < least:
                 self._fail(f"the repetition {found[0]} has a maximum below its minimum")
+            if max(least, most or 0) > MAX_TIMES:
+                self._fail(f"the repetition {found[0]} has more than {MAX_TIMES} times")
             self._place = found.end()
             node = Repeat(node, least, most)
         self._skip()

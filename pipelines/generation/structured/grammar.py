@@ -34,7 +34,13 @@ class Grammar:
             raise GenerationConfigError(f"a grammar of the kind {self.kind!r}: must be one of {', '.join(KINDS)}")
         if not isinstance(self.text, str) or not self.text:
             raise GenerationConfigError(f"a grammar ({self.kind}) without text: give a str that is not empty")
-        num_bytes = len(self.text.encode(errors="surrogatepass"))
+        try:
+            num_bytes = len(self.text.encode())
+        except UnicodeEncodeError as error:
+            half = self.text[error.start]
+            raise GenerationConfigError(
+                f"a grammar ({self.kind}) has half of a surrogate pair, {half!r}, at character {error.start}: leave it out"
+            ) from None
         if num_bytes > MAX_TEXT:
             raise GenerationConfigError(
                 f"a grammar ({self.kind}) of {num_bytes} bytes, the most are {MAX_TEXT}: shorten it, or split the task"

@@ -19,8 +19,8 @@ ANNOTATIONS = frozenset(["deprecated", "contentSchema"])
 """Keywords that say nothing about what is valid, and that llguidance does not know."""
 _COMBINERS = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "not", "if", "dependentSchemas", "dependentRequired")
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
-_LITERAL = ("const", "enum", "default", "examples")
-_MAPS = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
+LITERAL = ("const", "enum", "default", "examples")
+MAPS = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
 Schema = dict[str, Any]
 _COUNTS = (
     "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains",
@@ -31,16 +31,30 @@ _APPLIERS = (
 """Keywords by which other schemas evaluate properties and items, too."""
 
 
+def json_value(text: str, what: str) -> Any:
+    """Return the value of a text in JSON; ``what`` names it in errors.
+
+    Raises:
+        GenerationConfigError: it is no JSON, or has numbers or characters that JSON in UTF-8 cannot have.
+    """
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise GenerationConfigError(f"{what} has half of a surrogate pair, {half!r}: leave it out") from None
+    except (ValueError, RecursionError) as error:
+        raise GenerationConfigError(f"{what} is no JSON: {error}") from None
+    return value
+
+
 def read_schema(text: str) -> Any:
     """Return the JSON value of a schema's text.
 
     Raises:
         GenerationConfigError: it is no JSON, or no object and no boolean.
     """
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise GenerationConfigError(f"the JSON schema is no JSON: {error}") from None
+    schema = json_value(text, "the JSON schema")
     if not isinstance(schema, (dict, bool)):
         raise GenerationConfigError(f"the JSON schema is a {type(schema).__name__}: must be an object")
     return schema
@@ -55,8 +69,10 @@ def prepared(schema: Any) -> Any:
     """
     if schema is True:
         schema = {}
-    if not isinstance(schema, dict):
+    if schema is False:
         raise GenerationConfigError("the JSON schema is false, which nothing satisfies: use another one")
+    if not isinstance(schema, dict):
+        raise GenerationConfigError(f"the JSON schema is a {type(schema).__name__}: must be an object")
     closes = "allOf" not in _names(schema)
     return {**_prepared(schema, closes), "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
@@ -79,10 +95,10 @@ def _prepared(schema: Any, closes: bool) -> Any:
     for name, value in schema.items():
         if name in ANNOTATIONS or (name == "format" and isinstance(value, str) and value not in FORMATS):
             continue
-        if name in _MAPS and isinstance(value, dict):
+        if name in MAPS and isinstance(value, dict):
             found[name] = {key: _prepared(each, closes) for key, each in value.items()}
         else:
-            found[name] = value if name in _LITERAL else _prepared(value, closes)
+            found[name] = value if name in LITERAL else _prepared(value, closes)
     found = _rewritten(found)
     if closes and _lists_its_properties(schema):
         found["additionalProperties"] = False

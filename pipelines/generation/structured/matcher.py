@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 MAX_MESSAGE = 300
 MAX_PIECE = 80
 _IN_REGEX = "regex parse error:"
-_PLACE = re.compile(r"^at \d+\(\d+\): ")
 
 
 class Matcher:
@@ -72,7 +70,7 @@ class Matcher:
 
 
 def first_line(message: str) -> str:
-    """Return the first line of a message, without its place in our Lark; llguidance appends its state and the grammar.
+    """Return the first line of a message; llguidance appends its state and the grammar.
 
     Of an error in a regular expression, return the reason, and what it is about.
     """
@@ -81,7 +79,7 @@ def first_line(message: str) -> str:
         return "no reason was given"
     if lines[0].endswith(_IN_REGEX):
         return _regex_reason(message) or lines[0][:MAX_MESSAGE]
-    return _PLACE.sub("", lines[0])[:MAX_MESSAGE]
+    return lines[0][:MAX_MESSAGE]
 
 
 def _regex_reason(message: str) -> str:

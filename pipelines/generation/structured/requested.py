@@ -94,7 +94,8 @@ def _of_grammar(value: Any) -> Grammar:
 
 def _with_text(kind: Any, value: Any, expected: str) -> Grammar:
     if not isinstance(value, str) or not value.strip():
-        raise GenerationConfigError(f"{'grammar' if kind == 'ebnf' else kind}={value!r}: must be {expected}")
+        said = expected.replace("a str", "a str that is not empty", 1)
+        raise GenerationConfigError(f"{'grammar' if kind == 'ebnf' else kind}={value!r}: must be {said}")
     grammar = Grammar(kind, value)
     grammar.check()
     return grammar

@@ -7,13 +7,12 @@ tag ends with the first occurrence of the tag's end; free text elsewhere goes on
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.structured.ebnf import ROOT, parse_ebnf
-from staticllm.pipelines.generation.structured.json_schema import prepared, read_schema
+from staticllm.pipelines.generation.structured.json_schema import json_value, prepared, read_schema
 from staticllm.pipelines.generation.structured.nodes import (
     Choice,
     Node,
@@ -40,10 +39,7 @@ class StructuralTag:
     """The syntax tree of one structural tag: ``root`` and the rules that it refers to."""
 
     def __init__(self, text: str) -> None:
-        try:
-            given = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise GenerationConfigError(f"the structural tag is no JSON: {error}") from None
+        given = json_value(text, "the structural tag")
         if isinstance(given, dict) and given.get("type") == "structural_tag":
             given = given.get("format")
         self.rules: dict[str, Node] = {}
@@ -69,8 +65,8 @@ class StructuralTag:
 
     def _node(self, form: Any, ends: Ends) -> Node:
         """Return the tree of a format. If it ends with free text, the tree includes one of ``ends``."""
-        if not isinstance(form, dict) or form.get("type") not in self._writers:
-            kind = form.get("type") if isinstance(form, dict) else form
+        kind = form.get("type") if isinstance(form, dict) else form
+        if not isinstance(kind, str) or not isinstance(form, dict) or kind not in self._writers:
             known = ", ".join(self._writers)
             raise GenerationConfigError(f"a structural tag has a format {kind!r}: must be one of {known}")
         self._depth += 1
@@ -132,9 +128,13 @@ class StructuralTag:
 
     def _triggered(self, form: Format, ends: Ends) -> Node:
         """Return text with tags: as soon as a trigger was written, one of its tags must follow."""
-        triggers, tags = form["triggers"], _parts(form, "tags")
+        triggers, tags = form["triggers"], _tags(form)
         stops, at_least_one = bool(form.get("stop_after_first")), bool(form.get("at_least_one"))
-        if not triggers or not all(isinstance(trigger, str) and trigger for trigger in triggers):
+        if (
+            not isinstance(triggers, list)
+            or not triggers
+            or not all(isinstance(trigger, str) and trigger for trigger in triggers)
+        ):
             raise GenerationConfigError(
                 f"triggered tags have the triggers {triggers!r}: must be strings that are not empty"
             )
@@ -160,7 +160,7 @@ class StructuralTag:
         return Sequence((one_of([self._tag(tag) for tag in tags]), loop)) if at_least_one else loop
 
     def _separated(self, form: Format) -> Node:
-        tag = one_of([self._tag(tag) for tag in _parts(form, "tags")])
+        tag = one_of([self._tag(tag) for tag in _tags(form)])
         more = Repeat(Sequence((Text(_text(form, "separator", True)), tag)), 0, None)
         body: Node = tag if form.get("stop_after_first") else Sequence((tag, more))
         return body if form.get("at_least_one") else Repeat(body, 0, 1)
@@ -198,6 +198,15 @@ def _parts(form: Format, name: str) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise GenerationConfigError(f"a structural tag has {name}={value!r}: must be a list that is not empty")
     return value
+
+
+def _tags(form: Format) -> list[Any]:
+    tags = _parts(form, "tags")
+    if wrong := [tag for tag in tags if not isinstance(tag, dict)]:
+        raise GenerationConfigError(
+            f"a structural tag has the tag {wrong[0]!r:.80}: must be an object with begin, content and end"
+        )
+    return tags
 
 
 def _schema_of(form: Format) -> Any:

@@ -41,7 +41,7 @@ class ArgumentsDelta:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """The end of call ``index``: its arguments are complete."""
+    """The end of call ``index``: its arguments are complete, or a required call was cut off."""
 
     index: int
 

@@ -31,13 +31,16 @@ _TAKERS: dict[str, Callable[[Source, Output], Steps[None]]] = {
 class MessageParser:
     """Parses one answer. However its text is split, the events concatenate to the same.
 
-    A call that is malformed or cut off becomes content, with all its text. Calls in reasoning are not looked for.
+    A call that is malformed or cut off becomes content, with all its text, except with ``keeps_cut_calls``. Calls in reasoning
+    are not looked for.
 
     Args:
         format: How the answer is written.
         tools: The functions that may be called, as OpenAI's API takes them. They say of what type the values are where the
             format does not. Calls without markers are found only if they name one of them; without tools, any name will do.
         new_id: Makes the id of a call.
+        keeps_cut_calls: Whether a call that the end of the answer cuts off stays a call, with the arguments so far, once its name
+            is known. For answers that a grammar keeps well-formed.
     """
 
     def __init__(
@@ -45,11 +48,12 @@ class MessageParser:
         format: MessageFormat,
         tools: Iterable[Mapping[str, Any]] = (),
         new_id: Callable[[], str] = new_call_id,
+        keeps_cut_calls: bool = False,
     ) -> None:
         functions = [function_of(tool) for tool in tools]
         self._format = format
         self._types = {str(function["name"]): _types_of(function) for function in functions}
-        self._source, self._output = Source(), Output(self._types, new_id)
+        self._source, self._output = Source(), Output(self._types, new_id, keeps_cut_calls)
         self._steps = self._whole_answer()
         self._is_over = False
         self._advance()

@@ -28,11 +28,15 @@ class Output:
 
     A block is a call or reasoning with its markers. Whitespace directly before and after blocks is layout and left out; so is
     that at the ends of reasoning. ``names`` are the functions that may be called by a text without markers; ``has_content`` says
-    whether any text for the user, except whitespace, was found.
+    whether any text for the user, except whitespace, was found. With ``keeps_cut_calls``, a call that ends too early stays one,
+    and nothing follows it.
     """
 
-    def __init__(self, names: Collection[str], new_id: Callable[[], str] = new_call_id) -> None:
+    def __init__(
+        self, names: Collection[str], new_id: Callable[[], str] = new_call_id, keeps_cut_calls: bool = False
+    ) -> None:
         self.names = frozenset(names)
+        self._keeps_cut_calls = keeps_cut_calls
         self._new_id = new_id
         self._events: list[Event] = []
         self._num_calls = 0
@@ -50,6 +54,8 @@ class Output:
 
     def content(self, text: str) -> None:
         """Add text for the user."""
+        if self._keeps_cut_calls and self._num_calls:
+            return  # nothing but a part of the call's end
         if self._drops_space:
             text = text.lstrip()
         if not text:
@@ -108,6 +114,10 @@ class Output:
 
     def break_block(self, text: str) -> None:
         """End a block that is none: its ``text`` is content."""
+        if self._is_in_call and self._keeps_cut_calls:
+            self.end_call()
+            self.close_block()
+            return
         if self._is_in_call:
             self._events.append(CallBroken(self._num_calls))
             self._num_calls += 1

@@ -141,7 +141,7 @@ def grammar_of_calls(format: MessageFormat | None, options: GenerationOptions) -
         GenerationConfigError: the chat template shows no format of calls, or another option contradicts a required call.
     """
     tools = options.extra.tool_options
-    if tools.choice not in ("required", "function"):
+    if not tools.is_call_required:
         return options.grammar
     if format is None:
         raise GenerationConfigError(f"tool_choice={tools.choice!r} with parse_tools=False: leave one of them out")

@@ -106,10 +106,13 @@ class Source:
             self._place += 1
         return "".join(chars)
 
-    def text_until(self, markers: Sequence[str], write: Callable[[str], object]) -> Steps[str]:
+    def text_until(
+        self, markers: Sequence[str], write: Callable[[str], object], takes_cut_marker: bool = True
+    ) -> Steps[str]:
         """Pass the text before the first of ``markers`` to ``write``. Take that marker and return it; "" at the end.
 
-        No marker may contain another one.
+        No marker may contain another one. What may be the beginning of a marker at the end of the text is text too, or it is left
+        there without ``takes_cut_marker``.
         """
         while True:
             rest = self._text[self._place :]
@@ -119,7 +122,7 @@ class Source:
                 self._place += place + len(marker)
                 write(rest[:place])
                 return marker
-            count = len(rest) - (0 if self._is_over else num_held(rest, markers))
+            count = len(rest) - (0 if self._is_over and takes_cut_marker else num_held(rest, markers))
             self._place += count
             write(rest[:count])
             if self._is_over:

@@ -61,12 +61,12 @@ def take_parameter_value(
     push = _Trimmed().push if has_line_breaks else str
     if schema.get("type") == "string":
         output.arguments('"')
-        found = yield from source.text_until((end,), lambda text: output.arguments(_escaped(push(text))))
-        output.arguments('"')
+        found = yield from source.text_until((end,), lambda text: output.arguments(_escaped(push(text))), False)
+        output.arguments('"' if found else "")
     else:
         pieces: list[str] = []
         found = yield from source.text_until((end,), lambda text: pieces.append(push(text)))
-        output.arguments(value_as_json("".join(pieces)))
+        output.arguments(value_as_json("".join(pieces)) if found else "")
     if not found:
         raise MalformedError("a parameter without an end")
 

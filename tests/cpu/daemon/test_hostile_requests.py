@@ -81,3 +81,19 @@ def test_a_client_cannot_choose_the_id_of_its_request(model):
     """With the id of another request it would take that request's place, whose reader would wait for ever."""
     other = EngineRequest(PROMPT)
     assert model.request_of(plain(id=other.id)).id != other.id
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"repetition_penalty": 0}, {"repetition_penalty": -1.0}, {"repetition_penalty": 1e30}, {"presence_penalty": 1e10},
+        {"frequency_penalty": -3}, {"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0, "do_sample": True}, {"top_p": 2},
+        {"min_p": -0.5}, {"typical_p": 0, "do_sample": True}, {"dry_base": 0}, {"xtc_threshold": -1},
+        {"dry_allowed_length": 0}, {"mirostat": 3}, {"no_repeat_ngram_size": -1},
+    ],
+)  # fmt: skip
+def test_numbers_that_logits_cannot_be_changed_by_are_refused_before_the_engine(model, wrong):
+    sampling = {**NESTED["sampling"], **wrong}
+    with pytest.raises(StaticLLMError, match=next(iter(wrong))) as caught:
+        model.request_of(json.loads(json.dumps(plain(sampling=sampling))))
+    assert "\n" not in str(caught.value)

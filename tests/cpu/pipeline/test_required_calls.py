@@ -179,3 +179,24 @@ def test_names_that_a_format_cannot_write_get_one_line(pipes, name, function, pa
     with pytest.raises(GenerationConfigError, match="cannot be written in the model's format of calls") as caught:
         pipes[name].generate("Hello", tools=[{"type": "function", "function": tool}], tool_choice="required")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_required_call_at_the_limit_of_tokens_keeps_its_beginning(pipes, name):
+    """As in OpenAI's API, the finish reason is ``length``, and the call has the arguments so far."""
+    text = {"type": "string", "minLength": 600, "maxLength": 1200}
+    parameters = {"type": "object", "properties": {"note": text}, "required": ["note"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    result = pipes[name].generate("Call.", tools=tools, tool_choice="required", max_new_tokens=160)
+    assert [str(reason) for reason in result.finish_reasons] == ["length"]
+    (call,) = result.tool_calls[0]
+    assert call.name == "f"
+    assert result.messages[0].content == ""
+    assert call.arguments.replace(" ", "").replace("\n", "").startswith('{"note":"') or name in ("pythonic", "minicpm")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_required_call_for_which_there_is_no_room_is_refused(pipes, name):
+    with pytest.raises(GenerationConfigError, match="max_new_tokens=3 leaves no room") as caught:
+        pipes[name].generate("Hello", tools=TOOLS, tool_choice="required", max_new_tokens=3)
+    assert "\n" not in str(caught.value)

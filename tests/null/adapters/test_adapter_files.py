@@ -93,6 +93,19 @@ def directory(folder, config, tensors=None):
         ({"r": 2, "lora_alpha": 8, "use_rslora": True}, 8 / np.sqrt(2)),
         ({"r": 2, "lora_alpha": 8, "alpha_pattern": {"q_proj": 1}}, 0.5),
         ({"r": 2, "lora_alpha": 8, "alpha_pattern": {"proj": 1}}, 4.0),
+        (
+            {"r": 2, "lora_alpha": 8, "alpha_pattern": {"^model.layers.0.self_attn.q_proj": 1}},
+            0.5,
+        ),  # as PEFT documents it
+        (
+            {"r": 2, "lora_alpha": 8, "alpha_pattern": {"^layers.0.self_attn.q_proj": 1}},
+            4.0,
+        ),  # ^ is the whole path's beginning
+        ({"r": 2, "lora_alpha": 8, "alpha_pattern": {r"layers\.[0-3]\..*proj": 1}}, 0.5),
+        ({"r": 2, "lora_alpha": 8, "alpha_pattern": {r"layers\.[1-3]\..*proj": 1}}, 4.0),
+        ({"r": 2, "lora_alpha": 8, "alpha_pattern": {"k_proj|q_proj": 1, "q_proj": 2}}, 0.5),  # the first that matches
+        ({"r": 2, "lora_alpha": 8, "init_lora_weights": "gaussian"}, 4.0),
+        ({"r": 2, "lora_alpha": 8, "init_lora_weights": True, "modules_to_save": None}, 4.0),
         ({"r": 16, "lora_alpha": 8, "rank_pattern": {"q_proj": 2}}, 4.0),  # the rank is that of the matrices
         ({"peft_type": "LORA", "lora_alpha": 2}, 1.0),
     ],
@@ -107,6 +120,9 @@ def test_a_directory_has_the_scale_of_peft(config, scale, tmp_path):
     [
         "", "[]", "{", "[" * 100_000, '{"lora_alpha": "x"}', '{"lora_alpha": null}', '{"lora_alpha": 1e400}',
         '{"use_dora": true}', '{"peft_type": "IA3"}', '{"bias": "all"}', '{"alpha_pattern": {"x": "y"}}', '{"alpha_pattern": 3}',
+        '{"alpha_pattern": {"(": 1}}', '{"alpha_pattern": {"(a+)+b": 1}}', '{"alpha_pattern": {".*.*.*.*.*": 1}}',
+        '{"init_lora_weights": "pissa"}', '{"init_lora_weights": "olora"}', '{"init_lora_weights": 1}',
+        '{"modules_to_save": ["lm_head"]}', '{"layer_replication": [[0, 2]]}', '{"target_parameters": ["mlp.experts"]}',
     ],
 )  # fmt: skip
 def test_a_config_that_cannot_be_used_gets_one_line(config, tmp_path):

@@ -309,3 +309,42 @@ def test_any_python_literal_can_be_an_argument(arguments):
 def test_any_text_can_be_a_string_parameter(value):
     text = f"<function=weather>\n<parameter=city>\n{value}\n</parameter>\n</function>"
     assert parsed(XML, text)[2] == [("weather", {"city": value})]
+
+
+CUT = {
+    "tagged": (TAGGED, '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome <b>", "days": 3}}\n</tool_call>'),
+    "xml": (
+        XML,
+        "<tool_call>\n<function=weather>\n<parameter=city>\nRome <b>\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>",
+    ),
+    "named": (NAMED, '[TOOL_CALLS]weather[ARGS]{"city": "Rome <b>", "days": 3}'),
+    "bare": (BARE, '{"name": "weather", "parameters": {"city": "Rome <b>", "days": 3}}'),
+    "python": (PYTHON, '<|python_start|>[weather(city="Rome <b>", days=3)]<|python_end|>'),
+    "harmony": (
+        HARMONY,
+        '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome <b>", "days": 3}<|call|>',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_required_call_that_is_cut_off_keeps_its_arguments(name):
+    """Wherever the text ends: the arguments are the beginning of the whole ones, and nothing of the call is content."""
+    format, text = CUT[name]
+    whole = message_of(events_of(format, [text])).tool_calls[0].arguments
+    lengths = set()
+    for length in range(len(text) + 1):
+        parser = MessageParser(format, TOOLS, keeps_cut_calls=True)
+        events = parser.push(text[:length]) + parser.finish()
+        message = message_of(events)
+        assert not any(isinstance(event, CallBroken) for event in events)
+        begun, ended = ([event for event in events if isinstance(event, kind)] for kind in (CallBegin, CallEnd))
+        assert len(begun) == len(ended) == len(message.tool_calls)
+        if message.tool_calls:
+            (call,) = message.tool_calls
+            assert (call.name, message.content) == ("weather", "")
+            assert whole.startswith(call.arguments)
+            lengths.add(len(call.arguments))
+    assert len(lengths) > (1 if name == "python" else 12)
+    assert len(whole) in lengths
