@@ -54,7 +54,7 @@ class Daemon:
     ) -> None:
         self.limits = limits or default_limits()
         self.devices = Devices()
-        self.models = ModelTable(compile_model or self._compile, self.limits)
+        self.models = ModelTable(compile_model or self._compile, self.limits, self.devices.compiling)
         self._folder, self._is_worker = folder, is_worker
         self._sessions: dict[str, Session] = {}
         self._connections: dict[ClientConnection, threading.Thread | None] = {}
@@ -118,6 +118,17 @@ class Daemon:
         session.close()
         if not session.watches:
             log.info("program %d (%s) has left", session.pid, session.program)
+
+    def set_priority(self, session: Session, priority: int) -> None:
+        """Set the priority of a client, and of the others of its process: pipelines of GenAI are clients of their own."""
+        with self._lock:
+            same = [
+                each
+                for each in self._sessions.values()
+                if each is session or (each.pid, each.program) == (session.pid, session.program)
+            ]
+        for each in same:
+            each.set_priority(priority)
 
     @property
     def timeline(self) -> Timeline:
