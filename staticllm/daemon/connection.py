@@ -71,6 +71,7 @@ class ClientConnection:
         self._is_first = False
         self._request: Any = None  # an infer request, if the connection belongs to one
         self._model_id = 0
+        self._unsent: int | None = None  # a model of which the client does not know yet
         self._stream: OutputStream | None = None
         self._is_recording = False
         self._send_lock = threading.Lock()  # the stream's thread sends too
@@ -129,6 +130,7 @@ class ClientConnection:
         if answer is not None:
             with self._send_lock:
                 self._channel.send(replace(answer, number=message.number))
+        self._unsent = None
         return True
 
     def _greet(self, message: Message) -> bool:
@@ -152,6 +154,8 @@ class ClientConnection:
         if self._request is not None:
             self._drop_request()
         if session is not None:
+            if self._unsent is not None:
+                session.release(self._unsent)
             session.count_block(-self._channel.block_bytes)
             if self._is_first:
                 self._host.leave(session)
@@ -182,6 +186,7 @@ class ClientConnection:
             if is_language and isinstance(error, StaticLLMError):
                 return _failed(error)  # the program's pipeline raises it as its own class
             return Message(Kind.REFUSED, body={"reason": last_line(error)})
+        self._unsent = handle
         more = model.describe() if isinstance(model, LanguageModel) else {}
         return Message(Kind.OK, body={"model": handle, "mode": model.mode, **more})
 

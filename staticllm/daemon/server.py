@@ -102,6 +102,11 @@ class Daemon:
             raise ConfigError(f"this program has OpenVINO {theirs[:40]}, the daemon has {ours}: use the same release")
         with self._lock:
             session, is_new = self._find(hello), False
+            count = 0 if session is None else sum(each.session is session for each in self._connections)
+            if count >= self.limits.connections:
+                raise BusyError(
+                    f"this program has {count} connections, the limit is {self.limits.connections}: drop infer requests"
+                )
             if session is None:
                 session, is_new = self._new_session(hello), True
         body = {"session": session.token, "openvino": ours, "limits": self.limits.to_dict(), "pid": os.getpid()}
@@ -194,7 +199,7 @@ class Daemon:
         if self._is_stopping.is_set() or is_full:
             raw.close()
             return
-        connection = ClientConnection(Channel(raw), self)
+        connection = ClientConnection(Channel(raw, takes_blocks=False), self)
         with self._lock:
             self._connections[connection] = None
         try:
