@@ -148,8 +148,9 @@ class ClientConnection:
         session = self.session
         if self._is_recording:
             self._host.timeline.cancel()
-        if self._stream is not None and session is not None:
-            session.follow(self._stream, None)
+        if self._stream is not None:
+            if session is not None:
+                session.follow(self._stream, None)
             self._stream.close()
         if self._request is not None:
             self._drop_request()
