@@ -1,57 +1,124 @@
-"""Lets the steps of an engine take turns with other programs on its device."""
+"""Lets the steps of an engine take turns with other programs on its device, and tells what each client had of them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
 
-from staticllm.pipelines.scheduling.device_turns import Ask, DeviceTurns
+from staticllm.pipelines.engine.batch import Batch
+from staticllm.pipelines.engine.request import RequestState
+from staticllm.pipelines.scheduling.device_turns import Ask, DeviceTurns, Share
 from staticllm.pipelines.scheduling.policies.dynamic import GAP_SECONDS, GAP_STEPS
 
 SMOOTHING = 0.2
 """The weight of the newest step in the expected duration of the next one."""
 
 
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one client in a device call, of one phase; ``num_bytes``: its part of the keys and values that were read."""
+
+    owner: int
+    phase: str
+    count: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Demand:
+    """For whom an engine wants the device: the highest priority of its requests, and the clients of those that have it."""
+
+    priority: int = 0
+    owners: tuple[int, ...] = ()
+
+
+class Worker(Protocol):
+    """What an engine's core tells about its next step, and about the one that has just ended."""
+
+    @property
+    def demand(self) -> Demand:
+        """For whom the next step runs."""
+        ...
+
+    @property
+    def rows(self) -> Sequence[Rows]:
+        """The rows of the last device call."""
+        ...
+
+    def post(self) -> None:
+        """Hand tokens to their readers."""
+        ...
+
+    def last_token_times(self) -> Iterable[float]:
+        """Return the moments of the running requests' last tokens (``time.perf_counter``)."""
+        ...
+
+
 class DeviceUse:
     """The place of one engine, ``owner``, among those who use a device. Runs on the engine's thread.
 
-    After each step the engine says by when it needs the device for the next token: as late as ``dynamic`` lets prompts delay it.
+    The engine asks with the highest priority of its requests. After each step the clients pay for their rows, and the engine
+    says by when it needs the device for the next token: as late as ``dynamic`` lets prompts delay it.
+
+    Args:
+        turns: Those of the device.
+        owner: The engine; it pays for requests of no client.
+        weight_bytes: The weights that each call reads.
     """
 
-    def __init__(self, turns: DeviceTurns, owner: int) -> None:
-        self._turns, self._owner = turns, owner
+    def __init__(self, turns: DeviceTurns, owner: int, weight_bytes: int = 0) -> None:
+        self.turns, self.owner, self.weight_bytes = turns, owner, weight_bytes
         self._step_seconds = 0.0
 
     @property
     def is_wanted(self) -> bool:
         """Whether somebody waits for the device."""
-        return self._turns.is_wanted
+        return self.turns.is_wanted
 
     @contextmanager
-    def turn(
-        self, before_waiting: Callable[[], None], last_tokens: Callable[[], Iterable[float]], tpot_ms: float | None
-    ) -> Iterator[None]:
-        """Use the device inside the ``with`` block; ``before_waiting`` is called first if somebody else may have it.
-
-        ``last_tokens`` returns the moments of the running requests' last tokens (``time.perf_counter``), after the step.
-        """
-        if self._turns.is_busy:
-            before_waiting()
-        ask = Ask(self._owner, self._step_seconds)
-        self._turns.take(ask)
+    def turn(self, worker: Worker, tpot_ms: float | None) -> Iterator[None]:
+        """Use the device for one step inside the ``with`` block. Tokens are posted first if somebody else may have it."""
+        if self.turns.is_busy:
+            worker.post()
+        demand, known = worker.demand, self._step_seconds
+        ask = Ask(self.owner, known, demand.priority, payers=demand.owners)
+        self.turns.take(ask)
         start = time.perf_counter()
         try:
             yield
         finally:
             seconds = time.perf_counter() - start
-            known = self._step_seconds
             self._step_seconds = known + SMOOTHING * (seconds - known) if known else seconds
-            self._turns.give(ask, seconds, self._due(last_tokens(), tpot_ms))
+            shares = self._shares(worker.rows, seconds)
+            self.turns.give(ask, seconds, self._due(worker.last_token_times(), tpot_ms), shares)
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Use the device for a measurement inside the ``with`` block; the engine pays for it."""
+        with self.turns.turn(Ask(self.owner, self._step_seconds)):
+            yield
+
+    def hurry(self, priority: int, client: int) -> None:
+        """Ask with a higher priority, if the engine waits for the device with a lower one. Any thread may call."""
+        self.turns.hurry(self.owner, priority, (client,) if client else ())
 
     def close(self) -> None:
         """Leave the device to the others."""
-        self._turns.forget(self._owner)
+        self.turns.forget(self.owner)
+
+    def _shares(self, rows: Sequence[Rows], seconds: float) -> list[Share]:
+        """Return what each client had of a step: its part of the time by its rows."""
+        total = sum(each.count for each in rows)
+        return [
+            Share(
+                each.owner, each.phase, seconds * each.count / total, each.count,
+                self.weight_bytes * each.count // total + each.num_bytes,
+            )
+            for each in rows
+        ]  # fmt: skip
 
     def _due(self, last_tokens: Iterable[float], tpot_ms: float | None) -> float | None:
         """Return the latest moment at which the next step should begin; None if no request waits for a next token."""
@@ -61,3 +128,20 @@ class DeviceUse:
         step = self._step_seconds
         bound = max(GAP_STEPS * step, GAP_SECONDS) if tpot_ms is None else tpot_ms / 1e3
         return oldest + bound - step
+
+
+def demand_of(requests: Iterable[RequestState]) -> Demand:
+    """Return for whom an engine with these requests wants the device."""
+    asked = [each.request for each in requests]
+    highest = max((request.priority for request in asked), default=0)
+    return Demand(highest, tuple({request.owner for request in asked if request.priority == highest and request.owner}))
+
+
+def rows_of(batch: Batch, slot_bytes: int) -> list[Rows]:
+    """Return the rows of each client and phase in a call; a slot of the KV cache has ``slot_bytes``."""
+    counts: dict[tuple[int, str], int] = {}
+    for entry in batch.entries:
+        key = entry.state.request.owner, "prefill" if entry.is_prefill else "decode"
+        counts[key] = counts.get(key, 0) + len(entry.segment.tokens)
+    total, read = sum(counts.values()), batch.variant.kv_len * slot_bytes
+    return [Rows(owner, phase, count, read * count // total) for (owner, phase), count in counts.items()]

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from staticllm.core import FinishReason
@@ -56,8 +56,7 @@ class Engine:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._num_waiting = 0  # waiting requests that were admitted
-        self._is_closing = self._is_draining = False
-        self._has_news = False  # something arrived since the last step began
+        self._is_closing = self._is_draining = self._has_news = False  # news since the last step began
         self._pid = os.getpid()
         self.device_use: DeviceUse | None = None  # set before the first request if others use the device too
         self.decode: Decode | None = None  # makes text of tokens, to find the stop strings of beams
@@ -77,10 +76,9 @@ class Engine:
             ClosedError: the engine was closed, or belongs to another process.
         """
         self.check_process()
-        vocab_size = self.runner.cache.layout.vocab_size
+        vocab_size = self._core.vocab_size
         grammar = prepare_grammar(request, vocab_size, self.grammars)
-        state = new_state(request, vocab_size, queue, processors, grammar, self.decode)
-        self.submit_state(state)
+        self.submit_state(state := new_state(request, vocab_size, queue, processors, grammar, self.decode))
         return state.queue
 
     def submit_state(self, state: RequestState) -> None:
@@ -99,6 +97,7 @@ class Engine:
                 )
             self._start()
             self._inbox[state.request.id] = state
+        self._hurry(state.request.priority, state.request.owner)
 
     def cancel(self, request: int, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request, or one of its answers, before the next device call. Unknown and ended requests are ignored.
@@ -107,9 +106,18 @@ class Engine:
         """
         if os.getpid() != self._pid:
             return
-        state = self._inbox.get(request) or self._core.requests.get(request)
-        if state is not None:
+        if (state := self._inbox.get(request) or self._core.requests.get(request)) is not None:
             state.cancel(index, reason)
+
+    def set_priority(self, request: int, priority: int) -> None:
+        """Change the priority of a request before the next device call. Unknown and ended requests are ignored.
+
+        Raises:
+            ClosedError: the engine was closed.
+        """
+        if (state := self._inbox.get(request) or self._core.requests.get(request)) is not None:
+            self.call_soon(lambda: state.set_priority(priority))
+            self._hurry(priority, state.request.owner)
 
     def enqueue(self, states: Iterable[RequestState]) -> None:
         """Add requests without starting the thread; the caller serves them with ``step``."""
@@ -207,14 +215,14 @@ class Engine:
             self._start()
             self._callbacks.add(function)
 
-    def open_fed(self, priority: int = 0) -> FedSequence:
-        """Return a new sequence whose tokens the caller chooses; ``feed`` runs them.
+    def open_fed(self, priority: int = 0, owner: int = 0) -> FedSequence:
+        """Return a new sequence whose tokens the caller chooses; ``feed`` runs them. ``owner`` is as in ``EngineRequest``.
 
         Raises:
             ClosedError: the engine was closed, or belongs to another process.
         """
         self.check_process()
-        return FedSequence(self, self._core, priority)
+        return FedSequence(self, self._core, priority, owner)
 
     def feed(self, feeds: Sequence[Feed]) -> None:
         """Run tokens of several sequences, in shared calls where possible, and return at once.
@@ -225,6 +233,8 @@ class Engine:
             ClosedError: a sequence or the engine was closed.
         """
         begin_feeds(self, feeds)
+        for each in feeds:
+            self._hurry(each.sequence.priority, each.sequence.owner)
 
     def use_draft_model(self, model: DraftModel) -> None:
         """Let a model draft the tokens of requests that ask for it. It runs on the engine's thread.
@@ -300,26 +310,24 @@ class Engine:
                 if self.device_use is None or not self._core.has_calls:
                     self._core.step()
                 else:
-                    self._step_in_turn(self.device_use)
+                    with self.device_use.turn(self._core, self._core.options.limits.tpot_ms):
+                        self._core.step()
         except BaseException as error:  # a bug of ours: every request must end, or its reader would wait for ever
             try:
                 self._core.end_all(FinishReason.ERROR, as_ours(error))
             except Exception:
                 self._core.drop_all(as_ours(error))
 
-    def _step_in_turn(self, device_use: DeviceUse) -> None:
-        core = self._core
-        with device_use.turn(core.post, core.last_token_times, core.options.limits.tpot_ms):
-            core.step()
+    def _hurry(self, priority: int, owner: int) -> None:
+        """Let a wait for the device that is in progress count for a request of this ``priority`` that has just come."""
+        if self.device_use is not None:
+            self.device_use.hurry(priority, owner)
 
     def _measure_next(self) -> None:
         """Measure one cost, unless others use the device."""
-        if self.device_use is None:
-            self._core.measure_next(lambda: self._is_needed)
-            return
         use = self.device_use
-        with use.turn(lambda: None, tuple, None):
-            self._core.measure_next(lambda: self._is_needed or use.is_wanted)
+        with nullcontext() if use is None else use.measure():
+            self._core.measure_next(lambda: self._is_needed or (use is not None and use.is_wanted))
 
     def _notify(self) -> None:
         """Wake the thread, because a job was added."""
@@ -380,16 +388,13 @@ class Engine:
                 try:
                     self._core.admit(state)
                 finally:
-                    del self._inbox[
-                        id
-                    ]  # it is always in one of the two tables: cancel looks into them without the lock
+                    del self._inbox[id]  # always in one of the two tables: cancel looks into them without the lock
             states = list(self._inbox.values())
             self._num_waiting = self._core.num_waiting
         if not self._core.feeds.is_switching:
             self._core.feeds.begin_held()
-        now = time.perf_counter()
         for state in states:
-            if (reason := state.sequences[0].finish_reason_at(now)) is not None:
+            if (reason := state.sequences[0].finish_reason_at(time.perf_counter())) is not None:
                 with self._wake:
                     del self._inbox[state.request.id]
                 self._core.refuse(state, reason)

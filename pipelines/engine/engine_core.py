@@ -11,6 +11,7 @@ from functools import partial
 from staticllm.core import FinishReason
 from staticllm.errors import DeviceError, as_ours
 from staticllm.pipelines.engine.batch import Batch, BatchBuilder, BatchEntry
+from staticllm.pipelines.engine.device_use import Demand, Rows, demand_of, rows_of
 from staticllm.pipelines.engine.fed.beam_requests import BeamRequest, BeamRequests
 from staticllm.pipelines.engine.fed.feeds import Feeds
 from staticllm.pipelines.engine.fed.state import FedState
@@ -36,6 +37,7 @@ class EngineCore:
 
     ``requests`` holds the requests that were admitted and have not ended, by id, and ``jobs`` the calls of other models.
     ``wait_until`` is the ``time.perf_counter`` moment until which the next step may wait; None if it should follow at once.
+    ``rows`` are those of the last step's call, by client; empty if it made none.
     """
 
     def __init__(self, runner: ModelRunner, policy: Policy, options: EngineOptions) -> None:
@@ -43,6 +45,7 @@ class EngineCore:
         self.requests: dict[int, RequestState] = {}
         self.jobs = JobSources()
         self.wait_until: float | None = None
+        self.rows: list[Rows] = []
         self._planner = Planner(policy, options.lingers)
         self._unposted: list[SequenceState] = []  # the last call chose tokens for them that are not posted yet
         self._unrecorded: list[Callable[[], StepRecord]] = []  # make the records of calls that have ended
@@ -81,10 +84,17 @@ class EngineCore:
         """Whether ``step`` would use the device."""
         return bool(self.requests) or self.jobs.has_jobs
 
+    @property
+    def demand(self) -> Demand:
+        """For whom the next step uses the device."""
+        return demand_of(self.requests.values())
+
     def last_token_times(self) -> list[float]:
-        """Return the moment of the last token of each running request (``time.perf_counter``)."""
+        """Return the moment of the last token of each running request, and of each fed sequence that is expected back."""
         infos = (info for info in self._table if info.status is RequestStatus.RUNNING)
-        return [info.last_token_time for info in infos if info.last_token_time is not None]
+        now, views = time.perf_counter(), self.kv_manager.away.views
+        away = [each.since for each in views if each.ready_at is not None and each.ready_at >= now]
+        return [*away, *(info.last_token_time for info in infos if info.last_token_time is not None)]
 
     @property
     def is_offloading(self) -> bool:
@@ -115,6 +125,7 @@ class EngineCore:
 
         Any exception leaves requests that only ``end_all`` can end.
         """
+        self.rows = []
         self._end_expired()
         if self.requests or self.jobs.has_jobs:
             self._execute()
@@ -380,6 +391,7 @@ class EngineCore:
         """Add a call to the times of its requests, and return what else was in the engine."""
         for entry in batch.entries:
             entry.state.add_call(seconds)
+        self.rows = rows_of(batch, sum(state.slot_bytes for state in self.runner.cache.kv_states))
         context = call_context(self._table, self.runner.cache.slots.num_used, self._preempted)
         self._preempted.clear()
         return context

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -56,6 +56,7 @@ class EngineRequest:
         drafts: How its tokens are drafted; None without drafts.
         grammar: What each answer must look like; None for free text.
         adapters: The factor of each adapter that the model was loaded with; empty if the request uses none.
+        owner: The client of the daemon that pays for its device time; 0 without one. It stays in its process.
         id: The request's number.
         arrival: The ``time.perf_counter`` moment of its arrival.
     """
@@ -75,17 +76,19 @@ class EngineRequest:
     drafts: DraftParams | None = None
     grammar: Grammar | None = None
     adapters: tuple[float, ...] = ()
+    owner: int = 0
     id: int = field(default_factory=new_id)
     arrival: float = field(default_factory=time.perf_counter)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the request as a dict of JSON types.
 
-        The id is this process's own and is left out. Moments become seconds from now, since the clocks of processes may differ.
+        The id and the owner are this process's own and are left out. Moments become seconds from now, since the clocks of
+        processes may differ.
         """
         plain = {**asdict(self), "prompt": list(self.prompt), "stop_token_ids": sorted(self.stop_token_ids)}
         plain["adapters"] = list(self.adapters)
-        del plain["id"]
+        del plain["id"], plain["owner"]
         now = time.perf_counter()
         for name in ("arrival", "deadline"):
             plain[name] = None if plain[name] is None else plain[name] - now
@@ -95,7 +98,8 @@ class EngineRequest:
     def from_dict(cls, values: Mapping[str, Any]) -> EngineRequest:
         """Return the request that ``to_dict`` described, with an id of this process."""
         plain, now = dict(values), time.perf_counter()
-        plain.pop("id", None)  # one of another process could be that of a request here
+        for name in ("id", "owner"):  # those of another process could be taken here
+            plain.pop(name, None)
         for name in ("arrival", "deadline"):
             plain[name] = None if plain[name] is None else plain[name] + now
         prompt, stops = tuple(plain.pop("prompt")), frozenset(plain.pop("stop_token_ids"))
@@ -211,6 +215,11 @@ class SequenceState:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_generated + count == self.request.max_new_tokens else None
 
+    def set_priority(self, priority: int) -> None:
+        """Change the priority of the answer."""
+        self.request = replace(self.request, priority=priority)
+        self.info.set_priority(priority)
+
     def count_draft(self, draft: Draft, num_accepted: int) -> None:
         """Count the tokens of a draft that a call checked; the next token carries the counts to the reader."""
         self._num_drafted += len(draft.tokens)
@@ -292,6 +301,12 @@ class RequestState:
         more = self._user_processors[index] if self._user_processors else ()
         mask = None if self._grammar_mask is None else self._grammar_mask.clone()
         return SequenceState(self.request, self.queue, self._vocab_size, index, more, mask)
+
+    def set_priority(self, priority: int) -> None:
+        """Change the priority of all answers. Runs on the engine's thread."""
+        self.request = replace(self.request, priority=priority)
+        for state in self.sequences:
+            state.set_priority(priority)
 
     def cancel(self, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End one answer, or all of them, before the next device call. Any thread may call.

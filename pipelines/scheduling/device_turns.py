@@ -4,13 +4,50 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 MIN_CALL_SHARE = 0.15
 """The least share of device time for calls that no engine's next token leaves room for."""
-RECHECK_SECONDS = 0.25
-"""The longest time between two looks at the calls that wait for an engine."""
+RECHECK_SECONDS, MARGIN_SECONDS = 0.25, 1e-4
+"""The longest time between two looks at the calls that wait, and what a look is later than the moment it is for."""
+HOLD_SECONDS, HOLD_DEFICIT = 0.002, 0.02
+"""How long the device waits for the owner who had it last, and by how many seconds it must have used less than those who wait.
+
+Otherwise two owners with one call each would take turns, and the one with the longer calls would get most of the time.
+"""
+LATE_SECONDS = 0.01
+"""The shortest time for which an engine's next token counts before the engine asks."""
+MAX_OWNERS = 64
+"""The most owners whose time is remembered although it is what one who comes would be taken to have used."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one client, ``owner``, had of a use of the device.
+
+    Attributes:
+        owner: The client; 0 for requests of none.
+        phase: ``prefill`` and ``decode`` of a language model, ``call`` of another one.
+        seconds: Its part of the duration: that of its rows among all rows of the call.
+        rows: The rows of the call that were its own.
+        num_bytes: What the call read for it: its part of the weights, and the keys and values of its sequences.
+    """
+
+    owner: int
+    phase: str
+    seconds: float
+    rows: int = 0
+    num_bytes: int = 0
+
+
+@dataclass
+class Call:
+    """One use of a device: what was waited for it and what it took, in seconds."""
+
+    queued: float = 0.0
+    taken: float = 0.0
 
 
 @dataclass
@@ -18,10 +55,12 @@ class Ask:
     """A wish to use the device.
 
     Attributes:
-        owner: Who pays for the time: a client or an engine.
+        owner: Who asks, and pays for the time: a client, or an engine for requests of no client.
         seconds: The expected duration.
         priority: Asks with a higher priority go first.
         model: The model that runs. Up to ``width`` calls of one model may run at once, in streams that its user asked for.
+        phase, rows, num_bytes: As in ``Share``, of a call for ``owner``.
+        payers: The clients that an engine asks for; each pays for its share. Empty if ``owner`` pays.
         arrival: The moment of the ask, on the clock of the ``DeviceTurns``.
     """
 
@@ -30,40 +69,71 @@ class Ask:
     priority: int = 0
     model: int = 0
     width: int = 1
+    phase: str = "call"
+    rows: int = 0
+    num_bytes: int = 0
+    payers: Sequence[int] = ()
     arrival: float = 0.0
-    _granted: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    is_granted: bool = False
+    _signal: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
-        self._granted.acquire()
+        self._signal.acquire()
 
-    def grant(self) -> None:
-        """Let the thread that waits go on."""
-        self._granted.release()
+    @property
+    def clients(self) -> Sequence[int]:
+        """Those who pay."""
+        return self.payers or (self.owner,)
 
-    def wait(self, seconds: float) -> bool:
-        """Wait until the ask is granted; return False after ``seconds``."""
-        return self._granted.acquire(timeout=seconds)
+    def wake(self) -> None:
+        """Let the thread that waits look again; one thread at a time may call."""
+        if self._signal.locked():
+            self._signal.release()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for ``wake``, at most ``seconds``."""
+        self._signal.acquire(timeout=seconds)
+
+
+@dataclass(frozen=True)
+class Due:
+    """The moment at which an engine must have the device for the next token of a request of this ``priority``.
+
+    It counts until the moment ``until`` if the engine does not ask for the device before.
+    """
+
+    moment: float
+    priority: int
+    until: float
+
+
+OnUse = Callable[[Ask, float, Sequence[Share]], None]
 
 
 class DeviceTurns:
     """Gives the device to one ask after the other. Any thread may call the methods.
 
-    The highest priority goes first, and among equals the owner who has used the least device time, measured, not promised.
-    An engine with running requests sets ``due``, the moment at which it must have the device for the next token. A call that
-    would end after it waits, until it has waited long enough for its ``MIN_CALL_SHARE`` of the time.
+    The highest priority goes first, and among equals the owner who has used the least device time, measured, not promised. An
+    engine asks for the clients of its requests: it goes first by the one of them who has used least, and each pays for its
+    share of the rows.
+
+    An engine with running requests sets ``due``, the moment at which it must have the device for the next token. A call of the
+    same priority that would end after it waits, until it has waited long enough for its ``MIN_CALL_SHARE`` of the time. One of a
+    lower priority has no such share, and for one of a higher priority ``due`` does not count. A moment that has passed while its
+    engine does not ask counts no more: the client of the sequence has not come back.
     """
 
-    def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, on_use: Callable[[Ask, float], None] | None = None
-    ) -> None:
-        """Take a clock, and a function that is called with each ask that gives the device back, and the seconds of its use."""
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, on_use: OnUse | None = None) -> None:
+        """Take a clock, and a function that is called with each ask that gives the device back, its seconds, and its shares."""
         self._clock, self._on_use = clock, on_use
         self._lock = threading.Lock()
         self._waiting: list[Ask] = []
         self._running: list[Ask] = []
         self._used: dict[int, float] = {}  # seconds of each owner, as far as they count for turns
         self._floor = 0.0  # what an owner who comes, or comes back, has used at least, so that rest gives no credit
-        self._due: dict[int, float] = {}
+        self._due: dict[int, Due] = {}
+        self._held: Ask | None = None  # the last ask that gave the device back, and until when it is waited for
+        self._held_until = float("-inf")
         self._last_late = float("-inf")  # the expected end of the last call that was allowed in spite of ``due``
 
     @property
@@ -80,42 +150,95 @@ class DeviceTurns:
         """Wait for the device, and return how long it took in seconds. ``give`` must follow."""
         ask.arrival = self._clock()
         with self._lock:
-            self._used[ask.owner] = max(self._used.get(ask.owner, 0.0), self._floor)
+            for owner in ask.clients:
+                self._used[owner] = max(self._used.get(owner, 0.0), self._floor)
             self._waiting.append(ask)
             self._grant()
-        while not ask.wait(RECHECK_SECONDS):
+            seconds = self._next_look()
+        while not ask.is_granted:
+            ask.wait(seconds)
             with self._lock:
                 self._grant()
+                seconds = self._next_look()
         return self._clock() - ask.arrival
 
-    def give(self, ask: Ask, seconds: float, due: float | None = None) -> None:
-        """Give the device back after ``seconds`` of use; at the moment ``due`` this owner needs it again."""
+    def give(self, ask: Ask, seconds: float, due: float | None = None, shares: Sequence[Share] = ()) -> None:
+        """Give the device back after ``seconds`` of use; at the moment ``due`` this owner needs it again.
+
+        The owners of ``shares`` pay for their seconds, and the owner of the ask for what is left.
+        """
         if self._on_use is not None:
-            self._on_use(ask, seconds)
+            self._on_use(ask, seconds, shares)
         with self._lock:
             self._running.remove(ask)
-            self._used[ask.owner] = self._used.get(ask.owner, 0.0) + seconds / max(ask.width, 1)
-            self._set_due(ask.owner, due)
+            left = seconds
+            for share in shares:
+                if share.owner:
+                    self._pay(share.owner, share.seconds)
+                    left -= share.seconds
+            if not ask.payers or left > 0:
+                self._pay(ask.owner, max(0.0, left) / max(ask.width, 1))
+            self._forget_some()
+            self._set_due(ask.owner, due, ask.priority)
+            self._held, self._held_until = ask, self._clock() + HOLD_SECONDS
+            self._grant()
+            for each in self._waiting:  # until when they wait has changed
+                each.wake()
+
+    def hurry(self, owner: int, priority: int, payers: Sequence[int]) -> None:
+        """Give an ask of ``owner`` that waits with a lower priority this one, and its payers."""
+        with self._lock:
+            for ask in self._waiting:
+                if ask.owner == owner and ask.priority < priority:
+                    ask.priority, ask.payers = priority, payers
             self._grant()
 
-    def set_due(self, owner: int, due: float | None) -> None:
+    @contextmanager
+    def turn(self, ask: Ask) -> Iterator[Call]:
+        """Wait for the device, and use it inside the ``with`` block."""
+        call = Call(self.take(ask))
+        start = time.perf_counter()
+        try:
+            yield call
+        finally:
+            call.taken = time.perf_counter() - start
+            self.give(ask, call.taken)
+
+    def set_due(self, owner: int, due: float | None, priority: int = 0) -> None:
         """Set the moment at which an owner needs the device again; None if it does not."""
         with self._lock:
-            self._set_due(owner, due)
+            self._set_due(owner, due, priority)
             self._grant()
 
     def forget(self, owner: int) -> None:
         """Forget an owner who has gone."""
         with self._lock:
             self._used.pop(owner, None)
-            self._set_due(owner, None)
+            self._set_due(owner, None, 0)
             self._grant()
 
-    def _set_due(self, owner: int, due: float | None) -> None:
+    def used(self, owner: int) -> float:
+        """Return the seconds of an owner that count for its next turn."""
+        return max(self._used.get(owner, 0.0), self._floor)
+
+    def _pay(self, owner: int, seconds: float) -> None:
+        self._used[owner] = self._used.get(owner, self._floor) + seconds
+
+    def _forget_some(self) -> None:
+        """Forget the owners who would be as they are now if they came for the first time."""
+        if len(self._used) > MAX_OWNERS:
+            waiting = {owner for ask in (*self._waiting, *self._running) for owner in ask.clients}
+            self._used = {owner: used for owner, used in self._used.items() if used > self._floor or owner in waiting}
+
+    def _set_due(self, owner: int, due: float | None, priority: int) -> None:
         if due is None:
             self._due.pop(owner, None)
         else:
-            self._due[owner] = due
+            self._due[owner] = Due(due, priority, max(due, self._clock() + LATE_SECONDS))
+
+    def _standing(self, ask: Ask) -> float:
+        """Return the seconds by which asks of one priority are ordered: those of the payer who has used least."""
+        return min(self._used.get(owner, self._floor) for owner in ask.clients)
 
     def _grant(self) -> None:
         """Grant every ask that may run now. The caller holds the lock."""
@@ -124,24 +247,51 @@ class DeviceTurns:
             possible = [ask for ask in self._waiting if self._fits(ask) and self._may_run(ask, now)]
             if not possible:
                 return
-            ask = min(possible, key=lambda ask: (-ask.priority, self._used.get(ask.owner, 0.0), ask.arrival))
+            ask = min(possible, key=lambda ask: (-ask.priority, self._standing(ask), ask.arrival))
+            if self._is_held_for_another(ask, now):
+                return
             self._waiting.remove(ask)
             self._running.append(ask)
-            self._floor = max(self._floor, self._used[ask.owner])
-            if not self._is_in_time(ask, now):
+            self._held = None
+            self._floor = max(self._floor, self._standing(ask))
+            if not self._is_in_time(ask, now, ask.priority):
                 self._last_late = now + ask.seconds
-            ask.grant()
+            ask.is_granted = True
+            ask.wake()
+
+    def _is_held_for_another(self, ask: Ask, now: float) -> bool:
+        """Whether the owner who had the device last should have it before ``ask``, and may still come back."""
+        last = self._held
+        if last is None or now >= self._held_until or last.priority < ask.priority or self._running:
+            return False
+        is_back = any(each.owner == last.owner for each in self._waiting)
+        return not is_back and self._standing(last) + HOLD_DEFICIT < self._standing(ask)
+
+    def _next_look(self) -> float:
+        """Return the seconds after which an ask that waits might be granted although nobody gives the device back."""
+        now = self._clock()
+        moments = [self._held_until, *(due.until for due in self._due.values())]
+        seconds = min((moment - now for moment in moments if moment > now), default=RECHECK_SECONDS)
+        return min(seconds + MARGIN_SECONDS, RECHECK_SECONDS)
 
     def _fits(self, ask: Ask) -> bool:
         return not self._running or (
             self._running[0].model == ask.model and ask.model != 0 and len(self._running) < ask.width
         )
 
-    def _is_in_time(self, ask: Ask, now: float) -> bool:
-        dues = (due for owner, due in self._due.items() if owner != ask.owner)
+    def _is_in_time(self, ask: Ask, now: float, priority: int) -> bool:
+        """Whether a call would end before every engine with a ``priority`` of at least this one needs the device."""
+        asking = {each.owner for each in (*self._waiting, *self._running)}
+        dues = (
+            due.moment
+            for owner, due in self._due.items()
+            if owner != ask.owner and due.priority >= priority and (due.until >= now or owner in asking)
+        )
         return now + ask.seconds <= min(dues, default=float("inf"))
 
     def _may_run(self, ask: Ask, now: float) -> bool:
+        if self._is_in_time(ask, now, ask.priority):
+            return True
         waited = now - max(ask.arrival, self._last_late)
         has_waited = waited * MIN_CALL_SHARE >= ask.seconds * (1 - MIN_CALL_SHARE)
-        return has_waited or self._is_in_time(ask, now)
+        return has_waited and self._is_in_time(ask, now, ask.priority + 1)

@@ -51,6 +51,10 @@ class RequestInfo:
             )  # fmt: skip
         return self._view
 
+    def set_priority(self, priority: int) -> None:
+        """Change the priority."""
+        self.priority, self._view = priority, None
+
     def come_back(self, num_computed: int, now: float, can_run: bool) -> None:
         """Record that a fed request came back with new tokens; ``num_computed`` tokens have slots of the arena.
 

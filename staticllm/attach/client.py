@@ -61,6 +61,29 @@ class Client:
             self._send_releases()
         return checked(answer)
 
+    def compile(self, message: Message) -> tuple[Message, int]:
+        """Ask for a model on a connection of its own, so that no other thread waits for its compilation.
+
+        Return the answer, and the epoch to which its handle belongs.
+
+        Raises:
+            UnavailableError: there is no daemon, or it refuses.
+            DaemonGoneError: the connection has ended meanwhile.
+            Exception: the one that the call raised in the daemon.
+        """
+        channel, epoch = self.open_channel()
+        try:
+            channel.send(message)
+            answer = channel.receive()
+        except (EOFError, OSError, ProtocolError) as error:
+            with self._lock:
+                if self.epoch == epoch:
+                    self._drop()
+            raise DaemonGoneError(f"the daemon has gone: {error}") from error
+        finally:
+            channel.close()
+        return checked(answer), epoch
+
     def open_channel(self) -> tuple[Channel, int]:
         """Return another connection of this client, and the epoch to which it belongs; the caller closes it.
 

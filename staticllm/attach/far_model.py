@@ -143,6 +143,6 @@ class FarModel:
         return checked(self._client.call(Message(kind, handle, body=body)))
 
     def _hold(self) -> None:
-        answer = self._client.call(Message(Kind.MODEL, body=self._source.describe()))
-        self._handle, self._epoch = int(answer.body["model"]), self._client.epoch
+        answer, epoch = self._client.compile(Message(Kind.MODEL, body=self._source.describe()))
+        self._handle, self._epoch = int(answer.body["model"]), epoch
         self.mode = str(answer.body.get("mode", "plain"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -71,6 +72,7 @@ def set_priority(priority: int) -> None:
     client = getattr(getattr(sys.modules.get(MODULE), "Core", None), "_staticllm_client", None)
     if client is None:
         raise RuntimeError("this program is not attached: import openvino and staticllm.attach first")
+    os.environ["STATICLLM_ATTACH_PRIORITY"] = str(priority)  # of pipelines and programs that it starts from now on
     client.set_priority(priority)
 
 

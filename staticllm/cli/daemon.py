@@ -134,7 +134,8 @@ def _lines(found: dict[str, Any], before: dict[str, Any] | None, seconds: float)
         )
     old = {client["pid"]: client for client in (before or {"clients": []})["clients"]}
     lines.append(
-        f"{'pid':>8}  {'program':<24} {'priority':>8} {'calls':>8} {'device s':>9} {'queued s':>9} {'share':>6}"
+        f"{'pid':>8}  {'program':<24} {'priority':>8} {'calls':>8} {'device s':>9} {'prefill s':>9} {'decode s':>9} "
+        f"{'queued s':>9} {'read GB':>8} {'share':>6}"
     )
     for client in found["clients"]:
         share = ""
@@ -142,6 +143,8 @@ def _lines(found: dict[str, Any], before: dict[str, Any] | None, seconds: float)
             share = f"{(client['device_seconds'] - old[client['pid']]['device_seconds']) / seconds:.0%}"
         lines.append(
             f"{client['pid']:>8}  {client['program'][:24]:<24} {client['priority']:>8} {client['calls']:>8} "
-            f"{client['device_seconds']:>9.2f} {client['queued_seconds']:>9.2f} {share:>6}"
+            f"{client['device_seconds']:>9.2f} {client['by_phase'].get('prefill', 0.0):>9.2f} "
+            f"{client['by_phase'].get('decode', 0.0):>9.2f} {client['queued_seconds']:>9.2f} "
+            f"{client['read_bytes'] / 1e9:>8.2f} {share:>6}"
         )
     return lines

@@ -49,6 +49,10 @@ class Host(Protocol):
         """End a client: its first connection has ended."""
         ...
 
+    def set_priority(self, session: Session, priority: int) -> None:
+        """Set the priority of the program that a client belongs to."""
+        ...
+
     def stats(self) -> dict[str, Any]:
         """Return the daemon's statistics as JSON types."""
         ...
@@ -67,6 +71,7 @@ class ClientConnection:
         self._is_first = False
         self._request: Any = None  # an infer request, if the connection belongs to one
         self._model_id = 0
+        self._unsent: int | None = None  # a model of which the client does not know yet
         self._stream: OutputStream | None = None
         self._is_recording = False
         self._send_lock = threading.Lock()  # the stream's thread sends too
@@ -125,6 +130,7 @@ class ClientConnection:
         if answer is not None:
             with self._send_lock:
                 self._channel.send(replace(answer, number=message.number))
+        self._unsent = None
         return True
 
     def _greet(self, message: Message) -> bool:
@@ -143,10 +149,14 @@ class ClientConnection:
         if self._is_recording:
             self._host.timeline.cancel()
         if self._stream is not None:
+            if session is not None:
+                session.follow(self._stream, None)
             self._stream.close()
         if self._request is not None:
             self._drop_request()
         if session is not None:
+            if self._unsent is not None:
+                session.release(self._unsent)
             session.count_block(-self._channel.block_bytes)
             if self._is_first:
                 self._host.leave(session)
@@ -177,6 +187,7 @@ class ClientConnection:
             if is_language and isinstance(error, StaticLLMError):
                 return _failed(error)  # the program's pipeline raises it as its own class
             return Message(Kind.REFUSED, body={"reason": last_line(error)})
+        self._unsent = handle
         more = model.describe() if isinstance(model, LanguageModel) else {}
         return Message(Kind.OK, body={"model": handle, "mode": model.mode, **more})
 
@@ -214,6 +225,7 @@ class ClientConnection:
             try:
                 model = session.model(message.handle)
                 self._request, self._model_id = model.open(session.owner), model.id
+                session.follow(self, self._request.set_priority)
             except BaseException:
                 session.count_request(-1)
                 raise
@@ -233,6 +245,7 @@ class ClientConnection:
     def _drop_request(self) -> None:
         assert self.session is not None
         request, self._request = self._request, None
+        self.session.follow(self, None)
         request.close()
         self.session.count_request(-1)
 
@@ -250,7 +263,7 @@ class ClientConnection:
                 raise ProtocolError(f"INFER: the input {index!r}, must be a number")
             inputs[index] = array
         outputs, call = request.infer(inputs, session.priority, message.body.get("wanted") == "last")
-        session.count_call(self._model_id, call, sum(array.nbytes for array in outputs))
+        session.usage.add_calls(1, call.queued, sum(array.nbytes for array in outputs))
         times = {"device_us": int(call.taken * 1e6), "queued_us": int(call.queued * 1e6)}
         self._send(Message(Kind.DONE, number=message.number, body=times), outputs)
 
@@ -301,6 +314,7 @@ class ClientConnection:
         assert self.session is not None
         if self._stream is None:
             self._stream = OutputStream(self._channel, self._send_lock, self.session)
+            self.session.follow(self._stream, self._stream.set_priority)
         times = self._stream.submit(model, message.number, values)
         return Message(Kind.OK, body={"grammar": None if times is None else asdict(times)})
 
@@ -320,7 +334,7 @@ class ClientConnection:
 
     def _hint(self, message: Message) -> Message:
         assert self.session is not None
-        self.session.priority = whole_of(message, "priority", 2 * MAX_PRIORITY) - MAX_PRIORITY
+        self._host.set_priority(self.session, whole_of(message, "priority", 2 * MAX_PRIORITY) - MAX_PRIORITY)
         return Message(Kind.OK)
 
     def _trace(self, message: Message) -> Message:

@@ -1,83 +1,123 @@
-"""The devices of the daemon: one set of turns per device, and what each client and model used of it."""
+"""The devices of the daemon: one set of turns per device, and what each client used of them."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 from staticllm.daemon.timeline import Timeline
-from staticllm.pipelines.scheduling.device_turns import Ask, DeviceTurns
-
-SMOOTHING = 0.2
-"""The weight of the newest call in the expected duration of the next one of the same shapes."""
-MAX_SHAPES = 256
-"""The most shapes of a model whose durations are remembered."""
-
-
-class CallCosts:
-    """The expected duration of the calls of one model, by the shapes of their inputs. Any thread may call the methods."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[object, float] = {}
-        self._last = 0.0
-
-    def expected(self, shapes: object) -> float:
-        """Return the expected seconds of a call; that of the last call for new shapes."""
-        return self._seconds.get(shapes, self._last)
-
-    def add(self, shapes: object, seconds: float) -> None:
-        """Learn from a call that took ``seconds``."""
-        known = self._seconds.get(shapes)
-        if known is None and len(self._seconds) >= MAX_SHAPES:
-            self._seconds.clear()
-        self._last = seconds if known is None else known + SMOOTHING * (seconds - known)
-        self._seconds[shapes] = self._last
+from staticllm.pipelines.scheduling.device_turns import Ask, Call, DeviceTurns, Share
 
 
 @dataclass
-class Call:
-    """One use of a device: what was waited for it and what it took, in seconds."""
+class Usage:
+    """What a client used since it came. ``track`` names its track in recordings.
 
-    queued: float = 0.0
-    taken: float = 0.0
+    Attributes:
+        calls: Calls of models, and tokens of requests.
+        device_seconds: Device time; of calls that it shared, the part of its rows.
+        queued_seconds: Time that its calls, and its requests before their first device call, waited.
+        tensor_bytes: Bytes of the outputs that were sent to it.
+        read_bytes: What the device read for it: weights, keys and values; of shared calls its part.
+        by_model, by_phase: The device seconds by the model's number, and by phase: ``prefill``, ``decode``, ``call``.
+        rows_by_phase: The rows of device calls by phase.
+    """
+
+    track: str
+    calls: int = 0
+    device_seconds: float = 0.0
+    queued_seconds: float = 0.0
+    tensor_bytes: int = 0
+    read_bytes: int = 0
+    by_model: dict[int, float] = field(default_factory=dict)
+    by_phase: dict[str, float] = field(default_factory=dict)
+    rows_by_phase: dict[str, int] = field(default_factory=dict)
+
+    def add_share(self, model: int, share: Share) -> None:
+        """Count what the client had of a use of a device."""
+        self.device_seconds += share.seconds
+        self.read_bytes += share.num_bytes
+        self.by_model[model] = self.by_model.get(model, 0.0) + share.seconds
+        self.by_phase[share.phase] = self.by_phase.get(share.phase, 0.0) + share.seconds
+        self.rows_by_phase[share.phase] = self.rows_by_phase.get(share.phase, 0) + share.rows
+
+    def add_calls(self, count: int, queued_seconds: float, tensor_bytes: int) -> None:
+        """Count calls that have ended, or tokens that were sent."""
+        self.calls += count
+        self.queued_seconds += queued_seconds
+        self.tensor_bytes += tensor_bytes
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the usage as JSON types."""
+        return {
+            "calls": self.calls, "device_seconds": self.device_seconds, "queued_seconds": self.queued_seconds,
+            "tensor_bytes": self.tensor_bytes, "read_bytes": self.read_bytes,
+            "by_model": {str(key): value for key, value in tuple(self.by_model.items())},
+            "by_phase": dict(tuple(self.by_phase.items())), "rows_by_phase": dict(tuple(self.rows_by_phase.items())),
+        }  # fmt: skip
 
 
 class Devices:
-    """The devices that the daemon uses, by the names that clients give: ``NPU``, ``GPU.1``."""
+    """The devices that the daemon uses, by the names that clients give: ``NPU``, ``GPU.1``. Any thread may call the methods.
+
+    ``compiling`` is held while a model is compiled: two compilers at once crash some devices.
+    """
 
     def __init__(self) -> None:
         self.timeline = Timeline()
+        self.compiling = threading.Lock()
         self._turns: dict[str, DeviceTurns] = {}
+        self._usages: dict[int, Usage] = {}
         self._lock = threading.Lock()
 
     def turns(self, device: str) -> DeviceTurns:
         """Return the turns of a device."""
         with self._lock:
-            return self._turns.setdefault(device, DeviceTurns(on_use=self._record_engine))
+            return self._turns.setdefault(device, DeviceTurns(on_use=self._record))
+
+    def open(self, owner: int, track: str) -> Usage:
+        """Return the usage of a new client, which grows from now on until ``forget``."""
+        with self._lock:
+            usage = self._usages[owner] = Usage(track)
+        return usage
 
     def forget(self, owner: int) -> None:
         """Forget a client that has gone."""
         with self._lock:
-            turns = tuple(self._turns.values())
-        for each in turns:
+            self._usages.pop(owner, None)
+        for each in self._all_turns():
             each.forget(owner)
 
-    def _record_engine(self, ask: Ask, seconds: float) -> None:
-        """Record the steps of engines, whose numbers as owners are negative; calls are recorded for their programs."""
-        if ask.owner < 0:
-            self.timeline.add(f"engine of model {-ask.owner}", "step", time.perf_counter() - seconds, seconds)
+    def hurry(self, owner: int, priority: int) -> None:
+        """Give the calls of a client that wait for a device a higher priority."""
+        for each in self._all_turns():
+            each.hurry(owner, priority, ())
 
-    @contextmanager
-    def turn(self, device: str, ask: Ask) -> Iterator[Call]:
+    def turn(self, device: str, ask: Ask) -> AbstractContextManager[Call]:
         """Wait for the device, and use it inside the ``with`` block."""
-        turns = self.turns(device)
-        call = Call(turns.take(ask))
-        start = time.perf_counter()
-        try:
-            yield call
-        finally:
-            call.taken = time.perf_counter() - start
-            turns.give(ask, call.taken)
+        return self.turns(device).turn(ask)
+
+    def _all_turns(self) -> tuple[DeviceTurns, ...]:
+        with self._lock:
+            return tuple(self._turns.values())
+
+    def _record(self, ask: Ask, seconds: float, shares: Sequence[Share]) -> None:
+        """Count a use of a device for its clients, and record it. The numbers of engines as owners are negative."""
+        start = time.perf_counter() - seconds
+        waited = max(0.0, start - ask.arrival)
+        model = -ask.owner if ask.owner < 0 else ask.model
+        if ask.owner < 0:
+            self.timeline.add(f"engine of model {model}", "step", start, seconds, waited)
+        else:
+            shares = (Share(ask.owner, ask.phase, seconds, ask.rows, ask.num_bytes),)
+        for share in shares:
+            with self._lock:
+                if (usage := self._usages.get(share.owner)) is not None:
+                    usage.add_share(model, share)
+            if usage is not None:
+                more = {"rows": share.rows, "device_ms": share.seconds * 1e3, "read_MB": share.num_bytes / 1e6}
+                name = f"{share.phase} of model {model}"
+                self.timeline.add(usage.track, name, start, seconds, 0.0 if ask.owner < 0 else waited, more)

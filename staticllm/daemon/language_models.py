@@ -31,10 +31,10 @@ class LanguageModel:
 
     mode = "engine"
 
-    def __init__(self, id: int, launched: Launched, devices: Devices) -> None:
+    def __init__(self, id: int, launched: Launched, devices: Devices, num_bytes: int = 0) -> None:
         self.id, self.launched, self.device = id, launched, launched.device
         self.engine = launched.engine
-        self.engine.device_use = DeviceUse(devices.turns(launched.device), -id)
+        self.engine.device_use = DeviceUse(devices.turns(launched.device), -id, num_bytes)
         self.calls = CallWatch(self.engine)
 
     def describe(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def compile_language_model(
     tokenizer = LazyTokenizer(source.directory)
     if source.draft is not None:
         use_draft(source.draft, launched, tokenizer.read(), on_progress)
-    model = LanguageModel(id, launched, devices)
+    model = LanguageModel(id, launched, devices, source.num_bytes)
     model.engine.decode = tokenizer.decode
     model.engine.grammars = GrammarCompiler(lambda: read_vocabulary(tokenizer.read()))
     return model

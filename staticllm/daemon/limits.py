@@ -18,6 +18,7 @@ class Limits:
         clients: Programs that are connected at a time.
         models: Models of one client.
         requests: Infer requests of one client, each of which has at most one call in flight.
+        connections: Connections of one client: one for itself, and one for each infer request and compilation in progress.
         block_bytes: Bytes of shared memory of one client.
         model_bytes: Bytes of the weights of all models together.
         idle_model_seconds: Seconds after which a model that no client holds is dropped.
@@ -27,6 +28,7 @@ class Limits:
     clients: int = 32
     models: int = 16
     requests: int = 64
+    connections: int = 96
     block_bytes: int = 512 << 20
     model_bytes: int = 0
     idle_model_seconds: float = 300.0

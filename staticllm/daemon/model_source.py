@@ -71,7 +71,20 @@ def source_of(message: Message) -> ModelSource:
     if not xml.is_absolute() or not weights.is_absolute() or xml.suffix != ".xml" or not xml.is_file():
         raise ModelError(f"the model {str(xml)!r} is not an absolute path of an IR (.xml) that exists")
     check_ir(xml, weights if weights.is_file() else None)
+    _check_stamp(message, xml, weights)
     return ModelSource(xml, weights, text_of(message, "device", 128), _config(message), mode, is_spool)
+
+
+def _check_stamp(message: Message, xml: Path, weights: Path) -> None:
+    """Check that the files are those that the client read: their sizes and times of change, if it says them.
+
+    Raises:
+        ModelError: one has changed.
+    """
+    stamp = message.body.get("stamp") or []
+    found = [[each.st_size, each.st_mtime_ns] for each in (path.stat() for path in (xml, weights) if path.is_file())]
+    if stamp and stamp != found:
+        raise ModelError(f"the files of {xml} have changed since the program read them: read the model again")
 
 
 def _config(message: Message) -> tuple[tuple[str, Value], ...]:

@@ -62,11 +62,12 @@ Compile = Callable[[Any, int], ServedModel]
 class ModelTable:
     """Compiles models, one at a time, and keeps each while a client holds it and for some minutes after. Any thread may call."""
 
-    def __init__(self, compile_model: Compile, limits: Limits) -> None:
+    def __init__(self, compile_model: Compile, limits: Limits, compiling: threading.Lock | None = None) -> None:
+        """Take what compiles a source, and a lock that is held meanwhile: two compilers at once crash some devices."""
         self._compile, self._limits = compile_model, limits
         self._slots: dict[tuple[object, ...], ModelSlot] = {}
         self._lock = threading.Lock()
-        self._compiling = threading.Lock()  # two compilers at once crash some devices
+        self._compiling = compiling or threading.Lock()
         self._ids = count(1)
 
     def acquire(self, source: Source) -> tuple[tuple[object, ...], ServedModel]:

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 import openvino as ov
 
 from staticllm.daemon.compiling import read
-from staticllm.daemon.devices import Call, Devices
+from staticllm.daemon.devices import Devices
 from staticllm.daemon.model_source import ModelSource, Value
-from staticllm.daemon.packed.packed_model import PackedModel, PackedRequest
+from staticllm.daemon.packed.packed_model import PackedModel
+from staticllm.daemon.packed.packed_request import PackedRequest
 from staticllm.daemon.packed.replay import Array
-from staticllm.daemon.plain import PlainModel, compile_plain
+from staticllm.daemon.plain import PlainModel, compile_plain, real_device
 from staticllm.pipelines.engine.device_use import DeviceUse
+from staticllm.pipelines.scheduling.device_turns import Call
 
 
 class PackedService:
@@ -24,14 +26,14 @@ class PackedService:
         self, id: int, model: PackedModel, source: ModelSource, inputs: Sequence[str], devices: Devices
     ) -> None:
         assert model.engine is not None, "it runs in an engine"
-        self.id, self.device, self.model, self.inputs = id, source.device, model, tuple(inputs)
+        self.id, self.model, self.inputs = id, model, tuple(inputs)
+        self.device = real_device(model.program, source.device)
         self._config = dict(source.config)
-        model.engine.device_use = DeviceUse(devices.turns(source.device), -id)
+        model.share_device(DeviceUse(devices.turns(self.device), -id, source.num_bytes), devices.compiling)
 
     def open(self, owner: int) -> PackedService.Request:
         """Return a new infer request of the client ``owner``."""
-        del owner  # its device time is that of the engine
-        return self.Request(self)
+        return self.Request(self, owner)
 
     def get_property(self, name: str) -> object:
         """Return a property: as the client set it, or of one of our programs.
@@ -49,9 +51,9 @@ class PackedService:
     class Request:
         """An infer request of one client. One thread at a time may call the methods."""
 
-        def __init__(self, service: PackedService) -> None:
+        def __init__(self, service: PackedService, owner: int) -> None:
             self._names = service.inputs
-            self._request: PackedRequest = service.model.open()
+            self._request: PackedRequest = service.model.open(owner)
 
         def infer(
             self, inputs: Mapping[int, Array], priority: int = 0, wants_last: bool = False
@@ -61,11 +63,15 @@ class PackedService:
             Raises:
                 PromptError, RuntimeError, ClosedError: as for ``PackedRequest.infer``.
             """
-            self._request.priority = priority
+            self._request.set_priority(priority)
             named = {self._names[index]: array for index, array in inputs.items() if 0 <= index < len(self._names)}
             logits = self._request.infer(named, "last" if wants_last else "all")
             times = self._request.times
             return [logits], Call(times.queued_seconds, times.device_seconds)
+
+        def set_priority(self, priority: int) -> None:
+            """Change the priority, also of a call that runs. Any thread may call."""
+            self._request.set_priority(priority)
 
         def reset(self) -> None:
             """Forget all tokens."""

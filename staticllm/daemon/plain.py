@@ -14,10 +14,11 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.daemon.compiling import compile_model, is_virtual
-from staticllm.daemon.devices import Call, CallCosts, Devices
+from staticllm.daemon.devices import Devices
 from staticllm.daemon.model_source import ModelSource
 from staticllm.devices import check_device, get_core
-from staticllm.pipelines.scheduling.device_turns import Ask
+from staticllm.pipelines.scheduling.call_costs import CallCosts
+from staticllm.pipelines.scheduling.device_turns import Ask, Call
 
 Array = NDArray[Any]
 
@@ -25,8 +26,10 @@ Array = NDArray[Any]
 class PlainModel:
     """A model that OpenVINO compiled as it is; the clients share its weights."""
 
-    def __init__(self, id: int, compiled: ov.CompiledModel, device: str, devices: Devices) -> None:
-        self.id, self.device, self.compiled, self.devices = id, _real_device(compiled, device), compiled, devices
+    def __init__(self, id: int, compiled: ov.CompiledModel, device: str, devices: Devices, num_bytes: int) -> None:
+        """Take the compiled model, the device that was asked for, and the bytes of the weights that each call reads."""
+        self.num_bytes = num_bytes
+        self.id, self.device, self.compiled, self.devices = id, real_device(compiled, device), compiled, devices
         self.costs = CallCosts()
         self.num_outputs = len(compiled.outputs)  # ``output_tensors`` takes 40 us
         self.width = max(1, int(compiled.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS")))
@@ -70,13 +73,16 @@ class PlainRequest:
         for index, array in inputs.items():
             request.set_input_tensor(index, ov.Tensor(np.array(array)))  # a copy: clients may write to theirs meanwhile
         shapes = tuple(array.shape for array in inputs.values())
-        ask = Ask(self._owner, model.costs.expected(shapes), priority, model.id, model.width)
+        ask = Ask(self._owner, model.costs.expected(shapes), priority, model.id, model.width, num_bytes=model.num_bytes)
         with model.devices.turn(model.device, ask) as call:
             start = time.perf_counter()
             request.infer(share_inputs=True, share_outputs=True)
             call.taken = time.perf_counter() - start
         model.costs.add(shapes, call.taken)
         return [request.get_output_tensor(index).data for index in range(model.num_outputs)], call
+
+    def set_priority(self, priority: int) -> None:
+        """Do nothing: every call brings its priority, and one that waits has been given it by the devices."""
 
     def reset(self) -> None:
         """Set all states back."""
@@ -115,7 +121,7 @@ class PlainRequest:
         del self._request
 
 
-def _real_device(compiled: ov.CompiledModel, asked: str) -> str:
+def real_device(compiled: ov.CompiledModel, asked: str) -> str:
     """Return the device that runs the model if the client asked for ``AUTO`` or the like, so that all take turns on it."""
     if not is_virtual(asked):
         return asked
@@ -137,4 +143,4 @@ def compile_plain(source: ModelSource, id: int, devices: Devices) -> PlainModel:
     if not is_virtual(source.device):
         check_device(core, source.device)
     compiled = compile_model(source)
-    return PlainModel(id, compiled, source.device, devices)
+    return PlainModel(id, compiled, source.device, devices, source.num_bytes)

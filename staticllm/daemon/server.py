@@ -54,7 +54,7 @@ class Daemon:
     ) -> None:
         self.limits = limits or default_limits()
         self.devices = Devices()
-        self.models = ModelTable(compile_model or self._compile, self.limits)
+        self.models = ModelTable(compile_model or self._compile, self.limits, self.devices.compiling)
         self._folder, self._is_worker = folder, is_worker
         self._sessions: dict[str, Session] = {}
         self._connections: dict[ClientConnection, threading.Thread | None] = {}
@@ -103,6 +103,11 @@ class Daemon:
             raise ConfigError(f"this program has OpenVINO {theirs[:40]}, the daemon has {ours}: use the same release")
         with self._lock:
             session, is_new = self._find(hello), False
+            count = 0 if session is None else sum(each.session is session for each in self._connections)
+            if count >= self.limits.connections:
+                raise BusyError(
+                    f"this program has {count} connections, the limit is {self.limits.connections}: drop infer requests"
+                )
             if session is None:
                 session, is_new = self._new_session(hello), True
         body = {"session": session.token, "openvino": ours, "limits": self.limits.to_dict(), "pid": os.getpid()}
@@ -119,6 +124,17 @@ class Daemon:
         session.close()
         if not session.watches:
             log.info("program %d (%s) has left", session.pid, session.program)
+
+    def set_priority(self, session: Session, priority: int) -> None:
+        """Set the priority of a client, and of the others of its process: pipelines of GenAI are clients of their own."""
+        with self._lock:
+            same = [
+                each
+                for each in self._sessions.values()
+                if each is session or (each.pid, each.program) == (session.pid, session.program)
+            ]
+        for each in same:
+            each.set_priority(priority)
 
     @property
     def timeline(self) -> Timeline:
@@ -184,7 +200,7 @@ class Daemon:
         if self._is_stopping.is_set() or is_full:
             raw.close()
             return
-        connection = ClientConnection(Channel(raw), self)
+        connection = ClientConnection(Channel(raw, takes_blocks=False), self)
         with self._lock:
             self._connections[connection] = None
         try:

@@ -5,35 +5,17 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from staticllm.daemon.devices import Call, Devices
+from staticllm.daemon.devices import Devices
 from staticllm.daemon.limits import Limits
 from staticllm.daemon.models import ModelTable, ServedModel, Source
 from staticllm.errors import BusyError, ConfigError
 
 _owners = count(1)
-
-
-@dataclass
-class Usage:
-    """What a client used since it came: calls, device seconds, seconds in the queue, bytes of tensors."""
-
-    calls: int = 0
-    device_seconds: float = 0.0
-    queued_seconds: float = 0.0
-    tensor_bytes: int = 0
-    by_model: dict[int, float] = field(default_factory=dict)
-
-    def add(self, model: int, call: Call, num_bytes: int) -> None:
-        """Count one call."""
-        self.calls += 1
-        self.device_seconds += call.taken
-        self.queued_seconds += call.queued
-        self.tensor_bytes += num_bytes
-        self.by_model[model] = self.by_model.get(model, 0.0) + call.taken
 
 
 @dataclass(frozen=True)
@@ -52,13 +34,14 @@ class Session:
     ) -> None:
         self.owner, self.token = next(_owners), secrets.token_hex(16)
         self.pid, self.program, self.priority = pid, program, priority
-        self.since, self.usage = time.time(), Usage()
+        self.since, self.usage = time.time(), devices.open(self.owner, f"{program} {pid}")
         self._table, self._devices, self._limits = table, devices, limits
         self._models: dict[int, HeldModel] = {}
         self._handles = count(1)
         self._num_requests = self._block_bytes = 0
         self._lock = threading.Lock()
         self._is_closed = False
+        self._followers: dict[object, Callable[[int], None]] = {}  # by the connection that they belong to
         self.watches = False  # it only asks for statistics, and is no program that uses a device
 
     def hold(self, source: Source) -> tuple[int, ServedModel]:
@@ -93,11 +76,21 @@ class Session:
             raise ConfigError(f"this program has no model {handle}")
         return held.model
 
-    def count_call(self, model: int, call: Call, num_bytes: int = 0, name: str = "call") -> None:
-        """Count a call of one of the client's models that has just ended, or its part of an engine's calls."""
-        self.usage.add(model, call, num_bytes)
-        start = time.perf_counter() - call.taken
-        self._devices.timeline.add(f"{self.program} {self.pid}", f"{name} {model}", start, call.taken, call.queued)
+    def set_priority(self, priority: int) -> None:
+        """Change the priority of the client's calls, also of those that wait or run in an engine."""
+        self.priority = priority
+        self._devices.hurry(self.owner, priority)
+        with self._lock:
+            followers = tuple(self._followers.values())
+        for follow in followers:
+            follow(priority)
+
+    def follow(self, key: object, on_priority: Callable[[int], None] | None) -> None:
+        """Call ``on_priority`` whenever the priority changes; None ends that. ``key`` names the follower."""
+        with self._lock:
+            self._followers.pop(key, None)
+            if on_priority is not None:
+                self._followers[key] = on_priority
 
     def release(self, handle: int) -> None:
         """Give a model back; an unknown handle is ignored."""
@@ -147,10 +140,7 @@ class Session:
         """Return what ``staticllm daemon top`` shows of the client, as JSON types."""
         with self._lock:
             models = [held.model.id for held in self._models.values()]
-        usage = self.usage
         return {
             "pid": self.pid, "program": self.program, "priority": self.priority, "since": self.since, "models": models,
-            "requests": self._num_requests, "block_bytes": self._block_bytes, "calls": usage.calls,
-            "device_seconds": usage.device_seconds, "queued_seconds": usage.queued_seconds,
-            "tensor_bytes": usage.tensor_bytes, "by_model": {str(key): value for key, value in usage.by_model.items()},
+            "requests": self._num_requests, "block_bytes": self._block_bytes, **self.usage.to_dict(),
         }  # fmt: skip

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from staticllm.core import FinishReason
-from staticllm.daemon.devices import Call
 from staticllm.daemon.language_models import LanguageModel
 from staticllm.daemon.session import Session
-from staticllm.errors import BusyError
+from staticllm.errors import BusyError, ClosedError
 from staticllm.pipelines.engine.output_queue import (
     CompileTimes,
     Finished,
@@ -33,15 +34,25 @@ MAX_BACKLOG = 1 << 16
 """The most outputs that wait for a client to read; beyond them its requests are cancelled."""
 
 
+@dataclass
+class Running:
+    """A request that has not ended: its model, our number of it, the priority that it asked for, and the answers left."""
+
+    model: LanguageModel
+    id: int
+    priority: int
+    num_left: int
+    submitted: float
+    has_begun: bool = False
+
+
 class OutputStream:
     """The requests of one connection. ``submit`` and ``cancel`` run on the connection's thread."""
 
     def __init__(self, channel: Channel, lock: threading.Lock, session: Session) -> None:
         self._channel, self._channel_lock, self._session = channel, lock, session
         self._outputs: queue.SimpleQueue[tuple[int, Output] | None] = queue.SimpleQueue()
-        self._running: dict[
-            int, tuple[LanguageModel, int, int]
-        ] = {}  # by the client's number: model, our id, answers left
+        self._running: dict[int, Running] = {}  # by the client's number
         self._is_broken = False
         self._breaking = threading.Lock()
         self._thread = start_thread(self._run, "staticllm-stream")
@@ -60,10 +71,11 @@ class OutputStream:
         if number in self._running:
             raise BusyError(f"request {number} has not ended")
         request = model.request_of(values)
-        request = replace(request, priority=request.priority + self._session.priority)
+        asked, session = request.priority, self._session
+        request = replace(request, priority=asked + session.priority, owner=session.owner)
         outputs = OutputQueue()
         outputs.add_listener(lambda output: self._add(number, output))
-        self._running[number] = model, request.id, request.num_sequences
+        self._running[number] = Running(model, request.id, asked, request.num_sequences, time.perf_counter())
         try:
             model.engine.submit(request, outputs)
         except BaseException:
@@ -74,8 +86,13 @@ class OutputStream:
     def cancel(self, number: int, index: int | None, reason: FinishReason) -> None:
         """End a request, or one of its answers; unknown ones are ignored."""
         if (found := self._running.get(number)) is not None:
-            model, id, _ = found
-            model.engine.cancel(id, index, reason)
+            found.model.engine.cancel(found.id, index, reason)
+
+    def set_priority(self, priority: int) -> None:
+        """Change the client's priority in its requests that have not ended. Any thread may call."""
+        for each in tuple(self._running.values()):
+            with suppress(ClosedError):  # the model was dropped meanwhile
+                each.model.engine.set_priority(each.id, each.priority + priority)
 
     def stop(self) -> None:
         """Cancel all requests, and begin no further message."""
@@ -106,8 +123,8 @@ class OutputStream:
         self._cancel_all()
 
     def _cancel_all(self) -> None:
-        for model, id, _ in list(self._running.values()):
-            model.engine.cancel(id)
+        for each in tuple(self._running.values()):
+            each.model.engine.cancel(each.id)
 
     def _run(self) -> None:
         while (first := self._outputs.get()) is not None:
@@ -143,16 +160,17 @@ class OutputStream:
             self._break()
 
     def _count_tokens(self, number: int, outputs: list[Output]) -> None:
-        model = self._running[number][0]
-        for output in outputs:
-            if isinstance(output, TokenOutput):
-                self._session.count_call(model.id, Call(0.0, output.device_seconds), 0, "token of")
+        running, tokens = self._running[number], [each for each in outputs if isinstance(each, TokenOutput)]
+        queued = 0.0
+        if tokens and not running.has_begun:  # what is not its prompt's own calls was spent waiting for others
+            running.has_begun = True
+            queued = max(0.0, tokens[0].time - running.submitted - tokens[0].device_seconds)
+        self._session.usage.add_calls(len(tokens), queued, 0)
 
     def _count_ends(self, number: int, outputs: list[Output]) -> bool:
-        model, id, left = self._running[number]
-        left -= sum(isinstance(output, Finished) for output in outputs)
-        if left:
-            self._running[number] = model, id, left
+        running = self._running[number]
+        running.num_left -= sum(isinstance(output, Finished) for output in outputs)
+        if running.num_left:
             return False
         del self._running[number]
         return True

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from staticllm.errors import ConfigError
@@ -16,13 +17,17 @@ MAX_EVENTS = 200_000
 
 @dataclass(frozen=True)
 class Event:
-    """One use of a device: on a ``track``, from ``start`` (``time.perf_counter``) on, for ``seconds``; ``queued`` before it."""
+    """One use of a device: on a ``track``, from ``start`` (``time.perf_counter``) on, for ``seconds``; ``queued`` before it.
+
+    ``more`` is what the viewer shows of it besides.
+    """
 
     track: str
     name: str
     start: float
     seconds: float
     queued: float = 0.0
+    more: Mapping[str, float] = field(default_factory=dict)
 
 
 class Timeline:
@@ -32,11 +37,19 @@ class Timeline:
         self._events: deque[Event] | None = None
         self._lock = threading.Lock()
 
-    def add(self, track: str, name: str, start: float, seconds: float, queued: float = 0.0) -> None:
+    def add(
+        self,
+        track: str,
+        name: str,
+        start: float,
+        seconds: float,
+        queued: float = 0.0,
+        more: Mapping[str, float] | None = None,
+    ) -> None:
         """Add an event, if somebody records. The oldest of more than ``MAX_EVENTS`` are dropped."""
         events = self._events
         if events is not None:
-            events.append(Event(track, name, start, seconds, queued))
+            events.append(Event(track, name, start, seconds, queued, more or {}))
 
     def begin(self) -> None:
         """Begin a recording.
@@ -78,7 +91,7 @@ def _chrome(events: list[Event]) -> list[dict[str, object]]:
     ]
     for event in events:
         pid = tracks[event.track]
-        found.append(_slice(event.name, pid, 1, event.start, event.seconds))
+        found.append(_slice(event.name, pid, 1, event.start, event.seconds) | {"args": dict(event.more)})
         if event.queued > 0:
             found.append(_slice("queued", pid, 2, event.start - event.queued, event.queued))
     return found

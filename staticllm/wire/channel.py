@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,12 +18,18 @@ from .tensors import Array
 
 
 class Channel:
-    """A connection with the block of shared memory that belongs to it. The daemon creates and enlarges the block."""
+    """A connection with the block of shared memory that belongs to it. The daemon creates and enlarges the block.
 
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
+    It takes none itself (``takes_blocks``): a client could make one shorter later, and reading that would end the daemon.
+    """
+
+    def __init__(self, connection: Any, takes_blocks: bool = True) -> None:
+        self._connection, self._takes_blocks = connection, takes_blocks
         self._block: Block | None = None
         self._is_unsent = False  # the peer has not got the block yet
+        self._closing = (
+            threading.Lock()
+        )  # or ``shut`` could end another connection, which has got the number of this one
 
     @property
     def block_bytes(self) -> int:
@@ -57,6 +64,8 @@ class Channel:
             EOFError, OSError: the peer has gone, or sent more than ``MAX_FRAME`` bytes.
         """
         message = decode(self._connection.recv_bytes(MAX_FRAME))
+        if message.flags & BLOCK and not self._takes_blocks:
+            raise ProtocolError(f"{message.kind.name}: shared memory from a client, the daemon gives it out")
         if message.flags & BLOCK:
             size = message.body.get("block_size")
             if not isinstance(size, int) or not 0 < size < 1 << 40:
@@ -103,15 +112,16 @@ class Channel:
 
     def shut(self) -> None:
         """End the connection for both sides; a thread that waits in ``receive`` returns. Any thread may call."""
-        if sys.platform == "win32":
-            self._connection.close()
-            return
-        with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(self._connection.fileno())) as peer:
-            peer.shutdown(socket.SHUT_RDWR)
+        with self._closing, contextlib.suppress(OSError, ValueError):
+            if sys.platform == "win32":
+                self._connection.close()
+                return
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as peer:
+                peer.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection and the block. A second call does nothing."""
-        with contextlib.suppress(OSError):
+        with self._closing, contextlib.suppress(OSError):
             self._connection.close()
         self._replace(None)
 

@@ -52,7 +52,7 @@ class BeamRequest(RequestState):
     def begin(self, feeds: Feeds, on_end: OnEnd) -> None:
         """Run the prompt; ``on_end`` is called with this request when it has ended."""
         self._feeds, self._on_end = feeds, on_end
-        self._beams = [feeds.open(self.request.priority, True, self.request.adapters)]
+        self._beams = [feeds.open(self.request.priority, True, self.request.adapters, self.request.owner)]
         self._beams[0].mask = self._first_mask
         self._feed(0, self.request.prompt)
 
@@ -73,6 +73,12 @@ class BeamRequest(RequestState):
             error = _too_few(len(found), self.request)
         self.finish_from(len(found), reason if error is None else FinishReason.ERROR, error)
         self._on_end(self, reason)
+
+    def set_priority(self, priority: int) -> None:
+        """Change the priority of the search and of its beams."""
+        super().set_priority(priority)
+        for state in self._beams:
+            state.set_priority(priority)
 
     def give_up(self, feeds: Feeds, reason: FinishReason, error: Exception | None) -> None:
         """End the search without answers, in any state that an exception left, also one in the middle of its end."""

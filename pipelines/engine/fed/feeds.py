@@ -42,9 +42,11 @@ class Feeds:
         self.is_switching = False
         self._held: list[tuple[FedState, FeedOrder]] = []
 
-    def open(self, priority: int = 0, is_internal: bool = False, adapters: AdapterScales = ()) -> FedState:
-        """Return a new sequence, which is away; ``is_internal`` as in ``FedState``, and ``adapters`` as in ``EngineRequest``."""
-        state = FedState(self._core.vocab_size, priority, is_internal=is_internal, adapters=adapters)
+    def open(
+        self, priority: int = 0, is_internal: bool = False, adapters: AdapterScales = (), owner: int = 0
+    ) -> FedState:
+        """Return a new sequence, which is away; ``is_internal`` as in ``FedState``, the others as in ``EngineRequest``."""
+        state = FedState(self._core.vocab_size, priority, None, is_internal, adapters, owner)
         self._core.kv_manager.away.add(state)
         return state
 
@@ -85,6 +87,12 @@ class Feeds:
         held, self._held = self._held, []
         for _, order in held:
             order.on_done(FeedResult(None, error or closed_error(reason)))
+
+    def set_priority(self, state: FedState, priority: int) -> None:
+        """Change the priority of a sequence, and of its feed in progress."""
+        state.set_priority(priority)
+        if (request := self._core.requests.get(state.id)) is not None:
+            request.set_priority(priority)
 
     def close(self, state: FedState, is_reusable: bool) -> None:
         """Close a sequence; a feed in progress ends before the next device call.

@@ -27,9 +27,14 @@ class FedSequence:
     """
 
     def __init__(
-        self, engine: EngineThread, core: EngineCore, priority: int = 0, source: FedSequence | None = None
+        self,
+        engine: EngineThread,
+        core: EngineCore,
+        priority: int = 0,
+        owner: int = 0,
+        source: FedSequence | None = None,
     ) -> None:
-        self._engine, self._core, self._priority = engine, core, priority
+        self._engine, self._core, self.priority, self.owner = engine, core, priority, owner
         self._vocab_size = core.runner.cache.layout.vocab_size
         self._state: FedState | None = None  # made on the engine's thread
         self._is_busy = self._is_closed = False
@@ -44,7 +49,14 @@ class FedSequence:
             ClosedError: the sequence or the engine was closed.
         """
         self.check_free()
-        return FedSequence(self._engine, self._core, self._priority, self)
+        return FedSequence(self._engine, self._core, self.priority, self.owner, self)
+
+    def set_priority(self, priority: int) -> None:
+        """Change the priority of the sequence, also of a feed in progress, before the next device call."""
+        if priority != self.priority:
+            self.priority = priority
+            with suppress(ClosedError):  # the engine has released everything
+                self._engine.call_soon(lambda: self._core.feeds.set_priority(self._opened, priority))
 
     def close(self, is_reusable: bool = True) -> None:
         """Release the sequence; a second call does nothing. A feed in progress ends with a ``ClosedError``.
@@ -112,7 +124,7 @@ class FedSequence:
 
     def _open(self, source: FedSequence | None) -> None:
         if source is None:
-            self._state = self._core.feeds.open(self._priority)
+            self._state = self._core.feeds.open(self.priority, owner=self.owner)
         else:
             self._state = self._core.kv_manager.away.fork(source._opened)
 

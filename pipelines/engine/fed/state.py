@@ -93,8 +93,9 @@ class FedState(SequenceState):
         think: ThinkTime | None = None,
         is_internal: bool = False,
         adapters: AdapterScales = (),
+        owner: int = 0,
     ) -> None:
-        request = EngineRequest((), priority=priority, id=new_id(), adapters=adapters)
+        request = EngineRequest((), priority=priority, id=new_id(), adapters=adapters, owner=owner)
         super().__init__(request, OutputQueue(), vocab_size)
         self.think = think or ThinkTime()
         self.is_internal = is_internal
@@ -117,7 +118,8 @@ class FedState(SequenceState):
 
     def forked(self) -> FedState:
         """Return another sequence of the same client with the same tokens, and without slots."""
-        other = FedState(self._vocab_size, self.request.priority, self.think, self.is_internal, self.request.adapters)
+        asked = self.request
+        other = FedState(self._vocab_size, asked.priority, self.think, self.is_internal, asked.adapters, asked.owner)
         other.tokens, other.is_suspect = list(self.tokens), self.is_suspect
         other.request = replace(self.request, id=other.id)
         other.token_times = list(self.token_times)

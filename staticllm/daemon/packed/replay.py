@@ -1,9 +1,10 @@
-"""Runs a request on the original stateful model, from where our engine left off."""
+"""Runs a request on the original stateful model, from where our engine left off, in calls that take turns with the engine's."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +13,15 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
+from staticllm.errors import ClosedError, PromptError
+from staticllm.pipelines.engine.fed.state import Wanted
+from staticllm.pipelines.scheduling.call_costs import CallCosts
+from staticllm.pipelines.scheduling.device_turns import Ask, DeviceTurns
 from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS
 
 Array = NDArray[Any]
-REPLAY_COLUMNS = 512
-"""The most columns of a call that repeats earlier ones."""
+REPLAY_COLUMNS = 128
+"""The most columns of a device call: others get the device between two calls."""
 
 
 @dataclass
@@ -32,36 +37,78 @@ class RowLog:
 
 
 class OriginalModel:
-    """The original model, compiled when the first request needs it. Any thread may call; calls take turns."""
+    """The original model, compiled on the thread of the first request that needs it. Any thread may call; they take turns.
+
+    ``turns`` and ``compiling`` may be set before the first call: those of a device that others use too, and a lock that is held
+    while anything is compiled.
+    """
 
     def __init__(self, model: ov.Model, core: ov.Core, device: str, properties: Mapping[str, Any]) -> None:
         self._model, self._core, self._device, self._properties = model, core, device, dict(properties)
         self._compiled: ov.CompiledModel | None = None
         self._lock = threading.Lock()
+        self._is_closed = False
+        self.turns, self.costs, self.compiling = DeviceTurns(), CallCosts(), threading.Lock()
+        self.number = self.num_bytes = (
+            0  # the model's number, and the bytes of its weights, in what is said of its calls
+        )
 
     def open(self) -> ov.InferRequest:
         """Return a new infer request of the compiled model.
 
         Raises:
             RuntimeError: the device refuses the model.
+            ClosedError: the model was closed.
         """
         with self._lock:
-            if self._compiled is None:
-                self._compiled = self._core.compile_model(self._model, self._device, self._properties)
-            return self._compiled.create_infer_request()
+            compiled = self._compiled
+            if compiled is None and not self._is_closed:
+                with self.compiling:
+                    compiled = self._core.compile_model(self._model, self._device, self._properties)
+                self._compiled = compiled
+        if self._is_closed or compiled is None:
+            self._compiled = None
+            raise ClosedError("the model is closed: load it again")
+        return compiled.create_infer_request()
 
     def close(self) -> None:
-        """Release the compiled model."""
-        with self._lock:
-            self._compiled = None
+        """Release the compiled model. Does not wait for a compilation in progress, which ends with a ``ClosedError``."""
+        self._is_closed, self._compiled = True, None
+
+
+@dataclass
+class Asker:
+    """Who asks for the calls of a replay: the client that pays for them, its priority now, and whether it has gone."""
+
+    owner: int = 0
+    priority: int = 0
+    is_cancelled: bool = False
+
+    def check(self) -> None:
+        """Check that the next call may begin.
+
+        Raises:
+            ClosedError: the request was cancelled.
+        """
+        if self.is_cancelled:
+            raise ClosedError("the request was cancelled")
 
 
 class Replay:
-    """A request on the original model. One thread at a time may call."""
+    """A request on the original model. One thread at a time may call.
 
-    def __init__(self, original: OriginalModel) -> None:
+    Every device call takes a turn of its own. Prompts run in pieces of ``REPLAY_COLUMNS`` where that changes only rounding.
+    ``device_seconds`` counts what the calls took on the device.
+    """
+
+    def __init__(self, original: OriginalModel, asker: Asker) -> None:
+        self._original, self._asker = original, asker
         self._request = original.open()
         self._names = {name for port in self._request.model_inputs for name in port.get_names()}
+        self._vocab_size = _vocab_size(self._request)
+        self._num_columns: int | None = 0  # of the states; None if it is unknown
+        self._batch: int | None = None  # of the states; None without any, or if it is unknown
+        self.device_seconds = 0.0
 
     def repeat(self, logs: Sequence[RowLog], apart: Mapping[int, int]) -> None:
         """Give the states what they would be after the calls in ``logs``: one row of the batch for each of them.
@@ -81,28 +128,112 @@ class Replay:
             end = apart.get(start, min(start + REPLAY_COLUMNS, next_apart))
             beams = np.arange(len(logs), dtype=np.int32)
             feeds: dict[str, Array] = {INPUT_IDS: ids[:, start:end], ATTENTION_MASK: mask[:, :end], BEAM_IDX: beams}
-            self.infer({**feeds, POSITION_IDS: positions[:, start:end]})
+            self.infer({**feeds, POSITION_IDS: positions[:, start:end]}, "last")
             start = end
 
-    def infer(self, inputs: Mapping[str, Array]) -> Array:
-        """Run a call as the original model does, and return its logits ``[B, S, V]``.
+    def infer(self, inputs: Mapping[str, Array], wanted: Wanted = "all") -> Array:
+        """Run a call as the original model does, and return its logits ``[B, S, V]``, or ``[B, 1, V]`` if the last are wanted.
 
         Raises:
+            PromptError: ``beam_idx`` names a row that the states do not have.
             RuntimeError: OpenVINO refused the inputs.
+            ClosedError: the request was cancelled; the states may be those of a part of the call.
         """
         known = {name: np.array(array) for name, array in inputs.items() if name in self._names}
-        self._request.infer(known)
-        logits: Array = self._request.get_tensor(LOGITS).data.copy()
-        return logits
+        self._check_beams(known.get(BEAM_IDX))
+        parts: list[Array] = []
+        for piece in self._pieces(known):
+            logits = self._run(piece)
+            parts = [*parts, logits] if wanted == "all" else [logits[:, -1:]]
+            self._count(piece)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def reset_state(self) -> None:
         """Set all states back."""
         self._request.reset_state()
+        self._num_columns, self._batch = 0, None
 
-    @property
     def states(self) -> list[Any]:
-        """The states of the original model."""
+        """Return the states of the original model."""
         return list(self._request.query_state())
+
+    def changed_states(self) -> list[Any]:
+        """Return the states for a caller who changes them."""
+        self._num_columns = self._batch = None
+        return self.states()
+
+    def _run(self, feeds: Mapping[str, Array]) -> Array:
+        """Make one device call, and return a copy of its logits."""
+        original, asker = self._original, self._asker
+        asker.check()
+        shapes = tuple(array.shape for array in feeds.values())
+        rows = int(np.prod(feeds[INPUT_IDS].shape)) if INPUT_IDS in feeds else 0
+        phase = "prefill" if rows > len(feeds.get(BEAM_IDX, ())) else "decode"
+        ask = Ask(asker.owner, original.costs.expected(shapes), asker.priority, original.number)
+        ask.phase, ask.rows, ask.num_bytes = phase, rows, original.num_bytes
+        with original.turns.turn(ask):
+            asker.check()
+            start = time.perf_counter()
+            self._request.infer(dict(feeds))
+            seconds = time.perf_counter() - start
+        original.costs.add(shapes, seconds)
+        self.device_seconds += seconds
+        logits: Array = self._request.get_tensor(LOGITS).data.copy()
+        return logits
+
+    def _check_beams(self, beams: Array | None) -> None:
+        if beams is None:
+            return
+        if self._batch is None and self._num_columns is None:
+            self._batch = min(
+                (len(each.state.data) for each in self._request.query_state() if each.state.size), default=None
+            )
+        batch = self._batch
+        bad = None if batch is None else next((int(beam) for beam in beams.flat if not 0 <= beam < batch), None)
+        if batch is not None and bad is not None:  # the device would read foreign memory
+            raise PromptError(f"beam_idx has {bad}, the batch before had {batch} rows: must be from 0 to {batch - 1}")
+
+    def _count(self, feeds: Mapping[str, Array]) -> None:
+        """Note the size of the states after a call."""
+        ids = feeds.get(INPUT_IDS)
+        if ids is None or ids.ndim != 2:
+            self._num_columns = self._batch = None
+            return
+        self._batch = ids.shape[0]
+        self._num_columns = None if self._num_columns is None else self._num_columns + ids.shape[1]
+
+    def _pieces(self, inputs: dict[str, Array]) -> Iterator[dict[str, Array]]:
+        """Yield a call in pieces that give the same logits and states, up to rounding; the call itself where none do."""
+        if not self._can_be_cut(inputs):
+            yield inputs
+            return
+        ids, mask, positions = inputs[INPUT_IDS], inputs[ATTENTION_MASK], inputs.get(POSITION_IDS)
+        num_past = self._num_columns or 0
+        for start in range(0, ids.shape[1], REPLAY_COLUMNS):
+            end = min(start + REPLAY_COLUMNS, ids.shape[1])
+            piece = {**inputs, INPUT_IDS: ids[:, start:end], ATTENTION_MASK: mask[:, : num_past + end]}
+            if positions is not None:
+                piece[POSITION_IDS] = positions[..., start:end]
+            if start and BEAM_IDX in inputs:
+                piece[BEAM_IDX] = np.arange(ids.shape[0], dtype=inputs[BEAM_IDX].dtype)
+            yield piece
+
+    def _can_be_cut(self, inputs: Mapping[str, Array]) -> bool:
+        """Whether all new tokens are shown, and the shapes are those of tokens after the ones in the states.
+
+        The keys of hidden tokens depend on the columns of their call, and a call that is refused must change no state.
+        """
+        ids, mask, num_past = inputs.get(INPUT_IDS), inputs.get(ATTENTION_MASK), self._num_columns
+        if ids is None or mask is None or num_past is None or ids.ndim != 2 or ids.shape[1] <= REPLAY_COLUMNS:
+            return False
+        positions, beams, count = inputs.get(POSITION_IDS), inputs.get(BEAM_IDX), ids.shape[1]
+        return (
+            mask.shape == (ids.shape[0], num_past + count)
+            and bool((mask[:, num_past:] == 1).all())
+            and (positions is None or (positions.ndim >= 2 and positions.shape[-2:] == ids.shape))
+            and (beams is None or beams.shape == (ids.shape[0],))
+            and bool(((ids >= 0) & (ids < self._vocab_size)).all())
+        )
 
 
 def positions_of(mask: Array) -> Array:
@@ -110,3 +241,10 @@ def positions_of(mask: Array) -> Array:
     positions: Array = np.cumsum(mask, axis=1, dtype=np.int64) - 1
     positions[mask == 0] = 1
     return positions
+
+
+def _vocab_size(request: ov.InferRequest) -> int:
+    """Return the number of words in the logits; 0 if the graph does not say."""
+    shapes = [port.get_partial_shape() for port in request.model_outputs if LOGITS in port.get_names()]
+    last = shapes[0][-1] if shapes and shapes[0].rank.is_static else None
+    return int(last.get_length()) if last is not None and last.is_static else 0

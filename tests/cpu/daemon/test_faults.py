@@ -22,6 +22,7 @@ import staticllm
 from staticllm import StaticLLMPipeline
 from staticllm.daemon import server
 from staticllm.wire import endpoint
+from staticllm.wire.channel import Channel
 from staticllm.wire.messages import MAX_FRAME, Kind, Message, encode
 from tests.daemons import RawClient, daemon_process, daemon_thread, wait_for
 from tests.helpers import EXACT
@@ -111,6 +112,87 @@ def test_a_client_has_at_most_so_many_models_requests_and_bytes(honest, model_pa
         assert requests[0].infer(ROWS)[0].shape == (3, 4)
         for request in requests:
             request.close()
+
+
+def test_a_client_has_at_most_so_many_connections(honest, daemon):
+    object.__setattr__(daemon.limits, "connections", 3)
+    with RawClient() as client, RawClient(client.session) as second, RawClient(client.session):
+        one_more = RawClient(client.session)
+        assert one_more.welcome.kind is Kind.REFUSED
+        assert one_more.welcome.body["reason"] == "this program has 3 connections, the limit is 3: drop infer requests"
+        one_more.close()
+        second.close()
+        wait_for(lambda: RawClient(client.session).welcome.kind is Kind.WELCOME)
+
+
+def test_the_33rd_client_is_told_the_limit(monkeypatch, tmp_path):
+    with daemon_thread(monkeypatch, tmp_path / "run"):
+        clients = [RawClient() for _ in range(33)]
+        assert [client.welcome.kind for client in clients[:32]] == [Kind.WELCOME] * 32
+        assert clients[32].welcome.body["reason"] == "32 programs use the daemon, the limit is 32: end one"
+        assert clients[0].ask(Kind.PING).kind is Kind.OK
+        for client in clients:
+            client.close()
+
+
+def test_a_model_whose_files_have_changed_since_the_program_read_them_is_refused(honest, model_path):
+    stamp = [[path.stat().st_size, path.stat().st_mtime_ns] for path in (model_path, model_path.with_suffix(".bin"))]
+    with RawClient() as client:
+        assert client.model(model_path, stamp=stamp).kind is Kind.OK
+        answer = client.model(model_path, stamp=[stamp[0], [stamp[1][0], stamp[1][1] - 1]])
+        assert answer.kind is Kind.REFUSED
+        assert "have changed since" in answer.body["reason"]
+
+
+def test_a_model_that_its_client_did_not_wait_for_is_given_back(honest, model_path, daemon, monkeypatch):
+    compiling, gate, count = threading.Event(), threading.Event(), len(daemon._connections)
+    compile_model = daemon.models._compile
+
+    def slow(source, id):
+        compiling.set()
+        assert gate.wait(60)
+        return compile_model(source, id)
+
+    monkeypatch.setattr(daemon.models, "_compile", slow)
+    with RawClient() as client:
+        other = RawClient(client.session)
+        body = {"path": str(model_path), "device": "CPU", "config": {"NUM_STREAMS": 1}, "mode": "auto"}
+        other.channel.send(Message(Kind.MODEL, body=body))
+        assert compiling.wait(60)
+        assert client.ask(Kind.PING).kind is Kind.OK  # its other connection does not wait
+        other.close()
+        gate.set()
+        wait_for(lambda: len(daemon._connections) == count + 1, 60)
+        wait_for(
+            lambda: all(not s.describe()["models"] for s in daemon._sessions.values() if s.token == client.session)
+        )
+
+
+def test_shutting_a_closed_connection_ends_no_other(monkeypatch):
+    """Another connection gets the number of one that is closed, also in the middle of ``shut``."""
+    from staticllm.wire import channel as module
+
+    one, two = socket.socketpair()
+    first = Channel(mp.Connection(one.detach()))
+    real, made = os.dup, []
+
+    def dup(number):
+        closer = threading.Thread(target=first.close)
+        closer.start()
+        closer.join(0.3)
+        made.append(closer)
+        made.extend(socket.socketpair())
+        return real(number)
+
+    monkeypatch.setattr(module.os, "dup", dup)
+    first.shut()
+    monkeypatch.undo()
+    closer, left, right = made
+    closer.join(10)
+    left.sendall(b"x")
+    assert right.recv(1) == b"x"
+    for each in (left, right, two):
+        each.close()
 
 
 def test_a_client_sees_only_its_own_models(honest):

@@ -138,8 +138,43 @@ def test_tokens_that_wait_together_share_a_call(daemon, native, path):
             thread.join()
         assert [int(logits[0, -1].argmax()) for logits in found] == [tokens[1]] * 2
         assert engine.stats().num_steps == before + 1
+        wait_for(lambda: [c["rows_by_phase"].get("decode") for c in daemon.stats()["clients"]] == [1, 1])
+        clients, (slot, _) = daemon.stats()["clients"], daemon.models.served()[0]
+        decode = [client["by_phase"]["decode"] for client in clients]
+        assert decode[0] == pytest.approx(decode[1])  # half of the call each
+        for client in clients:
+            assert client["rows_by_phase"]["prefill"] in (1, 7)  # the second prompt may reuse all but one token
+            assert client["device_seconds"] == pytest.approx(sum(client["by_phase"].values()))
+            assert client["read_bytes"] > slot.num_bytes
         for request in requests:
             request.close()
+
+
+def test_a_priority_that_changes_reaches_the_sequences_and_the_device(daemon, native, path, monkeypatch):
+    with RawClient(priority=100 + 3) as client:
+        handle = client.model(path, config=CONFIG).body["model"]
+        engine = daemon.models.served()[0][1].model.engine
+        asked, take = [], engine.device_use.turns.take
+        monkeypatch.setattr(engine.device_use.turns, "take", lambda ask: (asked.append(ask), take(ask))[1])
+        (session,) = daemon._sessions.values()
+        with client.request(handle) as request:
+            request.infer(*call_of(native, PROMPT, 0))
+            asks = [ask for ask in asked if ask.payers]
+            assert [(ask.priority, *ask.payers) for ask in asks] == [(3, session.owner)] * len(asks) != []
+            (state,) = engine.kv_manager.away._states.values()
+            assert state.request.priority == 3
+            assert client.ask(Kind.HINT, priority=100 + 7).kind is Kind.OK
+            wait_for(lambda: state.request.priority == 7)
+            del asked[:]
+            request.infer(*call_of(native, [[1]], len(PROMPT[0])))
+            assert {ask.priority for ask in asked if ask.payers} == {7}
+
+
+def test_a_priority_counts_for_all_clients_of_a_process(daemon):
+    """Attached programs have a client for each pipeline of GenAI, and say a priority only once."""
+    with RawClient() as client, RawClient(), RawClient(program="other"):
+        assert client.ask(Kind.HINT, priority=100 + 7).kind is Kind.OK
+        assert sorted(session.priority for session in daemon._sessions.values()) == [0, 7, 7]
 
 
 def test_the_call_of_a_program_that_dies_runs_no_further(daemon, native, path):

@@ -51,7 +51,7 @@ def stream(monkeypatch):
     monkeypatch.setattr(streams, "MAX_BACKLOG", 20_000)
     ours, theirs = map(Channel, Pipe())
     engine = Engine()
-    session = SimpleNamespace(priority=0, count_call=lambda *_: None)
+    session = SimpleNamespace(priority=0, owner=1, usage=SimpleNamespace(add_calls=lambda *_: None))
     model = SimpleNamespace(id=1, engine=engine, request_of=lambda _: EngineRequest((1,)))
     stream = OutputStream(ours, threading.Lock(), session)
     for number in (1, 2):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
-from staticllm.pipelines.engine.device_use import DeviceUse
-from staticllm.pipelines.scheduling.device_turns import MIN_CALL_SHARE, Ask, DeviceTurns
+from staticllm.pipelines.engine.device_use import Demand, DeviceUse, Rows, demand_of, rows_of
+from staticllm.pipelines.scheduling.device_turns import MIN_CALL_SHARE, Ask, DeviceTurns, Share
 
 
 class Clock:
@@ -46,6 +48,8 @@ class World:
 
     def end(self):
         for _ in range(1000):
+            self.clock.now += 1
+            self.turns.set_due(9, None)
             if not self.running:
                 break
             self.give(self.running[0], 0.0)
@@ -59,6 +63,7 @@ def world():
     world = World()
     yield world
     world.turns._due.clear()
+    world.clock.now += 1
     world.turns.set_due(0, None)
     world.end()
 
@@ -126,9 +131,9 @@ def test_a_call_that_would_delay_a_token_waits_until_its_share_is_due(world):
     wanted = 0.2 * (1 - MIN_CALL_SHARE) / MIN_CALL_SHARE
     assert steps[-1] == pytest.approx(wanted, abs=0.1)
     assert short not in world.turns._waiting  # it fits between two tokens
+    engine_next = world.ask(-1, 0.02)
     world.give(call)
     again = world.ask(1, 0.2)
-    engine_next = world.ask(-1, 0.02)
     for ask in list(world.running):
         world.give(ask, due=world.clock.now + 0.1 if ask.owner == -1 else None)
     assert again in world.turns._waiting  # the next one waits its share again
@@ -154,30 +159,151 @@ def test_an_owner_who_goes_is_forgotten(world):
 def test_an_engine_says_when_it_needs_the_device_again():
     turns = DeviceTurns()
     use = DeviceUse(turns, -1)
-    posted = []
-    with use.turn(lambda: posted.append(1), lambda: [100.0, 90.0], 50.0):
+    worker = Worker([100.0, 90.0], Demand(3))
+    posted = worker.posted
+    with use.turn(worker, 50.0):
         assert turns.is_busy
         assert turns._due == {}
     assert posted == []  # nobody else had the device
-    assert turns._due[-1] == pytest.approx(90.0 + 0.05 - use._step_seconds)
-    with use.turn(lambda: None, list, None):
+    assert turns._due[-1].moment == pytest.approx(90.0 + 0.05 - use._step_seconds)
+    assert turns._due[-1].priority == 3
+    with use.turn(Worker(), None):
         pass
     assert turns._due == {}
     held = Ask(1, 0.1)
     turns.take(held)
-    thread = threading.Thread(target=_use, args=(use, posted))
+    thread = threading.Thread(target=_use, args=(use, worker))
     thread.start()
     while not turns.is_wanted:
         pass
     assert posted == [1]  # tokens are posted before it waits
     turns.give(held, 0.1)
     thread.join(5)
-    with pytest.raises(KeyError), use.turn(lambda: None, list, None):
+    with pytest.raises(KeyError), use.turn(Worker(), None):
         raise KeyError
     assert not turns.is_busy
     use.close()
 
 
-def _use(use, posted):
-    with use.turn(lambda: posted.append(1), list, None):
+def _use(use, worker):
+    with use.turn(worker, None):
         pass
+
+
+def test_a_higher_priority_does_not_wait_for_the_tokens_of_lower_ones_and_a_lower_one_has_no_share(world):
+    engine = world.ask(-1, 0.02)
+    low = world.ask(2, 5.0, priority=-1)
+    world.give(engine, 0.02, due=world.clock.now + 0.05)
+    assert world.running == []
+    high = world.ask(1, 5.0, priority=1)
+    assert world.running == [high]  # although the next token is due before its end
+    engine = world.ask(-1, 0.02)
+    world.give(high)
+    assert world.running == [engine]
+    world.clock.now += 1000
+    world.give(engine, due=world.clock.now + 0.05)
+    assert world.running == []  # its share is long due, but of a lower priority it has none
+    world.turns.set_due(-1, None)
+    assert world.running == [low]
+
+
+def test_an_engine_goes_first_by_the_client_who_used_least_and_each_pays_for_its_rows(world):
+    heavy = world.ask(1, 1.0)
+    world.give(heavy, 9.0)
+    world.turns._used[2] = 0.0
+    held = world.ask(3, 1.0)
+    mine, engine = world.ask(1, 1.0), world.ask(-5, 1.0, payers=(1, 2))
+    world.give(held, 0.0)
+    assert world.running == [engine]  # for client 2
+    world.clock.now += 4.0
+    world.turns.give(engine, 4.0, None, [Share(1, "decode", 1.0, 1), Share(2, "prefill", 3.0, 3)])
+    assert (world.turns._used[1], world.turns._used[2]) == (10.0, 3.0)
+    assert world.turns._used.get(-5, 0.0) == 0.0  # it has paid nothing itself
+    assert world.running == []  # client 2 has still used less, and may come back
+    world.clock.now += 0.003
+    world.turns.set_due(9, None)
+    assert world.running == [mine]
+
+
+def test_plain_calls_of_one_client_and_sequences_of_another_use_the_same_time(world):
+    """The engine's steps are short and the calls long, so that turns in turn would be unfair."""
+    used, asks = {1: 0.0, 2: 0.0}, {1: world.ask(1, 0.3), 2: world.ask(-5, 0.02, payers=(2,))}
+    for _ in range(400):
+        (held,) = world.running
+        client = 1 if held is asks[1] else 2
+        used[client] += held.seconds
+        world.clock.now += held.seconds
+        world.turns.give(held, held.seconds, None, [Share(2, "decode", 0.02, 1)] if client == 2 else ())
+        asks[client] = world.ask(1, 0.3) if client == 1 else world.ask(-5, 0.02, payers=(2,))
+        if not world.running:  # whoever was waited for has come back, but has used more
+            world.clock.now += 0.003
+            world.turns.set_due(9, None)
+    assert used[1] == pytest.approx(used[2], rel=0.15)
+
+
+def test_a_moment_counts_no_more_when_it_has_passed_and_the_engine_does_not_ask(world):
+    world.give(world.ask(-1, 0.02), due=0.1)
+    call = world.ask(1, 5.0)
+    assert world.running == []
+    world.clock.now = 0.2  # the client of the sequence has not come back
+    wait_until(lambda: world.running == [call])
+
+
+def wait_until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_an_engine_that_waits_asks_again_for_a_request_of_a_higher_priority(world):
+    held = world.ask(1, 1.0)
+    engine, other = world.ask(-5, 1.0, payers=(2,)), world.ask(3, 1.0, priority=1)
+    world.turns.hurry(-5, 4, (7,))
+    world.turns.hurry(-5, 2, (8,))  # not lower again
+    world.give(held)
+    assert world.running == [engine]
+    assert (engine.priority, engine.payers) == (4, (7,))
+    world.give(engine)
+    assert world.running == [other]
+
+
+def test_owners_who_are_as_new_are_forgotten(world):
+    for owner in (*range(1, 200), 1, 1):
+        world.give(world.ask(owner, 1.0))
+    assert len(world.turns._used) <= 65
+
+
+def test_rows_and_demand_are_those_of_clients_and_phases():
+    state = lambda owner, priority=0: SimpleNamespace(request=SimpleNamespace(owner=owner, priority=priority))  # noqa: E731
+    entry = lambda owner, count, is_prefill: SimpleNamespace(  # noqa: E731
+        state=state(owner), segment=SimpleNamespace(tokens=[0] * count), is_prefill=is_prefill
+    )
+    batch = SimpleNamespace(
+        entries=(entry(1, 1, False), entry(2, 5, True), entry(1, 1, False), entry(0, 1, False)),
+        variant=SimpleNamespace(kv_len=16),
+    )
+    assert rows_of(batch, 10) == [Rows(1, "decode", 2, 40), Rows(2, "prefill", 5, 100), Rows(0, "decode", 1, 20)]
+    demand = demand_of([state(1), state(2, 5), state(0, 5), state(3, 5), state(2, 5)])
+    assert (demand.priority, sorted(demand.owners)) == (5, [2, 3])
+    assert demand_of([]) == Demand(0, ())
+    uses = []
+    turns = DeviceTurns(on_use=lambda ask, seconds, shares: uses.append((seconds, shares)))
+    with DeviceUse(turns, -1, weight_bytes=80).turn(Worker(rows=rows_of(batch, 10)), None):
+        pass
+    ((seconds, shares),) = uses
+    assert [(each.owner, each.rows, each.num_bytes) for each in shares] == [(1, 2, 60), (2, 5, 150), (0, 1, 30)]
+    assert sum(each.seconds for each in shares) == pytest.approx(seconds)
+
+
+class Worker:
+    """An engine's core with these token times, demand and rows."""
+
+    def __init__(self, times=(), demand=Demand(), rows=()):  # noqa: B008
+        self.times, self.demand, self.rows, self.posted = times, demand, rows, []
+
+    def post(self):
+        self.posted.append(1)
+
+    def last_token_times(self):
+        return self.times

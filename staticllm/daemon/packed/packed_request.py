@@ -1,0 +1,252 @@
+"""An infer request of a program on a stateful model: sequences of our engine, or a replay on the original model."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import openvino as ov
+
+from staticllm.daemon.packed.packed_call import PackedCall, UnusualCallError, logs_of, read_call
+from staticllm.daemon.packed.replay import Array, Asker, Replay, RowLog
+from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.engine.fed.sequence import FedSequence, Feed
+from staticllm.pipelines.engine.fed.state import FeedResult, Wanted
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class CallTimes:
+    """What a call took, in seconds: on the device, and before its first device call."""
+
+    device_seconds: float = 0.0
+    queued_seconds: float = 0.0
+
+
+class Packed(Protocol):
+    """What a request uses of its model: ``PackedModel`` describes it."""
+
+    engine: Engine | None
+    reason: str | None
+    max_len: int
+    vocab_size: int
+
+    def replay(self, asker: Asker) -> Replay:
+        """Return a request on the original model."""
+        ...
+
+
+class PackedRequest:
+    """An infer request of one client on a ``PackedModel``. One thread at a time may call.
+
+    Each row of a batch is a sequence of the engine. A call that the engine cannot serve as the original would goes to a replay
+    on the original model, and so do all later calls until ``reset_state``. ``fallback`` is the reason; None in the engine. A
+    replay is compiled and runs on the calling thread; its calls take turns with those of the engine.
+    """
+
+    def __init__(self, model: Packed, owner: int = 0) -> None:
+        self._model, self._asker = model, Asker(owner)
+        self.fallback = model.reason
+        self.times = CallTimes()
+        self._sequences: list[FedSequence] = []
+        self._logs: list[RowLog] = []
+        self._apart: dict[int, int] = {}  # the columns of calls with hidden tokens
+        self._replay: Replay | None = None
+        self._fed: Sequence[FedSequence] = ()  # by the call in progress
+        self._is_running = threading.Lock()
+
+    def set_priority(self, priority: int) -> None:
+        """Change the priority, also of a call that runs; requests of a higher one go first. Any thread may call."""
+        if priority == self._asker.priority:
+            return
+        self._asker.priority = priority
+        for sequence in {*self._sequences, *self._fed}:
+            sequence.set_priority(priority)
+        if self._fed and self._model.engine is not None and (use := self._model.engine.device_use) is not None:
+            use.hurry(priority, self._asker.owner)
+
+    def infer(self, inputs: Mapping[str, Array], wanted: Wanted = "all") -> Array:
+        """Run a call of the original's inputs, and return its logits.
+
+        Args:
+            inputs: ``input_ids [B, S]``, ``attention_mask [B, P+S]``, ``position_ids [B, S]`` and ``beam_idx [B]``.
+            wanted: Which logits are returned: after all tokens, ``[B, S, V]``, or after the last one, ``[B, 1, V]``.
+
+        The rows of tokens that the mask hides are zeros.
+
+        Raises:
+            PromptError: ``beam_idx`` names a row that the last call did not have.
+            RuntimeError: OpenVINO refused the inputs.
+            ClosedError: the model was closed, or the request was cancelled.
+        """
+        with self._is_running:
+            if self.fallback is None:
+                try:
+                    return self._in_engine(self._checked(inputs, wanted))
+                except UnusualCallError as error:
+                    self._fall_back(str(error))
+            return self._on_original(lambda replay: replay.infer(inputs, wanted))
+
+    def reset_state(self) -> None:
+        """Forget all tokens. The sequences stay cached for later ones that begin alike."""
+        with self._is_running:
+            self._close_sequences(self._sequences, is_reusable=True)
+            self._sequences, self._logs, self._apart = [], [], {}
+            if self._replay is not None and self._model.reason is None:
+                self._replay = None
+            elif self._replay is not None:
+                self._replay.reset_state()
+            self.fallback = self._model.reason
+
+    def state_names(self) -> list[str]:
+        """Return the names of the original's states."""
+        return [str(name) for name in self._on_states(lambda states: [state.name for state in states])]
+
+    def get_state(self, index: int) -> Array:
+        """Return the value of a state of the original."""
+        values: Array = self._on_states(lambda states: states[index].state.data.copy())
+        return values
+
+    def set_state(self, index: int, values: Array) -> None:
+        """Set the value of a state of the original."""
+
+        def change(states: list[Any]) -> None:
+            states[index].state = ov.Tensor(np.array(values))
+
+        self._on_states(change, changes=True)
+
+    def reset_one_state(self, index: int) -> None:
+        """Set one state of the original back."""
+        self._on_states(lambda states: states[index].reset(), changes=True)
+
+    def cancel(self) -> None:
+        """End the call before its next device call; later ones fail. Any thread may call."""
+        self._asker.is_cancelled = True
+        self._close_sequences(self._fed, is_reusable=False)
+
+    def close(self) -> None:
+        """Release the sequences. A second call does nothing."""
+        self._close_sequences(self._sequences, is_reusable=True)
+        self._sequences, self._replay = [], None
+
+    def _checked(self, inputs: Mapping[str, Array], wanted: Wanted) -> PackedCall:
+        return read_call(inputs, self._logs, self._model.max_len, self._model.vocab_size, wanted)
+
+    def _in_engine(self, call: PackedCall) -> Array:
+        """Run a checked call in the engine.
+
+        Raises:
+            UnusualCallError: the engine failed; the request is as it was before the call.
+        """
+        engine = self._model.engine
+        assert engine is not None, "there is no engine"
+        sequences, unused = self._continued(call, engine)
+        self._fed = sequences
+        try:
+            self._asker.check()
+            results = _feed(engine, sequences, call)
+        except BaseException:  # closed, or interrupted while the feeds are in progress
+            self._fall_back("a call was interrupted")
+            self._close_sequences(sequences, is_reusable=False)
+            raise
+        failed = next((result.error for result in results if result is not None and result.error is not None), None)
+        if failed is not None:
+            self._close_sequences([*sequences, *unused], is_reusable=False)
+            self._sequences = []
+            if self._asker.is_cancelled:
+                raise failed
+            raise UnusualCallError(f"the engine failed: {failed}") from failed
+        self._close_sequences(unused, is_reusable=False)
+        if any(not all(row.mask) for row in call.rows):
+            first = len(self._logs[0].ids) if self._logs else 0
+            self._apart[first] = first + len(call.rows[0].ids)
+        self._sequences, self._logs = sequences, logs_of(call, self._logs)
+        done = [result for result in results if result is not None]
+        self.times = CallTimes(
+            max((result.device_seconds for result in done), default=0.0),
+            max((result.queued_seconds for result in done), default=0.0),
+        )
+        if not all(result.is_finite for result in done):  # these are the answer; what follows is the original's
+            self._fall_back("its logits are not finite")
+        return _placed(call, results, self._model.vocab_size)
+
+    def _continued(self, call: PackedCall, engine: Engine) -> tuple[list[FedSequence], list[FedSequence]]:
+        """Return the sequence that each row continues, and the sequences that none does."""
+        if not self._sequences:
+            return [engine.open_fed(self._asker.priority, self._asker.owner) for _ in call.rows], []
+        free = list(self._sequences)
+        last_use = {row.source: index for index, row in enumerate(call.rows)}
+        continued = [
+            free[row.source] if last_use[row.source] == index else free[row.source].fork()
+            for index, row in enumerate(call.rows)
+        ]
+        return continued, [sequence for index, sequence in enumerate(free) if index not in last_use]
+
+    def _fall_back(self, reason: str) -> None:
+        """Go on in the original model, until the next reset."""
+        log.info("a request goes on in the original model: %s", reason)
+        self.fallback = reason
+        self._close_sequences(self._sequences, is_reusable=False)
+        self._sequences = []
+
+    def _on_original(self, function: Callable[[Replay], Result]) -> Result:
+        """Call ``function`` with the request on the original, whose states are those of all calls so far."""
+
+        asked, replay = time.perf_counter(), self._replay
+        used_before = 0.0 if replay is None else replay.device_seconds
+        if replay is None:
+            replay = self._model.replay(self._asker)
+            replay.repeat(self._logs, self._apart)
+            self._replay = replay
+        result = function(replay)
+        seconds = replay.device_seconds - used_before
+        self.times = CallTimes(seconds, max(0.0, time.perf_counter() - asked - seconds))
+        return result
+
+    def _on_states(self, function: Callable[[list[Any]], Result], changes: bool = False) -> Result:
+        with self._is_running:
+            if self.fallback is None:
+                self._fall_back("the program reads its states")
+            return self._on_original(lambda replay: function(replay.changed_states() if changes else replay.states()))
+
+    def _close_sequences(self, sequences: Sequence[FedSequence], is_reusable: bool) -> None:
+        for sequence in sequences:
+            sequence.close(is_reusable)
+
+
+def _feed(engine: Engine, sequences: Sequence[FedSequence], call: PackedCall) -> list[FeedResult | None]:
+    """Feed all rows together, and wait for their results; None for a row without tokens."""
+    results: list[FeedResult | None] = [None] * len(call.rows)
+    fed = [index for index, row in enumerate(call.rows) if row.tokens]
+    is_done = threading.Semaphore(0)
+
+    def on_done(index: int, result: FeedResult) -> None:
+        results[index] = result
+        is_done.release()
+
+    engine.feed(
+        [Feed(sequences[index], call.rows[index].tokens, partial(on_done, index), call.wanted) for index in fed]
+    )
+    for _ in fed:
+        is_done.acquire()
+    return results
+
+
+def _placed(call: PackedCall, results: Sequence[FeedResult | None], vocab_size: int) -> Array:
+    """Return the logits ``[B, S, V]`` or ``[B, 1, V]``, each row at the place of its token."""
+    given = [result.logits for result in results if result is not None and result.logits is not None]
+    if len(given) == 1 == len(call.rows) and given[0].shape[0] == call.num_columns:
+        return given[0][None]
+    logits = np.zeros((len(call.rows), call.num_columns, vocab_size), np.float32)
+    for lines, row, result in zip(logits, call.rows, results, strict=True):
+        if result is not None and result.logits is not None:
+            lines[list(row.columns) if call.wanted == "all" else slice(-1, None)] = result.logits
+    return logits
