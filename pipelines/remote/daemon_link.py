@@ -19,7 +19,7 @@ from staticllm.wire.channel import Channel
 from staticllm.wire.endpoint import EndpointError
 from staticllm.wire.messages import PROTOCOL, Kind, Message, ProtocolError
 
-START_SECONDS = 20.0
+START_SECONDS = 75.0
 """Seconds in which a daemon that is started must listen."""
 
 

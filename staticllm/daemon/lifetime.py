@@ -26,8 +26,8 @@ from staticllm.wire.channel import Channel
 from staticllm.wire.endpoint import EndpointError, SilentError
 from staticllm.wire.messages import PROTOCOL, Kind, Message, ProtocolError
 
-START_SECONDS = 15.0
-"""Seconds in which a new daemon must listen."""
+START_SECONDS, OTHER_SECONDS = 60.0, 15.0
+"""Seconds in which a new daemon must listen, on a busy machine as well, and one that another program has started meanwhile."""
 STOP_SECONDS = 15.0
 LOG_BYTES = 1 << 20
 
@@ -74,15 +74,20 @@ def start(folder: Path, idle_seconds: float | None = None) -> int:
     command = [sys.executable, "-m", "staticllm", "daemon", "start", "--foreground"]
     command += [] if idle_seconds is None else ["--idle-seconds", str(idle_seconds)]
     process = _spawn(command, folder)
-    moment = time.monotonic() + START_SECONDS
-    while time.monotonic() < moment:
+    begin = time.monotonic()
+    until, is_ours = begin + START_SECONDS, True
+    while time.monotonic() < until:
         found = status(folder)
         if found is not None:
             return int(found["pid"])
-        if process.poll() not in (None, 1):  # 1: another one was faster
+        code = process.poll()
+        if code not in (None, 1):
             break
+        if code == 1 and is_ours:  # another one was faster, or it has failed
+            until, is_ours = time.monotonic() + OTHER_SECONDS, False
         time.sleep(0.05)
-    raise StaticLLMError(f"the daemon does not listen after {START_SECONDS:g} s: see {folder / 'daemon.log'}")
+    seconds = time.monotonic() - begin
+    raise StaticLLMError(f"the daemon does not listen after {seconds:.0f} s: see {folder / 'daemon.log'}")
 
 
 def stop(folder: Path) -> int | None:
