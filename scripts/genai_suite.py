@@ -1,12 +1,13 @@
 """Runs the Python tests and samples of a checkout of openvino.genai with our classes in place of GenAI's.
 
-python scripts/genai_suite.py CHECKOUT                       # five test files and the samples, with both classes
+python scripts/genai_suite.py CHECKOUT                       # test files and the samples, with both classes
 python scripts/genai_suite.py CHECKOUT test_sampling.py samples --model my_model --only ours
 python scripts/genai_suite.py CHECKOUT test_rag.py --encoder my_encoder --seconds 300   # embeddings and rerankers
 
 Nothing is copied from the checkout, and nothing is downloaded. Tests that would take a model from a hub get --model instead,
-and their reference is GenAI's own stateful pipeline. Our class runs tests for the NPU on the CPU. For test_rag.py, the models
-are --encoder and the tiny ones of tests/_encoders, and the reference is the original in f32, one text per call.
+and their reference is GenAI's own stateful pipeline. Our class runs tests for the NPU on the CPU. Samples run in f32, and the
+texts of both classes are compared. For test_rag.py, the models are --encoder and the tiny ones of tests/_encoders, and the
+reference is the original in f32, one text per call.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SCRIPTS = Path(__file__).resolve().parent
 PLUGIN = "genai_suite_plugin"
 TESTS = (
     "test_llm_pipeline_static.py", "test_llm_pipeline.py", "test_sampling.py", "test_structured_output.py",
-    "test_parsers.py",
+    "test_parsers.py", "test_stateful_speculative_decoding.py",
 )  # fmt: skip
 NEEDS = {"test_llm_pipeline.py": "pydantic", "test_structured_output.py": "pydantic"}
 QUESTION = "What is an NPU?"
@@ -44,6 +45,10 @@ SAMPLES: dict[str, list[str]] = {
     "structural_tags_generation.py": ["MODEL"],
 }
 """The samples that need no network, except one that needs a data set."""
+OTHER_TEXTS = ("multinomial_causal_lm.py", "benchmark_genai.py")
+"""Samples whose output is another one at each run."""
+METRICS = "MAIN MODEL"
+"""The line after which a sample prints times."""
 SAMPLE_NEEDS = {name: "pydantic" for name in SAMPLES if name.startswith(("structur", "compound"))}
 PASSED = ("passed", "xpassed", "xskipped")
 """Expected failures do not count as failures, whether they happen or not."""
@@ -82,11 +87,12 @@ def demo_model() -> Path:
     return demo_model_path()
 
 
-def environment(options: argparse.Namespace, side: str, log: str = "") -> dict[str, str]:
+def environment(options: argparse.Namespace, side: str, log: str = "", is_exact: bool = False) -> dict[str, str]:
     paths = [str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     encoder = "" if options.encoder is None else str(options.encoder.resolve())
     own = {"GENAI_SUITE_CLASS": side, "GENAI_SUITE_MODEL": str(options.model), "GENAI_SUITE_LOG": log}
     own["GENAI_SUITE_ENCODER"] = encoder
+    own["GENAI_SUITE_EXACT"] = "1" if is_exact else ""
     return {**os.environ, **own, "GENAI_SUITE_SECONDS": str(options.seconds), "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -129,7 +135,7 @@ def read_log(log: Path) -> Outcomes:
 
 
 def run_samples(options: argparse.Namespace, what: str, side: str) -> Outcomes:
-    """Return the outcomes by sample. A sample passes if it ends by itself without an error."""
+    """Return the outcomes by sample, which run in f32. A sample passes if it ends by itself without an error."""
     outcomes: Outcomes = {}
     folder = options.checkout / "samples" / "python" / "text_generation"
     for name, arguments in SAMPLES.items():
@@ -143,7 +149,7 @@ def run_samples(options: argparse.Namespace, what: str, side: str) -> Outcomes:
         files = {"MODEL": str(options.model), "ADAPTER": str(options.adapter)}
         given = [files.get(argument, argument) for argument in arguments]
         command = [sys.executable, "-W", "ignore", str(SCRIPTS / f"{PLUGIN}.py"), str(folder / name), *given]
-        outcomes[name] = run_sample(command, environment(options, side), options.seconds)
+        outcomes[name] = run_sample(command, environment(options, side, is_exact=True), options.seconds)
     return outcomes
 
 
@@ -167,7 +173,7 @@ def run_sample(command: list[str], env: dict[str, str], seconds: int) -> dict[st
     lines = ended.stderr.strip().splitlines()
     if ended.returncode:
         return {"outcome": "failed", "reason": lines[-1] if lines else f"exit code {ended.returncode}"}
-    return {"outcome": "passed", "reason": ""}
+    return {"outcome": "passed", "reason": "", "text": ended.stdout}
 
 
 def report(found: dict[str, dict[str, Outcomes]], sides: list[str]) -> None:
@@ -185,6 +191,20 @@ def report(found: dict[str, dict[str, Outcomes]], sides: list[str]) -> None:
                 missed[f"{name.split('::')[-1].split('[')[0]}: {entry.get('reason') or entry['outcome']}"[:200]] += 1
         for reason, times in missed.most_common():
             print(f"{what}: {times} x {reason}")
+    if len(sides) > 1 and "samples" in found:
+        compare_texts(found["samples"]["genai"], found["samples"]["ours"])
+
+
+def compare_texts(theirs: Outcomes, ours: Outcomes) -> None:
+    """Print how many samples printed the same text with both classes."""
+    names = [name for name in ours if "text" in ours[name] and "text" in theirs[name] and name not in OTHER_TEXTS]
+    texts = {name: [side[name]["text"].partition(METRICS)[0].strip() for side in (theirs, ours)] for name in names}
+    other = [name for name in names if len(set(texts[name])) > 1]
+    print(f"samples: the same text in f32 in {len(names) - len(other)} of {len(names)}")
+    for name in other:
+        print(
+            f"samples: {name}: GenAI {theirs[name]['text'].strip()[-200:]!r}, ours {ours[name]['text'].strip()[-200:]!r}"
+        )
 
 
 def is_failed(entry: dict[str, str]) -> bool:

@@ -31,6 +31,7 @@ OWN = genai.LLMPipeline
 MODEL = Path(os.environ.get("GENAI_SUITE_MODEL", "."))
 LOG = os.environ.get("GENAI_SUITE_LOG")
 SECONDS = int(os.environ.get("GENAI_SUITE_SECONDS", "60"))
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
 STAND_INS = (
     "torch", "transformers", "optimum", "huggingface_hub", "requests", "datasets", "PIL", "langchain_core", "langchain_community",
 )  # fmt: skip
@@ -136,8 +137,7 @@ class Reference:
     generation_config = None
 
     def __init__(self) -> None:
-        exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
-        self.pipe = OWN(MODEL, "CPU", ATTENTION_BACKEND="SDPA", **exact)
+        self.pipe = OWN(MODEL, "CPU", ATTENTION_BACKEND="SDPA", **EXACT)
 
     def generate(self, input_ids: Any = None, inputs: Any = None, generation_config: Any = None, **rest: Any) -> Any:
         ids = np.atleast_2d(np.asarray(inputs if input_ids is None else input_ids))
@@ -206,6 +206,16 @@ def our_class() -> type:
     return LLMPipeline
 
 
+def in_f32(pipeline: type, draft_model: Any) -> tuple[type, Any]:
+    """Return a class of pipelines that compute in f32, and the function for their draft models."""
+
+    class LLMPipeline(pipeline):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **{**EXACT, **named})
+
+    return LLMPipeline, lambda path, device="", **named: draft_model(path, device, **{**EXACT, **named})
+
+
 def our_draft_model(models_path: Any, device: str = "", **properties: Any) -> Any:
     """Return our draft model, on the CPU if the tests ask for an NPU."""
     import staticllm
@@ -255,6 +265,8 @@ def install() -> None:
         genai.LLMPipeline = our_class()
         genai.draft_model = our_draft_model
         genai_suite_encoders.put_our_classes()
+    if os.environ.get("GENAI_SUITE_EXACT"):
+        genai.LLMPipeline, genai.draft_model = in_f32(genai.LLMPipeline, genai.draft_model)
 
 
 if __name__ == "__main__":
