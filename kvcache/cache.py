@@ -36,7 +36,7 @@ class KVCache:
     def __init__(self, shape: ModelShape, kv_lens: Sequence[int]) -> None:
         self.kv_lens = sorted(set(kv_lens) - {0})
         self.num_slots = self.kv_lens[-1]
-        self.kv_states = shape.kv_states
+        self.kv_states, self.slot_bytes = shape.kv_states, shape.slot_bytes
         self.arena = Arena(shape.kv_states, self.num_slots)
         self.slots = SlotAllocator(self.num_slots)
         self.states = StateBank(shape.recurrent_states)

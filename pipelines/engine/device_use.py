@@ -137,8 +137,10 @@ def demand_of(requests: Iterable[RequestState]) -> Demand:
     return Demand(highest, tuple({request.owner for request in asked if request.priority == highest and request.owner}))
 
 
-def rows_of(batch: Batch, slot_bytes: int) -> list[Rows]:
-    """Return the rows of each client and phase in a call; a slot of the KV cache has ``slot_bytes``."""
+def rows_of(batch: Batch | None, slot_bytes: int) -> list[Rows]:
+    """Return the rows of each client and phase in a call, none without one; a slot of the KV cache has ``slot_bytes``."""
+    if batch is None:
+        return []
     counts: dict[tuple[int, str], int] = {}
     for entry in batch.entries:
         key = entry.state.request.owner, "prefill" if entry.is_prefill else "decode"

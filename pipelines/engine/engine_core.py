@@ -37,7 +37,6 @@ class EngineCore:
 
     ``requests`` holds the requests that were admitted and have not ended, by id, and ``jobs`` the calls of other models.
     ``wait_until`` is the ``time.perf_counter`` moment until which the next step may wait; None if it should follow at once.
-    ``rows`` are those of the last step's call, by client; empty if it made none.
     """
 
     def __init__(self, runner: ModelRunner, policy: Policy, options: EngineOptions) -> None:
@@ -45,7 +44,7 @@ class EngineCore:
         self.requests: dict[int, RequestState] = {}
         self.jobs = JobSources()
         self.wait_until: float | None = None
-        self.rows: list[Rows] = []
+        self._last_batch: Batch | None = None  # of the last step
         self._planner = Planner(policy, options.lingers)
         self._unposted: list[SequenceState] = []  # the last call chose tokens for them that are not posted yet
         self._unrecorded: list[Callable[[], StepRecord]] = []  # make the records of calls that have ended
@@ -89,12 +88,16 @@ class EngineCore:
         """For whom the next step uses the device."""
         return demand_of(self.requests.values())
 
+    @property
+    def rows(self) -> list[Rows]:
+        """The rows of the last step's call, by client; empty if it made none."""
+        return rows_of(self._last_batch, self.runner.cache.slot_bytes)
+
     def last_token_times(self) -> list[float]:
         """Return the moment of the last token of each running request, and of each fed sequence that is expected back."""
-        infos = (info for info in self._table if info.status is RequestStatus.RUNNING)
-        now, views = time.perf_counter(), self.kv_manager.away.views
-        away = [each.since for each in views if each.ready_at is not None and each.ready_at >= now]
-        return [*away, *(info.last_token_time for info in infos if info.last_token_time is not None)]
+        running = (info.last_token_time for info in self._table if info.status is RequestStatus.RUNNING)
+        away = self.kv_manager.away.expected_since(time.perf_counter())
+        return [*away, *(moment for moment in running if moment is not None)]
 
     @property
     def is_offloading(self) -> bool:
@@ -125,7 +128,7 @@ class EngineCore:
 
         Any exception leaves requests that only ``end_all`` can end.
         """
-        self.rows = []
+        self._last_batch = None
         self._end_expired()
         if self.requests or self.jobs.has_jobs:
             self._execute()
@@ -391,7 +394,7 @@ class EngineCore:
         """Add a call to the times of its requests, and return what else was in the engine."""
         for entry in batch.entries:
             entry.state.add_call(seconds)
-        self.rows = rows_of(batch, sum(state.slot_bytes for state in self.runner.cache.kv_states))
+        self._last_batch = batch
         context = call_context(self._table, self.runner.cache.slots.num_used, self._preempted)
         self._preempted.clear()
         return context
