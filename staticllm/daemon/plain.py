@@ -6,7 +6,8 @@ Models without states are stateless calls. A model with states keeps them in the
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from staticllm.daemon.compiling import compile_model, is_virtual
 from staticllm.daemon.devices import Devices
 from staticllm.daemon.model_source import ModelSource
+from staticllm.daemon.packed.state_guard import StateGuard
 from staticllm.devices import check_device, get_core
 from staticllm.pipelines.scheduling.call_costs import CallCosts
 from staticllm.pipelines.scheduling.device_turns import Ask, Call
@@ -34,6 +36,7 @@ class PlainModel:
         self.num_outputs = len(compiled.outputs)  # ``output_tensors`` takes 40 us
         self.width = max(1, int(compiled.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS")))
         self.mode = "stateful" if compiled.create_infer_request().query_state() else "plain"
+        self.names = [port.get_any_name() if port.get_names() else "" for port in compiled.inputs]
 
     def open(self, owner: int) -> PlainRequest:
         """Return a new infer request of the client ``owner``."""
@@ -58,6 +61,8 @@ class PlainRequest:
 
     def __init__(self, model: PlainModel, request: ov.InferRequest, owner: int) -> None:
         self._model, self._request, self._owner = model, request, owner
+        self._guard = StateGuard(request) if model.mode == "stateful" else None
+        self._given: dict[str, Array] = {}  # the inputs of a model with states, which stay until others are given
 
     def infer(
         self, inputs: Mapping[int, Array], priority: int = 0, wants_last: bool = False
@@ -68,13 +73,16 @@ class PlainRequest:
 
         Raises:
             RuntimeError: OpenVINO refused the inputs.
+            PromptError: they do not fit the states of a language model.
         """
         model, request = self._model, self._request
+        if self._guard is not None:
+            self._check(self._guard, inputs)
         for index, array in inputs.items():
             request.set_input_tensor(index, ov.Tensor(np.array(array)))  # a copy: clients may write to theirs meanwhile
         shapes = tuple(array.shape for array in inputs.values())
         ask = Ask(self._owner, model.costs.expected(shapes), priority, model.id, model.width, num_bytes=model.num_bytes)
-        with model.devices.turn(model.device, ask) as call:
+        with model.devices.turn(model.device, ask) as call, self._following():
             start = time.perf_counter()
             request.infer(share_inputs=True, share_outputs=True)
             call.taken = time.perf_counter() - start
@@ -87,6 +95,8 @@ class PlainRequest:
     def reset(self) -> None:
         """Set all states back."""
         self._request.reset_state()
+        if self._guard is not None:
+            self._guard.reset()
 
     def state_names(self) -> list[str]:
         """Return the names of the states."""
@@ -98,12 +108,41 @@ class PlainRequest:
         return values
 
     def set_state(self, index: int, values: Array) -> None:
-        """Set the value of a state."""
+        """Set the value of a state.
+
+        Raises:
+            PromptError: its type or shape is not that of the state.
+            IndexError: there is no such state.
+        """
+        if self._guard is not None:
+            self._guard.check_state(index, values)
+            self._guard.forget()
         self._request.query_state()[index].state = ov.Tensor(np.array(values))
 
     def reset_state(self, index: int) -> None:
         """Set one state back."""
+        if self._guard is not None:
+            self._guard.forget()
         self._request.query_state()[index].reset()
+
+    def _check(self, guard: StateGuard, inputs: Mapping[int, Array]) -> None:
+        """Check the inputs of a call."""
+        names = self._model.names
+        given = {**self._given, **{names[index]: array for index, array in inputs.items() if index < len(names)}}
+        guard.check(given)
+        self._given = {name: array.copy() for name, array in given.items()}
+
+    @contextmanager
+    def _following(self) -> Iterator[None]:
+        """Note what a call in a ``with`` block does to the states."""
+        try:
+            yield
+        except BaseException:
+            if self._guard is not None:
+                self._guard.forget()
+            raise
+        if self._guard is not None:
+            self._guard.count(self._given)
 
     def profile(self) -> list[dict[str, object]]:
         """Return the times of the nodes in the last call; the model must be compiled with ``PERF_COUNT``."""

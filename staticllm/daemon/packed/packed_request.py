@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
-import openvino as ov
 
 from staticllm.daemon.packed.packed_call import PackedCall, UnusualCallError, logs_of, read_call
 from staticllm.daemon.packed.replay import Array, Asker, Replay, RowLog
@@ -108,24 +107,20 @@ class PackedRequest:
 
     def state_names(self) -> list[str]:
         """Return the names of the original's states."""
-        return [str(name) for name in self._on_states(lambda states: [state.name for state in states])]
+        return [str(name) for name in self._on_states(lambda replay: [state.name for state in replay.states()])]
 
     def get_state(self, index: int) -> Array:
         """Return the value of a state of the original."""
-        values: Array = self._on_states(lambda states: states[index].state.data.copy())
+        values: Array = self._on_states(lambda replay: replay.states()[index].state.data.copy())
         return values
 
     def set_state(self, index: int, values: Array) -> None:
         """Set the value of a state of the original."""
-
-        def change(states: list[Any]) -> None:
-            states[index].state = ov.Tensor(np.array(values))
-
-        self._on_states(change, changes=True)
+        self._on_states(lambda replay: replay.set_state(index, values))
 
     def reset_one_state(self, index: int) -> None:
         """Set one state of the original back."""
-        self._on_states(lambda states: states[index].reset(), changes=True)
+        self._on_states(lambda replay: replay.reset_one_state(index))
 
     def cancel(self) -> None:
         """End the call before its next device call; later ones fail. Any thread may call."""
@@ -211,11 +206,11 @@ class PackedRequest:
         self.times = CallTimes(seconds, max(0.0, time.perf_counter() - asked - seconds))
         return result
 
-    def _on_states(self, function: Callable[[list[Any]], Result], changes: bool = False) -> Result:
+    def _on_states(self, function: Callable[[Replay], Result]) -> Result:
         with self._is_running:
             if self.fallback is None:
                 self._fall_back("the program reads its states")
-            return self._on_original(lambda replay: function(replay.changed_states() if changes else replay.states()))
+            return self._on_original(function)
 
     def _close_sequences(self, sequences: Sequence[FedSequence], is_reusable: bool) -> None:
         for sequence in sequences:

@@ -13,7 +13,8 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
-from staticllm.errors import ClosedError, PromptError
+from staticllm.daemon.packed.state_guard import StateGuard
+from staticllm.errors import ClosedError
 from staticllm.pipelines.engine.fed.state import Wanted
 from staticllm.pipelines.scheduling.call_costs import CallCosts
 from staticllm.pipelines.scheduling.device_turns import Ask, DeviceTurns
@@ -106,8 +107,7 @@ class Replay:
         self._request = original.open()
         self._names = {name for port in self._request.model_inputs for name in port.get_names()}
         self._vocab_size = _vocab_size(self._request)
-        self._num_columns: int | None = 0  # of the states; None if it is unknown
-        self._batch: int | None = None  # of the states; None without any, or if it is unknown
+        self._guard = StateGuard(self._request)
         self.device_seconds = 0.0
 
     def repeat(self, logs: Sequence[RowLog], apart: Mapping[int, int]) -> None:
@@ -135,32 +135,51 @@ class Replay:
         """Run a call as the original model does, and return its logits ``[B, S, V]``, or ``[B, 1, V]`` if the last are wanted.
 
         Raises:
-            PromptError: ``beam_idx`` names a row that the states do not have.
+            PromptError: the inputs do not fit the states.
             RuntimeError: OpenVINO refused the inputs.
             ClosedError: the request was cancelled; the states may be those of a part of the call.
         """
         known = {name: np.array(array) for name, array in inputs.items() if name in self._names}
-        self._check_beams(known.get(BEAM_IDX))
+        self._guard.check(known)
         parts: list[Array] = []
-        for piece in self._pieces(known):
-            logits = self._run(piece)
-            parts = [*parts, logits] if wanted == "all" else [logits[:, -1:]]
-            self._count(piece)
+        try:
+            for piece in self._pieces(known):
+                logits = self._run(piece)
+                parts = [*parts, logits] if wanted == "all" else [logits[:, -1:]]
+                self._guard.count(piece)
+        except BaseException:
+            self._guard.forget()
+            raise
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def reset_state(self) -> None:
         """Set all states back."""
         self._request.reset_state()
-        self._num_columns, self._batch = 0, None
+        self._guard.reset()
 
     def states(self) -> list[Any]:
         """Return the states of the original model."""
         return list(self._request.query_state())
 
-    def changed_states(self) -> list[Any]:
-        """Return the states for a caller who changes them."""
-        self._num_columns = self._batch = None
-        return self.states()
+    def set_state(self, index: int, values: Array) -> None:
+        """Set the value of a state.
+
+        Raises:
+            PromptError: its type or shape is not that of the state.
+            IndexError: there is no such state.
+        """
+        self._guard.check_state(index, values)
+        self._guard.forget()
+        self._request.query_state()[index].state = ov.Tensor(np.array(values))
+
+    def reset_one_state(self, index: int) -> None:
+        """Set one state back.
+
+        Raises:
+            IndexError: there is no such state.
+        """
+        self._guard.forget()
+        self._request.query_state()[index].reset()
 
     def _run(self, feeds: Mapping[str, Array]) -> Array:
         """Make one device call, and return a copy of its logits."""
@@ -181,34 +200,13 @@ class Replay:
         logits: Array = self._request.get_tensor(LOGITS).data.copy()
         return logits
 
-    def _check_beams(self, beams: Array | None) -> None:
-        if beams is None:
-            return
-        if self._batch is None and self._num_columns is None:
-            self._batch = min(
-                (len(each.state.data) for each in self._request.query_state() if each.state.size), default=None
-            )
-        batch = self._batch
-        bad = None if batch is None else next((int(beam) for beam in beams.flat if not 0 <= beam < batch), None)
-        if batch is not None and bad is not None:  # the device would read foreign memory
-            raise PromptError(f"beam_idx has {bad}, the batch before had {batch} rows: must be from 0 to {batch - 1}")
-
-    def _count(self, feeds: Mapping[str, Array]) -> None:
-        """Note the size of the states after a call."""
-        ids = feeds.get(INPUT_IDS)
-        if ids is None or ids.ndim != 2:
-            self._num_columns = self._batch = None
-            return
-        self._batch = ids.shape[0]
-        self._num_columns = None if self._num_columns is None else self._num_columns + ids.shape[1]
-
     def _pieces(self, inputs: dict[str, Array]) -> Iterator[dict[str, Array]]:
         """Yield a call in pieces that give the same logits and states, up to rounding; the call itself where none do."""
         if not self._can_be_cut(inputs):
             yield inputs
             return
         ids, mask, positions = inputs[INPUT_IDS], inputs[ATTENTION_MASK], inputs.get(POSITION_IDS)
-        num_past = self._num_columns or 0
+        num_past = self._guard.num_columns or 0
         for start in range(0, ids.shape[1], REPLAY_COLUMNS):
             end = min(start + REPLAY_COLUMNS, ids.shape[1])
             piece = {**inputs, INPUT_IDS: ids[:, start:end], ATTENTION_MASK: mask[:, : num_past + end]}
@@ -223,7 +221,7 @@ class Replay:
 
         The keys of hidden tokens depend on the columns of their call, and a call that is refused must change no state.
         """
-        ids, mask, num_past = inputs.get(INPUT_IDS), inputs.get(ATTENTION_MASK), self._num_columns
+        ids, mask, num_past = inputs.get(INPUT_IDS), inputs.get(ATTENTION_MASK), self._guard.num_columns
         if ids is None or mask is None or num_past is None or ids.ndim != 2 or ids.shape[1] <= REPLAY_COLUMNS:
             return False
         positions, beams, count = inputs.get(POSITION_IDS), inputs.get(BEAM_IDX), ids.shape[1]

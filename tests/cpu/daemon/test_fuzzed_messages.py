@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import random
 import struct
@@ -235,6 +236,7 @@ def run(seed, failures, *args):
 
 def resources(daemon):
     """Return the numbers of everything that clients have in the daemon, by name."""
+    gc.collect()  # a compiled model in a cycle holds its mapped weights file
     process = psutil.Process()
     counts = {
         "sessions": len(daemon._sessions), "connections": len(daemon._connections), "models": len(daemon.models.served()),
