@@ -128,9 +128,10 @@ class PlainRequest:
     def _check(self, guard: StateGuard, inputs: Mapping[int, Array]) -> None:
         """Check the inputs of a call."""
         names = self._model.names
-        given = {**self._given, **{names[index]: array for index, array in inputs.items() if index < len(names)}}
+        new = {names[index]: array.copy() for index, array in inputs.items() if index < len(names)}
+        given = {**self._given, **new}
         guard.check(given)
-        self._given = {name: array.copy() for name, array in given.items()}
+        self._given = given
 
     @contextmanager
     def _following(self) -> Iterator[None]:

@@ -1,0 +1,77 @@
+"""Tests that calls of stateful models whose sizes or beams do not fit the states are refused, and that the states stay usable."""
+
+from __future__ import annotations
+
+import numpy as np
+import openvino as ov
+import pytest
+
+from staticllm.daemon.devices import Devices
+from staticllm.daemon.packed.replay import Asker, OriginalModel, Replay
+from staticllm.daemon.plain import PlainModel
+from staticllm.errors import PromptError
+from tests.packed_programs import EXACT
+
+NAMES = ("input_ids", "attention_mask", "position_ids", "beam_idx")
+
+
+def call(num_past, columns, batch=2, **changes):
+    inputs = {
+        "input_ids": np.full((batch, columns), 7, np.int64), "attention_mask": np.ones((batch, num_past + columns), np.int64),
+        "position_ids": np.tile(np.arange(num_past, num_past + columns), (batch, 1)),
+        "beam_idx": np.arange(batch, dtype=np.int32),
+    }  # fmt: skip
+    return inputs | changes
+
+
+@pytest.fixture(params=["as it is", "a replay"])
+def request_of(request, model_path):
+    """A function that runs a call, one that sets a state, and one that reads its shape, of the same original model."""
+    xml = str(model_path("llama") / "openvino_model.xml")
+    if request.param == "a replay":
+        replay = Replay(OriginalModel(ov.Core().read_model(xml), ov.Core(), "CPU", EXACT), Asker())
+        return replay.infer, replay.set_state, lambda: tuple(replay.states()[0].state.shape)
+    model = PlainModel(1, ov.Core().compile_model(xml, "CPU", EXACT), "CPU", Devices(), 0)
+    own = model.open(1)
+
+    def infer(inputs):
+        places = {model.names.index(name): array for name, array in inputs.items() if name in model.names}
+        return own.infer(places)[0][0].copy()
+
+    return infer, own.set_state, lambda: own.get_state(0).shape
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"beam_idx": np.array([0, 2], np.int32)}, "beam_idx has 2"),
+        ({"beam_idx": np.array([-1, 0], np.int32)}, "beam_idx has -1"),
+        ({"beam_idx": np.array([0], np.int32)}, "beam_idx has the shape"),
+        ({"attention_mask": np.ones((2, 5), np.int64)}, "attention_mask has the shape"),
+        ({"attention_mask": np.ones((1, 7), np.int64)}, "attention_mask has the shape"),
+        ({"input_ids": np.zeros((2, 0), np.int64)}, "at least one token"),
+    ],
+)
+def test_a_call_that_does_not_fit_is_refused_and_changes_nothing(request_of, changes, reason):
+    infer, _, _ = request_of
+    infer(call(0, 5))
+    with pytest.raises(PromptError, match=reason) as error:
+        infer(call(5, 2, **changes))
+    assert "\n" not in str(error.value)
+    after = infer(call(5, 2))
+    assert np.isfinite(after).all()
+    np.testing.assert_allclose(after[0], after[1], atol=1e-6)
+
+
+def test_a_state_of_another_type_or_shape_is_refused(request_of):
+    infer, set_state, shape_of = request_of
+    infer(call(0, 5))
+    shape = shape_of()
+    for wrong in (np.zeros((3, 8), np.float32), np.zeros(shape, np.float64), np.zeros((*shape[:-1], 3), np.float32)):
+        with pytest.raises(PromptError, match="state 0 gets"):
+            set_state(0, wrong)
+    assert np.isfinite(infer(call(5, 1))).all()
+    longer = (*shape[:2], 9, shape[3])
+    set_state(0, np.zeros(longer, np.float32))
+    with pytest.raises(PromptError, match="reset them"):  # the other states have fewer columns
+        infer(call(6, 1))
