@@ -1,4 +1,4 @@
-"""The options and fixtures of all tests. There is no other conftest."""
+"""The options and fixtures of all tests. Only tests of the daemon have fixtures of their own."""
 
 from __future__ import annotations
 

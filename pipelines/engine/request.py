@@ -23,9 +23,8 @@ from staticllm.pipelines.generation.logits_processors import LogitsProcessor, pr
 from staticllm.pipelines.generation.sampler import Choice, Sampler
 from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
-from staticllm.pipelines.generation.structured.forced_tokens import ForcedTokens
 from staticllm.pipelines.generation.structured.grammar import Grammar
-from staticllm.pipelines.generation.structured.mask import GrammarMask
+from staticllm.pipelines.generation.structured.mask import ForcedTokens, GrammarMask
 from staticllm.pipelines.scheduling.request_table import RequestInfo
 
 _numbers = count(1)

@@ -89,7 +89,7 @@ def test_extended_metrics_have_the_members_of_genai(model_path, prompt_of):
 @pytest.mark.parametrize("kind", ["lookup", "model"])
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_genais_whatever_the_planner_does(name, kind, model_path, prompt_of):
-    """The planner drafts where it pays, by costs that it measures; in company, all requests draft at once."""
+    """The planner drafts where it pays, by costs that it measures; with others, all requests draft at once."""
     path = model_path(name)
     options = {**OPTIONS, "num_assistant_tokens": 4, **({"max_ngram_size": 3} if kind == "lookup" else {})}
     theirs = genai.LLMPipeline(path, "CPU", **EXACT)

@@ -1,10 +1,11 @@
-"""The logits processor of grammars: it forbids every token that the grammar does not allow next."""
+"""The logits processor of grammars, which forbids what the grammar does not allow, and the drafter of what it forces."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.structured.compiler import MaskTimes
 from staticllm.pipelines.generation.structured.matcher import Matcher
+
+Draft = TypeVar("Draft")
 
 FEW = 4096
 """With at most this many allowed tokens, their logits are gathered; with more, the others are overwritten."""
@@ -145,6 +148,31 @@ class GrammarMask:
             self._mask = Mask(few, None if few is not None else ~allowed)
         except GenerationConfigError as error:
             self._error = error
+
+
+class ForcedTokens(Generic[Draft]):
+    """A drafter of one answer. All of its tokens are accepted, if they are checked with the sampler that has the same mask.
+
+    ``make`` returns the draft of tokens, which may be none.
+    """
+
+    can_pause = False
+
+    def __init__(self, mask: GrammarMask, make: Callable[[tuple[int, ...]], Draft]) -> None:
+        self._mask, self._make = mask, make
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        """Return a draft of at most ``limit`` tokens that must follow ``tokens``, the prompt and the answer so far.
+
+        The mask knows these tokens: the sampler has told it each one that it chose.
+        """
+        return self._make(tuple(self._mask.forced_tokens(limit)))
+
+    def observe(self, num_proposed: int, num_accepted: int) -> None:
+        """Learn nothing: the grammar alone decides."""
+
+    def forget(self) -> None:
+        """Forget nothing: a conversation that was shortened goes on at the same place of its grammar."""
 
 
 def _keep_only(logits: NDArray[np.float32], tokens: NDArray[np.intp]) -> None:

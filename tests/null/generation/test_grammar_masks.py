@@ -13,8 +13,8 @@ from quick import examples
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.sampler import Sampler
 from staticllm.pipelines.generation.sampling_params import SamplingParams
-from staticllm.pipelines.generation.structured.forced_tokens import ForcedTokens
 from staticllm.pipelines.generation.structured.grammar import Grammar
+from staticllm.pipelines.generation.structured.mask import ForcedTokens
 
 pytest.importorskip("llguidance")
 VOCAB = OTHER_SPECIAL + 1
