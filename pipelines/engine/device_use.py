@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,7 +57,30 @@ class Worker(Protocol):
         ...
 
 
-class DeviceUse:
+class SoleUse:
+    """The device of an engine that shares it with nobody: nothing is waited for."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for the device."""
+        return False
+
+    def turn(self, worker: Worker, tpot_ms: float | None) -> AbstractContextManager[None]:
+        """Do nothing around a step."""
+        return nullcontext()
+
+    def measure(self) -> AbstractContextManager[None]:
+        """Do nothing around a measurement."""
+        return nullcontext()
+
+    def hurry(self, priority: int, client: int) -> None:
+        """Do nothing: the engine never waits for the device."""
+
+    def close(self) -> None:
+        """Do nothing: nobody else wants the device."""
+
+
+class DeviceUse(SoleUse):
     """The place of one engine, ``owner``, among those who use a device. Runs on the engine's thread.
 
     The engine asks with the highest priority of its requests. After each step the clients pay for their rows, and the engine

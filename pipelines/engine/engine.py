@@ -15,7 +15,7 @@ from staticllm.kvcache.sequence import AdapterScales
 from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.callbacks import Callbacks
 from staticllm.pipelines.engine.client import UserProcessors
-from staticllm.pipelines.engine.device_use import DeviceUse
+from staticllm.pipelines.engine.device_use import SoleUse
 from staticllm.pipelines.engine.engine_core import EngineCore
 from staticllm.pipelines.engine.fed.beam_requests import Decode, new_state
 from staticllm.pipelines.engine.fed.sequence import FedSequence, Feed, begin_feeds
@@ -58,7 +58,7 @@ class Engine:
         self._num_waiting = 0  # waiting requests that were admitted
         self._is_closing = self._is_draining = self._has_news = False  # news since the last step began
         self._pid = os.getpid()
-        self.device_use: DeviceUse | None = None  # set before the first request if others use the device too
+        self.device_use = SoleUse()  # set before the first request if others use the device too
         self.decode: Decode | None = None  # makes text of tokens, to find the stop strings of beams
         self.grammars: GrammarCompiler | None = None  # set before the first request with a grammar
 
@@ -78,7 +78,8 @@ class Engine:
         self.check_process()
         vocab_size = self._core.vocab_size
         grammar = prepare_grammar(request, vocab_size, self.grammars)
-        self.submit_state(state := new_state(request, vocab_size, queue, processors, grammar, self.decode))
+        state = new_state(request, vocab_size, queue, processors, grammar, self.decode)
+        self.submit_state(state)
         return state.queue
 
     def submit_state(self, state: RequestState) -> None:
@@ -97,7 +98,7 @@ class Engine:
                 )
             self._start()
             self._inbox[state.request.id] = state
-        self._hurry(state.request.priority, state.request.owner)
+        self.device_use.hurry(state.request.priority, state.request.owner)
 
     def cancel(self, request: int, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request, or one of its answers, before the next device call. Unknown and ended requests are ignored.
@@ -117,7 +118,7 @@ class Engine:
         """
         if (state := self._inbox.get(request) or self._core.requests.get(request)) is not None:
             self.call_soon(lambda: state.set_priority(priority))
-            self._hurry(priority, state.request.owner)
+            self.device_use.hurry(priority, state.request.owner)
 
     def enqueue(self, states: Iterable[RequestState]) -> None:
         """Add requests without starting the thread; the caller serves them with ``step``."""
@@ -234,7 +235,7 @@ class Engine:
         """
         begin_feeds(self, feeds)
         for each in feeds:
-            self._hurry(each.sequence.priority, each.sequence.owner)
+            self.device_use.hurry(each.sequence.priority, each.sequence.owner)
 
     def use_draft_model(self, model: DraftModel) -> None:
         """Let a model draft the tokens of requests that ask for it. It runs on the engine's thread.
@@ -277,8 +278,7 @@ class Engine:
         self._close_parts()
 
     def _close_parts(self) -> None:
-        if self.device_use is not None:
-            self.device_use.close()
+        self.device_use.close()
         self._core.close()
 
     @property
@@ -307,27 +307,24 @@ class Engine:
             with owned_device():
                 self._admit()
                 self._callbacks.run()
-                if self.device_use is None or not self._core.has_calls:
+                with self._turn():
                     self._core.step()
-                else:
-                    with self.device_use.turn(self._core, self._core.options.limits.tpot_ms):
-                        self._core.step()
         except BaseException as error:  # a bug of ours: every request must end, or its reader would wait for ever
             try:
                 self._core.end_all(FinishReason.ERROR, as_ours(error))
             except Exception:
                 self._core.drop_all(as_ours(error))
 
-    def _hurry(self, priority: int, owner: int) -> None:
-        """Let a wait for the device that is in progress count for a request of this ``priority`` that has just come."""
-        if self.device_use is not None:
-            self.device_use.hurry(priority, owner)
+    def _turn(self) -> AbstractContextManager[None]:
+        """Return the turn of the next step on the device. A step without a call needs none."""
+        if not self._core.has_calls:
+            return nullcontext()
+        return self.device_use.turn(self._core, self._core.options.limits.tpot_ms)
 
     def _measure_next(self) -> None:
         """Measure one cost, unless others use the device."""
-        use = self.device_use
-        with nullcontext() if use is None else use.measure():
-            self._core.measure_next(lambda: self._is_needed or (use is not None and use.is_wanted))
+        with self.device_use.measure():
+            self._core.measure_next(lambda: self._is_needed or self.device_use.is_wanted)
 
     def _notify(self) -> None:
         """Wake the thread, because a job was added."""

@@ -69,8 +69,8 @@ class PackedRequest:
         self._asker.priority = priority
         for sequence in {*self._sequences, *self._fed}:
             sequence.set_priority(priority)
-        if self._fed and self._model.engine is not None and (use := self._model.engine.device_use) is not None:
-            use.hurry(priority, self._asker.owner)
+        if self._fed and self._model.engine is not None:
+            self._model.engine.device_use.hurry(priority, self._asker.owner)
 
     def infer(self, inputs: Mapping[str, Array], wanted: Wanted = "all") -> Array:
         """Run a call of the original's inputs, and return its logits.
