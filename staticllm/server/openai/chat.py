@@ -67,6 +67,7 @@ class ChatRequest(SamplingFields):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: int | None = Field(None, ge=-1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=-1, lt=2**31)
+    max_output_tokens: int | None = Field(None, ge=-1, lt=2**31)  # as Jan calls it
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
@@ -93,9 +94,9 @@ def chat_options(body: ChatRequest, index: int) -> dict[str, Any]:
     Raises:
         ApiError: fields contradict each other, or ask for what is not there.
     """
-    limits = {body.max_tokens, body.max_completion_tokens} - {None}
+    limits = {body.max_tokens, body.max_completion_tokens, body.max_output_tokens} - {None}
     if len(limits) > 1:
-        raise ApiError(400, "max_tokens and max_completion_tokens differ: give one", param="max_tokens")
+        raise ApiError(400, "max_tokens, max_completion_tokens and max_output_tokens are the same: give one", param="max_tokens")
     limit = limits.pop() if limits else None
     if limit == 0:
         raise ApiError(400, "max_tokens is 0: give at least 1, or -1 for as many as fit", param="max_tokens")

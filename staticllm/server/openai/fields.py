@@ -20,7 +20,7 @@ class Fields(BaseModel):
 
 
 class IgnoredFields(Fields):
-    """Fields of OpenAI's API that change nothing on a server with its own models; they are accepted and ignored."""
+    """Fields of OpenAI's API and of its clients that change nothing here; they are accepted and ignored."""
 
     user: Any = None
     metadata: Any = None
@@ -32,6 +32,7 @@ class IgnoredFields(Fields):
     parallel_tool_calls: Any = None
     verbosity: Any = None
     cache_prompt: Any = None
+    ctx_len: Any = None  # of Jan: how many tokens it keeps of a conversation
 
 
 class StreamOptions(Fields):

@@ -355,6 +355,20 @@ class TestApplications:
         body = {"messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 2}
         assert self.post(served, "/chat/completions", **body).status_code == 200
 
+    def test_jan(self, served):
+        """It asks as its window does, and merges the assistant's parameters under its own names into the body."""
+        headers = {"Origin": "tauri://localhost", "x-api-key": "any", "Authorization": "Bearer any"}
+        listed = httpx.get(served.url + "/v1/models", headers=headers, timeout=60).json()["data"]
+        assert "demo" in [model["id"] for model in listed]
+        parameters = {"temperature": 0.7, "top_k": 2, "top_p": 0.95, "frequency_penalty": 0.7, "presence_penalty": 0.7,
+                      "repeat_penalty": 1.12, "max_output_tokens": 2, "ctx_len": 8192}  # fmt: skip
+        body = {"messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}, **parameters}
+        found = self.post(served, "/v1/chat/completions", **body)
+        usage = json.loads(found.text.split("data: ")[-2])["usage"]
+        assert found.status_code == 200 and usage["completion_tokens"] <= 2
+        refused = self.post(served, "/v1/chat/completions", **body, max_tokens=3)
+        assert refused.status_code == 400 and "give one" in refused.json()["error"]["message"]
+
     def test_anythingllm(self, served):
         body = {"messages": MESSAGES, "stream": True, "temperature": 0.7, "max_tokens": 2}
         assert self.post(served, "/v1/chat/completions", **body).status_code == 200
