@@ -17,6 +17,7 @@ import openvino_genai as genai
 from staticllm.errors import ConfigError, shown
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import TokenizedText, Vectors
+from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
 from staticllm.pipelines.embedding.pool.served_encoder import ServedEncoder
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
 from staticllm.pipelines.engine.jobs import JobHost
@@ -87,11 +88,11 @@ class EncoderPipeline:
         """The engine that owns the device, for other pipelines on the same device.
 
         Raises:
-            ConfigError: the pipeline has several devices, or a latency limit.
+            ConfigError: the pipeline has several devices, a latency limit, or a process of its own.
         """
         if self._engine is None:
             raise ConfigError(
-                "a pipeline on several devices or with LATENCY_MS has no engine to share: load it without"
+                "a pipeline on several devices, with LATENCY_MS or SEPARATE_PROCESS has no engine to share: load it without"
             )
         return self._engine
 
@@ -99,6 +100,11 @@ class EncoderPipeline:
     def max_length(self) -> int:
         """The most tokens of a text, or of a query with a text."""
         return self._served.info.max_length
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a device works, or is being started again; a pipeline without one has to be loaded anew."""
+        return not isinstance(self._queue, EmbeddingPool) or self._queue.is_usable
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """Return the tokens of each text with its special ones, before it is truncated to ``max_length``.

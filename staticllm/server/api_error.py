@@ -22,6 +22,7 @@ from staticllm.errors import (
     StaticLLMError,
     last_line,
 )
+from staticllm.pipelines.embedding.pool.instances import WorkerLostError
 
 INVALID, SERVER, BUSY = "invalid_request_error", "server_error", "rate_limit_error"
 MAX_RETRY_SECONDS = 600
@@ -116,7 +117,7 @@ def api_error_of(error: BaseException) -> ApiError:
 
 
 def _of_ours(error: StaticLLMError) -> ApiError:
-    if isinstance(error, ProcessLostError):
+    if isinstance(error, (ProcessLostError, WorkerLostError)):
         return ApiError(503, last_line(error), kind=SERVER, code="process_lost", headers={"Retry-After": "1"})
     if isinstance(error, ClosedError):
         return ApiError(

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from staticllm.errors import ClosedError, ConfigError, ProcessLostError, StaticLLMError
 from staticllm.server.admission import Admission, AdmissionLimits
 from staticllm.server.api_error import SERVER, ApiError, busy
-from staticllm.server.served_model import Kind, ModelSpec, Pipeline, ServedModel
+from staticllm.server.served_model import Kind, ModelSpec, Pipeline, ServedModel, can_run_apart
 from staticllm.server.settings import ServerSettings
 from staticllm.server.sidecar.model_home import ModelHome, WorkerHome
 from staticllm.server.telemetry.record import current_record
@@ -45,7 +45,7 @@ class ModelHub:
         self.first_load: asyncio.Task[None] | None = None  # of the first model, if it is loaded at the start
         self._is_closed = False
         self._num_waiting = 0
-        self._has_told_of_encoders = False
+        self._told_of: set[str] = set()
 
     def start(self) -> None:
         """Begin to load the first model, unless the settings say otherwise, and watch for idle ones."""
@@ -174,7 +174,9 @@ class ModelHub:
         async with self._lock:
             if self._is_closed:
                 raise ClosedError("the server is stopping")
-            if model.is_lost:
+            if model.is_lost and model.home is None:
+                await self._unload(model)
+            elif model.is_lost:
                 await self._reload(model)
             if model.pipeline is not None:
                 return
@@ -241,7 +243,9 @@ class ModelHub:
         if kind is None:
             return None
         if model.spec.kind != "chat":
-            self._tell_of_encoders()
+            model.is_apart = kind is WorkerHome
+            if not (model.is_apart and can_run_apart(model.spec)):
+                self._tell_of_encoder(model.spec.name)
             return None
         loop = asyncio.get_running_loop()
 
@@ -251,17 +255,16 @@ class ModelHub:
 
         return kind(model.spec.name, on_lost)
 
-    def _tell_of_encoders(self) -> None:
-        """Log once that encoders run in this process: workers and the daemon have engines, which serve chat models only."""
-        if not self._has_told_of_encoders:
-            names = ", ".join(repr(model.spec.name) for model in self.models.values() if model.spec.kind != "chat")
+    def _tell_of_encoder(self, name: str) -> None:
+        """Log once that an encoder runs in this process, although others of the server run elsewhere."""
+        if name not in self._told_of:
             option = "--supervise" if self._settings.runs_in == "worker" else "--daemon"
             _log.warning(
-                "%s run in the server's process: %s is for chat models, a crash of theirs ends the server",
-                names,
+                "%r runs in the server's process, because %s cannot take it: a crash of its device ends the server",
+                name,
                 option,
             )
-        self._has_told_of_encoders = True
+        self._told_of.add(name)
 
     async def _leave_home(self, model: ServedModel) -> None:
         home, model.home = model.home, None

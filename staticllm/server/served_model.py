@@ -18,6 +18,7 @@ from staticllm.pipelines.diagnostics.encoder_reports import estimate_encoder
 from staticllm.pipelines.diagnostics.memory import estimate_memory
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.embedding.encoder_job import EncoderChoices
+from staticllm.pipelines.encoder_pipeline import EncoderPipeline
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.model_loader.arguments import resolve_candidates
@@ -81,7 +82,7 @@ class ServedModel:
     the last part of loading, which ``is_given_up`` ends. ``keep_alive``: seconds without a request after which it is unloaded,
     as its last client said; None for the server's own. ``home``: the other process in which it runs, if it does; ``revived``:
     the moment at which it was last loaded again because that had ended. ``admission`` and ``size`` (bytes, by estimate, with a
-    memory limit) are known once it is loaded.
+    memory limit) are known once it is loaded. ``is_apart``: whether an encoder is loaded in a worker process of its own.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -91,6 +92,7 @@ class ServedModel:
         self.progress: ProgressEvent | None = None
         self.is_given_up = False
         self.home: ModelHome | None = None
+        self.is_apart = False
         self.revived = -math.inf
         self.num_users = 0
         self.last_used = time.monotonic()
@@ -140,8 +142,10 @@ class ServedModel:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it was loaded in another process that has ended."""
-        return self.home is not None and self.home.is_lost
+        """Whether it was loaded in another process that has ended, and is not started again by itself."""
+        if self.home is not None:
+            return self.home.is_lost
+        return self.is_apart and isinstance(self.pipeline, EncoderPipeline) and not self.pipeline.is_usable
 
     def take_progress(self, event: ProgressEvent) -> None:
         """Note a part of loading. Runs on the thread that loads, and ends it if the server stops.
@@ -159,7 +163,7 @@ class ServedModel:
         Raises:
             StaticLLMError: the model cannot be loaded.
         """
-        return load_pipeline(self.spec, device, properties, self.take_progress, self.home or False)
+        return load_pipeline(self.spec, device, properties, self.take_progress, self.home or False, self.is_apart)
 
     def estimate(self, device: str, properties: Mapping[str, object]) -> int:
         """Return the bytes that the model will need, by estimate. Takes seconds.
@@ -176,10 +180,12 @@ def load_pipeline(
     properties: Mapping[str, object],
     on_progress: OnProgress,
     daemon: bool | DaemonHome = False,
+    is_apart: bool = False,
 ) -> Pipeline:
     """Load a model. The properties are those of chat models; encoders use the device's own.
 
-    ``daemon``: the process in which a chat model runs; False for this one.
+    ``daemon``: the process in which a chat model runs; False for this one. ``is_apart``: whether an encoder that
+    ``can_run_apart`` has a worker process.
 
     Raises:
         StaticLLMError: the model cannot be loaded.
@@ -188,8 +194,14 @@ def load_pipeline(
         return StaticLLMPipeline(spec.path, device, config=dict(properties), on_progress=on_progress, daemon=daemon)
     first = _first_device(device)
     if spec.kind == "embedding":
-        return StaticEmbeddingPipeline(spec.path, first, on_progress=on_progress)
+        apart = {"SEPARATE_PROCESS": True} if is_apart and can_run_apart(spec) else {}
+        return StaticEmbeddingPipeline(spec.path, first, on_progress=on_progress, **apart)
     return StaticRerankPipeline(spec.path, first, on_progress=on_progress)
+
+
+def can_run_apart(spec: ModelSpec) -> bool:
+    """Return whether a worker process can serve the encoder: one that pools all tokens of its texts."""
+    return spec.kind == "embedding" and read_encoder_files(spec.path).is_prompt_pooled
 
 
 def estimated_size(spec: ModelSpec, device: str, properties: Mapping[str, object]) -> int:

@@ -55,6 +55,12 @@ class EmbeddingPool:
         with self._lock:
             return tuple(device.instance.name for device in self._state.devices if device.queue.is_alive)
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether a device works, or is being started again."""
+        with self._lock:
+            return any(device.may_work for device in self._state.devices)
+
     def submit(self, request: EmbeddingRequest) -> None:
         """Add a request: all its texts are admitted, or none.
 

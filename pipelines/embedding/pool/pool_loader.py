@@ -40,7 +40,9 @@ _WITHOUT_EFFECT = OPTIONS - {"programs"}
 """Options of caches and blobs: the depths that a command without them measured are good for a pipeline with them."""
 DEPTHS_NAME = "queue_depths.json"
 """The file of queue depths in ``CACHE_DIR``."""
-POOL_PROPERTIES = ("HETEROGENEOUS", "LATENCY_MS", "QUEUE_POLICY", "QUEUE_DEPTHS", "DEVICE_PROPERTIES")
+POOL_PROPERTIES = (
+    "HETEROGENEOUS", "LATENCY_MS", "QUEUE_POLICY", "QUEUE_DEPTHS", "DEVICE_PROPERTIES", "SEPARATE_PROCESS",
+)  # fmt: skip
 """The properties that ``take_options`` takes."""
 
 
@@ -56,6 +58,7 @@ class PoolOptions:
     policy: PolicyName | None = None
     depths: Path | None = None
     device_properties: Mapping[str, Mapping[str, object]] | None = None
+    is_apart: bool = False
 
     @property
     def policy_name(self) -> PolicyName:
@@ -69,10 +72,12 @@ def take_options(properties: dict[str, object]) -> PoolOptions:
     Raises:
         ConfigError: a value is impossible.
     """
-    together, limit = properties.pop("HETEROGENEOUS", False), properties.pop("LATENCY_MS", None)
+    together, apart = properties.pop("HETEROGENEOUS", False), properties.pop("SEPARATE_PROCESS", False)
+    limit = properties.pop("LATENCY_MS", None)
     policy, depths = properties.pop("QUEUE_POLICY", None), properties.pop("QUEUE_DEPTHS", None)
-    if not isinstance(together, bool):
-        raise ConfigError(f"HETEROGENEOUS={together!r}: must be True or False")
+    for name, flag in (("HETEROGENEOUS", together), ("SEPARATE_PROCESS", apart)):
+        if not isinstance(flag, bool):
+            raise ConfigError(f"{name}={shown(flag)}: must be True or False")
     is_limit = isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit <= sys.float_info.max
     if limit is not None and not is_limit:
         raise ConfigError(f"LATENCY_MS={shown(limit)}: must be a number of ms above 0, or None for no limit")
@@ -88,12 +93,17 @@ def take_options(properties: dict[str, object]) -> PoolOptions:
     if own is not None and not (isinstance(own, Mapping) and all(isinstance(each, Mapping) for each in own.values())):
         raise ConfigError(f"DEVICE_PROPERTIES={own!r}: must be a dict of one dict of properties per device")
     limit_s = float(limit) / 1e3 if isinstance(limit, (int, float)) else None
-    return PoolOptions(together, limit_s, policy, None if depths is None else Path(depths), own)
+    return PoolOptions(bool(together), limit_s, policy, None if depths is None else Path(depths), own, bool(apart))
 
 
 def needs_pool(device: str, options: PoolOptions) -> bool:
-    """Return whether texts are embedded by a pool: on several devices or core groups, or with a latency limit."""
-    return options.is_heterogeneous or options.limit_s is not None or any(mark in device for mark in ",#")
+    """Return whether texts are embedded by a pool: on several devices or core groups, with a latency limit, or apart."""
+    return (
+        options.is_heterogeneous
+        or options.is_apart
+        or options.limit_s is not None
+        or any(mark in device for mark in ",#")
+    )
 
 
 def devices_of(device: str, is_heterogeneous: bool, available: Sequence[str]) -> Detection:
@@ -152,10 +162,11 @@ def load_instances(
     devices: Sequence[UsedDevice],
     choices: Callable[[UsedDevice], EncoderChoices],
     on_progress: OnProgress = lambda event: None,
+    is_apart: bool = False,
 ) -> LoadedInstances:
     """Load an instance on each device. Processor cores get a worker process each, and so does a CPU beside other devices.
 
-    ``on_progress`` gets the parts of loading in this process.
+    With ``is_apart`` every device has one. ``on_progress`` gets the parts of loading in this process.
 
     Raises:
         ModelError, ConfigError, DeviceError: as for ``load_encoder``.
@@ -165,7 +176,7 @@ def load_instances(
     tokenizer: genai.Tokenizer | None = None
     try:
         for used in devices:
-            if _runs_apart(used, len(devices)):
+            if _runs_apart(used, len(devices), is_apart):
                 spec = WorkerSpec(used.name, directory, used.device, used.cores, _with_threads(used, choices(used)))
                 workers.append(WorkerInstance(spec))
                 found[used.name] = workers[-1]
@@ -188,10 +199,11 @@ def load_instances(
         raise
 
 
-def _runs_apart(used: UsedDevice, num_devices: int) -> bool:
-    is_apart = bool(used.cores) or (kind(used.device) == "CPU" and num_devices > 1)
-    if is_apart and used.cores and not can_start_workers():
-        warnings.warn(f"{used.name}: no worker process can be started here, its cores are not kept apart", stacklevel=4)
+def _runs_apart(used: UsedDevice, num_devices: int, is_wanted: bool) -> bool:
+    is_apart = is_wanted or bool(used.cores) or (kind(used.device) == "CPU" and num_devices > 1)
+    if is_apart and (is_wanted or used.cores) and not can_start_workers():
+        what = "its cores are not kept apart" if used.cores else "a crash of its device ends this process too"
+        warnings.warn(f"{used.name}: no worker process can be started here, {what}", stacklevel=4)
     return is_apart and can_start_workers()
 
 
@@ -233,7 +245,7 @@ def load_pool(
         if event.stage != "ready":  # that of one instance; others may still load
             on_progress(event)
 
-    loaded = load_instances(directory, found.devices, choices_of, tell)
+    loaded = load_instances(directory, found.devices, choices_of, tell, options.is_apart)
     try:
         found = _without_slow(found, loaded, options.limit_s)
         used_names = {used.name for used in found.devices}

@@ -63,11 +63,13 @@ def serve_encoder(
         return serve_loaded(load_encoder(models_path, device, choices, on_progress), host, max_waiting)
     if host is not None:
         raise ConfigError(
-            f"device {device!r} with engine=: a shared engine has one device, without HETEROGENEOUS and LATENCY_MS"
+            f"device {device!r} with engine=: a shared engine has one device, without HETEROGENEOUS, LATENCY_MS and "
+            "SEPARATE_PROCESS"
         )
     if not read_encoder_files(check_model_dir(models_path)).is_prompt_pooled:
         raise ConfigError(
-            f"device {device!r}: a model with include_prompt=false in its pooling file runs on one device without LATENCY_MS"
+            f"device {device!r}: a model with include_prompt=false in its pooling file runs on one device without "
+            "LATENCY_MS and SEPARATE_PROCESS"
         )
     found = load_pool(check_model_dir(models_path), device, choices, max_waiting, options, on_progress)
     return ServedEncoder(found.info, found.tokenizer, found.files, found.pool, None, found.pool)

@@ -22,6 +22,7 @@ from staticllm.pipelines.embedding.windve.queue_depth import Estimate, fine_tune
     ("properties", "text"),
     [
         ({"HETEROGENEOUS": "yes"}, "HETEROGENEOUS='yes'"),
+        ({"SEPARATE_PROCESS": 1}, "SEPARATE_PROCESS=1: must be True or False"),
         ({"LATENCY_MS": 0}, "LATENCY_MS=0"),
         ({"LATENCY_MS": True}, "LATENCY_MS=True"),
         ({"LATENCY_MS": 10**5000}, "LATENCY_MS=a whole number of 16610 bits: must be a number of ms"),
@@ -48,6 +49,7 @@ def test_properties_are_read_and_taken():
     assert needs_pool("NPU", options)
     assert not needs_pool("NPU", take_options({}))
     assert needs_pool("CPU#0,CPU#1", take_options({}))
+    assert needs_pool("CPU", take_options({"SEPARATE_PROCESS": True}))
 
 
 def test_a_cpu_beside_other_devices_keeps_cores_for_the_service():
