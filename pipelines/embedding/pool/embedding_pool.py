@@ -16,8 +16,6 @@ from staticllm.pipelines.embedding.encoder_runner import Vectors
 from staticllm.pipelines.embedding.pool.pool_state import Batch, Ending, PoolDevice, PoolState, PoolText
 from staticllm.threads import check_process, owned_device, start_thread
 
-RETRY_SECONDS = 0.2
-"""The time between two attempts to use a device again; it doubles."""
 CLOSE_SECONDS = 10.0
 """The time that running batches have when the pool is closed."""
 SLICE = 512
@@ -78,7 +76,8 @@ class EmbeddingPool:
                     self._check_open()
                     self._state.admit(request, ids[start : start + SLICE], time.perf_counter())
                     self._wake()
-        except StaticLLMError:
+        except BaseException:  # also Ctrl-C: nobody waits for the texts
+            request.future.cancel()
             self._forget(request)
             raise
         request.future.add_quick_callback(lambda: self._forget(request))
@@ -211,7 +210,7 @@ class EmbeddingPool:
         _carry_out(ends)
         with self._lock:
             if device.is_recovering and not self._is_closing:
-                self._wakes[device.number].wait(RETRY_SECONDS * 2**device.num_failures)
+                self._wakes[device.number].wait(device.retry_seconds)
 
     def _watch(self) -> None:
         """Wait for the next deadline or for the limit of a batch, and act on it."""
