@@ -138,3 +138,32 @@ def test_ctrl_c_while_texts_are_admitted_gives_them_up(pool, worker, monkeypatch
     worker.gate.set()
     assert blocking.result(SECONDS).tolist() == sums(20)
     assert worker.calls == [[20]]
+
+
+@pytest.mark.parametrize("end", ["cancel", "close"])
+def test_what_the_garbage_collector_ends_inside_the_lock_does_not_lock_the_pool_up(pool, worker, monkeypatch, end):
+    worker.gate.clear()
+    running = submit(pool, 20)
+    assert worker.began.wait(SECONDS)
+    waiting, later = submit(pool, 21), submit(pool, 22)
+    begin, collected = pool._state.begin, threading.Event()
+
+    def collecting(*given):
+        found = begin(*given)
+        if not collected.is_set():  # an object of the user whose __del__ gives a text up, or closes the pipeline
+            collected.set()
+            (waiting.cancel if end == "cancel" else pool.close)()
+        return found
+
+    monkeypatch.setattr(pool._state, "begin", collecting)
+    worker.gate.set()
+    assert running.result(SECONDS).tolist() == sums(20)
+    if end == "cancel":
+        assert later.result(SECONDS).tolist() == sums(22)
+        wait_until(lambda: pool.num_waiting == 0)
+        assert submit(pool, 23).result(SECONDS).tolist() == sums(23)
+    else:
+        wait_until(lambda: worker.is_closed)
+        with pytest.raises(ClosedError):
+            submit(pool, 23)
+    assert collected.is_set()
