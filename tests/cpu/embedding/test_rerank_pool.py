@@ -113,6 +113,15 @@ def test_a_latency_limit_answers_busy_with_the_time_to_try_again(directory, monk
         np.testing.assert_allclose(bulk.scores(SECONDS), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("max_length", [8, 32])
+def test_programs_that_are_shorter_than_typical_texts(directory, max_length):
+    with StaticRerankPipeline(directory, "CPU", max_length=max_length, **F32) as alone:
+        expected = alone.scores("fox", TEXTS)
+    with StaticRerankPipeline(directory, "CPU", max_length=max_length, LATENCY_MS=60_000, **F32) as pipe:
+        np.testing.assert_allclose(pipe.scores("fox", TEXTS), expected, atol=1e-6)
+        np.testing.assert_allclose(pipe.scores("fox", TEXTS, priority=0), expected, atol=1e-6)
+
+
 def test_queue_depths_of_algorithm_1(directory, tmp_path):
     options = {"LATENCY_MS": 100.0, "QUEUE_POLICY": "windve", "QUEUE_DEPTHS": tmp_path / "depths.json"}
     with StaticRerankPipeline(directory, "CPU", max_length=64, **options, **F32) as pipe:
