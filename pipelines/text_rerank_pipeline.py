@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -150,7 +150,9 @@ class StaticRerankPipeline(EncoderPipeline):
             on_progress=on_progress or (lambda event: None),
         )
         try:
-            self._activation: Activation = chosen_activation(activation, directory, _num_labels(served.info, score_words))
+            self._activation: Activation = chosen_activation(
+                activation, directory, _num_labels(served.info, score_words)
+            )
         except BaseException:
             served.close()
             raise

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from staticllm.errors import ClosedError, NumericalError, PromptError, StaticLLMError, as_ours
+from staticllm.errors import ClosedError, NumericalError, PromptError, as_ours
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import Vectors
 from staticllm.pipelines.embedding.pool.pool_state import Batch, Ending, PoolDevice, PoolState, PoolText
@@ -33,7 +33,9 @@ class EmbeddingPool:
     def __init__(self, state: PoolState) -> None:
         self._state = state
         self._lock = threading.RLock()
-        self._over: deque[EmbeddingRequest] = deque()  # ended by the thread that holds the lock, when it collects garbage
+        self._over: deque[EmbeddingRequest] = (
+            deque()
+        )  # ended by the thread that holds the lock, when it collects garbage
         self._wakes = [threading.Condition(self._lock) for _ in state.devices]
         self._clock_wake = threading.Condition(self._lock)
         self._clock_until = math.inf

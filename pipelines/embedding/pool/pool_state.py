@@ -47,8 +47,8 @@ class PoolText:
 class PoolDevice:
     """An instance and its queue. ``call`` is the number of its present batch, which hangs after ``ends_by``.
 
-    ``is_lost``: its worker process ended, and no batch was embedded since. ``is_resting``: it is recovering, but so seldom that no
-    text waits for it.
+    ``is_lost``: its worker process ended, and no batch was embedded since. ``is_resting``: it is recovering, but so seldom that
+    no text waits for it.
     """
 
     number: int
@@ -329,7 +329,9 @@ class PoolState:
 
         After ``MAX_FAILURES`` it is dead. A worker process, which may have been killed from outside, rests after ``MAX_LOST``.
         """
-        device.num_failures = 0 if device.is_resting and problem is None else device.num_failures + (problem is not None)
+        device.num_failures = (
+            0 if device.is_resting and problem is None else device.num_failures + (problem is not None)
+        )
         if device.num_failures < (MAX_LOST if device.is_lost else MAX_FAILURES):
             if problem is None:
                 self.revive(device, now)

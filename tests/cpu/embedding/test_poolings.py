@@ -66,7 +66,9 @@ def test_texts_are_pooled_as_the_file_says(directory, states_of, mode, is_normal
         np.testing.assert_allclose(pipe.encode(TEXTS), expected, atol=5e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("mode", "device"), [*((mode, "CPU") for mode in KINDS), ("pooling_mode_mean_tokens", "CPU#0")])
+@pytest.mark.parametrize(
+    ("mode", "device"), [*((mode, "CPU") for mode in KINDS), ("pooling_mode_mean_tokens", "CPU#0")]
+)
 def test_the_tokens_of_a_prompt_do_not_count_if_the_file_says_so(directory, states_of, mode, device):
     if unsupported() and "#" in device:
         pytest.skip("threads cannot be bound to cores here")

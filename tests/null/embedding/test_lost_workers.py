@@ -80,7 +80,9 @@ def test_a_worker_that_cannot_be_started_for_long_is_used_again_later(pool, work
     worker.gate.set()
     with pytest.raises(DeviceError, match="ended by signal 9"):
         running.result(SECONDS)
-    with pytest.raises(DeviceError, match=r"A ended by signal 9\): try again later, .* started again every .* s, or load"):
+    with pytest.raises(
+        DeviceError, match=r"A ended by signal 9\): try again later, .* started again every .* s, or load"
+    ):
         submit(pool, 21)
     assert pool.num_waiting == 0
     may_start.set()
