@@ -153,7 +153,11 @@ class EncoderPipeline:
     def _run(self, request: EmbeddingRequest, on_progress: OnTexts | None = None) -> Vectors:
         if on_progress is not None and not callable(on_progress):
             raise ConfigError(f"on_progress={on_progress!r}: must be a function of two numbers of texts, or None")
-        return self._submitted(request).wait(on_progress if request.texts else None)
+        try:
+            return self._submitted(request).wait(on_progress if request.texts else None)
+        except BaseException:  # also Ctrl-C before the wait begins
+            request.future.cancel()
+            raise
 
     def _begin(self, kind: str, request: EmbeddingRequest) -> None:
         self._begun[kind] = self._submitted(request)

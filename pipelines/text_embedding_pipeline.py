@@ -186,6 +186,7 @@ class StaticEmbeddingPipeline(EncoderPipeline):
         texts: Sequence[str],
         *,
         prompt: str | None = None,
+        prompt_name: str | None = None,
         dimensions: int | None = None,
         priority: int = 0,
         deadline_ms: float | None = None,
@@ -198,6 +199,7 @@ class StaticEmbeddingPipeline(EncoderPipeline):
         Args:
             texts: Any number of texts.
             prompt: A text to put before each of them. None: the ``default_prompt_name`` of the model's files; most have none.
+            prompt_name: A key of ``prompts``, in place of its text; ``prompt`` goes before it.
             dimensions: The number of leading values to keep, for models that were trained for it (Matryoshka); vectors are
                 normalised again if they are normalised at all.
             priority: Texts of a higher priority are run first.
@@ -216,6 +218,7 @@ class StaticEmbeddingPipeline(EncoderPipeline):
         given = None if calibration is None else as_vectors(calibration)
         check_output_type(output_type, given, dimensions or self.width)
         ranges = None if given is None else ranges_of(given)
+        prompt = self._named(prompt_name) if prompt is None and prompt_name is not None else prompt
         vectors = self._run(self._prompted(texts, prompt, priority, deadline_ms), on_progress)
         return convert(vectors if dimensions is None else self._cut(vectors, dimensions), output_type, ranges)
 
@@ -294,6 +297,12 @@ class StaticEmbeddingPipeline(EncoderPipeline):
             prompt, given = lower_case(prompt), [lower_case(t) if isinstance(t, str) else t for t in given]
         num_prompt = 0 if files.is_prompt_pooled else self._tokenizer.count_prompt(prompt)
         return self._request(self._tokenizer.encode(given, num_prompt), priority, deadline_ms)
+
+    def _named(self, name: str) -> str:
+        known = self.prompts
+        if not isinstance(name, str) or name not in known:
+            raise ConfigError(f"prompt_name={name!r}: must be one of {', '.join(known)}, or None")
+        return known[name]
 
     def _instruction(self, kind: Literal["query", "document"]) -> str:
         given = self._config.query_instruction if kind == "query" else self._config.embed_instruction

@@ -11,12 +11,13 @@ import openvino_genai as genai
 from numpy.typing import NDArray
 
 from staticllm.core import OnProgress
-from staticllm.errors import ConfigError, ModelError, PromptError, shown
+from staticllm.errors import ConfigError, ModelError, PromptError
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.load import EncoderChoices, LoadedEncoder, load_encoder
-from staticllm.pipelines.embedding.pool.pool_loader import POOL_PROPERTIES
-from staticllm.pipelines.embedding.pool.served_encoder import serve_loaded
+from staticllm.pipelines.embedding.load import EncoderChoices
+from staticllm.pipelines.embedding.pool.instances import EncoderInfo
+from staticllm.pipelines.embedding.pool.pool_loader import take_options
+from staticllm.pipelines.embedding.pool.served_encoder import serve_encoder
 from staticllm.pipelines.embedding.score_activation import ACTIVATIONS, Activation, activated, chosen_activation
 from staticllm.pipelines.embedding.text_tokenizer import Overflow
 from staticllm.pipelines.encoder_pipeline import (
@@ -27,7 +28,7 @@ from staticllm.pipelines.encoder_pipeline import (
     check_serving,
     is_whole,
 )
-from staticllm.pipelines.engine.jobs import JobHost, checked_host
+from staticllm.pipelines.engine.jobs import JobHost
 
 Scores = NDArray[np.float32]
 Ranking = list[tuple[int, float]]
@@ -111,7 +112,7 @@ class StaticRerankPipeline(EncoderPipeline):
         Args:
             models_path: The folder of an OpenVINO model (text-classification, or text-generation for a causal language model)
                 with its tokenizer.
-            device: The OpenVINO device; one, because only embeddings run on several.
+            device: The OpenVINO device, or several: ``NPU,CPU``, or groups of cores, ``CPU#0-3,CPU#4-7``.
             config: Options as for GenAI; fields of it can also be given as keywords.
             engine: The engine of another pipeline on the same device, as for ``StaticEmbeddingPipeline``.
             overflow: Whether texts that do not fit into ``max_length`` with their query are truncated or refused.
@@ -121,7 +122,8 @@ class StaticRerankPipeline(EncoderPipeline):
             score_words: The tokens for a bad and for a good text, if the model is a causal language model.
             on_progress: Is called with each part of loading.
             properties: OpenVINO's properties of the device, fields of ``Config``, and those of ``StaticLLMPipeline`` about blobs
-                (``CACHE_DIR``, ``BLOB_PATH`` …), ``PROGRAMS`` and ``WEIGHTS_PATH``.
+                (``CACHE_DIR``, ``BLOB_PATH`` …), ``PROGRAMS`` and ``WEIGHTS_PATH``, and those of several devices
+                (docs/windve.md).
 
         Raises:
             ModelError: a file of the model is missing or damaged, it cannot be lowered, or it gives no scores.
@@ -131,19 +133,31 @@ class StaticRerankPipeline(EncoderPipeline):
         """
         check_serving(overflow, max_waiting, on_progress)
         _check_scoring(activation, score_words)
-        _check_single_device(device, properties)
-        host = None if engine is None else checked_host(engine)
         names = {item.name for item in fields(RerankConfig)}
         own = {name: properties.pop(name) for name in list(properties) if name in names}
         self._config = _resolved(config, own)
         directory = check_model_dir(models_path)
         tokenizer = _paired_tokenizer(directory)
         tokens = _tokens(tokenizer, score_words)
-        choices = EncoderChoices("last", False, self._config.max_length, None, properties or None, tokens)
-        loaded = load_encoder(directory, device, choices, on_progress or (lambda event: None))
-        self._activation: Activation = chosen_activation(activation, directory, _num_labels(loaded, score_words))
-        self._is_paired = loaded.runner.shape.output == "scores" and tokenizer.supports_paired_input()
-        super().__init__(serve_loaded(loaded, host, max_waiting), tokenizer, overflow)
+        options = take_options(properties)
+        served = serve_encoder(
+            directory,
+            device,
+            EncoderChoices("last", False, self._config.max_length, None, properties or None, tokens),
+            engine=engine,
+            max_waiting=max_waiting,
+            options=options,
+            on_progress=on_progress or (lambda event: None),
+        )
+        try:
+            self._activation: Activation = chosen_activation(
+                activation, directory, _num_labels(served.info, score_words)
+            )
+        except BaseException:
+            served.close()
+            raise
+        self._is_paired = served.info.output == "scores" and tokenizer.supports_paired_input()
+        super().__init__(served, tokenizer, overflow)
 
     def rerank(self, query: str, texts: Sequence[str]) -> Ranking:
         """Return the indices of the ``top_n`` best texts and their scores, the best first.
@@ -263,16 +277,15 @@ def _ids_of(tokenizer: genai.Tokenizer, word: str) -> list[int]:
     return found
 
 
-def _num_labels(loaded: LoadedEncoder, words: tuple[str, str]) -> int:
+def _num_labels(info: EncoderInfo, words: tuple[str, str]) -> int:
     """Return the number of scores per text.
 
     Raises:
         ModelError: the model gives none.
     """
-    shape = loaded.runner.shape
-    if shape.output == "scores" or shape.head == "tokens":
-        return shape.width
-    if shape.head == "cut":
+    if info.output == "scores" or info.head == "tokens":
+        return info.width
+    if info.head == "cut":
         raise ModelError(
             f"{words[0]!r} or {words[1]!r} is not a single token: give words of this model's vocabulary by score_words="
         )
@@ -288,21 +301,6 @@ def _check_scoring(activation: object, words: object) -> None:
     is_pair = isinstance(words, (tuple, list)) and len(words) == 2 and all(isinstance(word, str) for word in words)
     if not is_pair:
         raise ConfigError(f"score_words={words!r}: must be two words, of a bad and of a good text")
-
-
-def _check_single_device(device: object, properties: Mapping[str, object]) -> None:
-    """Check that nothing is asked for that only embeddings can have.
-
-    Raises:
-        ConfigError: several devices or groups of cores are named, or an option of such a pool is given.
-    """
-    given = [name for name in properties if name.upper() in POOL_PROPERTIES]
-    if given or (isinstance(device, str) and any(mark in device for mark in ",#")):
-        option = f", {given[0]}={shown(properties[given[0]])}" if given else ""
-        raise ConfigError(
-            f"device {device!r}{option}: a reranker runs on one whole device: name one and leave {', '.join(POOL_PROPERTIES)} "
-            "out, or load a StaticRerankPipeline for each device"
-        )
 
 
 def _resolved(config: object, own: Mapping[str, object]) -> RerankConfig:

@@ -21,7 +21,7 @@ class Adder:
         self.name, self.info = name, EncoderInfo(2, 64, 100, True)
         self.can_be_killed = can_be_killed
         self.calls, self.failure, self.num_recovered, self.is_closed = [], None, 0, False
-        self.heals, self.seconds = False, 0.0
+        self.heals, self.seconds, self.problems = False, 0.0, []  # problems: what the next attempts to recover raise
         self.costs = COSTS
         self.gate, self.began, self.killed = threading.Event(), threading.Event(), threading.Event()
         self.gate.set()
@@ -53,6 +53,8 @@ class Adder:
         self.num_recovered += 1
         if self.heals:
             self.failure = None
+        if self.problems:
+            raise self.problems.pop(0)
 
     def close(self):
         self.is_closed = True

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from staticllm.errors import ClosedError, ConfigError, ProcessLostError, StaticLLMError
 from staticllm.server.admission import Admission, AdmissionLimits
 from staticllm.server.api_error import SERVER, ApiError, busy
-from staticllm.server.served_model import Kind, ModelSpec, Pipeline, ServedModel, can_run_apart
+from staticllm.server.served_model import Kind, ModelSpec, Pipeline, ServedModel
 from staticllm.server.settings import ServerSettings
 from staticllm.server.sidecar.model_home import ModelHome, WorkerHome
 from staticllm.server.telemetry.record import current_record
@@ -244,7 +244,7 @@ class ModelHub:
             return None
         if model.spec.kind != "chat":
             model.is_apart = kind is WorkerHome
-            if not (model.is_apart and can_run_apart(model.spec)):
+            if not model.is_apart:
                 self._tell_of_encoder(model.spec.name)
             return None
         loop = asyncio.get_running_loop()
@@ -256,14 +256,9 @@ class ModelHub:
         return kind(model.spec.name, on_lost)
 
     def _tell_of_encoder(self, name: str) -> None:
-        """Log once that an encoder runs in this process, although others of the server run elsewhere."""
+        """Log once that an encoder runs in this process: the daemon serves chat models only."""
         if name not in self._told_of:
-            option = "--supervise" if self._settings.runs_in == "worker" else "--daemon"
-            _log.warning(
-                "%r runs in the server's process, because %s cannot take it: a crash of its device ends the server",
-                name,
-                option,
-            )
+            _log.warning("%r runs in the server's process: --daemon is for chat models", name)
         self._told_of.add(name)
 
     async def _leave_home(self, model: ServedModel) -> None:

@@ -184,8 +184,8 @@ def load_pipeline(
 ) -> Pipeline:
     """Load a model. The properties are those of chat models; encoders use the device's own.
 
-    ``daemon``: the process in which a chat model runs; False for this one. ``is_apart``: whether an encoder that
-    ``can_run_apart`` has a worker process.
+    ``daemon``: the process in which a chat model runs; False for this one. ``is_apart``: whether an encoder
+    has a worker process.
 
     Raises:
         StaticLLMError: the model cannot be loaded.
@@ -193,15 +193,10 @@ def load_pipeline(
     if spec.kind == "chat":
         return StaticLLMPipeline(spec.path, device, config=dict(properties), on_progress=on_progress, daemon=daemon)
     first = _first_device(device)
+    apart = {"SEPARATE_PROCESS": True} if is_apart else {}
     if spec.kind == "embedding":
-        apart = {"SEPARATE_PROCESS": True} if is_apart and can_run_apart(spec) else {}
         return StaticEmbeddingPipeline(spec.path, first, on_progress=on_progress, **apart)
-    return StaticRerankPipeline(spec.path, first, on_progress=on_progress)
-
-
-def can_run_apart(spec: ModelSpec) -> bool:
-    """Return whether a worker process can serve the encoder: one that pools all tokens of its texts."""
-    return spec.kind == "embedding" and read_encoder_files(spec.path).is_prompt_pooled
+    return StaticRerankPipeline(spec.path, first, on_progress=on_progress, **apart)
 
 
 def estimated_size(spec: ModelSpec, device: str, properties: Mapping[str, object]) -> int:

@@ -6,18 +6,17 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
-from staticllm.errors import ClosedError, NumericalError, PromptError, StaticLLMError, as_ours
+from staticllm.errors import ClosedError, NumericalError, PromptError, as_ours
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import Vectors
 from staticllm.pipelines.embedding.pool.pool_state import Batch, Ending, PoolDevice, PoolState, PoolText
 from staticllm.threads import check_process, owned_device, start_thread
 
-RETRY_SECONDS = 0.2
-"""The time between two attempts to use a device again; it doubles."""
 CLOSE_SECONDS = 10.0
 """The time that running batches have when the pool is closed."""
 SLICE = 512
@@ -33,7 +32,10 @@ class EmbeddingPool:
 
     def __init__(self, state: PoolState) -> None:
         self._state = state
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._over: deque[EmbeddingRequest] = (
+            deque()
+        )  # ended by the thread that holds the lock, when it collects garbage
         self._wakes = [threading.Condition(self._lock) for _ in state.devices]
         self._clock_wake = threading.Condition(self._lock)
         self._clock_until = math.inf
@@ -47,6 +49,7 @@ class EmbeddingPool:
     def num_waiting(self) -> int:
         """The number of texts that wait."""
         with self._lock:
+            self._drop_over()
             return self._state.num_waiting
 
     @property
@@ -78,19 +81,24 @@ class EmbeddingPool:
             with self._lock:
                 self._check_open()
                 self._start_threads()
+                self._drop_over()
                 ids = self._state.number(request, time.perf_counter())
             for start in range(0, len(ids), SLICE):
                 with self._lock:
                     self._check_open()
                     self._state.admit(request, ids[start : start + SLICE], time.perf_counter())
                     self._wake()
-        except StaticLLMError:
+        except BaseException:  # also Ctrl-C: nobody waits for the texts
+            request.future.cancel()
             self._forget(request)
             raise
         request.future.add_quick_callback(lambda: self._forget(request))
 
     def close(self) -> None:
         """End the threads after their current batches, then the instances; texts that wait end with a ``ClosedError``."""
+        if self._holds_lock:  # threads that are joined would wait for the lock
+            start_thread(self.close, "staticllm-close")
+            return
         try:
             self.detach()
         finally:
@@ -143,8 +151,21 @@ class EmbeddingPool:
 
     def _forget(self, request: EmbeddingRequest) -> None:
         """Remove what is left of a request that is over."""
+        if self._holds_lock:  # the state is being changed
+            self._over.append(request)
+            return
         with self._lock:
             self._state.drop(request)
+
+    @property
+    def _holds_lock(self) -> bool:
+        """Whether the calling thread holds the lock: then the garbage collector runs something of the user."""
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]
+
+    def _drop_over(self) -> None:
+        """Remove the requests that ended while the lock was held. The lock is held."""
+        while self._over:
+            self._state.drop(self._over.popleft())
 
     def _wake(self) -> None:
         """Wake the devices that have work now, and the clock if its next event is earlier. The lock is held."""
@@ -170,6 +191,7 @@ class EmbeddingPool:
         """Return the next batch of a device, or None at the end."""
         with self._lock:
             while not self._is_closing and device.queue.is_alive:
+                self._drop_over()
                 batch = self._state.begin(device, time.perf_counter())
                 if batch is not None:
                     self._wake()
@@ -217,7 +239,7 @@ class EmbeddingPool:
         _carry_out(ends)
         with self._lock:
             if device.is_recovering and not self._is_closing:
-                self._wakes[device.number].wait(RETRY_SECONDS * 2**device.num_failures)
+                self._wakes[device.number].wait(device.retry_seconds)
 
     def _watch(self) -> None:
         """Wait for the next deadline or for the limit of a batch, and act on it."""

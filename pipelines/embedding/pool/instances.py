@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -27,18 +27,23 @@ class WorkerLostError(DeviceError):
 
 @dataclass(frozen=True)
 class EncoderInfo:
-    """What all instances of one encoder have in common: the numbers of values of a vector, tokens of a text, and tokens known."""
+    """What all instances of one encoder have in common: the numbers of values of a vector, tokens of a text, and tokens known.
+
+    ``output`` and ``head`` are those of its ``EncoderShape``.
+    """
 
     width: int
     max_length: int
     vocab_size: int | None
     is_packable: bool
+    output: Literal["embeddings", "scores"] = "embeddings"
+    head: Literal["none", "cut", "tokens"] = "none"
 
     @classmethod
     def of(cls, loaded: LoadedEncoder) -> EncoderInfo:
         """Return the info of an encoder that was loaded in this process."""
         shape = loaded.runner.shape
-        return cls(shape.width, loaded.max_length, loaded.vocab_size, shape.is_packable)
+        return cls(shape.width, loaded.max_length, loaded.vocab_size, shape.is_packable, shape.output, shape.head)
 
 
 class Instance(Protocol):
@@ -166,7 +171,8 @@ class _WholeRows:
 def encode_texts(texts: Sequence[TokenizedText]) -> tuple[dict[str, Any], bytes]:
     """Return texts as the header and the body of a frame."""
     typed = any(text.types is not None for text in texts)
-    columns = [np.array([len(text) for text in texts], "<i4"), *(text.ids.astype("<i8") for text in texts)]
+    sizes = np.array([[len(text) for text in texts], [text.num_prompt for text in texts]], "<i4")
+    columns = [sizes, *(text.ids.astype("<i8") for text in texts)]
     if typed:
         columns += [np.zeros(len(t), "<i8") if t.types is None else t.types.astype("<i8") for t in texts]
     return {"num_texts": len(texts), "has_types": typed}, b"".join(column.tobytes() for column in columns)
@@ -179,15 +185,16 @@ def decode_texts(header: Mapping[str, Any], body: bytes) -> Iterator[TokenizedTe
         ValueError: the sizes do not fit together.
     """
     num_texts, num_types = int(header["num_texts"]), int(bool(header["has_types"]))
-    lengths = np.frombuffer(body, "<i4", num_texts)
+    sizes = np.frombuffer(body, "<i4", min(2 * num_texts, len(body) // 4))
+    lengths, prompts = sizes[:num_texts], sizes[num_texts:]
     num_tokens = int(lengths.sum())
-    if lengths.min(initial=1) < 1 or len(body) != 4 * num_texts + 8 * num_tokens * (1 + num_types):
+    if lengths.min(initial=1) < 1 or len(body) != 8 * num_texts + 8 * num_tokens * (1 + num_types):
         raise ValueError(f"a message of {len(body)} bytes with {num_texts} texts")
-    values = np.frombuffer(body, "<i8", num_tokens * (1 + num_types), 4 * num_texts)
+    values = np.frombuffer(body, "<i8", num_tokens * (1 + num_types), 8 * num_texts)
     start = 0
-    for length in map(int, lengths):
+    for length, num_prompt in zip(lengths.tolist(), prompts.tolist(), strict=True):
         types = values[num_tokens + start : num_tokens + start + length] if num_types else None
-        yield TokenizedText(values[start : start + length], types)
+        yield TokenizedText(values[start : start + length], types, num_prompt)
         start += length
 
 

@@ -20,6 +20,11 @@ MAX_RUNS = 2
 """A text with which a device failed so often gets the error. After the first failure it runs alone."""
 MAX_FAILURES = 3
 """A device that fails so often without an embedded batch in between is not used any more."""
+MAX_LOST, REST_SECONDS = 8, 30.0
+"""A worker process that ended so often without an embedded batch in between rests: its texts get an error, and it is started
+again after so many seconds."""
+RETRY_SECONDS, LONGEST_RETRY = 0.2, 3.0
+"""The time between two attempts to use a device again: it doubles, up to the longest."""
 NEW_SHARE, CHANGED_COST, MAX_RATIO = 0.1, 0.05, 4.0
 """Weight of a batch in the ratio of measured to predicted seconds, the change of a cost that counts, and the largest ratio."""
 
@@ -40,7 +45,11 @@ class PoolText:
 
 @dataclass
 class PoolDevice:
-    """An instance and its queue. ``call`` is the number of its present batch, which hangs after ``ends_by``."""
+    """An instance and its queue. ``call`` is the number of its present batch, which hangs after ``ends_by``.
+
+    ``is_lost``: its worker process ended, and no batch was embedded since. ``is_resting``: it is recovering, but so seldom that
+    no text waits for it.
+    """
 
     number: int
     instance: Instance
@@ -50,6 +59,8 @@ class PoolDevice:
     ends_by: float = math.inf
     num_failures: int = 0
     is_recovering: bool = False
+    is_lost: bool = False
+    is_resting: bool = False
     ratio: float = 1.0
     costs: Costs = field(default_factory=dict)
     error: Exception | None = None
@@ -57,7 +68,12 @@ class PoolDevice:
     @property
     def may_work(self) -> bool:
         """Whether the device works, or is about to work again."""
-        return self.queue.is_alive or self.is_recovering
+        return self.queue.is_alive or (self.is_recovering and not self.is_resting)
+
+    @property
+    def retry_seconds(self) -> float:
+        """How long to wait before the next attempt to use the device again."""
+        return REST_SECONDS if self.is_resting else min(LONGEST_RETRY, RETRY_SECONDS * 2.0**self.num_failures)
 
 
 @dataclass(frozen=True)
@@ -196,7 +212,10 @@ class PoolState:
         """Raise a ``DeviceError`` if no device works and none will."""
         if not any(device.may_work for device in self.devices):
             errors = "; ".join(f"{device.instance.name}: {device.error}" for device in self.devices)
-            raise DeviceError(f"no device works any more ({errors}): load the pipeline again")
+            remedy = "load the pipeline again"
+            if any(device.is_resting for device in self.devices):
+                remedy = f"try again later, a worker process is started again every {REST_SECONDS:g} s, or {remedy}"
+            raise DeviceError(f"no device works any more ({errors}): {remedy}")
 
     def drop(self, request: EmbeddingRequest) -> None:
         """Forget the texts of a request, and remove those that have not begun."""
@@ -232,7 +251,7 @@ class PoolState:
             self.revive(device, now)
             return
         self.manager.finish(device.number, now)
-        device.ends_by, device.num_failures = math.inf, 0
+        device.ends_by, device.num_failures, device.is_lost = math.inf, 0, False
         self._follow(device, len(batch.texts), now - batch.begin, batch.predicted)
         self._admit_held(now)
 
@@ -252,6 +271,7 @@ class PoolState:
     def fail(self, device: PoolDevice, batch: Batch, part: Sequence[int], error: Exception, now: float) -> list[Ending]:
         """Take a device out of use until it recovers, after it failed with a part of its batch."""
         device.is_recovering = True
+        device.is_lost = device.is_lost or isinstance(error, WorkerLostError)
         if device.call != batch.call:
             return []
         for query_id in part:
@@ -299,19 +319,25 @@ class PoolState:
 
     def revive(self, device: PoolDevice, now: float) -> None:
         """Use a device again that failed or was thought to hang."""
-        device.is_recovering = False
+        device.is_recovering = device.is_resting = False
         device.error = None
         self.manager.revive(device.number)
         self._admit_held(now)
 
     def recovered(self, device: PoolDevice, problem: Exception | None, now: float) -> list[Ending]:
-        """Take the result of an attempt to use a device again: None, or the problem. After ``MAX_FAILURES`` it is dead."""
-        device.num_failures += problem is not None
-        if device.num_failures < MAX_FAILURES:
+        """Take the result of an attempt to use a device again: None, or the problem.
+
+        After ``MAX_FAILURES`` it is dead. A worker process, which may have been killed from outside, rests after ``MAX_LOST``.
+        """
+        device.num_failures = (
+            0 if device.is_resting and problem is None else device.num_failures + (problem is not None)
+        )
+        if device.num_failures < (MAX_LOST if device.is_lost else MAX_FAILURES):
             if problem is None:
                 self.revive(device, now)
             return []
-        device.error, device.is_recovering = problem or DeviceError("it fails in every call"), False
+        device.error = problem or DeviceError("it fails in every call")
+        device.is_recovering = device.is_resting = device.is_lost
         try:
             self._check_works()
         except DeviceError as error:

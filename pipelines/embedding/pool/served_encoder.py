@@ -11,7 +11,7 @@ from staticllm.core import OnProgress
 from staticllm.errors import ConfigError
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
-from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
+from staticllm.pipelines.embedding.encoder_files import EncoderFiles
 from staticllm.pipelines.embedding.load import EncoderChoices, LoadedEncoder, load_encoder
 from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo
@@ -65,11 +65,6 @@ def serve_encoder(
         raise ConfigError(
             f"device {device!r} with engine=: a shared engine has one device, without HETEROGENEOUS, LATENCY_MS and "
             "SEPARATE_PROCESS"
-        )
-    if not read_encoder_files(check_model_dir(models_path)).is_prompt_pooled:
-        raise ConfigError(
-            f"device {device!r}: a model with include_prompt=false in its pooling file runs on one device without "
-            "LATENCY_MS and SEPARATE_PROCESS"
         )
     found = load_pool(check_model_dir(models_path), device, choices, max_waiting, options, on_progress)
     return ServedEncoder(found.info, found.tokenizer, found.files, found.pool, None, found.pool)

@@ -111,7 +111,7 @@ class WorkerInstance:
             raise
         finally:
             limit.cancel()
-        self.info = EncoderInfo(header["width"], header["max_length"], header["vocab_size"], header["is_packable"])
+        self.info = EncoderInfo(**header["info"])
         self._costs = decode_costs(header["costs"])
 
     def embed(self, texts: Sequence[TokenizedText]) -> Vectors:

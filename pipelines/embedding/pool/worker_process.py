@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -45,18 +46,10 @@ def main() -> None:
     except Exception as error:
         write_frame(answers, _problem(error))
         os._exit(1)  # the thread that reads would keep the interpreter from its end
-    from staticllm.pipelines.embedding.pool.instances import costs_of, encode_costs
+    from staticllm.pipelines.embedding.pool.instances import EncoderInfo, costs_of, encode_costs
 
-    write_frame(
-        answers,
-        {
-            "width": loaded.runner.shape.width,
-            "max_length": loaded.max_length,
-            "vocab_size": loaded.vocab_size,
-            "is_packable": loaded.runner.shape.is_packable,
-            "costs": encode_costs(costs_of(loaded.runner)),
-        },
-    )
+    info = asdict(EncoderInfo.of(loaded))
+    write_frame(answers, {"info": info, "costs": encode_costs(costs_of(loaded.runner))})
     while True:
         header, body = _answer(loaded.runner, frames.get())
         write_frame(answers, header, body)
@@ -94,6 +87,7 @@ def _load(spec: Mapping[str, Any]) -> LoadedEncoder:
     choices = dict(spec["choices"])
     if choices["sizes"] is not None:
         choices["sizes"] = [(int(batch), int(rows)) for batch, rows in choices["sizes"]]
+    choices["score_tokens"] = tuple(choices["score_tokens"])
     return load_encoder(Path(spec["directory"]), spec["device"], EncoderChoices(**choices))
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from staticllm.errors import BusyError
+from staticllm.errors import BusyError, PromptError
 from staticllm.pipelines.embedding.windve.device_load import NewLoad
 
 QUERY, DOCUMENT = 1, 0
@@ -210,8 +210,14 @@ class DeviceQueue:
         return everything
 
 
-def _seconds_per_token(new_load: NewLoad) -> float:
+def _seconds_per_token(new_load: NewLoad, num_tokens: int = _TYPICAL_TOKENS) -> float:
+    """Return the seconds per token of a typical batch, with shorter texts if no program holds texts of ``num_tokens``."""
     typical = new_load()
-    for _ in range(_TYPICAL_TEXTS):
-        typical.add(_TYPICAL_TOKENS)
-    return typical.seconds / (_TYPICAL_TEXTS * _TYPICAL_TOKENS)
+    try:
+        for _ in range(_TYPICAL_TEXTS):
+            typical.add(num_tokens)
+    except PromptError:
+        if num_tokens == 1:
+            raise
+        return _seconds_per_token(new_load, num_tokens // 2)
+    return typical.seconds / (_TYPICAL_TEXTS * num_tokens)

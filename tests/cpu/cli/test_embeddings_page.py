@@ -19,12 +19,28 @@ SNIPPETS = [
     ("numpy", r"\(200, 16\) \(200, 4\) int8\n5 vectors of handles\n"),
     ("numpy", r"(0\.\d\d (a fox is an animal|the sun is hot|the moon is not)\n){2}"),
     ("numpy", r"\(32,\) \(2, 32\)\n"),
+    ("numpy", r"\(32,\) \(2, 32\)\n"),
     ("langchain_core", r"Rain is water that falls from clouds\.\n"),
     ("llama_index", r"Rain is water that falls from clouds\.\n"),
 ]
 """What each snippet needs, and what it prints."""
 FIRST_ADAPTER = 3
 CHECKS = [
+    """
+import numpy as np
+texts = ["One text.", "Two of them.", "One text."]
+with StaticEmbeddingPipeline("my_encoder", "CPU") as pipe, Encoder("my_encoder", "CPU") as encoder:
+    raw, query = pipe.encode(texts, prompt=""), pipe.encode(texts, prompt=pipe.prompts["query"])
+    assert np.abs(raw - query).max() > 0.01
+    same = lambda found, expected: np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+    same(encoder.encode(texts, batch_size=1), raw)
+    same(encoder.encode(texts[1]), raw[1])
+    same(encoder.encode(texts, prompt_name="query"), query)
+    same(encoder.encode(texts, truncate_dim=8), pipe.encode(texts, dimensions=8))
+    same(encoder.encode(texts, prompt="x: ", prompt_name="query"), pipe.encode(["x: " + text for text in texts], prompt=""))
+    assert np.array_equal(encoder.encode(texts, precision="ubinary"), np.packbits(raw > 0, axis=1))
+    same(encoder.embed_query("a"), pipe.embed_query("a"))
+""",
     """
 with StaticEmbeddingPipeline("my_encoder", "CPU", normalize=False) as pipe:
     encoder, texts = Encoder("my_encoder", normalize=False, device="CPU"), ["One text.", "Two of them.", "One text."]

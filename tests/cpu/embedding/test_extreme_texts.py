@@ -87,6 +87,26 @@ def test_a_cancelled_text_does_not_run_and_a_late_one_ends_with_an_error(pipe, m
     np.testing.assert_allclose(pipe.encode(TEXTS, deadline_ms=60_000), expected, atol=1e-6)
 
 
+def test_ctrl_c_between_adding_texts_and_waiting_for_them_gives_them_up(pipe, monkeypatch):
+    gate, submit = Gate(pipe, monkeypatch), pipe._queue.submit
+    running = pipe.submit(TEXTS[0])
+    assert gate.began.wait(SECONDS)
+
+    def interrupted(request):
+        submit(request)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipe._queue, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pipe.encode(TEXTS)
+    monkeypatch.setattr(pipe._queue, "submit", submit)
+    after = pipe.submit(TEXTS[2])
+    gate.open.set()
+    running.result(SECONDS)
+    after.result(SECONDS)
+    assert gate.num_texts == 2
+
+
 def test_ids_that_the_model_does_not_have_are_refused_in_one_line(directory, tmp_path):
     for path in directory.glob("openvino_*tokenizer.*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())

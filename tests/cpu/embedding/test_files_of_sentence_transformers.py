@@ -47,6 +47,9 @@ def test_each_call_has_its_prompt(directory, prompts, default, expected):
             (pipe.embed_documents(["a fox"])[0], document),
             (pipe.embed(["a fox"])[0], other),
             (pipe.encode(["a fox"])[0], other),
+            (pipe.encode(["a fox"], prompt_name="query")[0], query),
+            (pipe.encode(["a fox"], prompt_name=default)[0], other),
+            (pipe.encode(["a fox"], prompt="p: ", prompt_name="query")[0], "p: "),
             (pipe.submit("a fox").result(60), other),
             (pipe.submit_texts(["a fox"]).result(60)[0], other),
         ):

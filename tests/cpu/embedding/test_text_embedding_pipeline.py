@@ -112,6 +112,10 @@ def test_output_types_convert_the_vectors(pipe):
 
 def test_prompts_are_those_of_the_files_and_of_the_config(directory, pipe):
     assert pipe.prompts == {"query": "query: ", "document": ""}
+    for name in ("passage", 3, ["query"]):
+        with pytest.raises(ConfigError, match=r"prompt_name=.*: must be one of query, document, or None") as caught:
+            pipe.encode(["a"], prompt_name=name)
+        assert "\n" not in str(caught.value)
     with StaticEmbeddingPipeline(directory, "CPU", query_instruction="find: ", **F32) as other:
         assert other.prompts["query"] == "find: "
 

@@ -269,13 +269,10 @@ def test_bad_calls_get_one_line_and_the_pipeline_goes_on(pipe, call, kind, messa
         ({"engine": 5}, "engine is a int"),
         ({"config": 5}, "config is a int"),
         ({"topn": 3}, "topn"),
-        (
-            {"device": "CPU,GPU"},
-            "^device 'CPU,GPU': a reranker runs on one whole device: name one and leave HETEROGENEOUS",
-        ),
-        ({"device": "CPU#0"}, "^device 'CPU#0': a reranker runs on one whole device"),
-        ({"LATENCY_MS": 50}, "^device 'CPU', LATENCY_MS=50: a reranker runs on one whole device"),
-        ({"DEVICE_PROPERTIES": {}}, "DEVICE_PROPERTIES={}: a reranker runs on one"),
+        ({"device": "CPU,CPU"}, "CPU is used twice"),
+        ({"LATENCY_MS": 0}, "LATENCY_MS=0: must be a number of ms above 0"),
+        ({"QUEUE_POLICY": "windve"}, "QUEUE_POLICY='windve' needs a latency limit: give LATENCY_MS"),
+        ({"DEVICE_PROPERTIES": {"NPU": {}}, "LATENCY_MS": 50}, "DEVICE_PROPERTIES for 'NPU'"),
         ({"MAX_NUM_SEQS": 3}, "MAX_NUM_SEQS is an option of decoders"),
     ],
 )

@@ -309,7 +309,7 @@ def test_supervised_embedders_outlive_their_workers(run_folder, tmp_path):
         old = served.pipeline("one")
         asker = threading.Thread(target=lambda: httpx.post(served.url + "/v1/embeddings", json=body, timeout=120))
         asker.start()
-        until = time.monotonic() + 120
+        until = time.monotonic() + 300
         while old.is_usable and time.monotonic() < until:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker_ids["one"].pid, signal.SIGKILL)

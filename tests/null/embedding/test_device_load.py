@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from staticllm.errors import ConfigError, PromptError
 from staticllm.pipelines.embedding.windve.device_load import CallableLoad, Line, ShapeCosts
+from staticllm.pipelines.embedding.windve.device_queue import DeviceQueue
 
 MINILM = {(1, 32): 2.1, (1, 64): 2.8, (1, 128): 4.7, (4, 128): 13.1, (8, 128): 23.4, (1, 256): 8.9, (1, 512): 20.2}
 """ms per call, as measured for a small encoder."""
@@ -88,3 +89,11 @@ def test_impossible_shapes_and_texts_are_refused():
         ShapeCosts({(1, 8): float("nan")})
     with pytest.raises(PromptError, match="a text of 513 tokens, the longest row holds 512: truncate it"):
         ShapeCosts(MINILM).new_load().add(513)
+
+
+@pytest.mark.parametrize("row_len", [1, 16, 63])
+def test_a_queue_before_programs_of_few_tokens_predicts_bulk_work(row_len):
+    queue = DeviceQueue("A", ShapeCosts({(1, row_len): 0.001}).new_load)
+    length = next(length for length in (64, 32, 16, 8, 4, 2, 1) if length <= row_len)
+    rows = 32 / (row_len // length)
+    assert queue.bulk_seconds(length) == pytest.approx(0.001 * rows / 32)

@@ -62,7 +62,7 @@ def test_a_cpu_beside_other_devices_keeps_cores_for_the_service():
 def test_frames_and_texts_come_back_as_they_were():
     stream = io.BytesIO()
     texts = [TokenizedText(np.arange(1, n)) for n in (2, 9, 4)]
-    typed = [TokenizedText(np.arange(3), np.array([0, 1, 1])), TokenizedText(np.arange(2))]
+    typed = [TokenizedText(np.arange(3), np.array([0, 1, 1])), TokenizedText(np.arange(2), num_prompt=1)]
     for group in (texts, typed):
         write_frame(stream, *encode_texts(group))
     stream.seek(0)
@@ -71,6 +71,7 @@ def test_frames_and_texts_come_back_as_they_were():
         for text, found in zip(group, decode_texts(frame.header, frame.body), strict=True):
             np.testing.assert_array_equal(text.ids, found.ids)
             assert text.types is None or text.types.tolist() == found.types.tolist()
+            assert text.num_prompt == found.num_prompt
     assert read_frame(stream) is None
 
 
