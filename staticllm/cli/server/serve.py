@@ -65,7 +65,7 @@ class _PortInUse(click.ClickException):
 @click.option(
     "--supervise",
     is_flag=True,
-    help="Run each chat model in a process of its own, which is started again after a crash.",
+    help="Run each model in a process of its own, which is started again after a crash.",
 )
 @click.option("--daemon", is_flag=True, help="Run chat models in your daemon, which other programs share.")
 @click.option("--random-key", is_flag=True, help="Make a key that only the ready file or descriptor tells.")
