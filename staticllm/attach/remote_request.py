@@ -7,9 +7,10 @@ import os
 from typing import Any, NamedTuple
 
 from ..wire.channel import Channel, NoRoomError
+from ..wire.endpoint import SilentError
 from ..wire.messages import Kind, Message, ProtocolError
 from ..wire.tensors import Array
-from .answers import DaemonGoneError, checked
+from .answers import DaemonGoneError, UnavailableError, checked
 from .hints import wants_last
 
 
@@ -158,6 +159,9 @@ class RemoteRequest:
             raise DaemonGoneError("the connection is closed")
         try:
             return step()
+        except SilentError as error:
+            self.close()
+            raise UnavailableError(str(error)) from error
         except (EOFError, OSError, ProtocolError) as error:
             self.close()
             raise DaemonGoneError(f"the daemon has gone: {error or type(error).__name__}") from error

@@ -118,7 +118,9 @@ class Devices:
                 if usage is not None:
                     usage.add_share(model, share)
         if self.timeline.is_recording:
-            self._draw(ask, seconds, model, [(usage, share) for usage, share in zip(usages, shares, strict=True) if usage])
+            self._draw(
+                ask, seconds, model, [(usage, share) for usage, share in zip(usages, shares, strict=True) if usage]
+            )
 
     def _draw(self, ask: Ask, seconds: float, model: int, used: Sequence[tuple[Usage, Share]]) -> None:
         """Record a use of a device that ends now on the tracks of those who had it."""

@@ -8,14 +8,25 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from . import tensors
+from . import endpoint, tensors
 from .blocks import Block
+from .forks import renew_in_children
 from .messages import (
-    BLOCK, HEADER_BYTES, MAX_FRAME, MAX_INLINE, Body, Message, ProtocolError, decode, encode, text_of_body, write_header,
+    BLOCK,
+    HEADER_BYTES,
+    MAX_FRAME,
+    MAX_INLINE,
+    Body,
+    Message,
+    ProtocolError,
+    decode,
+    encode,
+    text_of_body,
+    write_header,
 )  # fmt: skip
 from .tensors import Array
 
@@ -53,14 +64,33 @@ class Channel:
         self._is_unsent = False  # the peer has not got the block yet
         self._frames: dict[object, Frame] = {}  # by what is the same in all messages of a frame
         self._bodies: dict[bytes, Body] = {}
-        self._closing = (
-            threading.Lock()
-        )  # or ``shut`` could end another connection, which has got the number of this one
+        self._check: Callable[[], object] | None = None
+        self.renew()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Make the lock, for a new channel or in a forked child."""
+        # without it ``shut`` could end another connection, which has got the number of this one
+        self._closing = threading.Lock()
 
     @property
     def block_bytes(self) -> int:
         """The size of the block in bytes; 0 without one."""
         return 0 if self._block is None else len(self._block)
+
+    def watch(self, check: Callable[[], object]) -> None:
+        """Call ``check`` whenever ``receive`` or ``send`` has waited for ``endpoint.PROBE_SECONDS``.
+
+        It returns if they shall go on to wait, and raises if not; they raise the same. The connection is of no use then.
+        """
+        self._check = check
+        if sys.platform == "win32":
+            return
+        seconds, rest = divmod(endpoint.PROBE_SECONDS, 1)
+        limit = struct.pack("@ll", int(seconds), int(rest * 1e6))  # a timeval
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as peer:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def fileno(self) -> int:
         """Return the handle on which messages arrive."""
@@ -181,11 +211,16 @@ class Channel:
             return
         handle, rest = self._connection.fileno(), memoryview(data)
         while rest:
-            rest = rest[os.write(handle, rest) :]
+            try:
+                rest = rest[os.write(handle, rest) :]
+            except BlockingIOError:
+                self._go_on()
 
     def _read(self) -> bytes:
         """Read a message. Two system calls, because more could be a handle of shared memory."""
         if sys.platform == "win32":
+            while self._check is not None and not self._connection.poll(endpoint.PROBE_SECONDS):
+                self._check()
             whole: bytes = self._connection.recv_bytes(MAX_FRAME)
             return whole
         handle = self._connection.fileno()
@@ -195,13 +230,22 @@ class Channel:
         return self._read_exactly(handle, size)
 
     def _read_exactly(self, handle: int, size: int) -> bytes:
-        data = os.read(handle, size) if size else b""
+        data = b""
         while len(data) < size:
-            more = os.read(handle, size - len(data))
+            try:
+                more = os.read(handle, size - len(data))
+            except BlockingIOError:
+                self._go_on()
+                continue
             if not more:
                 raise EOFError
-            data += more
+            data = data + more if data else more
         return data
+
+    def _go_on(self) -> None:
+        """Decide whether a message that has been waited for is waited for on."""
+        if self._check is not None:
+            self._check()
 
     def _replace(self, block: Block | None) -> None:
         self._frames.clear()  # their views would keep the block

@@ -13,6 +13,7 @@ from openvino._pyopenvino import ProfilingInfo, Tensor
 from openvino.utils.data_helpers import OVDict
 from openvino.utils.data_helpers.data_dispatcher import _data_dispatch
 
+from ...wire.forks import renew_in_children
 from ...wire.tensors import Array
 from ..far_request import FarRequest
 from .completions import Completions
@@ -49,6 +50,21 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         self._completions: Completions | None = None
         self._has_run = False
         self.on_end: Callable[[Exception | None], object] | None = None
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Make the lock anew in a forked child. A call that another thread was waiting for belongs to the parent.
+
+        One that was only started is run again in the child if that waits for it.
+        """
+        if not self._lock.acquire(blocking=False):
+            self.forget_call()
+        self._lock, self._completions = threading.RLock(), None
+
+    def forget_call(self) -> None:
+        """Forget a call that runs, without waiting."""
+        self._is_running = self._is_interrupted = False
+        self._far.forget_call()
 
     def __repr__(self) -> str:
         return str(super().__repr__()).replace(AttachedInferRequest.__name__, InferRequest.__name__, 1)

@@ -313,7 +313,12 @@ class Worker:
 
 @given(
     st.lists(
-        st.tuples(st.integers(1, 3), st.sampled_from([0.001, 0.015, 0.4]), st.integers(0, 1), st.sampled_from([0.0, 0.0015, 1.0])),
+        st.tuples(
+            st.integers(1, 3),
+            st.sampled_from([0.001, 0.015, 0.4]),
+            st.integers(0, 1),
+            st.sampled_from([0.0, 0.0015, 1.0]),
+        ),
         max_size=25,
     )
 )

@@ -16,7 +16,16 @@ from staticllm.wire import tensors
 from staticllm.wire.blocks import Block
 from staticllm.wire.channel import MAX_FRAMES, Channel
 from staticllm.wire.messages import (
-    MAX_BODIES, MAX_FRAME, MAX_TEXT, Kind, Message, ProtocolError, decode, encode, text_of, whole_of,
+    MAX_BODIES,
+    MAX_FRAME,
+    MAX_TEXT,
+    Kind,
+    Message,
+    ProtocolError,
+    decode,
+    encode,
+    text_of,
+    whole_of,
 )  # fmt: skip
 
 JSON = st.recursive(
@@ -209,7 +218,13 @@ def test_calls_of_the_same_shapes_use_a_frame_again_with_their_own_values(channe
 
 def test_a_type_a_name_or_a_hint_makes_another_frame(channels):
     ours, theirs = channels
-    for body, name, kind in (({}, 0, "<f4"), ({"wanted": "last"}, 0, "<f4"), ({}, 1, "<f4"), ({}, 0, "<i4"), ({}, 0, "<f4")):
+    for body, name, kind in (
+        ({}, 0, "<f4"),
+        ({"wanted": "last"}, 0, "<f4"),
+        ({}, 1, "<f4"),
+        ({}, 0, "<i4"),
+        ({}, 0, "<f4"),
+    ):
         theirs.send_tensors(Message(Kind.INFER, body=body), [np.arange(4).astype(kind)], [name])
         message = ours.receive()
         ((found_name, found),) = ours.tensors_of(message)
@@ -246,7 +261,7 @@ def test_a_description_in_shared_memory_that_came_before_needs_the_block_of_now(
         if wanted == 1 << 17:
             assert ours.tensors_of(message)[0][1].nbytes == 100_000
         else:
-            with pytest.raises(ProtocolError, match="reaches beyond the 65536 bytes|there is none"):
+            with pytest.raises(ProtocolError, match=r"reaches beyond the 65536 bytes|there is none"):
                 ours.tensors_of(message)
 
 
