@@ -16,8 +16,9 @@ from staticllm.errors import BusyError, DeviceError, ProcessLostError, StaticLLM
 from staticllm.pipelines.engine.output_queue import KNOWN_ERRORS
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
-from staticllm.wire.endpoint import EndpointError
+from staticllm.wire.endpoint import EndpointError, SilentError
 from staticllm.wire.messages import PROTOCOL, Kind, Message, ProtocolError
+from staticllm.wire.silence import SilenceWatch
 
 START_SECONDS = 75.0
 """Seconds in which a daemon that is started must listen."""
@@ -69,11 +70,13 @@ class DaemonLink:
         }
         try:
             self._folder = home.folder
+            self._watch = SilenceWatch(self._folder)
             self._first = self._open(home)
         except EndpointError as error:
             raise DeviceError(f"the daemon cannot be reached: {error}") from error
         try:
             welcome = greet(self._first, self._hello, self._folder).body
+            self._first.watch(self._watch.check)
             self._hello["session"], self._pid = welcome["session"], int(welcome["pid"])
         except BaseException:
             self._first.close()
@@ -103,6 +106,14 @@ class DaemonLink:
             channel.close()
             raise
         return channel
+
+    def check_silence(self) -> None:
+        """Return if the daemon answers new connections, or has ended.
+
+        Raises:
+            SilentError: it does not answer.
+        """
+        self._watch.check()
 
     @property
     def was_stopped(self) -> bool:
@@ -183,6 +194,8 @@ def ask(channel: Channel, message: Message) -> Message:
     try:
         channel.send(message)
         answer = channel.receive()
+    except SilentError as error:
+        raise DeviceError(f"the daemon cannot be reached: {error}") from error
     except (EOFError, OSError, ProtocolError) as error:
         raise ProcessLostError(GONE) from error
     check(answer)

@@ -15,6 +15,7 @@ from staticllm.pipelines.engine.output_queue import CompileTimes, Finished, Outp
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.remote.daemon_link import GONE, DaemonLink, check
 from staticllm.threads import start_thread
+from staticllm.wire.endpoint import SilentError
 from staticllm.wire.messages import LAST, MAX_FRAME, Kind, Message, ProtocolError
 
 QUESTION = 1 << 62
@@ -47,6 +48,7 @@ class EngineConnection:
         self._lock = threading.Lock()  # of the tables
         self._sending = threading.Lock()
         self._is_closed = self._is_lost = False
+        self._channel.watch(self._check_silence)
         self._notices: SimpleQueue[Message | None] = SimpleQueue()  # what is sent without waiting for an answer
         self._notifier = start_thread(self._send_notices, "staticllm-remote-notices")
         self._thread = start_thread(self._read, "staticllm-remote")
@@ -115,8 +117,11 @@ class EngineConnection:
             with self._lock:
                 for table in (self._answers, self._queues, self._left):  # in one step: a request may be submitted again
                     table.pop(number, None)
-                if isinstance(error, OSError) and not self._is_closed:
+                if isinstance(error, (OSError, SilentError)) and not self._is_closed:
                     self._is_lost = True  # the thread that reads may see it later
+            if isinstance(error, SilentError):
+                self._channel.shut()  # half of the message may have been sent
+                raise ProcessLostError(str(error)) from error
             if isinstance(error, OSError):
                 raise ProcessLostError(GONE) from error
             if isinstance(error, ProtocolError):
@@ -151,7 +156,7 @@ class EngineConnection:
 
     def _send_notices(self) -> None:
         while (message := self._notices.get()) is not None:
-            with contextlib.suppress(OSError, ProtocolError), self._sending:
+            with contextlib.suppress(OSError, ProtocolError, SilentError), self._sending:
                 self._channel.send(message)
 
     def _read(self) -> None:
@@ -162,6 +167,9 @@ class EngineConnection:
                 self._take(self._channel.receive())
         except (EOFError, OSError):
             pass
+        except SilentError as silence:
+            error = ProcessLostError(str(silence))
+            self._channel.shut()  # a thread that is sending returns as well; a daemon that goes on drops the requests
         except (ProtocolError, KeyError, TypeError, ValueError) as damaged:
             error = as_ours(damaged)
         with self._lock:
@@ -178,6 +186,15 @@ class EngineConnection:
             future.set_exception(error)
         if not is_closed:
             self._on_lost()
+
+    def _check_silence(self) -> None:
+        """Look whether the daemon still answers, if somebody waits for it.
+
+        Raises:
+            SilentError: it does not.
+        """
+        if self._queues or self._answers:
+            self._link.check_silence()
 
     def _take(self, message: Message) -> None:
         if message.kind is not Kind.OUTPUT:

@@ -10,6 +10,7 @@ from staticllm.errors import ProcessLostError
 from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.remote.daemon_link import GONE
+from staticllm.wire.endpoint import SilentError
 
 MAX_LOSSES = 2
 """A request that was lost with this many daemons ends with an error: it may be what ended them."""
@@ -95,8 +96,9 @@ class LiveRequest(OutputQueue):
             self.end(FinishReason.DEADLINE)
 
     def fail(self, cause: BaseException | None = None) -> None:
-        """End it with a ``ProcessLostError``."""
-        error = ProcessLostError(GONE)
+        """End it with a ``ProcessLostError``, which says so if the daemon does not answer."""
+        silence = None if cause is None else cause.__cause__
+        error = ProcessLostError(str(silence) if isinstance(silence, SilentError) else GONE)
         error.__cause__ = cause
         self.end(FinishReason.ERROR, error)
 

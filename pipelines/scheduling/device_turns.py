@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 MIN_CALL_SHARE = 0.15
@@ -23,7 +22,7 @@ MAX_OWNERS = 64
 """The most owners whose time is remembered although it is what one who comes would be taken to have used."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Share:
     """What one client, ``owner``, had of a use of the device.
 
@@ -75,10 +74,7 @@ class Ask:
     payers: Sequence[int] = ()
     arrival: float = 0.0
     is_granted: bool = False
-    _signal: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def __post_init__(self) -> None:
-        self._signal.acquire()
+    _signal: threading.Lock | None = field(default=None, repr=False)  # of an ask that waits
 
     @property
     def clients(self) -> Sequence[int]:
@@ -87,12 +83,37 @@ class Ask:
 
     def wake(self) -> None:
         """Let the thread that waits look again; one thread at a time may call."""
-        if self._signal.locked():
+        if self._signal is not None and self._signal.locked():
             self._signal.release()
+
+    def prepare(self) -> None:
+        """Get ready to wait; called before another thread may call ``wake``."""
+        self._signal = threading.Lock()
+        self._signal.acquire()
 
     def wait(self, seconds: float) -> None:
         """Wait for ``wake``, at most ``seconds``."""
+        assert self._signal is not None
         self._signal.acquire(timeout=seconds)
+
+
+class Turn:
+    """A use of a device as a ``with`` block, which gives the ``Call``. A class, because generators take longer than turns."""
+
+    __slots__ = ("_ask", "_call", "_start", "_turns")
+
+    def __init__(self, turns: DeviceTurns, ask: Ask) -> None:
+        self._turns, self._ask = turns, ask
+        self._call, self._start = Call(), 0.0
+
+    def __enter__(self) -> Call:
+        self._call.queued = self._turns.take(self._ask)
+        self._start = time.perf_counter()
+        return self._call
+
+    def __exit__(self, *_: object) -> None:
+        self._call.taken = time.perf_counter() - self._start
+        self._turns.give(self._ask, self._call.taken)
 
 
 @dataclass(frozen=True)
@@ -150,17 +171,33 @@ class DeviceTurns:
         """Wait for the device, and return how long it took in seconds. ``give`` must follow."""
         ask.arrival = self._clock()
         with self._lock:
+            if self._is_idle_for(ask):
+                return 0.0
+            ask.prepare()
             for owner in ask.clients:
                 self._used[owner] = max(self._used.get(owner, 0.0), self._floor)
             self._waiting.append(ask)
             self._grant()
-            seconds = self._next_look()
+            seconds = 0.0 if ask.is_granted else self._next_look()
         while not ask.is_granted:
             ask.wait(seconds)
             with self._lock:
                 self._grant()
                 seconds = self._next_look()
         return self._clock() - ask.arrival
+
+    def _is_idle_for(self, ask: Ask) -> bool:
+        """Grant an ask at once if nobody else wants the device, which is what ``_grant`` would do after a longer look."""
+        if self._waiting or self._running or self._due or ask.payers:
+            return False
+        standing = max(self._used.get(ask.owner, 0.0), self._floor)
+        last = self._held
+        if last is not None and last.owner != ask.owner and self._is_held_for_another(ask, ask.arrival):
+            return False
+        self._used[ask.owner] = self._floor = standing
+        self._running.append(ask)
+        self._held, ask.is_granted = None, True
+        return True
 
     def give(self, ask: Ask, seconds: float, due: float | None = None, shares: Sequence[Share] = ()) -> None:
         """Give the device back after ``seconds`` of use; at the moment ``due`` this owner needs it again.
@@ -193,16 +230,9 @@ class DeviceTurns:
                     ask.priority, ask.payers = priority, payers
             self._grant()
 
-    @contextmanager
-    def turn(self, ask: Ask) -> Iterator[Call]:
+    def turn(self, ask: Ask) -> Turn:
         """Wait for the device, and use it inside the ``with`` block."""
-        call = Call(self.take(ask))
-        start = time.perf_counter()
-        try:
-            yield call
-        finally:
-            call.taken = time.perf_counter() - start
-            self.give(ask, call.taken)
+        return Turn(self, ask)
 
     def set_due(self, owner: int, due: float | None, priority: int = 0) -> None:
         """Set the moment at which an owner needs the device again; None if it does not."""
@@ -238,7 +268,9 @@ class DeviceTurns:
 
     def _standing(self, ask: Ask) -> float:
         """Return the seconds by which asks of one priority are ordered: those of the payer who has used least."""
-        return min(self._used.get(owner, self._floor) for owner in ask.clients)
+        if not ask.payers:
+            return self._used.get(ask.owner, self._floor)
+        return min(self._used.get(owner, self._floor) for owner in ask.payers)
 
     def _grant(self) -> None:
         """Grant every ask that may run now. The caller holds the lock."""
@@ -247,7 +279,9 @@ class DeviceTurns:
             possible = [ask for ask in self._waiting if self._fits(ask) and self._may_run(ask, now)]
             if not possible:
                 return
-            ask = min(possible, key=lambda ask: (-ask.priority, self._standing(ask), ask.arrival))
+            ask = possible[0]
+            if len(possible) > 1:
+                ask = min(possible, key=lambda ask: (-ask.priority, self._standing(ask), ask.arrival))
             if self._is_held_for_another(ask, now):
                 return
             self._waiting.remove(ask)
@@ -281,6 +315,8 @@ class DeviceTurns:
 
     def _is_in_time(self, ask: Ask, now: float, priority: int) -> bool:
         """Whether a call would end before every engine with a ``priority`` of at least this one needs the device."""
+        if not self._due:
+            return True
         asking = {each.owner for each in (*self._waiting, *self._running)}
         dues = (
             due.moment

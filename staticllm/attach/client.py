@@ -16,6 +16,7 @@ from ..wire import endpoint
 from ..wire.channel import Channel
 from ..wire.endpoint import EndpointError, SilentError
 from ..wire.messages import PROTOCOL, Kind, Message, ProtocolError
+from ..wire.silence import SilenceWatch
 from .answers import DaemonGoneError, UnavailableError, checked
 from .settings import MAX_PRIORITY, Settings
 
@@ -45,6 +46,8 @@ class Client:
         self._deaths: list[float] = []
         self._dead_epoch = 0
         self._failure = ("", -RETRY_SECONDS)
+        self._is_silent = False
+        self._watch: SilenceWatch | None = None
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
 
@@ -75,6 +78,8 @@ class Client:
         try:
             channel.send(message)
             answer = channel.receive()
+        except SilentError as error:
+            raise UnavailableError(str(error)) from error
         except (EOFError, OSError, ProtocolError) as error:
             with self._lock:
                 if self.epoch == epoch:
@@ -96,6 +101,9 @@ class Client:
                 try:
                     channel, _ = self._greet({"session": self._session})
                     return channel, self.epoch
+                except SilentError as error:
+                    self._note_silence(str(error))
+                    raise UnavailableError(str(error)) from error
                 except (EndpointError, UnavailableError, OSError, EOFError, ProtocolError) as error:
                     self._drop()  # the daemon that welcomed the program has gone
                     if attempt:
@@ -150,8 +158,9 @@ class Client:
     # all below: the lock is held
 
     def _connected(self) -> Channel:
-        if self._pid != os.getpid():
+        if self._pid != os.getpid() or self._is_silent:
             self._drop()
+            self._is_silent = False
         if self._control is not None:
             return self._control
         self._pid = os.getpid()
@@ -194,7 +203,8 @@ class Client:
     def _greet(self, body: dict[str, Any]) -> tuple[Channel, Message]:
         from openvino._pyopenvino import get_version
 
-        channel = Channel(endpoint.connect(endpoint.runtime_folder()))
+        folder = endpoint.runtime_folder()
+        channel = Channel(endpoint.connect(folder))
         hello = {
             "protocol": PROTOCOL, "openvino": get_version()[:128], "pid": os.getpid(), "program": _program(),
             "priority": self._priority + MAX_PRIORITY, **body,
@@ -202,7 +212,9 @@ class Client:
         try:
             channel.send(Message(Kind.HELLO, body=hello))
             if not channel.poll(endpoint.ANSWER_SECONDS):
-                raise SilentError(endpoint.silence_of(endpoint.runtime_folder()))
+                raise SilentError(endpoint.silence_of(folder))
+            self._watch = self._watch or SilenceWatch(folder)
+            channel.watch(self._check_silence)
             return channel, checked(channel.receive())
         except BaseException:
             channel.close()
@@ -212,6 +224,8 @@ class Client:
         try:
             channel.send(message)
             return channel.receive()
+        except SilentError as error:
+            raise UnavailableError(str(error)) from error
         except (EOFError, OSError, ProtocolError) as error:
             self._drop()
             raise DaemonGoneError(f"the daemon has gone: {error}") from error
@@ -220,11 +234,28 @@ class Client:
             self._drop()
             raise
 
+    def _check_silence(self) -> None:
+        """Look whether the daemon still answers; without the lock, because who holds it may wait for an answer.
+
+        Raises:
+            SilentError: it does not.
+        """
+        if self._watch is not None:
+            try:
+                self._watch.check()
+            except SilentError as error:
+                self._note_silence(str(error))
+                raise
+
+    def _note_silence(self, reason: str) -> None:
+        """Let no other call wait for a daemon that does not answer; the next one but a while looks for it anew."""
+        self._failure, self._is_silent = (reason, time.monotonic()), True
+
     def _send_releases(self) -> None:
         while self._released and self._control is not None and self._pid == os.getpid():
             handle, epoch = self._released.popleft()
             if epoch == self.epoch:
-                with contextlib.suppress(DaemonGoneError):
+                with contextlib.suppress(DaemonGoneError, UnavailableError):
                     self._ask(self._control, Message(Kind.RELEASE, handle))
 
     def _drop(self) -> None:
@@ -234,7 +265,7 @@ class Client:
 
     def _forget(self) -> None:
         """Forget in a forked child what belongs to the parent."""
-        self._lock = threading.Lock()
+        self._lock, self._watch = threading.Lock(), None
         self._drop()
 
 

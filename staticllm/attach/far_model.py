@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..wire.forks import renew_in_children
 from ..wire.messages import Kind, Message
 from ..wire.properties import decode_value
 from .answers import DaemonGoneError, UnavailableError, checked
@@ -46,11 +47,16 @@ class FarModel:
     ) -> None:
         self.input_names = input_names
         self._client, self._source, self._compile_native = client, source, compile_native
-        self._lock = threading.Lock()
+        self.renew()
+        renew_in_children(self)
         self._native: Any = None
         self._handle = self._epoch = 0
         self.mode = "plain"
         self._hold()
+
+    def renew(self) -> None:
+        """Make the lock, for a new model or in a forked child."""
+        self._lock = threading.Lock()
 
     @property
     def is_stateful(self) -> bool:

@@ -76,6 +76,10 @@ class FarRequest:
         self._commit()
         return result
 
+    def forget_call(self) -> None:
+        """Forget the call that runs, without waiting."""
+        self._pending = None
+
     def reset(self) -> None:
         """Set all states back."""
         if self._pending is not None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..wire import tensors
-from ..wire.channel import Channel
-from ..wire.messages import MAX_INLINE, Kind, Message, ProtocolError
+from ..wire.channel import Channel, NoRoomError
+from ..wire.endpoint import SilentError
+from ..wire.messages import Kind, Message, ProtocolError
 from ..wire.tensors import Array
-from .answers import DaemonGoneError, checked
+from .answers import DaemonGoneError, UnavailableError, checked
 from .hints import wants_last
 
 
-@dataclass(frozen=True)
-class Finished:
+class Finished(NamedTuple):
     """The result of a call: arrays in the order of the outputs, valid until the next call, and its times in microseconds.
 
     ``is_private`` says whether the arrays are writable memory that stays valid as long as they exist.
@@ -61,13 +59,9 @@ class RemoteRequest:
             RefusedError: the daemon has no room for its tensors.
             DaemonGoneError: the daemon has ended.
         """
-        arrays = list(inputs.values())
-        size = tensors.size_of(arrays)
-        if size > MAX_INLINE and size > self._channel.block_bytes:
-            checked(self._ask(Message(Kind.REQUEST, self._model, body={"block": size})))
         self._number += 1
         message = Message(Kind.INFER, 1, self._number, body={"wanted": "last"} if wants_last() else {})
-        self._exchange(lambda: self._channel.send_tensors(message, arrays, list(inputs)))
+        self._send(message, list(inputs.values()), list(inputs))
         self.is_running = True
 
     def poll(self, seconds: float | None) -> bool:
@@ -82,14 +76,13 @@ class RemoteRequest:
             DaemonGoneError: the daemon has ended.
             Exception: the one that the call raised.
         """
-        answer = self._exchange(self._channel.receive)
+        answer, arrays = self._exchange(self._result)
         self.is_running = False
-        answer = checked(answer)
+        checked(answer)
         if answer.number != self._number:
             self.close()
             raise DaemonGoneError(f"the daemon answered call {answer.number} instead of {self._number}")
-        taken = answer.body.get("device_us", 0)
-        return Finished(self._arrays(answer), taken if isinstance(taken, int) else 0, bool(answer.body.get("shared")))
+        return Finished(arrays, int(answer.time * 1e6), bool(answer.body.get("shared")))
 
     def run(self, inputs: dict[int, Array]) -> None:
         """Run a call and drop its outputs."""
@@ -111,11 +104,7 @@ class RemoteRequest:
 
     def set_state(self, index: int, values: Array) -> None:
         """Set a state."""
-        size = tensors.size_of([values])
-        if size > MAX_INLINE and size > self._channel.block_bytes:
-            checked(self._ask(Message(Kind.REQUEST, self._model, body={"block": size})))
-        message = Message(Kind.SET_STATE, 1, body={"index": index})
-        self._exchange(lambda: self._channel.send_tensors(message, [values], [0]))
+        self._send(Message(Kind.SET_STATE, 1, body={"index": index}), [values], [0])
         checked(self._exchange(self._channel.receive))
 
     def reset_state(self, index: int) -> None:
@@ -139,6 +128,24 @@ class RemoteRequest:
     def _arrays(self, answer: Message) -> list[Array]:
         return [array for _, array in self._exchange(lambda: self._channel.tensors_of(answer))]
 
+    def _send(self, message: Message, arrays: list[Array], names: list[int]) -> None:
+        """Send a message with tensors, in a larger block if they need one."""
+
+        def send() -> int:
+            try:
+                self._channel.send_tensors(message, arrays, names)
+            except NoRoomError as error:
+                return error.size
+            return 0
+
+        if size := self._exchange(send):
+            checked(self._ask(Message(Kind.REQUEST, self._model, body={"block": size})))
+            self._exchange(lambda: self._channel.send_tensors(message, arrays, names))
+
+    def _result(self) -> tuple[Message, list[Array]]:
+        answer = self._channel.receive()
+        return answer, [array for _, array in self._channel.tensors_of(answer)]
+
     def _ask(self, message: Message) -> Message:
         def ask() -> Message:
             self._channel.send(message)
@@ -152,6 +159,9 @@ class RemoteRequest:
             raise DaemonGoneError("the connection is closed")
         try:
             return step()
+        except SilentError as error:
+            self.close()
+            raise UnavailableError(str(error)) from error
         except (EOFError, OSError, ProtocolError) as error:
             self.close()
             raise DaemonGoneError(f"the daemon has gone: {error or type(error).__name__}") from error

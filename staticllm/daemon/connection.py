@@ -23,8 +23,8 @@ from staticllm.daemon.timeline import Timeline
 from staticllm.errors import BusyError, ConfigError, StaticLLMError, last_line
 from staticllm.wire import tensors
 from staticllm.wire.blocks import block_size
-from staticllm.wire.channel import Channel
-from staticllm.wire.messages import MAX_INLINE, Kind, Message, ProtocolError, text_of, whole_of
+from staticllm.wire.channel import Channel, NoRoomError
+from staticllm.wire.messages import Kind, Message, ProtocolError, text_of, whole_of
 from staticllm.wire.properties import encode_value
 
 log = logging.getLogger(__name__)
@@ -264,16 +264,16 @@ class ClientConnection:
             inputs[index] = array
         outputs, call = request.infer(inputs, session.priority, message.body.get("wanted") == "last")
         session.usage.add_calls(1, call.queued, sum(array.nbytes for array in outputs))
-        times = {"device_us": int(call.taken * 1e6), "queued_us": int(call.queued * 1e6)}
-        self._send(Message(Kind.DONE, number=message.number, body=times), outputs)
+        self._send(Message(Kind.DONE, number=message.number, time=call.taken), outputs)
 
     def _send(self, message: Message, arrays: list[tensors.Array]) -> None:
         """Send arrays, in a larger block if they need one."""
-        size = tensors.size_of(arrays)
         with self._send_lock:
-            if size > max(self._channel.block_bytes, MAX_INLINE):
-                self._grow(size)
-            self._channel.send_tensors(message, arrays, range(len(arrays)))
+            try:
+                self._channel.send_tensors(message, arrays, range(len(arrays)))
+            except NoRoomError as error:
+                self._grow(error.size)
+                self._channel.send_tensors(message, arrays, range(len(arrays)))
 
     def _reset(self, _: Message) -> Message:
         self._own().reset()

@@ -76,7 +76,10 @@ class Devices:
     def turns(self, device: str) -> DeviceTurns:
         """Return the turns of a device."""
         with self._lock:
-            return self._turns.setdefault(device, DeviceTurns(on_use=self._record))
+            found = self._turns.get(device)
+            if found is None:
+                found = self._turns[device] = DeviceTurns(on_use=self._record)
+            return found
 
     def open(self, owner: int, track: str) -> Usage:
         """Return the usage of a new client, which grows from now on until ``forget``."""
@@ -106,18 +109,26 @@ class Devices:
 
     def _record(self, ask: Ask, seconds: float, shares: Sequence[Share]) -> None:
         """Count a use of a device for its clients, and record it. The numbers of engines as owners are negative."""
+        model = -ask.owner if ask.owner < 0 else ask.model
+        if ask.owner >= 0:
+            shares = (Share(ask.owner, ask.phase, seconds, ask.rows, ask.num_bytes),)
+        with self._lock:
+            usages = [self._usages.get(share.owner) for share in shares]
+            for usage, share in zip(usages, shares, strict=True):
+                if usage is not None:
+                    usage.add_share(model, share)
+        if self.timeline.is_recording:
+            self._draw(
+                ask, seconds, model, [(usage, share) for usage, share in zip(usages, shares, strict=True) if usage]
+            )
+
+    def _draw(self, ask: Ask, seconds: float, model: int, used: Sequence[tuple[Usage, Share]]) -> None:
+        """Record a use of a device that ends now on the tracks of those who had it."""
         start = time.perf_counter() - seconds
         waited = max(0.0, start - ask.arrival)
-        model = -ask.owner if ask.owner < 0 else ask.model
         if ask.owner < 0:
             self.timeline.add(f"engine of model {model}", "step", start, seconds, waited)
-        else:
-            shares = (Share(ask.owner, ask.phase, seconds, ask.rows, ask.num_bytes),)
-        for share in shares:
-            with self._lock:
-                if (usage := self._usages.get(share.owner)) is not None:
-                    usage.add_share(model, share)
-            if usage is not None:
-                more = {"rows": share.rows, "device_ms": share.seconds * 1e3, "read_MB": share.num_bytes / 1e6}
-                name = f"{share.phase} of model {model}"
-                self.timeline.add(usage.track, name, start, seconds, 0.0 if ask.owner < 0 else waited, more)
+        for usage, share in used:
+            more = {"rows": share.rows, "device_ms": share.seconds * 1e3, "read_MB": share.num_bytes / 1e6}
+            name = f"{share.phase} of model {model}"
+            self.timeline.add(usage.track, name, start, seconds, 0.0 if ask.owner < 0 else waited, more)

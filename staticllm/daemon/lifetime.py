@@ -25,6 +25,7 @@ from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
 from staticllm.wire.endpoint import EndpointError, SilentError
 from staticllm.wire.messages import PROTOCOL, Kind, Message, ProtocolError
+from staticllm.wire.silence import SilenceWatch
 
 START_SECONDS, OTHER_SECONDS = 60.0, 15.0
 """Seconds in which a new daemon must listen, on a busy machine as well, and one that another program has started meanwhile."""
@@ -136,6 +137,7 @@ def control(folder: Path) -> Iterator[Channel]:
     import openvino
 
     channel = Channel(endpoint.connect(folder))
+    channel.watch(SilenceWatch(folder).check)
     try:
         body = {
             "protocol": PROTOCOL,

@@ -6,8 +6,7 @@ Models without states are stateless calls. A model with states keeps them in the
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ class PlainModel:
         """Take the compiled model, the device that was asked for, and the bytes of the weights that each call reads."""
         self.num_bytes = num_bytes
         self.id, self.device, self.compiled, self.devices = id, real_device(compiled, device), compiled, devices
-        self.costs = CallCosts()
+        self.costs, self.turns = CallCosts(), devices.turns(self.device)
         self.num_outputs = len(compiled.outputs)  # ``output_tensors`` takes 40 us
         self.width = max(1, int(compiled.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS")))
         self.mode = "stateful" if compiled.create_infer_request().query_state() else "plain"
@@ -63,6 +62,7 @@ class PlainRequest:
         self._model, self._request, self._owner = model, request, owner
         self._guard = StateGuard(request) if model.mode == "stateful" else None
         self._given: dict[str, Array] = {}  # the inputs of a model with states, which stay until others are given
+        self._inputs: dict[int, Array] = {}  # the memory of its input tensors
 
     def infer(
         self, inputs: Mapping[int, Array], priority: int = 0, wants_last: bool = False
@@ -79,15 +79,34 @@ class PlainRequest:
         if self._guard is not None:
             self._check(self._guard, inputs)
         for index, array in inputs.items():
-            request.set_input_tensor(index, ov.Tensor(np.array(array)))  # a copy: clients may write to theirs meanwhile
+            self._set_input(index, array)
         shapes = tuple(array.shape for array in inputs.values())
         ask = Ask(self._owner, model.costs.expected(shapes), priority, model.id, model.width, num_bytes=model.num_bytes)
-        with model.devices.turn(model.device, ask) as call, self._following():
+        with model.turns.turn(ask) as call:
             start = time.perf_counter()
-            request.infer(share_inputs=True, share_outputs=True)
+            if self._guard is None:
+                request.infer(share_inputs=True, share_outputs=True)
+            else:
+                self._infer_guarded(self._guard)
             call.taken = time.perf_counter() - start
         model.costs.add(shapes, call.taken)
         return [request.get_output_tensor(index).data for index in range(model.num_outputs)], call
+
+    def _set_input(self, index: int, array: Array) -> None:
+        """Copy an input into the request, because clients may write to theirs meanwhile.
+
+        A tensor is used again as long as its shape stays: a device has more work with a new one than a small call takes.
+
+        Raises:
+            RuntimeError: OpenVINO refused it.
+        """
+        known = self._inputs.get(index)
+        if known is not None and known.shape == array.shape and known.dtype == array.dtype:
+            known[...] = array
+            return
+        tensor = ov.Tensor(np.array(array))
+        self._request.set_input_tensor(index, tensor)
+        self._inputs[index] = tensor.data
 
     def set_priority(self, priority: int) -> None:
         """Do nothing: every call brings its priority, and one that waits has been given it by the devices."""
@@ -133,17 +152,14 @@ class PlainRequest:
         guard.check(given)
         self._given = given
 
-    @contextmanager
-    def _following(self) -> Iterator[None]:
-        """Note what a call in a ``with`` block does to the states."""
+    def _infer_guarded(self, guard: StateGuard) -> None:
+        """Run a call, and note what it does to the states."""
         try:
-            yield
+            self._request.infer(share_inputs=True, share_outputs=True)
         except BaseException:
-            if self._guard is not None:
-                self._guard.forget()
+            guard.forget()
             raise
-        if self._guard is not None:
-            self._guard.count(self._given)
+        guard.count(self._given)
 
     def profile(self) -> list[dict[str, object]]:
         """Return the times of the nodes in the last call; the model must be compiled with ``PERF_COUNT``."""

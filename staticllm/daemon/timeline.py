@@ -37,6 +37,11 @@ class Timeline:
         self._events: deque[Event] | None = None
         self._lock = threading.Lock()
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether somebody records."""
+        return self._events is not None
+
     def add(
         self,
         track: str,

@@ -5,16 +5,51 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from . import tensors
+from . import endpoint, tensors
 from .blocks import Block
-from .messages import BLOCK, MAX_FRAME, Message, ProtocolError, decode, encode
+from .forks import renew_in_children
+from .messages import (
+    BLOCK,
+    HEADER_BYTES,
+    MAX_FRAME,
+    MAX_INLINE,
+    Body,
+    Message,
+    ProtocolError,
+    decode,
+    encode,
+    text_of_body,
+    write_header,
+)  # fmt: skip
 from .tensors import Array
+
+LENGTH = struct.Struct("!i")
+"""Before each message on a socket, as ``multiprocessing.connection`` writes it."""
+MAX_FRAMES = 16
+"""How many frames are kept for calls of the same shapes."""
+
+
+class NoRoomError(ProtocolError):
+    """Tensors of ``size`` bytes need a larger block of shared memory."""
+
+    def __init__(self, size: int, block_bytes: int) -> None:
+        super().__init__(f"tensors of {size} bytes, the block has {block_bytes}")
+        self.size = size
+
+
+class Frame(NamedTuple):
+    """A message with tensors, to be sent again and again with other values: its bytes, and views into them or the block."""
+
+    data: bytearray
+    text_bytes: int
+    views: list[Array]
 
 
 class Channel:
@@ -27,14 +62,35 @@ class Channel:
         self._connection, self._takes_blocks = connection, takes_blocks
         self._block: Block | None = None
         self._is_unsent = False  # the peer has not got the block yet
-        self._closing = (
-            threading.Lock()
-        )  # or ``shut`` could end another connection, which has got the number of this one
+        self._frames: dict[object, Frame] = {}  # by what is the same in all messages of a frame
+        self._bodies: dict[bytes, Body] = {}
+        self._check: Callable[[], object] | None = None
+        self.renew()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Make the lock, for a new channel or in a forked child."""
+        # without it ``shut`` could end another connection, which has got the number of this one
+        self._closing = threading.Lock()
 
     @property
     def block_bytes(self) -> int:
         """The size of the block in bytes; 0 without one."""
         return 0 if self._block is None else len(self._block)
+
+    def watch(self, check: Callable[[], object]) -> None:
+        """Call ``check`` whenever ``receive`` or ``send`` has waited for ``endpoint.PROBE_SECONDS``.
+
+        It returns if they shall go on to wait, and raises if not; they raise the same. The connection is of no use then.
+        """
+        self._check = check
+        if sys.platform == "win32":
+            return
+        seconds, rest = divmod(endpoint.PROBE_SECONDS, 1)
+        limit = struct.pack("@ll", int(seconds), int(rest * 1e6))  # a timeval
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as peer:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def fileno(self) -> int:
         """Return the handle on which messages arrive."""
@@ -49,10 +105,12 @@ class Channel:
             OSError: the peer has gone.
         """
         if not self._is_unsent or self._block is None:
-            self._connection.send_bytes(encode(message))
+            data = encode(message)
+            self._write(bytearray(LENGTH.pack(len(data)) + data))
             return
         body = {**message.body, "block_size": len(self._block)}
-        self._connection.send_bytes(encode(replace(message, flags=message.flags | BLOCK, body=body)))
+        data = encode(replace(message, flags=message.flags | BLOCK, body=body))
+        self._write(bytearray(LENGTH.pack(len(data)) + data))
         self._block.send(self._connection)
         self._is_unsent = False
 
@@ -63,7 +121,7 @@ class Channel:
             ProtocolError: it is not a message.
             EOFError, OSError: the peer has gone, or sent more than ``MAX_FRAME`` bytes.
         """
-        message = decode(self._connection.recv_bytes(MAX_FRAME))
+        message = decode(self._read(), self._bodies)
         if message.flags & BLOCK and not self._takes_blocks:
             raise ProtocolError(f"{message.kind.name}: shared memory from a client, the daemon gives it out")
         if message.flags & BLOCK:
@@ -91,16 +149,37 @@ class Channel:
         """Send a message with tensors; large ones go into the block, which must have room for them.
 
         Raises:
-            ProtocolError: the block is too small.
+            NoRoomError: the block is too small.
         """
-        body = {**message.body, "tensors": tensors.describe(arrays, names)}
-        payload = tensors.inline(arrays)
-        if payload is None:
+        key = (*names, *message.body.items(), *[(array.dtype, array.shape) for array in arrays])
+        frame = self._frames.get(key)
+        if frame is None:
+            if len(self._frames) >= MAX_FRAMES:
+                self._frames.clear()
+            frame = self._frames[key] = self._frame(message, arrays, names)
+        for view, array in zip(frame.views, arrays, strict=True):
+            view[...] = array
+        write_header(message, frame.text_bytes, frame.data, LENGTH.size)
+        if self._is_unsent:
+            self.send(decode(bytes(frame.data[LENGTH.size :])))
+        else:
+            self._write(frame.data)
+
+    def _frame(self, message: Message, arrays: Sequence[Array], names: Sequence[int | str]) -> Frame:
+        body, size = {**message.body, "tensors": tensors.describe(arrays, names)}, tensors.size_of(arrays)
+        is_shared = size > MAX_INLINE
+        if is_shared:
             body["shared"] = True
-            if self._block is None or tensors.size_of(arrays) > len(self._block):
-                raise ProtocolError(f"tensors of {tensors.size_of(arrays)} bytes, the block has {self.block_bytes}")
-            tensors.write(arrays, self._block.memory)
-        self.send(replace(message, body=body, payload=b"" if payload is None else bytes(payload)))
+            if self._block is None or size > len(self._block):
+                raise NoRoomError(size, self.block_bytes)
+        text = text_of_body(body)
+        begin = LENGTH.size + HEADER_BYTES
+        data = bytearray(begin + len(text) + (0 if is_shared else size))
+        LENGTH.pack_into(data, 0, len(data) - LENGTH.size)
+        data[begin : begin + len(text)] = text
+        if is_shared and self._block is not None:
+            return Frame(data, len(text), tensors.views(arrays, self._block.memory, 0))
+        return Frame(data, len(text), tensors.views(arrays, data, begin + len(text)))
 
     def tensors_of(self, message: Message) -> list[tuple[int | str, Array]]:
         """Return the tensors of a received message: views, valid until the next message that uses the block.
@@ -125,7 +204,51 @@ class Channel:
             self._connection.close()
         self._replace(None)
 
+    def _write(self, data: bytearray) -> None:
+        """Write a message, with its length before it."""
+        if sys.platform == "win32":
+            self._connection.send_bytes(memoryview(data)[LENGTH.size :])
+            return
+        handle, rest = self._connection.fileno(), memoryview(data)
+        while rest:
+            try:
+                rest = rest[os.write(handle, rest) :]
+            except BlockingIOError:
+                self._go_on()
+
+    def _read(self) -> bytes:
+        """Read a message. Two system calls, because more could be a handle of shared memory."""
+        if sys.platform == "win32":
+            while self._check is not None and not self._connection.poll(endpoint.PROBE_SECONDS):
+                self._check()
+            whole: bytes = self._connection.recv_bytes(MAX_FRAME)
+            return whole
+        handle = self._connection.fileno()
+        (size,) = LENGTH.unpack(self._read_exactly(handle, LENGTH.size))
+        if not 0 <= size <= MAX_FRAME:
+            raise OSError(f"a message of {size} bytes, the limit is {MAX_FRAME}")
+        return self._read_exactly(handle, size)
+
+    def _read_exactly(self, handle: int, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            try:
+                more = os.read(handle, size - len(data))
+            except BlockingIOError:
+                self._go_on()
+                continue
+            if not more:
+                raise EOFError
+            data = data + more if data else more
+        return data
+
+    def _go_on(self) -> None:
+        """Decide whether a message that has been waited for is waited for on."""
+        if self._check is not None:
+            self._check()
+
     def _replace(self, block: Block | None) -> None:
+        self._frames.clear()  # their views would keep the block
         old, self._block = self._block, block
         if old is not None:
             old.close()

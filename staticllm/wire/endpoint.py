@@ -10,6 +10,7 @@ import stat
 import struct
 import sys
 import tempfile
+import time
 from multiprocessing import AuthenticationError
 from multiprocessing import connection as mp
 from pathlib import Path
@@ -18,8 +19,11 @@ from typing import Any
 KEY_BYTES = 32
 ANSWER_SECONDS = 30.0
 """Seconds in which a daemon must answer a new connection; a thread of its own does, whatever the devices do."""
+PROBE_SECONDS = 10.0
+"""Seconds after which those who wait for an answer look whether the daemon still answers new connections."""
 STOPPED = "stopped"
 """The file with the number of a daemon that ended as asked; its programs do not start another one for running requests."""
+RETRY_SECONDS = 0.05
 MAX_UNIX_PATH = 100  # sockets allow 104 to 108
 
 
@@ -182,7 +186,9 @@ def connect(folder: Path) -> Any:
     """
     where, key = address(folder), read_key(folder)
     try:
-        connection = mp.Client(where)
+        connection = _dial(where)
+    except BlockingIOError:
+        raise SilentError(silence_of(where)) from None
     except OSError as error:
         raise EndpointError(f"no daemon listens at {where}: {error.strerror or error}") from None
     try:
@@ -199,6 +205,44 @@ def connect(folder: Path) -> Any:
         connection.close()
         raise
     return connection
+
+
+def _dial(where: str) -> Any:
+    """Connect without proving anything.
+
+    Raises:
+        BlockingIOError: nobody accepted those who came before, within ``ANSWER_SECONDS``.
+        OSError: nobody listens.
+    """
+    if sys.platform == "win32":
+        return mp.Client(where)
+    end = time.monotonic() + ANSWER_SECONDS
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.setblocking(False)  # or connect() would wait for ever for a place among those who wait
+        while True:
+            try:
+                peer.connect(where)
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(RETRY_SECONDS)
+            else:
+                peer.setblocking(True)
+                return mp.Connection(peer.detach())
+
+
+def check_answers(folder: Path) -> None:
+    """Return if the daemon of a folder answers a new connection, or has ended.
+
+    Raises:
+        SilentError: it does not answer within ``ANSWER_SECONDS``.
+    """
+    try:
+        connect(folder).close()
+    except SilentError:
+        raise
+    except EndpointError:
+        pass
 
 
 def silence_of(where: object) -> str:

@@ -13,14 +13,17 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-PROTOCOL = 3
+PROTOCOL = 4
 """The version of the messages; client and daemon must have the same."""
 MAX_FRAME = 1 << 20
 """The most bytes of one message; larger tensors lie in shared memory."""
 MAX_INLINE = 1 << 16
 """The most bytes of tensors inside a message."""
+MAX_BODIES, MAX_TEXT = 16, 2048
+"""How many bodies of messages are kept for those that come again, and the most bytes of their text."""
 _to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _HEADER = struct.Struct("<HHIQQd")  # kind, flags, bytes of JSON, handle, number, seconds
+HEADER_BYTES = _HEADER.size
 
 
 class ProtocolError(RuntimeError):
@@ -38,7 +41,7 @@ class Kind(IntEnum):
     MODEL = 6  # path or spool, weights, device, config, mode; or directory, candidates -> OK: model, mode, …
     REQUEST = 7  # handle: model -> OK: request
     INFER = 8  # handle: request; tensors, block -> DONE
-    DONE = 9  # tensors, device_us, queued_us
+    DONE = 9  # tensors; its time is that of the device
     RESET = 10  # handle: request -> OK
     RELEASE = 11  # handle: a model or a request -> OK
     GET_PROPERTY = 12  # handle: model; name -> OK: value
@@ -60,15 +63,27 @@ class Kind(IntEnum):
     SNAPSHOT = 27  # handle: model; action, path, identity, key, tokens -> OK: tokens
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+_REPEATED = (Kind.INFER, Kind.DONE)
 LAST = 1
 """Flag of the last ``OUTPUT`` of a request."""
 BLOCK = 2
 """Flag of a message that is followed by a handle of shared memory; its body has ``block_size`` in bytes."""
 
 
-@dataclass(frozen=True)
+class Body(dict[str, Any]):
+    """The body of a message whose text comes again and again; nobody changes it.
+
+    ``layout`` is what ``tensors.read`` found in it when it read the text for the first time.
+    """
+
+    __slots__ = ("layout",)
+    layout: Any
+
+
+@dataclass(slots=True)  # a frozen one takes four times as long to make
 class Message:
-    """One message.
+    """One message; nobody changes it.
 
     ``handle`` names the object that it concerns, ``number`` the call that it belongs to, and ``time`` is a duration in seconds
     whose meaning depends on the kind. ``payload`` holds raw bytes, such as small tensors.
@@ -89,16 +104,30 @@ def encode(message: Message) -> bytes:
     Raises:
         ProtocolError: they are more than ``MAX_FRAME``.
     """
-    text = _to_json(message.body).encode() if message.body else b""
-    size = _HEADER.size + len(text) + len(message.payload)
+    text = text_of_body(message.body)
+    size = HEADER_BYTES + len(text) + len(message.payload)
     if size > MAX_FRAME:
         raise ProtocolError(f"a message of {size} bytes, the limit is {MAX_FRAME}: put its tensors into shared memory")
     header = _HEADER.pack(message.kind, message.flags, len(text), message.handle, message.number, message.time)
     return b"".join((header, text, message.payload))
 
 
-def decode(data: bytes) -> Message:
+def text_of_body(body: dict[str, Any]) -> bytes:
+    """Return the JSON text of a body."""
+    return _to_json(body).encode() if body else b""
+
+
+def write_header(message: Message, text_bytes: int, target: bytearray, offset: int) -> None:
+    """Write the header of a message, whose text has ``text_bytes`` bytes, into ``target``."""
+    kind, flags = message.kind, message.flags
+    _HEADER.pack_into(target, offset, kind, flags, text_bytes, message.handle, message.number, message.time)
+
+
+def decode(data: bytes, bodies: dict[bytes, Body] | None = None) -> Message:
     """Return the message of these bytes.
+
+    ``bodies`` are those of earlier calls and their results on the same connection, by their text: most have the same shapes
+    as those before.
 
     Raises:
         ProtocolError: they are not one.
@@ -111,11 +140,25 @@ def decode(data: bytes) -> Message:
         raise ProtocolError(f"a message of {len(data)} bytes says that its text has {length}")
     if not math.isfinite(time):
         raise ProtocolError("a message whose time is not a finite number")
-    try:
-        known = Kind(kind)
-    except ValueError:
-        raise ProtocolError(f"a message of the unknown kind {kind}") from None
-    return Message(known, handle, number, time, flags, _body(data[_HEADER.size : end]), memoryview(data)[end:])
+    known = _KINDS.get(kind)
+    if known is None:
+        raise ProtocolError(f"a message of the unknown kind {kind}")
+    text = data[_HEADER.size : end]
+    if bodies is not None and known in _REPEATED:
+        body: dict[str, Any] = bodies.get(text) or _repeated_body(text, bodies)
+    else:
+        body = _body(text)
+    return Message(known, handle, number, time, flags, body, memoryview(data)[end:])
+
+
+def _repeated_body(text: bytes, bodies: dict[bytes, Body]) -> Body:
+    body = Body(_body(text))
+    body.layout = None
+    if len(text) <= MAX_TEXT:
+        if len(bodies) >= MAX_BODIES:
+            bodies.clear()
+        bodies[text] = body
+    return body
 
 
 def _body(text: bytes) -> dict[str, Any]:

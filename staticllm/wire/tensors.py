@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .messages import MAX_INLINE, Message, ProtocolError
+from .messages import MAX_INLINE, Body, Message, ProtocolError
 
 Array = NDArray[Any]
 ELEMENT_TYPES = frozenset(["|b1", "|i1", "|u1", "<i2", "<u2", "<f2", "<i4", "<u4", "<f4", "<i8", "<u8", "<f8"])
@@ -35,12 +35,18 @@ def describe(arrays: Sequence[Array], names: Sequence[int | str]) -> list[list[A
 
 def write(arrays: Sequence[Array], target: memoryview | bytearray) -> None:
     """Copy arrays into ``target``, at the offsets that ``describe`` gives."""
-    offset = 0
+    for view, array in zip(views(arrays, target, 0), arrays, strict=True):
+        view[...] = array
+
+
+def views(arrays: Sequence[Array], target: memoryview | bytearray, offset: int) -> list[Array]:
+    """Return the parts of ``target``, from ``offset`` on, into which ``write`` copies arrays."""
+    found: list[Array] = []
     for array in arrays:
-        if array.nbytes:
-            flat = np.frombuffer(target, array.dtype, array.size, offset)
-            flat.reshape(array.shape)[...] = array
+        shape, dtype = array.shape, array.dtype
+        found.append(np.ndarray(shape, dtype, target, offset) if array.nbytes else np.empty(shape, dtype))
         offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    return found
 
 
 def inline(arrays: Sequence[Array]) -> bytearray | None:
@@ -59,17 +65,50 @@ def read(message: Message, block: memoryview | None) -> list[tuple[int | str, Ar
     Raises:
         ProtocolError: a description is not one, or reaches beyond the memory.
     """
+    body = message.body
+    layout = body.layout if isinstance(body, Body) else None
+    if layout is None:
+        layout = _layout(message)
+        if isinstance(body, Body):
+            body.layout = layout
+    if layout.is_shared and block is None:
+        raise ProtocolError(f"{message.kind.name}: its tensors lie in shared memory, and there is none")
+    memory = block if layout.is_shared and block is not None else memoryview(message.payload)
+    size = len(memory)
+    found: list[tuple[int | str, Array]] = []
+    for name, dtype, shape, offset, end in layout.tensors:
+        if end > size:
+            raise ProtocolError(f"{message.kind.name}: tensor {name!r} reaches beyond the {size} bytes of its memory")
+        found.append((name, np.ndarray(shape, dtype, memory, offset) if end > offset else np.zeros(shape, dtype)))
+    return found
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: from the byte ``offset`` to ``end`` of the memory of its message."""
+
+    name: int | str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+    end: int
+
+
+class Layout(NamedTuple):
+    """The tensors of a message as it describes them, and whether they lie in shared memory."""
+
+    tensors: list[Place]
+    is_shared: bool
+
+
+def _layout(message: Message) -> Layout:
     described = message.body.get("tensors", [])
     if not isinstance(described, list) or len(described) > MAX_TENSORS:
         raise ProtocolError(f"{message.kind.name}: tensors must be a list of at most {MAX_TENSORS} descriptions")
-    is_shared = message.body.get("shared", False)
-    if is_shared and block is None:
-        raise ProtocolError(f"{message.kind.name}: its tensors lie in shared memory, and there is none")
-    memory = block if is_shared and block is not None else memoryview(message.payload)
-    return [_tensor(each, memory, message.kind.name) for each in described]
+    places = [_place(each, message.kind.name) for each in described]
+    return Layout(places, bool(message.body.get("shared", False)))
 
 
-def _tensor(described: Any, memory: memoryview, kind: str) -> tuple[int | str, Array]:
+def _place(described: Any, kind: str) -> Place:
     if not isinstance(described, list) or len(described) != 4:
         raise ProtocolError(f"{kind}: a tensor's description must be a name, an element type, a shape and an offset")
     name, element_type, shape, offset = described
@@ -78,12 +117,9 @@ def _tensor(described: Any, memory: memoryview, kind: str) -> tuple[int | str, A
     if not isinstance(shape, list) or len(shape) > MAX_RANK or not all(map(_is_size, (*shape, offset))):
         raise ProtocolError(f"{kind}: tensor {name!r} has the shape {shape!r} at the offset {offset!r}")
     dtype = np.dtype(element_type)
-    count = math.prod(shape)
-    if offset % ALIGNMENT or offset + count * dtype.itemsize > len(memory):
-        raise ProtocolError(f"{kind}: tensor {name!r} reaches beyond the {len(memory)} bytes of its memory")
-    if not count:
-        return name, np.zeros(shape, dtype)
-    return name, np.frombuffer(memory, dtype, count, offset).reshape(shape)
+    if offset % ALIGNMENT:
+        raise ProtocolError(f"{kind}: tensor {name!r} at the offset {offset}, which is no multiple of {ALIGNMENT}")
+    return Place(name, dtype, tuple(shape), offset, offset + math.prod(shape) * dtype.itemsize)
 
 
 def _is_size(value: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from openvino._ov_api import AsyncInferQueue
 
+from ...wire.forks import renew_in_children
 from .compiled_model import AttachedCompiledModel
 from .infer_request import AttachedInferRequest
 
@@ -26,10 +27,16 @@ class AttachedInferQueue(AsyncInferQueue):  # type: ignore[misc]
         self._requests = [model.create_infer_request() for _ in range(min(count, MAX_JOBS))]
         self._userdata: list[Any] = [None] * len(self._requests)
         self._callback: Callable[[Any, Any], object] | None = None
+        self.renew()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Have no call running, in a new queue or in a forked child: the calls of the parent end there."""
         self._change = threading.Condition()
         self._idle = deque(range(len(self._requests)))
         self._errors: list[BaseException] = []
-        for index in range(len(self._requests)):
+        for index, request in enumerate(self._requests):
+            request.forget_call()
             self._let_go(index)
 
     def start_async(self, inputs: Any = None, userdata: Any = None, share_inputs: bool = False) -> None:

@@ -13,6 +13,7 @@ from openvino._pyopenvino import ProfilingInfo, Tensor
 from openvino.utils.data_helpers import OVDict
 from openvino.utils.data_helpers.data_dispatcher import _data_dispatch
 
+from ...wire.forks import renew_in_children
 from ...wire.tensors import Array
 from ..far_request import FarRequest
 from .completions import Completions
@@ -35,7 +36,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         super().__init__(ghost)
         self._far, self._make_compiled = far, make_compiled
         self._ghost = InferRequest(ghost)  # the same tensors, without the checks of this class
-        self._num_inputs = len(self._ghost.model_inputs)
+        self._num_inputs, self._ports = len(self._ghost.model_inputs), self._ghost.model_outputs
         self._input_names = frozenset(name for port in self._ghost.model_inputs for name in port.get_names())
         self._lock = threading.RLock()
         self._is_running = self._is_interrupted = self._is_cancelled = False
@@ -49,6 +50,21 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         self._completions: Completions | None = None
         self._has_run = False
         self.on_end: Callable[[Exception | None], object] | None = None
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Make the lock anew in a forked child. A call that another thread was waiting for belongs to the parent.
+
+        One that was only started is run again in the child if that waits for it.
+        """
+        if not self._lock.acquire(blocking=False):
+            self.forget_call()
+        self._lock, self._completions = threading.RLock(), None
+
+    def forget_call(self) -> None:
+        """Forget a call that runs, without waiting."""
+        self._is_running = self._is_interrupted = False
+        self._far.forget_call()
 
     def __repr__(self) -> str:
         return str(super().__repr__()).replace(AttachedInferRequest.__name__, InferRequest.__name__, 1)
@@ -66,7 +82,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         """Run a call, as ``openvino.InferRequest.infer`` does."""
         with self._lock:
             self._start(inputs, share_inputs)
-            self._finish()
+            self._take_result()
             return self._results(share_outputs)
 
     def start_async(self, inputs: Any = None, userdata: Any = None, share_inputs: bool = False) -> None:
@@ -272,6 +288,20 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         self._is_running = self._has_run = True
 
     def _finish(self) -> None:
+        """Wait for the result of the running call, and show it in the tensors that the program has.
+
+        Raises:
+            Exception: the call failed; ``wait`` raises it again.
+        """
+        self._take_result()
+        if self._given_out:
+            try:
+                self._show_outputs()
+            except Exception as error:
+                self._error = error
+                raise
+
+    def _take_result(self) -> None:
         """Wait for the result of the running call, and keep it.
 
         Raises:
@@ -292,12 +322,6 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         if self._is_cancelled:
             self._error = RuntimeError("Infer Request was canceled")
             raise self._error
-        if self._given_out:
-            try:
-                self._show_outputs()
-            except Exception as error:
-                self._error = error
-                raise
 
     def _complete(self) -> None:
         """Take the result, and call the callback; runs on a thread of its own."""
@@ -313,22 +337,32 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
             self.on_end(self._error)
 
     def _results(self, share: bool) -> OVDict:
-        ports, outputs = self._ghost.model_outputs, self._outputs
-        if outputs is not None and not share:
-            return OVDict({port: array.copy() for port, array in zip(ports, outputs, strict=True)})
-        self._show_outputs()
-        tensors = [self._ghost.get_output_tensor(index).data for index in range(len(ports))]
-        return OVDict({port: (data if share else data.copy()) for port, data in zip(ports, tensors, strict=True)})
+        outputs = self._outputs
+        if outputs is not None and not share and not self._given_out:
+            return OVDict({port: array.copy() for port, array in zip(self._ports, outputs, strict=True)})
+        try:
+            shown = self._show_outputs()
+        except Exception as error:
+            self._error = error
+            raise
+        return OVDict({port: (data if share else data.copy()) for port, data in zip(self._ports, shown, strict=True)})
 
-    def _show_outputs(self) -> None:
-        """Copy the outputs of the last call into the tensors that the program sees."""
+    def _show_outputs(self) -> list[Array]:
+        """Copy the outputs of the last call into the tensors that the program sees, and return the memory of these."""
         self._given_out = True
         outputs, self._outputs = self._outputs, None
-        for index, array in enumerate(outputs or ()):
+        if outputs is None:
+            return [self._ghost.get_output_tensor(index).data for index in range(len(self._ports))]
+        shown = []
+        for index, array in enumerate(outputs):
             tensor = self._ghost.get_output_tensor(index)
-            if tuple(tensor.shape) != array.shape:
+            target = tensor.data
+            if target.shape != array.shape:  # ``tensor.shape`` takes 17 us
                 tensor.shape = array.shape
-            tensor.data[...] = array
+                target = tensor.data
+            target[...] = array
+            shown.append(target)
+        return shown
 
     def _large_output(self, key: Any) -> Tensor | None:
         """Return a large output of the last call without a copy; the tensor keeps the memory alive."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import sys
 import threading
 
 import pytest
@@ -11,6 +14,7 @@ from staticllm.errors import DeviceError, StaticLLMError
 from staticllm.pipelines.remote.daemon_home import UserDaemon
 from staticllm.pipelines.remote.daemon_link import DaemonLink
 from staticllm.wire import endpoint
+from staticllm.wire.silence import SilenceWatch
 from tests.helpers import one_line
 
 
@@ -21,6 +25,7 @@ def silent(monkeypatch, tmp_path):
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("STATICLLM_RUNTIME_DIR", str(folder))
     monkeypatch.setattr(endpoint, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(endpoint, "PROBE_SECONDS", 0.2)
     key = endpoint.make_key(folder)
     listener = endpoint.listen(folder)
     yield listener, key
@@ -54,7 +59,7 @@ def test_every_client_gets_one_line(silent, client):
     one_line(caught)
 
 
-@pytest.mark.parametrize("client", ["pipeline"])
+@pytest.mark.parametrize("client", ["pipeline", "status"])
 def test_a_daemon_that_is_suspended_before_it_answers_the_first_message(silent, client):
     listener, key = silent
     accepted = []
@@ -70,3 +75,40 @@ def test_a_daemon_that_is_suspended_before_it_answers_the_first_message(silent, 
         ask()
     thread.join(10)
     accepted[0].close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems refuse who comes when too many wait")
+def test_a_place_among_too_many_who_wait_has_a_limit(silent):
+    where, waiting = endpoint.address(endpoint.runtime_folder()), []
+    with contextlib.ExitStack() as stack, contextlib.suppress(BlockingIOError):
+        while len(waiting) < 1000:
+            waiting.append(stack.enter_context(socket.socket(socket.AF_UNIX)))
+            waiting[-1].setblocking(False)
+            waiting[-1].connect(where)
+    assert len(waiting) < 1000
+    with pytest.raises(endpoint.SilentError, match="has not answered") as caught:  # who has gone keeps the place
+        endpoint.connect(endpoint.runtime_folder())
+    one_line(caught)
+
+
+def test_one_look_serves_all_who_wait_and_a_daemon_that_has_ended_is_not_silent(silent, monkeypatch):
+    looks = []
+    monkeypatch.setattr(endpoint, "PROBE_SECONDS", 1000.0)
+    watch, check = SilenceWatch(endpoint.runtime_folder()), endpoint.check_answers
+    monkeypatch.setattr(endpoint, "check_answers", lambda folder: (looks.append(folder), check(folder)))
+
+    def ask():
+        with pytest.raises(endpoint.SilentError, match="has not answered"):
+            watch.check()
+
+    threads = [threading.Thread(target=ask) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert len(looks) == 1
+    silent[0].close()
+    monkeypatch.setattr(endpoint, "PROBE_SECONDS", 0.0)
+    watch.check()
+    assert len(looks) == 2

@@ -7,6 +7,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from staticllm.pipelines.engine.device_use import Demand, DeviceUse, Rows, demand_of, rows_of
 from staticllm.pipelines.scheduling.device_turns import MIN_CALL_SHARE, Ask, DeviceTurns, Share
@@ -307,3 +309,50 @@ class Worker:
 
     def last_token_times(self):
         return self.times
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 3),
+            st.sampled_from([0.001, 0.015, 0.4]),
+            st.integers(0, 1),
+            st.sampled_from([0.0, 0.0015, 1.0]),
+        ),
+        max_size=25,
+    )
+)
+def test_an_idle_device_is_granted_at_once_as_after_the_longer_look(uses):
+    clock = Clock()
+    short, long = DeviceTurns(clock), DeviceTurns(clock)
+    for owner, seconds, priority, pause in uses:
+        clock.now += pause
+        one, other = Ask(owner, seconds, priority), Ask(owner, seconds, priority)
+        one.arrival = other.arrival = clock.now
+        long._used[owner] = max(long._used.get(owner, 0.0), long._floor)
+        long._waiting.append(other)
+        long._grant()
+        is_granted = short._is_idle_for(one)
+        assert is_granted is other.is_granted is one.is_granted
+        if not is_granted:  # the device is held for another
+            clock.now += 0.003
+            long._grant()
+            one.arrival = clock.now
+            assert short._is_idle_for(one) and other.is_granted
+        assert (short._used, short._floor, short._held) == (long._used, long._floor, long._held)
+        clock.now += seconds
+        short.give(one, seconds)
+        long.give(other, seconds)
+        assert (short._used, short._floor) == (long._used, long._floor)
+
+
+def test_an_idle_device_that_a_token_needs_soon_takes_the_longer_look(world):
+    world.turns.set_due(-1, 0.1)
+    late = world.ask(1, 0.5)
+    assert world.running == []
+    world.turns.set_due(-1, None)
+    assert world.running == [late]
+    early = world.ask(2, 0.5)
+    assert world.running == [late]
+    world.give(late)
+    assert world.running == [early]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import sys
 from multiprocessing import Pipe
 
 import numpy as np
@@ -12,8 +14,19 @@ from hypothesis import strategies as st
 
 from staticllm.wire import tensors
 from staticllm.wire.blocks import Block
-from staticllm.wire.channel import Channel
-from staticllm.wire.messages import MAX_FRAME, Kind, Message, ProtocolError, decode, encode, text_of, whole_of
+from staticllm.wire.channel import MAX_FRAMES, Channel
+from staticllm.wire.messages import (
+    MAX_BODIES,
+    MAX_FRAME,
+    MAX_TEXT,
+    Kind,
+    Message,
+    ProtocolError,
+    decode,
+    encode,
+    text_of,
+    whole_of,
+)  # fmt: skip
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=8),
@@ -170,3 +183,116 @@ def test_a_block_cannot_be_made_shorter():
     with pytest.raises(PermissionError):
         os.ftruncate(block._source, 10)
     block.close()
+
+
+@pytest.fixture
+def channels():
+    ours, theirs = map(Channel, Pipe())
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def test_calls_of_the_same_shapes_use_a_frame_again_with_their_own_values(channels):
+    ours, theirs = channels
+    ours.grow(100_000)
+    ours.send(Message(Kind.OK))
+    theirs.receive()
+    kept = []
+    for number, size in enumerate([5, 20_000, 5, 20_000, 5, 0, 7, 20_000]):  # inside the message, and in the block
+        array = np.full(size, number, np.float32)
+        theirs.send_tensors(Message(Kind.INFER, 3, number, 0.5 * number), [array, array[:2]], [0, "b"])
+        message = ours.receive()
+        assert (message.kind, message.handle, message.number, message.time) == (Kind.INFER, 3, number, 0.5 * number)
+        found = ours.tensors_of(message)
+        assert [name for name, _ in found] == [0, "b"]
+        np.testing.assert_array_equal(found[0][1], array)
+        np.testing.assert_array_equal(found[1][1], array[:2])
+        kept.append((found[1][1], array[:2], size))
+    for found, array, size in kept:
+        if size < 1000:  # a message's own memory does not change with the next one
+            np.testing.assert_array_equal(found, array)
+    assert len(theirs._frames) == 4
+    assert len(ours._bodies) == 4
+
+
+def test_a_type_a_name_or_a_hint_makes_another_frame(channels):
+    ours, theirs = channels
+    for body, name, kind in (
+        ({}, 0, "<f4"),
+        ({"wanted": "last"}, 0, "<f4"),
+        ({}, 1, "<f4"),
+        ({}, 0, "<i4"),
+        ({}, 0, "<f4"),
+    ):
+        theirs.send_tensors(Message(Kind.INFER, body=body), [np.arange(4).astype(kind)], [name])
+        message = ours.receive()
+        ((found_name, found),) = ours.tensors_of(message)
+        assert (found_name, found.dtype.str, message.body.get("wanted")) == (name, kind, body.get("wanted"))
+        np.testing.assert_array_equal(found, np.arange(4))
+
+
+def test_a_description_that_came_before_is_checked_against_each_payload(channels):
+    ours, theirs = channels
+    body = {"tensors": [[0, "<f4", [16], 0]]}
+    for size in (64, 63, 0, 64):
+        theirs.send(Message(Kind.INFER, body=body, payload=bytes(size)))
+        message = ours.receive()
+        if size < 64:
+            with pytest.raises(ProtocolError, match=f"reaches beyond the {size} bytes"):
+                ours.tensors_of(message)
+        else:
+            assert ours.tensors_of(message)[0][1].shape == (16,)
+
+
+def test_a_description_in_shared_memory_that_came_before_needs_the_block_of_now(channels):
+    ours, theirs = channels
+    body = {"tensors": [[0, "|u1", [100_000], 0]], "shared": True}
+    for wanted in (1 << 17, 1 << 16, 0, 1 << 17):
+        if wanted:
+            theirs.grow(wanted)
+            theirs.send(Message(Kind.OK))
+            ours.receive()
+        else:
+            ours._replace(None)
+        theirs.send(Message(Kind.DONE, body=body))
+        message = ours.receive()
+        assert len(ours._bodies) == 1
+        if wanted == 1 << 17:
+            assert ours.tensors_of(message)[0][1].nbytes == 100_000
+        else:
+            with pytest.raises(ProtocolError, match=r"reaches beyond the 65536 bytes|there is none"):
+                ours.tensors_of(message)
+
+
+def test_few_frames_and_bodies_are_kept_and_no_long_ones(channels):
+    ours, theirs = channels
+    for size in range(1, 3 * MAX_FRAMES):
+        theirs.send_tensors(Message(Kind.INFER), [np.zeros(size, np.uint8)], [0])
+        ours.receive()
+    assert len(theirs._frames) <= MAX_FRAMES
+    assert 0 < len(ours._bodies) <= MAX_BODIES
+    known = len(ours._bodies)
+    theirs.send(Message(Kind.INFER, body={"x": "y" * MAX_TEXT}))
+    theirs.send(Message(Kind.PING, body={"x": 1}))
+    ours.receive(), ours.receive()
+    assert len(ours._bodies) == known
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows' pipes keep messages apart themselves")
+@pytest.mark.parametrize("length", [-1, -(1 << 31), MAX_FRAME + 1, (1 << 31) - 1])
+def test_a_wrong_length_ends_the_connection(channels, length):
+    ours, theirs = channels
+    os.write(theirs.fileno(), struct.pack("!i", length))
+    with pytest.raises(OSError, match="the limit is"):
+        ours.receive()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows' pipes keep messages apart themselves")
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 20])
+def test_a_message_that_ends_early_is_the_end(channels, count):
+    ours, theirs = channels
+    os.write(theirs.fileno(), (struct.pack("!i", 100) + bytes(100))[:count])
+    theirs.close()
+    with pytest.raises(EOFError):
+        ours.receive()
