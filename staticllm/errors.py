@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 MAX_SHOWN = 300
 """The most characters of a value in a message."""
 

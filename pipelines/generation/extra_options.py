@@ -247,7 +247,9 @@ def _tool_options(given: Mapping[str, Any]) -> ToolOptions:
     if parse not in (None, True, False):
         raise GenerationConfigError(f"parse_tools={shown(parse)}: must be True, False or None")
     if not isinstance(context, Mapping):
-        raise GenerationConfigError(f"extra_context={shown(context)}: must be a dict of variables for the chat template")
+        raise GenerationConfigError(
+            f"extra_context={shown(context)}: must be a dict of variables for the chat template"
+        )
     names = [str(function_of(tool)["name"]) for tool in tools]
     choice, name = _tool_choice(given.get("tool_choice", "auto"), names)
     return ToolOptions(tuple(tools), choice, name, parse, dict(context))

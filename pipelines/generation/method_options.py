@@ -36,7 +36,9 @@ def beams_of(options: Mapping[str, Any]) -> BeamParams | None:
         ("repetition_penalty", 1),
     ):
         if options[name] != needed:
-            raise GenerationConfigError(f"{name}={shown(options[name])} with num_beams={num_beams}: leave one of them out")
+            raise GenerationConfigError(
+                f"{name}={shown(options[name])} with num_beams={num_beams}: leave one of them out"
+            )
     diversity = number(options, "diversity_penalty", -1e6, 1e6)
     if (diversity != 0.0) != (groups > 1):
         remedy = "set a penalty" if groups > 1 else "raise num_beam_groups"
@@ -66,7 +68,8 @@ def drafts_of(options: Mapping[str, Any]) -> DraftParams | None:
     for name in ("num_beams", "num_return_sequences"):
         if options[name] != 1:
             raise GenerationConfigError(
-                f"{asked[0]}={shown(options[asked[0]])} with {name}={shown(options[name])}: drafts are for single answers; leave one out"
+                f"{asked[0]}={shown(options[asked[0]])} with {name}={shown(options[name])}: "
+                "drafts are for single answers; leave one out"
             )
     if max_tokens and confidence:
         raise GenerationConfigError(

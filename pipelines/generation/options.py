@@ -165,7 +165,9 @@ def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> Gen
     for name, value in overrides.items():
         if name not in _NAMES and name not in EXTRA_NAMES and name not in KEYWORDS:
             near = difflib.get_close_matches(str(name), (*_NAMES, *EXTRA_NAMES, *KEYWORDS), n=1)
-            raise GenerationConfigError(f"unknown option {shown(name)}" + (f": did you mean {near[0]!r}?" if near else ""))
+            raise GenerationConfigError(
+                f"unknown option {shown(name)}" + (f": did you mean {near[0]!r}?" if near else "")
+            )
         _check_plain(name, value)
     merged = {name: overrides.get(name, getattr(config, name)) for name in _NAMES}
     try:

@@ -39,8 +39,9 @@ def nested(make):
 VALUES = [
     None, True, 0, -1, 1.5, float("nan"), float("-inf"), 10**5000, 2**64, np.int64(3), np.float32(0.5), np.bool_(True),
     np.array(3), np.array([1, 2]), np.array([]), "", "abc", "two\nlines", "\ud800", "x" * 100_000, b"abc", [], [1], [""], [None],
-    ["\ud800"], [[1]], [[]], {1}, {"a"}, {}, {"a": 1}, {5: float("nan")}, {-1: 1}, {True: 2}, {None: 1}, nested(lambda each: [each]),
-    nested(lambda each: {"a": each}), Unshowable(), [Unshowable()], {"a": Unshowable()}, TwoLines(), [TwoLines()], Incomparable(),
+    ["\ud800"], [[1]], [[]], {1}, {"a"}, {}, {"a": 1}, {5: float("nan")}, {-1: 1}, {True: 2}, {None: 1},
+    nested(lambda each: [each]), nested(lambda each: {"a": each}), Unshowable(), [Unshowable()], {"a": Unshowable()}, TwoLines(),
+    [TwoLines()], Incomparable(),
     object, len, iter([1]), 1 + 2j, genai.StopCriteria.NEVER, genai.GenerationConfig(), ..., {"a": {1, 2}},
 ]  # fmt: skip
 

@@ -41,7 +41,7 @@ SCHEMAS = [
     ({"properties": {"a": {"items": {"not": {"multipleOf": 2}}}}}, "'not' at '#/properties/a/items' is not supported"),
     ({"properties": {"not": {"if": {"multipleOf": 2}, "then": False}}}, "at '#/properties/not' is not supported"),
     ({"type": "array", "uniqueItems": True}, "'uniqueItems' at '#' is not supported here: give items an enum of few values"),
-    ({"type": "array", "contains": {"const": 1}}, "'contains' at '#' is not supported here: give the array a maxItems of at most 16"),
+    ({"type": "array", "contains": {"const": 1}}, "'contains' at '#' is not supported here: give the array a maxItems of"),
     ({"properties": {"a": {"oneOf": [{"multipleOf": 2}, {"minimum": 5}]}}}, "oneOf at '#/properties/a' with options"),
     ({"not": {}}, "nothing satisfies the JSON schema"),
     ({"$recursiveRef": "#"}, "'$recursiveRef' at '#'"),

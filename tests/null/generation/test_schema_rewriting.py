@@ -47,7 +47,9 @@ def wider(inner):
     some = st.lists(inner, min_size=1, max_size=3)
     return st.one_of(
         st.dictionaries(st.sampled_from(["allOf", "anyOf", "oneOf", "prefixItems"]), some, min_size=1, max_size=1),
-        st.dictionaries(st.sampled_from(["not", "if", "then", "else", "contains", "items"]), inner, min_size=1, max_size=3),
+        st.dictionaries(
+            st.sampled_from(["not", "if", "then", "else", "contains", "items"]), inner, min_size=1, max_size=3
+        ),
         st.dictionaries(st.sampled_from(NAMES), inner, min_size=1, max_size=2).map(lambda each: {"properties": each}),
         st.tuples(st.sampled_from(["minContains", "maxContains"]), st.integers(0, 2), inner).map(
             lambda each: {each[0]: each[1], "contains": each[2]}
@@ -59,8 +61,10 @@ def wider(inner):
 
 
 schemas = st.tuples(st.recursive(leaves, wider, max_leaves=8), leaves).map(
-    lambda pair: {"$defs": {"x": pair[1], "y": {"type": "object", "properties": {"a": {"$ref": "#/$defs/y"}}}}}
-    | (pair[0] if isinstance(pair[0], dict) else {"allOf": [pair[0]]})
+    lambda pair: (
+        {"$defs": {"x": pair[1], "y": {"type": "object", "properties": {"a": {"$ref": "#/$defs/y"}}}}}
+        | (pair[0] if isinstance(pair[0], dict) else {"allOf": [pair[0]]})
+    )
 )
 
 
@@ -68,7 +72,8 @@ def has_key(schema, names):
     """Return whether one of these keywords is in a schema."""
     if isinstance(schema, dict):
         return any(
-            (name in names and name not in ("then", "else")) or (name not in ("const", "enum") and has_key(value, names))
+            (name in names and name not in ("then", "else"))
+            or (name not in ("const", "enum") and has_key(value, names))
             for name, value in schema.items()
         )
     return isinstance(schema, list) and any(has_key(each, names) for each in schema)
@@ -202,6 +207,8 @@ def test_a_class_keeps_quotation_marks_and_backslashes_out(pattern):
     for value in ('"', "\\", "x", "\n", "[^a", "é", "["):
         assert not is_accepted({"type": "string", "pattern": pattern}, value) or re.search(pattern, value), value
     expected = [value for value in ("x", "\n", "é") if re.search(pattern, value)]
-    assert [value for value in ("x", "\n", "é") if is_accepted({"type": "string", "pattern": pattern}, value)] == expected
+    assert [
+        value for value in ("x", "\n", "é") if is_accepted({"type": "string", "pattern": pattern}, value)
+    ] == expected
     schema = {"type": "object", "patternProperties": {pattern: {"const": 1}}, "additionalProperties": False}
     assert not is_accepted(schema, {'"': 1}) or re.search(pattern, '"')

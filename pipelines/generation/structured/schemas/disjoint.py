@@ -126,7 +126,9 @@ class _Pair:
         """Return whether bounds leave room for a value."""
         if atom_of(value) in NUMBERS:
             low, low_open, high, high_open = _range(self._all)
-            return (value > low or (value == low and not low_open)) and (value < high or (value == high and not high_open))
+            return (value > low or (value == low and not low_open)) and (
+                value < high or (value == high and not high_open)
+            )
         if isinstance(value, str):
             least, most = _LENGTHS["string"]
             return all(len(value) >= n for n in _numbers(self._all, least)) and all(

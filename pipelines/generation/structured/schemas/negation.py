@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from staticllm.pipelines.generation.structured.schemas.facts import (
@@ -165,7 +166,7 @@ class _Complement:
         kind = _kind(self._within & NUMBERS)
         self._ways.append(Exact(type=kind, exclusiveMaximum=numbers[0]))
         self._ways.append(Exact(type=kind, exclusiveMinimum=numbers[-1]))
-        for low, high in zip(numbers, numbers[1:], strict=False):
+        for low, high in pairwise(numbers):
             if kind == "number" or int(low // 1) + 1 < high:
                 self._ways.append(Exact(type=kind, exclusiveMinimum=low, exclusiveMaximum=high))
 

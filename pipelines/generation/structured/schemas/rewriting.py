@@ -60,7 +60,7 @@ class _Rewriter:
         """Return the schema in other words."""
         if isinstance(schema, Not):
             return self.of(complement(self._facts, schema))
-        if not isinstance(schema, Mapping):
+        if not isinstance(schema, dict):
             return schema
         found: Any = type(schema)({name: self._of_value(name, value) for name, value in schema.items()})
         for name, step in self._steps:
@@ -71,7 +71,11 @@ class _Rewriter:
                 if any(key in found for key in UNEVALUATED):
                     raise InexpressibleError  # the keyword also says which properties and items are evaluated
                 found = step(rest, found[name])
-            except (InexpressibleError, TypeError, AttributeError):  # also of malformed schemas, which llguidance refuses
+            except (
+                InexpressibleError,
+                TypeError,
+                AttributeError,
+            ):  # also of malformed schemas, which llguidance refuses
                 found = {**rest, "not": OVERLAPPING} if name == "oneOf" else {**rest, name: found[name]}
         return found
 
@@ -164,7 +168,9 @@ class _Rewriter:
     def _implies(self, schema: AnySchema, other: AnySchema) -> bool:
         """Return whether it is certain that what satisfies one schema satisfies the other."""
         try:
-            return canonical(schema) == canonical(other) or are_disjoint(self._facts, schema, self.of(Not(other, (schema,))))
+            return canonical(schema) == canonical(other) or are_disjoint(
+                self._facts, schema, self.of(Not(other, (schema,)))
+            )
         except InexpressibleError:
             return False
 
